@@ -1,0 +1,129 @@
+"""`Device`: what the search and the look-ups need to know of a GPU, and a catalogue of known ones."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from flashgen.core.errors import DeviceError
+
+MEMORY_CLASSES_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 128, 141, 180, 192, 256, 288)
+"""Sizes that cards are sold with; the nearest one names a card whatever a driver reserves of its memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One GPU model, without torch: a pure value.
+
+    `identity` (architecture, number of multiprocessors, memory class) tells models apart in look-ups: H100 PCIe, H100 SXM, H200 and
+    MIG slices differ in it. `name` is a label. Shared memory is in bytes, `bandwidth_gbs` in 1e9 bytes per second, `peak_tflops`
+    is the dense bf16 matrix rate with fp32 accumulation (vendors' data sheets), 0 where it is not known.
+    """
+
+    name: str
+    arch: str
+    num_sms: int
+    memory_gb: int
+    smem_per_block: int
+    smem_per_sm: int
+    regs_per_sm: int = 65536
+    max_threads_per_sm: int = 2048
+    warp_size: int = 32
+    l2_bytes: int = 0
+    bandwidth_gbs: float = 0.0
+    peak_tflops: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"sm\d{2,3}|gfx[0-9a-f]{3,4}", self.arch):
+            raise DeviceError(f"arch is like sm90 or gfx942, got {self.arch!r}")
+        for field in ("num_sms", "memory_gb", "smem_per_block", "smem_per_sm", "regs_per_sm", "warp_size"):
+            if getattr(self, field) < 1:
+                raise DeviceError(f"{field} must be at least 1, got {getattr(self, field)}")
+
+    @property
+    def identity(self) -> str:
+        """The key of look-ups, e.g. `sm90-132sm-141gb`."""
+        return f"{self.arch}-{self.num_sms}sm-{self.memory_gb}gb"
+
+    @property
+    def slug(self) -> str:
+        """The name as a file stem, e.g. `nvidia_h200`."""
+        return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether the backend is CUDA (else it is HIP)."""
+        return self.arch.startswith("sm")
+
+    @property
+    def capability(self) -> int:
+        """CUDA compute capability times ten, e.g. 90; 0 on AMD."""
+        return int(self.arch[2:]) if self.is_nvidia else 0
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether tensor descriptors are hardware (the bulk tensor copy engine, from sm90 on)."""
+        return self.capability >= 90
+
+
+def memory_class_gb(total_bytes: int) -> int:
+    """The size a card is sold with, from the bytes that its driver reports."""
+    gib = total_bytes / 2**30
+    return min(MEMORY_CLASSES_GB, key=lambda size: abs(size - gib))
+
+
+KB = 1024
+
+_ROWS: tuple[tuple[str, str, int, int, int, int, int, int, int, float, float], ...] = (
+    # name, arch, SMs, memory GB, smem/block, smem/SM, threads/SM, warp, L2 MB, GB/s, dense bf16 TFLOP/s
+    ("NVIDIA A100", "sm80", 108, 80, 163 * KB, 164 * KB, 2048, 32, 40, 2039.0, 312.0),
+    ("NVIDIA A100 40GB", "sm80", 108, 40, 163 * KB, 164 * KB, 2048, 32, 40, 1555.0, 312.0),
+    ("NVIDIA RTX 3090", "sm86", 82, 24, 99 * KB, 100 * KB, 1536, 32, 6, 936.0, 71.0),
+    ("NVIDIA RTX 4090", "sm89", 128, 24, 99 * KB, 100 * KB, 1536, 32, 72, 1008.0, 165.2),
+    ("NVIDIA L40S", "sm89", 142, 48, 99 * KB, 100 * KB, 1536, 32, 96, 864.0, 362.0),
+    ("NVIDIA H100", "sm90", 132, 80, 227 * KB, 228 * KB, 2048, 32, 50, 3350.0, 989.4),
+    ("NVIDIA H100 PCIe", "sm90", 114, 80, 227 * KB, 228 * KB, 2048, 32, 50, 2039.0, 756.0),
+    ("NVIDIA H200", "sm90", 132, 141, 227 * KB, 228 * KB, 2048, 32, 60, 4800.0, 989.4),
+    ("NVIDIA B200", "sm100", 148, 180, 227 * KB, 228 * KB, 2048, 32, 126, 8000.0, 2250.0),
+    ("NVIDIA RTX 5090", "sm120", 170, 32, 99 * KB, 100 * KB, 1536, 32, 96, 1792.0, 209.5),
+    ("AMD MI300X", "gfx942", 304, 192, 64 * KB, 64 * KB, 2048, 64, 256, 5300.0, 1307.4),
+    ("AMD RX 9060 XT", "gfx1200", 32, 16, 64 * KB, 64 * KB, 2048, 32, 32, 322.0, 103.0),
+)
+
+_REGS_PER_SM = {"gfx942": 131072, "gfx1200": 98304}
+
+CATALOGUE: tuple[Device, ...] = tuple(
+    Device(
+        name=name,
+        arch=arch,
+        num_sms=sms,
+        memory_gb=memory,
+        smem_per_block=block,
+        smem_per_sm=sm,
+        regs_per_sm=_REGS_PER_SM.get(arch, 65536),
+        max_threads_per_sm=threads,
+        warp_size=warp,
+        l2_bytes=l2 * KB * KB,
+        bandwidth_gbs=bandwidth,
+        peak_tflops=peak,
+    )
+    for name, arch, sms, memory, block, sm, threads, warp, l2, bandwidth, peak in _ROWS
+)
+"""Known devices, from the vendors' public data sheets."""
+
+
+def find_device(text: str) -> Device:
+    """The catalogued device that `text` names: `h100`, `RTX 4090`, `sm_86`, `gfx942`, an identity or a slug.
+
+    Raises:
+        DeviceError: no catalogued device has that name; the message lists them.
+    """
+    wanted = re.sub(r"[^a-z0-9]+", "", text.lower())
+    for device in CATALOGUE:
+        names = {device.slug, device.identity, device.arch}
+        short = device.slug.removeprefix("nvidia_").removeprefix("amd_")
+        names |= {short, short.removeprefix("rtx_"), short.removeprefix("rx_")}
+        if wanted in {re.sub(r"[^a-z0-9]+", "", name) for name in names}:
+            return device
+    known = ", ".join(f"{device.slug} ({device.arch})" for device in CATALOGUE)
+    raise DeviceError(f"a target is one of {known}, or an architecture of them; got {text!r}")

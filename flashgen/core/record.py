@@ -1,0 +1,134 @@
+"""What a search finds out: `Measurement`, `Failure`, `Anchor`, and `TuningRecord`, the one type a database knows."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import MeasureError
+from flashgen.core.workload import Workload
+
+STAGES = ("build", "launch", "verify", "timeout", "memory", "resources")
+PROVENANCES = ("measured", "predicted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a candidate has no time: data in a search, an error anywhere else."""
+
+    stage: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise MeasureError(f"a failure's stage is one of {', '.join(STAGES)}, got {self.stage!r}")
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Times of one config on one workload, each the mean per call of one window, in milliseconds.
+
+    `reference_ms` is the time of the fixed reference kernel in the same round, because absolute times of different
+    rounds do not compare on a card that changes its clock. Errors are against the float64 oracle.
+    """
+
+    times_ms: tuple[float, ...]
+    max_error: float = 0.0
+    mean_error: float = 0.0
+    reference_ms: float | None = None
+    sm_clock_mhz: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.times_ms or any(not 0 < t < float("inf") for t in self.times_ms):
+            raise MeasureError(f"a measurement has at least one time, each finite and above 0 ms, got {self.times_ms}")
+
+    @property
+    def median_ms(self) -> float:
+        """The median over all windows."""
+        return statistics.median(self.times_ms)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median over all windows."""
+        return (max(self.times_ms) - min(self.times_ms)) / self.median_ms
+
+    @property
+    def reference_ratio(self) -> float | None:
+        """Median over the reference kernel's time of the same round; comparable between rounds."""
+        return self.median_ms / self.reference_ms if self.reference_ms else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """The software a record was made with; a part that was not there is an empty string."""
+
+    flashgen: str = ""
+    triton: str = ""
+    torch: str = ""
+    driver: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """Time of another implementation on the same workload, measured in the same round as the winner."""
+
+    impl: str
+    median_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One evaluated candidate of a search: what makes a stopped search resumable."""
+
+    workload: Workload
+    device: Device
+    config: Config
+    source: str  # default, neighbour, sampler, random, local
+    outcome: Measurement | Failure
+    created: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningRecord:
+    """The config to serve for a workload on a device, and how that is known.
+
+    A `measured` record carries a `Measurement`; a `predicted` one carries `predicted_ms` from the analytic model and never
+    outranks a measured one. `source_digest` tells whether the template has changed since.
+    """
+
+    workload: Workload
+    device: Device
+    config: Config
+    provenance: str
+    measurement: Measurement | None = None
+    predicted_ms: float | None = None
+    source_digest: str = ""
+    versions: Versions = field(default_factory=Versions)
+    anchors: tuple[Anchor, ...] = ()
+    created: str = ""  # ISO 8601, UTC
+
+    def __post_init__(self) -> None:
+        if self.provenance not in PROVENANCES:
+            raise MeasureError(f"provenance is one of {', '.join(PROVENANCES)}, got {self.provenance!r}")
+        if (self.provenance == "measured") != (self.measurement is not None):
+            raise MeasureError(f"a record is measured iff it has a measurement, got {self.provenance!r}")
+
+    @property
+    def time_ms(self) -> float | None:
+        """The measured median, else the predicted time, else None."""
+        return self.measurement.median_ms if self.measurement else self.predicted_ms
+
+    @property
+    def tflops(self) -> float | None:
+        """Achieved (or predicted) 1e12 floating-point operations per second."""
+        return self.workload.flops / self.time_ms / 1e9 if self.time_ms else None
+
+    @property
+    def best_anchor(self) -> Anchor | None:
+        """The fastest other implementation measured beside it."""
+        return min(self.anchors, key=lambda anchor: anchor.median_ms, default=None)

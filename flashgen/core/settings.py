@@ -1,0 +1,108 @@
+"""Environment variables and directories: the only place of flashgen that reads `os.environ`.
+
+| variable | meaning |
+|---|---|
+| FLASHGEN_DB | tuning databases, searched first to last, separated by `os.pathsep`; the first one is written to |
+| FLASHGEN_CACHE_DIR | generated sources and other files that may be deleted at any time |
+| FLASHGEN_POLICY | `fastest` (default: SDPA where it was measured faster) or `generated` (always a generated kernel) |
+| FLASHGEN_NO_COMPILE | `1`: a compile while serving is an error (zero-JIT serving after `warmup`) |
+| FLASHGEN_QUIET | `1`: no one-line notice on the first call without a record |
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from flashgen.core.errors import SettingError
+
+APP = "flashgen"
+USER_DB_NAME = "tuning.sqlite3"
+POLICIES = ("fastest", "generated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the environment asked for, checked once."""
+
+    db_layers: tuple[Path, ...]
+    cache_dir: Path
+    policy: str
+    no_compile: bool
+    quiet: bool
+
+
+@functools.cache
+def settings() -> Settings:
+    """The settings of this process; `settings.cache_clear()` reads the environment again.
+
+    Raises:
+        SettingError: a variable holds a value that is not declared above.
+    """
+    policy = os.environ.get("FLASHGEN_POLICY", "fastest")
+    if policy not in POLICIES:
+        raise SettingError(f"FLASHGEN_POLICY is one of {', '.join(POLICIES)}, got {policy!r}")
+    return Settings(
+        db_layers=_db_layers(),
+        cache_dir=_writable(os.environ.get("FLASHGEN_CACHE_DIR"), platformdirs.user_cache_path(APP), "FLASHGEN_CACHE_DIR"),
+        policy=policy,
+        no_compile=_flag("FLASHGEN_NO_COMPILE"),
+        quiet=_flag("FLASHGEN_QUIET"),
+    )
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """The environment for a child process: this one's, with `extra` on top."""
+    return {**os.environ, **extra}
+
+
+def shipped(folder: str) -> Path:
+    """A folder that ships with flashgen (`templates`, `tuning_db`): the checkout's, else the wheel's.
+
+    An editable install may leave a stale copy inside the package, so the checkout comes first.
+    """
+    package = Path(__file__).resolve().parent.parent
+    checkout = package.parent / folder
+    if (package.parent / "pyproject.toml").is_file() and checkout.is_dir():
+        return checkout
+    return package / "_data" / folder
+
+
+def _db_layers() -> tuple[Path, ...]:
+    listed = os.environ.get("FLASHGEN_DB", "")
+    paths = tuple(Path(part).expanduser() for part in listed.split(os.pathsep) if part)
+    if paths:
+        return paths
+    return (_writable(None, platformdirs.user_data_path(APP), "FLASHGEN_DB") / USER_DB_NAME,)
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise SettingError(f"{name} is 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def _writable(asked: str | None, usual: Path, variable: str) -> Path:
+    """`asked` or `usual`, created; a fallback under the temporary directory where neither can be written."""
+    path = Path(asked).expanduser() if asked else usual
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.W_OK):
+            return path
+        reason = "it is not writable"
+    except OSError as error:
+        reason = str(error)
+    fallback = Path(tempfile.gettempdir()) / f"{APP}-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    fallback.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if hasattr(os, "getuid") and fallback.stat().st_uid != os.getuid():
+        # somebody else made it first: never read or write files that another user controls
+        fallback = Path(tempfile.mkdtemp(prefix=f"{APP}-"))
+    warnings.warn(f"{path} cannot be used ({reason}); using {fallback} (set {variable} to choose)", stacklevel=2)
+    return fallback

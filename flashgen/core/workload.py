@@ -1,0 +1,258 @@
+"""`Workload`: one attention problem, canonical at birth; `Specialization`: what of it is compiled in."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+
+from flashgen.core.errors import WorkloadError
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of one element, by the dtype names used in keys and databases."""
+
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+
+BACKWARD_FLOPS_RATIO = 2.5
+"""Five matrix products instead of two (FlashAttention-2, section 4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One attention problem: what is computed, not how.
+
+    Shapes are `q (batch, nheads, seqlen_q, head_dim)`, `k (batch, nheads_k, seqlen_k, head_dim)` and
+    `v (batch, nheads_k, seqlen_k, head_dim_v)`. The causal mask is aligned to the bottom right: key j is
+    visible to query i iff `j <= i + seqlen_k - seqlen_q`. The softmax scale is an argument of a call,
+    not part of its identity.
+
+    Raises:
+        WorkloadError: a field breaks a rule; the message names the rule and the value.
+    """
+
+    direction: str = "forward"
+    dtype: str = "bf16"
+    batch: int
+    nheads: int
+    nheads_k: int = 0  # 0 means nheads
+    seqlen_q: int
+    seqlen_k: int = -1  # -1 means seqlen_q
+    head_dim: int
+    head_dim_v: int = 0  # 0 means head_dim
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: bool = False
+    alibi: bool = False
+    sink: bool = False
+    bias: bool = False
+    mask: bool = False
+    varlen: bool = False
+    page_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _default(self, "nheads_k", 0, self.nheads)
+        _default(self, "seqlen_k", -1, self.seqlen_q)
+        _default(self, "head_dim_v", 0, self.head_dim)
+        _canonical_window(self)
+        _check(self)
+
+    @property
+    def key(self) -> str:
+        """A readable identity, e.g. `fwd-bf16-b4-h32-hk8-sq4096-sk4096-d128-causal`; `parse` reads it back."""
+        short = "fwd" if self.direction == "forward" else "bwd"
+        parts = [short, self.dtype, f"b{self.batch}", f"h{self.nheads}", f"hk{self.nheads_k}"]
+        parts += [f"sq{self.seqlen_q}", f"sk{self.seqlen_k}", f"d{self.head_dim}"]
+        if self.head_dim_v != self.head_dim:
+            parts.append(f"dv{self.head_dim_v}")
+        for prefix, value in (("wl", self.window_left), ("wr", self.window_right), ("page", self.page_size)):
+            if value is not None:
+                parts.append(f"{prefix}{value}")
+        parts += [name for name in FLAGS if getattr(self, name)]
+        return "-".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """Read a key or its shorthand, in which tokens may come in any order and defaults may be left out.
+
+        `s4096` sets both sequence lengths: `b4-h32-hk8-s4096-d128-causal`.
+
+        Raises:
+            WorkloadError: a token is unknown or repeated, or a needed one is missing.
+        """
+        values: dict[str, object] = {}
+        for token in text.strip().split("-"):
+            for name, value in _token(token, text).items():
+                if name in values:
+                    raise WorkloadError(f"a shape names each field once, but {token!r} repeats {name} in {text!r}")
+                values[name] = value
+        missing = [name for name in ("batch", "nheads", "seqlen_q", "head_dim") if name not in values]
+        if missing:
+            raise WorkloadError(f"a shape needs b, h, s (or sq) and d, e.g. b4-h32-s4096-d128; {text!r} lacks {missing}")
+        return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def visible_pairs(self) -> int:
+        """Query-key pairs of one head that the causal mask and the window leave visible."""
+        if not self.seqlen_q or not self.seqlen_k:
+            return 0
+        offset = self.seqlen_k - self.seqlen_q
+        right = 0 if self.causal else self.window_right
+        end = self.seqlen_q * self.seqlen_k
+        if right is not None:
+            end = _clamped_sum(self.seqlen_q, offset + right + 1, self.seqlen_k)
+        start = 0
+        if self.window_left is not None:
+            start = _clamped_sum(self.seqlen_q, offset - self.window_left, self.seqlen_k)
+        return end - start
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the visible pairs (two per multiply-add, softmax not counted)."""
+        products = 2 * self.batch * self.nheads * self.visible_pairs * (self.head_dim + self.head_dim_v)
+        return products if self.direction == "forward" else int(BACKWARD_FLOPS_RATIO * products)
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes moved through device memory: every tensor once, and the fp32 LSE."""
+        query_rows = self.batch * self.nheads * self.seqlen_q
+        key_rows = self.batch * self.nheads_k * self.seqlen_k
+        elements = (query_rows + key_rows) * (self.head_dim + self.head_dim_v)
+        copies = 1 if self.direction == "forward" else 2
+        return copies * elements * DTYPE_BYTES[self.dtype] + 4 * query_rows
+
+    @property
+    def specialization(self) -> Specialization:
+        """What is compiled in for well-aligned tensors and an integer query offset."""
+        return Specialization.of(self)
+
+    def with_shape(self, **changes: int) -> Workload:
+        """The same problem class at another shape."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+FLAGS = ("causal", "softcap", "alibi", "sink", "bias", "mask", "varlen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specialization:
+    """What is compiled into a kernel; everything else of a `Workload` is a run-time argument.
+
+    Equal specialization and `Config` give byte-identical source and one binary. `aligned16` promises that every
+    pointer is a multiple of 16 bytes and every stride a multiple of 16 bytes in elements; `offset_tensor` says that the query
+    offset is read from an int32 device tensor of shape (batch,) instead of an integer argument.
+    """
+
+    direction: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    window: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sink: bool = False
+    bias: bool = False
+    mask: bool = False
+    varlen: bool = False
+    page_size: int | None = None
+    aligned16: bool = True
+    offset_tensor: bool = False
+
+    @classmethod
+    def of(cls, workload: Workload, *, aligned16: bool = True, offset_tensor: bool = False) -> Specialization:
+        """The specialization that serves `workload`."""
+        shared = {f.name for f in fields(cls)} & {f.name for f in fields(workload)}
+        window = workload.window_left is not None or workload.window_right is not None
+        values = {name: getattr(workload, name) for name in shared}
+        return cls(**values, window=window, aligned16=aligned16, offset_tensor=offset_tensor)
+
+    @property
+    def family_key(self) -> str:
+        """The class of workloads that may share a tuned config, e.g. `fwd-bf16-d128-causal`."""
+        short = "fwd" if self.direction == "forward" else "bwd"
+        parts = [short, self.dtype, f"d{self.head_dim}"]
+        if self.head_dim_v != self.head_dim:
+            parts.append(f"dv{self.head_dim_v}")
+        if self.page_size is not None:
+            parts.append(f"page{self.page_size}")
+        return "-".join(parts + [name for name in (*FLAGS, "window") if getattr(self, name)])
+
+    @property
+    def key(self) -> str:
+        """`family_key` and, where they differ from the usual, the alignment and the kind of query offset."""
+        extra = ("" if self.aligned16 else "-unaligned") + ("-offset" if self.offset_tensor else "")
+        return self.family_key + extra
+
+
+_INT_TOKENS = {
+    "b": ("batch",),
+    "h": ("nheads",),
+    "hk": ("nheads_k",),
+    "sq": ("seqlen_q",),
+    "sk": ("seqlen_k",),
+    "s": ("seqlen_q", "seqlen_k"),
+    "d": ("head_dim",),
+    "dv": ("head_dim_v",),
+    "wl": ("window_left",),
+    "wr": ("window_right",),
+    "page": ("page_size",),
+}
+
+
+def _token(token: str, text: str) -> dict[str, object]:
+    if token in DIRECTIONS:
+        return {"direction": DIRECTIONS[token]}
+    if token in DTYPE_BYTES:
+        return {"dtype": token}
+    if token in FLAGS:
+        return {token: True}
+    match = re.fullmatch(r"([a-z]+)(\d+)", token)
+    if match and match[1] in _INT_TOKENS:
+        return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2]))
+    known = ", ".join([*DIRECTIONS, *DTYPE_BYTES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS])
+    raise WorkloadError(f"a shape is made of the tokens {known}; {text!r} has {token!r}")
+
+
+def _default(workload: Workload, name: str, marker: int, value: int) -> None:
+    if getattr(workload, name) == marker:
+        object.__setattr__(workload, name, value)
+
+
+def _canonical_window(workload: Workload) -> None:
+    """A causal mask is the right edge of a window, and an edge that hides nothing is no edge."""
+    if workload.causal:
+        object.__setattr__(workload, "window_right", None)
+    reach = workload.seqlen_k + workload.seqlen_q
+    for side in ("window_left", "window_right"):
+        width = getattr(workload, side)
+        if width is not None and width >= reach:
+            object.__setattr__(workload, side, None)
+
+
+def _check(w: Workload) -> None:
+    if w.direction not in DIRECTIONS.values():
+        raise WorkloadError(f"direction is forward or backward, got {w.direction!r}")
+    if w.dtype not in DTYPE_BYTES:
+        raise WorkloadError(f"dtype is one of {', '.join(DTYPE_BYTES)}, got {w.dtype!r}")
+    for name, least in (("batch", 0), ("nheads", 1), ("nheads_k", 1), ("seqlen_q", 0), ("seqlen_k", 0)):
+        if getattr(w, name) < least:
+            raise WorkloadError(f"{name} must be at least {least}, got {getattr(w, name)}")
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(w, name) < 1:
+            raise WorkloadError(f"{name} must be at least 1, got {getattr(w, name)}")
+    if w.nheads % w.nheads_k:
+        raise WorkloadError(f"nheads must be a multiple of nheads_k, got {w.nheads} and {w.nheads_k}")
+    for name in ("window_left", "window_right"):
+        width = getattr(w, name)
+        if width is not None and width < 0:
+            raise WorkloadError(f"{name} is None (unlimited) or at least 0, got {width}")
+    if w.page_size is not None and w.page_size < 1:
+        raise WorkloadError(f"page_size must be at least 1, got {w.page_size}")
+
+
+def _clamped_sum(rows: int, start: int, limit: int) -> int:
+    """Sum of min(max(i + start, 0), limit) over i in [0, rows)."""
+    first = min(max(-start, 0), rows)  # rows before it add 0
+    last = min(max(limit - start, first), rows)  # rows from it on add limit
+    count = last - first
+    return count * start + (first + last - 1) * count // 2 + (rows - last) * limit
