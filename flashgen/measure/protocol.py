@@ -1,0 +1,106 @@
+"""What a coordinator asks of an executor and what it gets back: frozen payloads that also travel between processes.
+
+An executor holds no state that a search needs: it takes a workload and configs, builds, verifies, times and answers.
+Anything that goes wrong with a candidate is a `Failure`, and the next call works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import MeasureError
+from flashgen.core.record import Anchor, Failure, Measurement, Versions
+from flashgen.core.workload import Workload
+
+Outcome = Measurement | Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateJob:
+    """Build, verify and briefly time one config: the pruning stage of a search.
+
+    A candidate whose single probe exceeds `drop_above_ms` (usually twice the best so far) is timed no further: its
+    `Measurement` then holds that one time alone. `window_s` is the length of the short measured window, split into
+    three parts with the reference kernel in between.
+    """
+
+    workload: Workload
+    config: Config
+    drop_above_ms: float | None = None
+    window_s: float = 0.045
+
+    def __post_init__(self) -> None:
+        if not 0 < self.window_s < 60:
+            raise MeasureError(f"a window lasts more than 0 s and less than 60 s, got {self.window_s}")
+        if self.drop_above_ms is not None and self.drop_above_ms <= 0:
+            raise MeasureError(f"drop_above_ms is None or above 0, got {self.drop_above_ms}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceJob:
+    """Time several configs of one workload against each other: interleaved rounds in balanced order.
+
+    In each of the `rounds`, every config (and the reference kernel, and with `anchors` every SDPA backend that can run) gets
+    `warm_s` seconds unmeasured and `window_s` seconds measured. A race therefore takes about
+    `rounds * (len(configs) + others) * (warm_s + window_s)` seconds. The defaults are those of finals; a re-measurement of
+    many candidates within a few per cent of each other takes shorter windows.
+    """
+
+    workload: Workload
+    configs: tuple[Config, ...]
+    rounds: int = 4
+    warm_s: float = 0.1
+    window_s: float = 0.3
+    anchors: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.configs:
+            raise MeasureError("a race needs at least one config, got none")
+        if self.rounds < 1:
+            raise MeasureError(f"a race has at least one round, got {self.rounds}")
+        if not 0 < self.window_s < 60 or not 0 <= self.warm_s < 60:
+            raise MeasureError(f"windows last more than 0 s and less than 60 s, got {self.warm_s} and {self.window_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceResult:
+    """One outcome for each config of the job, in its order, and the anchors timed in the same rounds (may be empty)."""
+
+    outcomes: tuple[Outcome, ...]
+    anchors: tuple[Anchor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostInfo:
+    """Where an executor runs: the device, the software, and lines that name other processes on the same GPU."""
+
+    device: Device
+    versions: Versions = field(default_factory=Versions)
+    other_processes: tuple[str, ...] = ()
+
+
+class Executor(Protocol):
+    """The seam between a coordinator and the machines that measure."""
+
+    def describe(self) -> HostInfo:
+        """The device and software that this executor measures on.
+
+        Raises:
+            MeasureError: the device cannot be reached.
+        """
+        ...
+
+    def evaluate(self, job: EvaluateJob) -> Outcome:
+        """Build, verify and briefly time one config; a problem of the candidate is a `Failure`."""
+        ...
+
+    def race(self, job: RaceJob) -> RaceResult:
+        """Time configs against each other in interleaved rounds; a problem of one config is its `Failure`."""
+        ...
+
+    def close(self) -> None:
+        """End the processes behind this executor; calling it twice is fine."""
+        ...
