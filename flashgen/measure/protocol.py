@@ -43,10 +43,10 @@ class EvaluateJob:
 class RaceJob:
     """Time several configs of one workload against each other: interleaved rounds in balanced order.
 
-    In each of the `rounds`, every config (and the reference kernel, and with `anchors` every SDPA backend that can run) gets
-    `warm_s` seconds unmeasured and `window_s` seconds measured. A race therefore takes about
-    `rounds * (len(configs) + others) * (warm_s + window_s)` seconds. The defaults are those of finals; a re-measurement of
-    many candidates within a few per cent of each other takes shorter windows.
+    In each of the `rounds`, every config (and the reference kernel, and with `anchors` every SDPA backend that can
+    run) gets `warm_s` seconds unmeasured and `window_s` seconds measured. A race therefore takes about
+    `rounds * (len(configs) + others) * (warm_s + window_s)` seconds. The defaults are those of finals; a second look
+    at many candidates within a few per cent of each other takes shorter windows.
     """
 
     workload: Workload
