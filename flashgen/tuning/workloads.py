@@ -1,0 +1,161 @@
+"""Which workloads to tune: model presets, shape strings, and YAML or JSON files in the presets' form."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+
+from flashgen.core.errors import WorkloadError
+from flashgen.core.workload import Workload
+
+ALL = "all"
+"""The model name that stands for every preset."""
+
+MAX_COMBINATIONS = 10_000
+"""Workloads one entry may stand for; beyond it a list of values is a mistake, not a wish."""
+
+_FIELDS = tuple(field.name for field in fields(Workload))
+_KEYS = ("title", "source", "common", "workloads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A named group of workloads and where its figures come from."""
+
+    name: str
+    title: str
+    source: str
+    workloads: tuple[Workload, ...]
+
+
+@functools.cache
+def presets() -> tuple[Preset, ...]:
+    """The presets that ship with flashgen, in the order of the file."""
+    text = files("flashgen.tuning").joinpath("presets.yaml").read_text(encoding="utf-8")
+    return _presets_of(text, "presets.yaml")
+
+
+def preset(name: str) -> Preset:
+    """The preset called `name`, in any case.
+
+    Raises:
+        WorkloadError: no preset has that name; the message lists them.
+    """
+    for candidate in presets():
+        if candidate.name == name.lower():
+            return candidate
+    raise WorkloadError(f"a model is one of {', '.join(p.name for p in presets())} or {ALL}, got {name!r}")
+
+
+def load_file(path: Path) -> tuple[Preset, ...]:
+    """Read groups of workloads from a YAML or JSON file in the form of presets.yaml.
+
+    Raises:
+        WorkloadError: the file cannot be read, or an entry breaks a rule; the message names the entry and the rule.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"a workload file must be readable text, got {path}: {error}") from error
+    return _presets_of(text, str(path))
+
+
+def collect(
+    *, models: Iterable[str] = (), shapes: Iterable[str] = (), paths: Iterable[Path] = ()
+) -> tuple[Workload, ...]:
+    """All workloads that were asked for, each once, in the order they were first named.
+
+    Raises:
+        WorkloadError: a model, shape or file is not valid.
+    """
+    groups: list[Iterable[Workload]] = []
+    for model in models:
+        groups += [p.workloads for p in (presets() if model.lower() == ALL else (preset(model),))]
+    groups += [(Workload.parse(shape),) for shape in shapes]
+    groups += [p.workloads for path in paths for p in load_file(path)]
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(groups)))
+
+
+def _presets_of(text: str, where: str) -> tuple[Preset, ...]:
+    try:
+        document = yaml.safe_load(text)  # JSON is YAML
+    except (yaml.YAMLError, RecursionError) as error:
+        raise WorkloadError(f"a workload file must be YAML or JSON, got {where}: {error}") from error
+    if not isinstance(document, dict) or not document:
+        raise WorkloadError(
+            f"a workload file maps names to groups of workloads, got {type(document).__name__} in {where}"
+        )
+    return tuple(_preset(str(name), body, f"{where}: {name}") for name, body in document.items())
+
+
+def _preset(name: str, body: object, where: str) -> Preset:
+    group = _mapping(body, where, _KEYS)
+    common = _mapping(group.get("common", {}), f"{where}: common", _FIELDS)
+    entries = group.get("workloads")
+    if not isinstance(entries, list) or not entries:
+        raise WorkloadError(f"{where}: workloads must be a list with at least one entry, got {entries!r}")
+    found: list[Workload] = []
+    for position, entry in enumerate(entries, start=1):
+        found += _entry(entry, common, f"{where}: entry {position}")
+    return Preset(
+        name=name.lower(),
+        title=str(group.get("title", name)),
+        source=str(group.get("source", "")),
+        workloads=tuple(dict.fromkeys(found)),
+    )
+
+
+def _entry(entry: object, common: Mapping[str, object], where: str) -> list[Workload]:
+    if isinstance(entry, str):
+        return [_checked(where, entry)]
+    values = {**common, **_mapping(entry, where, _FIELDS)}
+    choices = [value if isinstance(value, list) else [value] for value in values.values()]
+    combinations = functools.reduce(lambda product, choice: product * len(choice), choices, 1)
+    if not 1 <= combinations <= MAX_COMBINATIONS:
+        raise WorkloadError(
+            f"{where}: lists of values must stand for 1 to {MAX_COMBINATIONS} workloads, got {combinations}"
+        )
+    return [_checked(where, dict(zip(values, row, strict=True))) for row in itertools.product(*choices)]
+
+
+def _checked(where: str, value: str | dict[str, object]) -> Workload:
+    try:
+        if isinstance(value, str):
+            return Workload.parse(value)
+        _check_types(value)
+        return Workload(**value)  # type: ignore[arg-type]
+    except TypeError as error:
+        missing = [name for name in ("batch", "nheads", "seqlen_q", "head_dim") if name not in value]
+        raise WorkloadError(
+            f"{where}: an entry needs batch, nheads, seqlen_q and head_dim; missing {missing}"
+        ) from error
+    except WorkloadError as error:
+        raise WorkloadError(f"{where}: {error}") from error
+
+
+def _check_types(value: Mapping[str, object]) -> None:
+    """YAML gives any scalar; a Workload field holds text, a flag, or a whole number."""
+    for field in fields(Workload):
+        if field.name not in value:
+            continue
+        got, kind = value[field.name], str(field.type)
+        if "None" in kind and got is None:
+            continue
+        wanted: type = {"str": str, "bool": bool}.get(kind, int)
+        if type(got) is not wanted:
+            raise WorkloadError(f"{field.name} must be of type {wanted.__name__}, got {got!r}")
+
+
+def _mapping(value: object, where: str, allowed: tuple[str, ...]) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise WorkloadError(f"{where}: must be a mapping of {', '.join(allowed)}, got {value!r}")
+    for name in value:
+        if name not in allowed:
+            raise WorkloadError(f"{where}: a name here is one of {', '.join(allowed)}, got {name!r}")
+    return value
