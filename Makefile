@@ -1,0 +1,62 @@
+# make venv       the environment that all targets use (.venv); built once, rebuilt when its pins change
+# make tune       the main job: tune one model preset on a short budget, then show what would serve a call
+# make test       every check that runs without a GPU; CI runs this and nothing else
+# make gpu-test   the tests that need a GPU
+# make lint       formatting, lint, types and import contracts       make format   rewrite files in the one format
+#
+# PYTHON=python3.12 chooses the interpreter. One that already has torch with a usable GPU keeps that torch.
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= gpt2
+BUDGET ?= 30
+SAMPLE ?= b1-h12-s1024-d64-causal
+
+BIN := $(VENV)/bin
+TRITONS := 3.6 3.9
+CROSS_STAMPS := $(TRITONS:%=.venvs/triton-%/.stamp)
+
+.PHONY: venv tune test lint format pytest interpreter crosscompile gpu-test clean
+
+venv: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints/cpu.txt scripts/make_venv.py
+	$(PYTHON) scripts/make_venv.py $(VENV)
+
+tune: venv
+	$(BIN)/python scripts/tune_and_explain.py --model $(MODEL) --budget $(BUDGET) --sample $(SAMPLE)
+
+test: lint interpreter crosscompile pytest
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+pytest: venv
+	$(BIN)/python -m pytest -n auto --maxprocesses 8
+
+# Triton reads TRITON_INTERPRET when a kernel is defined, so interpreted numerics need a process of their own.
+interpreter: venv
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/interpreter
+
+crosscompile: $(CROSS_STAMPS)
+	for triton in $(TRITONS); do \
+		PYTHONPATH=$(CURDIR) .venvs/triton-$$triton/bin/python scripts/crosscompile.py || exit 1; \
+	done
+
+.venvs/triton-%/.stamp: constraints/triton-%.txt
+	$(PYTHON) -m venv .venvs/triton-$*
+	.venvs/triton-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+gpu-test: venv
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) .venvs dist build .pytest_cache .mypy_cache .ruff_cache

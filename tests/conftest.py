@@ -1,0 +1,37 @@
+"""What every test shares: directories of its own, the golden option, and which tests belong to this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashgen.core.settings import settings
+
+# Triton decides when a kernel is defined whether it is interpreted, so a process does either one or the other.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what is rendered now")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be rewritten instead of compared."""
+    return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture(autouse=True)
+def own_settings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user database and a cache of the test's own: no test reads or writes those of the person who runs it."""
+    home = tmp_path_factory.mktemp("flashgen")
+    for name in [name for name in os.environ if name.startswith("FLASHGEN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FLASHGEN_DB", str(home / "tuning.sqlite3"))
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(home / "cache"))
+    settings.cache_clear()
+    yield home
+    settings.cache_clear()
