@@ -35,7 +35,11 @@ def main() -> int:
     print(f"{folder}: {'the torch and triton of ' + sys.executable if with_gpu else CONSTRAINTS.relative_to(ROOT)}")
     venv.EnvBuilder(with_pip=True, system_site_packages=with_gpu, symlinks=True).create(folder)
     python = folder / "bin" / "python"
-    (install_beside_gpu_torch if with_gpu else install_pinned)(python)
+    try:
+        (install_beside_gpu_torch if with_gpu else install_pinned)(python)
+    except subprocess.CalledProcessError as error:
+        print(f"error: {' '.join(map(str, error.cmd))} failed; nothing was stamped, run make again")
+        return 1
     (folder / ".stamp").touch()
     return 0
 
