@@ -1,0 +1,250 @@
+"""`Search`: which candidate to try next; the only user of optuna.
+
+The sampler is a multivariate TPE over categorical knobs whose proposal is snapped to the nearest unseen config of the
+enumerated valid set; a share of the points is random and every third one is an unseen neighbour of a config among the
+best. Replayed on brute-forced spaces this mix did as well as any sampler alone and was not trapped on the rugged one.
+
+Families of kernels have different knobs, and TPE does not model knobs that exist only under one choice of family, so
+each family has a study of its own and the families share the budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+
+from flashgen.core.config import Config
+from flashgen.core.errors import TuningError
+from flashgen.core.record import Failure, Measurement, Trial
+from flashgen.tuning.lattice import FamilySpace, Lattice
+
+STARTUP_POINTS = 10
+"""Random points of a family before TPE has something to model."""
+
+RANDOM_SHARE = 0.1
+LOCAL_EVERY = 3
+LOCAL_POOL = 5
+"""Every LOCAL_EVERY-th point is an unseen neighbour of one of the LOCAL_POOL best configs."""
+
+FAILED_VALUE = 30.0
+"""Objective of a failed candidate: log(time / ideal time) of a kernel 1e13 times too slow, far beyond any real one."""
+
+_CONSTRAINT = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A config to try and where it came from: default, neighbour, sampler, random, local."""
+
+    config: Config
+    source: str
+
+
+class Search:
+    """Proposes candidates of one or more kernel families for one workload, each at most once.
+
+    The sequence is a pure function of the arguments and of what was told: a search rebuilt from the trials of a
+    stopped one goes on exactly as that one would have. `ask` may run ahead of `tell` by any number of proposals.
+
+    Args:
+        spaces: the valid set of each family that applies.
+        first: configs to try before all others, with their source; those outside the valid sets are left out.
+        scale_ms: the time that counts as 1, such as the workload's ideal time.
+        seed: chooses the sequence; equal seeds give equal sequences.
+        name: the specialization's key, so that its workloads share one order of random points.
+        trials: earlier trials of the same workload, which are told and never asked again.
+
+    Raises:
+        TuningError: there is no candidate at all, or `scale_ms` is not a positive number.
+    """
+
+    def __init__(
+        self,
+        spaces: Sequence[FamilySpace],
+        *,
+        first: Iterable[tuple[Config, str]] = (),
+        scale_ms: float = 1.0,
+        seed: int = 0,
+        name: str = "",
+        trials: Iterable[Trial] = (),
+    ) -> None:
+        if not any(space.configs for space in spaces):
+            raise TuningError(f"a search needs at least one candidate, got none for {name or 'the workload'}")
+        if not 0 < scale_ms < math.inf:
+            raise TuningError(f"scale_ms must be a finite number above 0, got {scale_ms}")
+        self._scale_ms = scale_ms
+        self._families = {
+            space.family: _FamilyStudy(space, zlib.crc32(f"{seed}/{name}/{space.family}".encode()))
+            for space in spaces
+            if space.configs
+        }
+        self._first = [
+            Proposal(config=config, source=source)
+            for config, source in first
+            if config.family in self._families and self._families[config.family].has(config)
+        ]
+        for trial in trials:
+            family = self._families.get(trial.config.family)
+            if family is not None and family.is_unseen(trial.config):
+                family.add(trial.config)
+                family.tell(trial.config, self._value(trial.outcome))
+
+    @property
+    def size(self) -> int:
+        """Candidates in all valid sets together."""
+        return sum(family.size for family in self._families.values())
+
+    @property
+    def remaining(self) -> int:
+        """Candidates that were neither asked nor told."""
+        return sum(family.remaining for family in self._families.values())
+
+    def ask(self) -> Proposal | None:
+        """The next candidate, or None when every one was asked."""
+        while self._first:
+            proposal = self._first.pop(0)
+            if self._families[proposal.config.family].is_unseen(proposal.config):
+                self._families[proposal.config.family].add(proposal.config)
+                return proposal
+        family = self._next_family()
+        return family.propose() if family else None
+
+    def tell(self, config: Config, outcome: Measurement | Failure) -> None:
+        """Report what came out of an asked candidate.
+
+        Raises:
+            TuningError: the candidate was not asked, or was told before.
+        """
+        family = self._families.get(config.family)
+        if family is None or not family.is_pending(config):
+            raise TuningError(f"only a candidate that was asked can be told, and once, got {config}")
+        family.tell(config, self._value(outcome))
+
+    def _value(self, outcome: Measurement | Failure) -> float | None:
+        return None if isinstance(outcome, Failure) else math.log(outcome.median_ms / self._scale_ms)
+
+    def _next_family(self) -> _FamilyStudy | None:
+        """Two of three points go to the family of the best config so far, the third to the least tried one."""
+        open_families = [family for family in self._families.values() if family.remaining]
+        if not open_families:
+            return None
+        started = all(family.asked >= STARTUP_POINTS for family in open_families)
+        if started and sum(family.asked for family in open_families) % 3:
+            return min(open_families, key=lambda family: family.best)
+        return min(open_families, key=lambda family: family.asked)
+
+
+class _FamilyStudy:
+    """One optuna study in memory over the valid set of one family."""
+
+    def __init__(self, space: FamilySpace, seed: int) -> None:
+        self._family = space.family
+        self._seed = seed
+        self._lattice = Lattice(space)
+        self._distributions: dict[str, optuna.distributions.BaseDistribution] = {
+            knob.name: optuna.distributions.CategoricalDistribution(knob.values) for knob in space.knobs
+        }
+        self._unseen = dict.fromkeys(space.configs)
+        self._pending: dict[Config, optuna.Trial] = {}
+        self._told: list[tuple[float, int, Config]] = []
+        self._failures = 0
+        with _Quiet():
+            self._study = optuna.create_study(direction="minimize")
+
+    @property
+    def size(self) -> int:
+        return len(self._lattice.points)
+
+    @property
+    def remaining(self) -> int:
+        return len(self._unseen)
+
+    @property
+    def asked(self) -> int:
+        return self.size - self.remaining
+
+    @property
+    def best(self) -> float:
+        return min(self._told)[0] if self._told else math.inf
+
+    def has(self, config: Config) -> bool:
+        return config in self._lattice.points
+
+    def is_unseen(self, config: Config) -> bool:
+        return config in self._unseen
+
+    def is_pending(self, config: Config) -> bool:
+        return config in self._pending
+
+    def add(self, config: Config) -> None:
+        """Make `config` a running trial of the study."""
+        with _Quiet():
+            self._study.enqueue_trial(dict(config.knobs))
+            trial = self._study.ask(self._distributions)
+        self._start(config, trial)
+
+    def tell(self, config: Config, value: float | None) -> None:
+        """Finish a running trial; None is a failure: an infeasible point that TPE learns from, which FAIL is not."""
+        trial = self._pending.pop(config)
+        with _Quiet():
+            trial.set_constraint(_CONSTRAINT, 0.0 if value is not None else 1.0)
+            self._study.tell(trial, FAILED_VALUE if value is None else value)
+        if value is not None:
+            self._told.append((value, len(self._told), config))
+
+    def propose(self) -> Proposal:
+        """A point by the mix of the module's docstring; the valid set must have unseen ones."""
+        turn = self.asked
+        chance = random.Random(self._seed + turn)  # of this turn alone, so that a resumed search draws the same
+        if turn % LOCAL_EVERY == LOCAL_EVERY - 1:
+            neighbours = self._unseen_neighbours_of_best()
+            if neighbours:
+                return self._proposed(chance.choice(neighbours), "local")
+        if len(self._told) < STARTUP_POINTS or chance.random() < RANDOM_SHARE:
+            return self._proposed(self._random(chance), "random")
+        return self._sampled(self._seed + turn)
+
+    def _random(self, chance: random.Random) -> Config:
+        return chance.choice(tuple(self._unseen))
+
+    def _sampled(self, seed: int) -> Proposal:
+        with _Quiet():
+            self._study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_POINTS)
+            trial = self._study.ask(self._distributions)
+        wanted = Config.of(self._family, trial.params)
+        if wanted in self._unseen:
+            self._start(wanted, trial)
+            return Proposal(config=wanted, source="sampler")
+        self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # only a wish: nothing ran
+        return self._proposed(self._lattice.nearest(wanted, self._unseen), "sampler")
+
+    def _unseen_neighbours_of_best(self) -> list[Config]:
+        best = [config for _, _, config in sorted(self._told)[:LOCAL_POOL]]
+        near = dict.fromkeys(itertools.chain.from_iterable(self._lattice.neighbours(config) for config in best))
+        return [config for config in near if config in self._unseen]
+
+    def _proposed(self, config: Config, source: str) -> Proposal:
+        self.add(config)
+        return Proposal(config=config, source=source)
+
+    def _start(self, config: Config, trial: optuna.Trial) -> None:
+        del self._unseen[config]
+        self._pending[config] = trial
+
+
+class _Quiet:
+    """Optuna's log lines and notices about its own experimental parts are not for the users of a tuner."""
+
+    def __enter__(self) -> None:
+        self._verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+    def __exit__(self, *error: Any) -> None:
+        optuna.logging.set_verbosity(self._verbosity)
