@@ -1,0 +1,229 @@
+"""Opening files: whose they are, which schema they have, and how each kind of access connects.
+
+alembic is imported only when an older file must be migrated; every look-up in an up-to-date file does without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import sqlalchemy as sa
+
+from flashgen.core.errors import DatabaseError
+from flashgen.core.settings import settings
+from flashgen.db.schema import APPLICATION_ID, SCHEMA_VERSION, Base
+
+Access = Literal["write", "read", "shipped"]
+"""`write` creates and migrates; `read` sees what other processes write; `shipped` is a file that nobody writes."""
+
+BUSY_TIMEOUT_S = 30.0
+"""How long SQLite itself waits for another process's transaction; ours take milliseconds."""
+
+LOCKED_RETRIES = 8
+"""Some locks (switching to WAL, recovering it) are refused without waiting: try again, from 10 ms on, doubling."""
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+T = TypeVar("T")
+
+
+def prepare(path: Path, access: Access) -> Path:
+    """Make sure that `path` is a tuning database of the present schema, and return the file to connect to.
+
+    With `write` a missing file is created and an older one migrated in place. Otherwise an older file is copied to the
+    cache directory and the copy is migrated.
+
+    Raises:
+        DatabaseError: the file is missing, foreign, corrupt, newer, or cannot be written; the message names it.
+    """
+    if path.is_dir():
+        raise DatabaseError(f"a tuning database is a file, got the directory {path}")
+    if access == "write":
+        return _prepare_writable(path)
+    if not path.is_file():
+        raise DatabaseError(f"a tuning database to read must exist, got {path}")
+    version = read_version(path, access)
+    if version is None:
+        raise DatabaseError(f"a tuning database must hold flashgen's tables, got the empty file {path}")
+    return path if version == SCHEMA_VERSION else _migrated_copy(path, access)
+
+
+def connect(path: Path, access: Access) -> sqlite3.Connection:
+    """A connection that cannot load extensions, trusts no expression of the file's schema and begins explicitly."""
+    if access == "write":
+        return _open(path, "mode=rwc")
+    if access == "shipped":
+        return _open(path, "mode=ro&immutable=1")
+    try:
+        # a writable file is opened as such even to read: the last reader may then tidy up the WAL
+        return _open(path, "mode=rw" if os.access(path, os.W_OK) else "mode=ro")
+    except sqlite3.OperationalError:
+        if path.with_name(path.name + "-wal").exists():
+            raise  # somebody is writing it: only a real connection may read it
+        # WAL needs a shared-memory file beside the database; in a read-only directory there can be none
+        return _open(path, "mode=ro&immutable=1")
+
+
+def read_version(path: Path, access: Access = "read") -> str | None:
+    """The schema version of a file, None for an empty one; plain SQL, so that a look-up needs no alembic.
+
+    Raises:
+        DatabaseError: the file is not a SQLite database, not ours, or newer than this flashgen.
+    """
+    return retry(path, lambda: _with_connection(path, access, lambda connection: version_of(connection, path)))
+
+
+def version_of(connection: sqlite3.Connection, path: Path) -> str | None:
+    """As `read_version`, on an open connection."""
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    objects = connection.execute("SELECT type, name FROM sqlite_master").fetchall()
+    if not objects and application in (0, APPLICATION_ID):
+        return None
+    if application != APPLICATION_ID:
+        raise DatabaseError(f"a tuning database is a SQLite file made by flashgen; {path} was made by something else")
+    if any(kind not in ("table", "index") for kind, _ in objects):
+        raise DatabaseError(f"a tuning database holds tables and indices only; {path} has views or triggers")
+    rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+    version = rows[0][0] if len(rows) == 1 else None
+    if not isinstance(version, str) or len(version) != 4 or not version.isdecimal():
+        raise DatabaseError(f"a tuning database states one schema version of four digits; {path} states {version!a}")
+    if version > SCHEMA_VERSION:
+        raise DatabaseError(
+            f"this flashgen reads tuning databases up to schema {SCHEMA_VERSION}; {path} has schema {version}: "
+            "upgrade flashgen, or leave the file out of FLASHGEN_DB"
+        )
+    missing = set(Base.metadata.tables) - {name for _, name in objects}
+    if missing and version == SCHEMA_VERSION:
+        raise DatabaseError(f"a tuning database has every table of its schema; {path} lacks {sorted(missing)}")
+    return version
+
+
+def retry(path: Path, action: Callable[[], T]) -> T:
+    """Run `action`; try again while another process holds a lock; any other failure of SQLite names the file.
+
+    Raises:
+        DatabaseError: SQLite failed, or the lock did not go away.
+    """
+    for attempt in range(LOCKED_RETRIES):
+        try:
+            return action()
+        except (sqlite3.Error, sa.exc.DBAPIError) as error:
+            cause = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+            if attempt + 1 == LOCKED_RETRIES or not _is_locked(cause):
+                raise DatabaseError(f"a tuning database must be a readable SQLite file; {path}: {cause}") from error
+        except OverflowError as error:
+            raise DatabaseError(f"a tuning database holds integers of 64 bits; {path}: {error}") from error
+        time.sleep(0.01 * 2**attempt)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _is_locked(error: BaseException | None) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and ("locked" in str(error) or "busy" in str(error))
+
+
+def _prepare_writable(path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseError(f"a tuning database needs a directory that can be written; {path}: {error}") from error
+    if path.exists() and not os.access(path, os.W_OK):
+        raise DatabaseError(f"a tuning database to write to must be writable, got {path}")
+    if read_version(path, "write") != SCHEMA_VERSION:
+        retry(path, lambda: _with_connection(path, "write", lambda connection: _upgrade(connection, path)))
+    retry(path, lambda: _with_connection(path, "write", lambda c: c.execute("PRAGMA journal_mode = WAL").fetchone()))
+    return path
+
+
+def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
+    """Create or migrate in one transaction, so that a killed process leaves the old file and a second one waits."""
+    engine = sa.create_engine("sqlite://", creator=lambda: connection, poolclass=sa.pool.StaticPool)
+    with engine.connect() as bound:
+        bound.exec_driver_sql("BEGIN IMMEDIATE")
+        version = version_of(connection, path)  # again: another process may have been faster
+        if version is None:
+            Base.metadata.create_all(bound)
+            bound.exec_driver_sql(_VERSION_TABLE)
+            bound.exec_driver_sql("INSERT INTO alembic_version VALUES (?)", (SCHEMA_VERSION,))
+            bound.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+        elif version != SCHEMA_VERSION:
+            migrate(bound)
+        bound.commit()
+
+
+_VERSION_TABLE = (
+    "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, "
+    "CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
+)
+"""As alembic makes it (a test compares): a new file has the newest schema and needs no migration."""
+
+
+def migrate(connection: sa.Connection, revision: str = "head") -> None:
+    """Bring the tables to `revision` in the connection's transaction (alembic)."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, revision)
+
+
+def _migrated_copy(path: Path, access: Access) -> Path:
+    """A copy of an older file, migrated; made once and found again by the content of the original."""
+    folder = settings().cache_dir / "databases"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        draft = Path(scratch) / path.name
+        _copy(path, draft, access)
+        digest = hashlib.sha256(draft.read_bytes()).hexdigest()[:16]
+        copy = folder / f"{path.stem}-{digest}-{SCHEMA_VERSION}.sqlite3"
+        if not copy.is_file():
+            retry(draft, lambda: _with_connection(draft, "write", lambda connection: _upgrade(connection, path)))
+            draft.replace(copy)
+    return copy
+
+
+def _copy(path: Path, target: Path, access: Access) -> None:
+    """Copy through SQLite, which includes what is still in the WAL; a shipped file is copied as it is."""
+    if access == "shipped":
+        shutil.copyfile(path, target)
+        return
+    retry(path, lambda: _with_connection(path, access, lambda c: c.execute("VACUUM INTO ?", (str(target),)).fetchall()))
+
+
+def _open(path: Path, query: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?{query}",
+        uri=True,
+        timeout=BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    # a text that is not UTF-8 spoils its own row only: it fails the checks of that row
+    connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+    try:
+        for pragma in ("foreign_keys = ON", "trusted_schema = OFF", "cell_size_check = ON", "synchronous = NORMAL"):
+            connection.execute(f"PRAGMA {pragma}").close()
+        if query != "mode=rwc":
+            connection.execute("PRAGMA query_only = ON").close()
+        connection.execute("SELECT count(*) FROM sqlite_master").close()  # reads the header: not a database?
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _with_connection(path: Path, access: Access, action: Callable[[sqlite3.Connection], T]) -> T:
+    connection = connect(path, access)
+    try:
+        return action(connection)
+    finally:
+        connection.close()

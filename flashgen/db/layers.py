@@ -1,0 +1,150 @@
+"""`Layers`: the user's tuning database over the shipped ones, each replaceable, none able to stop the others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from flashgen.codegen.families import validate as validate_config
+from flashgen.core.device import Device
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import TuningRecord
+from flashgen.core.settings import settings, shipped
+from flashgen.core.workload import Workload
+from flashgen.db.rows import Validate
+from flashgen.db.store import Store
+
+Found = tuple[TuningRecord, str]
+"""A record and the name of the layer it came from."""
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One open database and its name: the path of a user's file, `shipped/<file>` for one of ours."""
+
+    name: str
+    store: Store
+
+
+class Layers:
+    """Databases searched first to last. Look-ups never create, write or migrate a file in place.
+
+    A layer that cannot be used (foreign, corrupt, newer, unreadable) is left out with one warning that names the file
+    and the reason, at opening or at the look-up that finds out; the others serve.
+    """
+
+    def __init__(self, layers: Sequence[Layer], *, first: Path, validate: Validate = validate_config) -> None:
+        self._layers = list(layers)
+        self._first = first
+        self._validate = validate
+        self._writable: Store | None = None
+
+    @classmethod
+    def open(cls, paths: Sequence[Path] | None = None, *, validate: Validate = validate_config) -> Layers:
+        """Open the layers of `settings()` (FLASHGEN_DB, or the user's file) and the shipped files below them.
+
+        Args:
+            paths: the user layers instead of those of `settings()`; the first one is the one to write to.
+            validate: the check that every config must pass.
+        """
+        user = tuple(paths) if paths else settings().db_layers
+        wanted = [(str(path), path, False) for path in user if path.exists()]
+        # a user layer that is not there yet is empty, which is no reason to warn
+        wanted += [(f"shipped/{path.name}", path, True) for path in sorted(shipped("tuning_db").glob("*.sqlite3"))]
+        layers = []
+        for name, path, immutable in wanted:
+            try:
+                store = Store.open(path, read_only=True, shipped=immutable, validate=validate)
+                layers.append(Layer(name=name, store=store))
+            except DatabaseError as error:  # noqa: PERF203 - a bad layer must not cost the others
+                _warn(name, error)
+        return cls(layers, first=user[0], validate=validate)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers that can be used, first to last."""
+        return tuple(self._layers)
+
+    @property
+    def writable(self) -> Store:
+        """The first user layer, open for writing; created and migrated on first use.
+
+        Raises:
+            DatabaseError: it cannot be written; the message names it.
+        """
+        if self._writable is None:
+            self._writable = Store.open(self._first, validate=self._validate)
+            if not any(layer.name == str(self._first) for layer in self._layers):
+                self._layers.insert(0, Layer(name=str(self._first), store=self._writable))
+        return self._writable
+
+    def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> Found | None:
+        """The record of exactly this workload on this device identity: any measured one before any predicted one.
+
+        Args:
+            workload: the workload.
+            device: its identity counts.
+            provenance: only `measured` or only `predicted` records.
+        """
+        for wanted in ("measured", "predicted"):
+            if provenance in (None, wanted):
+                for layer in tuple(self._layers):
+                    record = self._ask(layer, lambda store: store.record(workload, device, provenance=wanted))  # noqa: B023
+                    if record is not None:
+                        return record, layer.name
+        return None
+
+    def records(
+        self,
+        *,
+        device: Device | None = None,
+        arch: str | None = None,
+        specialization: str | None = None,
+        provenance: str | None = None,
+    ) -> list[Found]:
+        """The records of all layers, narrowed as in `Store.records`; an earlier layer's record hides a later one's."""
+        found: dict[tuple[str, str, str], Found] = {}
+        for layer in tuple(self._layers):
+            records = self._ask(
+                layer,
+                lambda store: store.records(
+                    device=device, arch=arch, specialization=specialization, provenance=provenance
+                ),
+            )
+            for record in records or ():
+                identity = (record.workload.key, record.device.identity, record.provenance)
+                found.setdefault(identity, (record, layer.name))
+        return list(found.values())
+
+    def close(self) -> None:
+        """Close every file."""
+        for layer in self._layers:
+            layer.store.close()
+        if self._writable is not None:
+            self._writable.close()
+
+    def __enter__(self) -> Layers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, layer: Layer, question: Callable[[Store], V]) -> V | None:
+        try:
+            return question(layer.store)
+        except DatabaseError as error:
+            _warn(layer.name, error)
+            self._layers = [other for other in self._layers if other is not layer]
+            return None
+
+
+def _warn(name: str, error: DatabaseError) -> None:
+    warnings.warn(f"tuning database {name} is not used: {error}", stacklevel=3)

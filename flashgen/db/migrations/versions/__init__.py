@@ -1,0 +1,1 @@
+"""One file for each schema version; its docstring says why the tables changed."""

@@ -1,0 +1,221 @@
+"""Between rows and frozen values: writing is plain, reading trusts nothing.
+
+SQLite stores any type in any column and anybody may have written the file, so each value is checked for its type first,
+then the frozen value's own rules apply, and the identity stored beside it must be the one that the value computes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from datetime import datetime
+from typing import Any, TypeVar
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord, Versions
+from flashgen.core.workload import Workload
+from flashgen.db.schema import AnchorRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
+
+Validate = Callable[[Config], Config]
+"""Returns the config it was given, or raises ConfigError (see `flashgen.codegen.families.validate`)."""
+
+MAX_TEXT = 16384
+"""Characters of one stored text; longer than any real one, short enough to refuse a flood before it is parsed."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "bool": (bool,),
+    "str": (str,),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+}
+
+T = TypeVar("T", Workload, Device)
+P = TypeVar("P", WorkloadRow, DeviceRow)
+
+
+def device_row(device: Device) -> DeviceRow:
+    """The row of a device."""
+    return DeviceRow(identity=device.identity, **asdict(device))
+
+
+def workload_row(workload: Workload) -> WorkloadRow:
+    """The row of a workload."""
+    return WorkloadRow(key=workload.key, specialization=workload.specialization.family_key, **asdict(workload))
+
+
+def record_row(record: TuningRecord, workload: WorkloadRow, device: DeviceRow) -> RecordRow:
+    """The row of a record, its anchors included."""
+    return RecordRow(
+        workload=workload,
+        device=device,
+        provenance=record.provenance,
+        family=record.config.family,
+        knobs=record.config.to_json(),
+        **_measurement_columns(record.measurement),
+        predicted_ms=record.predicted_ms,
+        source_digest=record.source_digest,
+        **{f"{name}_version": version for name, version in asdict(record.versions).items()},
+        created=record.created,
+        anchors=[AnchorRow(impl=anchor.impl, median_ms=anchor.median_ms) for anchor in record.anchors],
+    )
+
+
+def trial_row(trial: Trial, workload: WorkloadRow, device: DeviceRow) -> TrialRow:
+    """The row of a trial, whether it was measured or failed."""
+    failure = trial.outcome if isinstance(trial.outcome, Failure) else None
+    return TrialRow(
+        workload=workload,
+        device=device,
+        family=trial.config.family,
+        knobs=trial.config.to_json(),
+        source=trial.source,
+        stage=failure.stage if failure else None,
+        reason=failure.reason[:MAX_TEXT] if failure else None,
+        **_measurement_columns(trial.outcome if isinstance(trial.outcome, Measurement) else None),
+        created=trial.created,
+    )
+
+
+def device_of(row: DeviceRow) -> Device:
+    """The device of a row.
+
+    Raises:
+        FlashgenError: the row breaks a rule, here and in the functions below.
+    """
+    device = _value(Device, row)
+    if row.identity != device.identity:
+        raise DatabaseError(
+            f"a device's identity must be the one of its fields ({device.identity}), got {_quoted(row.identity)}"
+        )
+    return device
+
+
+def workload_of(row: WorkloadRow) -> Workload:
+    """The workload of a row."""
+    workload = _value(Workload, row)
+    stored = (row.key, row.specialization)
+    if stored != (workload.key, workload.specialization.family_key):
+        raise DatabaseError(f"a workload's key must be the one of its fields ({workload.key}), got {_quoted(stored)}")
+    return workload
+
+
+def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
+    """The record of a row; `validate` has accepted its config."""
+    names = [field.name for field in fields(Versions)]
+    return TuningRecord(
+        workload=workload_of(_present(row.workload, "workload")),
+        device=device_of(_present(row.device, "device")),
+        config=_config(row, validate),
+        provenance=_typed("provenance", row.provenance, "str"),
+        measurement=None if row.times_ms is None else _measurement(row),
+        predicted_ms=_predicted(row.predicted_ms),
+        source_digest=_typed("source_digest", row.source_digest, "str"),
+        versions=Versions(**{name: _typed(name, getattr(row, f"{name}_version"), "str") for name in names}),
+        anchors=tuple(_anchor(anchor) for anchor in row.anchors),
+        created=_moment(row.created),
+    )
+
+
+def trial_of(row: TrialRow, validate: Validate) -> Trial:
+    """The trial of a row; `validate` has accepted its config."""
+    outcome: Measurement | Failure
+    if row.times_ms is None:
+        outcome = Failure(stage=_typed("stage", row.stage, "str"), reason=_typed("reason", row.reason, "str"))
+    else:
+        outcome = _measurement(row)
+    return Trial(
+        workload=workload_of(_present(row.workload, "workload")),
+        device=device_of(_present(row.device, "device")),
+        config=_config(row, validate),
+        source=_typed("source", row.source, "str"),
+        outcome=outcome,
+        created=_moment(row.created),
+    )
+
+
+def _measurement_columns(measurement: Measurement | None) -> dict[str, Any]:
+    if measurement is None:
+        return {}
+    return {**asdict(measurement), "times_ms": json.dumps(measurement.times_ms)}
+
+
+def _measurement(row: RecordRow | TrialRow) -> Measurement:
+    try:
+        times = json.loads(_typed("times_ms", row.times_ms, "str"))
+    except (ValueError, RecursionError) as error:
+        raise DatabaseError(f"times_ms must be a JSON list, got {_quoted(row.times_ms)}") from error
+    if not isinstance(times, list):
+        raise DatabaseError(f"times_ms must be a JSON list, got {_quoted(row.times_ms)}")
+    return Measurement(
+        times_ms=tuple(float(_typed("times_ms", time, "float")) for time in times),
+        max_error=_typed("max_error", row.max_error, "float"),
+        mean_error=_typed("mean_error", row.mean_error, "float"),
+        reference_ms=_typed("reference_ms", row.reference_ms, "float | None"),
+        sm_clock_mhz=_typed("sm_clock_mhz", row.sm_clock_mhz, "float | None"),
+    )
+
+
+def _config(row: RecordRow | TrialRow, validate: Validate) -> Config:
+    family = _typed("family", row.family, "str")
+    return validate(Config.from_json(family, _typed("knobs", row.knobs, "str")))
+
+
+def _anchor(row: AnchorRow) -> Anchor:
+    median_ms = _typed("median_ms", row.median_ms, "float")
+    if median_ms <= 0:
+        raise DatabaseError(f"an anchor's median_ms must be above 0, got {median_ms}")
+    return Anchor(impl=_typed("impl", row.impl, "str"), median_ms=median_ms)
+
+
+def _predicted(value: object) -> float | None:
+    predicted: float | None = _typed("predicted_ms", value, "float | None")
+    if predicted is not None and predicted <= 0:
+        raise DatabaseError(f"predicted_ms must be above 0, got {predicted}")
+    return predicted
+
+
+def _moment(value: object) -> str:
+    text: str = _typed("created", value, "str")
+    try:
+        if text:
+            datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
+    except ValueError as error:
+        raise DatabaseError(f"created must be an ISO 8601 time, got {_quoted(text)}") from error
+    return text
+
+
+def _present(row: P | None, name: str) -> P:
+    if row is None:
+        raise DatabaseError(f"a row must point to its {name}, got a number without one")
+    return row
+
+
+def _value(cls: type[T], row: object) -> T:
+    values = {field.name: _typed(field.name, getattr(row, field.name), str(field.type)) for field in fields(cls)}
+    return cls(**values)
+
+
+def _typed(name: str, value: object, kind: str) -> Any:
+    """`value`, if it has exactly the type that `kind` (an annotation) names; a float is finite, a text printable."""
+    allowed = _TYPES[kind]
+    if type(value) not in allowed:
+        raise DatabaseError(f"{name} must be of type {kind}, got {_quoted(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DatabaseError(f"{name} must be finite, got {value}")
+    if isinstance(value, str) and (len(value) > MAX_TEXT or "\0" in value):
+        raise DatabaseError(f"{name} must be a text of at most {MAX_TEXT} characters, got {_quoted(value)}")
+    return value
+
+
+def _quoted(value: object) -> str:
+    """A short form of a value nobody vouches for: escaped, so that it cannot steer a terminal."""
+    if isinstance(value, int) and abs(value) > 2**64:
+        return "an integer above 2^64"
+    text = value if isinstance(value, str) else repr(value)
+    return ascii(text[:60])

@@ -1,0 +1,155 @@
+"""The tables of a tuning database, and nothing else.
+
+A column per field; identities and foreign keys are UNIQUE constraints, so that a second row for the same thing cannot
+exist. Times are a JSON list of milliseconds and knobs a JSON object, because their length differs from row to row.
+A change here needs a new revision in `migrations/versions` and a new `SCHEMA_VERSION`.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import CheckConstraint, ForeignKey, MetaData, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+
+APPLICATION_ID = 0x464C474E
+"""`FLGN` in the header of every file of ours (PRAGMA application_id): tells a foreign SQLite file at once."""
+
+SCHEMA_VERSION = "0001"
+"""The newest revision in `migrations/versions`; revisions are four digits and compare as numbers."""
+
+
+class Base(DeclarativeBase):
+    """Every constraint has a name, so that a later migration can change it."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+class DeviceRow(Base):
+    """A `core.device.Device`; two rows never share an identity."""
+
+    __tablename__ = "devices"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    identity: Mapped[str] = mapped_column(unique=True)
+    name: Mapped[str]
+    arch: Mapped[str]
+    num_sms: Mapped[int]
+    memory_gb: Mapped[int]
+    smem_per_block: Mapped[int]
+    smem_per_sm: Mapped[int]
+    regs_per_sm: Mapped[int]
+    max_threads_per_sm: Mapped[int]
+    warp_size: Mapped[int]
+    l2_bytes: Mapped[int]
+    bandwidth_gbs: Mapped[float]
+    peak_tflops: Mapped[float]
+
+
+class WorkloadRow(Base):
+    """A `core.workload.Workload`, its key, and the key of the class that may share a config."""
+
+    __tablename__ = "workloads"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(unique=True)
+    specialization: Mapped[str] = mapped_column(index=True)
+    direction: Mapped[str]
+    dtype: Mapped[str]
+    batch: Mapped[int]
+    nheads: Mapped[int]
+    nheads_k: Mapped[int]
+    seqlen_q: Mapped[int]
+    seqlen_k: Mapped[int]
+    head_dim: Mapped[int]
+    head_dim_v: Mapped[int]
+    causal: Mapped[bool]
+    window_left: Mapped[int | None]
+    window_right: Mapped[int | None]
+    softcap: Mapped[bool]
+    alibi: Mapped[bool]
+    sink: Mapped[bool]
+    bias: Mapped[bool]
+    mask: Mapped[bool]
+    varlen: Mapped[bool]
+    page_size: Mapped[int | None]
+
+
+class RecordRow(Base):
+    """A `core.record.TuningRecord`: at most one measured and one predicted for a workload on a device."""
+
+    __tablename__ = "records"
+    __table_args__ = (
+        UniqueConstraint("workload_id", "device_id", "provenance"),
+        CheckConstraint("provenance IN ('measured', 'predicted')", name="provenance"),
+        CheckConstraint("(provenance = 'measured') = (times_ms IS NOT NULL)", name="measured_has_times"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    workload_id: Mapped[int] = mapped_column(ForeignKey("workloads.id"))
+    device_id: Mapped[int] = mapped_column(ForeignKey("devices.id"))
+    provenance: Mapped[str]
+    family: Mapped[str]
+    knobs: Mapped[str]
+    times_ms: Mapped[str | None]
+    max_error: Mapped[float | None]
+    mean_error: Mapped[float | None]
+    reference_ms: Mapped[float | None]
+    sm_clock_mhz: Mapped[float | None]
+    predicted_ms: Mapped[float | None]
+    source_digest: Mapped[str]
+    flashgen_version: Mapped[str]
+    triton_version: Mapped[str]
+    torch_version: Mapped[str]
+    driver_version: Mapped[str]
+    created: Mapped[str]
+
+    workload: Mapped[WorkloadRow | None] = relationship()
+    device: Mapped[DeviceRow | None] = relationship()
+    anchors: Mapped[list[AnchorRow]] = relationship(cascade="all, delete-orphan", order_by="AnchorRow.id")
+
+
+class AnchorRow(Base):
+    """A `core.record.Anchor` of one record."""
+
+    __tablename__ = "anchors"
+    __table_args__ = (UniqueConstraint("record_id", "impl"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    record_id: Mapped[int] = mapped_column(ForeignKey("records.id", ondelete="CASCADE"))
+    impl: Mapped[str]
+    median_ms: Mapped[float]
+
+
+class TrialRow(Base):
+    """A `core.record.Trial`: a measurement, or a failure's stage and reason; a config is tried once."""
+
+    __tablename__ = "trials"
+    __table_args__ = (
+        UniqueConstraint("workload_id", "device_id", "family", "knobs"),
+        CheckConstraint("(stage IS NULL) = (times_ms IS NOT NULL)", name="failed_or_measured"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    workload_id: Mapped[int] = mapped_column(ForeignKey("workloads.id"))
+    device_id: Mapped[int] = mapped_column(ForeignKey("devices.id"))
+    family: Mapped[str]
+    knobs: Mapped[str]
+    source: Mapped[str]
+    stage: Mapped[str | None]
+    reason: Mapped[str | None]
+    times_ms: Mapped[str | None]
+    max_error: Mapped[float | None]
+    mean_error: Mapped[float | None]
+    reference_ms: Mapped[float | None]
+    sm_clock_mhz: Mapped[float | None]
+    created: Mapped[str]
+
+    workload: Mapped[WorkloadRow | None] = relationship()
+    device: Mapped[DeviceRow | None] = relationship()
