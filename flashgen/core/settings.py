@@ -50,7 +50,9 @@ def settings() -> Settings:
         raise SettingError(f"FLASHGEN_POLICY is one of {', '.join(POLICIES)}, got {policy!r}")
     return Settings(
         db_layers=_db_layers(),
-        cache_dir=_writable(os.environ.get("FLASHGEN_CACHE_DIR"), platformdirs.user_cache_path(APP), "FLASHGEN_CACHE_DIR"),
+        cache_dir=_writable(
+            os.environ.get("FLASHGEN_CACHE_DIR"), platformdirs.user_cache_path(APP), "FLASHGEN_CACHE_DIR"
+        ),
         policy=policy,
         no_compile=_flag("FLASHGEN_NO_COMPILE"),
         quiet=_flag("FLASHGEN_QUIET"),

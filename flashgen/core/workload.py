@@ -87,7 +87,9 @@ class Workload:
                 values[name] = value
         missing = [name for name in ("batch", "nheads", "seqlen_q", "head_dim") if name not in values]
         if missing:
-            raise WorkloadError(f"a shape needs b, h, s (or sq) and d, e.g. b4-h32-s4096-d128; {text!r} lacks {missing}")
+            raise WorkloadError(
+                f"a shape needs b, h, s (or sq) and d, e.g. b4-h32-s4096-d128; {text!r} lacks {missing}"
+            )
         return cls(**values)  # type: ignore[arg-type]
 
     @property
@@ -165,6 +167,28 @@ class Specialization:
         window = workload.window_left is not None or workload.window_right is not None
         values = {name: getattr(workload, name) for name in shared}
         return cls(**values, window=window, aligned16=aligned16, offset_tensor=offset_tensor)
+
+    @classmethod
+    def parse(cls, text: str) -> Specialization:
+        """Read a `key` back.
+
+        Raises:
+            WorkloadError: a token is unknown, or the direction, dtype or head_dim is missing.
+        """
+        values: dict[str, object] = {}
+        for token in text.strip().split("-"):
+            if token in ("window", "unaligned", "offset"):
+                values |= {"window": {"window": True}, "unaligned": {"aligned16": False}}.get(
+                    token, {"offset_tensor": True}
+                )
+            else:
+                values |= _token(token, text)
+        values.setdefault("head_dim_v", values.get("head_dim"))
+        known = {f.name for f in fields(cls)}
+        missing = [name for name in ("direction", "dtype", "head_dim") if name not in values]
+        if missing or values.keys() - known:
+            raise WorkloadError(f"a specialization is like fwd-bf16-d128-causal, got {text!r}")
+        return cls(**values)  # type: ignore[arg-type]
 
     @property
     def family_key(self) -> str:

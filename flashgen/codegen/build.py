@@ -1,0 +1,124 @@
+"""Building: rendered text to an imported module, and a module to a compiled kernel for any target.
+
+Nothing here needs a GPU: Triton compiles for a target that it is told. Its disk cache makes a second compile of
+the same kernel cheap, in this process or another.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from flashgen.codegen import inspect
+from flashgen.codegen.families import family
+from flashgen.codegen.render import KernelSource, render
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import BuildError
+from flashgen.core.settings import settings
+from flashgen.core.workload import Specialization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledKernel:
+    """A compiled kernel and what it takes of a multiprocessor.
+
+    `registers` are per thread, `spills` are bytes of local memory per thread (0 is clean), `shared_bytes` are per
+    block. `handle` is Triton's own compiled kernel; nothing of it is loaded to a GPU before a launch.
+    """
+
+    source: KernelSource
+    registers: int
+    spills: int
+    shared_bytes: int
+    num_warps: int
+    compile_ms: float
+    handle: Any
+
+    def occupancy(self, device: Device) -> int:
+        """Blocks that run side by side on one multiprocessor of `device`; 0 if not even one fits."""
+        threads = self.num_warps * device.warp_size
+        if self.shared_bytes > device.smem_per_block:
+            return 0
+        # registers are handed out to warps in units of 256 (CUDA occupancy calculator; sm80 and newer)
+        per_warp = -(-max(self.registers, 1) * device.warp_size // 256) * 256
+        by_registers = device.regs_per_sm // (per_warp * self.num_warps)
+        by_shared = device.smem_per_sm // (self.shared_bytes + inspect.RESERVED_SMEM) if self.shared_bytes else 32
+        return min(by_registers, max(by_shared, 1), device.max_threads_per_sm // threads)
+
+
+def compile_kernel(spec: Specialization, config: Config, device: Device) -> CompiledKernel:
+    """Render `config` for `spec` and compile it for `device`, present or not.
+
+    Raises:
+        ConfigError: the config did not pass `families.validate`.
+        BuildError: Triton or ptxas refused it; the message has the first line of their reason.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = render(spec, config)
+    row = family(config.family)
+    options = row.options(config)
+    kernel = getattr(load_module(source), source.entry)
+    signature = {parameter.name: parameter.type for parameter in row.parameters(spec, config)}
+    arch: int | str = device.capability if device.is_nvidia else device.arch
+    target = GPUTarget("cuda" if device.is_nvidia else "hip", arch, device.warp_size)
+    flags: dict[str, object] = {"num_warps": options.num_warps, "num_stages": options.num_stages}
+    # the default of this flag changes in Triton 3.10; fused multiply-adds are what was tuned and verified
+    flags["enable_fp_fusion"] = True
+    if options.maxnreg:
+        flags["maxnreg"] = options.maxnreg
+    started = time.perf_counter()
+    try:
+        handle = triton.compile(ASTSource(kernel, signature, {}, {}), target=target, options=flags)
+    except Exception as error:  # Triton raises its own, LLVM's and ptxas' errors, without a common base
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise BuildError(
+            f"Triton {triton.__version__} cannot compile {config} for {spec.key} on {device.arch}: {reason}"
+        ) from error
+    elapsed_ms = (time.perf_counter() - started) * 1e3
+    used = inspect.resources(handle, device)
+    return CompiledKernel(
+        source=source,
+        registers=used.registers,
+        spills=used.spills,
+        shared_bytes=handle.metadata.shared,
+        num_warps=options.num_warps,
+        compile_ms=elapsed_ms,
+        handle=handle,
+    )
+
+
+def load_module(source: KernelSource) -> ModuleType:
+    """Import a rendered kernel: Triton reads the source of a function from its file, so it is written to one."""
+    return _load(source.module, source.text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _load(name: str, text: str) -> ModuleType:
+    folder = settings().cache_dir / "kernels"
+    path = folder / f"{name}.py"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_text() != text:
+            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
+                file.write(text)
+            os.replace(file.name, path)  # another process may be writing the same kernel
+    except OSError as error:
+        raise BuildError(f"a generated kernel must be written to {folder}: {error}") from error
+    spec = importlib.util.spec_from_file_location(f"flashgen_generated.{name}", path)
+    if spec is None or spec.loader is None:
+        raise BuildError(f"a generated kernel could not be imported from {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,81 @@
+"""The table of kernel families, and the checks that every config passes before anything is rendered from it."""
+
+from __future__ import annotations
+
+from flashgen.codegen.family import KernelFamily
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import ConfigError, UnsupportedError
+from flashgen.core.workload import Specialization
+
+FAMILIES: tuple[KernelFamily, ...] = (PORTABLE_FORWARD,)
+"""Every kernel family, in the order in which their defaults are preferred."""
+
+
+def family(family_id: str) -> KernelFamily:
+    """The family with this id.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for row in FAMILIES:
+        if row.id == family_id:
+            return row
+    raise ConfigError(f"a kernel family is one of {', '.join(row.id for row in FAMILIES)}, got {family_id!r}")
+
+
+def validate(config: Config) -> Config:
+    """`config` itself, once its family, knob names and values have been checked against the declared ones.
+
+    Raises:
+        ConfigError: the family is unknown, a knob is missing or unknown, or a value is not declared.
+    """
+    declared = {knob.name: knob for knob in family(config.family).knobs}
+    given = dict(config.knobs)
+    if len(given) != len(config.knobs) or given.keys() != declared.keys():
+        raise ConfigError(f"a {config.family} config has the knobs {sorted(declared)}, got {sorted(given)}")
+    for name, value in config.knobs:
+        if not declared[name].allows(value):
+            raise ConfigError(f"knob {name} of {config.family} is one of {declared[name].values}, got {value!r}")
+    return config
+
+
+def reasons(spec: Specialization, device: Device) -> dict[str, str | None]:
+    """For every family id the reason why it does not serve `spec` on `device`, or None where it does."""
+    return {row.id: why_not(row, spec, device) for row in FAMILIES}
+
+
+def why_not(row: KernelFamily, spec: Specialization, device: Device) -> str | None:
+    """The reason why `row` does not serve `spec` on `device`, or None."""
+    if spec.direction != row.direction:
+        return f"it computes the {row.direction} pass, not {spec.direction}"
+    return row.why_not(spec, device)
+
+
+def why_invalid(config: Config, spec: Specialization, device: Device) -> str | None:
+    """The reason why a validated config cannot serve `spec` on `device`, or None."""
+    row = family(config.family)
+    return why_not(row, spec, device) or row.why_invalid(spec, config, device)
+
+
+def applicable(spec: Specialization, device: Device) -> tuple[KernelFamily, ...]:
+    """The families that serve `spec` on `device`, preferred first.
+
+    Raises:
+        UnsupportedError: there is none; the message lists every family with its reason.
+    """
+    rows = tuple(row for row in FAMILIES if why_not(row, spec, device) is None)
+    if not rows:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons(spec, device).items())
+        raise UnsupportedError(f"no kernel family serves {spec.key} on {device.name} ({device.arch}): {listed}")
+    return rows
+
+
+def default_config(spec: Specialization, device: Device) -> Config:
+    """The config that serves without any record: the first applicable family's default.
+
+    Raises:
+        UnsupportedError: no family applies.
+    """
+    return applicable(spec, device)[0].default(spec, device)

@@ -1,0 +1,241 @@
+"""The portable forward family: FlashAttention-2's Algorithm 1 in plain Triton, for every GPU Triton compiles for."""
+
+from __future__ import annotations
+
+from flashgen.codegen.family import CompileOptions, KernelFamily, Knob, Parameter
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+FAMILY_ID = "portable_forward"
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MAX_REGS_PER_THREAD = 255
+"""The most registers that one thread can address, on NVIDIA and (in vector registers of a wave) close to it on AMD."""
+
+OTHER_REGS = 24
+"""Registers per thread for row statistics, addresses and loop state; below what any compiled variant needed."""
+
+ALIGNMENT_BYTES = 16
+"""Widest vector load, and what the copy engine demands of base addresses and strides."""
+
+TL_DTYPES = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+KNOBS = (
+    Knob(name="block_m", values=(16, 32, 64, 128, 256), meaning="query rows of a program"),
+    Knob(name="block_n", values=(16, 32, 64, 128, 256), meaning="keys of a step"),
+    Knob(name="num_warps", values=(2, 4, 8, 16), meaning="warps of a program"),
+    Knob(name="num_stages", values=(1, 2, 3, 4, 5), meaning="depth of the software pipeline over K and V"),
+    Knob(name="loads", values=("pointer", "descriptor"), meaning="pointers with masks, or tensor descriptors (TMA)"),
+    Knob(name="maxnreg", values=(0, 128, 168, 224), meaning="register limit of a thread; 0 is none"),
+    Knob(
+        name="heads_per_group",
+        values=(1, 8, 32, 0),
+        meaning="program order: 1 query blocks fastest, n heads fastest in groups of n, 0 all heads fastest",
+    ),
+    Knob(name="heavy_first", values=(False, True), meaning="causal: programs with the most keys start first"),
+)
+
+
+def _why_not(spec: Specialization, device: Device) -> str | None:
+    for feature in ("window", "softcap", "alibi", "sink", "bias", "mask", "varlen"):
+        if getattr(spec, feature):
+            return f"it has no {feature}"
+    if spec.page_size is not None:
+        return "it reads no paged keys"
+    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
+    if device.is_nvidia and device.capability < 80:
+        return f"it needs sm80 or newer, not {device.arch}"
+    return None
+
+
+def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
+    block_m, block_n = config.integer("block_m"), config.integer("block_n")
+    num_warps, num_stages = config.integer("num_warps"), config.integer("num_stages")
+    descriptor = config["loads"] == "descriptor"
+    if descriptor and not device.has_tma:
+        return f"descriptors are turned into pointers on {device.arch}: the same kernel twice"
+    if descriptor and not spec.aligned16:
+        return "descriptors need pointers and strides that are multiples of 16 bytes"
+    if config["heavy_first"] and not spec.causal:
+        return "without a causal mask all programs are equally heavy"
+    if num_warps * device.warp_size > 1024:
+        return f"a block has at most 1024 threads, not {num_warps * device.warp_size}"
+    if config["maxnreg"] and not device.is_nvidia:
+        return "maxnreg exists on NVIDIA only"
+    if _rows_per_warp(block_m, num_warps, device) is not None:
+        return _rows_per_warp(block_m, num_warps, device)
+    if num_stages > 2 and not device.is_nvidia:
+        return "the AMD pipeliner has two stages"
+    needed = registers_needed(spec, config, device)
+    available = min(MAX_REGS_PER_THREAD, device.regs_per_sm // (num_warps * device.warp_size))
+    available = min(available, config.integer("maxnreg") or available)
+    if needed > available:
+        return f"a thread needs about {needed} registers and has {available}"
+    shared = smem_needed(spec, config, device)
+    if shared > device.smem_per_block:
+        return f"it needs at least {shared} bytes of shared memory and a block has {device.smem_per_block}"
+    if block_n > 128 and block_m > 128:
+        return "no card holds 256 x 256 scores in registers"
+    return None
+
+
+def _rows_per_warp(block_m: int, num_warps: int, device: Device) -> str | None:
+    """Each warp computes whole rows (the reductions then stay inside it): 16 of them, the height of an MMA tile."""
+    if block_m < 16 * num_warps and not (num_warps == 4 and block_m >= 16):
+        return f"{num_warps} warps of 16 rows are more than {block_m} rows"
+    if device.capability in (90, 100) and block_m >= 64 and num_warps < 4:
+        return "the matrix unit works for four warps together"
+    return None
+
+
+def registers_needed(spec: Specialization, config: Config, device: Device) -> int:
+    """A lower bound of the 32-bit registers of a thread: output accumulator, fp32 scores, and their 16-bit copy."""
+    threads = config.integer("num_warps") * device.warp_size
+    rows = config.integer("block_m")
+    scores = rows * config.integer("block_n")
+    accumulator = rows * _block(spec.head_dim_v)
+    return (accumulator + scores) // threads + OTHER_REGS
+
+
+def smem_needed(spec: Specialization, config: Config, device: Device) -> int:
+    """A lower bound of the shared memory in bytes: the stages of K and V, and Q where the matrix unit reads it there."""
+    size = DTYPE_BYTES[spec.dtype]
+    step = config.integer("block_n") * (_block(spec.head_dim) + _block(spec.head_dim_v)) * size
+    stages = config.integer("num_stages")
+    if device.capability >= 90 and device.capability < 120:
+        query = config.integer("block_m") * _block(spec.head_dim) * size
+        return query + max(stages - 1, 1) * step
+    return max(stages - 1, 0) * step if device.is_nvidia else step // 2
+
+
+def _block(head_dim: int) -> int:
+    """The next power of two, at least the 16 that a matrix unit multiplies."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+# (shared memory class, largest block_d): block_m, block_n, num_warps, num_stages, for 16-bit elements.
+_DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
+    ("hopper", 64): (128, 128, 4, 3),
+    ("hopper", 128): (128, 128, 8, 3),
+    ("hopper", 256): (128, 64, 8, 2),
+    ("large", 64): (128, 64, 4, 3),
+    ("large", 128): (128, 64, 8, 3),
+    ("large", 256): (64, 32, 4, 2),
+    ("small", 64): (128, 64, 4, 3),
+    ("small", 128): (128, 32, 8, 3),
+    ("small", 256): (64, 32, 4, 2),
+    ("amd", 64): (128, 64, 4, 1),
+    ("amd", 128): (128, 32, 4, 1),
+    ("amd", 256): (64, 32, 4, 1),
+}
+_DEFAULT_FP32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 2)}
+
+
+def _default(spec: Specialization, device: Device) -> Config:
+    block = max(64, _block(spec.head_dim), _block(spec.head_dim_v))
+    if not device.is_nvidia:
+        kind = "amd"
+    elif device.capability in (90, 100):
+        kind = "hopper"
+    else:
+        kind = "large" if device.smem_per_block >= 160 * 1024 else "small"
+    block_m, block_n, num_warps, num_stages = _DEFAULT_FP32[block] if spec.dtype == "fp32" else _DEFAULTS[kind, block]
+    if not device.is_nvidia:
+        num_stages = 1
+    return Config.of(
+        FAMILY_ID,
+        {
+            "block_m": block_m,
+            "block_n": block_n,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "loads": "descriptor" if device.has_tma and spec.aligned16 and spec.dtype != "fp32" else "pointer",
+            "maxnreg": 0,
+            "heads_per_group": 8 if spec.causal else 1,
+            "heavy_first": spec.causal,
+        },
+    )
+
+
+def _values(spec: Specialization, config: Config) -> dict[str, object]:
+    descriptors = config["loads"] == "descriptor"
+    keys = ["k_desc", "v_desc", "b", "h_k"] if descriptors else ["k_base", "v_base", "stride_ks", "stride_vs"]
+    return {
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "block_d": _block(spec.head_dim),
+        "block_dv": _block(spec.head_dim_v),
+        "dtype": spec.dtype,
+        "tl_dtype": TL_DTYPES[spec.dtype],
+        "torch_dtype": TORCH_DTYPES[spec.dtype],
+        "causal": spec.causal,
+        "offset_tensor": spec.offset_tensor,
+        "aligned16": spec.aligned16,
+        "aligned_elements": ALIGNMENT_BYTES // DTYPE_BYTES[spec.dtype],
+        "descriptors": descriptors,
+        "step_arguments": ", ".join(keys),
+        # TF32 would be three decimal digits; exact means IEEE products
+        "dot_precision": ', input_precision="ieee"' if spec.dtype == "fp32" else "",
+        "order_text": _order_text(config),
+        **dict(config.knobs),
+    }
+
+
+def _order_text(config: Config) -> str:
+    group = config.integer("heads_per_group")
+    text = {1: "query blocks fastest", 0: "heads fastest"}.get(group, f"heads fastest, in groups of {group}")
+    return text + (", most keys first" if config["heavy_first"] else "")
+
+
+def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
+    descriptors = config["loads"] == "descriptor"
+    rows = {"q": "block_m", "k": "block_n", "v": "block_n", "o": "block_m"}
+    cols = {"q": spec.head_dim, "k": spec.head_dim, "v": spec.head_dim_v, "o": spec.head_dim_v}
+    found = []
+    for tensor, knob in rows.items():
+        if descriptors:
+            block = f"1, 1, {config.integer(knob)}, {_block(cols[tensor])}"
+            found.append(Parameter(name=f"{tensor}_desc", type=f"tensordesc<{spec.dtype}[{block}]>"))
+        else:
+            found.append(Parameter(name=tensor.upper(), type=f"*{spec.dtype}"))
+    found += [Parameter(name="LSE", type="*fp32"), Parameter(name="softmax_scale_log2", type="fp32")]
+    if spec.causal:
+        offset = ("QOffset", "*i32") if spec.offset_tensor else ("q_offset", "i32")
+        found.append(Parameter(name=offset[0], type=offset[1]))
+    names = ("nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
+    found += [Parameter(name=name, type="i32") for name in names]
+    if not descriptors:
+        found += [Parameter(name=f"stride_{tensor}{axis}", type="i64") for tensor in rows for axis in "bhs"]
+    return tuple(found)
+
+
+def _options(config: Config) -> CompileOptions:
+    return CompileOptions(
+        num_warps=config.integer("num_warps"),
+        num_stages=config.integer("num_stages"),
+        maxnreg=config.integer("maxnreg"),
+    )
+
+
+def _programs(config: Config, batch: int, nheads: int, seqlen_q: int) -> int:
+    return -(-seqlen_q // config.integer("block_m")) * batch * nheads
+
+
+PORTABLE_FORWARD = KernelFamily(
+    id=FAMILY_ID,
+    title="Portable FlashAttention in plain Triton",
+    template="portable_forward.py.jinja",
+    direction="forward",
+    knobs=KNOBS,
+    why_not=_why_not,
+    why_invalid=_why_invalid,
+    default=_default,
+    values=_values,
+    parameters=_parameters,
+    options=_options,
+    programs=_programs,
+)

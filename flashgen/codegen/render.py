@@ -1,0 +1,81 @@
+"""Rendering: a pure function from (specialization, config) to the text of one kernel. The only user of jinja2."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+import jinja2
+from jinja2.sandbox import SandboxedEnvironment
+
+from flashgen.codegen.families import family, validate
+from flashgen.core.config import Config
+from flashgen.core.errors import BuildError
+from flashgen.core.settings import shipped
+from flashgen.core.workload import Specialization
+
+DIGEST_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSource:
+    """The text of one generated kernel: `entry` is the name of its `@triton.jit` function."""
+
+    entry: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hexadecimal digits of the text's SHA-256."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:DIGEST_LENGTH]
+
+    @property
+    def module(self) -> str:
+        """The name under which the text is stored and imported."""
+        return f"{self.entry}_{self.digest}"
+
+
+def render(spec: Specialization, config: Config) -> KernelSource:
+    """The kernel of `config` for `spec`; equal arguments give byte-identical text.
+
+    Raises:
+        ConfigError: the config did not pass `families.validate`.
+        BuildError: the template needs a value that its family does not give.
+    """
+    row = family(validate(config).family)
+    parameters = row.parameters(spec, config)
+    try:
+        text = (
+            _environment()
+            .get_template(row.template)
+            .render(
+                entry=row.id,
+                title=row.title,
+                command=render_command(spec, config),
+                parameters=[parameter.name for parameter in parameters],
+                do_not_specialize=[parameter.name for parameter in parameters if parameter.is_integer],
+                **row.values(spec, config),
+            )
+        )
+    except jinja2.TemplateError as error:
+        raise BuildError(f"template {row.template} did not render for {spec.key}, {config}: {error}") from error
+    return KernelSource(entry=row.id, text=text)
+
+
+def render_command(spec: Specialization, config: Config) -> str:
+    """The canonical command that prints this kernel again."""
+    knobs = ",".join(f"{name}={str(value).lower()}" for name, value in config.knobs)
+    return f"flashgen render {spec.key} --config {config.family}:{knobs}"
+
+
+@functools.cache
+def _environment() -> SandboxedEnvironment:
+    return SandboxedEnvironment(
+        loader=jinja2.FileSystemLoader(shipped("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )

@@ -1,0 +1,182 @@
+"""The few calls of the CUDA driver that a launch needs, through ctypes.
+
+Triton's own launcher builds a C extension for every signature, parses every argument of every call, and in 3.6
+encodes tensor descriptors again at each launch. A launch through the driver with prepared parameters costs two calls of a microsecond, whatever
+the number of arguments. `PyDLL` keeps the interpreter lock during these calls: they only put work into a queue.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+from flashgen.core.errors import LaunchError
+
+MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
+STATIC_SHARED_LIMIT = 48 * 1024
+"""A block gets more than this only after asking for it."""
+
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ALIGNMENT = 64
+L2_PROMOTION_128B = 2
+TENSOR_MAP_DTYPES = {"fp16": 6, "fp32": 7, "bf16": 9}  # CUtensorMapDataType
+
+
+class LaunchConfig(Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid_x", c_uint),
+        ("grid_y", c_uint),
+        ("grid_z", c_uint),
+        ("block_x", c_uint),
+        ("block_y", c_uint),
+        ("block_z", c_uint),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("num_attributes", c_uint),
+    )
+
+
+@functools.cache
+def library() -> Any:
+    """The CUDA driver of this machine.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    try:
+        cuda = ctypes.PyDLL("libcuda.so.1")
+    except OSError as error:
+        raise LaunchError(f"launching needs the CUDA driver, and libcuda.so.1 cannot be opened: {error}") from error
+    cuda.cuLaunchKernelEx.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
+    cuda.cuTensorMapReplaceAddress.argtypes = (c_void_p, c_void_p)
+    cuda.cuModuleLoadData.argtypes = (POINTER(c_void_p), c_void_p)
+    cuda.cuModuleGetFunction.argtypes = (POINTER(c_void_p), c_void_p, ctypes.c_char_p)
+    cuda.cuFuncSetAttribute.argtypes = (c_void_p, c_int, c_int)
+    cuda.cuFuncSetCacheConfig.argtypes = (c_void_p, c_int)
+    cuda.cuTensorMapEncodeTiled.argtypes = (
+        c_void_p,
+        c_int,
+        c_uint32,
+        c_void_p,
+        POINTER(c_uint64),
+        POINTER(c_uint64),
+        POINTER(c_uint32),
+        POINTER(c_uint32),
+        c_int,
+        c_int,
+        c_int,
+        c_int,
+    )
+    return cuda
+
+
+def check(code: int, action: str) -> None:
+    """Raise what the driver says.
+
+    Raises:
+        LaunchError: `code` is not success; the message has the driver's name and text for it.
+    """
+    if code == 0:
+        return
+    name, text = ctypes.c_char_p(), ctypes.c_char_p()
+    library().cuGetErrorName(code, ctypes.byref(name))
+    library().cuGetErrorString(code, ctypes.byref(text))
+    said = f"{(name.value or b'?').decode()}: {(text.value or b'?').decode()}"
+    raise LaunchError(f"the CUDA driver could not {action}: {said} ({code})")
+
+
+def load_function(cubin: bytes, name: str, shared_bytes: int) -> int:
+    """Load a binary into the current context and return the handle of its kernel; it stays loaded.
+
+    Raises:
+        LaunchError: the driver refuses the binary or the amount of shared memory.
+    """
+    cuda = library()
+    module, function = c_void_p(), c_void_p()
+    check(cuda.cuModuleLoadData(ctypes.byref(module), cubin), f"load kernel {name}")
+    check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"find kernel {name}")
+    if shared_bytes > STATIC_SHARED_LIMIT:
+        check(cuda.cuFuncSetCacheConfig(function, PREFER_SHARED), "prefer shared memory")
+        code = cuda.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+        check(code, f"give a block {shared_bytes} bytes of shared memory")
+    if function.value is None:
+        raise LaunchError(f"the CUDA driver gave no handle for kernel {name}")
+    return function.value
+
+
+class TensorMap:
+    """A tensor descriptor (CUtensorMap) of the bulk tensor copy engine, at a fixed aligned address.
+
+    It is encoded for the first pointer and only has its address replaced for later ones.
+    """
+
+    __slots__ = (
+        "_block",
+        "_buffer",
+        "_dtype",
+        "_element_bytes",
+        "_pointer",
+        "_shape",
+        "_strides",
+        "_swizzle",
+        "address",
+    )
+
+    def __init__(
+        self,
+        dtype: str,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        block: tuple[int, ...],
+        swizzle: int,
+        element_bytes: int,
+    ) -> None:
+        """Describe a tensor: shape and strides in elements, the last stride 1, block as the copy engine's box."""
+        self._dtype, self._shape, self._strides, self._block = dtype, shape, strides, block
+        self._swizzle, self._element_bytes = swizzle, element_bytes
+        self._buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+        start = ctypes.addressof(self._buffer)
+        self.address = start + -start % TENSOR_MAP_ALIGNMENT
+        self._pointer = 0
+
+    def point_to(self, pointer: int) -> None:
+        """Describe the tensor at `pointer`.
+
+        Raises:
+            LaunchError: the driver refuses, e.g. for an address or a stride that is not a multiple of 16 bytes.
+        """
+        if pointer == self._pointer:
+            return
+        if self._pointer:
+            check(library().cuTensorMapReplaceAddress(self.address, pointer), f"describe a tensor at {pointer:#x}")
+        else:
+            self._encode(pointer)
+        self._pointer = pointer
+
+    def _encode(self, pointer: int) -> None:
+        rank = len(self._shape)
+        byte_strides = [stride * self._element_bytes for stride in self._strides[:-1]]
+        code = library().cuTensorMapEncodeTiled(
+            self.address,
+            TENSOR_MAP_DTYPES[self._dtype],
+            rank,
+            pointer,
+            (c_uint64 * rank)(*reversed(self._shape)),
+            (c_uint64 * (rank - 1))(*reversed(byte_strides)),
+            (c_uint32 * rank)(*reversed(self._block)),
+            (c_uint32 * rank)(*([1] * rank)),
+            0,
+            self._swizzle,
+            L2_PROMOTION_128B,
+            0,
+        )
+        check(
+            code,
+            f"describe a {self._dtype} tensor of shape {self._shape}, strides {self._strides}, block {self._block}",
+        )

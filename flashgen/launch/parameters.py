@@ -1,0 +1,53 @@
+"""The parameter list of a compiled kernel: what Triton made of a signature, read from its PTX.
+
+| Triton | tensor descriptor on hardware that has them | after the last parameter |
+|---|---|---|
+| 3.6, 3.7, 3.9 | CUtensorMap (128 bytes), shape (rank x i32), strides (rank x i64) | two null pointers (scratch memory) |
+
+The layout is not believed but compared with the PTX of every kernel; where it differs, as it may under another Triton, the plan
+launches through Triton's own `CompiledKernel` instead.
+"""
+
+from __future__ import annotations
+
+import re
+
+from flashgen.codegen.family import Parameter
+from flashgen.launch.driver import TENSOR_MAP_BYTES
+
+SCALAR_BYTES = {"i32": 4, "i64": 8, "fp32": 4}
+POINTER_BYTES = 8
+
+_ENTRY = re.compile(r"\.visible\s+\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)\s+(?:\.ptr[^,\n]*?\s)?\w+(?:\[(\d+)\])?\s*(?:,|$)")
+
+
+def slot_sizes(parameter: Parameter) -> tuple[int, ...]:
+    """The sizes in bytes of the kernel parameters that one parameter of a signature becomes."""
+    if parameter.type.startswith("tensordesc"):
+        rank = parameter.type.count(",") + 1
+        return (TENSOR_MAP_BYTES, *[4] * rank, *[8] * rank)
+    if parameter.type.startswith("*"):
+        return (POINTER_BYTES,)
+    return (SCALAR_BYTES[parameter.type],)
+
+
+def ptx_sizes(ptx: str) -> tuple[int, ...]:
+    """The sizes in bytes of the parameters of the one entry of a PTX text; empty if it cannot be read."""
+    entry = _ENTRY.search(ptx)
+    if entry is None:
+        return ()
+    found = _PARAM.findall(entry[1].strip())
+    if len(found) != entry[1].count(".param"):
+        return ()
+    return tuple(int(bits) // 8 * int(count or 1) for _, bits, count in found)
+
+
+def trailing_pointers(ptx: str, parameters: tuple[Parameter, ...]) -> int | None:
+    """How many scratch pointers follow the parameters of a signature, or None if the layout is not the known one."""
+    expected = tuple(size for parameter in parameters for size in slot_sizes(parameter))
+    actual = ptx_sizes(ptx)
+    rest = actual[len(expected) :]
+    if actual[: len(expected)] != expected or any(size != POINTER_BYTES for size in rest):
+        return None
+    return len(rest)

@@ -1,0 +1,358 @@
+"""Plans: a compiled kernel bound to one set of shapes and strides, ready to be launched on any pointers.
+
+Two kinds do the same thing. `DriverPlan` prepares the parameters of a launch once and calls the CUDA driver;
+`TritonPlan` calls Triton's `CompiledKernel[grid]` and serves wherever the parameter layout is not the known one (another
+Triton, AMD). Tests hold them equal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from flashgen.codegen.build import CompiledKernel
+from flashgen.codegen.families import family
+from flashgen.codegen.family import Parameter
+from flashgen.core.config import Config
+from flashgen.core.errors import LaunchError
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+from flashgen.launch import driver
+from flashgen.launch.parameters import trailing_pointers
+
+LOG2E = 1.4426950408889634
+ALIGNMENT_BYTES = 16
+
+Shape4 = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Shapes and strides (in elements) of q, k, v and out, each in (batch, head, sequence, head_dim) order."""
+
+    q_shape: Shape4
+    k_shape: Shape4
+    v_shape: Shape4
+    q_strides: Shape4
+    k_strides: Shape4
+    v_strides: Shape4
+    o_strides: Shape4
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Geometry:
+        """The geometry of four tensors in bhsd order."""
+        shapes = {f"{name}_shape": tuple(tensor.shape) for name, tensor in (("q", q), ("k", k), ("v", v))}
+        named = (("q", q), ("k", k), ("v", v), ("o", out))
+        strides = {f"{name}_strides": tuple(tensor.stride()) for name, tensor in named}
+        return cls(**shapes, **strides)  # type: ignore[arg-type]
+
+    @property
+    def o_shape(self) -> Shape4:
+        """Shape of the output: that of q with v's head_dim."""
+        return (*self.q_shape[:3], self.v_shape[3])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no query row, or no key at all."""
+        return 0 in self.q_shape or 0 in self.k_shape
+
+    def tensor(self, letter: str) -> tuple[Shape4, Shape4]:
+        """Shape and strides of the tensor named q, k, v or o."""
+        return getattr(self, f"{letter}_shape"), getattr(self, f"{letter}_strides")
+
+
+def aligned16(geometry: Geometry, pointers: int, element_bytes: int) -> bool:
+    """Whether every pointer (or-ed together in `pointers`) and every stride in use is a multiple of 16 bytes."""
+    if pointers % ALIGNMENT_BYTES:
+        return False
+    for letter in "qkvo":
+        shape, strides = geometry.tensor(letter)
+        if any(
+            size > 1 and stride * element_bytes % ALIGNMENT_BYTES
+            for size, stride in zip(shape[:3], strides, strict=False)
+        ):
+            return False
+    return True
+
+
+class Plan(Protocol):
+    """A launch that is ready but for the pointers, the scale and the query offset."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+        q_offset: int | torch.Tensor | None = None,
+    ) -> None:
+        """Launch on the current stream of the plan's device.
+
+        The tensors have the shapes and strides that the plan was made for (in any view: only their memory is used); `lse` is
+        fp32 (batch, nheads, seqlen_q), contiguous, or None; `q_offset` None means seqlen_k - seqlen_q.
+        """
+
+
+def make_plan(
+    compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
+) -> Plan:
+    """Bind a compiled kernel to a geometry on a GPU of this process.
+
+    Raises:
+        LaunchError: the driver refuses the binary or a tensor descriptor.
+    """
+    if geometry.is_empty:
+        return EmptyPlan()
+    parameters = family(config.family).parameters(spec, config)
+    metadata = compiled.handle.metadata
+    usual = getattr(metadata, "num_ctas", 1) == 1 and not getattr(metadata, "launch_pdl", False)
+    usual = (
+        usual and not getattr(metadata, "global_scratch_size", 0) and not getattr(metadata, "profile_scratch_size", 0)
+    )
+    trailing = trailing_pointers(compiled.handle.asm["ptx"], parameters) if "ptx" in compiled.handle.asm else None
+    with torch.cuda.device(device_index):
+        if trailing is None or not usual:
+            return TritonPlan(compiled, spec, config, geometry, device_index)
+        return DriverPlan(compiled, spec, config, geometry, device_index, trailing)
+
+
+class EmptyPlan:
+    """Nothing to launch: rows that see no key have output 0 and LSE -inf."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+        q_offset: int | torch.Tensor | None = None,
+    ) -> None:
+        """Fill `out` with 0 and `lse` with -inf."""
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+
+
+def _scalars(geometry: Geometry) -> dict[str, int]:
+    """The integer arguments of the launch vocabulary that a geometry fixes."""
+    _, nheads, seqlen_q, _ = geometry.q_shape
+    _, nheads_k, seqlen_k, _ = geometry.k_shape
+    found = {
+        "nheads": nheads,
+        "group_size": nheads // nheads_k,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "q_offset": seqlen_k - seqlen_q,
+        "lse_rows": 0,
+    }
+    for letter in "qkvo":
+        for axis, stride in zip("bhs", geometry.tensor(letter)[1], strict=False):
+            found[f"stride_{letter}{axis}"] = stride
+    return found
+
+
+def _clamp(q_offset: int, geometry: Geometry) -> int:
+    """Beyond these bounds nothing changes, and within them 32-bit arithmetic in the kernel cannot overflow."""
+    return max(-geometry.q_shape[2], min(q_offset, geometry.k_shape[2]))
+
+
+def _programs(config: Config, geometry: Geometry) -> int:
+    batch, nheads, seqlen_q, _ = geometry.q_shape
+    return family(config.family).programs(config, batch, nheads, seqlen_q)
+
+
+class DriverPlan:
+    """A launch through the CUDA driver with all parameters prepared."""
+
+    def __init__(
+        self,
+        compiled: CompiledKernel,
+        spec: Specialization,
+        config: Config,
+        geometry: Geometry,
+        device_index: int,
+        trailing: int,
+    ) -> None:
+        metadata = compiled.handle.metadata
+        self._function = driver.load_function(compiled.handle.asm["cubin"], metadata.name, metadata.shared)
+        self._geometry = geometry
+        self._device_index = device_index
+        self._lock = threading.Lock()  # two threads may launch the same plan; a launch copies the parameters
+        self._slots: dict[str, Any] = {}
+        self._maps: dict[str, driver.TensorMap] = {}
+        self._keep: list[Any] = []
+        maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
+        addresses: list[int] = []
+        for parameter in family(config.family).parameters(spec, config):
+            addresses += self._prepare(parameter, spec, maps)
+        addresses += [self._slot(ctypes.c_uint64(0)) for _ in range(trailing)]
+        self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._config = driver.LaunchConfig(
+            grid_x=_programs(config, geometry),
+            grid_y=1,
+            grid_z=1,
+            block_x=metadata.num_warps * 32,
+            block_y=1,
+            block_z=1,
+            shared_bytes=metadata.shared,
+        )
+        self._bind()
+
+    def _prepare(self, parameter: Parameter, spec: Specialization, maps: Any) -> list[int]:
+        """The addresses of the kernel parameters of one parameter of the signature, filled as far as it is known."""
+        if parameter.type.startswith("tensordesc"):
+            letter = parameter.name[0]
+            shape, strides = self._geometry.tensor(letter)
+            meta = next(maps)
+            # a dimension of size 1 is never stepped over, so any legal stride describes it
+            legal = tuple(s if n > 1 else ALIGNMENT_BYTES for n, s in zip(shape, strides, strict=True))
+            tensor_map = driver.TensorMap(
+                spec.dtype, shape, legal, tuple(meta["block_size"]), meta["swizzle"], DTYPE_BYTES[spec.dtype]
+            )
+            self._maps[letter] = tensor_map
+            rest = [ctypes.c_int32(size) for size in shape] + [ctypes.c_int64(stride) for stride in legal]
+            return [tensor_map.address, *(self._slot(value) for value in rest)]
+        kinds: dict[str, Callable[..., Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+        make = kinds.get(parameter.type, ctypes.c_uint64)
+        value = make(_scalars(self._geometry).get(parameter.name, 0))
+        self._slots[parameter.name] = value
+        return [self._slot(value)]
+
+    def _slot(self, value: Any) -> int:
+        self._keep.append(value)
+        return ctypes.addressof(value)
+
+    def _bind(self) -> None:
+        """Look up once what every launch uses."""
+        unused = ctypes.c_uint64(0)
+        slots = self._slots
+        self._scale = slots["softmax_scale_log2"]
+        self._lse, self._lse_rows = slots["LSE"], slots["lse_rows"]
+        self._offset = slots.get("q_offset", slots.get("QOffset", unused))
+        self._default_offset = _scalars(self._geometry)["q_offset"]
+        self._set: tuple[Callable[[int], None], ...] = tuple(self._setter(letter) for letter in "qkvo")
+        self._launch = driver.library().cuLaunchKernelEx
+        self._config_address = ctypes.addressof(self._config)
+        self._parameters_address = ctypes.addressof(self._parameters)
+        self._rows = self._geometry.q_shape[2]
+        self._stream = torch._C._cuda_getCurrentRawStream
+        self._current = torch._C._cuda_getDevice
+
+    def _setter(self, letter: str) -> Callable[[int], None]:
+        if letter in self._maps:
+            return self._maps[letter].point_to
+        slot = self._slots[letter.upper()]
+
+        def set_pointer(pointer: int) -> None:
+            slot.value = pointer
+
+        return set_pointer
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+        q_offset: int | torch.Tensor | None = None,
+    ) -> None:
+        """See `Plan`.
+
+        Raises:
+            LaunchError: the driver refuses the launch.
+        """
+        if self._current() != self._device_index:
+            with torch.cuda.device(self._device_index):
+                return self(q, k, v, out, lse, softmax_scale, q_offset)
+        set_q, set_k, set_v, set_o = self._set
+        with self._lock:
+            set_q(q.data_ptr())
+            set_k(k.data_ptr())
+            set_v(v.data_ptr())
+            set_o(out.data_ptr())
+            self._scale.value = softmax_scale * LOG2E
+            if lse is None:
+                self._lse_rows.value = 0
+            else:
+                self._lse.value = lse.data_ptr()
+                self._lse_rows.value = self._rows
+            if q_offset is None:
+                self._offset.value = self._default_offset
+            elif isinstance(q_offset, int):
+                self._offset.value = _clamp(q_offset, self._geometry)
+            else:
+                self._offset.value = q_offset.data_ptr()
+            self._config.stream = self._stream(self._device_index)
+            code = self._launch(self._config_address, self._function, self._parameters_address, None)
+        if code:
+            driver.check(code, "launch a kernel")
+        return None
+
+
+class TritonPlan:
+    """A launch through Triton's `CompiledKernel[grid]`."""
+
+    def __init__(
+        self, compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
+    ) -> None:
+        self._runner = compiled.handle[(_programs(config, geometry), 1, 1)]
+        self._parameters = family(config.family).parameters(spec, config)
+        self._geometry = geometry
+        self._device_index = device_index
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+        q_offset: int | torch.Tensor | None = None,
+    ) -> None:
+        """See `Plan`."""
+        scalars: dict[str, Any] = dict(_scalars(self._geometry))
+        if isinstance(q_offset, int):
+            scalars["q_offset"] = _clamp(q_offset, self._geometry)
+        scalars |= {"QOffset": q_offset, "softmax_scale_log2": softmax_scale * LOG2E, "LSE": lse}
+        scalars["lse_rows"] = self._geometry.q_shape[2] if lse is not None else 0
+        tensors = {"q": q, "k": k, "v": v, "o": out}
+        arguments = [self._argument(parameter, tensors, scalars) for parameter in self._parameters]
+        with torch.cuda.device(self._device_index):
+            self._runner(*arguments)
+
+    def _argument(self, parameter: Parameter, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> Any:
+        if parameter.name in scalars:
+            return scalars[parameter.name]
+        tensor = tensors[parameter.name[0].lower()]
+        if not parameter.type.startswith("tensordesc"):
+            return tensor
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        shape, strides = self._geometry.tensor(parameter.name[0])
+        legal = [s if n > 1 else ALIGNMENT_BYTES for n, s in zip(shape, strides, strict=True)]
+        block = [int(size) for size in parameter.type.split("[")[1].split("]")[0].split(",")]
+        return TensorDescriptor(tensor, list(shape), [*legal[:3], 1], block)
+
+
+def check_capture(device_index: int, action: str) -> None:
+    """Refuse work that a CUDA graph under capture cannot hold.
+
+    Raises:
+        LaunchError: the current stream is capturing.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise LaunchError(
+            f"{action} is not possible while a CUDA graph is being captured on cuda:{device_index}; "
+            "call flashgen.warmup, or the function once, before the capture"
+        )
