@@ -78,7 +78,7 @@ def read_version(path: Path, access: Access = "read") -> str | None:
     Raises:
         DatabaseError: the file is not a SQLite database, not ours, or newer than this flashgen.
     """
-    return retry(path, lambda: _with_connection(path, access, lambda connection: version_of(connection, path)))
+    return _use(path, access, lambda connection: version_of(connection, path))
 
 
 def version_of(connection: sqlite3.Connection, path: Path) -> str | None:
@@ -104,6 +104,12 @@ def version_of(connection: sqlite3.Connection, path: Path) -> str | None:
     if missing and version == SCHEMA_VERSION:
         raise DatabaseError(f"a tuning database has every table of its schema; {path} lacks {sorted(missing)}")
     return version
+
+
+def pack(source: Path, target: Path) -> None:
+    """Write `source` to the new file `target`: without free pages, without a WAL, so that it can be shipped alone."""
+    _use(source, "read", lambda connection: connection.execute("VACUUM INTO ?", (str(target),)).fetchall())
+    _use(target, "write", lambda connection: connection.execute("PRAGMA journal_mode = DELETE").fetchone())
 
 
 def retry(path: Path, action: Callable[[], T]) -> T:
@@ -137,8 +143,8 @@ def _prepare_writable(path: Path) -> Path:
     if path.exists() and not os.access(path, os.W_OK):
         raise DatabaseError(f"a tuning database to write to must be writable, got {path}")
     if read_version(path, "write") != SCHEMA_VERSION:
-        retry(path, lambda: _with_connection(path, "write", lambda connection: _upgrade(connection, path)))
-    retry(path, lambda: _with_connection(path, "write", lambda c: c.execute("PRAGMA journal_mode = WAL").fetchone()))
+        _use(path, "write", lambda connection: _upgrade(connection, path))
+    _use(path, "write", lambda connection: connection.execute("PRAGMA journal_mode = WAL").fetchone())
     return path
 
 
@@ -186,7 +192,7 @@ def _migrated_copy(path: Path, access: Access) -> Path:
         digest = hashlib.sha256(draft.read_bytes()).hexdigest()[:16]
         copy = folder / f"{path.stem}-{digest}-{SCHEMA_VERSION}.sqlite3"
         if not copy.is_file():
-            retry(draft, lambda: _with_connection(draft, "write", lambda connection: _upgrade(connection, path)))
+            _use(draft, "write", lambda connection: _upgrade(connection, path))
             draft.replace(copy)
     return copy
 
@@ -196,7 +202,7 @@ def _copy(path: Path, target: Path, access: Access) -> None:
     if access == "shipped":
         shutil.copyfile(path, target)
         return
-    retry(path, lambda: _with_connection(path, access, lambda c: c.execute("VACUUM INTO ?", (str(target),)).fetchall()))
+    _use(path, access, lambda connection: connection.execute("VACUUM INTO ?", (str(target),)).fetchall())
 
 
 def _open(path: Path, query: str) -> sqlite3.Connection:
@@ -221,9 +227,14 @@ def _open(path: Path, query: str) -> sqlite3.Connection:
     return connection
 
 
-def _with_connection(path: Path, access: Access, action: Callable[[sqlite3.Connection], T]) -> T:
-    connection = connect(path, access)
-    try:
-        return action(connection)
-    finally:
-        connection.close()
+def _use(path: Path, access: Access, action: Callable[[sqlite3.Connection], T]) -> T:
+    """Run `action` on a connection of its own."""
+
+    def attempt() -> T:
+        connection = connect(path, access)
+        try:
+            return action(connection)
+        finally:
+            connection.close()
+
+    return retry(path, attempt)

@@ -76,10 +76,24 @@ def trial_row(trial: Trial, workload: WorkloadRow, device: DeviceRow) -> TrialRo
         knobs=trial.config.to_json(),
         source=trial.source,
         stage=failure.stage if failure else None,
-        reason=failure.reason[:MAX_TEXT] if failure else None,
+        reason=_plain(failure.reason) if failure else None,
         **_measurement_columns(trial.outcome if isinstance(trial.outcome, Measurement) else None),
         created=trial.created,
     )
+
+
+def check_record(record: TuningRecord, validate: Validate) -> None:
+    """Refuse a record that could not be read back.
+
+    Raises:
+        FlashgenError: it breaks a rule that every row must pass when it is read.
+    """
+    record_of(record_row(record, workload_row(record.workload), device_row(record.device)), validate)
+
+
+def check_trial(trial: Trial, validate: Validate) -> None:
+    """Refuse a trial that could not be read back, as `check_record` does."""
+    trial_of(trial_row(trial, workload_row(trial.workload), device_row(trial.device)), validate)
 
 
 def device_of(row: DeviceRow) -> Device:
@@ -208,9 +222,16 @@ def _typed(name: str, value: object, kind: str) -> Any:
         raise DatabaseError(f"{name} must be of type {kind}, got {_quoted(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise DatabaseError(f"{name} must be finite, got {value}")
-    if isinstance(value, str) and (len(value) > MAX_TEXT or "\0" in value):
-        raise DatabaseError(f"{name} must be a text of at most {MAX_TEXT} characters, got {_quoted(value)}")
+    if isinstance(value, str) and (len(value) > MAX_TEXT or value != _plain(value)):
+        raise DatabaseError(f"{name} must be at most {MAX_TEXT} printable characters, got {_quoted(value)}")
     return value
+
+
+def _plain(text: str) -> str:
+    """The text without what could steer a terminal: compilers colour their messages."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else " " for character in text[:MAX_TEXT]
+    )
 
 
 def _quoted(value: object) -> str:

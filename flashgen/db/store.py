@@ -21,9 +21,10 @@ from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError, FlashgenError
 from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.workload import Workload
-from flashgen.db import files, rows
+from flashgen.db import files, rows, writing
 from flashgen.db.rows import Validate
 from flashgen.db.schema import AnchorRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
+from flashgen.db.writing import Merged, Wins
 
 R = TypeVar("R", RecordRow, TrialRow, DeviceRow, WorkloadRow)
 V = TypeVar("V")
@@ -36,7 +37,7 @@ class Store:
         self.path = path
         self.access = access
         self._engine = engine
-        self._validate = validate
+        self.validate = validate
         self._reported: set[tuple[str, int]] = set()
 
     @classmethod
@@ -79,27 +80,35 @@ class Store:
         """Store a record; the one of the same workload, device identity and provenance is replaced with its anchors.
 
         Raises:
-            ConfigError: the config does not pass the check that it would have to pass when read.
+            FlashgenError: it breaks a rule that it would have to pass when read back, its config's knobs included.
             DatabaseError: the file cannot be written.
         """
         self.put_records([record])
 
     def put_records(self, records: Iterable[TuningRecord]) -> None:
         """As `put_record`, for several in one transaction: all of them or none."""
-        checked = list(records)
-        for record in checked:
-            self._validate(record.config)
-        self._run(lambda session: _replace_records(session, checked), write=True)
+        self.merge_records(records, lambda new, old: True)
+
+    def merge_records(self, records: Iterable[TuningRecord], wins: Wins) -> Merged:
+        """Store records in one transaction; where there is an old one, `wins(new, old)` says whether it is replaced.
+
+        Raises:
+            FlashgenError: as `put_record`; nothing was changed.
+        """
+        new = list(records)
+        for record in new:
+            rows.check_record(record, self.validate)
+        return self._run(lambda session: writing.merge_records(session, new, wins, self.validate), write=True)
 
     def put_trial(self, trial: Trial) -> None:
         """Store a trial; an earlier one of the same config, workload and device identity is replaced.
 
         Raises:
-            ConfigError: the config does not pass the check that it would have to pass when read.
+            FlashgenError: it breaks a rule that it would have to pass when read back, its config's knobs included.
             DatabaseError: the file cannot be written.
         """
-        self._validate(trial.config)
-        self._run(lambda session: _replace_trial(session, trial), write=True)
+        rows.check_trial(trial, self.validate)
+        self._run(lambda session: writing.replace_trial(session, trial), write=True)
 
     def forget_trials(self, workload: Workload, device: Device) -> int:
         """Delete the trials of a workload on a device, so that a search starts afresh; how many there were."""
@@ -119,7 +128,7 @@ class Store:
         query = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device)
         query = query.where(*_same(workload.key, device.identity)).order_by(TrialRow.id)
         query = query.options(contains_eager(TrialRow.workload), contains_eager(TrialRow.device))
-        return self._read(query, lambda row: rows.trial_of(row, self._validate))
+        return self._read(query, lambda row: rows.trial_of(row, self.validate))
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
         """The record of exactly this workload on this device identity, a measured one before a predicted one."""
@@ -177,13 +186,13 @@ class Store:
         Raises:
             DatabaseError: a row breaks a rule; the message says which and how.
         """
-        return self._read(_record_query(), lambda row: rows.record_of(row, self._validate), strict=True)
+        return self._read(_record_query(), lambda row: rows.record_of(row, self.validate), strict=True)
 
     def _records(self, *conditions: sa.ColumnElement[bool], provenance: str | None) -> list[TuningRecord]:
         query = _record_query().where(*conditions)
         if provenance is not None:
             query = query.where(RecordRow.provenance == provenance)
-        return self._read(query, lambda row: rows.record_of(row, self._validate))
+        return self._read(query, lambda row: rows.record_of(row, self.validate))
 
     def _read(self, query: sa.Select[R], build: Callable[[R], V], *, strict: bool = False) -> list[V]:
         """Build the value of each row; rows that break a rule are left out and reported together, once."""
@@ -243,49 +252,3 @@ def _record_query() -> sa.Select[RecordRow]:
     loading = (contains_eager(RecordRow.workload), contains_eager(RecordRow.device), selectinload(RecordRow.anchors))
     query = query.options(*loading)
     return query.order_by(DeviceRow.identity, WorkloadRow.key, RecordRow.provenance)  # measured before predicted
-
-
-def _replace_records(session: Session, records: Sequence[TuningRecord]) -> None:
-    for record in records:
-        _replace_record(session, record)
-
-
-def _replace_record(session: Session, record: TuningRecord) -> None:
-    workload, device = _workload(session, record.workload), _device(session, record.device)
-    where = (RecordRow.workload == workload, RecordRow.device == device, RecordRow.provenance == record.provenance)
-    for old in session.scalars(sa.select(RecordRow).where(*where)):
-        session.delete(old)
-    session.flush()  # the old row must be gone before the new one meets the UNIQUE constraint
-    session.add(rows.record_row(record, workload, device))
-
-
-def _replace_trial(session: Session, trial: Trial) -> None:
-    workload, device = _workload(session, trial.workload), _device(session, trial.device)
-    new = rows.trial_row(trial, workload, device)
-    same = (TrialRow.family == new.family, TrialRow.knobs == new.knobs)
-    where = (TrialRow.workload == workload, TrialRow.device == device, *same)
-    for old in session.scalars(sa.select(TrialRow).where(*where)):
-        session.delete(old)
-    session.flush()
-    session.add(new)
-
-
-def _workload(session: Session, workload: Workload) -> WorkloadRow:
-    row = session.scalar(sa.select(WorkloadRow).where(WorkloadRow.key == workload.key))
-    return row or _added(session, rows.workload_row(workload))
-
-
-def _device(session: Session, device: Device) -> DeviceRow:
-    """The row of the identity, with the fields as last seen: a driver may report better figures."""
-    new = rows.device_row(device)
-    row = session.scalar(sa.select(DeviceRow).where(DeviceRow.identity == device.identity))
-    if row is None:
-        return _added(session, new)
-    new.id = row.id
-    return session.merge(new)
-
-
-def _added(session: Session, row: R) -> R:
-    session.add(row)
-    session.flush()
-    return row

@@ -1,0 +1,124 @@
+"""Moving records between machines: export to one file, import all or nothing, and a CSV that people can review.
+
+An export is an ordinary database of ours: it can be put among the shipped files, into FLASHGEN_DB, or imported. Its
+rows are written in a fixed order, so that the same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import TuningRecord
+from flashgen.db import files
+from flashgen.db.store import Store
+from flashgen.db.writing import Merged
+
+NOISE = 0.02
+"""Two medians of different rounds that are closer than this say nothing about which config is faster."""
+
+CSV_COLUMNS = (
+    *("workload", "device", "arch", "num_sms", "memory_gb", "provenance", "family", "knobs"),
+    *("median_ms", "tflops", "spread", "windows", "reference_ms", "sm_clock_mhz", "max_error", "mean_error"),
+    *("predicted_ms", "anchors", "source_digest", "flashgen", "triton", "torch", "driver", "created"),
+)
+
+
+def export_records(records: Iterable[TuningRecord], path: Path | str) -> int:
+    """Write `records` to one new SQLite file at `path` (replacing it) and to a CSV of the same name beside it.
+
+    Returns:
+        How many records were written.
+
+    Raises:
+        DatabaseError: the file cannot be written.
+    """
+    path = Path(path)
+    if path.is_dir() or path.suffix != ".sqlite3":
+        raise DatabaseError(f"an export is a file whose name ends in .sqlite3, got {path}")
+    ordered = sorted(records, key=_identity)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            draft, packed = Path(scratch) / "draft.sqlite3", Path(scratch) / "packed.sqlite3"
+            with Store.open(draft) as store:
+                store.put_records(ordered)
+            files.pack(draft, packed)
+            packed.replace(path)
+        to_csv(ordered, path.with_suffix(".csv"))
+    except OSError as error:
+        raise DatabaseError(f"an export needs a place that can be written, got {path}: {error}") from error
+    return len(ordered)
+
+
+def import_records(store: Store, path: Path | str) -> Merged:
+    """Take over the records of another file into `store`, in one transaction: all of them are valid, or none is taken.
+
+    Where both files have a record for the same workload, device identity and provenance, `better` decides. Trials stay
+    where they were made.
+
+    Raises:
+        DatabaseError: the file is not one of ours, or a row of it breaks a rule; nothing was changed.
+    """
+    with Store.open(path, read_only=True, validate=store.validate) as other:
+        theirs = other.all_records()
+    return store.merge_records(theirs, better)
+
+
+def better(theirs: TuningRecord, ours: TuningRecord) -> bool:
+    """Whether an imported record replaces ours of the same workload, device identity and provenance.
+
+    1. Measured: the faster one, by the ratio to the reference kernel of the same round where both know it (absolute
+       times of different rounds do not compare on a card that changes its clock), else by the median, if the two
+       differ by more than `NOISE`.
+    2. Otherwise (nearly as fast, or both predicted): the newer one.
+    """
+    if theirs.measurement and ours.measurement:
+        theirs_ms, ours_ms = theirs.measurement.median_ms, ours.measurement.median_ms
+        ratios = (theirs.measurement.reference_ratio, ours.measurement.reference_ratio)
+        gain = ratios[1] / ratios[0] - 1 if ratios[0] and ratios[1] else ours_ms / theirs_ms - 1
+        if abs(gain) > NOISE:
+            return gain > 0
+    return theirs.created > ours.created
+
+
+def to_csv(records: Sequence[TuningRecord], path: Path | str) -> None:
+    """Write one readable line for each record, in the order given; the file is for people and is never read back."""
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(CSV_COLUMNS)
+        writer.writerows(_csv_row(record) for record in records)
+
+
+def _identity(record: TuningRecord) -> tuple[str, str, str]:
+    return record.device.identity, record.workload.key, record.provenance
+
+
+def _csv_row(record: TuningRecord) -> list[str | int]:
+    device, versions = record.device, record.versions
+    return [
+        *(record.workload.key, device.name, device.arch, device.num_sms, device.memory_gb),
+        *(record.provenance, record.config.family, " ".join(f"{name}={value}" for name, value in record.config.knobs)),
+        *_measured_columns(record),
+        _number(record.predicted_ms),
+        " ".join(f"{anchor.impl}={_number(anchor.median_ms)}" for anchor in record.anchors),
+        *(record.source_digest, versions.flashgen, versions.triton, versions.torch, versions.driver, record.created),
+    ]
+
+
+def _measured_columns(record: TuningRecord) -> list[str | int]:
+    measured, tflops = record.measurement, _number(record.tflops)
+    if measured is None:
+        return ["", tflops, "", 0, "", "", "", ""]
+    return [
+        *(_number(measured.median_ms), tflops, _number(measured.spread), len(measured.times_ms)),
+        *(_number(measured.reference_ms), _number(measured.sm_clock_mhz)),
+        *(_number(measured.max_error), _number(measured.mean_error)),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
