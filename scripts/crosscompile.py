@@ -1,0 +1,118 @@
+"""Compile every kernel family for every supported architecture with the Triton of this interpreter.
+
+Runs in an environment with Triton and without torch (`make crosscompile` builds one for the oldest and one for the
+newest Triton). One line per kernel. A family that compiles nowhere, a compile error or a default config that spills
+registers ends it with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import os
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from flashgen.codegen.build import compile_kernel
+from flashgen.codegen.families import FAMILIES, why_invalid, why_not
+from flashgen.core.config import Config
+from flashgen.core.device import Device, find_device
+from flashgen.core.errors import BuildError
+from flashgen.core.workload import Specialization
+
+TARGETS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx1200")
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One kernel for one device."""
+
+    spec: Specialization
+    config: Config
+    device: Device
+    may_spill: bool  # a default config may not: it serves where nothing was tuned
+
+
+def main() -> int:
+    """Compile all jobs in as many processes as there are cores."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", default=TARGETS)
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("torch") is not None:
+        print("note: torch is importable here, so this run does not show that compiling needs none")
+    found = jobs(arguments.targets)
+    idle = {family.id for family in FAMILIES} - {job.config.family for job in found}
+    if idle:
+        print(f"error: no target compiles {', '.join(sorted(idle))}")
+        return 1
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
+        outcomes = [report(job, problem) for job, problem in zip(found, pool.map(compile_one, found), strict=True)]
+    failed = outcomes.count(False)
+    import triton
+
+    print(f"Triton {triton.__version__}: {len(outcomes) - failed} kernels compiled, {failed} failed")
+    return 1 if failed else 0
+
+
+def jobs(targets: list[str]) -> list[Job]:
+    """Every family's default for each target, head dimension and direction of masking; both kinds of loads."""
+    found = []
+    for device in map(find_device, targets):
+        for spec in specializations():
+            for family in FAMILIES:
+                if why_not(family, spec, device) is None:
+                    config = family.default(spec, device)
+                    found.append(Job(spec=spec, config=config, device=device, may_spill=False))
+                    other = other_loads(config, spec, device)
+                    found += [Job(spec=spec, config=each, device=device, may_spill=True) for each in other]
+    return found
+
+
+def specializations() -> list[Specialization]:
+    """What is compiled for each target; fp16 differs from bf16 in conversions alone, so it is compiled once."""
+    shapes = [("bf16", head_dim, causal) for head_dim in HEAD_DIMS for causal in (False, True)]
+    return [
+        Specialization(direction=direction, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
+        for direction in ("forward", "backward")
+        for dtype, head_dim, causal in [*shapes, ("fp16", 128, True)]
+    ]
+
+
+def other_loads(config: Config, spec: Specialization, device: Device) -> list[Config]:
+    """At one head dimension, the config with the other kind of loads where the device allows it."""
+    loads = dict(config.knobs).get("loads")
+    if spec.head_dim != 128 or loads is None:
+        return []
+    other = config.replace(loads="pointer" if loads == "descriptor" else "descriptor")
+    return [] if why_invalid(other, spec, device) else [other]
+
+
+def compile_one(job: Job) -> str | None:
+    """Compile in this process; what is wrong with the result, or None."""
+    try:
+        compiled = compile_kernel(job.spec, job.config, job.device)
+    except BuildError as error:
+        return str(error)
+    if compiled.spills and not job.may_spill:
+        return f"{compiled.spills} bytes of local memory per thread"
+    return None
+
+
+def report(job: Job, problem: str | None) -> bool:
+    """Print one line; whether the job passed."""
+    print(f"{'FAILED' if problem else 'ok':6} {job.device.arch:8} {job.spec.key:28} {job.config}", flush=True)
+    if problem:
+        print(f"       {problem}", flush=True)
+    return problem is None
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as cache:
+        # compile for real: neither a cache of an earlier run nor this run's leftovers
+        os.environ["TRITON_CACHE_DIR"] = os.environ["FLASHGEN_CACHE_DIR"] = cache
+        sys.exit(main())
