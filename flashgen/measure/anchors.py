@@ -1,0 +1,91 @@
+"""Anchors: torch's own attention, one backend at a time, timed in the same rounds as the generated kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from flashgen.core.workload import Workload
+from flashgen.measure.inputs import Inputs
+from flashgen.measure.verify import Golden
+
+BACKENDS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+REFERENCE = "sdpa-flash"
+"""The fixed kernel whose time in the same round makes times of different rounds comparable."""
+
+SAME_FUNCTION = 0.05
+"""Relative error below which an output is the same function: far above rounding, far below another mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SdpaCall:
+    """`scaled_dot_product_attention` on one backend; call it inside `context`."""
+
+    impl: str
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def context(self) -> contextlib.AbstractContextManager[object]:
+        """Allows this backend alone."""
+        return sdpa_kernel(BACKENDS[self.impl])
+
+
+def why_not(impl: str, workload: Workload) -> str | None:
+    """Why torch's backend cannot be asked for this workload, or None; whether it can run is seen by running it."""
+    if workload.direction != "forward":
+        return "the backward pass is not timed here"
+    if any((workload.softcap, workload.alibi, workload.sink, workload.bias, workload.mask, workload.varlen)):
+        return "scaled_dot_product_attention has no such feature without a materialized mask"
+    if workload.page_size is not None or workload.window_left is not None or workload.window_right is not None:
+        return "scaled_dot_product_attention has no such feature without a materialized mask"
+    if _needs_lower_right(workload) and impl == "sdpa-cudnn":
+        return "torch reaches cuDNN with a causal mask to the top left only"
+    if _needs_lower_right(workload) and impl == "sdpa-efficient" and workload.nheads != workload.nheads_k:
+        return "torch's efficient kernel needs as many KV heads as query heads"
+    return None
+
+
+def sdpa_call(impl: str, workload: Workload) -> SdpaCall:
+    """The call for a workload that `why_not` has no objection to."""
+    gqa = workload.nheads != workload.nheads_k
+    bias: torch.Tensor | None = None
+    causal = workload.causal and workload.seqlen_q == workload.seqlen_k
+    if _needs_lower_right(workload):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about rows without a key, which the comparison with the oracle judges
+            bias = causal_lower_right(workload.seqlen_q, workload.seqlen_k)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=gqa
+        )
+
+    return SdpaCall(impl=impl, run=run)
+
+
+def runs(call: SdpaCall, inputs: Inputs, expected: Golden) -> str | None:
+    """Run the call once: None if it works and computes the same function, else the reason."""
+    with warnings.catch_warnings(), call.context():
+        warnings.simplefilter("ignore")  # torch explains at length why a backend was left out
+        try:
+            out = call.run(inputs.q[0], inputs.k[0], inputs.v[0])
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    if out.shape != expected.out.shape:
+        return f"its output has shape {tuple(out.shape)}"
+    distance = float((out.double() - expected.out).norm() / expected.out.double().norm().clamp_min(1e-30))
+    return None if distance <= SAME_FUNCTION else f"it computes something else (relative error {distance:.3g})"
+
+
+def _needs_lower_right(workload: Workload) -> bool:
+    """A causal mask to the bottom right that `is_causal` (top left) does not give; one query sees every key anyway."""
+    return workload.causal and workload.seqlen_q not in (1, workload.seqlen_k)

@@ -1,0 +1,129 @@
+"""The GPU of this process: what it is, what drives it, its clock, and who else uses it.
+
+NVML (the package nvidia-ml-py) is optional: without it there is no clock, no driver version and no warning of other
+processes, and everything else works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashgen.core.device import CATALOGUE, Device, memory_class_gb
+from flashgen.core.errors import DeviceError
+from flashgen.core.record import Versions
+
+
+def current_device(index: int = 0) -> Device:
+    """GPU `index` of torch as a `Device`; bandwidth and peak are the catalogue's where the identity is known, else 0.
+
+    Raises:
+        DeviceError: torch sees no such GPU.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("measuring needs a GPU that torch can use, and torch.cuda.is_available() is False")
+    if not 0 <= index < torch.cuda.device_count():
+        raise DeviceError(f"a GPU index is below {torch.cuda.device_count()} here, got {index}")
+    return device_of(torch.cuda.get_device_properties(index), is_hip=torch.version.hip is not None)
+
+
+def device_of(properties: Any, *, is_hip: bool) -> Device:
+    """A `Device` from torch's device properties (only reported numbers, no catalogue figure overrides them)."""
+    block = properties.shared_memory_per_block
+    device = Device(
+        name=properties.name,
+        arch=properties.gcnArchName.split(":")[0] if is_hip else f"sm{properties.major}{properties.minor}",
+        num_sms=properties.multi_processor_count,
+        memory_gb=memory_class_gb(properties.total_memory),
+        smem_per_block=getattr(properties, "shared_memory_per_block_optin", 0) or block,  # missing on old ROCm
+        smem_per_sm=properties.shared_memory_per_multiprocessor,
+        regs_per_sm=properties.regs_per_multiprocessor,
+        max_threads_per_sm=properties.max_threads_per_multi_processor,
+        warp_size=properties.warp_size,
+        l2_bytes=properties.L2_cache_size,
+    )
+    for known in CATALOGUE:
+        if known.identity == device.identity:
+            return dataclasses.replace(device, bandwidth_gbs=known.bandwidth_gbs, peak_tflops=known.peak_tflops)
+    return device
+
+
+def versions() -> Versions:
+    """The software of this process; what is not installed is an empty string."""
+    return Versions(
+        flashgen=_installed("flashgen"), triton=_installed("triton"), torch=torch.__version__, driver=driver_version()
+    )
+
+
+def driver_version() -> str:
+    """The NVIDIA driver (`580.95.05`) or the HIP runtime (`hip 6.4...`); empty where it is not known."""
+    if torch.version.hip is not None:
+        return f"hip {torch.version.hip}"
+    return str(_ask(lambda nvml: nvml.nvmlSystemGetDriverVersion(), ""))
+
+
+def sm_clock_mhz(index: int = 0) -> float | None:
+    """The SM clock at this moment, None where it cannot be read."""
+    clock = _ask(lambda nvml: nvml.nvmlDeviceGetClockInfo(_handle(index), nvml.NVML_CLOCK_SM), None)
+    return None if clock is None else float(clock)
+
+
+def other_processes(index: int = 0) -> list[str]:
+    """One line for each other process that computes on the GPU, e.g. `process 1234 (2.1 GB)`.
+
+    In a container the driver's process numbers are the host's, and this process cannot find itself among them: then
+    one of the listed ones is left out for it.
+    """
+    running: list[Any] = _ask(lambda nvml: nvml.nvmlDeviceGetComputeRunningProcesses(_handle(index)), [])
+    others = [process for process in running if process.pid != os.getpid()]
+    if others and len(others) == len(running) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        others = sorted(others, key=lambda process: process.usedGpuMemory or 0)[1:]
+    return [f"process {process.pid} ({(process.usedGpuMemory or 0) / 1e9:.1f} GB)" for process in others]
+
+
+def _ask(question: Callable[[Any], Any], otherwise: Any) -> Any:
+    """The answer of NVML, or `otherwise`: an old driver, a container or a MIG slice may refuse any question."""
+    nvml = _nvml()
+    if nvml is None:
+        return otherwise
+    try:
+        return question(nvml)
+    except nvml.NVMLError:
+        return otherwise
+
+
+@functools.cache
+def _nvml() -> Any | None:
+    if torch.version.hip is not None:
+        return None
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return None
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+@functools.cache
+def _handle(index: int) -> Any:
+    """NVML's handle of torch's GPU `index`, found by UUID because their numbering differs."""
+    nvml = _nvml()
+    assert nvml is not None
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,119 @@
+"""Random inputs for one workload: reproducible, in either layout, and enough of them to defeat the L2 cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.workload import Workload
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LAYOUTS = ("bhsd", "bshd")
+
+MAX_COPIES = 256
+"""More sets than this are not made: inputs of a few hundred bytes are hot in L2 in real use as well."""
+
+USUAL_L2_BYTES = 64 * 1024 * 1024
+"""Taken where a device does not tell its L2 size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """`copies` sets of tensors of one workload, all viewed as (batch, heads, seqlen, head_dim).
+
+    `out` and `lse` are where a kernel writes. With `padding`, every tensor is a slice of one with that many more
+    positions after the last, all NaN: a kernel that uses a key behind the end computes NaN, and one that writes
+    behind the end destroys `guards`.
+    """
+
+    q: tuple[torch.Tensor, ...]
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+    out: tuple[torch.Tensor, ...]
+    lse: tuple[torch.Tensor, ...]
+    guards: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def copies(self) -> int:
+        """How many sets there are."""
+        return len(self.q)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held by all sets, without padding, in bytes."""
+        groups = (self.q, self.k, self.v, self.out, self.lse)
+        return sum(t.numel() * t.element_size() for group in groups for t in group)
+
+
+def make_inputs(
+    workload: Workload,
+    *,
+    copies: int,
+    seed: int,
+    device: torch.device | str,
+    layout: str = "bhsd",
+    padding: int = 0,
+    gain: float = 1.0,
+) -> Inputs:
+    """Standard normal q (times `gain`), k and v; out and lse filled with NaN.
+
+    Args:
+        workload: the shapes and the dtype.
+        copies: number of sets, at least 1.
+        seed: the same seed gives the same numbers on the same kind of device.
+        device: where the tensors live.
+        layout: order in memory, `bhsd` or `bshd`; the views returned are in bhsd order in both cases.
+        padding: NaN positions behind the last one, see `Inputs`.
+        gain: factor on q, so that scores can be made large.
+
+    Raises:
+        WorkloadError: the layout is unknown or copies is below 1.
+        UnsupportedError: the workload has a feature that inputs cannot be made for.
+    """
+    if layout not in LAYOUTS:
+        raise WorkloadError(f"layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if copies < 1:
+        raise WorkloadError(f"copies must be at least 1, got {copies}")
+    _require_plain(workload)
+    w, dtype = workload, TORCH_DTYPES[workload.dtype]
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def arena(heads: int, length: int, width: int, *, random: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """All copies of one operand, (copies, batch, heads, length + padding, width), and its padding alone."""
+        shape = [copies, w.batch, heads, length + padding, width]
+        if layout == "bshd":
+            shape[2], shape[3] = shape[3], shape[2]
+        whole = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        whole = whole if layout == "bhsd" else whole.transpose(2, 3)
+        used = whole[:, :, :, :length]
+        if random:
+            used.normal_(generator=generator)
+        return used, whole[:, :, :, length:]
+
+    q, _ = arena(w.nheads, w.seqlen_q, w.head_dim, random=True)
+    k, _ = arena(w.nheads_k, w.seqlen_k, w.head_dim, random=True)
+    v, _ = arena(w.nheads_k, w.seqlen_k, w.head_dim_v, random=True)
+    out, out_guard = arena(w.nheads, w.seqlen_q, w.head_dim_v, random=False)
+    if gain != 1.0:
+        q.mul_(gain)
+    rows = copies * w.batch * w.nheads * w.seqlen_q
+    flat_lse = torch.full((rows + padding,), float("nan"), dtype=torch.float32, device=device)
+    lse = flat_lse[:rows].view(copies, w.batch, w.nheads, w.seqlen_q)
+    guards = (out_guard, flat_lse[rows:]) if padding else ()
+    return Inputs(q=q.unbind(), k=k.unbind(), v=v.unbind(), out=out.unbind(), lse=lse.unbind(), guards=guards)
+
+
+def rotation_copies(workload: Workload, l2_bytes: int) -> int:
+    """Sets to rotate so that one pass over them moves at least twice the L2 cache; at most `MAX_COPIES`."""
+    wanted = 2 * (l2_bytes or USUAL_L2_BYTES)
+    return min(MAX_COPIES, max(1, -(-wanted // max(1, workload.bytes))))
+
+
+def _require_plain(workload: Workload) -> None:
+    missing = [name for name in ("softcap", "alibi", "sink", "bias", "mask", "varlen") if getattr(workload, name)]
+    missing += ["page_size"] if workload.page_size is not None else []
+    missing += ["backward"] if workload.direction == "backward" else []
+    if missing:
+        raise UnsupportedError(f"inputs can be made for plain forward attention; {workload.key} has {missing}")

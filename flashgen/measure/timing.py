@@ -1,0 +1,201 @@
+"""Timing on a card that changes its clock: windows of back-to-back calls, interleaved in balanced order.
+
+What a number means: mean device time per call, in ms, of calls that follow one another without a gap, with inputs
+rotated over at least twice the L2 cache, between two device events. Host time is no part of it: a call shorter than
+`GRAPH_BELOW_MS` is recorded into a CUDA graph of many calls (each with its own set of inputs) that is replayed;
+a longer one is queued, which the host does faster than the device works it off.
+
+Under a power cap the clock follows what ran in the last tenths of a second. So candidates take turns, every one of
+them runs for a while before its measured window starts, and the order of the turns changes from round to round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+GRAPH_BELOW_MS = 0.1
+"""Well above the host's cost of a launch (5 to 25 us in Python), which a shorter call could not hide."""
+
+GRAPH_MS = 2.0
+"""Length of one graph: the gap of some microseconds between two replays stays under half a per cent."""
+
+MAX_GRAPH_CALLS = 1024
+ESTIMATES = 3
+
+Run = Callable[[int], object]
+"""Launches one call on the n-th set of inputs, without waiting for it."""
+
+
+class Stopwatch(Protocol):
+    """Device time; a fake one makes this module testable without a GPU."""
+
+    def elapsed_ms(self, warm: Callable[[], object], measured: Callable[[], object]) -> float:
+        """Queue `warm`, then `measured`, and return the device time of `measured` in ms."""
+        ...
+
+    def capture(self, calls: Callable[[], object]) -> Callable[[], object]:
+        """Record what `calls` launches; the result replays it."""
+        ...
+
+    def sm_clock_mhz(self) -> float | None:
+        """The clock right now, None where it cannot be read."""
+        ...
+
+
+class CudaStopwatch:
+    """Events and graphs of the current CUDA (or HIP) device; `clock` reads its SM clock."""
+
+    def __init__(self, clock: Callable[[], float | None] = lambda: None) -> None:
+        self._clock = clock
+        self._last_clock: float | None = None
+
+    def elapsed_ms(self, warm: Callable[[], object], measured: Callable[[], object]) -> float:
+        """Queue `warm`, then `measured`, and return the device time of `measured` in ms."""
+        start, end = _event(), _event()
+        warm()
+        start.record()
+        measured()
+        end.record()
+        self._last_clock = self._clock()  # the queue is still being worked off
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def capture(self, calls: Callable[[], object]) -> Callable[[], object]:
+        """Record what `calls` launches into a CUDA graph; the result replays it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        return graph.replay
+
+    def sm_clock_mhz(self) -> float | None:
+        """The clock seen during the last window, None where it cannot be read."""
+        return self._last_clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What a window repeats: one call, or one graph of many. `ms` is the estimated time of one unit.
+
+    `context` surrounds every window (it chooses a backend of torch, for one) and costs nothing per call.
+    """
+
+    run: Callable[[], object]
+    calls: int
+    ms: float
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
+    @property
+    def call_ms(self) -> float:
+        """Estimated time of one call."""
+        return self.ms / self.calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One measured window: mean ms per call, and the SM clock in it."""
+
+    ms: float
+    sm_clock_mhz: float | None = None
+
+
+def make_unit(
+    run: Run,
+    copies: int,
+    stopwatch: Stopwatch,
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Unit:
+    """Estimate a call and decide whether it is queued or replayed from a graph.
+
+    Args:
+        run: launches call n; it has run at least once before (nothing is compiled or loaded here).
+        copies: sets of inputs to rotate.
+        stopwatch: measures.
+        context: surrounds the calls.
+    """
+    turn = 0
+
+    def queue() -> None:
+        nonlocal turn
+        run(turn % copies)
+        turn += 1
+
+    with context():
+        estimate = min(stopwatch.elapsed_ms(lambda: None, queue) for _ in range(ESTIMATES))
+        if estimate >= GRAPH_BELOW_MS:
+            return Unit(run=queue, calls=1, ms=estimate, context=context)
+        calls = _graph_calls(estimate, copies)
+        replay = stopwatch.capture(lambda: [run(n % copies) for n in range(calls)])
+        ms = stopwatch.elapsed_ms(replay, replay)
+    return Unit(run=replay, calls=calls, ms=max(ms, 1e-6), context=context)
+
+
+def measure(unit: Unit, stopwatch: Stopwatch, *, warm_ms: float, window_ms: float) -> Window:
+    """Run `unit` for about `warm_ms` unmeasured and `window_ms` measured (each at least once, warm-up unless 0)."""
+    warm = 0 if warm_ms <= 0 else max(1, round(warm_ms / unit.ms))
+    repeats = max(1, round(window_ms / unit.ms))
+    with unit.context():
+        total = stopwatch.elapsed_ms(lambda: _repeat(unit.run, warm), lambda: _repeat(unit.run, repeats))
+    return Window(ms=total / (repeats * unit.calls), sm_clock_mhz=stopwatch.sm_clock_mhz())
+
+
+def orders(count: int, rounds: int) -> tuple[tuple[int, ...], ...]:
+    """For each round the order in which `count` subjects take their turns.
+
+    Rotated by an equal share each round and reversed in every other one, so that nobody is always first and nobody
+    always follows the same neighbour.
+    """
+    turns = []
+    for number in range(rounds):
+        shift = number * count // max(1, rounds)
+        order = tuple((shift + n) % count for n in range(count))
+        turns.append(order[::-1] if number % 2 else order)
+    return tuple(turns)
+
+
+def interleave(
+    units: Sequence[Unit],
+    stopwatch: Stopwatch,
+    *,
+    rounds: int,
+    warm_ms: float,
+    window_ms: float,
+    before: Callable[[int], None] = lambda index: None,
+) -> tuple[tuple[Window, ...], ...]:
+    """Time `units` against each other; for each of them one window a round.
+
+    `before` is told the index of the unit whose turn starts, so that a crash can be blamed.
+    """
+    windows: list[list[Window]] = [[] for _ in units]
+    for order in orders(len(units), rounds):
+        for index in order:
+            before(index)
+            windows[index].append(measure(units[index], stopwatch, warm_ms=warm_ms, window_ms=window_ms))
+    return tuple(tuple(each) for each in windows)
+
+
+def median_clock(windows: Sequence[Window]) -> float | None:
+    """The median SM clock over windows that know it."""
+    clocks = [w.sm_clock_mhz for w in windows if w.sm_clock_mhz is not None]
+    return statistics.median(clocks) if clocks else None
+
+
+def _graph_calls(estimate_ms: float, copies: int) -> int:
+    """Calls for a graph of about `GRAPH_MS`: whole rotations if they fit."""
+    calls = min(MAX_GRAPH_CALLS, max(1, round(GRAPH_MS / max(estimate_ms, 1e-3))))
+    rotations = max(1, -(-calls // copies))
+    return min(MAX_GRAPH_CALLS, rotations * copies)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _repeat(run: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        run()

@@ -1,0 +1,213 @@
+"""The gate before every timing: is this output attention, as exactly as its dtype allows?
+
+The rule (after the test-suites of flash-attention and FlexAttention), with E the largest absolute error against the
+float64 oracle and `eager` standard attention in the same dtype:
+
+1. `E(out) <= 2 E(eager) + 2 ulp`, row by row; an ulp is taken at the largest element of the row. Row by row, because in
+   a causal problem the first rows are a hundred times larger than the last ones and would hide any error there.
+2. the mean absolute error of the whole tensor is at most 1.5 times that of eager (plus 2 fp32 ulp of the mean output,
+   for shapes so small that eager is exact).
+3. NaN and infinity are rejected always. A row that sees no key is exactly 0, and its LSE -inf.
+4. `|lse - oracle| <= LSE_ATOL + LSE_RTOL |oracle|`: an LSE comes from fp32 sums whatever the dtype, and one key of a
+   thousand that is left out moves it by 1e-3. Outputs are poisoned with NaN first, so that an unwritten one is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from flashgen.core.record import Failure
+from flashgen.measure.reference import eager, oracle
+
+MAX_FACTOR = 2.0
+MAX_ULPS = 2.0
+MEAN_FACTOR = 1.5
+MEAN_ULPS_FP32 = 2.0
+LSE_ATOL = 5e-4
+LSE_RTOL = 1e-5
+
+ORACLE_BYTES = 2**31
+"""A float64 oracle output larger than this is kept in float32 (2^-25 relative, far below what is judged)."""
+
+PIECE_ELEMENTS = 2**25
+"""Elements compared at once: bounds the float64 temporaries to a few times 256 MB."""
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, int], None]
+"""Runs on (q, k, v, out, lse, softmax_scale, q_offset) and writes out and lse."""
+
+KernelFactory = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Kernel]
+"""Makes the kernel for the shapes and strides of (q, k, v, out)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """How far an accepted output is from the oracle: absolute errors of out (largest, mean) and LSE (largest)."""
+
+    max_error: float
+    mean_error: float
+    lse_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """The right answer for one set of inputs, and what an error may be.
+
+    `out` (batch, nheads, seqlen_q, head_dim_v) and `lse` (batch, nheads, seqlen_q) are the oracle's; `row_tolerance`
+    has the shape of `lse`; `mean_tolerance` is for the mean absolute error.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    row_tolerance: torch.Tensor
+    mean_tolerance: float
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held, in bytes."""
+        return sum(t.numel() * t.element_size() for t in (self.out, self.lse, self.row_tolerance))
+
+
+def golden(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    q_offset: int | torch.Tensor | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+) -> Golden:
+    """The oracle's answer and the tolerances from eager attention; the arguments are those of `reference.oracle`."""
+    exact, lse = oracle(q, k, v, causal=causal, q_offset=q_offset, window=window, softmax_scale=softmax_scale)
+    usual = eager(q, k, v, causal=causal, q_offset=q_offset, window=window, softmax_scale=softmax_scale)
+    row_error = torch.zeros_like(lse)
+    error_sum = torch.zeros((), dtype=torch.float64, device=q.device)
+    out_sum = torch.zeros_like(error_sum)
+    for piece in _pieces(exact):
+        error = (usual[piece].double() - exact[piece]).abs_()
+        size = exact[piece].abs()
+        ulp = ulp_of(size.amax(-1), q.dtype) if size.numel() else size.sum(-1)
+        row_error[piece] = MAX_FACTOR * _row_max(error) + MAX_ULPS * ulp
+        error_sum += error.sum()
+        out_sum += size.sum()
+    count = max(1, exact.numel())
+    slack = MEAN_ULPS_FP32 * torch.finfo(torch.float32).eps * out_sum / count
+    kept = exact if exact.numel() * 8 <= ORACLE_BYTES else exact.float()
+    mean_tolerance = float(MEAN_FACTOR * error_sum / count + slack)
+    return Golden(out=kept, lse=lse, row_tolerance=row_error, mean_tolerance=mean_tolerance)
+
+
+def ulp_of(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Spacing of `dtype` at magnitudes `size` >= 0 (0 where the size is 0), in the dtype of `size`."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(size).exponent - 1
+    spacing = torch.ldexp(torch.full_like(size, info.eps), exponent)
+    return torch.where(size == 0, 0.0, spacing.clamp_min(info.smallest_normal * info.eps))
+
+
+def check(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -> Errors | Failure:
+    """Judge one output by the rule of this module; costs one synchronization.
+
+    Args:
+        out: (batch, nheads, seqlen_q, head_dim_v), any strides.
+        lse: (batch, nheads, seqlen_q) fp32, or None if the call did not ask for it.
+        expected: the right answer.
+
+    Returns:
+        The errors of an accepted output, or a `Failure` of stage `verify` that says what is wrong and where.
+    """
+    if tuple(out.shape) != tuple(expected.out.shape):
+        return _wrong(f"the output has shape {tuple(out.shape)}, it should be {tuple(expected.out.shape)}")
+    if not out.numel():
+        return Errors(max_error=0.0, mean_error=0.0, lse_error=0.0)
+    unwritten, excess, largest, total, lse_excess, lse_largest = _statistics(out, lse, expected)
+    if unwritten:
+        return _wrong(f"{_plural(unwritten, 'element')} of out or lse is NaN, infinite or unwritten{_where(out)}")
+    if excess > 0:
+        return _wrong(_worst_row(out, expected))
+    if lse_excess > 0:
+        return _wrong(
+            f"the LSE is off by up to {lse_largest:.3g}, allowed is {LSE_ATOL} + {LSE_RTOL} of its size "
+            f"(-inf exactly where a row sees no key)"
+        )
+    mean = total / out.numel()
+    if mean > expected.mean_tolerance:
+        return _wrong(
+            f"the mean error is {mean:.3g}, allowed is {MEAN_FACTOR} times eager attention's: "
+            f"{expected.mean_tolerance:.3g}"
+        )
+    return Errors(max_error=largest, mean_error=mean, lse_error=lse_largest)
+
+
+def _statistics(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -> list[float]:
+    """Illegal elements, excess over the row rule, largest and summed error, excess over the LSE rule and its error."""
+    zero = torch.zeros((), dtype=torch.float64, device=out.device)
+    unwritten, total = zero.clone(), zero.clone()
+    excess, largest = zero - 1, zero.clone()
+    for piece in _pieces(out):
+        error = (out[piece].double() - expected.out[piece]).abs_()
+        unwritten += (~torch.isfinite(error)).sum()
+        row = _row_max(error)
+        excess = torch.maximum(excess, (row - expected.row_tolerance[piece]).max())
+        largest = torch.maximum(largest, row.max())
+        total += error.sum()
+    lse_excess, lse_largest = zero - 1, zero.clone()
+    if lse is not None:
+        blind = expected.lse == float("-inf")
+        unwritten += (~torch.isfinite(lse) & ~(blind & (lse == float("-inf")))).sum()
+        error = torch.where(blind & (lse == float("-inf")), 0.0, (lse.double() - expected.lse).abs())
+        allowed = torch.where(blind, 0.0, LSE_ATOL + LSE_RTOL * expected.lse.abs())
+        lse_excess, lse_largest = (error - allowed).max(), error.max()
+    stacked = torch.stack([unwritten, excess, largest, total, lse_excess, lse_largest])
+    values: list[float] = stacked.tolist()
+    return values
+
+
+def _worst_row(out: torch.Tensor, expected: Golden) -> str:
+    """Names the row that breaks the row rule most (computed only for a failure)."""
+    worst = (0.0, 0.0, 0.0, (0, 0, 0))
+    for piece in _pieces(out):
+        row = _row_max((out[piece].double() - expected.out[piece]).abs_())
+        ratio = row / expected.row_tolerance[piece].clamp_min(1e-30)
+        at = int(ratio.argmax())
+        if float(ratio.flatten()[at]) > worst[0]:
+            b, h, i = (int(x) for x in torch.unravel_index(torch.tensor(at), row.shape))
+            index = (b + (piece[0].start or 0), h + (piece[1].start or 0), i)
+            error, allowed = float(row.flatten()[at]), float(expected.row_tolerance[piece].flatten()[at])
+            worst = (float(ratio.flatten()[at]), error, allowed, index)
+    _, error, allowed, (b, h, i) = worst
+    return f"row (batch {b}, head {h}, query {i}) is off by {error:.3g}, allowed is {allowed:.3g}"
+
+
+def _where(out: torch.Tensor) -> str:
+    bad = (~torch.isfinite(out)).any(-1)
+    if not bool(bad.any()):
+        return ""
+    b, h, i = (int(x) for x in torch.nonzero(bad)[0])
+    return f", first in row (batch {b}, head {h}, query {i})"
+
+
+def _plural(count: float, noun: str) -> str:
+    return f"{int(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def _row_max(error: torch.Tensor) -> torch.Tensor:
+    return error.amax(-1) if error.shape[-1] else error.sum(-1)
+
+
+def _wrong(reason: str) -> Failure:
+    return Failure(stage="verify", reason=reason)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Slices of batch and heads with at most `PIECE_ELEMENTS` elements (at least one head)."""
+    batch, heads, rows, width = tensor.shape
+    per_head = max(1, rows * width)
+    some_heads = max(1, min(heads, PIECE_ELEMENTS // per_head))
+    some_batches = max(1, PIECE_ELEMENTS // (per_head * heads)) if some_heads == heads else 1
+    for b in range(0, batch, some_batches):
+        for h in range(0, heads, some_heads):
+            yield slice(b, b + some_batches), slice(h, h + some_heads)
