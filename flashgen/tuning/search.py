@@ -151,7 +151,8 @@ class _FamilyStudy:
         self._distributions: dict[str, optuna.distributions.BaseDistribution] = {
             knob.name: optuna.distributions.CategoricalDistribution(knob.values) for knob in space.knobs
         }
-        self._unseen = dict.fromkeys(space.configs)
+        # one order of random points for all workloads of a specialization: what one compiled, the others find ready
+        self._unseen = dict.fromkeys(random.Random(seed).sample(space.configs, len(space.configs)))
         self._pending: dict[Config, optuna.Trial] = {}
         self._told: list[tuple[float, int, Config]] = []
         self._failures = 0
@@ -208,11 +209,8 @@ class _FamilyStudy:
             if neighbours:
                 return self._proposed(chance.choice(neighbours), "local")
         if len(self._told) < STARTUP_POINTS or chance.random() < RANDOM_SHARE:
-            return self._proposed(self._random(chance), "random")
+            return self._proposed(next(iter(self._unseen)), "random")
         return self._sampled(self._seed + turn)
-
-    def _random(self, chance: random.Random) -> Config:
-        return chance.choice(tuple(self._unseen))
 
     def _sampled(self, seed: int) -> Proposal:
         with _Quiet():

@@ -1,0 +1,108 @@
+"""Finals: who is measured again, how long that takes, and who wins.
+
+Short windows rank by temperature on a power-capped card, so everything within `near_share` of the best is timed again,
+interleaved, and the last few meet the default and the incumbent in long windows in balanced order. A difference counts
+only if it is larger than the noise of the paired rounds; else the config that is in use, or the simpler one, stays.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from flashgen.core.config import Config
+from flashgen.core.errors import TuningError
+from flashgen.core.record import Measurement
+
+MIN_NOISE = 0.005
+"""No difference below half a per cent counts, however well the rounds agree: it does not survive a change of clock."""
+
+SINGLE_ROUND_NOISE = 0.02
+"""What a single round can tell apart, having no second one to compare with."""
+
+STANDARD_ERRORS = 2.0
+REFERENCE_AND_ANCHORS = 4
+"""Others that take turns in the last race: the reference kernel and up to three SDPA backends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finals:
+    """How the finals are run: seconds of one window, unmeasured seconds before it, and rounds, for both races."""
+
+    window_s: float = 0.3
+    warm_s: float = 0.1
+    rounds: int = 4
+    last: int = 5
+    near_share: float = 0.06
+    near_most: int = 12
+    near_window_s: float = 0.03
+    near_warm_s: float = 0.01
+    near_rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if min(self.window_s, self.near_window_s) <= 0 or min(self.warm_s, self.near_warm_s) < 0:
+            raise TuningError(f"windows of finals last more than 0 s, got {self}")
+        if min(self.rounds, self.near_rounds, self.last, self.near_most) < 1:
+            raise TuningError(f"finals have at least one round and one config, got {self}")
+
+    def near_s(self, configs: int) -> float:
+        """Expected seconds of the first race, with its reference kernel."""
+        return self.near_rounds * (configs + 1) * (self.near_warm_s + self.near_window_s)
+
+    def last_s(self, configs: int) -> float:
+        """Expected seconds of the last race, with its reference kernel and anchors."""
+        return self.rounds * (configs + REFERENCE_AND_ANCHORS) * (self.warm_s + self.window_s)
+
+    @property
+    def expected_s(self) -> float:
+        """Expected seconds of both races at their usual size: the last ones with the default and the incumbent."""
+        return self.near_s(self.near_most) + self.last_s(self.last + 2)
+
+
+def near_best(measured: Mapping[Config, Measurement], *, share: float, most: int) -> tuple[Config, ...]:
+    """The configs within `share` of the best median, best first, `most` at the most."""
+    ranked = sorted(measured, key=lambda config: measured[config].median_ms)
+    limit = (1 + share) * measured[ranked[0]].median_ms if ranked else 0.0
+    return tuple(config for config in ranked if measured[config].median_ms <= limit)[:most]
+
+
+def with_guards(configs: Iterable[Config], *guards: Config | None) -> tuple[Config, ...]:
+    """`configs` and after them the guards that are not among them (the default, the incumbent), each once."""
+    return tuple(dict.fromkeys([*configs, *(guard for guard in guards if guard is not None)]))
+
+
+def beats(one: Measurement, other: Measurement) -> bool:
+    """Whether `one` is faster than `other` by more than the noise, by the paired windows of their rounds."""
+    if len(one.times_ms) == len(other.times_ms) > 1:
+        gains = [math.log(b / a) for a, b in zip(one.times_ms, other.times_ms, strict=True)]
+        error = statistics.stdev(gains) / math.sqrt(len(gains))
+        return statistics.mean(gains) > max(MIN_NOISE, STANDARD_ERRORS * error)
+    noise = max(SINGLE_ROUND_NOISE, (one.spread + other.spread) / 2)
+    return math.log(other.median_ms / one.median_ms) > noise
+
+
+def choose(results: Mapping[Config, Measurement], *, default: Config, incumbent: Config | None) -> Config:
+    """The winner: the incumbent unless it was beaten, else the simplest of those that the fastest does not beat.
+
+    Simpler is, in this order: the default; fewer knobs that differ from the default; fewer stages; fewer warps; smaller
+    tiles; the smaller JSON text (so that the choice is fixed).
+
+    Raises:
+        TuningError: there are no results.
+    """
+    if not results:
+        raise TuningError("a winner needs at least one measured config, got none")
+    fastest = min(results, key=lambda config: results[config].median_ms)
+    tied = [config for config in results if config == fastest or not beats(results[fastest], results[config])]
+    if incumbent in tied:
+        return incumbent
+    return min(tied, key=lambda config: _complexity(config, default))
+
+
+def _complexity(config: Config, default: Config) -> tuple[object, ...]:
+    knobs, usual = dict(config.knobs), dict(default.knobs)
+    differing = len(set(config.knobs) ^ set(default.knobs)) if config.family == default.family else len(usual) + 1
+    sizes = tuple(int(knobs.get(name, 0)) for name in ("num_stages", "num_warps", "block_m", "block_n"))
+    return (config != default, differing, *sizes, config.to_json())

@@ -1,0 +1,110 @@
+"""Finals: only a difference above the noise counts, and ties go to what is in use or simpler."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from flashgen.core.config import Config
+from flashgen.core.errors import TuningError
+from flashgen.core.record import Measurement
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.finals import Finals, beats, choose, near_best, with_guards
+
+
+def config(**knobs: int) -> Config:
+    return Config.of("f", {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3, **knobs})
+
+
+def times(*values: float) -> Measurement:
+    return Measurement(times_ms=values)
+
+
+DEFAULT = config()
+FAST, OTHER = config(num_stages=2), config(num_warps=4, num_stages=4)
+
+
+def test_paired_rounds_see_a_small_gain_through_a_common_drift() -> None:
+    drift = (1.0, 1.1, 0.95, 1.2)
+    slow = times(*drift)
+    assert beats(times(*(0.98 * t for t in drift)), slow)
+    assert not beats(times(*(0.997 * t for t in drift)), slow)
+    assert not beats(times(0.80, 1.30, 0.75, 1.25), slow)
+
+
+def test_a_single_round_needs_two_per_cent() -> None:
+    assert beats(times(0.97), times(1.0))
+    assert not beats(times(0.985), times(1.0))
+
+
+def test_the_incumbent_stays_within_the_noise_and_goes_beyond_it() -> None:
+    results = {FAST: times(0.996, 1.0), OTHER: times(1.0, 1.002), DEFAULT: times(1.5, 1.5)}
+    assert choose(results, default=DEFAULT, incumbent=OTHER) == OTHER
+    results = {FAST: times(0.95, 0.951), OTHER: times(1.0, 1.002), DEFAULT: times(1.5, 1.5)}
+    assert choose(results, default=DEFAULT, incumbent=OTHER) == FAST
+
+
+def test_ties_go_to_the_default_then_to_fewer_changes_then_to_fewer_stages() -> None:
+    tied = times(1.0, 1.0)
+    assert choose({OTHER: tied, FAST: tied, DEFAULT: tied}, default=DEFAULT, incumbent=None) == DEFAULT
+    assert choose({OTHER: tied, FAST: tied}, default=DEFAULT, incumbent=None) == FAST
+    deep = config(num_stages=4)
+    assert choose({deep: tied, FAST: tied}, default=DEFAULT, incumbent=None) == FAST
+    assert choose({FAST: tied, deep: tied}, default=DEFAULT, incumbent=None) == FAST
+
+
+def test_choice_does_not_depend_on_the_order_of_results() -> None:
+    rng = random.Random(0)
+    entries = [(config(num_stages=n, num_warps=w), times(1 + rng.random() / 100)) for n in (1, 2, 3) for w in (2, 4)]
+    winners = set()
+    for _ in range(10):
+        rng.shuffle(entries)
+        winners.add(choose(dict(entries), default=DEFAULT, incumbent=None))
+    assert len(winners) == 1
+
+
+def test_near_best_and_guards() -> None:
+    measured = {FAST: times(1.0), OTHER: times(1.05), DEFAULT: times(1.07)}
+    assert near_best(measured, share=0.06, most=9) == (FAST, OTHER)
+    assert near_best(measured, share=0.1, most=2) == (FAST, OTHER)
+    assert near_best({}, share=0.1, most=2) == ()
+    assert with_guards((FAST,), DEFAULT, None, FAST) == (FAST, DEFAULT)
+
+
+def test_expected_time_counts_every_window() -> None:
+    finals = Finals(window_s=0.3, warm_s=0.1, rounds=4)
+    assert finals.last_s(7) == pytest.approx(4 * 11 * 0.4)
+    with pytest.raises(TuningError, match="windows"):
+        Finals(window_s=0)
+
+
+def test_no_results_is_an_error() -> None:
+    with pytest.raises(TuningError, match="at least one"):
+        choose({}, default=DEFAULT, incumbent=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("20s", Budget(seconds=20)),
+        ("2m", Budget(seconds=120)),
+        ("1.5m", Budget(seconds=90)),
+        ("40", Budget(trials=40)),
+        ("1H", Budget(seconds=3600)),
+    ],
+)
+def test_budget_texts(text: str, budget: Budget) -> None:
+    assert Budget.parse(text) == budget
+
+
+@pytest.mark.parametrize("text", ["", "20 parsecs", "-1", "0", "0s", "1.5", "s"])
+def test_bad_budgets_are_refused(text: str) -> None:
+    with pytest.raises(TuningError, match="budget"):
+        Budget.parse(text)
+
+
+def test_the_search_keeps_a_share_however_long_the_finals_are() -> None:
+    assert Budget(seconds=20).search_seconds(5) == 15
+    assert Budget(seconds=10).search_seconds(50) == 4
+    assert Budget(trials=3).search_seconds(5) is None
