@@ -39,7 +39,7 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 pytest: venv
-	$(BIN)/python -m pytest -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 # Triton reads TRITON_INTERPRET when a kernel is defined, so interpreted numerics need a process of their own.
 interpreter: venv

@@ -1,0 +1,117 @@
+"""What is distributed: the source archive, the wheel built from it, and that wheel installed far from the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import flashgen
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
+SHAPE = "b1-h32-hk8-s1024-d128-causal"
+
+# one group: the archives are built once, and by one worker
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("packaging")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archives:
+    """The built files."""
+
+    sdist: Path
+    wheel: Path
+
+    def sdist_names(self) -> set[str]:
+        """Paths in the source archive, below its top folder."""
+        with tarfile.open(self.sdist) as archive:
+            return {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
+
+    def wheel_names(self) -> set[str]:
+        with zipfile.ZipFile(self.wheel) as archive:
+            return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Archives:
+    """The sdist of this tree, and the wheel that is built from it (not from the tree)."""
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT), cwd=out)
+    (sdist,) = out.glob("*.tar.gz")
+    (wheel,) = out.glob("*.whl")
+    return Archives(sdist=sdist, wheel=wheel)
+
+
+@pytest.fixture(scope="module")
+def installed(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of a new environment with the wheel and what it declares to need."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    run(sys.executable, "-m", "venv", str(folder), cwd=folder.parent)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS)]
+    torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
+    run(*pip, torch, cwd=folder.parent)  # alone first: nothing else may decide which build of torch is taken
+    run(*pip, str(archives.wheel), cwd=folder.parent)
+    return folder / "bin"
+
+
+def run(*command: str, cwd: Path) -> str:
+    """Standard output of a command that must succeed, away from the checkout and its import path."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def tracked(*folders: str) -> set[str]:
+    """Files of the checkout below these folders, without caches."""
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts}
+
+
+def test_sdist_holds_all_that_is_needed_to_test_and_review(archives: Archives) -> None:
+    names = archives.sdist_names()
+    missing = tracked("flashgen", "templates", "tuning_db", "tests", "docs", "benchmarks") - names
+    assert not {name for name in missing if not name.endswith(".pyc")}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints/cpu.txt"} <= names
+
+
+def test_wheel_holds_package_templates_and_databases_only(archives: Archives) -> None:
+    names = archives.wheel_names()
+    assert tracked("flashgen") <= names
+    assert {f"flashgen/_data/{name}" for name in tracked("templates", "tuning_db")} <= names
+    assert "flashgen/py.typed" in names
+    tops = {name.split("/", 1)[0] for name in names}
+    assert tops == {"flashgen", f"flashgen-{flashgen.__version__}.dist-info"}
+
+
+def test_install_is_consistent_and_not_the_checkout(installed: Path) -> None:
+    run(str(installed / "python"), "-m", "pip", "check", cwd=installed)
+    code = "import flashgen; print(flashgen.__version__, flashgen.__file__)"
+    version, file = run(str(installed / "python"), "-c", code, cwd=installed).split()
+    assert version == flashgen.__version__
+    assert Path(file).is_relative_to(installed.parent)
+
+
+def test_installed_render_prints_a_kernel_that_compiles_as_python(installed: Path) -> None:
+    source = run(str(installed / "flashgen"), "render", SHAPE, "--target", "h100", cwd=installed)
+    compile(source, "rendered.py", "exec")
+    assert "@triton.jit" in source
+    assert "import flashgen" not in source
+
+
+def test_installed_db_list_reads_the_shipped_databases(installed: Path) -> None:
+    listed = run(str(installed / "flashgen"), "db", "list", cwd=installed)
+    for database in (ROOT / "tuning_db").glob("*.sqlite3"):
+        assert database.stem in listed
+
+
+def test_installed_explain_names_the_rung_that_serves(installed: Path) -> None:
+    explained = run(str(installed / "flashgen"), "explain", SHAPE, "--target", "h100", cwd=installed)
+    assert "portable_forward" in explained

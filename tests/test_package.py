@@ -1,0 +1,112 @@
+"""The package as a whole: what it exports, what importing it loads and costs, and what its metadata says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashgen
+from flashgen.core import errors
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PUBLIC = {
+    "attention",
+    "explain",
+    "reload",
+    "warmup",
+    "FlashgenError",
+    "WorkloadError",
+    "DeviceError",
+    "ConfigError",
+    "UnsupportedError",
+    "BuildError",
+    "LaunchError",
+    "DatabaseError",
+    "MeasureError",
+    "TuningError",
+    "SettingError",
+    "__version__",
+}
+
+HEAVY = ("triton", "jinja2", "sqlalchemy", "alembic", "optuna", "typer", "rich", "yaml")
+
+IMPORT_LIMIT_MS = 50
+
+IMPORT_PROBE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+started = time.perf_counter()
+import flashgen
+elapsed_ms = (time.perf_counter() - started) * 1e3
+print(json.dumps({"elapsed_ms": elapsed_ms, "loaded": sorted(set(sys.modules) - before)}))
+"""
+
+
+def probe(code: str) -> dict[str, object]:
+    """The JSON that `code` prints last, run in a new interpreter."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_public_surface_is_exactly_what_is_declared() -> None:
+    assert set(flashgen.__all__) == PUBLIC
+    assert all(hasattr(flashgen, name) for name in PUBLIC)
+
+
+def test_every_error_is_exported_and_below_the_one_base() -> None:
+    own = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert own == {name for name in PUBLIC if name.endswith("Error")}
+    assert all(issubclass(getattr(flashgen, name), flashgen.FlashgenError) for name in own)
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in flashgen.__all__:
+        if name != "__version__":
+            assert inspect.getdoc(getattr(flashgen, name)), f"{name} has no docstring"
+
+
+def test_an_unknown_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        flashgen.no_such_name  # noqa: B018
+
+
+def test_import_loads_nothing_heavy_and_is_quick() -> None:
+    times = []
+    for _ in range(5):  # the fastest of a few: other processes share this machine
+        seen = probe(IMPORT_PROBE)
+        roots = {str(name).split(".")[0] for name in seen["loaded"]}
+        assert not roots & set(HEAVY)
+        times.append(seen["elapsed_ms"])
+        if times[-1] < IMPORT_LIMIT_MS:
+            return
+    pytest.fail(f"`import flashgen` after torch must take less than {IMPORT_LIMIT_MS} ms, took {times}")
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert flashgen.__version__ == importlib.metadata.version("flashgen")
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {flashgen.__version__}" in changelog
+
+
+def test_no_ignore_rule_hides_a_database() -> None:
+    patterns = [line for line in (ROOT / ".gitignore").read_text().splitlines() if line and not line.startswith("#")]
+    for name in ("nvidia_h200.sqlite3", "nvidia_h200.csv"):
+        assert not [pattern for pattern in patterns if Path(f"tuning_db/{name}").match(pattern.strip("/"))]
+
+
+def test_ci_runs_the_test_command_of_the_readme_and_nothing_else() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    commands = [line for line in lines if line and not line.startswith(("#", "set ", "cd "))]
+    assert commands == ["exec make test </dev/null"]
+    assert "\nmake test " in (ROOT / "README.md").read_text()

@@ -1,0 +1,128 @@
+"""The README and the other pages say what is true: their example runs, their commands, options and tables exist."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.families import FAMILIES
+from flashgen.core import settings
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def example() -> str:
+    """The first Python block of the README."""
+    match = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert match, "README.md has a Python example"
+    return match[1]
+
+
+def run_example(tmp_path: Path, **env: str) -> str:
+    script = tmp_path / "example.py"
+    script.write_text(example())
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_example_is_on_the_first_screen() -> None:
+    head = README[: README.index("Requirements:")]
+    assert "pip install flashgen" in head
+    assert "flashgen tune" in head
+    assert len(example().splitlines()) <= 20
+
+
+def test_example_without_a_gpu_says_why_for_every_family(tmp_path: Path) -> None:
+    out = run_example(tmp_path, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    assert out.startswith("not supported:")
+    for family in FAMILIES:
+        assert family.id in out
+
+
+@pytest.mark.gpu
+def test_example_on_a_gpu_attends_and_explains(tmp_path: Path) -> None:
+    out = run_example(tmp_path)
+    assert "out (1, 32, 1024, 128) lse (1, 32, 1024)" in out
+    assert any(family.id in out for family in FAMILIES)
+
+
+def table(text: str, heading: str) -> dict[str, str]:
+    """First and second column of the table below a heading."""
+    rows = re.findall(r"^\| `?([^|`]+?)`? \| (.+?) \|$", text[text.index(heading) :].split("\n## ", 1)[0], re.MULTILINE)
+    return {name: meaning for name, meaning in rows if not set(name) <= {"-"}}
+
+
+def test_environment_variables_are_those_of_the_settings() -> None:
+    documented = {name for name in table(README, "## Environment variables") if name.startswith("FLASHGEN_")}
+    assert documented == set(re.findall(r"FLASHGEN_[A-Z_]+", settings.__doc__ or ""))
+
+
+def test_make_targets_that_pages_name_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for target in re.findall(r"(?:`|^)make ([a-z][a-z-]+)", page.read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names `make {target}`"
+
+
+def test_links_between_pages_resolve() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links to {link}"
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every `flashgen ...` line of a code block or code span, with the page that has it."""
+    found = set()
+    for page in PAGES:
+        text = page.read_text()
+        lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+        lines += re.findall(r"`(flashgen [^`]+)`", text)
+        found |= {(page.name, line.split("#")[0].strip()) for line in lines if line.startswith("flashgen ")}
+    return sorted(found)
+
+
+@functools.cache
+def help_text(*path: str) -> str:
+    """What `flashgen <path> --help` prints."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "flashgen", *path, "--help"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_exist_with_the_options_that_pages_give(page: str, line: str) -> None:
+    words = line.split()[1:]
+    shown = help_text(*words[: 2 if words[0] == "db" else 1])
+    for option in (word for word in words if word.startswith("--")):
+        assert re.search(rf"{option}\b", shown), f"{page}: {line}"
+
+
+def test_exit_codes_are_those_of_the_command() -> None:
+    shown = help_text()
+    for code in table(README, "## Exit codes"):
+        if code.isdigit():
+            assert re.search(rf"\b{code}\b", shown), f"`flashgen --help` does not explain exit code {code}"
