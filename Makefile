@@ -24,7 +24,9 @@ $(VENV)/.stamp: pyproject.toml constraints/cpu.txt scripts/make_venv.py
 	$(PYTHON) scripts/make_venv.py $(VENV)
 
 tune: venv
-	$(BIN)/python scripts/tune_and_explain.py --model $(MODEL) --budget $(BUDGET) --sample $(SAMPLE)
+	target=$$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--target h100')") \
+		&& $(BIN)/python -m flashgen tune --model $(MODEL) --budget $(BUDGET) $$target \
+		&& $(BIN)/python -m flashgen explain $(SAMPLE) $$target
 
 test: lint interpreter crosscompile pytest
 
