@@ -1,0 +1,211 @@
+"""`Bench`: one GPU's workloads with their inputs and right answers, and candidates that have passed the gate."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.record import Failure
+from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
+from flashgen.measure import anchors
+from flashgen.measure.inputs import make_inputs, rotation_copies
+from flashgen.measure.odd_shapes import OddShape, Problem, check_odd, odd_problems
+from flashgen.measure.timing import Run, Stopwatch, Unit, make_unit
+from flashgen.measure.verify import Errors, KernelFactory, golden
+
+INPUT_SEED = 20260102
+ALIGNMENT_BYTES = 16
+
+Announce = Callable[[str], None]
+"""Says which stage (build, verify, launch) comes next."""
+
+
+class Toolchain(Protocol):
+    """How a config becomes something that runs; tests put something simpler in its place."""
+
+    def factory(self, spec: Specialization, config: Config) -> KernelFactory:
+        """Build the kernel of a config (a second time it is cheap).
+
+        Raises:
+            BuildError: it cannot be built.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuToolchain:
+    """Compiles for a GPU of this process and launches through plans."""
+
+    device: Device
+    index: int
+
+    def factory(self, spec: Specialization, config: Config) -> KernelFactory:
+        """See `Toolchain`."""
+        from flashgen.codegen.build import compile_kernel
+        from flashgen.launch.plan import Geometry, make_plan
+
+        compiled = compile_kernel(spec, config, self.device)
+        return lambda q, k, v, out: make_plan(compiled, spec, config, Geometry.of(q, k, v, out), self.index)
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What all candidates of one workload share; `sdpa` holds torch's backends that can run it, once asked for."""
+
+    workload: Workload
+    problem: Problem
+    sdpa: dict[str, Unit | None]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held, in bytes."""
+        return self.problem.inputs.nbytes + self.problem.expected.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A kernel that has passed the gate: its errors on the workload, and how to time and check it."""
+
+    errors: Errors
+    run: Run
+    factory: KernelFactory
+
+
+class Bench:
+    """Keeps inputs and right answers of recent workloads, and remembers which configs passed the odd shapes."""
+
+    def __init__(
+        self, device: Device, where: torch.device, toolchain: Toolchain, stopwatch: Stopwatch, keep_bytes: float
+    ) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            device: what the inputs' rotation depends on (its L2 size).
+            where: the torch device.
+            toolchain: builds kernels.
+            stopwatch: times torch's backends' first windows.
+            keep_bytes: device memory that states of earlier workloads may hold.
+        """
+        self._device = device
+        self._where = where
+        self._toolchain = toolchain
+        self._stopwatch = stopwatch
+        self._keep_bytes = keep_bytes
+        self._states: OrderedDict[Workload, State] = OrderedDict()
+        self._odd: OrderedDict[Specialization, tuple[tuple[OddShape, Problem], ...]] = OrderedDict()
+        self._odd_verdicts: dict[tuple[Specialization, Config], Failure | None] = {}
+
+    def state(self, workload: Workload) -> State:
+        """The inputs and right answers of a workload, made once and kept while there is room.
+
+        Raises:
+            UnsupportedError: the workload has a feature that cannot be measured.
+        """
+        if workload in self._states:
+            self._states.move_to_end(workload)
+            return self._states[workload]
+        try:
+            state = self._make_state(workload)
+        except torch.OutOfMemoryError:
+            self.release()
+            state = self._make_state(workload)
+        self._states[workload] = state
+        while len(self._states) > 1 and sum(each.nbytes for each in self._states.values()) > self._keep_bytes:
+            self._states.popitem(last=False)
+        return state
+
+    def candidate(self, state: State, config: Config, announce: Announce) -> Candidate | Failure:
+        """Build a config and put it through the gate: the odd shapes (once), then the workload itself.
+
+        Raises:
+            Exception: whatever building and running it raises; the stage has been announced.
+        """
+        spec = specialization(state.workload)
+        announce("build")
+        factory = self._toolchain.factory(spec, config)
+        announce("verify")
+        odd = self._odd_verdict(spec, config, factory)
+        if odd is not None:
+            return odd
+        verdict = state.problem.run(factory)
+        if isinstance(verdict, Failure):
+            return verdict
+        inputs, scale, offset = state.problem.inputs, state.problem.softmax_scale, state.problem.q_offset
+        plan = factory(inputs.q[0], inputs.k[0], inputs.v[0], inputs.out[0])
+
+        def run(n: int) -> None:
+            plan(inputs.q[n], inputs.k[n], inputs.v[n], inputs.out[n], inputs.lse[n], scale, offset)
+
+        return Candidate(errors=verdict, run=run, factory=factory)
+
+    def sdpa(self, state: State, impl: str) -> Unit | None:
+        """One of torch's backends on the workload, or None if it cannot run it or computes something else."""
+        if impl not in state.sdpa:
+            state.sdpa[impl] = self._sdpa_unit(state, impl)
+        return state.sdpa[impl]
+
+    def reference(self, state: State) -> Unit | None:
+        """The first of torch's backends that can run the workload: flash wherever it can."""
+        return next((unit for impl in anchors.BACKENDS if (unit := self.sdpa(state, impl)) is not None), None)
+
+    def release(self) -> None:
+        """Give back all device memory that is only kept for speed."""
+        self._states.clear()
+        self._odd.clear()
+        if self._where.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _make_state(self, workload: Workload) -> State:
+        copies = rotation_copies(workload, self._device.l2_bytes)
+        inputs = make_inputs(workload, copies=copies, seed=INPUT_SEED, device=self._where)
+        scale, offset = workload.head_dim**-0.5, workload.seqlen_k - workload.seqlen_q
+        window = (workload.window_left, workload.window_right)
+        expected = golden(
+            inputs.q[0],
+            inputs.k[0],
+            inputs.v[0],
+            causal=workload.causal,
+            q_offset=offset,
+            window=window,
+            softmax_scale=scale,
+        )
+        problem = Problem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
+        return State(workload=workload, problem=problem, sdpa={})
+
+    def _odd_verdict(self, spec: Specialization, config: Config, factory: KernelFactory) -> Failure | None:
+        key = (spec, config)
+        if key not in self._odd_verdicts:
+            if spec not in self._odd:
+                self._odd[spec] = odd_problems(spec, self._where)
+            self._odd_verdicts[key] = check_odd(factory, self._odd[spec])
+        return self._odd_verdicts[key]
+
+    def _sdpa_unit(self, state: State, impl: str) -> Unit | None:
+        if self._where.type != "cuda" or anchors.why_not(impl, state.workload) is not None:
+            return None
+        call = anchors.sdpa_call(impl, state.workload)
+        inputs = state.problem.inputs
+        if anchors.runs(call, inputs, state.problem.expected) is not None:
+            return None
+        try:
+            return make_unit(
+                lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n]),
+                inputs.copies,
+                self._stopwatch,
+                call.context,
+            )
+        except RuntimeError:  # it cannot be recorded into a graph, and would be timed with the host's time
+            return None
+
+
+def specialization(workload: Workload) -> Specialization:
+    """The specialization of a workload with packed, aligned tensors."""
+    size = DTYPE_BYTES[workload.dtype]
+    aligned = all(width * size % ALIGNMENT_BYTES == 0 for width in (workload.head_dim, workload.head_dim_v))
+    return Specialization.of(workload, aligned16=aligned)

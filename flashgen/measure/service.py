@@ -1,0 +1,216 @@
+"""`GpuService`: what runs inside the worker process of one GPU. It builds, verifies and times.
+
+Problems of a candidate become a `Failure`. If the context of the process did not survive them, the process says so and
+ends, and the next call finds a new one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from flashgen.core.config import Config
+from flashgen.core.record import Anchor, Failure, Measurement
+from flashgen.measure import gpu
+from flashgen.measure.anchors import BACKENDS
+from flashgen.measure.bench import Bench, Candidate, GpuToolchain, State
+from flashgen.measure.faults import failure_of, gpu_is_lost
+from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
+from flashgen.measure.timing import (
+    CudaStopwatch,
+    Stopwatch,
+    Unit,
+    Window,
+    interleave,
+    make_unit,
+    measure,
+    median_clock,
+)
+from flashgen.measure.worker import Announce, WorkerLostError
+
+T = TypeVar("T")
+
+SHORT_ROUNDS = 3
+"""Parts of the short window, each beside a shorter window of the reference kernel."""
+
+SHORT_WARM_MS = 5.0
+REFERENCE_SHARE = 0.5
+"""Length of the reference kernel's short windows, as a share of the candidate's."""
+
+KEEP_SHARE = 0.25
+"""Share of the device memory that inputs and right answers of earlier workloads may keep."""
+
+
+class GpuService:
+    """Evaluates candidates on one GPU; `measure.protocol` says what the answers mean."""
+
+    def __init__(self, announce: Announce, index: int = 0) -> None:
+        """Take GPU `index` of torch.
+
+        Raises:
+            DeviceError: there is no such GPU.
+        """
+        self._index = index
+        self._device = gpu.current_device(index)
+        where = torch.device("cuda", index)
+        torch.cuda.set_device(where)
+        torch.zeros(1, device=where)  # make the context now: a broken card must show before the first candidate
+        stopwatch = CudaStopwatch(lambda: gpu.sm_clock_mhz(index))
+        toolchain = GpuToolchain(device=self._device, index=index)
+        keep_bytes = KEEP_SHARE * torch.cuda.get_device_properties(index).total_memory
+        self._judge = Judge(Bench(self._device, where, toolchain, stopwatch, keep_bytes), stopwatch, announce)
+
+    def describe(self, _: object = None) -> HostInfo:
+        """The device and software of this process, and who else uses the GPU."""
+        others = tuple(gpu.other_processes(self._index))
+        return HostInfo(device=self._device, versions=gpu.versions(), other_processes=others)
+
+    def evaluate(self, job: EvaluateJob) -> Outcome:
+        """See `protocol.Executor.evaluate`."""
+        return self._judge.evaluate(job)
+
+    def race(self, job: RaceJob) -> RaceResult | Failure:
+        """See `Judge.race`."""
+        return self._judge.race(job)
+
+
+class Judge:
+    """The order of work on candidates; free of the GPU, which the bench and the stopwatch stand for."""
+
+    def __init__(self, bench: Bench, stopwatch: Stopwatch, announce: Announce) -> None:
+        self._bench = bench
+        self._stopwatch = stopwatch
+        self._tell = announce
+        self._stage = "launch"
+
+    def evaluate(self, job: EvaluateJob) -> Outcome:
+        """Verify one config, probe it, and time it beside the reference kernel in short windows.
+
+        Raises:
+            WorkerLostError: this process can measure no more.
+        """
+        return self._attempt(lambda: self._evaluate(job))
+
+    def race(self, job: RaceJob) -> RaceResult | Failure:
+        """Verify configs, time them against each other, and verify each once more afterwards.
+
+        Returns:
+            The result, or a `Failure` of the race as a whole: the config that was announced last is to blame (an index
+            behind the last config is one of torch's backends), and the others deserve another race.
+
+        Raises:
+            WorkerLostError: this process can measure no more; blame goes as above.
+        """
+        return self._attempt(lambda: self._race(job))
+
+    def _evaluate(self, job: EvaluateJob) -> Outcome:
+        self._announce("launch", None)
+        state = self._bench.state(job.workload)
+        ready = self._ready(state, job.config, 0)
+        if isinstance(ready, Failure):
+            return ready
+        candidate, unit = ready
+        probe = measure(unit, self._stopwatch, warm_ms=0.0, window_ms=unit.ms)
+        if job.drop_above_ms is not None and probe.ms > job.drop_above_ms:
+            return _measurement(candidate, [probe], None)
+        reference = self._bench.reference(state)
+        part_ms = 1e3 * job.window_s / SHORT_ROUNDS
+        mine: list[Window] = []
+        theirs: list[Window] = []
+        for number in range(SHORT_ROUNDS):
+            turns = [(unit, part_ms, mine)]
+            if reference is not None:
+                turns.append((reference, REFERENCE_SHARE * part_ms, theirs))
+            for who, window_ms, windows in turns if number % 2 else reversed(turns):
+                windows.append(measure(who, self._stopwatch, warm_ms=SHORT_WARM_MS, window_ms=window_ms))
+        return _measurement(candidate, mine, _median(theirs) if theirs else None)
+
+    def _race(self, job: RaceJob) -> RaceResult | Failure:
+        self._announce("launch", None)
+        state = self._bench.state(job.workload)
+        outcomes: dict[int, Outcome] = {}
+        racers: dict[int, tuple[Candidate, Unit]] = {}
+        for index, config in enumerate(job.configs):
+            ready = self._attempt(partial(self._ready, state, config, index))
+            if isinstance(ready, Failure):
+                outcomes[index] = ready
+            else:
+                racers[index] = ready
+        others = self._others(state, job)
+        subjects = [*racers, *(len(job.configs) for _ in others)]
+        windows = interleave(
+            [unit for _, unit in racers.values()] + list(others.values()),
+            self._stopwatch,
+            rounds=job.rounds,
+            warm_ms=1e3 * job.warm_s,
+            window_ms=1e3 * job.window_s,
+            before=lambda turn: self._announce("launch", subjects[turn]),
+        )
+        medians = {impl: _median(each) for impl, each in zip(others, windows[len(racers) :], strict=True)}
+        reference_ms = next(iter(medians.values()), None)
+        for (index, (candidate, _)), mine in zip(racers.items(), windows, strict=False):
+            wrong = self._attempt(partial(self._check_again, state, candidate, index))
+            outcomes[index] = wrong or _measurement(candidate, mine, reference_ms)
+        found = tuple(Anchor(impl=impl, median_ms=ms) for impl, ms in medians.items()) if job.anchors else ()
+        return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), anchors=found)
+
+    def _ready(self, state: State, config: Config, subject: int) -> tuple[Candidate, Unit] | Failure:
+        """A config that passed the gate, and what a window of it repeats."""
+        candidate = self._bench.candidate(state, config, lambda stage: self._announce(stage, subject))
+        if isinstance(candidate, Failure):
+            return candidate
+        self._announce("launch", subject)
+        return candidate, make_unit(candidate.run, state.problem.inputs.copies, self._stopwatch)
+
+    def _others(self, state: State, job: RaceJob) -> dict[str, Unit]:
+        """The reference kernel first, and the other anchors if they are asked for."""
+        self._announce("launch", len(job.configs))
+        reference = self._bench.reference(state)
+        units = {impl: self._bench.sdpa(state, impl) for impl in BACKENDS} if job.anchors else {}
+        if not job.anchors and reference is not None:
+            units = {"reference": reference}
+        return {impl: unit for impl, unit in units.items() if unit is not None}
+
+    def _check_again(self, state: State, candidate: Candidate, subject: int) -> Failure | None:
+        """A kernel with a race condition may be right once; after thousands of calls it is asked again."""
+        self._announce("verify", subject)
+        verdict = state.problem.run(candidate.factory)
+        if isinstance(verdict, Failure):
+            return Failure(stage=verdict.stage, reason=f"right before the timing and wrong after it: {verdict.reason}")
+        return None
+
+    def _attempt(self, work: Callable[[], T]) -> T | Failure:
+        """Do the work; an exception is a failure of the stage announced last, or the end of this process."""
+        try:
+            return work()
+        except WorkerLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - one candidate's trouble is data, whatever it is
+            failure = failure_of(error, self._stage)
+        if gpu_is_lost():
+            raise WorkerLostError(failure)
+        if failure.stage == "memory":
+            self._bench.release()
+        return failure
+
+    def _announce(self, stage: str, subject: int | None) -> None:
+        self._stage = stage
+        self._tell(stage, subject)
+
+
+def _median(windows: Sequence[Window]) -> float:
+    return statistics.median(window.ms for window in windows)
+
+
+def _measurement(candidate: Candidate, windows: Sequence[Window], reference_ms: float | None) -> Measurement:
+    return Measurement(
+        times_ms=tuple(window.ms for window in windows),
+        max_error=candidate.errors.max_error,
+        mean_error=candidate.errors.mean_error,
+        reference_ms=reference_ms,
+        sm_clock_mhz=median_clock(windows),
+    )
