@@ -6,7 +6,6 @@ alembic is imported only when an older file must be migrated; every look-up in a
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import sqlite3
 import tempfile
@@ -44,6 +43,13 @@ def prepare(path: Path, access: Access) -> Path:
     Raises:
         DatabaseError: the file is missing, foreign, corrupt, newer, or cannot be written; the message names it.
     """
+    try:
+        return _prepare(path, access)
+    except OSError as error:
+        raise DatabaseError(f"a tuning database needs a place that can be used; {path}: {error}") from error
+
+
+def _prepare(path: Path, access: Access) -> Path:
     if path.is_dir():
         raise DatabaseError(f"a tuning database is a file, got the directory {path}")
     if access == "write":
@@ -63,8 +69,8 @@ def connect(path: Path, access: Access) -> sqlite3.Connection:
     if access == "shipped":
         return _open(path, "mode=ro&immutable=1")
     try:
-        # a writable file is opened as such even to read: the last reader may then tidy up the WAL
-        return _open(path, "mode=rw" if os.access(path, os.W_OK) else "mode=ro")
+        # not mode=ro: the last one to close tidies up the WAL; SQLite itself falls back where writing is not allowed
+        return _open(path, "mode=rw")
     except sqlite3.OperationalError:
         if path.with_name(path.name + "-wal").exists():
             raise  # somebody is writing it: only a real connection may read it
@@ -108,7 +114,7 @@ def version_of(connection: sqlite3.Connection, path: Path) -> str | None:
 
 def pack(source: Path, target: Path) -> None:
     """Write `source` to the new file `target`: without free pages, without a WAL, so that it can be shipped alone."""
-    _use(source, "read", lambda connection: connection.execute("VACUUM INTO ?", (str(target),)).fetchall())
+    _use(source, "read", lambda connection: _vacuum_into(connection, target))
     _use(target, "write", lambda connection: connection.execute("PRAGMA journal_mode = DELETE").fetchone())
 
 
@@ -124,7 +130,7 @@ def retry(path: Path, action: Callable[[], T]) -> T:
         except (sqlite3.Error, sa.exc.DBAPIError) as error:
             cause = error.orig if isinstance(error, sa.exc.DBAPIError) else error
             if attempt + 1 == LOCKED_RETRIES or not _is_locked(cause):
-                raise DatabaseError(f"a tuning database must be a readable SQLite file; {path}: {cause}") from error
+                raise DatabaseError(f"a tuning database must be usable by SQLite; {path}: {cause}") from error
         except OverflowError as error:
             raise DatabaseError(f"a tuning database holds integers of 64 bits; {path}: {error}") from error
         time.sleep(0.01 * 2**attempt)
@@ -136,16 +142,19 @@ def _is_locked(error: BaseException | None) -> bool:
 
 
 def _prepare_writable(path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DatabaseError(f"a tuning database needs a directory that can be written; {path}: {error}") from error
-    if path.exists() and not os.access(path, os.W_OK):
-        raise DatabaseError(f"a tuning database to write to must be writable, got {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     if read_version(path, "write") != SCHEMA_VERSION:
         _use(path, "write", lambda connection: _upgrade(connection, path))
-    _use(path, "write", lambda connection: connection.execute("PRAGMA journal_mode = WAL").fetchone())
+    _use(path, "write", _become_writer)
     return path
+
+
+def _become_writer(connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA journal_mode = WAL").close()
+    connection.execute(
+        "BEGIN IMMEDIATE"
+    ).close()  # fails now, not after an hour of search, where writing is not allowed
+    connection.execute("ROLLBACK").close()
 
 
 def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
@@ -202,7 +211,12 @@ def _copy(path: Path, target: Path, access: Access) -> None:
     if access == "shipped":
         shutil.copyfile(path, target)
         return
-    _use(path, access, lambda connection: connection.execute("VACUUM INTO ?", (str(target),)).fetchall())
+    _use(path, access, lambda connection: _vacuum_into(connection, target))
+
+
+def _vacuum_into(connection: sqlite3.Connection, target: Path) -> None:
+    connection.execute("PRAGMA query_only = OFF").close()  # which forbids writing to the target, too
+    connection.execute("VACUUM INTO ?", (str(target),)).close()
 
 
 def _open(path: Path, query: str) -> sqlite3.Connection:

@@ -54,7 +54,7 @@ class Layers:
             validate: the check that every config must pass.
         """
         user = tuple(paths) if paths else settings().db_layers
-        wanted = [(str(path), path, False) for path in user if path.exists()]
+        wanted = [(str(path), path, False) for path in user if not _absent(path)]
         # a user layer that is not there yet is empty, which is no reason to warn
         wanted += [(f"shipped/{path.name}", path, True) for path in sorted(shipped("tuning_db").glob("*.sqlite3"))]
         layers = []
@@ -144,6 +144,13 @@ class Layers:
             _warn(layer.name, error)
             self._layers = [other for other in self._layers if other is not layer]
             return None
+
+
+def _absent(path: Path) -> bool:
+    try:
+        return not path.exists()
+    except OSError:
+        return False  # its folder cannot be searched: opening it says so
 
 
 def _warn(name: str, error: DatabaseError) -> None:

@@ -7,7 +7,9 @@ A change here needs a new revision in `migrations/versions` and a new `SCHEMA_VE
 
 from __future__ import annotations
 
-from sqlalchemy import CheckConstraint, ForeignKey, MetaData, UniqueConstraint
+from typing import ClassVar
+
+from sqlalchemy import CheckConstraint, Float, ForeignKey, MetaData, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 APPLICATION_ID = 0x464C474E
@@ -18,8 +20,9 @@ SCHEMA_VERSION = "0001"
 
 
 class Base(DeclarativeBase):
-    """Every constraint has a name, so that a later migration can change it."""
+    """Every constraint has a name, so that a later migration can change it; a float is FLOAT in every SQLAlchemy."""
 
+    type_annotation_map: ClassVar = {float: Float()}
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",

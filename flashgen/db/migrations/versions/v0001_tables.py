@@ -84,14 +84,16 @@ def _records() -> None:
         sa.Column("torch_version", sa.String(), nullable=False),
         sa.Column("driver_version", sa.String(), nullable=False),
         sa.Column("created", sa.String(), nullable=False),
-        sa.CheckConstraint("provenance IN ('measured', 'predicted')", name="ck_records_provenance"),
-        sa.CheckConstraint("(provenance = 'measured') = (times_ms IS NOT NULL)", name="ck_records_measured_has_times"),
-        sa.ForeignKeyConstraint(["workload_id"], ["workloads.id"], name="fk_records_workload_id"),
-        sa.ForeignKeyConstraint(["device_id"], ["devices.id"], name="fk_records_device_id"),
         sa.PrimaryKeyConstraint("id", name="pk_records"),
         sa.UniqueConstraint(
             "workload_id", "device_id", "provenance", name="uq_records_workload_id_device_id_provenance"
         ),
+        sa.CheckConstraint("provenance IN ('measured', 'predicted')", name=op.f("ck_records_provenance")),
+        sa.CheckConstraint(
+            "(provenance = 'measured') = (times_ms IS NOT NULL)", name=op.f("ck_records_measured_has_times")
+        ),
+        sa.ForeignKeyConstraint(["workload_id"], ["workloads.id"], name="fk_records_workload_id"),
+        sa.ForeignKeyConstraint(["device_id"], ["devices.id"], name="fk_records_device_id"),
     )
 
 
@@ -101,9 +103,9 @@ def _anchors() -> None:
         *_integers("id", "record_id"),
         sa.Column("impl", sa.String(), nullable=False),
         sa.Column("median_ms", sa.Float(), nullable=False),
-        sa.ForeignKeyConstraint(["record_id"], ["records.id"], name="fk_anchors_record_id", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("id", name="pk_anchors"),
         sa.UniqueConstraint("record_id", "impl", name="uq_anchors_record_id_impl"),
+        sa.ForeignKeyConstraint(["record_id"], ["records.id"], name="fk_anchors_record_id", ondelete="CASCADE"),
     )
 
 
@@ -119,13 +121,13 @@ def _trials() -> None:
         sa.Column("reason", sa.String(), nullable=True),
         *_outcome(),
         sa.Column("created", sa.String(), nullable=False),
-        sa.CheckConstraint("(stage IS NULL) = (times_ms IS NOT NULL)", name="ck_trials_failed_or_measured"),
-        sa.ForeignKeyConstraint(["workload_id"], ["workloads.id"], name="fk_trials_workload_id"),
-        sa.ForeignKeyConstraint(["device_id"], ["devices.id"], name="fk_trials_device_id"),
         sa.PrimaryKeyConstraint("id", name="pk_trials"),
         sa.UniqueConstraint(
             "workload_id", "device_id", "family", "knobs", name="uq_trials_workload_id_device_id_family_knobs"
         ),
+        sa.CheckConstraint("(stage IS NULL) = (times_ms IS NOT NULL)", name=op.f("ck_trials_failed_or_measured")),
+        sa.ForeignKeyConstraint(["workload_id"], ["workloads.id"], name="fk_trials_workload_id"),
+        sa.ForeignKeyConstraint(["device_id"], ["devices.id"], name="fk_trials_device_id"),
     )
 
 

@@ -1,0 +1,65 @@
+"""Values for the tests of the database: one valid record, and variations of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord, Versions
+from flashgen.core.workload import Workload
+
+H200 = find_device("h200")
+H100 = find_device("h100")
+RTX_4090 = find_device("rtx 4090")
+CAUSAL = Workload.parse("b4-h32-hk8-s4096-d128-causal")
+SHORT = CAUSAL.with_shape(seqlen_q=512, seqlen_k=512)
+WIDE = Workload.parse("b2-h16-s2048-d256")
+CONFIG = Config.of(
+    "portable_forward",
+    {
+        "block_m": 128,
+        "block_n": 128,
+        "num_warps": 8,
+        "num_stages": 3,
+        "loads": "descriptor",
+        "maxnreg": 0,
+        "heads_per_group": 8,
+        "heavy_first": True,
+    },
+)
+
+MEASURED = TuningRecord(
+    workload=CAUSAL,
+    device=H200,
+    config=CONFIG,
+    provenance="measured",
+    measurement=Measurement(
+        times_ms=(1.25, 1.2, 1.3), max_error=1e-3, mean_error=1e-5, reference_ms=2.5, sm_clock_mhz=1815.0
+    ),
+    source_digest="0123456789abcdef",
+    versions=Versions(flashgen="0.1.0", triton="3.6.0", torch="2.11.0", driver="580.95.05"),
+    anchors=(Anchor(impl="sdpa-cudnn", median_ms=1.4), Anchor(impl="sdpa-flash", median_ms=1.9)),
+    created="2026-11-20T12:00:00+00:00",
+)
+PREDICTED = replace(MEASURED, provenance="predicted", measurement=None, predicted_ms=1.5, anchors=())
+TRIAL = Trial(
+    workload=CAUSAL,
+    device=H200,
+    config=CONFIG,
+    source="default",
+    outcome=Measurement(times_ms=(1.4,), max_error=1e-3, mean_error=1e-5, sm_clock_mhz=1700.0),
+    created="2026-11-20T11:00:00+00:00",
+)
+FAILED = replace(
+    TRIAL,
+    config=CONFIG.replace(num_warps=16),
+    source="sampler",
+    outcome=Failure(stage="launch", reason="an illegal memory access\n  in line 7"),
+)
+
+
+def timed(record: TuningRecord, *times_ms: float, **changes: object) -> TuningRecord:
+    """`record` with other times."""
+    measurement = replace(record.measurement, times_ms=times_ms)  # type: ignore[type-var]
+    return replace(record, measurement=measurement, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,135 @@
+"""Export gives one reproducible file and a CSV; import takes all or nothing and keeps the better record."""
+
+from __future__ import annotations
+
+import csv
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashgen.core.errors import DatabaseError
+from flashgen.db.exchange import CSV_COLUMNS, better, export_records, import_records, to_csv
+from flashgen.db.store import Store
+from flashgen.db.writing import Merged
+from tests.db.samples import CAUSAL, H100, H200, MEASURED, PREDICTED, SHORT, TRIAL, WIDE, timed
+
+RECORDS = [replace(MEASURED, workload=workload) for workload in (WIDE, SHORT, CAUSAL)] + [PREDICTED]
+
+
+def test_an_export_is_one_file_that_holds_the_same_records(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "nvidia_h200.sqlite3"
+    assert export_records(RECORDS, path) == 4
+    assert sorted(file.name for file in path.parent.iterdir()) == ["nvidia_h200.csv", "nvidia_h200.sqlite3"]
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    assert connection.execute("SELECT count(*) FROM trials").fetchone() == (0,)
+    connection.close()
+    with Store.open(path, shipped=True) as store:
+        assert sorted(map(repr, store.records())) == sorted(map(repr, RECORDS))
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.sqlite3", tmp_path / "second.sqlite3"
+    export_records(RECORDS, first)
+    export_records(reversed(RECORDS), second)
+    assert first.read_bytes() == second.read_bytes()
+    assert first.with_suffix(".csv").read_bytes() == second.with_suffix(".csv").read_bytes()
+    export_records(RECORDS[:1], first)
+    with Store.open(first, shipped=True) as store:
+        assert store.records() == RECORDS[:1]
+
+
+def test_the_csv_is_readable(tmp_path: Path) -> None:
+    to_csv([MEASURED, PREDICTED], tmp_path / "x.csv")
+    with (tmp_path / "x.csv").open(newline="") as file:
+        measured, predicted = csv.DictReader(file)
+    assert tuple(measured) == CSV_COLUMNS
+    assert measured["workload"] == CAUSAL.key
+    assert "block_m=128 block_n=" in measured["knobs"]
+    assert measured["median_ms"] == "1.25"
+    assert measured["windows"] == "3"
+    assert float(measured["tflops"]) == pytest.approx(MEASURED.tflops, rel=1e-5)
+    assert measured["anchors"] == "sdpa-cudnn=1.4 sdpa-flash=1.9"
+    assert measured["triton"] == "3.6.0"
+    assert (predicted["median_ms"], predicted["predicted_ms"]) == ("", "1.5")
+
+
+@pytest.mark.parametrize("name", ["out.txt", "."])
+def test_an_export_needs_a_name_of_its_kind(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DatabaseError, match=r"ends in \.sqlite3"):
+        export_records(RECORDS, tmp_path / name)
+
+
+def test_an_export_to_nowhere_is_refused() -> None:
+    with pytest.raises(DatabaseError, match="place that can be written"):
+        export_records(RECORDS, "/proc/nowhere/out.sqlite3")
+
+
+def test_an_import_adds_replaces_and_keeps(tmp_path: Path) -> None:
+    theirs = [timed(MEASURED, 1.0), replace(MEASURED, workload=SHORT), timed(MEASURED, 9.0, device=H100)]
+    export_records(theirs, tmp_path / "theirs.sqlite3")
+    ours = [MEASURED, timed(MEASURED, 5.0, device=H100), PREDICTED]
+    with Store.open(tmp_path / "ours.sqlite3") as store:
+        store.put_records(ours)
+        store.put_trial(TRIAL)
+        assert import_records(store, tmp_path / "theirs.sqlite3") == Merged(added=1, replaced=1, kept=1)
+        assert store.record(CAUSAL, H200) == theirs[0]
+        assert store.record(SHORT, H200) == theirs[1]
+        assert store.record(CAUSAL, H100) == ours[1]
+        assert store.record(CAUSAL, H200, provenance="predicted") == PREDICTED
+        assert store.trials(CAUSAL, H200) == [TRIAL]
+        assert import_records(store, tmp_path / "theirs.sqlite3") == Merged(added=0, replaced=0, kept=3)
+
+
+def test_one_bad_row_and_nothing_is_imported(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.sqlite3"
+    export_records([replace(MEASURED, workload=w) for w in (CAUSAL, SHORT, WIDE)], path)
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE records SET knobs = replace(knobs, '128', '\"import os\"') WHERE id = 2")
+    connection.commit()
+    connection.close()
+    with Store.open(tmp_path / "ours.sqlite3") as store:
+        with pytest.raises(DatabaseError, match=r"theirs\.sqlite3 has 1 bad: records 2: .*import os"):
+            import_records(store, path)
+        assert set(store.counts().values()) == {0}
+
+
+def test_a_foreign_file_is_not_imported(tmp_path: Path) -> None:
+    path = tmp_path / "notes.sqlite3"
+    path.write_text("hello " * 1000)
+    with Store.open(tmp_path / "ours.sqlite3") as store, pytest.raises(DatabaseError, match=r"notes\.sqlite3"):
+        import_records(store, path)
+
+
+NEWER = "2026-12-01T00:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "wins"),
+    [
+        (timed(MEASURED, 1.0), MEASURED, True),  # 25% faster
+        (timed(MEASURED, 1.5), MEASURED, False),
+        (timed(MEASURED, 1.24), MEASURED, False),  # within the noise, and not newer
+        (timed(MEASURED, 1.26, created=NEWER), MEASURED, True),  # within the noise, and newer
+        (timed(MEASURED, 1.5, created=NEWER), MEASURED, False),
+        (replace(PREDICTED, created=NEWER), PREDICTED, True),
+        (PREDICTED, PREDICTED, False),
+        (MEASURED, MEASURED, False),
+    ],
+)
+def test_the_better_record_wins(theirs: object, ours: object, wins: bool) -> None:
+    assert better(theirs, ours) is wins  # type: ignore[arg-type]
+
+
+def test_speeds_are_compared_by_the_reference_of_the_same_round() -> None:
+    def record(time_ms: float, reference_ms: float | None) -> object:
+        return replace(
+            MEASURED, measurement=replace(MEASURED.measurement, times_ms=(time_ms,), reference_ms=reference_ms)
+        )
+
+    # a slower absolute time of a cooler card: the reference kernel was slower still
+    assert better(record(1.3, 3.0), record(1.25, 2.5))  # type: ignore[arg-type]
+    assert not better(record(1.2, 2.2), record(1.25, 2.5))  # type: ignore[arg-type]
+    assert better(record(1.2, None), record(1.25, 2.5))  # type: ignore[arg-type]
