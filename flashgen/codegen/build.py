@@ -69,7 +69,9 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
     row = family(config.family)
     options = row.options(config)
     kernel = getattr(load_module(source), source.entry)
-    signature = {parameter.name: parameter.type for parameter in row.parameters(spec, config)}
+    parameters = row.parameters(spec, config)
+    signature = {parameter.name: parameter.type for parameter in parameters}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, parameter in enumerate(parameters) if parameter.aligned16}
     arch: int | str = device.capability if device.is_nvidia else device.arch
     target = GPUTarget("cuda" if device.is_nvidia else "hip", arch, device.warp_size)
     flags: dict[str, object] = {"num_warps": options.num_warps, "num_stages": options.num_stages}
@@ -79,7 +81,7 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
         flags["maxnreg"] = options.maxnreg
     started = time.perf_counter()
     try:
-        handle = triton.compile(ASTSource(kernel, signature, {}, {}), target=target, options=flags)
+        handle = triton.compile(ASTSource(kernel, signature, {}, aligned), target=target, options=flags)
     except Exception as error:  # Triton raises its own, LLVM's and ptxas' errors, without a common base
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BuildError(

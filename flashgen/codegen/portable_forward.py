@@ -9,12 +9,16 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 
 FAMILY_ID = "portable_forward"
 
+MAX_THREADS = 1024
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_REGS_PER_THREAD = 255
 """The most registers that one thread can address, on NVIDIA and (in vector registers of a wave) close to it on AMD."""
 
 OTHER_REGS = 24
 """Registers per thread for row statistics, addresses and loop state; below what any compiled variant needed."""
+
+LARGE_SMEM = 160 * 1024
+"""A block of a data-centre card has at least this much shared memory, one of a consumer card at most 100 KB."""
 
 ALIGNMENT_BYTES = 16
 """Widest vector load, and what the copy engine demands of base addresses and strides."""
@@ -53,8 +57,11 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    block_m, block_n = config.integer("block_m"), config.integer("block_n")
-    num_warps, num_stages = config.integer("num_warps"), config.integer("num_stages")
+    return _why_meaningless(spec, config, device) or _why_too_large(spec, config, device)
+
+
+def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
+    """What Triton would refuse or silently turn into another config of the space."""
     descriptor = config["loads"] == "descriptor"
     if descriptor and not device.has_tma:
         return f"descriptors are turned into pointers on {device.arch}: the same kernel twice"
@@ -62,30 +69,32 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
         return "descriptors need pointers and strides that are multiples of 16 bytes"
     if config["heavy_first"] and not spec.causal:
         return "without a causal mask all programs are equally heavy"
-    if num_warps * device.warp_size > 1024:
-        return f"a block has at most 1024 threads, not {num_warps * device.warp_size}"
     if config["maxnreg"] and not device.is_nvidia:
         return "maxnreg exists on NVIDIA only"
-    if _rows_per_warp(block_m, num_warps, device) is not None:
-        return _rows_per_warp(block_m, num_warps, device)
-    if num_stages > 2 and not device.is_nvidia:
+    if config.integer("num_stages") > 2 and not device.is_nvidia:
         return "the AMD pipeliner has two stages"
+    return _rows_per_warp(config.integer("block_m"), config.integer("num_warps"), device)
+
+
+def _why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:
+    """What cannot fit, by lower bounds: nothing that could run is refused here."""
+    threads = config.integer("num_warps") * device.warp_size
+    if threads > MAX_THREADS:
+        return f"a block has at most {MAX_THREADS} threads, not {threads}"
     needed = registers_needed(spec, config, device)
-    available = min(MAX_REGS_PER_THREAD, device.regs_per_sm // (num_warps * device.warp_size))
+    available = min(MAX_REGS_PER_THREAD, device.regs_per_sm // threads)
     available = min(available, config.integer("maxnreg") or available)
     if needed > available:
         return f"a thread needs about {needed} registers and has {available}"
     shared = smem_needed(spec, config, device)
     if shared > device.smem_per_block:
         return f"it needs at least {shared} bytes of shared memory and a block has {device.smem_per_block}"
-    if block_n > 128 and block_m > 128:
-        return "no card holds 256 x 256 scores in registers"
     return None
 
 
 def _rows_per_warp(block_m: int, num_warps: int, device: Device) -> str | None:
     """Each warp computes whole rows (the reductions then stay inside it): 16 of them, the height of an MMA tile."""
-    if block_m < 16 * num_warps and not (num_warps == 4 and block_m >= 16):
+    if device.is_nvidia and block_m < 16 * num_warps and not (num_warps == 4 and block_m >= 16):
         return f"{num_warps} warps of 16 rows are more than {block_m} rows"
     if device.capability in (90, 100) and block_m >= 64 and num_warps < 4:
         return "the matrix unit works for four warps together"
@@ -93,16 +102,20 @@ def _rows_per_warp(block_m: int, num_warps: int, device: Device) -> str | None:
 
 
 def registers_needed(spec: Specialization, config: Config, device: Device) -> int:
-    """A lower bound of the 32-bit registers of a thread: output accumulator, fp32 scores, and their 16-bit copy."""
+    """A lower bound of the 32-bit registers of a thread: output accumulator, fp32 scores, and Q where it stays in them.
+
+    Matrix units before Hopper's (and consumer Blackwell's) multiply from registers, and Q is kept there over the loop.
+    """
     threads = config.integer("num_warps") * device.warp_size
     rows = config.integer("block_m")
-    scores = rows * config.integer("block_n")
-    accumulator = rows * _block(spec.head_dim_v)
-    return (accumulator + scores) // threads + OTHER_REGS
+    words = rows * (config.integer("block_n") + _block(spec.head_dim_v))
+    if device.arch not in ("sm90", "sm100"):
+        words += rows * _block(spec.head_dim) * DTYPE_BYTES[spec.dtype] // 4
+    return words // threads + OTHER_REGS
 
 
 def smem_needed(spec: Specialization, config: Config, device: Device) -> int:
-    """A lower bound of the shared memory in bytes: the stages of K and V, and Q where the matrix unit reads it there."""
+    """A lower bound of the shared memory in bytes: the stages of K and V, and Q where the matrix unit reads it from."""
     size = DTYPE_BYTES[spec.dtype]
     step = config.integer("block_n") * (_block(spec.head_dim) + _block(spec.head_dim_v)) * size
     stages = config.integer("num_stages")
@@ -117,33 +130,46 @@ def _block(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# (shared memory class, largest block_d): block_m, block_n, num_warps, num_stages, for 16-bit elements.
+# (kind of device, larger block_d): block_m, block_n, num_warps, num_stages for 16-bit elements; none of them spills.
 _DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
-    ("hopper", 64): (128, 128, 4, 3),
-    ("hopper", 128): (128, 128, 8, 3),
-    ("hopper", 256): (128, 64, 8, 2),
+    ("sm90", 64): (128, 128, 4, 3),
+    ("sm90", 128): (128, 128, 8, 3),
+    ("sm90", 256): (128, 64, 8, 2),
+    ("sm100", 64): (128, 64, 4, 3),
+    ("sm100", 128): (128, 128, 8, 3),
+    ("sm100", 256): (128, 64, 8, 2),
     ("large", 64): (128, 64, 4, 3),
     ("large", 128): (128, 64, 8, 3),
-    ("large", 256): (64, 32, 4, 2),
+    ("large", 256): (64, 16, 4, 2),
     ("small", 64): (128, 64, 4, 3),
     ("small", 128): (128, 32, 8, 3),
-    ("small", 256): (64, 32, 4, 2),
-    ("amd", 64): (128, 64, 4, 1),
-    ("amd", 128): (128, 32, 4, 1),
-    ("amd", 256): (64, 32, 4, 1),
+    ("small", 256): (64, 16, 4, 2),
+    ("sm120", 64): (128, 64, 8, 3),
+    ("sm120", 128): (128, 32, 8, 3),
+    ("sm120", 256): (64, 16, 4, 2),
+    ("cdna", 64): (128, 64, 4, 1),
+    ("cdna", 128): (128, 32, 4, 1),
+    ("cdna", 256): (128, 32, 4, 1),
+    ("rdna", 64): (128, 32, 4, 1),
+    ("rdna", 128): (128, 32, 8, 1),
+    ("rdna", 256): (64, 16, 8, 1),
 }
 _DEFAULT_FP32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 2)}
 
 
+def _kind(device: Device) -> str:
+    if not device.is_nvidia:
+        return "cdna" if device.warp_size == 64 else "rdna"
+    if device.arch in ("sm90", "sm100", "sm120"):
+        return device.arch
+    return "large" if device.smem_per_block >= LARGE_SMEM else "small"
+
+
 def _default(spec: Specialization, device: Device) -> Config:
     block = max(64, _block(spec.head_dim), _block(spec.head_dim_v))
-    if not device.is_nvidia:
-        kind = "amd"
-    elif device.capability in (90, 100):
-        kind = "hopper"
-    else:
-        kind = "large" if device.smem_per_block >= 160 * 1024 else "small"
-    block_m, block_n, num_warps, num_stages = _DEFAULT_FP32[block] if spec.dtype == "fp32" else _DEFAULTS[kind, block]
+    block_m, block_n, num_warps, num_stages = (
+        _DEFAULT_FP32[block] if spec.dtype == "fp32" else _DEFAULTS[_kind(device), block]
+    )
     if not device.is_nvidia:
         num_stages = 1
     return Config.of(
@@ -153,12 +179,17 @@ def _default(spec: Specialization, device: Device) -> Config:
             "block_n": block_n,
             "num_warps": num_warps,
             "num_stages": num_stages,
-            "loads": "descriptor" if device.has_tma and spec.aligned16 and spec.dtype != "fp32" else "pointer",
+            "loads": "descriptor" if _prefers_descriptors(spec, device) else "pointer",
             "maxnreg": 0,
             "heads_per_group": 8 if spec.causal else 1,
             "heavy_first": spec.causal,
         },
     )
+
+
+def _prefers_descriptors(spec: Specialization, device: Device) -> bool:
+    """On sm120 Triton does not pipeline descriptor loads for its matrix unit (mma.sync); pointer loads are pipelined."""
+    return device.arch in ("sm90", "sm100") and spec.aligned16 and spec.dtype != "fp32"
 
 
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
@@ -201,7 +232,7 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
             block = f"1, 1, {config.integer(knob)}, {_block(cols[tensor])}"
             found.append(Parameter(name=f"{tensor}_desc", type=f"tensordesc<{spec.dtype}[{block}]>"))
         else:
-            found.append(Parameter(name=tensor.upper(), type=f"*{spec.dtype}"))
+            found.append(Parameter(name=tensor.upper(), type=f"*{spec.dtype}", aligned16=spec.aligned16))
     found += [Parameter(name="LSE", type="*fp32"), Parameter(name="softmax_scale_log2", type="fp32")]
     if spec.causal:
         offset = ("QOffset", "*i32") if spec.offset_tensor else ("q_offset", "i32")

@@ -122,6 +122,25 @@ def make_plan(
         return DriverPlan(compiled, spec, config, geometry, device_index, trailing)
 
 
+def load(compiled: CompiledKernel, device_index: int) -> int:
+    """The handle of a kernel on a GPU, loaded there once a process.
+
+    Raises:
+        LaunchError: the driver refuses the binary, or a CUDA graph is being captured.
+    """
+    metadata = compiled.handle.metadata
+    key = (compiled.handle.hash, device_index)
+    if key not in _FUNCTIONS:
+        check_capture(device_index, f"loading {compiled.source.module}")
+        with torch.cuda.device(device_index):
+            torch.cuda.current_stream()  # the driver needs torch's context to exist
+            _FUNCTIONS[key] = driver.load_function(compiled.handle.asm["cubin"], metadata.name, metadata.shared)
+    return _FUNCTIONS[key]
+
+
+_FUNCTIONS: dict[tuple[str, int], int] = {}
+
+
 class EmptyPlan:
     """Nothing to launch: rows that see no key have output 0 and LSE -inf."""
 
@@ -182,7 +201,7 @@ class DriverPlan:
         trailing: int,
     ) -> None:
         metadata = compiled.handle.metadata
-        self._function = driver.load_function(compiled.handle.asm["cubin"], metadata.name, metadata.shared)
+        self._function = load(compiled, device_index)
         self._geometry = geometry
         self._device_index = device_index
         self._lock = threading.Lock()  # two threads may launch the same plan; a launch copies the parameters

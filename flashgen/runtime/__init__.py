@@ -1,0 +1,1 @@
+"""Serving: the look-up ladder, the torch.library ops, and the public calls."""

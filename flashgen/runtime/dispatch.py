@@ -1,0 +1,230 @@
+"""The look-up ladder: from a workload on a device to the config that serves it. It never searches and never fails
+on a workload that some family supports.
+
+1. an explicit config of the caller
+2. the memo of this process (kept by `flashgen.runtime.serve`, so a repeated shape never comes here)
+3. the user's databases, a measured record of exactly this workload on this device
+4. the shipped databases, likewise
+5. the nearest measured record of the same specialization class on this device
+6. the nearest measured record of the same class on another device of the same architecture
+7. a predicted record of this device, exact or nearest
+8. the default config of the first family that applies
+
+Every config that a rung offers is checked again against the families' restrictions; one that cannot serve (a tensor
+descriptor for unaligned tensors, say) leaves the call to the next candidate. "Nearest" is the smallest sum of |log2| of the
+ratios of sequence lengths, half that of batch x heads, and a quarter of that of the GQA group sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from flashgen.codegen.families import default_config, reasons, validate, why_invalid
+from flashgen.codegen.render import render
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import ConfigError
+from flashgen.core.record import TuningRecord
+from flashgen.core.workload import Specialization, Workload
+from flashgen.db.layers import Found, Layers
+
+RUNGS = {
+    1: "explicit config",
+    2: "memo",
+    3: "user database, exact",
+    4: "shipped database, exact",
+    5: "nearest record on this device",
+    6: "nearest record on the same architecture",
+    7: "predicted record",
+    8: "default config",
+}
+
+SHIPPED_PREFIX = "shipped/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the ladder answered: a config, the rung it came from, and why the rungs above did not serve."""
+
+    config: Config
+    rung: int
+    record: TuningRecord | None = None
+    layer: str | None = None
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the record was measured for exactly this workload on this device."""
+        return self.rung in (3, 4)
+
+
+class Records:
+    """The records of all layers by specialization class, read once a class and kept until `flashgen.reload`."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._classes: dict[tuple[str, str], tuple[Found, ...]] = {}
+
+    def of(self, spec: Specialization, device: Device) -> tuple[Found, ...]:
+        """Every record of the class on any device of this architecture."""
+        key = (spec.family_key, device.arch)
+        if key not in self._classes:
+            found = self._layers.records(arch=device.arch, specialization=spec.family_key)
+            self._classes[key] = tuple(found)
+        return self._classes[key]
+
+
+def resolve(
+    workload: Workload, spec: Specialization, device: Device, records: Records, *, config: Config | None = None
+) -> Served:
+    """Walk the ladder of this module's docstring.
+
+    Raises:
+        ConfigError: the explicit config is not valid here.
+        UnsupportedError: no family supports the workload; the message lists each one's reason.
+    """
+    if config is not None:
+        reason = why_invalid(validate(config), spec, device)
+        if reason is not None:
+            raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
+        return Served(config=config, rung=1)
+    default = default_config(spec, device)  # before any look-up: an unsupported workload is an error, record or not
+    skipped: list[str] = []
+    found = records.of(spec, device)
+    for rung, candidates in _rungs(workload, device, found):
+        why_none = "no such record"
+        for record, layer in candidates:
+            reason = why_invalid(record.config, spec, device)
+            if reason is None:
+                return Served(config=record.config, rung=rung, record=record, layer=layer, skipped=tuple(skipped))
+            why_none = f"{record.config} cannot serve: {reason}"
+        skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
+    return Served(config=default, rung=8, skipped=tuple(skipped))
+
+
+def _rungs(workload: Workload, device: Device, found: Iterable[Found]) -> Iterator[tuple[int, list[Found]]]:
+    measured = [hit for hit in found if hit[0].provenance == "measured"]
+    here = [hit for hit in measured if hit[0].device.identity == device.identity]
+    exact = [hit for hit in here if hit[0].workload == workload]
+    yield 3, [hit for hit in exact if not hit[1].startswith(SHIPPED_PREFIX)]
+    yield 4, [hit for hit in exact if hit[1].startswith(SHIPPED_PREFIX)]
+    yield 5, _nearest(workload, here)
+    yield 6, _nearest(workload, [hit for hit in measured if hit[0].device.identity != device.identity])
+    predicted = [hit for hit in found if hit[0].provenance == "predicted"]
+    yield 7, _nearest(workload, [hit for hit in predicted if hit[0].device.identity == device.identity])
+
+
+def _nearest(workload: Workload, found: list[Found]) -> list[Found]:
+    return sorted(found, key=lambda hit: (distance(workload, hit[0].workload), hit[0].workload.key, hit[1]))
+
+
+def distance(one: Workload, other: Workload) -> float:
+    """How far apart two workloads of one specialization class are; see the module's docstring."""
+
+    def ratio(a: int, b: int) -> float:
+        return abs(math.log2(max(a, 1) / max(b, 1)))
+
+    lengths = ratio(one.seqlen_q, other.seqlen_q) + ratio(one.seqlen_k, other.seqlen_k)
+    heads = ratio(one.batch * one.nheads, other.batch * other.nheads)
+    groups = ratio(one.nheads // one.nheads_k, other.nheads // other.nheads_k)
+    return lengths + heads / 2 + groups / 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a call is served the way it is; `str()` is what `flashgen explain` prints."""
+
+    workload: Workload
+    specialization: Specialization
+    device: Device
+    served: Served
+    families: tuple[tuple[str, str | None], ...]
+    backend: str
+    digest: str
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the template has changed since the record was made."""
+        record = self.served.record
+        return record is not None and bool(record.source_digest) and record.source_digest != self.digest
+
+    def to_dict(self) -> dict[str, object]:
+        """The same facts for machines."""
+        record = self.served.record
+        return {
+            "workload": self.workload.key,
+            "specialization": self.specialization.key,
+            "device": self.device.name,
+            "device_identity": self.device.identity,
+            "rung": self.served.rung,
+            "rung_name": RUNGS[self.served.rung],
+            "backend": self.backend,
+            "family": self.served.config.family,
+            "knobs": dict(self.served.config.knobs),
+            "layer": self.served.layer,
+            "record_workload": record.workload.key if record else None,
+            "record_created": record.created if record else None,
+            "record_provenance": record.provenance if record else None,
+            "record_ms": record.time_ms if record else None,
+            "stale": self.is_stale,
+            "skipped": list(self.served.skipped),
+            "families": dict(self.families),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"workload   {self.workload.key}",
+            f"device     {self.device.name} ({self.device.identity})",
+            f"rung       {self.served.rung}. {RUNGS[self.served.rung]}",
+            f"backend    {self.backend}",
+            f"config     {self.served.config}",
+        ]
+        lines += _record_lines(self.served, self.is_stale)
+        lines += [f"skipped    {line}" for line in self.served.skipped]
+        lines += [f"family     {name}: {reason or 'applies'}" for name, reason in self.families]
+        return "\n".join(lines)
+
+
+def _record_lines(served: Served, stale: bool) -> list[str]:
+    record = served.record
+    if record is None:
+        return ["record     none: nothing was measured for this class of workloads"]
+    time = f"{record.time_ms:.4f} ms, {record.tflops:.0f} TFLOP/s" if record.time_ms and record.tflops else "no time"
+    made = f"{record.provenance} {record.created or 'at an unknown time'}"
+    versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
+    lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
+    if stale:
+        lines.append("           stale: the template has changed since; the config still serves")
+    if record.anchors:
+        others = ", ".join(f"{anchor.impl} {anchor.median_ms:.4f} ms" for anchor in record.anchors)
+        lines.append(f"           measured beside it: {others}")
+    return lines
+
+
+def explain(
+    workload: Workload,
+    spec: Specialization,
+    device: Device,
+    records: Records,
+    *,
+    config: Config | None = None,
+    backend: str = "generated",
+) -> Explanation:
+    """Walk the ladder and say which rung served, why the ones above did not, and what every family says.
+
+    Raises:
+        ConfigError: the explicit config is not valid here.
+        UnsupportedError: no family supports the workload.
+    """
+    served = resolve(workload, spec, device, records, config=config)
+    return Explanation(
+        workload=workload,
+        specialization=spec,
+        device=device,
+        served=served,
+        families=tuple(reasons(spec, device).items()),
+        backend=backend,
+        digest=render(spec, served.config).digest,
+    )
