@@ -51,6 +51,18 @@ class TrialFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateRanked:
+    """Without a GPU: a candidate was compiled and predicted (`predicted_ms`), or failed."""
+
+    workload: Workload
+    config: Config
+    predicted_ms: float | None
+    failure: Failure | None
+    number: int
+    best_ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinalsStarted:
     """Good candidates are measured again against each other: first `near` the best in short windows, then `last`."""
 
@@ -64,8 +76,9 @@ class FinalsStarted:
 class WorkloadFinished:
     """How a workload ended.
 
-    `status` is `tuned`, `kept` (the incumbent was not beaten), `skipped` (a current record exists), `failed` (no valid
-    candidate) or `unsupported` (no family applies). `record` is what the database now holds, if anything.
+    `status` is `tuned`, `kept` (the incumbent was not beaten), `predicted` (nothing was measured), `skipped` (a current
+    record exists), `failed` (no valid candidate) or `unsupported` (no family applies). `record` is what the database
+    now holds, if anything.
     """
 
     workload: Workload
@@ -97,7 +110,16 @@ class RunFinished:
         return tuple(outcome for outcome in self.outcomes if outcome.failed)
 
 
-Event = RunStarted | Warned | WorkloadStarted | TrialFinished | FinalsStarted | WorkloadFinished | RunFinished
+Event = (
+    RunStarted
+    | Warned
+    | WorkloadStarted
+    | TrialFinished
+    | CandidateRanked
+    | FinalsStarted
+    | WorkloadFinished
+    | RunFinished
+)
 OnEvent = Callable[[Event], None]
 
 _NAMES = {
@@ -105,6 +127,7 @@ _NAMES = {
     Warned: "warning",
     WorkloadStarted: "workload_started",
     TrialFinished: "trial",
+    CandidateRanked: "ranked",
     FinalsStarted: "finals",
     WorkloadFinished: "workload_finished",
     RunFinished: "run_finished",

@@ -98,11 +98,12 @@ def choose(results: Mapping[Config, Measurement], *, default: Config, incumbent:
     tied = [config for config in results if config == fastest or not beats(results[fastest], results[config])]
     if incumbent in tied:
         return incumbent
-    return min(tied, key=lambda config: _complexity(config, default))
+    return min(tied, key=lambda config: complexity(config, default))
 
 
-def _complexity(config: Config, default: Config) -> tuple[object, ...]:
+def complexity(config: Config, default: Config) -> tuple[object, ...]:
+    """A sort key: the order of simplicity that `choose` documents."""
     knobs, usual = dict(config.knobs), dict(default.knobs)
-    differing = len(set(config.knobs) ^ set(default.knobs)) if config.family == default.family else len(usual) + 1
+    differing = len(set(config.knobs) - set(default.knobs)) if config.family == default.family else len(usual) + 1
     sizes = tuple(int(knobs.get(name, 0)) for name in ("num_stages", "num_warps", "block_m", "block_n"))
     return (config != default, differing, *sizes, config.to_json())

@@ -9,8 +9,10 @@ For one program (`block_m` query rows of one head) and one step (`block_n` keys)
 | other arithmetic | (5 block_m block_n + block_m dv) / fp32 lanes | scale, max, subtract, sum, pack; masks add 3 |
 | shared memory | bytes / 128 | 128 bytes a clock; a key tile is written once, read per warpgroup (wgmma) or warp |
 | spills | 2 x spilled bytes x threads / 128 | every step stores and reloads them |
+| addresses | 8 operations for 16 bytes of a key tile | counted; none with tensor descriptors |
+| waiting | 300 | chain of product, row maximum, barrier and product of one step; not a resource, but it takes time |
 
-With u groups of warps that run independently (programs per multiprocessor times warpgroups) the parts overlap:
+With u groups of four warps that run independently (of all programs on a multiprocessor) the parts overlap:
 `busiest + (sum - busiest) / u`. A pipeline of s stages hides the latency of loads behind s - 1 steps of all programs.
 The number of steps of every query block follows the causal mask; programs fill `num_sms x occupancy` slots in waves:
 equal ones cost whole waves, unequal ones the mean and a tail that is short when heavy ones start first. Padding of
@@ -24,6 +26,7 @@ what it is for.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -35,11 +38,15 @@ from flashgen.core.workload import DTYPE_BYTES, Workload
 from flashgen.tuning.compile_pool import Compiled
 
 SUSTAINED = 0.68
+SCHEDULERS = 4
 EXP_PER_CLOCK = 16
 SMEM_BYTES_PER_CLOCK = 128
 LOAD_LATENCY = 900
 """Cycles from a load of a key tile to its arrival when it hits the L2."""
 
+STEP_LATENCY = 300
+ADDRESS_OPERATIONS = 8
+ADDRESS_BYTES = 16
 PROLOGUE = 3000
 """Cycles of a program outside of its loop: launch, the query tile's load, the division and the store."""
 
@@ -122,7 +129,7 @@ class _Model:
 
     def compute_ms(self) -> float:
         """Time of the grid if memory were free."""
-        full, masked = self._steps()
+        full, masked = _steps(self.workload, self.block_m, self.block_n)
         heads = self.workload.batch * self.workload.nheads
         programs = len(full) * heads
         slots = self.device.num_sms * self.compiled.occupancy
@@ -141,39 +148,30 @@ class _Model:
         """Time of the bytes that device memory and the L2 move if arithmetic were free."""
         if not self.device.bandwidth_gbs:
             return 0.0
-        full, masked = self._steps()
+        full, masked = _steps(self.workload, self.block_m, self.block_n)
         size = DTYPE_BYTES[self.workload.dtype]
         tile = self.block_n * (self.workload.head_dim + self.workload.head_dim_v) * size
         through_l2 = (sum(full) + sum(masked)) * self.workload.batch * self.workload.nheads * tile
         per_gbs = 1.0 / (self.device.bandwidth_gbs * 1e6)
         return max(self._dram_bytes() * per_gbs, through_l2 * per_gbs / L2_OVER_DRAM)
 
-    def _steps(self) -> tuple[list[int], list[int]]:
-        """Unmasked and masked steps of every query block of one head."""
-        w = self.workload
-        offset = w.seqlen_k - w.seqlen_q
-        full, masked = [], []
-        for start in range(0, w.seqlen_q, self.block_m):
-            last_row = min(start + self.block_m, w.seqlen_q) - 1
-            seen = min(max(last_row + offset + 1, 0), w.seqlen_k) if w.causal else w.seqlen_k
-            clear = min(max(start + offset + 1, 0), w.seqlen_k) if w.causal else w.seqlen_k
-            full.append(clear // self.block_n)
-            masked.append(-(-seen // self.block_n) - clear // self.block_n)
-        return full, masked
-
     def _step_cycles(self, resident: int, *, masked: bool) -> float:
         """Cycles that one program needs for one step while `resident` programs share the multiprocessor."""
         scores = self.block_m * self.block_n
-        operations = SCORE_OPERATIONS + (MASK_OPERATIONS if masked else 0)
+        operations = (SCORE_OPERATIONS + (MASK_OPERATIONS if masked else 0)) * scores
+        operations += self.block_m * self.workload.head_dim_v
+        if self.config["loads"] == "pointer":
+            operations += self._key_tile_bytes() // ADDRESS_BYTES * ADDRESS_OPERATIONS
         spilled = 2 * self.compiled.spills * self.warps * self.device.warp_size
         parts = (
             2 * scores * self.head_dims / self._matrix_rate(),
             scores / EXP_PER_CLOCK,
-            (operations * scores + self.block_m * self.workload.head_dim_v) / self.rates.lanes,
+            operations / self.rates.lanes,
             (self._smem_bytes() + spilled) / SMEM_BYTES_PER_CLOCK,
         )
-        independent = resident * max(1.0, self.warps / 4)
-        busy = max(parts) + (sum(parts) - max(parts)) / independent
+        groups = resident * self.warps / SCHEDULERS
+        busy = max(parts) + (sum(parts) + STEP_LATENCY - max(parts)) / max(1.0, groups)
+        busy /= min(1.0, groups)  # fewer warps than schedulers leave some of them idle
         # programs take turns: each waits for the others' steps, during which its own loads travel
         waited = max(self.stages - 1, 0) * busy * resident
         return resident * busy + max(0.0, LOAD_LATENCY - waited) / max(self.stages, 1)
@@ -189,13 +187,15 @@ class _Model:
             rate *= self.block_m / wide
         return rate
 
+    def _key_tile_bytes(self) -> int:
+        return self.block_n * self.head_dims * DTYPE_BYTES[self.workload.dtype]
+
     def _smem_bytes(self) -> float:
         size = DTYPE_BYTES[self.workload.dtype]
-        tiles = self.block_n * self.head_dims * size
         rows = self.rates.rows_per_read or max(16, self.block_m // self.warps)
         readers = max(1, self.block_m // rows)
         query = self.block_m * _power_of_two(self.workload.head_dim) * size if self.rates.rows_per_read else 0
-        return tiles * (readers + 1) + query
+        return self._key_tile_bytes() * (readers + 1) + query
 
     def _equal_waves(self, programs: int, slots: int, cycles: float) -> float:
         whole, rest = divmod(programs, slots)
@@ -213,6 +213,20 @@ class _Model:
         held = heads_k * keys / max(w.batch * w.nheads_k, 1)
         waves = max(1.0, blocks * group / slots) if held > 0.8 * self.device.l2_bytes > 0 else 1.0
         return w.bytes + (waves - 1) * keys
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(w: Workload, block_m: int, block_n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Unmasked and masked steps of every query block of one head."""
+    offset = w.seqlen_k - w.seqlen_q
+    full, masked = [], []
+    for start in range(0, w.seqlen_q, block_m):
+        last_row = min(start + block_m, w.seqlen_q) - 1
+        seen = min(max(last_row + offset + 1, 0), w.seqlen_k) if w.causal else w.seqlen_k
+        clear = min(max(start + offset + 1, 0), w.seqlen_k) if w.causal else w.seqlen_k
+        full.append(clear // block_n)
+        masked.append(-(-seen // block_n) - clear // block_n)
+    return tuple(full), tuple(masked)
 
 
 def _power_of_two(value: int) -> int:

@@ -1,0 +1,120 @@
+"""What a search starts from: the valid sets of the families that apply, and the configs to try first."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flashgen.codegen.families import applicable, default_config
+from flashgen.codegen.portable_forward import FAMILY_ID as MODELLED_FAMILY
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.record import TuningRecord
+from flashgen.core.workload import Specialization, Workload
+from flashgen.tuning.finals import complexity
+from flashgen.tuning.lattice import FamilySpace
+from flashgen.tuning.predict import estimate, predict_ms
+
+TIE = 0.005
+"""Predictions closer than this share are equal, and the simpler config goes first."""
+
+FAR = 1.5
+"""A tile predicted to be slower than this many times the best waits until the others had several variants."""
+
+TILE_KNOBS = ("block_m", "block_n", "num_warps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The valid sets of a workload on a device, and the default config."""
+
+    spaces: tuple[FamilySpace, ...]
+    default: Config
+
+    @classmethod
+    def of(cls, workload: Workload, device: Device) -> Candidates:
+        """Enumerate them.
+
+        Raises:
+            UnsupportedError: no family applies; the message has every family's reason.
+        """
+        return _candidates(workload.specialization, device)
+
+    @property
+    def count(self) -> int:
+        """Valid configs of all families together."""
+        return sum(len(space.configs) for space in self.spaces)
+
+
+@functools.lru_cache(maxsize=16)
+def _candidates(spec: Specialization, device: Device) -> Candidates:
+    return Candidates(
+        spaces=tuple(FamilySpace.of(family, spec, device) for family in applicable(spec, device)),
+        default=default_config(spec, device),
+    )
+
+
+def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device, most: int) -> tuple[Config, ...]:
+    """Different configs of the records nearest to `workload`: this device first, then its architecture, then the rest.
+
+    Shapes are compared by the logarithms of heads (times batch) and lengths; measured records go before predicted ones.
+    """
+
+    def far(record: TuningRecord) -> tuple[object, ...]:
+        same_device = record.device.identity == device.identity
+        return (
+            not same_device,
+            record.device.arch != device.arch,
+            record.provenance != "measured",
+            _distance(record.workload, workload),
+            record.workload.key,
+        )
+
+    return tuple(dict.fromkeys(record.config for record in sorted(records, key=far)))[:most]
+
+
+def by_prediction(configs: Sequence[Config], default: Config, workload: Workload, device: Device) -> list[Config]:
+    """Modelled configs in the order in which they are worth a compile.
+
+    The best variant of each tile comes before the second best of any, so that a small budget meets different kernels.
+    """
+    spec_configs = [config for config in configs if config.family == MODELLED_FAMILY]
+    times = {c: predict_ms(workload, c, device, estimate(workload, c, device)) for c in spec_configs}
+    if not times:
+        return []
+    limit = FAR * min(times.values())
+    ranks = {c: (round(math.log(time) / TIE), complexity(c, default)) for c, time in times.items()}
+    variants: Counter[tuple[object, ...]] = Counter()
+    turn: dict[Config, int] = {}
+    for config in sorted(times, key=lambda c: ranks[c]):
+        tile = tuple(config[name] for name in TILE_KNOBS)
+        turn[config] = variants[tile] + (8 if times[config] > limit else 0)
+        variants[tile] += 1
+    return sorted(times, key=lambda c: (turn[c], ranks[c]))
+
+
+def favourites(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[Config]:
+    """The configs of different tiles that the analytic model likes best, all other knobs as in the default."""
+    default = candidates.default
+    rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, "num_stages")]
+    configs = [
+        config
+        for space in candidates.spaces
+        if space.family == default.family
+        for config in space.configs
+        if all(config[name] == default[name] for name in rest)
+    ]
+    return by_prediction(configs, default, workload, device)[:most]
+
+
+def _distance(one: Workload, other: Workload) -> float:
+    pairs = (
+        (one.batch * one.nheads, other.batch * other.nheads),
+        (one.nheads * other.nheads_k, other.nheads * one.nheads_k),
+        (one.seqlen_q, other.seqlen_q),
+        (one.seqlen_k, other.seqlen_k),
+    )
+    return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)

@@ -1,0 +1,77 @@
+"""What all parts of one tuning run share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+from flashgen.core.device import Device
+from flashgen.core.errors import TuningError
+from flashgen.core.record import TuningRecord, Versions
+from flashgen.db.store import Store
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.compile_pool import SPILL_LIMIT_BYTES, Compiler
+from flashgen.tuning.events import OnEvent
+from flashgen.tuning.finals import Finals
+
+Neighbours = Callable[[str], Iterable[TuningRecord]]
+"""The known records of a class of workloads (`Specialization.family_key`), of any device and layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to search.
+
+    Attributes:
+        seed: equal seeds, budgets in trials and times give equal runs.
+        retune: search again where a current record exists.
+        lookahead: candidates that are compiled ahead of the one that is measured.
+        finals: windows and rounds of the last comparisons.
+        spill_limit_bytes: local memory of a thread above which a candidate is not measured.
+        neighbours: how many configs of the nearest records are tried after the default.
+        favourites: how many configs that the analytic model likes best are tried after those.
+    """
+
+    seed: int = 0
+    retune: bool = False
+    lookahead: int = 4
+    finals: Finals = field(default_factory=Finals)
+    spill_limit_bytes: int = SPILL_LIMIT_BYTES
+    neighbours: int = 4
+    favourites: int = 6
+
+    def __post_init__(self) -> None:
+        if self.lookahead < 1:
+            raise TuningError(f"at least 1 candidate is compiled ahead, got {self.lookahead}")
+        if min(self.neighbours, self.favourites, self.spill_limit_bytes) < 0:
+            raise TuningError(f"counts of an options value are at least 0, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """One run: its device, where results go, who compiles, what may be spent, and who is told."""
+
+    device: Device
+    versions: Versions
+    store: Store
+    compiler: Compiler
+    budget: Budget
+    options: Options
+    neighbours: Neighbours
+    emit: OnEvent
+    clock: Callable[[], float] = time.monotonic
+
+
+def timestamp() -> str:
+    """Now, as ISO 8601 in UTC with microseconds: trials are often less than a second apart."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+
+
+def moment(text: str) -> datetime:
+    """The time that a stored text names; an empty one is before all others, one without a zone is UTC."""
+    if not text:
+        return datetime.min.replace(tzinfo=timezone.utc)
+    found = datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
+    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)

@@ -1,0 +1,317 @@
+"""The search for one workload on a GPU: a pipeline of compiles ahead of measurements, then finals, then a record.
+
+Every trial is stored as it completes. The trials stored since the last record of the workload are an unfinished search
+of it: they are told to the new one, which goes on from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+
+from flashgen.codegen.render import render
+from flashgen.core.config import Config
+from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord
+from flashgen.core.workload import Workload
+from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob
+from flashgen.tuning.candidates import Candidates, favourites, nearest
+from flashgen.tuning.compile_pool import rejected
+from flashgen.tuning.context import Context, moment, timestamp
+from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
+from flashgen.tuning.finals import choose, near_best, with_guards
+from flashgen.tuning.search import Proposal, Search
+
+DROP_FACTOR = 2.0
+"""A probe slower than so many times the best ends an evaluation: it will not be in the finals."""
+
+GRACE = 3.0
+"""A search without any valid candidate goes on for so many times its share of a budget in seconds."""
+
+
+class MeasuredSearch:
+    """One workload on the GPU of an executor.
+
+    Args:
+        context: the run.
+        executor: measures.
+        workload: what to tune.
+
+    Raises:
+        UnsupportedError: no family applies to the workload on this device.
+    """
+
+    def __init__(self, context: Context, executor: Executor, workload: Workload) -> None:
+        self._context = context
+        self._executor = executor
+        self._workload = workload
+        self._spec = workload.specialization
+        self._started = context.clock()
+        self._candidates = Candidates.of(workload, context.device)
+        self._incumbent = _incumbent(context, workload)
+        self._measured: dict[Config, Measurement] = {}
+        self._failures: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}
+        self._reference_ms: float | None = None
+        self._resumed = _unfinished(context, workload)
+        self._search = self._new_search()
+
+    def warm_up(self) -> None:
+        """Have the first candidates compiled, while the GPU still works for another workload."""
+        for _ in range(self._context.options.lookahead):
+            proposal = self._search.ask()
+            if proposal is not None:
+                self._context.compiler.submit(self._spec, proposal.config)
+
+    def run(self, before_finals: Callable[[], None]) -> WorkloadFinished:
+        """Search, compare the best again, and store the winner's record.
+
+        `before_finals` is called when the compile pool has nothing more to do for this workload.
+        """
+        context = self._context
+        finals_s = context.options.finals.expected_s
+        context.emit(
+            WorkloadStarted(
+                workload=self._workload,
+                candidates=self._candidates.count,
+                resumed_trials=len(self._resumed),
+                budget_trials=context.budget.trials,
+                budget_s=context.budget.seconds,
+            )
+        )
+        self._search_within(context.budget.search_seconds(finals_s))
+        before_finals()
+        record = self._decide()
+        if record is None:
+            return self._finished("failed", None, self._why_failed())
+        context.store.put_record(record)
+        kept = self._incumbent is not None and record.config == self._incumbent.config
+        reason = "the incumbent was not beaten by more than the noise" if kept else ""
+        return self._finished("kept" if kept else "tuned", record, reason)
+
+    def _new_search(self) -> Search:
+        first = [(self._candidates.default, "default")]
+        if self._incumbent is not None:
+            first.append((self._incumbent.config, "neighbour"))
+        known = self._context.neighbours(self._spec.family_key)
+        options, device = self._context.options, self._context.device
+        first += [(config, "neighbour") for config in nearest(known, self._workload, device, options.neighbours)]
+        first += [
+            (config, "model") for config in favourites(self._candidates, self._workload, device, options.favourites)
+        ]
+        for trial in self._resumed:
+            self._count(trial.config, trial.outcome)
+        return Search(
+            self._candidates.spaces,
+            first=first,
+            seed=options.seed,
+            name=self._spec.key,
+            trials=[dataclasses.replace(trial, outcome=self._levelled(trial.outcome)) for trial in self._resumed],
+        )
+
+    def _search_within(self, seconds: float | None) -> None:
+        """Keep `lookahead` candidates compiling, measure them in the order they were asked for, tell the search."""
+        context = self._context
+        waiting: deque[Proposal] = deque()
+        asked = len(self._resumed)
+        while True:
+            while len(waiting) < context.options.lookahead and asked < (context.budget.trials or math.inf):
+                proposal = self._search.ask()
+                if proposal is None:
+                    break
+                context.compiler.submit(self._spec, proposal.config)
+                waiting.append(proposal)
+                asked += 1
+            if not waiting or (seconds is not None and self._time_is_up(seconds)):
+                return
+            proposal = waiting.popleft()
+            outcome = self._evaluate(proposal.config)
+            self._count(proposal.config, outcome)
+            self._search.tell(proposal.config, self._levelled(outcome))
+            self._keep(proposal, outcome)
+
+    def _time_is_up(self, seconds: float) -> bool:
+        spent = self._context.clock() - self._started
+        if self._measured:
+            return spent >= seconds
+        return bool(self._failures) and spent >= GRACE * seconds
+
+    def _evaluate(self, config: Config) -> Outcome:
+        compiled = self._context.compiler.result(self._spec, config)
+        reason = rejected(compiled, spill_limit_bytes=self._context.options.spill_limit_bytes)
+        if reason is not None:
+            return reason
+        best = self._best()
+        drop = DROP_FACTOR * self._measured[best].median_ms if best else None
+        return self._executor.evaluate(EvaluateJob(workload=self._workload, config=config, drop_above_ms=drop))
+
+    def _count(self, config: Config, outcome: Outcome) -> None:
+        if isinstance(outcome, Failure):
+            self._failures[outcome.stage] += 1
+            self._reasons.setdefault(outcome.stage, outcome.reason)
+            return
+        if self._reference_ms is None:
+            self._reference_ms = outcome.reference_ms
+        levelled = self._levelled(outcome)
+        assert isinstance(levelled, Measurement)
+        self._measured[config] = levelled
+
+    def _levelled(self, outcome: Outcome) -> Outcome:
+        """A time as it would be in the first round: clocks change, the ratio to the reference of a round stays."""
+        if isinstance(outcome, Failure) or outcome.reference_ms is None or self._reference_ms is None:
+            return outcome
+        level = self._reference_ms / outcome.reference_ms
+        return dataclasses.replace(outcome, times_ms=tuple(level * time for time in outcome.times_ms))
+
+    def _keep(self, proposal: Proposal, outcome: Outcome) -> None:
+        trial = self._trial(proposal.config, proposal.source, outcome)
+        self._context.store.put_trial(trial)
+        best = self._best()
+        self._context.emit(
+            TrialFinished(
+                trial=trial,
+                number=len(self._measured) + sum(self._failures.values()),
+                best_ms=self._measured[best].median_ms if best else None,
+                best_config=best,
+            )
+        )
+
+    def _trial(self, config: Config, source: str, outcome: Outcome) -> Trial:
+        return Trial(
+            workload=self._workload,
+            device=self._context.device,
+            config=config,
+            source=source,
+            outcome=outcome,
+            created=timestamp(),
+        )
+
+    def _best(self) -> Config | None:
+        return min(self._measured, key=lambda config: self._measured[config].median_ms, default=None)
+
+    def _decide(self) -> TuningRecord | None:
+        """Both races of the finals; None if no candidate is left."""
+        finals = self._context.options.finals
+        incumbent = self._incumbent.config if self._incumbent else None
+        near = near_best(self._measured, share=finals.near_share, most=finals.near_most)
+        if len(near) > finals.last:
+            job = RaceJob(
+                workload=self._workload,
+                configs=near,
+                rounds=finals.near_rounds,
+                warm_s=finals.near_warm_s,
+                window_s=finals.near_window_s,
+            )
+            results, _ = self._race(job, "near", finals.near_s(len(near)))
+            near = tuple(sorted(results, key=lambda config: results[config].median_ms))
+        default = self._candidates.default
+        guards = [config for config in (default, incumbent) if config in self._measured]
+        last = with_guards(near[: finals.last], *guards)
+        if not last:
+            return None
+        job = RaceJob(
+            workload=self._workload,
+            configs=last,
+            rounds=self._rounds(len(last)),
+            warm_s=finals.warm_s,
+            window_s=finals.window_s,
+            anchors=True,
+        )
+        results, anchors = self._race(job, "last", finals.last_s(len(last)))
+        if not results:
+            return self._decide()  # all of them failed just now: the next best ones have their turn
+        winner = choose(results, default=default, incumbent=incumbent)
+        return self._record(winner, results[winner], anchors)
+
+    def _rounds(self, configs: int) -> int:
+        """Rounds of the last race that fit what is left of the budget, at least two where the plan has them."""
+        finals, seconds = self._context.options.finals, self._context.budget.seconds
+        if seconds is None:
+            return finals.rounds
+        left = seconds - (self._context.clock() - self._started)
+        return max(min(2, finals.rounds), min(finals.rounds, int(left / (finals.last_s(configs) / finals.rounds))))
+
+    def _race(
+        self, job: RaceJob, stage: str, expected_s: float
+    ) -> tuple[dict[Config, Measurement], tuple[Anchor, ...]]:
+        self._context.emit(
+            FinalsStarted(workload=self._workload, stage=stage, configs=job.configs, expected_s=expected_s)
+        )
+        answer = self._executor.race(job)
+        results: dict[Config, Measurement] = {}
+        for config, outcome in zip(job.configs, answer.outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                # what fails under long load must not be served, nor be tried again by a resumed search
+                del self._measured[config]
+                self._count(config, outcome)
+                self._context.store.put_trial(self._trial(config, "finals", outcome))
+            else:
+                results[config] = outcome
+        return results, answer.anchors
+
+    def _record(self, winner: Config, measurement: Measurement, anchors: tuple[Anchor, ...]) -> TuningRecord:
+        errors = self._measured[winner]
+        return TuningRecord(
+            workload=self._workload,
+            device=self._context.device,
+            config=winner,
+            provenance="measured",
+            measurement=dataclasses.replace(
+                measurement,
+                max_error=max(measurement.max_error, errors.max_error),
+                mean_error=max(measurement.mean_error, errors.mean_error),
+            ),
+            source_digest=render(self._spec, winner).digest,
+            versions=self._context.versions,
+            anchors=anchors,
+            created=timestamp(),
+        )
+
+    def _why_failed(self) -> str:
+        if not self._failures:
+            return "no candidate was tried within the budget"
+        counted = ", ".join(f"{count} x {stage} ({self._reasons[stage]})" for stage, count in self._failures.items())
+        return f"no candidate is valid: {counted}"
+
+    def _finished(self, status: str, record: TuningRecord | None, reason: str) -> WorkloadFinished:
+        return WorkloadFinished(
+            workload=self._workload,
+            status=status,
+            record=record,
+            trials=len(self._measured) + sum(self._failures.values()),
+            failures=tuple(sorted(self._failures.items())),
+            reason=reason,
+            seconds=self._context.clock() - self._started,
+        )
+
+
+def current_record(context: Context, workload: Workload) -> TuningRecord | None:
+    """The measured record of the run's own database, if its kernel is still what the template gives."""
+    record = context.store.record(workload, context.device)
+    return record if record is not None and record.provenance == "measured" and is_current(record) else None
+
+
+def is_current(record: TuningRecord) -> bool:
+    """Whether the template still gives the source that the record was made with."""
+    return render(record.workload.specialization, record.config).digest == record.source_digest
+
+
+def _incumbent(context: Context, workload: Workload) -> TuningRecord | None:
+    """What is served for the workload today: the own database's measured record, else another layer's."""
+    own = context.store.record(workload, context.device)
+    known = [own] if own else []
+    known += [
+        record
+        for record in context.neighbours(workload.specialization.family_key)
+        if record.workload == workload and record.device.identity == context.device.identity
+    ]
+    return next((record for record in known if record.provenance == "measured"), None)
+
+
+def _unfinished(context: Context, workload: Workload) -> list[Trial]:
+    """The stored trials of a search that has not led to a record yet."""
+    record = context.store.record(workload, context.device)
+    since = moment(record.created if record is not None and record.provenance == "measured" else "")
+    trials = [trial for trial in context.store.trials(workload, context.device) if moment(trial.created) > since]
+    return sorted(trials, key=lambda trial: moment(trial.created))

@@ -1,0 +1,66 @@
+"""The closing table of a run: one row for each workload, with everything a reader compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flashgen.core.device import Device
+from flashgen.core.record import TuningRecord
+from flashgen.tuning.events import WorkloadFinished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRow:
+    """What was chosen for a workload and how good it is; None where it is not known.
+
+    `peak_share` is of the data sheet's matrix rate. `sdpa_ratio` is the time of torch's best SDPA backend over ours
+    (above 1 means that ours is faster). `spread` is (slowest - fastest) / median of the windows. `source` is measured,
+    predicted or empty.
+    """
+
+    workload: str
+    status: str
+    config: str
+    ms: float | None
+    tflops: float | None
+    peak_share: float | None
+    sdpa_ratio: float | None
+    sdpa_impl: str
+    spread: float | None
+    source: str
+    reason: str
+
+
+def report_rows(outcomes: Iterable[WorkloadFinished], device: Device) -> tuple[ReportRow, ...]:
+    """The rows of a run's outcomes, in their order."""
+    return tuple(_row(outcome, device) for outcome in outcomes)
+
+
+def peak_share(tflops: float | None, device: Device) -> float | None:
+    """Share of the device's peak, None where either is not known."""
+    return tflops / device.peak_tflops if tflops is not None and device.peak_tflops else None
+
+
+def short_config(record: TuningRecord) -> str:
+    """The knob values in the order of their names, without those that are off: `block_m=128 loads=descriptor ...`."""
+    return " ".join(f"{name}={value}" for name, value in record.config.knobs if value not in (0, False))
+
+
+def _row(outcome: WorkloadFinished, device: Device) -> ReportRow:
+    record = outcome.record
+    anchor = record.best_anchor if record else None
+    time_ms = record.time_ms if record else None
+    return ReportRow(
+        workload=outcome.workload.key,
+        status=outcome.status,
+        config=short_config(record) if record else "",
+        ms=time_ms,
+        tflops=record.tflops if record else None,
+        peak_share=peak_share(record.tflops, device) if record else None,
+        sdpa_ratio=anchor.median_ms / time_ms if anchor and time_ms else None,
+        sdpa_impl=anchor.impl if anchor else "",
+        spread=record.measurement.spread if record and record.measurement else None,
+        source=record.provenance if record else "",
+        reason=outcome.reason,
+    )

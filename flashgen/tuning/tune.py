@@ -1,0 +1,231 @@
+"""`tune`: from workloads to records in a database, measured on a GPU or predicted for one that is not there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from flashgen.core.device import Device
+from flashgen.core.errors import FlashgenError, MeasureError, UnsupportedError
+from flashgen.core.record import TuningRecord, Versions
+from flashgen.core.workload import Workload
+from flashgen.db.store import Store
+from flashgen.measure.protocol import Executor
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.candidates import Candidates
+from flashgen.tuning.compile_pool import Compiler
+from flashgen.tuning.context import Context, Neighbours, Options
+from flashgen.tuning.events import OnEvent, RunFinished, RunStarted, Warned, WorkloadFinished
+from flashgen.tuning.measured import MeasuredSearch, current_record, is_current
+from flashgen.tuning.predicted import PredictedSearch, current_prediction
+
+EVALUATE_S = 0.5
+"""Typical seconds of one measured trial: oracle shared, verification, probe and short windows."""
+
+COMPILE_S = 2.0
+"""Typical seconds of one compile on one CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What a run would do for a workload: `status` is `tune`, `skip` (a current record exists) or `unsupported`."""
+
+    workload: Workload
+    status: str
+    candidates: int
+    stored_trials: int
+    expected_s: float
+    reason: str = ""
+
+
+def tune(
+    workloads: Sequence[Workload],
+    *,
+    device: Device,
+    store: Store,
+    compiler: Compiler,
+    executor: Executor | None,
+    budget: Budget,
+    options: Options | None = None,
+    versions: Versions | None = None,
+    neighbours: Neighbours | None = None,
+    on_event: OnEvent = lambda event: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> RunFinished:
+    """Tune workloads one after the other, those of one specialization together.
+
+    Trials and records are stored as they come: an interrupt or a crash loses at most the trial in flight, and the same
+    call goes on where it stopped. A workload without a valid candidate is reported, and the others go on.
+
+    Args:
+        workloads: what to tune.
+        device: the GPU of `executor`, or the one to predict for.
+        store: the database to resume from and write to.
+        compiler: compiles ahead for `device`.
+        executor: measures; None predicts instead.
+        budget: for each workload.
+        options: how to search.
+        versions: what to write into predicted records; measured ones have the executor's.
+        neighbours: known records by `Specialization.family_key`; the store's if not given.
+        on_event: is told everything as it happens, in the calling thread.
+        clock: seconds that only grow.
+
+    Returns:
+        All outcomes; `interrupted` says that a KeyboardInterrupt ended the run.
+
+    Raises:
+        MeasureError: the executor cannot measure at all, or measures on another device.
+        DatabaseError: results cannot be stored.
+    """
+    context = Context(
+        device=device,
+        versions=_versions(executor, device, versions, on_event),
+        store=store,
+        compiler=compiler,
+        budget=budget,
+        options=options or Options(),
+        neighbours=_together(store, neighbours),
+        emit=on_event,
+        clock=clock,
+    )
+    ordered = grouped(workloads)
+    started = clock()
+    context.emit(RunStarted(device=device, workloads=ordered, measured=executor is not None))
+    outcomes: list[WorkloadFinished] = []
+    interrupted = False
+    try:
+        for position, workload in enumerate(ordered):
+            outcomes.append(_one(context, executor, workload, ordered[position + 1 :]))
+            context.emit(outcomes[-1])
+    except KeyboardInterrupt:
+        interrupted = True
+    finished = RunFinished(device=device, outcomes=tuple(outcomes), interrupted=interrupted, seconds=clock() - started)
+    context.emit(finished)
+    return finished
+
+
+def plan(
+    workloads: Sequence[Workload],
+    *,
+    device: Device,
+    store: Store | None,
+    budget: Budget,
+    measured: bool,
+    jobs: int,
+    options: Options | None = None,
+) -> tuple[Planned, ...]:
+    """What `tune` would do, in its order, and about how long it would take; nothing is compiled or measured.
+
+    `store` is None where there is no database yet.
+    """
+    chosen = options or Options()
+    return tuple(_planned(w, device, store, budget, measured, jobs, chosen) for w in grouped(workloads))
+
+
+def grouped(workloads: Iterable[Workload]) -> tuple[Workload, ...]:
+    """Each workload once, those of one specialization together, groups and members in the order they came."""
+    groups: dict[str, dict[Workload, None]] = {}
+    for workload in workloads:
+        groups.setdefault(workload.specialization.key, {})[workload] = None
+    return tuple(workload for group in groups.values() for workload in group)
+
+
+def _one(
+    context: Context, executor: Executor | None, workload: Workload, following: Sequence[Workload]
+) -> WorkloadFinished:
+    current = current_record if executor is not None else current_prediction
+    try:
+        record = None if context.options.retune else current(context, workload)
+        if record is not None:
+            return _ended(workload, "skipped", f"tuned on {record.created[:10] or 'an unknown day'}", record)
+        if executor is None:
+            return PredictedSearch(context, workload).run()
+        return MeasuredSearch(context, executor, workload).run(lambda: _warm_up(context, executor, workload, following))
+    except UnsupportedError as error:
+        return _ended(workload, "unsupported", str(error))
+
+
+def _warm_up(context: Context, executor: Executor, done: Workload, following: Sequence[Workload]) -> None:
+    """Let the compile pool begin with the next specialization while the finals keep the GPU busy."""
+    for workload in following:
+        if context.options.retune or current_record(context, workload) is None:
+            if workload.specialization != done.specialization:
+                try:
+                    MeasuredSearch(context, executor, workload).warm_up()
+                except UnsupportedError:
+                    continue  # it will be reported when its turn comes
+            return
+
+
+def _ended(workload: Workload, status: str, reason: str, record: TuningRecord | None = None) -> WorkloadFinished:
+    return WorkloadFinished(
+        workload=workload, status=status, record=record, trials=0, failures=(), reason=reason, seconds=0.0
+    )
+
+
+def _versions(executor: Executor | None, device: Device, versions: Versions | None, on_event: OnEvent) -> Versions:
+    if executor is None:
+        return versions or Versions()
+    host = executor.describe()
+    if host.device.identity != device.identity:
+        raise MeasureError(f"an executor measures on the device that is tuned, {device.identity}, not {host.device}")
+    if host.other_processes:
+        named = ", ".join(host.other_processes)
+        on_event(Warned(message=f"other processes use this GPU, so times will be noisy: {named}"))
+    return host.versions
+
+
+def _together(store: Store, neighbours: Neighbours | None) -> Neighbours:
+    """The given look-up and the store, which has what this run found a moment ago."""
+
+    def both(specialization: str) -> list[TuningRecord]:
+        own = store.records(specialization=specialization)
+        return own + list(neighbours(specialization) if neighbours else ())
+
+    return both
+
+
+def _planned(
+    workload: Workload,
+    device: Device,
+    store: Store | None,
+    budget: Budget,
+    measured: bool,
+    jobs: int,
+    options: Options,
+) -> Planned:
+    try:
+        candidates = Candidates.of(workload, device)
+    except FlashgenError as error:
+        return Planned(
+            workload=workload, status="unsupported", candidates=0, stored_trials=0, expected_s=0.0, reason=str(error)
+        )
+    trials = len(store.trials(workload, device)) if store else 0
+    record = store.record(workload, device) if store and not options.retune else None
+    if record is not None and is_current(record) and (record.provenance == "measured" or not measured):
+        reason = f"a {record.provenance} record of {record.created[:10]} is current"
+        return Planned(
+            workload=workload,
+            status="skip",
+            candidates=candidates.count,
+            stored_trials=trials,
+            expected_s=0.0,
+            reason=reason,
+        )
+    return Planned(
+        workload=workload,
+        status="tune",
+        candidates=candidates.count,
+        stored_trials=trials,
+        expected_s=_expected_s(candidates.count, budget, measured, jobs, options),
+    )
+
+
+def _expected_s(candidates: int, budget: Budget, measured: bool, jobs: int, options: Options) -> float:
+    if budget.seconds is not None:
+        return budget.seconds
+    trials = min(budget.trials or candidates, candidates)
+    if not measured:
+        return trials * COMPILE_S / jobs
+    return trials * max(EVALUATE_S, COMPILE_S / jobs) + options.finals.expected_s

@@ -1,0 +1,123 @@
+"""An executor and a compiler that need no GPU: a rugged time model with noise, drift, faults and a fake clock."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device, find_device
+from flashgen.core.record import Anchor, Failure, Measurement, Versions
+from flashgen.core.workload import Specialization, Workload
+from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
+from flashgen.tuning.compile_pool import Compiled
+
+H200 = find_device("h200")
+REFERENCE_MS = 0.7
+
+
+def chance(*parts: object) -> float:
+    text = "/".join(str(part) for part in parts)
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 2**32
+
+
+def true_ms(workload: Workload, config: Config) -> float:
+    """The time without noise: a smooth best near 128 x 64 with 8 warps and 3 stages, and 20 per cent of ruggedness."""
+    block_m, block_n, warps = (config.integer(name) for name in ("block_m", "block_n", "num_warps"))
+    ideal = workload.flops / 500e9
+    factor = 1 + 0.4 * abs(math.log2(block_m / 128)) + 0.3 * abs(math.log2(block_n / 64))
+    factor *= 1 + 0.2 * abs(math.log2(warps * 16 / block_m)) + 0.05 * abs(config.integer("num_stages") - 3)
+    factor *= 1.0 if config["loads"] == "descriptor" else 1.1
+    return ideal * factor * (1 + 0.2 * chance("rugged", workload.specialization.key, config))
+
+
+@dataclass
+class Clock:
+    """Seconds that pass only when something says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeCompiler:
+    """Every candidate compiles at once, except the shares that fail, spill or do not fit."""
+
+    failing: float = 0.05
+    spilling: float = 0.1
+    submitted: list[tuple[Specialization, Config]] = field(default_factory=list)
+
+    def submit(self, spec: Specialization, config: Config) -> None:
+        if (spec, config) not in self.submitted:
+            self.submitted.append((spec, config))
+
+    def result(self, spec: Specialization, config: Config) -> Compiled | Failure:
+        self.submit(spec, config)
+        if chance("build", spec.key, config) < self.failing:
+            return Failure(stage="build", reason="planted")
+        spills = 1000 if chance("spills", spec.key, config) < self.spilling else 0
+        return Compiled(registers=128, spills=spills, shared_bytes=65536, occupancy=1, source_digest="d")
+
+
+@dataclass
+class FakeExecutor:
+    """Times `true_ms` with noise of a given size and a slow drift that the reference kernel shares.
+
+    `on_evaluate` is called before the n-th evaluation (from 0) and may raise; `broken` says why a config fails.
+    """
+
+    clock: Clock = field(default_factory=Clock)
+    noise: float = 0.004
+    seed: int = 0
+    device: Device = H200
+    evaluate_s: float = 0.4
+    others: tuple[str, ...] = ()
+    on_evaluate: Callable[[int], None] = lambda number: None
+    broken: Callable[[Config], Failure | None] = lambda config: None
+    broken_in_race: Callable[[Config], Failure | None] = lambda config: None
+    evaluated: list[tuple[Workload, Config]] = field(default_factory=list)
+    races: list[RaceJob] = field(default_factory=list)
+    calls: int = 0
+
+    def describe(self) -> HostInfo:
+        versions = Versions(flashgen="0", triton="3.6.0", torch="2.11", driver="580")
+        return HostInfo(device=self.device, versions=versions, other_processes=self.others)
+
+    def evaluate(self, job: EvaluateJob) -> Outcome:
+        self.on_evaluate(len(self.evaluated))
+        self.clock.now += self.evaluate_s
+        self.evaluated.append((job.workload, job.config))
+        failure = self.broken(job.config)
+        if failure is not None:
+            return failure
+        time = true_ms(job.workload, job.config)
+        if job.drop_above_ms is not None and time > job.drop_above_ms:
+            return Measurement(times_ms=(time,))
+        drift = 1 + 0.1 * math.sin(len(self.evaluated) / 7)
+        times = tuple(drift * time * self._noise() for _ in range(3))
+        return Measurement(times_ms=times, max_error=1e-3, mean_error=1e-4, reference_ms=drift * REFERENCE_MS)
+
+    def race(self, job: RaceJob) -> RaceResult:
+        self.races.append(job)
+        others = 4 if job.anchors else 1
+        self.clock.now += job.rounds * (len(job.configs) + others) * (job.warm_s + job.window_s)
+        drifts = [1 + 0.05 * math.cos(number) for number in range(job.rounds)]
+        outcomes: list[Outcome] = []
+        for config in job.configs:
+            failure = self.broken_in_race(config)
+            times = tuple(d * true_ms(job.workload, config) * self._noise() for d in drifts)
+            outcomes.append(failure or Measurement(times_ms=times, reference_ms=REFERENCE_MS, sm_clock_mhz=1700.0))
+        flash = Anchor(impl="sdpa-flash", median_ms=job.workload.flops / 345e9)
+        cudnn = Anchor(impl="sdpa-cudnn", median_ms=job.workload.flops / 600e9)
+        return RaceResult(outcomes=tuple(outcomes), anchors=(flash, cudnn) if job.anchors else ())
+
+    def close(self) -> None:
+        return
+
+    def _noise(self) -> float:
+        self.calls += 1
+        return 1 + self.noise * (2 * chance("noise", self.seed, self.calls) - 1)

@@ -1,0 +1,474 @@
+"""The whole run on a fake GPU and a real database: resume, determinism, guards, failures, budgets, predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.families import default_config
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.core.errors import MeasureError, TuningError
+from flashgen.core.record import Failure, Measurement, TuningRecord, Versions
+from flashgen.core.settings import child_environment
+from flashgen.core.workload import Workload
+from flashgen.db.store import Store
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.candidates import Candidates, by_prediction, nearest
+from flashgen.tuning.context import Options, moment, timestamp
+from flashgen.tuning.events import Event, RunFinished, TrialFinished, Warned, WorkloadFinished, to_json
+from flashgen.tuning.finals import Finals
+from flashgen.tuning.report import report_rows
+from flashgen.tuning.tune import grouped, plan, tune
+from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor, true_ms
+
+CAUSAL = Workload(batch=1, nheads=32, nheads_k=8, seqlen_q=4096, head_dim=128, causal=True)
+LONGER = CAUSAL.with_shape(seqlen_q=8192, seqlen_k=8192)
+PLAIN = Workload(batch=2, nheads=12, seqlen_q=1024, head_dim=64)
+FINALS = Finals(rounds=3)
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing of the run sees it coming or cleans up after it."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "tuning.sqlite3") as opened:
+        yield opened
+
+
+def run(
+    store: Store,
+    *workloads: Workload,
+    executor: FakeExecutor | None = None,
+    compiler: FakeCompiler | None = None,
+    budget: Budget | None = None,
+    events: list[Event] | None = None,
+    **options: object,
+) -> RunFinished:
+    executor = executor or FakeExecutor()
+    told = events if events is not None else []
+    return tune(
+        workloads or (CAUSAL,),
+        device=H200,
+        store=store,
+        compiler=compiler or FakeCompiler(),
+        executor=executor,
+        budget=budget or Budget(trials=30),
+        options=Options(**{"finals": FINALS, **options}),  # type: ignore[arg-type]
+        on_event=told.append,
+        clock=executor.clock,
+    )
+
+
+def chosen(store: Store, workload: Workload = CAUSAL) -> TuningRecord:
+    record = store.record(workload, H200)
+    assert record is not None
+    return record
+
+
+def test_a_run_stores_a_measured_record_with_everything(store: Store) -> None:
+    finished = run(store)
+    (outcome,) = finished.outcomes
+    record = chosen(store)
+    assert outcome.status == "tuned"
+    assert outcome.record == record
+    assert record.provenance == "measured"
+    assert record.measurement is not None
+    assert len(record.measurement.times_ms) == FINALS.rounds
+    assert record.measurement.max_error == 1e-3
+    assert record.measurement.sm_clock_mhz == 1700.0
+    assert record.measurement.reference_ratio is not None
+    assert record.versions.triton == "3.6.0"
+    assert [anchor.impl for anchor in record.anchors] == ["sdpa-flash", "sdpa-cudnn"]
+    assert record.source_digest
+    assert true_ms(CAUSAL, record.config) < 0.9 * true_ms(CAUSAL, default_config(CAUSAL.specialization, H200))
+    trials = store.trials(CAUSAL, H200)
+    assert len(trials) == 30 == outcome.trials
+    assert trials[0].source == "default"
+    assert {trial.source for trial in trials} >= {"default", "model", "local"}
+
+
+def test_finals_have_the_best_the_default_and_anchors(store: Store) -> None:
+    executor = FakeExecutor()
+    run(store, executor=executor)
+    last = executor.races[-1]
+    assert last.anchors
+    assert last.window_s == 0.3
+    assert default_config(CAUSAL.specialization, H200) in last.configs
+    assert len(last.configs) <= FINALS.last + 2
+    fastest = min(true_ms(CAUSAL, config) for _, config in executor.evaluated)
+    assert min(true_ms(CAUSAL, config) for config in last.configs) <= 1.01 * fastest
+
+
+@pytest.mark.parametrize("after", [1, 12, 20])
+def test_a_killed_run_loses_the_trial_in_flight_alone(store: Store, after: int) -> None:
+    def kill(number: int) -> None:
+        if number == after:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(store, executor=FakeExecutor(on_evaluate=kill))
+    kept = store.trials(CAUSAL, H200)
+    assert sum(isinstance(trial.outcome, Measurement) for trial in kept) == after
+    assert store.record(CAUSAL, H200) is None
+    executor = FakeExecutor()
+    run(store, executor=executor)
+    assert len(store.trials(CAUSAL, H200)) == 30
+    assert not {t.config for t in kept} & {config for _, config in executor.evaluated}
+    assert chosen(store).provenance == "measured"
+
+
+def test_kill_9_loses_the_trial_in_flight_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite3"
+    Store.open(path).close()
+    script = "from tests.tuning import slow_run; slow_run.main()"
+    process = subprocess.Popen([sys.executable, "-c", script, str(path)], env=child_environment(PYTHONPATH=os.getcwd()))
+    with Store.open(path, read_only=True) as watched:
+        while len(watched.trials(CAUSAL, H200)) < 5:
+            assert process.poll() is None, "the run must not end by itself"
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        kept = watched.trials(CAUSAL, H200)
+    with Store.open(path) as opened:
+        executor = FakeExecutor()
+        (outcome,) = run(opened, executor=executor).outcomes
+        assert outcome.status == "tuned"
+        assert {trial.config for trial in kept} <= {trial.config for trial in opened.trials(CAUSAL, H200)}
+        assert not {trial.config for trial in kept} & {config for _, config in executor.evaluated}
+
+
+def test_ctrl_c_ends_the_run_and_keeps_what_was_done(store: Store) -> None:
+    def interrupt(number: int) -> None:
+        if number == 40:
+            raise KeyboardInterrupt
+
+    finished = run(store, CAUSAL, PLAIN, executor=FakeExecutor(on_evaluate=interrupt))
+    assert finished.interrupted
+    assert [outcome.workload for outcome in finished.outcomes] == [CAUSAL]
+    assert store.trials(PLAIN, H200)
+    again = run(store, CAUSAL, PLAIN)
+    assert [outcome.status for outcome in again.outcomes] == ["skipped", "tuned"]
+
+
+def test_a_finished_workload_is_skipped_until_it_is_retuned(store: Store) -> None:
+    run(store)
+    executor = FakeExecutor()
+    (skipped,) = run(store, executor=executor).outcomes
+    assert (skipped.status, executor.evaluated) == ("skipped", [])
+    (again,) = run(store, executor=executor, retune=True).outcomes
+    assert again.status in ("tuned", "kept")
+    assert executor.evaluated
+
+
+def test_a_changed_template_is_tuned_again_with_the_old_winner_as_incumbent(store: Store) -> None:
+    run(store)
+    old = chosen(store)
+    store.put_record(dataclasses.replace(old, source_digest="of another template"))
+    executor = FakeExecutor()
+    (outcome,) = run(store, executor=executor).outcomes
+    assert outcome.status == "kept"
+    assert executor.evaluated[1][1] == old.config
+
+
+def test_two_runs_agree(tmp_path: Path) -> None:
+    winners = []
+    for name in ("one", "two"):
+        with Store.open(tmp_path / f"{name}.sqlite3") as opened:
+            run(opened, CAUSAL, PLAIN)
+            winners.append([chosen(opened, w).config for w in (CAUSAL, PLAIN)])
+            configs = [trial.config for trial in opened.trials(CAUSAL, H200)]
+        winners[-1].extend(configs)
+    assert winners[0] == winners[1]
+
+
+def test_other_noise_leads_to_winners_of_nearly_the_same_speed(tmp_path: Path) -> None:
+    times = []
+    for seed in range(4):
+        with Store.open(tmp_path / f"{seed}.sqlite3") as opened:
+            run(opened, executor=FakeExecutor(seed=seed), budget=Budget(trials=80))
+            times.append(true_ms(CAUSAL, chosen(opened).config))
+    assert max(times) / min(times) < 1.05
+
+
+def test_an_incumbent_stays_within_the_noise(store: Store) -> None:
+    """The fastest config of all is the incumbent; others may look faster by luck and must not replace it."""
+    run(store, budget=Budget(trials=60))
+    incumbent = chosen(store).config
+    for seed in range(1, 4):
+        executor = FakeExecutor(seed=seed, noise=0.01)
+        (outcome,) = run(store, executor=executor, retune=True, seed=seed).outcomes
+        assert incumbent in executor.races[-1].configs
+        now = chosen(store).config
+        assert now == incumbent or true_ms(CAUSAL, now) < true_ms(CAUSAL, incumbent)
+        assert outcome.status == ("kept" if now == incumbent else "tuned")
+        incumbent = now
+
+
+def test_failures_are_counted_and_do_not_end_a_search(store: Store) -> None:
+    def broken(config: Config) -> Failure | None:
+        return Failure(stage="timeout", reason="hung") if config["loads"] == "pointer" else None
+
+    events: list[Event] = []
+    (outcome,) = run(store, executor=FakeExecutor(broken=broken), events=events).outcomes
+    failed = [e.trial.outcome for e in events if isinstance(e, TrialFinished) and isinstance(e.trial.outcome, Failure)]
+    assert sum(dict(outcome.failures).values()) == len(failed) > 0
+    assert {"timeout", "resources"} <= set(dict(outcome.failures))
+    assert chosen(store).config["loads"] == "descriptor"
+
+
+def test_spilling_candidates_are_not_measured(store: Store) -> None:
+    executor, compiler = FakeExecutor(), FakeCompiler(failing=0.0, spilling=0.3)
+    run(store, executor=executor, compiler=compiler)
+    spilled = {t.config for t in store.trials(CAUSAL, H200) if isinstance(t.outcome, Failure)}
+    assert spilled
+    assert not spilled & {config for _, config in executor.evaluated}
+
+
+def test_a_workload_without_any_valid_candidate_does_not_stop_the_others(store: Store) -> None:
+    class Picky(FakeExecutor):
+        def evaluate(self, job):  # type: ignore[no-untyped-def]
+            if job.workload == CAUSAL:
+                return Failure(stage="verify", reason="wrong answers")
+            return super().evaluate(job)
+
+    unsupported = Workload(batch=1, nheads=1, seqlen_q=64, head_dim=512)
+    finished = run(store, CAUSAL, unsupported, PLAIN, executor=Picky())
+    assert [outcome.status for outcome in finished.outcomes] == ["failed", "unsupported", "tuned"]
+    assert [outcome.workload for outcome in finished.failed] == [CAUSAL, unsupported]
+    assert "wrong answers" in finished.outcomes[0].reason
+    assert "head_dim" in finished.outcomes[1].reason
+    assert store.record(CAUSAL, H200) is None
+
+
+def test_what_fails_in_the_finals_is_replaced_and_remembered(store: Store) -> None:
+    run(store)
+    winner = chosen(store).config
+    fails = Failure(stage="verify", reason="wrong after the timing")
+    (outcome,) = run(
+        store, executor=FakeExecutor(broken_in_race=lambda c: fails if c == winner else None), retune=True
+    ).outcomes
+    assert outcome.status == "tuned"
+    assert chosen(store).config != winner
+    remembered = {t.config: t.outcome for t in store.trials(CAUSAL, H200)}
+    assert remembered[winner] == fails
+
+
+def test_all_failing_in_the_finals_is_a_failed_workload(store: Store) -> None:
+    fails = Failure(stage="launch", reason="lost")
+    (outcome,) = run(store, executor=FakeExecutor(broken_in_race=lambda config: fails)).outcomes
+    assert outcome.status == "failed"
+    assert store.record(CAUSAL, H200) is None
+
+
+@pytest.mark.parametrize("seconds", [8.0, 20.0, 60.0])
+def test_a_budget_in_seconds_holds_for_search_and_finals_together(store: Store, seconds: float) -> None:
+    executor = FakeExecutor()
+    (outcome,) = run(store, executor=executor, budget=Budget(seconds=seconds)).outcomes
+    # two rounds of the last race are the least that tells a difference from noise
+    least = 2 * (7 + 4) * 0.4 + Finals().near_s(12)
+    assert outcome.seconds <= max(seconds, 0.4 * seconds + least) + executor.evaluate_s
+    assert len(executor.evaluated) >= 0.4 * seconds / executor.evaluate_s - 1
+    assert outcome.status == "tuned"
+
+
+def test_workloads_of_a_specialization_share_compiles_and_winners(store: Store) -> None:
+    compiler, executor = FakeCompiler(), FakeExecutor()
+    run(store, CAUSAL, PLAIN, LONGER, compiler=compiler, executor=executor)
+    assert grouped([CAUSAL, PLAIN, LONGER, CAUSAL]) == (CAUSAL, LONGER, PLAIN)
+    first = [config for workload, config in executor.evaluated if workload == CAUSAL]
+    second = [config for workload, config in executor.evaluated if workload == LONGER]
+    assert chosen(store).config in second[:2]
+    assert len(set(first) & set(second)) >= 10
+    assert len(compiler.submitted) == len(set(compiler.submitted))
+
+
+def test_compiles_run_ahead_of_measurements(store: Store) -> None:
+    compiler = FakeCompiler()
+    ahead = []
+    executor = FakeExecutor(on_evaluate=lambda number: ahead.append(len(compiler.submitted) - number))
+    run(store, CAUSAL, PLAIN, compiler=compiler, executor=executor, lookahead=6)
+    assert min(ahead[:20]) >= 6
+    first_plain = next(n for n, (workload, _) in enumerate(executor.evaluated) if workload == PLAIN)
+    assert ahead[first_plain] >= 6
+
+
+def test_neighbours_come_from_this_device_first() -> None:
+    other = find_device("rtx4090")
+    default = default_config(CAUSAL.specialization, H200)
+
+    def record(device: object, workload: Workload, stages: int) -> TuningRecord:
+        return TuningRecord(
+            workload=workload,
+            device=device,  # type: ignore[arg-type]
+            config=default.replace(num_stages=stages),
+            provenance="measured",
+            measurement=Measurement(times_ms=(1.0,)),
+        )
+
+    near, far = LONGER, CAUSAL.with_shape(seqlen_q=512, seqlen_k=512)
+    records = [record(other, CAUSAL, 1), record(H200, far, 2), record(H200, near, 3), record(H200, near, 3)]
+    stages = [config["num_stages"] for config in nearest(records, CAUSAL, H200, 9)]
+    assert stages == [3, 2, 1]
+
+
+def test_another_process_on_the_gpu_is_a_warning(store: Store) -> None:
+    events: list[Event] = []
+    run(store, executor=FakeExecutor(others=("process 1 (2.0 GB)",)), events=events, budget=Budget(trials=2))
+    assert any(isinstance(event, Warned) and "process 1" in event.message for event in events)
+
+
+def test_an_executor_of_another_device_is_refused(store: Store) -> None:
+    with pytest.raises(MeasureError, match="device that is tuned"):
+        run(store, executor=FakeExecutor(device=find_device("a100")))
+
+
+def test_every_event_is_a_line_of_json(store: Store) -> None:
+    events: list[Event] = []
+    run(store, CAUSAL, Workload(batch=1, nheads=1, seqlen_q=8, head_dim=512), events=events)
+    lines = [to_json(event) for event in events]
+    parsed = [json.loads(line) for line in lines]
+    assert all("\n" not in line for line in lines)
+    assert parsed[0]["event"] == "run_started"
+    assert parsed[-1]["event"] == "run_finished"
+    kinds = {p["event"] for p in parsed}
+    assert kinds == {"run_started", "workload_started", "trial", "finals", "workload_finished", "run_finished"}
+    done = next(p for p in parsed if p["event"] == "workload_finished")
+    assert done["workload"] == CAUSAL.key
+    assert done["record"]["measurement"]["median_ms"] > 0
+    assert done["record"]["config"]["knobs"]["block_m"] > 0
+
+
+def predicted(store: Store, *workloads: Workload, target: str = "h100", **changes: object) -> RunFinished:
+    values = {"budget": Budget(trials=25), "compiler": FakeCompiler(), "options": Options(), **changes}
+    return tune(
+        workloads or (CAUSAL,),
+        device=find_device(target),
+        store=store,
+        executor=None,
+        versions=Versions(triton="3.7.1"),
+        **values,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("target", ["h100", "sm_86", "rtx 4090", "gfx942"])
+def test_without_a_gpu_records_are_predicted(store: Store, target: str) -> None:
+    (outcome,) = predicted(store, target=target).outcomes
+    assert outcome.status == "predicted"
+    assert outcome.reason == "nothing was measured"
+    record = store.record(CAUSAL, find_device(target))
+    assert record is not None
+    assert record.provenance == "predicted"
+    assert record.predicted_ms is not None
+    assert record.measurement is None
+    assert record.versions.triton == "3.7.1"
+    (row,) = report_rows([outcome], find_device(target))
+    assert (row.source, row.sdpa_ratio, row.spread) == ("predicted", None, None)
+    assert row.peak_share is not None
+    assert 0.05 < row.peak_share < 1
+
+
+def test_predictions_never_outrank_measurements(store: Store) -> None:
+    run(store)
+    measured = chosen(store)
+    (outcome,) = tune(
+        [CAUSAL],
+        device=H200,
+        store=store,
+        compiler=FakeCompiler(),
+        executor=None,
+        budget=Budget(trials=10),
+        options=Options(retune=True),
+    ).outcomes
+    assert outcome.status == "predicted"
+    assert chosen(store) == measured
+
+
+def test_a_prediction_does_not_count_as_tuned_where_there_is_a_gpu(store: Store) -> None:
+    device = H200
+    tune([CAUSAL], device=device, store=store, compiler=FakeCompiler(), executor=None, budget=Budget(trials=5))
+    assert chosen(store).provenance == "predicted"
+    (outcome,) = run(store).outcomes
+    assert outcome.status == "tuned"
+    assert chosen(store).provenance == "measured"
+
+
+def test_predicted_runs_agree_and_reject_what_spills(store: Store, tmp_path: Path) -> None:
+    compiler = FakeCompiler(spilling=0.4)
+    (one,) = predicted(store, compiler=compiler).outcomes
+    with Store.open(tmp_path / "again.sqlite3") as other:
+        (two,) = predicted(other, compiler=FakeCompiler(spilling=0.4)).outcomes
+    assert one.record is not None
+    assert two.record is not None
+    assert one.record.config == two.record.config
+    assert dict(one.failures)["resources"] > 0
+    assert len(compiler.submitted) == 25
+
+
+def test_nothing_compiles_means_failed_not_an_exception(store: Store) -> None:
+    (outcome,) = predicted(store, compiler=FakeCompiler(failing=1.0)).outcomes
+    assert outcome.status == "failed"
+    assert "planted" in outcome.reason
+
+
+def test_plan_tells_candidates_and_time_and_does_nothing(store: Store) -> None:
+    def planned(budget: Budget, measured: bool = True) -> list[tuple[str, int, float]]:
+        rows = plan([CAUSAL, PLAIN], device=H200, store=store, budget=budget, measured=measured, jobs=4)
+        return [(row.status, row.candidates, row.expected_s) for row in rows]
+
+    (first, second) = planned(Budget(seconds=20))
+    assert first == ("tune", Candidates.of(CAUSAL, H200).count, 20.0)
+    assert planned(Budget(trials=40))[0][2] == pytest.approx(40 * 0.5 + Finals().expected_s)
+    assert planned(Budget(trials=40), measured=False)[0][2] == pytest.approx(20.0)
+    run(store)
+    assert [status for status, _, _ in planned(Budget(seconds=20))] == ["skip", "tune"]
+    bad = Workload(batch=1, nheads=1, seqlen_q=8, head_dim=512)
+    (row,) = plan([bad], device=H200, store=None, budget=Budget(trials=1), measured=True, jobs=1)
+    assert row.status == "unsupported"
+    assert second[0] == "tune"
+
+
+def test_a_small_prediction_budget_meets_different_tiles() -> None:
+    candidates = Candidates.of(CAUSAL, H200)
+    order = by_prediction(candidates.spaces[0].configs, candidates.default, CAUSAL, H200)
+    assert len(order) == candidates.count
+    tiles = {(c["block_m"], c["block_n"], c["num_warps"]) for c in order[:8]}
+    assert len(tiles) == 8
+
+
+def test_report_rows_say_how_good_a_choice_is(store: Store) -> None:
+    finished = run(store)
+    (row,) = report_rows(finished.outcomes, H200)
+    record = chosen(store)
+    assert row.ms == record.time_ms
+    assert row.peak_share == pytest.approx((record.tflops or 0) / H200.peak_tflops)
+    assert row.sdpa_impl == "sdpa-cudnn"
+    assert row.sdpa_ratio == pytest.approx(CAUSAL.flops / 600e9 / (record.time_ms or 1))
+    assert row.source == "measured"
+    failed = WorkloadFinished(
+        workload=PLAIN, status="failed", record=None, trials=3, failures=(), reason="why", seconds=1.0
+    )
+    (row,) = report_rows([failed], H200)
+    assert (row.ms, row.config, row.reason) == (None, "", "why")
+
+
+def test_moments_of_any_writer_compare() -> None:
+    assert moment("") < moment("2026-01-01T00:00:00Z") < moment("2026-01-01T00:00:01+00:00") < moment(timestamp())
+    assert moment("2026-01-01T00:00:00") == moment("2026-01-01T00:00:00Z")
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(TuningError, match="ahead"):
+        Options(lookahead=0)
+    with pytest.raises(TuningError, match="at least 0"):
+        Options(neighbours=-1)
