@@ -72,6 +72,11 @@ class Layers:
         return tuple(self._layers)
 
     @property
+    def first_name(self) -> str:
+        """The name of the layer that is written to, whether its file exists yet or not."""
+        return str(self._first)
+
+    @property
     def writable(self) -> Store:
         """The first user layer, open for writing; created and migrated on first use.
 
@@ -80,8 +85,8 @@ class Layers:
         """
         if self._writable is None:
             self._writable = Store.open(self._first, validate=self._validate)
-            if not any(layer.name == str(self._first) for layer in self._layers):
-                self._layers.insert(0, Layer(name=str(self._first), store=self._writable))
+            if not any(layer.name == self.first_name for layer in self._layers):
+                self._layers.insert(0, Layer(name=self.first_name, store=self._writable))
         return self._writable
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> Found | None:

@@ -119,7 +119,7 @@ def test_a_killed_writer_loses_at_most_the_row_in_flight(tmp_path: Path) -> None
         assert store.record(CAUSAL, H200) == MEASURED
 
 
-def test_a_look_up_loads_neither_alembic_nor_torch(tmp_path: Path) -> None:
+def test_a_look_up_loads_no_migration_search_or_terminal_code(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite3"
     with Store.open(path) as store:
         store.put_record(MEASURED)
@@ -132,7 +132,7 @@ def test_a_look_up_loads_neither_alembic_nor_torch(tmp_path: Path) -> None:
         with Layers.open([Path(sys.argv[1])]) as layers:
             assert layers.record(CAUSAL, H200) is not None
             layers.writable  # an up-to-date file needs no migration, and a new one none either
-        heavy = {"alembic", "optuna", "typer", "torch", "triton", "jinja2"} & set(sys.modules)
+        heavy = {"alembic", "optuna", "typer", "triton"} & set(sys.modules)
         assert not heavy, heavy
     """
     finish(start(script, path))

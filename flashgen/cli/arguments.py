@@ -1,0 +1,98 @@
+"""Arguments that several commands share: shapes, targets and configs, from text to values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device, find_device
+from flashgen.core.errors import ConfigError, WorkloadError
+from flashgen.core.workload import Specialization, Workload
+
+if TYPE_CHECKING:
+    from flashgen.codegen.family import Knob
+
+Shape = Annotated[str, typer.Argument(help="A workload, e.g. b4-h32-hk8-s4096-d128-causal.", metavar="SHAPE")]
+Target = Annotated[
+    str | None,
+    typer.Option(help="A GPU (h100, 'RTX 4090', sm_86, gfx942). Default: the GPU here, else h100.", metavar="GPU"),
+]
+ConfigText = Annotated[
+    str | None,
+    typer.Option("--config", help="family:knob=value,... (knobs left out have their default).", metavar="CONFIG"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+FALLBACK_TARGET = "h100"
+
+
+def parse_shape(text: str) -> tuple[Workload | None, Specialization]:
+    """Read a workload, or the key of a specialization (`fwd-bf16-d128-causal`), which has no sizes.
+
+    Raises:
+        WorkloadError: it is neither.
+    """
+    try:
+        workload = Workload.parse(text)
+    except WorkloadError as error:
+        try:
+            return None, Specialization.parse(text)
+        except WorkloadError:
+            raise error from None
+    return workload, workload.specialization
+
+
+def pick_device(target: str | None) -> tuple[Device, str]:
+    """The GPU that `target` names, else the GPU here, else a common one; and a note if it was not chosen by anybody.
+
+    Raises:
+        DeviceError: no GPU has that name.
+    """
+    if target is not None:
+        return find_device(target), ""
+    here = device_here()
+    if here is not None:
+        return here, ""
+    device = find_device(FALLBACK_TARGET)
+    return device, f"no GPU here: this is for {device.name}; --target names another one"
+
+
+def device_here() -> Device | None:
+    """The first GPU of this machine, None without one."""
+    import torch
+
+    from flashgen.measure.gpu import current_device
+
+    return current_device() if torch.cuda.is_available() else None
+
+
+def parse_config(text: str, spec: Specialization, device: Device) -> Config:
+    """Read `family:knob=value,...`; a knob left out keeps the value of the family's default for `spec` on `device`.
+
+    Raises:
+        ConfigError: the family or a knob is unknown, or a value is not declared.
+    """
+    from flashgen.codegen.families import family, validate
+
+    name, _, assignments = text.partition(":")
+    row = family(name.strip())
+    declared = {knob.name: knob for knob in row.knobs}
+    given: dict[str, KnobValue] = {}
+    for assignment in filter(None, (part.strip() for part in assignments.split(","))):
+        knob, equals, value = (part.strip() for part in assignment.partition("="))
+        if not equals or knob not in declared or knob in given:
+            raise ConfigError(f"a config is {row.id}:knob=value,... with each of {list(declared)} once, got {text!r}")
+        given[knob] = _value(row.id, declared[knob], value)
+    if given.keys() == declared.keys():
+        return validate(Config.of(row.id, given))
+    return validate(row.default(spec, device).replace(**given))
+
+
+def _value(family_id: str, knob: Knob, text: str) -> KnobValue:
+    """The declared value that is written as `text`."""
+    for value in knob.values:
+        if text.lower() == str(value).lower():
+            return value
+    raise ConfigError(f"knob {knob.name} of {family_id} is one of {knob.values}, got {text!r}")

@@ -1,0 +1,176 @@
+"""`flashgen db`: list, show, export and import tuned records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashgen.cli import output
+from flashgen.cli.arguments import Json, Shape
+from flashgen.core.device import Device, find_device
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import Failure, Trial, TuningRecord
+from flashgen.core.workload import Workload
+
+app = typer.Typer(
+    help="List, show, export and import tuned records.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+DeviceName = Annotated[str | None, typer.Option("--device", help="Only of this GPU, e.g. h200.", metavar="GPU")]
+Provenance = Annotated[str | None, typer.Option(help="Only `measured` or only `predicted` ones.")]
+
+
+@app.command("list")
+def list_(device: DeviceName = None, provenance: Provenance = None, json: Json = False) -> None:
+    """List every record that can serve, and the database it comes from."""
+    from flashgen.db.layers import Layers
+
+    with Layers.open() as layers:
+        found = layers.records(device=_device(device), provenance=_provenance(provenance))
+    found.sort(key=lambda hit: (hit[0].device.identity, hit[0].workload.key, hit[0].provenance))
+    if json:
+        output.print_json([{**_record_json(record), "layer": layer} for record, layer in found])
+    elif found:
+        columns = ("workload", "device", "ms", "TFLOP/s", "best other", "provenance", "age", "layer")
+        output.print_table(columns, [_row(*hit) for hit in found])
+    else:
+        typer.echo("no records")
+
+
+@app.command()
+def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
+    """Show all that is known of a workload: its records on every device, and what was tried."""
+    from flashgen.db.layers import Layers
+
+    workload, wanted = Workload.parse(shape), _device(device)
+    with Layers.open() as layers:
+        found = [hit for hit in layers.records(device=wanted) if hit[0].workload == workload]
+        trials = {
+            record.device.identity: [
+                trial for layer in layers.layers for trial in layer.store.trials(workload, record.device)
+            ]
+            for record, _ in found
+        }
+    if not found:
+        raise DatabaseError(f"a workload to show must have a record; {workload.key} has none (flashgen db list)")
+    if json:
+        output.print_json([{**_record_json(record), "layer": layer} for record, layer in found])
+        return
+    for number, (record, layer) in enumerate(found):
+        if number:
+            typer.echo("")
+        tried = trials[record.device.identity]
+        output.print_fields([*_fields(record), ("layer", layer), *_trial_fields(tried)])
+
+
+@app.command()
+def export(
+    path: Annotated[Path, typer.Argument(help="The file to write; its name ends in .sqlite3.")],
+    device: DeviceName = None,
+    provenance: Provenance = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Records of all databases, not only of the one that is written to.")
+    ] = False,
+) -> None:
+    """Write records to one file that can be given away, and to a CSV of the same name beside it."""
+    from flashgen.db.exchange import export_records
+    from flashgen.db.layers import Layers
+
+    with Layers.open() as layers:
+        found = layers.records(device=_device(device), provenance=_provenance(provenance))
+        records = [record for record, layer in found if everything or layer == layers.first_name]
+    if not records:
+        raise DatabaseError(f"an export needs records; none of {len(found)} known ones match (--all, flashgen db list)")
+    count = export_records(records, path)
+    typer.echo(f"{count} records written to {path} and {path.with_suffix('.csv')}")
+
+
+@app.command("import")
+def import_(path: Annotated[Path, typer.Argument(help="A file that `flashgen db export` wrote.")]) -> None:
+    """Take over the records of a file: all are valid, or none is taken. Of two records the better one stays."""
+    from flashgen.db.exchange import import_records
+    from flashgen.db.layers import Layers
+
+    with Layers.open() as layers:
+        merged = import_records(layers.writable, path)
+        name = layers.first_name
+    typer.echo(f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept as they were in {name}")
+
+
+def _device(text: str | None) -> Device | None:
+    return None if text is None else find_device(text)
+
+
+def _provenance(text: str | None) -> str | None:
+    if text not in (None, "measured", "predicted"):
+        raise typer.BadParameter(f"--provenance is measured or predicted, got {text!r}")
+    return text
+
+
+def _row(record: TuningRecord, layer: str) -> tuple[output.Cell, ...]:
+    other = record.best_anchor
+    beside = f"{other.impl} {other.median_ms / record.time_ms:.2f}x" if other and record.time_ms else None
+    created = output.age(record.created) or None
+    workload = record.workload.key
+    return workload, record.device.name, record.time_ms, record.tflops, beside, record.provenance, created, layer
+
+
+def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
+    measured, versions = record.measurement, record.versions
+    age = output.age(record.created)
+    fields: list[tuple[str, output.Cell]] = [
+        ("workload", record.workload.key),
+        ("device", f"{record.device.name} ({record.device.identity})"),
+        ("config", str(record.config)),
+        (record.provenance, f"{output.text(record.time_ms)} ms, {output.text(record.tflops)} TFLOP/s"),
+    ]
+    if measured is not None:
+        times = ", ".join(output.text(time) for time in measured.times_ms)
+        fields += [
+            ("windows", f"{times} ms (spread {measured.spread:.1%})"),
+            ("errors", f"max {measured.max_error:.3g}, mean {measured.mean_error:.3g}"),
+            ("reference", f"{output.text(measured.reference_ms)} ms of the same round"),
+            ("SM clock", f"{output.text(measured.sm_clock_mhz)} MHz"),
+        ]
+    fields += [(f"beside it: {anchor.impl}", f"{output.text(anchor.median_ms)} ms") for anchor in record.anchors]
+    names = ("flashgen", "triton", "torch", "driver")
+    fields += [
+        ("versions", ", ".join(f"{name} {getattr(versions, name) or 'unknown'}" for name in names)),
+        ("source", record.source_digest or None),
+        ("made", f"{record.created} ({age} ago)" if age else None),
+    ]
+    return fields
+
+
+def _trial_fields(trials: list[Trial]) -> list[tuple[str, output.Cell]]:
+    failures = Counter(trial.outcome.stage for trial in trials if isinstance(trial.outcome, Failure))
+    failed = ", ".join(f"{count} failed in {stage}" for stage, count in failures.most_common())
+    return [("trials", f"{len(trials)}{f' ({failed})' if failed else ''}")]
+
+
+def _record_json(record: TuningRecord) -> dict[str, object]:
+    measured, versions = record.measurement, record.versions
+    return {
+        "workload": record.workload.key,
+        "device": record.device.name,
+        "device_identity": record.device.identity,
+        "provenance": record.provenance,
+        "family": record.config.family,
+        "knobs": dict(record.config.knobs),
+        "time_ms": record.time_ms,
+        "tflops": record.tflops,
+        "times_ms": list(measured.times_ms) if measured else [],
+        "max_error": measured.max_error if measured else None,
+        "mean_error": measured.mean_error if measured else None,
+        "reference_ms": measured.reference_ms if measured else None,
+        "sm_clock_mhz": measured.sm_clock_mhz if measured else None,
+        "anchors": {anchor.impl: anchor.median_ms for anchor in record.anchors},
+        "source_digest": record.source_digest,
+        "versions": {name: getattr(versions, name) for name in ("flashgen", "triton", "torch", "driver")},
+        "created": record.created,
+    }

@@ -1,0 +1,91 @@
+"""`flashgen`: the command, its groups, and how errors become exit codes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+from flashgen._version import __version__
+from flashgen.cli import db, kernels, machine
+from flashgen.core.errors import FlashgenError
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 an error, printed as one line `error: ...`; 2 wrong usage; 3 tuning ended but some workloads "
+    "have no valid candidate; 130 interrupted, what was found is saved."
+)
+
+
+class Commands(TyperGroup):
+    """A group in which an error of ours is one line on stderr and not a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command.
+
+        Raises:
+            typer.Exit: with code 1 for an error of flashgen, 130 for Ctrl-C.
+        """
+        try:
+            return super().invoke(ctx)
+        except FlashgenError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from error
+
+
+app = typer.Typer(
+    name="flashgen",
+    cls=Commands,
+    help="Tune, inspect and share FlashAttention kernels that are generated for your shapes and your GPU.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(kernels.render)
+app.command(name="compile")(kernels.compile_)
+app.command()(kernels.explain)
+app.command()(machine.devices)
+app.command()(machine.doctor)
+app.add_typer(db.app, name="db")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flashgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    warnings.showwarning = _show_warning
+    app()
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One line for people; where in flashgen it was raised does not help them."""
+    typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+
+
+if __name__ == "__main__":
+    main()
