@@ -17,7 +17,7 @@ from flashgen.core.config import Config
 from flashgen.core.record import Anchor, Failure, Measurement
 from flashgen.measure import gpu
 from flashgen.measure.anchors import BACKENDS
-from flashgen.measure.bench import Bench, Candidate, GpuToolchain, State
+from flashgen.measure.bench import Bench, Candidate, GpuToolchain, State, Toolchain
 from flashgen.measure.faults import failure_of, gpu_is_lost
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
 from flashgen.measure.timing import (
@@ -48,8 +48,13 @@ KEEP_SHARE = 0.25
 class GpuService:
     """Evaluates candidates on one GPU; `measure.protocol` says what the answers mean."""
 
-    def __init__(self, announce: Announce, index: int = 0) -> None:
+    def __init__(self, announce: Announce, index: int = 0, toolchain: Toolchain | None = None) -> None:
         """Take GPU `index` of torch.
+
+        Args:
+            announce: tells the other side of the pipe what comes next.
+            index: the GPU.
+            toolchain: builds kernels; None compiles configs of the kernel families.
 
         Raises:
             DeviceError: there is no such GPU.
@@ -60,7 +65,7 @@ class GpuService:
         torch.cuda.set_device(where)
         torch.zeros(1, device=where)  # make the context now: a broken card must show before the first candidate
         stopwatch = CudaStopwatch(lambda: gpu.sm_clock_mhz(index))
-        toolchain = GpuToolchain(device=self._device, index=index)
+        toolchain = toolchain or GpuToolchain(device=self._device, index=index)
         keep_bytes = KEEP_SHARE * torch.cuda.get_device_properties(index).total_memory
         self._judge = Judge(Bench(self._device, where, toolchain, stopwatch, keep_bytes), stopwatch, announce)
 

@@ -1,0 +1,229 @@
+"""The order of work on candidates, with emulated kernels on the CPU and a stopwatch that counts calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.core.errors import BuildError
+from flashgen.core.record import Failure, Measurement
+from flashgen.core.workload import Specialization, Workload
+from flashgen.measure.bench import Bench, specialization
+from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult
+from flashgen.measure.service import Judge
+from flashgen.measure.verify import Kernel, KernelFactory
+from tests.measure.emulated import Emulated
+
+SMALL = Workload.parse("bf16-b1-h2-s96-d16-causal")
+
+
+def config(**knobs: int | str | bool) -> Config:
+    return Config.of("portable_forward", knobs)
+
+
+@dataclass
+class CountingStopwatch:
+    """A call takes as many ms as the kernel that ran last says; graphs are not used by calls this slow."""
+
+    kernel_ms: float = 1.0
+
+    def elapsed_ms(self, warm: Callable[[], object], measured: Callable[[], object]) -> float:
+        warm()
+        Clocked.total_ms = 0.0
+        measured()
+        return Clocked.total_ms
+
+    def capture(self, calls: Callable[[], object]) -> Callable[[], object]:
+        raise AssertionError("these calls are too slow for a graph")
+
+    def sm_clock_mhz(self) -> float | None:
+        return 1500.0
+
+
+@dataclass
+class Clocked:
+    """An emulated kernel that takes `ms`, and goes wrong when its own number of calls is reached."""
+
+    total_ms = 0.0
+    inner: Emulated
+    ms: float
+    wrong_from_call: int = 10**9
+    error_at_call: int = 10**9
+    calls: int = 0
+
+    def factory(self, *_: torch.Tensor) -> Kernel:
+        return self
+
+    def __call__(self, *arguments: torch.Tensor, **unused: object) -> None:
+        self.calls += 1
+        if self.calls == self.error_at_call:
+            raise RuntimeError("something of the driver's\nwith details")
+        self.inner(*arguments)  # type: ignore[arg-type]
+        if self.calls >= self.wrong_from_call:
+            arguments[3].add_(0.5)
+        Clocked.total_ms += self.ms
+
+
+@dataclass
+class EmulatedToolchain:
+    """Reads the behaviour of a kernel from its knobs."""
+
+    kernels: dict[Config, Clocked] = field(default_factory=dict)
+
+    def factory(self, spec: Specialization, config: Config) -> KernelFactory:
+        knobs = dict(config.knobs)
+        if "build_error" in knobs:
+            raise BuildError("ptxas says no")
+        if "no_memory" in knobs:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if config not in self.kernels:
+            right = Emulated(causal=spec.causal)
+            inner = replace(right, drop_last_key=True) if "wrong" in knobs else right
+            limits = {name: int(knobs[name]) for name in ("wrong_from_call", "error_at_call") if name in knobs}
+            self.kernels[config] = Clocked(inner=inner, ms=float(knobs["ms"]), **limits)
+        return self.kernels[config].factory
+
+
+@dataclass
+class Table:
+    """A judge with everything it needs, and what it announced."""
+
+    toolchain: EmulatedToolchain = field(default_factory=EmulatedToolchain)
+    announced: list[tuple[str, int | None]] = field(default_factory=list)
+    keep_bytes: float = 1e9
+
+    def __post_init__(self) -> None:
+        stopwatch = CountingStopwatch()
+        device = replace(find_device("h200"), l2_bytes=20_000)
+        self.bench = Bench(device, torch.device("cpu"), self.toolchain, stopwatch, self.keep_bytes)
+        self.judge = Judge(self.bench, stopwatch, lambda stage, subject: self.announced.append((stage, subject)))
+
+    def evaluate(self, config: Config, drop_above_ms: float | None = None) -> Measurement | Failure:
+        return self.judge.evaluate(
+            EvaluateJob(workload=SMALL, config=config, drop_above_ms=drop_above_ms, window_s=0.012)
+        )
+
+    def race(self, *configs: Config) -> RaceResult:
+        result = self.judge.race(
+            RaceJob(workload=SMALL, configs=configs, rounds=3, warm_s=0.002, window_s=0.004, anchors=True)
+        )
+        assert isinstance(result, RaceResult), result
+        return result
+
+
+def test_a_good_candidate_gets_times_errors_and_a_clock() -> None:
+    table = Table()
+    found = table.evaluate(config(ms=2))
+    assert isinstance(found, Measurement)
+    assert found.times_ms == (2.0, 2.0, 2.0)
+    assert 0 < found.mean_error < found.max_error < 0.05
+    assert found.sm_clock_mhz == 1500.0
+    assert found.reference_ms is None
+    assert table.announced == [("launch", None), ("build", 0), ("verify", 0), ("launch", 0)]
+
+
+def test_a_slow_candidate_is_dropped_after_one_probe() -> None:
+    table = Table()
+    dropped = table.evaluate(config(ms=9), drop_above_ms=4.0)
+    assert isinstance(dropped, Measurement)
+    assert dropped.times_ms == (9.0,)
+    kept = table.evaluate(config(ms=3), drop_above_ms=4.0)
+    assert isinstance(kept, Measurement)
+    assert len(kept.times_ms) == 3
+
+
+@pytest.mark.parametrize(
+    ("knobs", "stage", "reason"),
+    [
+        ({"build_error": True}, "build", "ptxas says no"),
+        ({"no_memory": True}, "memory", "CUDA out of memory"),
+        ({"ms": 1, "wrong": True}, "verify", "at 1x1"),
+        ({"ms": 1, "error_at_call": 3}, "verify", "something of the driver's"),
+        ({"ms": 1, "error_at_call": 14}, "launch", "something of the driver's"),
+    ],
+)
+def test_whatever_goes_wrong_is_one_failure(knobs: dict[str, int | bool], stage: str, reason: str) -> None:
+    table = Table()
+    failure = table.evaluate(config(**knobs))
+    assert isinstance(failure, Failure)
+    assert failure.stage == stage
+    assert reason in failure.reason
+    assert isinstance(table.evaluate(config(ms=1)), Measurement)
+
+
+def test_nothing_is_timed_before_it_is_verified() -> None:
+    table = Table()
+    table.evaluate(config(ms=1, wrong=True))
+    assert ("launch", 0) not in table.announced
+
+
+def test_odd_shapes_are_checked_once_for_a_config() -> None:
+    table = Table()
+    table.evaluate(config(ms=1))
+    first = table.toolchain.kernels[config(ms=1)].calls
+    table.evaluate(config(ms=1))
+    second = table.toolchain.kernels[config(ms=1)].calls - first
+    assert first - second == 11
+
+
+def test_a_race_has_an_outcome_for_each_config_in_order() -> None:
+    result = Table().race(config(ms=2), config(build_error=True), config(ms=1), config(ms=1, wrong=True), config(ms=3))
+    medians = [outcome.median_ms if isinstance(outcome, Measurement) else outcome.stage for outcome in result.outcomes]
+    assert medians == [2.0, "build", 1.0, "verify", 3.0]
+    assert all(len(o.times_ms) == 3 for o in result.outcomes if isinstance(o, Measurement))
+    assert result.anchors == ()
+
+
+def test_a_kernel_that_becomes_wrong_during_a_race_loses() -> None:
+    result = Table().race(config(ms=2), config(ms=1, wrong_from_call=20))
+    assert isinstance(result.outcomes[0], Measurement)
+    assert isinstance(result.outcomes[1], Failure)
+    assert "wrong after it" in result.outcomes[1].reason
+
+
+def test_an_error_in_the_middle_of_a_race_can_be_blamed() -> None:
+    table = Table()
+    job = RaceJob(
+        workload=SMALL,
+        configs=(config(ms=2), config(ms=1, error_at_call=20)),
+        rounds=3,
+        warm_s=0.002,
+        window_s=0.004,
+    )
+    failure = table.judge.race(job)
+    assert isinstance(failure, Failure)
+    assert table.announced[-1] == ("launch", 1)
+
+
+def test_inputs_and_right_answers_are_kept_while_there_is_room() -> None:
+    roomy, tight = Table(), Table(keep_bytes=1.0)
+    other = Workload.parse("bf16-b1-h1-s32-d16")
+    for table, same in ((roomy, True), (tight, False)):
+        state = table.bench.state(SMALL)
+        assert table.bench.state(SMALL) is state
+        table.bench.state(other)
+        assert (table.bench.state(SMALL) is state) == same
+
+
+def test_the_bench_starts_again_after_memory_has_run_out() -> None:
+    table = Table()
+    state = table.bench.state(SMALL)
+    table.evaluate(config(no_memory=True))
+    assert table.bench.state(SMALL) is not state
+
+
+def test_a_workload_that_cannot_be_measured_is_a_failure() -> None:
+    table = Table()
+    failure = table.judge.evaluate(EvaluateJob(workload=Workload.parse("b1-h1-s8-d16-bias"), config=config(ms=1)))
+    assert isinstance(failure, Failure)
+    assert "bias" in failure.reason
+
+
+@pytest.mark.parametrize(("key", "aligned"), [("bf16-b1-h1-s8-d64", True), ("bf16-b1-h1-s8-d60", False)])
+def test_alignment_follows_the_head_dim(key: str, aligned: bool) -> None:
+    assert specialization(Workload.parse(key)).aligned16 is aligned

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from flashgen.measure.timing import (
+    GRAPH_BELOW_MS,
+    GRAPH_MS,
+    MAX_GRAPH_CALLS,
+    Unit,
+    Window,
+    interleave,
+    make_unit,
+    measure,
+    median_clock,
+    orders,
+)
+
+
+@dataclass
+class FakeGpu:
+    """Device time that calls add to; the host's time for a launch counts unless it comes from a graph."""
+
+    host_ms: float = 0.02
+    now_ms: float = 0.0
+    in_graph: bool = False
+    clock: float | None = None
+
+    def kernel(self, ms: float) -> None:
+        self.now_ms += ms if self.in_graph else max(ms, self.host_ms)
+
+    def elapsed_ms(self, warm: Callable[[], object], measured: Callable[[], object]) -> float:
+        warm()
+        start = self.now_ms
+        measured()
+        return self.now_ms - start
+
+    def capture(self, calls: Callable[[], object]) -> Callable[[], object]:
+        def replay() -> None:
+            self.in_graph = True
+            calls()
+            self.in_graph = False
+
+        return replay
+
+    def sm_clock_mhz(self) -> float | None:
+        return self.clock
+
+
+@dataclass
+class Kernel:
+    """Takes `ms` of device time, and `cold_ms` more for a set of inputs that it has not just seen."""
+
+    gpu: FakeGpu
+    ms: float
+    sets: list[int] = field(default_factory=list)
+
+    def __call__(self, n: int) -> None:
+        self.sets.append(n)
+        self.gpu.kernel(self.ms)
+
+
+@pytest.mark.parametrize("ms", [0.003, 0.02, 0.09, 0.11, 1.0, 40.0])
+def test_a_time_is_the_kernels_and_not_the_hosts(ms: float) -> None:
+    gpu = FakeGpu()
+    unit = make_unit(Kernel(gpu, ms), 4, gpu)
+    window = measure(unit, gpu, warm_ms=5.0, window_ms=50.0)
+    assert window.ms == pytest.approx(ms)
+    assert unit.call_ms == pytest.approx(ms)
+    assert (unit.calls > 1) == (ms < GRAPH_BELOW_MS)
+
+
+def test_every_set_of_inputs_takes_its_turn() -> None:
+    gpu = FakeGpu()
+    long = Kernel(gpu, 1.0)
+    unit = make_unit(long, 3, gpu)
+    long.sets.clear()
+    measure(unit, gpu, warm_ms=0.0, window_ms=7.0)
+    assert len(long.sets) == 7
+    assert set(long.sets) == {0, 1, 2}
+    assert all((b - a) % 3 == 1 for a, b in itertools.pairwise(long.sets))
+
+
+@pytest.mark.parametrize(("ms", "copies"), [(0.01, 7), (0.05, 100), (0.001, 256), (0.01, MAX_GRAPH_CALLS)])
+def test_a_graph_holds_whole_rotations(ms: float, copies: int) -> None:
+    gpu = FakeGpu(host_ms=ms)
+    short = Kernel(gpu, ms)
+    unit = make_unit(short, copies, gpu)
+    short.sets.clear()
+    unit.run()
+    assert len(short.sets) == unit.calls <= MAX_GRAPH_CALLS
+    assert all(short.sets.count(n) == unit.calls // copies for n in range(copies))
+    assert unit.ms == pytest.approx(unit.calls * ms)
+    assert unit.ms >= 0.5 * GRAPH_MS
+
+
+def test_a_slow_call_is_estimated_once() -> None:
+    gpu = FakeGpu()
+    slow = Kernel(gpu, 500.0)
+    assert make_unit(slow, 2, gpu).ms == 500.0
+    assert len(slow.sets) == 1
+
+
+@pytest.mark.parametrize(("warm_ms", "window_ms", "calls"), [(0.0, 300.0, 30), (100.0, 300.0, 40), (1.0, 1.0, 2)])
+def test_a_window_lasts_as_long_as_asked_and_warms_up_unmeasured(warm_ms: float, window_ms: float, calls: int) -> None:
+    gpu = FakeGpu()
+    kernel = Kernel(gpu, 10.0)
+    unit = Unit(run=lambda: kernel(0), calls=1, ms=10.0)
+    assert measure(unit, gpu, warm_ms=warm_ms, window_ms=window_ms).ms == pytest.approx(10.0)
+    assert len(kernel.sets) == calls
+
+
+def test_the_context_surrounds_estimates_graphs_and_windows() -> None:
+    gpu = FakeGpu()
+    inside = False
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        nonlocal inside
+        inside = True
+        yield
+        inside = False
+
+    def run(_: int) -> None:
+        assert inside
+        gpu.kernel(0.01)
+
+    measure(make_unit(run, 1, gpu, context), gpu, warm_ms=1.0, window_ms=1.0)
+    assert not inside
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_orders_are_balanced(count: int) -> None:
+    rounds = 2 * count
+    turns = orders(count, rounds)
+    assert all(sorted(turn) == list(range(count)) for turn in turns)
+    firsts = [turn[0] for turn in turns]
+    assert max(firsts.count(n) for n in range(count)) <= rounds / count + 1
+    mean_place = [sum(turn.index(n) for turn in turns) / rounds for n in range(count)]
+    assert max(mean_place) - min(mean_place) <= count / 2
+    if count > 2:
+        follows = {(a, b) for turn in turns for a, b in itertools.pairwise(turn)}
+        assert all((a, b) in follows and (b, a) in follows for a, b in follows)
+
+
+def test_four_rounds_of_seven_have_four_orders() -> None:
+    assert len(set(orders(7, 4))) == 4
+
+
+def test_interleaving_cancels_a_card_that_slows_down() -> None:
+    """Two equal kernels on a card that gets 0.2 % slower with every call."""
+
+    @dataclass
+    class Warming(FakeGpu):
+        calls: int = 0
+
+        def kernel(self, ms: float) -> None:
+            self.calls += 1
+            super().kernel(ms * (1 + 0.002 * self.calls))
+
+    gpu = Warming()
+    kernels = [Unit(run=lambda: gpu.kernel(1.0), calls=1, ms=1.0) for _ in range(2)]
+    seen: list[int] = []
+    a, b = interleave(kernels, gpu, rounds=4, warm_ms=2.0, window_ms=10.0, before=seen.append)
+    assert len(a) == len(b) == 4
+    assert sorted(seen) == [0] * 4 + [1] * 4
+    mean_a, mean_b = (sum(w.ms for w in each) / 4 for each in (a, b))
+    assert mean_a == pytest.approx(mean_b, rel=0.005)
+    assert a[3].ms > 1.1 * a[0].ms
+
+
+def test_the_clock_is_the_median_of_those_that_know_it() -> None:
+    windows = [Window(ms=1.0, sm_clock_mhz=clock) for clock in (1400.0, None, 1500.0, 1980.0)]
+    assert median_clock(windows) == 1500.0
+    assert median_clock([Window(ms=1.0)]) is None
