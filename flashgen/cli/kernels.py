@@ -121,6 +121,7 @@ def _explanation(workload: Workload, device: Device) -> Explanation:
 def _compiled_fields(device: Device, config: Config, compiled: CompiledKernel) -> list[tuple[str, output.Cell]]:
     blocks = compiled.occupancy(device)
     threads = blocks * compiled.num_warps * device.warp_size
+    plural = "" if blocks == 1 else "s"
     return [
         ("target", f"{device.name} ({device.arch})"),
         ("config", str(config)),
@@ -128,7 +129,7 @@ def _compiled_fields(device: Device, config: Config, compiled: CompiledKernel) -
         ("spills", f"{compiled.spills} bytes a thread"),
         ("shared memory", f"{compiled.shared_bytes} of {device.smem_per_block} bytes a block"),
         ("warps", f"{compiled.num_warps} a block"),
-        ("occupancy", f"{blocks} block{'' if blocks == 1 else 's'} an SM ({threads / device.max_threads_per_sm:.0%} of its threads)"),
+        ("occupancy", f"{blocks} block{plural} an SM ({threads / device.max_threads_per_sm:.0%} of its threads)"),
         ("compiled in", f"{compiled.compile_ms:.0f} ms"),
         ("source", f"{compiled.source.entry} {compiled.source.digest}"),
     ]

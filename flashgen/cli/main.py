@@ -13,8 +13,8 @@ from flashgen.cli import db, kernels, machine
 from flashgen.core.errors import FlashgenError
 
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 an error, printed as one line `error: ...`; 2 wrong usage; 3 tuning ended but some workloads "
-    "have no valid candidate; 130 interrupted, what was found is saved."
+    "Exit codes: 0 done; 1 an error, printed as one line `error: ...`; 2 wrong usage; 3 tuning ended but some "
+    "workloads have no valid candidate; 130 interrupted, what was found is saved."
 )
 
 

@@ -1,0 +1,54 @@
+"""Running commands: in this process with typer's runner, or as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flashgen.cli.main import app
+from flashgen.core.settings import settings
+from flashgen.db.store import Store
+from tests.db.samples import FAILED, MEASURED, PREDICTED, SHORT, TRIAL, timed
+
+Invoke = Callable[..., Any]
+"""Returns typer's result: exit_code, stdout, stderr."""
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    """Run `flashgen <arguments>` in this process."""
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `flashgen <arguments>` as a process, with the test's own database and cache."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "flashgen.cli.main", *map(str, arguments)]
+        return subprocess.run(
+            line, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def tuned() -> Path:
+    """The user database with a measured and a predicted record, a second workload, and two trials."""
+    path = settings().db_layers[0]
+    with Store.open(path) as store:
+        store.put_records([MEASURED, PREDICTED, replace(timed(MEASURED, 0.1), workload=SHORT, anchors=())])
+        store.put_trial(TRIAL)
+        store.put_trial(FAILED)
+    return path

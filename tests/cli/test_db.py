@@ -1,0 +1,105 @@
+"""`flashgen db`: what is printed is what is stored, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashgen.core.settings import settings
+from flashgen.db.store import Store
+from tests.cli.conftest import Invoke
+from tests.db.samples import CAUSAL, CONFIG, H200, MEASURED, SHORT, WIDE
+
+
+def own(stdout: str) -> list[dict[str, object]]:
+    """The records of the user's database among those that `--json` printed."""
+    return [row for row in json.loads(stdout) if not str(row["layer"]).startswith("shipped/")]
+
+
+def test_list_shows_a_line_for_each_record(invoke: Invoke, tuned: Path) -> None:
+    lines = [line for line in invoke("db", "list").stdout.splitlines() if str(tuned) in line]
+    assert len(lines) == 3
+    (measured,) = [line for line in lines if CAUSAL.key in line and " measured " in line]
+    assert f"{MEASURED.tflops:.4g}" in measured
+    assert "1.25" in measured
+    assert "sdpa-cudnn 1.12x" in measured
+
+
+def test_list_as_json_and_narrowed(invoke: Invoke, tuned: Path) -> None:
+    rows = own(invoke("db", "list", "--json").stdout)
+    assert [(row["workload"], row["provenance"]) for row in rows] == [
+        (CAUSAL.key, "measured"),
+        (CAUSAL.key, "predicted"),
+        (SHORT.key, "measured"),
+    ]
+    assert rows[0]["knobs"] == dict(CONFIG.knobs)
+    assert rows[0]["times_ms"] == [1.25, 1.2, 1.3]
+    assert rows[0]["anchors"] == {"sdpa-cudnn": 1.4, "sdpa-flash": 1.9}
+    assert rows[0]["layer"] == str(tuned)
+    assert len(own(invoke("db", "list", "--json", "--provenance", "predicted").stdout)) == 1
+    assert own(invoke("db", "list", "--json", "--device", "a100").stdout) == []
+    assert invoke("db", "list", "--provenance", "guessed").exit_code == 2
+    assert "a target is one of" in invoke("db", "list", "--device", "abacus").stderr
+
+
+def test_show_tells_everything_of_a_workload(invoke: Invoke, tuned: Path) -> None:
+    shown = invoke("db", "show", "b4-h32-hk8-s4096-d128-causal", "--device", "h200").stdout
+    for text in (
+        CAUSAL.key,
+        "NVIDIA H200 (sm90-132sm-141gb)",
+        str(CONFIG),
+        "1.25, 1.2, 1.3 ms (spread 8.0%)",
+        "sdpa-flash  1.9 ms",
+        "triton 3.6.0, torch 2.11.0, driver 580.95.05",
+        MEASURED.source_digest,
+        "2 (1 failed in launch)",
+        str(tuned),
+    ):
+        assert text in shown
+    rows = own(invoke("db", "show", CAUSAL.key, "--json").stdout)
+    assert [row["provenance"] for row in rows] == ["measured", "predicted"]
+
+
+def test_show_of_an_unknown_workload_is_an_error(invoke: Invoke, tuned: Path) -> None:
+    result = invoke("db", "show", "b3-h3-s333-d64")
+    assert result.exit_code == 1
+    assert "must have a record" in result.stderr
+
+
+def test_export_and_import_move_records_between_machines(
+    invoke: Invoke, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "given" / "h200.sqlite3"
+    result = invoke("db", "export", file, "--device", "h200", "--provenance", "measured")
+    assert result.stdout == f"2 records written to {file} and {file.with_suffix('.csv')}\n"
+    assert file.with_suffix(".csv").read_text().count("\n") == 3
+
+    other = tmp_path / "other.sqlite3"
+    monkeypatch.setenv("FLASHGEN_DB", str(other))
+    settings.cache_clear()
+    assert invoke("db", "import", file).stdout == f"2 added, 0 replaced, 0 kept as they were in {other}\n"
+    assert invoke("db", "import", file).stdout == f"0 added, 0 replaced, 2 kept as they were in {other}\n"
+    with Store.open(other, read_only=True) as store:
+        assert store.record(CAUSAL, H200) == MEASURED
+        assert store.record(WIDE, H200) is None
+
+
+def test_an_export_of_nothing_is_an_error(invoke: Invoke, tuned: Path, tmp_path: Path) -> None:
+    result = invoke("db", "export", tmp_path / "x.sqlite3", "--device", "a100")
+    assert result.exit_code == 1
+    assert "an export needs records" in result.stderr
+    assert not (tmp_path / "x.sqlite3").exists()
+
+
+def test_an_import_of_a_foreign_file_is_an_error_and_changes_nothing(
+    invoke: Invoke, tuned: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("dear diary " * 500)
+    result = invoke("db", "import", file)
+    assert result.exit_code == 1
+    assert str(file) in result.stderr
+    assert "not a database" in result.stderr
+    assert len(own(invoke("db", "list", "--json").stdout)) == 3

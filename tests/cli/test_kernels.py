@@ -1,0 +1,139 @@
+"""`render`, `compile` and `explain`: they agree with each other and with the database."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashgen.cli.arguments import parse_config, parse_shape
+from flashgen.codegen.families import default_config
+from flashgen.codegen.render import render
+from flashgen.core.device import find_device
+from flashgen.core.errors import ConfigError, WorkloadError
+from tests.cli.conftest import Invoke
+from tests.db.samples import CAUSAL, CONFIG, H200, WIDE
+
+SHAPE = "b4-h32-hk8-s4096-d128-causal"
+SMALL = "portable_forward:block_m=64,block_n=32,num_warps=4,num_stages=2,loads=pointer"
+
+
+def test_render_prints_the_kernel_that_would_serve(invoke: Invoke, tuned: Path) -> None:
+    assert invoke("render", SHAPE, "--target", "h200").stdout == render(CAUSAL.specialization, CONFIG).text
+    ampere = find_device("a100")
+    default = render(CAUSAL.specialization, default_config(CAUSAL.specialization, ampere)).text
+    assert invoke("render", SHAPE, "--target", "a100").stdout == default
+
+
+def test_the_command_in_a_kernel_prints_that_kernel(invoke: Invoke) -> None:
+    text = invoke("render", SHAPE, "--config", SMALL).stdout
+    assert "BLOCK_M = tl.constexpr(64)" in text
+    line = text.splitlines()[0].split("flashgen ")[1].split()
+    again = invoke(*line)
+    assert again.stdout == text
+    assert again.stderr == ""  # the kernel is the same for every GPU, so there is nothing to note
+
+
+def test_a_rendered_kernel_runs_without_flashgen(invoke: Invoke, tmp_path: Path) -> None:
+    file = tmp_path / "kernel.py"
+    file.write_text(invoke("render", SHAPE, "--config", SMALL).stdout)
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kernel; assert 'flashgen' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ([SHAPE, "--config", "nobody:block_m=64"], "a kernel family is one of"),
+        ([SHAPE, "--config", "portable_forward:block_m=65"], "block_m of portable_forward is one of"),
+        ([SHAPE, "--config", "portable_forward:block_m=__import__('os')"], "block_m of portable_forward is one of"),
+        ([SHAPE, "--config", "portable_forward:colour=red"], "with each of"),
+        ([SHAPE, "--config", "portable_forward:block_m=64,block_m=64"], "with each of"),
+        ([SHAPE, "--config", "portable_forward:block_m"], "with each of"),
+        ([SHAPE, "--config", "portable_forward:loads=descriptor", "--target", "sm_86"], "cannot serve"),
+        ([SHAPE, "--target", "abacus"], "a target is one of"),
+        (["fwd-bf16-d128-causal"], "no sizes to look up"),
+        (["b4-h32-s4096"], "a shape needs b, h, s"),
+        ([SHAPE + "-alibi"], "it has no alibi"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_with_its_rule(invoke: Invoke, arguments: list[str], rule: str) -> None:
+    result = invoke("render", *arguments)
+    assert result.exit_code == 1
+    assert rule in result.stderr
+    assert result.stdout == ""
+
+
+def test_compile_prints_what_the_kernel_takes(invoke: Invoke) -> None:
+    result = invoke("compile", SHAPE, "--target", "sm_86", "--config", SMALL)
+    assert result.exit_code == 0, result.stderr
+    for text in ("NVIDIA RTX 3090 (sm86)", "block_m=64", "registers", "spills", "bytes a block", "an SM"):
+        assert text in result.stdout
+
+
+def test_compile_for_several_targets_as_json(invoke: Invoke) -> None:
+    result = invoke("compile", SHAPE, "--target", "sm_86", "--target", "h100", "--config", SMALL, "--json")
+    first, second = json.loads(result.stdout)
+    assert (first["arch"], second["arch"]) == ("sm86", "sm90")
+    for row in (first, second):
+        assert row["spills_bytes"] == 0
+        assert 32 <= row["registers"] <= 255
+        assert 0 < row["shared_bytes"] <= 99 * 1024
+        assert row["blocks_per_sm"] >= 1
+    assert first["digest"] == second["digest"]
+
+
+def test_explain_names_the_rung_and_the_record(invoke: Invoke, tuned: Path) -> None:
+    shown = invoke("explain", SHAPE, "--target", "h200").stdout
+    assert "3. user database, exact" in shown
+    assert str(tuned) in shown
+    assert str(CONFIG) in shown
+    assert "portable_forward: applies" in shown
+    facts = json.loads(invoke("explain", SHAPE, "--target", "h200", "--json").stdout)
+    assert (facts["rung"], facts["layer"], facts["knobs"]) == (3, str(tuned), dict(CONFIG.knobs))
+
+
+def test_explain_says_when_sdpa_was_measured_faster(invoke: Invoke, tuned: Path) -> None:
+    from dataclasses import replace
+
+    from flashgen.core.record import Anchor
+    from flashgen.db.store import Store
+    from tests.db.samples import MEASURED
+
+    assert json.loads(invoke("explain", SHAPE, "--target", "h200", "--json").stdout)["backend"] == "generated"
+    with Store.open(tuned) as store:
+        store.put_record(replace(MEASURED, anchors=(Anchor(impl="sdpa-cudnn", median_ms=1.0),)))
+    assert json.loads(invoke("explain", SHAPE, "--target", "h200", "--json").stdout)["backend"] == "sdpa-cudnn"
+
+
+def test_explain_without_records_says_default(invoke: Invoke) -> None:
+    shown = invoke("explain", "b2-h16-s2048-d256", "--target", "rtx 3090").stdout
+    assert "8. default config" in shown
+    assert WIDE.key in shown
+
+
+def test_explain_needs_sizes(invoke: Invoke) -> None:
+    result = invoke("explain", "fwd-bf16-d128-causal")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "needs a workload with its sizes" in result.stderr
+
+
+def test_shapes_are_workloads_or_specializations() -> None:
+    assert parse_shape(SHAPE) == (CAUSAL, CAUSAL.specialization)
+    workload, spec = parse_shape("fwd-bf16-d128-causal-unaligned-offset")
+    assert workload is None
+    assert (spec.aligned16, spec.offset_tensor, spec.causal) == (False, True, True)
+    with pytest.raises(WorkloadError):
+        parse_shape("fwd-bf16")
+
+
+def test_a_config_is_read_back_from_its_text() -> None:
+    knobs = ",".join(f"{name}={value}" for name, value in CONFIG.knobs)
+    assert parse_config(f"portable_forward:{knobs}", CAUSAL.specialization, H200) == CONFIG
+    partial = parse_config("portable_forward:num_stages=2", CAUSAL.specialization, H200)
+    assert partial == default_config(CAUSAL.specialization, H200).replace(num_stages=2)
+    with pytest.raises(ConfigError):
+        parse_config("", CAUSAL.specialization, H200)

@@ -1,0 +1,131 @@
+"""The command as a whole: exit codes, one-line errors, help, version, and what it does not load."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from flashgen._version import __version__
+from flashgen.cli import main
+from flashgen.core.errors import DatabaseError, FlashgenError
+from tests.cli.conftest import ROOT, Invoke
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_version_and_help(invoke: Invoke) -> None:
+    assert invoke("--version").stdout == f"flashgen {__version__}\n"
+    shown = invoke("--help")
+    assert shown.exit_code == 0
+    for word in ("render", "compile", "explain", "devices", "doctor", "db", "130", "error: ..."):
+        assert word in shown.stdout
+
+
+@pytest.mark.parametrize("arguments", [["bogus"], ["render"], ["render", "b1-h1-s1-d64", "--bogus"], ["db", "bogus"]])
+def test_wrong_usage_is_exit_code_2(invoke: Invoke, arguments: list[str]) -> None:
+    assert invoke(*arguments).exit_code == 2
+
+
+def raising(error: BaseException) -> typer.Typer:
+    app = typer.Typer(cls=main.Commands)
+
+    @app.callback()
+    def options() -> None:
+        pass
+
+    @app.command()
+    def work() -> None:
+        raise error
+
+    return app
+
+
+def test_an_error_of_ours_is_one_line_and_exit_code_1() -> None:
+    result = CliRunner().invoke(raising(DatabaseError("a rule,\n  then the value")), ["work"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == "error: a rule, then the value\n"
+
+
+def test_an_interrupt_is_exit_code_130() -> None:
+    result = CliRunner().invoke(raising(KeyboardInterrupt()), ["work"])
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    result = CliRunner().invoke(raising(ZeroDivisionError("a defect")), ["work"])
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert not isinstance(result.exception, FlashgenError)
+
+
+def test_a_real_process_prints_one_line(command: Run) -> None:
+    result = command("render", "b4-h32-s4096-d128-nonsense")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: a shape is made of the tokens")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_warning_is_one_line(command: Run, tuned: object) -> None:
+    from flashgen.core.settings import settings
+
+    path = settings().db_layers[0]
+    path.write_bytes(b"not a database " * 500)
+    result = command("db", "list")
+    assert result.returncode == 0
+    assert result.stdout == "no records\n"
+    assert result.stderr.startswith(f"warning: tuning database {path} is not used: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_process_with_130() -> None:
+    script = """
+import sys, threading, time
+from flashgen.cli import main
+@main.app.command()
+def wait():
+    print("waiting", flush=True)
+    time.sleep(60)
+sys.argv = ["flashgen", "wait"]
+main.main()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n")
+
+
+def test_a_pipe_that_closes_early_is_no_traceback() -> None:
+    line = f"{sys.executable} -m flashgen.cli.main devices --json | head -n 1"
+    result = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout == "[\n"
+    assert "Traceback" not in result.stderr
+
+
+def test_help_loads_nothing_that_only_commands_need() -> None:
+    script = """
+import sys
+import flashgen
+before = set(sys.modules)
+from flashgen.cli import main
+sys.argv = ["flashgen", "--help"]
+try:
+    main.main()
+except SystemExit:
+    pass
+heavy = {"sqlalchemy", "alembic", "optuna", "jinja2", "triton", "torch", "yaml"} & (set(sys.modules) - before)
+assert not heavy, heavy
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,52 @@
+"""Tables for terminals and pipes; text of strangers stays text."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timezone
+
+import pytest
+
+from flashgen.cli import output
+
+COLUMNS = ("name", "ms")
+ROWS = [("first", 1.23456), ("[link=x]second[/link]", None), ("third", 1234567.0)]
+
+
+def test_a_pipe_gets_aligned_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(COLUMNS, ROWS)
+    assert capsys.readouterr().out.splitlines() == [
+        "name                        ms",
+        "first                    1.235",
+        "[link=x]second[/link]        -",
+        "third                  1234567",
+    ]
+
+
+def test_a_terminal_gets_the_same_cells(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    output.print_table(COLUMNS, ROWS)
+    shown = capsys.readouterr().out
+    assert "[link=x]second[/link]" in shown
+    assert "1.235" in shown
+
+
+def test_no_rows_print_the_header(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(COLUMNS, [])
+    assert capsys.readouterr().out == "name  ms\n"
+
+
+@pytest.mark.parametrize(
+    ("created", "expected"),
+    [
+        ("2026-11-20T12:00:00+00:00", "moments"),
+        ("2026-11-20T11:59:00Z", "1 minute"),
+        ("2026-11-20T09:00:00+00:00", "3 hours"),
+        ("2026-11-20T09:00:00", "3 hours"),
+        ("2026-10-01T00:00:00+00:00", "50 days"),
+        ("2027-01-01T00:00:00+00:00", "moments"),
+        ("", ""),
+    ],
+)
+def test_ages_are_said_in_the_largest_unit(created: str, expected: str) -> None:
+    assert output.age(created, datetime(2026, 11, 20, 12, 0, 5, tzinfo=timezone.utc)) == expected
