@@ -21,6 +21,9 @@ PUBLIC = {
     "explain",
     "reload",
     "warmup",
+    "Config",
+    "Device",
+    "Workload",
     "FlashgenError",
     "WorkloadError",
     "DeviceError",
@@ -47,6 +50,16 @@ started = time.perf_counter()
 import flashgen
 elapsed_ms = (time.perf_counter() - started) * 1e3
 print(json.dumps({"elapsed_ms": elapsed_ms, "loaded": sorted(set(sys.modules) - before)}))
+"""
+
+LOOK_UP_PROBE = """
+import json, sys
+import flashgen
+from flashgen.core.device import find_device
+from flashgen.runtime import dispatch, serve
+workload = flashgen.Workload.parse("b1-h32-hk8-s1024-d128-causal")
+served = dispatch.resolve(workload, workload.specialization, find_device("h200"), serve.records())
+print(json.dumps({"rung": served.rung, "loaded": sorted(sys.modules)}))
 """
 
 
@@ -91,6 +104,13 @@ def test_import_loads_nothing_heavy_and_is_quick() -> None:
         if times[-1] < IMPORT_LIMIT_MS:
             return
     pytest.fail(f"`import flashgen` after torch must take less than {IMPORT_LIMIT_MS} ms, took {times}")
+
+
+def test_a_look_up_loads_neither_search_nor_migrations_nor_command_line() -> None:
+    seen = probe(LOOK_UP_PROBE)
+    assert seen["rung"] in range(3, 9)
+    assert "sqlalchemy" in seen["loaded"]  # the databases were read
+    assert not {"alembic", "optuna", "typer", "rich", "yaml"} & set(seen["loaded"])
 
 
 def test_version_is_the_same_everywhere() -> None:
