@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import typer
 
@@ -24,6 +24,9 @@ from flashgen.tuning.events import (
 )
 from flashgen.tuning.progress import Progress
 from flashgen.tuning.report import ReportRow, report_rows
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 QUIET_S = 10.0
 """Plain lines: a search without a new best says at least so often that it is alive."""
@@ -137,7 +140,7 @@ class Panel:
         if line is not None:
             self._console.print(line, markup=False, highlight=False)
 
-    def _render(self) -> object:
+    def _render(self) -> Table:
         from rich.table import Table
         from rich.text import Text
 
@@ -192,7 +195,9 @@ def print_report(finished: RunFinished, device: Device, database: str) -> None:
         if row.status in ("failed", "unsupported"):
             typer.echo(f"{row.status}: {row.workload}: {row.reason}")
     if any(row.source == "predicted" for row in chosen):
-        typer.echo(f"Rows marked predicted were not measured: an analytic model ranked what compiles for {device.name}.")
+        typer.echo(
+            f"Rows marked predicted were not measured: an analytic model ranked what compiles for {device.name}."
+        )
     if finished.interrupted:
         typer.echo("Interrupted; the same command goes on from here.")
     typer.echo(f"Records: {database} ({device.identity}, {duration(finished.seconds)})")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,14 +14,15 @@ import typer
 from flashgen.cli import output
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DeviceError
+from flashgen.core.settings import settings
 
 if TYPE_CHECKING:
-    from flashgen.core.record import TuningRecord
+    from types import FrameType
+
     from flashgen.core.workload import Workload
-    from flashgen.db.layers import Layers
-    from flashgen.db.store import Store
     from flashgen.measure.protocol import Executor
     from flashgen.tuning.budget import Budget
+    from flashgen.tuning.compile_pool import CompilePool
     from flashgen.tuning.context import Options
     from flashgen.tuning.events import RunFinished
 
@@ -29,15 +30,16 @@ NO_VALID_CANDIDATE, INTERRUPTED = 3, 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """The command's options, read."""
+class _Request:
+    """The command's options, read and checked."""
 
     workloads: tuple[Workload, ...]
-    device: Device
+    target: str | None
+    index: int
+    database: Path
     budget: Budget
     options: Options
     jobs: int
-    measured: bool
     as_json: bool
 
 
@@ -61,17 +63,24 @@ def tune(
         str, typer.Option(help="For each workload: seconds with finals (20s, 2m), or trials (40).", metavar="BUDGET")
     ] = "30s",
     database: Annotated[
-        Path | None, typer.Option("--db", help="The database to write. Default: the first of FLASHGEN_DB, or the user's.")
+        Path | None,
+        typer.Option("--db", help="The database to write. Default: the first of FLASHGEN_DB, or the user's."),
     ] = None,
     device: Annotated[int, typer.Option(help="Index of the GPU to measure on.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Equal seeds search in the same order.")] = 0,
     jobs: Annotated[
         int | None, typer.Option(help="Compile processes. Default: one for each CPU but one.", min=1)
     ] = None,
-    finals_window: Annotated[float, typer.Option(help="Seconds of one window of the last comparison.", min=0.001)] = 0.3,
+    finals_window: Annotated[
+        float, typer.Option(help="Seconds of one window of the last comparison.", min=0.001)
+    ] = 0.3,
     finals_rounds: Annotated[int, typer.Option(help="Rounds of the last comparison.", min=1)] = 4,
-    retune: Annotated[bool, typer.Option("--retune", "--force", help="Search again where a record is current.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print workloads, candidates and the expected time.")] = False,
+    retune: Annotated[
+        bool, typer.Option("--retune", "--force", help="Search again where a record is current.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print workloads, candidates and the expected time.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event and line.")] = False,
     list_models: Annotated[bool, typer.Option("--list-models", help="Print the model presets and exit.")] = False,
 ) -> None:
@@ -81,24 +90,160 @@ def tune(
     measuring. A workload with a current record is skipped unless --retune is given. Ctrl-C or a kill loses at most the
     candidate in flight: the same command resumes.
 
-    Exit codes: 0 done; 1 an error; 2 wrong usage; 3 some workloads have no valid candidate; 130 interrupted (results are
-    saved).
+    Exit codes: 0 done; 1 an error; 2 wrong usage; 3 some workloads have no valid candidate; 130 interrupted (what was
+    found is saved).
     """
+    from flashgen.tuning.budget import Budget
+    from flashgen.tuning.compile_pool import usable_cpus
+    from flashgen.tuning.context import Options
+    from flashgen.tuning.finals import Finals
+    from flashgen.tuning.workloads import collect
+
     if list_models:
-        _list_models(as_json)
+        _list_models(as_json=as_json)
         return
-    run = _read_options(
-        model or [], shape or [], file or [], target, budget, device, seed, jobs, finals_window, finals_rounds, retune, as_json
+    workloads = collect(models=model or [], shapes=shape or [], paths=file or [])
+    if not workloads:
+        raise typer.BadParameter("name what to tune with --model, --shape or --file; --list-models shows the presets")
+    jobs = jobs or usable_cpus()
+    finals = Finals(window_s=finals_window, rounds=finals_rounds)
+    request = _Request(
+        workloads=workloads,
+        target=target,
+        index=device,
+        database=database or settings().db_layers[0],
+        budget=Budget.parse(budget),
+        options=Options(seed=seed, retune=retune, lookahead=jobs + 2, finals=finals),
+        jobs=jobs,
+        as_json=as_json,
     )
     if dry_run:
-        _dry_run(run, database)
+        _dry_run(request)
         return
-    finished, where = _tune(run, database, device)
-    if not as_json:
-        from flashgen.cli.display import print_report
-
-        print_report(finished, run.device, where)
+    signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's polite kill is a Ctrl-C
+    finished = _run(request)
     if finished.interrupted:
         raise typer.Exit(INTERRUPTED)
     if finished.failed:
         raise typer.Exit(NO_VALID_CANDIDATE)
+
+
+def make_executor(index: int) -> Executor:
+    """The executor of GPU `index`.
+
+    Raises:
+        DeviceError: torch sees no GPU; the message says what works without one.
+    """
+    import torch
+
+    from flashgen.measure.executor import LocalExecutor
+
+    if not torch.cuda.is_available():
+        raise DeviceError("measuring needs a GPU that torch can use, and there is none; --target h100 predicts without")
+    return LocalExecutor(index)
+
+
+def make_compiler(device: Device, jobs: int) -> CompilePool:
+    """The pool that compiles ahead."""
+    from flashgen.tuning.compile_pool import CompilePool
+
+    return CompilePool(device, jobs=jobs)
+
+
+def _run(request: _Request) -> RunFinished:
+    """Tune, show it, and print the closing table."""
+    from flashgen.cli.display import make_display, print_report
+    from flashgen.db.layers import Layers
+    from flashgen.measure.gpu import versions
+    from flashgen.tuning.tune import tune as tune_workloads
+
+    with contextlib.ExitStack() as stack:
+        executor = None
+        if request.target is None:
+            executor = stack.enter_context(contextlib.closing(make_executor(request.index)))
+            device = executor.describe().device
+        else:
+            device = find_device(request.target)
+        layers = stack.enter_context(Layers.open([request.database]))
+        store = layers.writable
+        compiler = stack.enter_context(make_compiler(device, request.jobs))
+        with make_display(as_json=request.as_json) as show:
+            finished = tune_workloads(
+                request.workloads,
+                device=device,
+                store=store,
+                compiler=compiler,
+                executor=executor,
+                budget=request.budget,
+                options=request.options,
+                versions=None if executor is not None else versions(),
+                neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
+                on_event=show,
+            )
+    if not request.as_json:
+        print_report(finished, device, str(request.database))
+    return finished
+
+
+def _dry_run(request: _Request) -> None:
+    """Print what would be done; nothing is compiled, measured or written."""
+    from flashgen.cli.display import duration
+    from flashgen.db.store import Store
+    from flashgen.tuning.tune import plan
+
+    with contextlib.ExitStack() as stack:
+        exists = request.database.exists()
+        rows = plan(
+            request.workloads,
+            device=_device_to_plan(request),
+            store=stack.enter_context(Store.open(request.database, read_only=True)) if exists else None,
+            budget=request.budget,
+            measured=request.target is None,
+            jobs=request.jobs,
+            options=request.options,
+        )
+    total_s = sum(row.expected_s for row in rows)
+    if request.as_json:
+        entries = [
+            {
+                "workload": row.workload.key,
+                "status": row.status,
+                "candidates": row.candidates,
+                "stored_trials": row.stored_trials,
+                "expected_s": row.expected_s,
+                "reason": row.reason,
+            }
+            for row in rows
+        ]
+        output.print_json({"workloads": entries, "expected_s": total_s})
+        return
+    output.print_table(
+        ("workload", "would", "candidates", "trials stored", "expected", "reason"),
+        [
+            (r.workload.key, r.status, r.candidates, r.stored_trials, duration(r.expected_s), r.reason or None)
+            for r in rows
+        ],
+    )
+    typer.echo(f"{len(rows)} workloads, budget {request.budget} each, about {duration(total_s)} in all")
+
+
+def _device_to_plan(request: _Request) -> Device:
+    from flashgen.measure.gpu import current_device
+
+    return find_device(request.target) if request.target is not None else current_device(request.index)
+
+
+def _list_models(*, as_json: bool) -> None:
+    from flashgen.tuning.workloads import presets
+
+    if as_json:
+        rows = {
+            p.name: {"title": p.title, "source": p.source, "workloads": [w.key for w in p.workloads]} for p in presets()
+        }
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    output.print_table(("model", "workloads", "what"), [(p.name, len(p.workloads), p.title) for p in presets()])
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,121 @@
+"""`Progress`: how far a run is, from its events; what a display shows and how long the rest will take."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.record import Failure
+from flashgen.core.workload import Workload
+from flashgen.tuning.events import (
+    CandidateRanked,
+    Event,
+    FinalsStarted,
+    RunStarted,
+    TrialFinished,
+    WorkloadFinished,
+    WorkloadStarted,
+)
+from flashgen.tuning.report import peak_share
+
+
+class Progress:
+    """Feed it every event of one run with `update`; read the attributes at any time.
+
+    Attributes:
+        device: the GPU of the run, None before it started.
+        measured: whether anything is measured.
+        total, ended: workloads of the run, and those that came to an end.
+        workload: the one that is tuned now, None between workloads.
+        candidates: size of its valid set.
+        trials: its trials so far, those of an earlier run included.
+        best_ms: its best time so far.
+        best_config: and whose it is.
+        stage: search, near or last.
+        failures: of all workloads, by stage of the failure.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.device: Device | None = None
+        self.measured = True
+        self.total = 0
+        self.ended = 0
+        self.workload: Workload | None = None
+        self.candidates = 0
+        self.trials = 0
+        self.best_ms: float | None = None
+        self.best_config: Config | None = None
+        self.stage = "search"
+        self.failures: Counter[str] = Counter()
+        self._started = self._workload_started = clock()
+        self._tuned_s: list[float] = []
+        self._budget: WorkloadStarted | None = None
+
+    def update(self, event: Event) -> None:
+        """Take an event into account."""
+        if isinstance(event, RunStarted):
+            self.device, self.measured, self.total = event.device, event.measured, len(event.workloads)
+        elif isinstance(event, WorkloadStarted):
+            self.workload, self.candidates, self._budget = event.workload, event.candidates, event
+            self.trials, self.best_ms, self.best_config = event.resumed_trials, None, None
+            self.stage, self._workload_started = "search", self._clock()
+        elif isinstance(event, TrialFinished):
+            outcome = event.trial.outcome
+            self._trial(event.number, event.best_ms, event.best_config, outcome)
+        elif isinstance(event, CandidateRanked):
+            self._trial(event.number, event.best_ms, None, event.failure)
+        elif isinstance(event, FinalsStarted):
+            self.stage = event.stage
+        elif isinstance(event, WorkloadFinished):
+            self.ended += 1
+            self.workload = None
+            if event.trials:
+                self._tuned_s.append(event.seconds)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run started."""
+        return self._clock() - self._started
+
+    @property
+    def best_tflops(self) -> float | None:
+        """1e12 operations per second of the best config of the current workload."""
+        if self.workload is None or not self.best_ms:
+            return None
+        return self.workload.flops / self.best_ms / 1e9
+
+    @property
+    def best_peak_share(self) -> float | None:
+        """The same as a share of the device's peak."""
+        return peak_share(self.best_tflops, self.device) if self.device else None
+
+    @property
+    def left_s(self) -> float | None:
+        """About how many seconds the run still takes, None while nothing is known."""
+        if not self.total:
+            return None
+        each = self._workload_s()
+        if each is None:
+            return None
+        waiting = self.total - self.ended - (self.workload is not None)
+        spent = self._clock() - self._workload_started if self.workload is not None else each
+        return waiting * each + max(0.0, each - spent)
+
+    def _workload_s(self) -> float | None:
+        """Seconds that one workload takes: the budget, else the mean of those that ended, else what this one shows."""
+        if self._budget is not None and self._budget.budget_s is not None:
+            return self._budget.budget_s
+        if self._tuned_s:
+            return sum(self._tuned_s) / len(self._tuned_s)
+        if self._budget is not None and self._budget.budget_trials and self.trials:
+            return (self._clock() - self._workload_started) * self._budget.budget_trials / self.trials
+        return None
+
+    def _trial(self, number: int, best_ms: float | None, best: Config | None, outcome: object) -> None:
+        self.trials, self.best_ms, self.best_config = number, best_ms, best or self.best_config
+        if isinstance(outcome, Failure):
+            self.failures[outcome.stage] += 1
