@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= gpt2
-BUDGET ?= 30
+BUDGET ?= 30s
 SAMPLE ?= b1-h12-s1024-d64-causal
 
 BIN := $(VENV)/bin
