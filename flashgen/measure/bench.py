@@ -9,10 +9,12 @@ from typing import Protocol
 
 import torch
 
+from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Failure
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
+from flashgen.launch.plan import Geometry, make_plan
 from flashgen.measure import anchors
 from flashgen.measure.inputs import make_inputs, rotation_copies
 from flashgen.measure.odd_shapes import OddShape, Problem, check_odd, odd_problems
@@ -21,6 +23,9 @@ from flashgen.measure.verify import Errors, KernelFactory, golden
 
 INPUT_SEED = 20260102
 ALIGNMENT_BYTES = 16
+
+KEEP_KERNELS = 128
+"""A compiled kernel holds a few MB of text; workloads of one specialization try many of the same."""
 
 Announce = Callable[[str], None]
 """Says which stage (build, verify, launch) comes next."""
@@ -38,20 +43,24 @@ class Toolchain(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuToolchain:
-    """Compiles for a GPU of this process and launches through plans."""
+    """Compiles for a GPU of this process, launches through plans, and keeps the kernels that were used last."""
 
-    device: Device
-    index: int
+    def __init__(self, device: Device, index: int) -> None:
+        self._device = device
+        self._index = index
+        self._kernels: OrderedDict[tuple[Specialization, Config], CompiledKernel] = OrderedDict()
 
     def factory(self, spec: Specialization, config: Config) -> KernelFactory:
         """See `Toolchain`."""
-        from flashgen.codegen.build import compile_kernel
-        from flashgen.launch.plan import Geometry, make_plan
-
-        compiled = compile_kernel(spec, config, self.device)
-        return lambda q, k, v, out: make_plan(compiled, spec, config, Geometry.of(q, k, v, out), self.index)
+        key = (spec, config)
+        if key not in self._kernels:
+            self._kernels[key] = compile_kernel(spec, config, self._device)
+            if len(self._kernels) > KEEP_KERNELS:
+                self._kernels.popitem(last=False)
+        self._kernels.move_to_end(key)
+        compiled = self._kernels[key]
+        return lambda q, k, v, out: make_plan(compiled, spec, config, Geometry.of(q, k, v, out), self._index)
 
 
 @dataclass(slots=True, kw_only=True)

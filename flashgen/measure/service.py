@@ -65,7 +65,7 @@ class GpuService:
         torch.cuda.set_device(where)
         torch.zeros(1, device=where)  # make the context now: a broken card must show before the first candidate
         stopwatch = CudaStopwatch(lambda: gpu.sm_clock_mhz(index))
-        toolchain = toolchain or GpuToolchain(device=self._device, index=index)
+        toolchain = toolchain or GpuToolchain(self._device, index)
         keep_bytes = KEEP_SHARE * torch.cuda.get_device_properties(index).total_memory
         self._judge = Judge(Bench(self._device, where, toolchain, stopwatch, keep_bytes), stopwatch, announce)
 

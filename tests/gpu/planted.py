@@ -96,7 +96,7 @@ class PlantedToolchain(GpuToolchain):
 
     def factory(self, spec: Specialization, config: Config) -> KernelFactory:
         if config.family != PLANTED:
-            return GpuToolchain.factory(self, spec, config)
+            return super().factory(spec, config)
         return lambda *_: PlantedKernel(str(config["act"]))
 
 
@@ -104,4 +104,4 @@ class PlantedService(GpuService):
     """The usual service with that toolchain."""
 
     def __init__(self, announce: Announce, index: int) -> None:
-        super().__init__(announce, index, PlantedToolchain(device=current_device(index), index=index))
+        super().__init__(announce, index, PlantedToolchain(current_device(index), index))

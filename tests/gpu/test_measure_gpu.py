@@ -34,7 +34,7 @@ def executor() -> Iterator[LocalExecutor]:
 def bench() -> Bench:
     device = gpu.current_device()
     stopwatch = CudaStopwatch(gpu.sm_clock_mhz)
-    return Bench(device, torch.device("cuda", 0), GpuToolchain(device=device, index=0), stopwatch, 8e9)
+    return Bench(device, torch.device("cuda", 0), GpuToolchain(device, 0), stopwatch, 8e9)
 
 
 def test_the_device_is_the_one_that_the_executor_measures_on(executor: LocalExecutor) -> None:
