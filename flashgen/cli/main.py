@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from flashgen._version import __version__
 from flashgen.cli import db, kernels, machine
+from flashgen.cli.tune import tune
 from flashgen.core.errors import FlashgenError
 
 EXIT_CODES = (
@@ -46,6 +47,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(tune)
 app.command()(kernels.render)
 app.command(name="compile")(kernels.compile_)
 app.command()(kernels.explain)
@@ -72,7 +74,7 @@ def _options(
 def main() -> None:
     """The entry point of the installed command."""
     warnings.showwarning = _show_warning
-    app()
+    app(prog_name="flashgen")
 
 
 def _show_warning(
@@ -85,7 +87,3 @@ def _show_warning(
 ) -> None:
     """One line for people; where in flashgen it was raised does not help them."""
     typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
-
-
-if __name__ == "__main__":
-    main()

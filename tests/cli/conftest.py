@@ -35,7 +35,7 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `flashgen <arguments>` as a process, with the test's own database and cache."""
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "flashgen.cli.main", *map(str, arguments)]
+        line = [sys.executable, "-m", "flashgen", *map(str, arguments)]
         return subprocess.run(
             line, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False
         )

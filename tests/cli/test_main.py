@@ -23,7 +23,7 @@ def test_version_and_help(invoke: Invoke) -> None:
     assert invoke("--version").stdout == f"flashgen {__version__}\n"
     shown = invoke("--help")
     assert shown.exit_code == 0
-    for word in ("render", "compile", "explain", "devices", "doctor", "db", "130", "error: ..."):
+    for word in ("tune", "render", "compile", "explain", "devices", "doctor", "db", "130", "error: ..."):
         assert word in shown.stdout
 
 
@@ -105,7 +105,7 @@ main.main()
 
 
 def test_a_pipe_that_closes_early_is_no_traceback() -> None:
-    line = f"{sys.executable} -m flashgen.cli.main devices --json | head -n 1"
+    line = f"{sys.executable} -m flashgen devices --json | head -n 1"
     result = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert result.stdout == "[\n"
     assert "Traceback" not in result.stderr

@@ -107,6 +107,7 @@ def test_a_bad_record_is_skipped_with_one_warning(path: Path, column: str, value
         ("UPDATE workloads SET seqlen_q = ? WHERE id = 1", 4095, "key must be the one of its fields"),
         ("UPDATE workloads SET dtype = ? WHERE id = 1", CODE, "dtype is one of"),
         ("UPDATE workloads SET causal = ? WHERE id = 1", 0, "key must be the one of its fields"),
+        ("UPDATE workloads SET softcap = ? WHERE id = 1", "maybe", "key must be the one of its fields"),
         ("UPDATE workloads SET window_left = ? WHERE id = 1", "all", "window_left must be of type int"),
         ("UPDATE workloads SET specialization = ? WHERE id = 1", "x", "key must be the one of its fields"),
         ("UPDATE anchors SET median_ms = ? WHERE id = 1", 0.0, "median_ms must be above 0"),
@@ -159,6 +160,19 @@ def test_a_text_that_is_not_utf8_spoils_its_own_row_only(path: Path) -> None:
     tamper(path, "UPDATE records SET created = CAST(x'ff3230' AS TEXT) WHERE id = 1")
     with Store.open(path, read_only=True) as store, pytest.warns(UserWarning, match="ISO 8601"):
         assert store.records() == [replace(MEASURED, workload=SHORT)]
+
+
+def test_a_table_without_ids_is_read_past(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    columns = [name for _, name, *_ in connection.execute("PRAGMA table_info(records)")]
+    connection.execute("ALTER TABLE records RENAME TO original")
+    connection.execute(f"CREATE TABLE records ({', '.join(columns)})")
+    connection.execute("INSERT INTO records SELECT * FROM original")
+    connection.execute("UPDATE records SET id = NULL WHERE id = 1")
+    connection.commit()
+    connection.close()
+    with Store.open(path, read_only=True) as store, pytest.warns(UserWarning, match="it has no id"):
+        assert [record.workload for record in store.records()] == [SHORT]
 
 
 def test_many_bad_rows_give_one_warning(path: Path) -> None:
