@@ -9,6 +9,9 @@ from datetime import datetime, timezone
 
 import typer
 
+MAX_WIDTH = 10_000
+"""Characters; wider than any table, so that none is cut or folded."""
+
 Cell = str | int | float | None
 
 
@@ -77,7 +80,8 @@ def _print_rich(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name, right in zip(columns, numeric, strict=True):
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for row in cells:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    # a key broken into pieces cannot be copied: let the terminal wrap a line that is too long
+    Console(width=MAX_WIDTH).print(table, crop=False)
