@@ -23,7 +23,7 @@ from flashgen.tuning.events import (
     to_json,
 )
 from flashgen.tuning.progress import Progress
-from flashgen.tuning.report import ReportRow, report_rows
+from flashgen.tuning.report import ReportRow, report_rows, short_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -163,7 +163,7 @@ class Panel:
 def progress_line(progress: Progress) -> str:
     """Trials and the best of the current workload."""
     tried = f"{progress.trials} of {progress.candidates} candidates tried"
-    if progress.best_ms is None:
+    if progress.best_ms is None or progress.best_tflops is None:
         return f"{tried}, none valid so far"
     share = progress.best_peak_share
     peak = "" if share is None else f", {share:.0%} of peak"
@@ -247,4 +247,4 @@ def _ended_line(event: WorkloadFinished, progress: Progress) -> str:
     failed = sum(count for _, count in event.failures)
     figures = f"{event.record.time_ms:.4g} ms, {event.record.tflops or 0:.0f} TFLOP/s"
     tried = f", {event.trials} tried, {failed} failed" if event.trials else ""
-    return f"{place} {event.workload.key}: {event.status}, {figures}{tried}, {event.record.config}{reason}"
+    return f"{place} {event.workload.key}: {event.status}, {figures}{tried}, {short_config(event.record)}{reason}"

@@ -72,7 +72,7 @@ class Progress:
             self.stage = event.stage
         elif isinstance(event, WorkloadFinished):
             self.ended += 1
-            self.workload = None
+            self.workload = self.best_ms = self.best_config = None
             if event.trials:
                 self._tuned_s.append(event.seconds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,8 @@ def _one(
     try:
         record = None if context.options.retune else current(context, workload)
         if record is not None:
-            return _ended(workload, "skipped", f"tuned on {record.created[:10] or 'an unknown day'}", record)
+            day = record.created[:10] or "an unknown day"
+            return _ended(workload, "skipped", f"{record.provenance} on {day}", record)
         if executor is None:
             return PredictedSearch(context, workload).run()
         return MeasuredSearch(context, executor, workload).run(lambda: _warm_up(context, executor, workload, following))
@@ -166,14 +168,19 @@ def _ended(workload: Workload, status: str, reason: str, record: TuningRecord | 
 
 def _versions(executor: Executor | None, device: Device, versions: Versions | None, on_event: OnEvent) -> Versions:
     if executor is None:
-        return versions or Versions()
+        return _plain(versions or Versions())
     host = executor.describe()
     if host.device.identity != device.identity:
         raise MeasureError(f"an executor measures on the device that is tuned, {device.identity}, not {host.device}")
     if host.other_processes:
         named = ", ".join(host.other_processes)
         on_event(Warned(message=f"other processes use this GPU, so times will be noisy: {named}"))
-    return host.versions
+    return _plain(host.versions)
+
+
+def _plain(versions: Versions) -> Versions:
+    """Plain strings, which is all that a database takes: torch's version is a subclass of str."""
+    return Versions(**{field.name: str(getattr(versions, field.name)) for field in dataclasses.fields(versions)})
 
 
 def _together(store: Store, neighbours: Neighbours | None) -> Neighbours:

@@ -1,0 +1,237 @@
+"""`flashgen tune`: options, displays, exit codes; measured with a fake executor, predicted with the real compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flashgen.cli import tune as command_module
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.record import Failure
+from flashgen.core.settings import child_environment, settings
+from flashgen.core.workload import Workload
+from flashgen.db.store import Store
+from tests.cli.conftest import ROOT, Invoke
+from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
+
+SHAPE = "b1-h32-hk8-s4096-d128-causal"
+TOO_WIDE = "b1-h1-s64-d512"
+
+Measure = Callable[[FakeExecutor], FakeExecutor]
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """Let the command find this executor instead of a GPU, and a compiler that needs no time."""
+
+    @contextlib.contextmanager
+    def compiler(device: Device, jobs: int) -> Iterator[FakeCompiler]:
+        yield FakeCompiler()
+
+    def use(executor: FakeExecutor) -> FakeExecutor:
+        monkeypatch.setattr(command_module, "make_executor", lambda index: executor)
+        monkeypatch.setattr(command_module, "make_compiler", compiler)
+        return executor
+
+    return use
+
+
+def test_a_measured_run_prints_lines_and_a_table_and_stores(invoke: Invoke, measure: Measure) -> None:
+    measure(FakeExecutor())
+    result = invoke("tune", "--shape", SHAPE, "--budget", "25")
+    assert result.exit_code == 0, result.output
+    workload = Workload.parse(SHAPE)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "Tuning 1 workloads for NVIDIA H200 (sm90-132sm-141gb)"
+    assert lines[1].startswith(f"[1/1] {workload.key}: ")
+    assert any("TFLOP/s" in line and "of peak" in line and "candidates tried" in line for line in lines)
+    assert any(line.startswith("  finals: ") for line in lines)
+    row = next(line for line in lines if line.startswith(workload.key))
+    assert "measured" in row
+    assert re.search(r"\d\.\d\dx cudnn", row)
+    assert re.search(r"\d+%", row)
+    with Store.open(settings().db_layers[0], read_only=True) as store:
+        record = store.record(workload, H200)
+        assert record is not None
+        assert record.provenance == "measured"
+        assert len(store.trials(workload, H200)) == 25
+
+
+def test_the_same_command_skips_what_is_done_and_retune_does_not(invoke: Invoke, measure: Measure) -> None:
+    executor = measure(FakeExecutor())
+    assert invoke("tune", "--shape", SHAPE, "--budget", "8").exit_code == 0
+    done = len(executor.evaluated)
+    again = invoke("tune", "--shape", SHAPE, "--budget", "8")
+    assert again.exit_code == 0
+    assert "skipped" in again.stdout
+    assert len(executor.evaluated) == done
+    assert invoke("tune", "--shape", SHAPE, "--budget", "8", "--retune").exit_code == 0
+    assert len(executor.evaluated) > done
+
+
+def test_json_is_one_object_a_line(invoke: Invoke, measure: Measure) -> None:
+    measure(FakeExecutor(others=("process 7 (1.0 GB)",)))
+    result = invoke("tune", "--shape", SHAPE, "--budget", "12", "--json")
+    assert result.exit_code == 0
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {"warning", "run_started", "trial", "finals", "workload_finished", "run_finished"} <= {
+        event["event"] for event in events
+    }
+    assert sum(event["event"] == "trial" for event in events) == 12
+    assert events[-1]["outcomes"][0]["status"] == "tuned"
+
+
+def test_another_process_on_the_gpu_is_warned_about(invoke: Invoke, measure: Measure) -> None:
+    measure(FakeExecutor(others=("process 7 (1.0 GB)",)))
+    assert "warning: other processes use this GPU" in invoke("tune", "-s", SHAPE, "--budget", "2").stdout
+
+
+def test_a_workload_without_candidates_gives_exit_code_3_and_the_others_go_on(invoke: Invoke, measure: Measure) -> None:
+    measure(FakeExecutor())
+    result = invoke("tune", "--shape", TOO_WIDE, "--shape", SHAPE, "--budget", "5")
+    assert result.exit_code == 3
+    assert f"unsupported: {Workload.parse(TOO_WIDE).key}" in result.stdout
+    assert "measured" in result.stdout
+
+
+def test_failures_of_all_candidates_are_told_with_their_reason(invoke: Invoke, measure: Measure) -> None:
+    def broken(config: Config) -> Failure:
+        return Failure(stage="verify", reason="every answer is wrong")
+
+    measure(FakeExecutor(broken=broken))
+    result = invoke("tune", "--shape", SHAPE, "--budget", "5")
+    assert result.exit_code == 3
+    assert "every answer is wrong" in result.stdout
+
+
+def test_ctrl_c_gives_130_and_the_same_command_goes_on(invoke: Invoke, measure: Measure) -> None:
+    def interrupt(number: int) -> None:
+        if number == 6:
+            raise KeyboardInterrupt
+
+    measure(FakeExecutor(on_evaluate=interrupt))
+    result = invoke("tune", "--shape", SHAPE, "--budget", "20")
+    assert result.exit_code == 130
+    assert "the same command goes on" in result.stdout
+    measure(FakeExecutor())
+    result = invoke("tune", "--shape", SHAPE, "--budget", "20")
+    assert result.exit_code == 0
+    assert "trials from before" in result.stdout
+    with Store.open(settings().db_layers[0], read_only=True) as store:
+        assert len(store.trials(Workload.parse(SHAPE), H200)) == 20
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(invoke: Invoke) -> None:
+    result = invoke("tune", "--model", "gpt2", "--target", "h200", "--budget", "20s", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "4 workloads, budget 20 s each, about 80 s in all" in result.stdout
+    assert not settings().db_layers[0].exists()
+    as_json = json.loads(
+        invoke("tune", "-m", "all", "--target", "h200", "--budget", "20s", "--dry-run", "--json").stdout
+    )
+    assert len(as_json["workloads"]) <= 60
+    assert all(row["status"] == "tune" and row["candidates"] > 100 for row in as_json["workloads"])
+
+
+def test_models_are_listed(invoke: Invoke) -> None:
+    listed = invoke("tune", "--list-models").stdout
+    assert all(name in listed for name in ("gpt2", "llama-3.1-8b", "flux", "sdxl", "paper"))
+    as_json = json.loads(invoke("tune", "--list-models", "--json").stdout)
+    assert len(as_json["paper"]["workloads"]) == 36
+
+
+def test_a_file_of_workloads_and_a_database_of_choice(invoke: Invoke, measure: Measure, tmp_path: Path) -> None:
+    measure(FakeExecutor())
+    (tmp_path / "mine.yaml").write_text(f"mine: {{workloads: [{SHAPE}]}}")
+    database = tmp_path / "mine.sqlite3"
+    result = invoke("tune", "--file", tmp_path / "mine.yaml", "--db", database, "--budget", "3")
+    assert result.exit_code == 0, result.output
+    assert database.exists()
+    assert not settings().db_layers[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, "--model"),
+        (("--model", "gpt9"), 1, "a model is one of"),
+        (("--shape", "b1"), 1, "a shape needs"),
+        (("--shape", SHAPE, "--target", "h900"), 1, "a target is one of"),
+        (("--shape", SHAPE, "--target", "h100", "--budget", "soon"), 1, "a budget is a time like"),
+        (("--file", "nowhere.yaml"), 1, "readable"),
+    ],
+)
+def test_bad_input_is_one_line(invoke: Invoke, arguments: tuple[str, ...], code: int, words: str) -> None:
+    result = invoke("tune", *arguments)
+    assert result.exit_code == code
+    assert words in " ".join(result.stderr.split())
+    if code == 1:
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_help_documents_exit_codes(invoke: Invoke) -> None:
+    text = " ".join(invoke("tune", "--help").stdout.split())
+    for words in ("0 done", "1 an error", "2 wrong usage", "3 some workloads", "130 interrupted"):
+        assert words in text
+
+
+def test_without_a_gpu_the_command_says_what_works(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = invoke("tune", "--shape", SHAPE)
+    assert result.exit_code == 1
+    assert "--target h100" in result.stderr
+
+
+@pytest.mark.parametrize("target", ["h100", "sm_86"])
+def test_a_target_is_compiled_for_ranked_and_said_not_to_be_measured(invoke: Invoke, target: str) -> None:
+    result = invoke("tune", "--shape", "b1-h12-s1024-d64-causal", "--target", target, "--budget", "2", "--jobs", "1")
+    assert result.exit_code == 0, result.output
+    assert "nothing is measured" in result.stdout
+    assert "Rows marked predicted were not measured" in result.stdout
+    with Store.open(settings().db_layers[0], read_only=True) as store:
+        (record,) = store.records()
+        assert record.provenance == "predicted"
+        assert record.versions.triton
+        assert record.source_digest
+
+
+def test_a_process_that_is_interrupted_ends_with_130_and_leaves_nothing_running(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "flashgen", "tune", "--model", "paper", "--target", "h100", "--jobs", "2"]
+    process = subprocess.Popen(
+        [*line, "--budget", "1000"],
+        cwd=ROOT,
+        env=child_environment(TRITON_CACHE_DIR=str(tmp_path)),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while "candidates tried" not in process.stdout.readline():
+        assert process.poll() is None
+    children = _children(process.pid)
+    assert children
+    process.send_signal(signal.SIGTERM if os.name == "posix" else signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on" in out
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < deadline, "compile processes must end with the command"
+        time.sleep(0.1)
+
+
+def _children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in listed for child in file.read_text().split()]

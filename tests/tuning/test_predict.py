@@ -1,0 +1,109 @@
+"""The analytic model: levels near what was measured once, and the right sign for every cause it knows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flashgen.codegen.families import default_config, family
+from flashgen.codegen.space import candidates
+from flashgen.core.config import Config
+from flashgen.core.device import CATALOGUE, Device, find_device
+from flashgen.core.errors import TuningError
+from flashgen.core.workload import Workload
+from flashgen.tuning.compile_pool import Compiled
+from flashgen.tuning.predict import LAUNCH_MS, estimate, predict_ms
+
+H200 = find_device("h200")
+LONG = Workload(batch=1, nheads=16, seqlen_q=16384, head_dim=128)
+CLEAN = Compiled(registers=168, spills=0, shared_bytes=100_000, occupancy=2)
+
+
+def tflops(workload: Workload, config: Config, device: Device = H200) -> float:
+    return workload.flops / predict_ms(workload, config, device, estimate(workload, config, device)) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("workload", "measured"),
+    [
+        # the best that plain Triton reached on an H200 in short sweeps
+        (LONG, 492),
+        (dataclasses.replace(LONG, causal=True), 492),
+        (Workload(batch=8, nheads=32, seqlen_q=2048, head_dim=64), 419),
+        (Workload(batch=8, nheads=32, seqlen_q=2048, head_dim=64, causal=True), 378),
+    ],
+)
+def test_the_best_prediction_is_near_what_plain_triton_reaches(workload: Workload, measured: float) -> None:
+    row = family("portable_forward")
+    best = max(tflops(workload, config) for config in candidates(row, workload.specialization, H200))
+    assert 0.75 * measured < best < 1.25 * measured
+
+
+@pytest.mark.parametrize("device", CATALOGUE, ids=lambda device: device.slug)
+def test_defaults_of_all_devices_are_predicted_below_their_peak(device: Device) -> None:
+    for head_dim in (64, 128, 256):
+        workload = dataclasses.replace(LONG, head_dim=head_dim, head_dim_v=head_dim)
+        config = default_config(workload.specialization, device)
+        assert 0.1 * device.peak_tflops < tflops(workload, config, device) < device.peak_tflops
+
+
+def test_what_makes_a_kernel_slower_makes_the_prediction_slower() -> None:
+    config = default_config(LONG.specialization, H200)
+    base = predict_ms(LONG, config, H200, CLEAN)
+    assert predict_ms(LONG, config, H200, dataclasses.replace(CLEAN, spills=400)) > 1.1 * base
+    assert predict_ms(LONG, config, H200, dataclasses.replace(CLEAN, occupancy=1)) > base
+    assert predict_ms(LONG, config.replace(num_stages=1), H200, CLEAN) > base
+    assert predict_ms(LONG, config.replace(loads="pointer"), H200, CLEAN) > base
+    assert predict_ms(LONG, config.replace(block_n=16), H200, CLEAN) > base
+    half = dataclasses.replace(H200, num_sms=H200.num_sms // 2, peak_tflops=H200.peak_tflops / 2)
+    assert predict_ms(LONG, config, half, CLEAN) == pytest.approx(2 * base, rel=0.1)
+
+
+def test_heavy_programs_first_shorten_the_tail() -> None:
+    causal = Workload(batch=1, nheads=8, seqlen_q=8192, head_dim=128, causal=True)
+    config = default_config(causal.specialization, H200)
+    first, last = config.replace(heavy_first=True), config.replace(heavy_first=False)
+    assert predict_ms(causal, first, H200, CLEAN) < predict_ms(causal, last, H200, CLEAN)
+
+
+def test_waves_are_quantised() -> None:
+    """One program more than the slots of a wave costs nearly another wave."""
+    config = default_config(LONG.specialization, H200)
+    rows = config.integer("block_m")
+    one = dataclasses.replace(CLEAN, occupancy=1)
+
+    def ms(blocks: int) -> float:
+        workload = Workload(batch=blocks, nheads=1, seqlen_q=rows, seqlen_k=8192, head_dim=128)
+        return predict_ms(workload, config, H200, one) - LAUNCH_MS
+
+    assert ms(132) == pytest.approx(ms(100), rel=0.01)
+    assert ms(133) == pytest.approx(2 * ms(132), rel=0.01)
+
+
+def test_a_tile_larger_than_the_problem_is_work_done_for_nothing() -> None:
+    short = Workload(batch=64, nheads=16, seqlen_q=64, head_dim=128)
+    config = default_config(short.specialization, H200).replace(num_warps=8)
+    small, large = config.replace(block_m=64, num_warps=4), config.replace(block_m=256)
+    assert predict_ms(short, small, H200, CLEAN) < predict_ms(short, large, H200, CLEAN)
+
+
+def test_decoding_is_bound_by_memory() -> None:
+    decode = Workload(batch=64, nheads=32, seqlen_q=1, seqlen_k=8192, head_dim=128)
+    config = default_config(decode.specialization, H200)
+    lower_bound_ms = decode.bytes / (H200.bandwidth_gbs * 1e6)
+    assert predict_ms(decode, config, H200, CLEAN) > lower_bound_ms
+
+
+def test_nothing_to_do_costs_a_launch() -> None:
+    empty = Workload(batch=0, nheads=1, seqlen_q=128, head_dim=64)
+    config = default_config(empty.specialization, H200)
+    assert predict_ms(empty, config, H200, CLEAN) == LAUNCH_MS
+
+
+def test_what_cannot_be_predicted_is_refused() -> None:
+    config = default_config(LONG.specialization, H200)
+    with pytest.raises(TuningError, match="covers portable_forward"):
+        predict_ms(LONG, Config.of("other", {}), H200, CLEAN)
+    with pytest.raises(TuningError, match="fit"):
+        predict_ms(LONG, config, H200, dataclasses.replace(CLEAN, occupancy=0))
