@@ -1,0 +1,45 @@
+"""The gate before every timing, on the kernels as they are rendered: right ones pass it, with room to spare."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashgen.codegen.build import load_module
+from flashgen.codegen.families import default_config
+from flashgen.codegen.render import render
+from flashgen.core.device import find_device
+from flashgen.core.workload import Workload
+from flashgen.measure.odd_shapes import check_odd, odd_problems
+from flashgen.measure.verify import Kernel
+
+LARGEST = 50_000
+"""Query-key pairs of a head; the interpreter needs seconds for more."""
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_rendered_kernel_passes_the_odd_shapes(dtype: str) -> None:
+    spec = Workload.parse(f"{dtype}-b1-h1-s1-d64-causal").specialization
+    source = render(spec, default_config(spec, find_device("h200")))
+    attention = getattr(load_module(source), f"{source.entry}_call")
+
+    def kernel(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        softmax_scale: float,
+        q_offset: int,
+    ) -> None:
+        result = attention(q, k, v, softmax_scale=softmax_scale, q_offset=q_offset)
+        out.copy_(result[0])
+        lse.copy_(result[1])
+
+    def factory(*_: torch.Tensor) -> Kernel:
+        return kernel
+
+    problems = odd_problems(spec, "cpu")
+    small = tuple(each for each in problems if each[0].seqlen_q * each[0].seqlen_k <= LARGEST)
+    assert len(small) >= 6
+    assert check_odd(factory, small) is None
