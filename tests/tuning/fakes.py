@@ -103,7 +103,7 @@ class FakeExecutor:
 
     def race(self, job: RaceJob) -> RaceResult:
         self.races.append(job)
-        others = 4 if job.anchors else 1
+        others = 3 if job.anchors else 1
         self.clock.now += job.rounds * (len(job.configs) + others) * (job.warm_s + job.window_s)
         drifts = [1 + 0.05 * math.cos(number) for number in range(job.rounds)]
         outcomes: list[Outcome] = []

@@ -74,7 +74,7 @@ def test_near_best_and_guards() -> None:
 
 def test_expected_time_counts_every_window() -> None:
     finals = Finals(window_s=0.3, warm_s=0.1, rounds=4)
-    assert finals.last_s(7) == pytest.approx(4 * 11 * 0.4)
+    assert finals.last_s(7) == pytest.approx(4 * 10 * 0.4)
     with pytest.raises(TuningError, match="windows"):
         Finals(window_s=0)
 

@@ -176,9 +176,10 @@ def test_a_changed_template_is_tuned_again_with_the_old_winner_as_incumbent(stor
     old = chosen(store)
     store.put_record(dataclasses.replace(old, source_digest="of another template"))
     executor = FakeExecutor()
-    (outcome,) = run(store, executor=executor).outcomes
+    (outcome,) = run(store, executor=executor, budget=Budget(trials=2)).outcomes
+    assert [config for _, config in executor.evaluated] == [default_config(CAUSAL.specialization, H200), old.config]
     assert outcome.status == "kept"
-    assert executor.evaluated[1][1] == old.config
+    assert chosen(store).source_digest == old.source_digest
 
 
 def test_two_runs_agree(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_an_incumbent_stays_within_the_noise(store: Store) -> None:
         (outcome,) = run(store, executor=executor, retune=True, seed=seed).outcomes
         assert incumbent in executor.races[-1].configs
         now = chosen(store).config
-        assert now == incumbent or true_ms(CAUSAL, now) < true_ms(CAUSAL, incumbent)
+        assert true_ms(CAUSAL, now) < 1.01 * true_ms(CAUSAL, incumbent)
         assert outcome.status == ("kept" if now == incumbent else "tuned")
         incumbent = now
 
@@ -276,7 +277,7 @@ def test_a_budget_in_seconds_holds_for_search_and_finals_together(store: Store, 
     executor = FakeExecutor()
     (outcome,) = run(store, executor=executor, budget=Budget(seconds=seconds)).outcomes
     # two rounds of the last race are the least that tells a difference from noise
-    least = 2 * (7 + 4) * 0.4 + Finals().near_s(12)
+    least = 2 * (7 + 3) * 0.4 + Finals().near_s(12)
     assert outcome.seconds <= max(seconds, 0.4 * seconds + least) + executor.evaluate_s
     assert len(executor.evaluated) >= 0.4 * seconds / executor.evaluate_s - 1
     assert outcome.status == "tuned"
