@@ -105,6 +105,8 @@ class Worker:
         Raises:
             MeasureError: no process with this service can be started.
         """
+        if self._process is not None and _has_ended(self._process.pid):
+            self._end()  # it died between two calls, for which the next candidate is not to blame
         if self._process is None:
             self._start()
         self._last = _Announcement("launch", None)
@@ -269,12 +271,14 @@ def _outlive_nobody(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; it is not reaped, so that its group id stays ours until the group is killed."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _await_exit(pid: int, patience_s: float = 5.0) -> None:
-    """Wait until a child has ended without reaping it, so that its group id stays ours until the group is killed."""
     deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            return
+    while time.monotonic() < deadline and not _has_ended(pid):
         time.sleep(0.01)
 
 

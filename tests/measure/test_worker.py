@@ -98,6 +98,13 @@ def test_an_exception_is_one_failure_and_the_process_stays(
     assert worker.call("pid", timeout_s=60) == before
 
 
+def test_a_death_between_two_calls_is_nobodys_failure(worker: Worker) -> None:
+    pid = worker.call("pid", timeout_s=60)
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not alive(pid))
+    assert worker.call("count", timeout_s=60) == 1
+
+
 def test_what_was_announced_last_can_be_blamed(worker: Worker) -> None:
     assert worker.call("sleep", 0, timeout_s=60) == "awake"
     assert worker.subject == 3
