@@ -24,7 +24,7 @@ $(VENV)/.stamp: pyproject.toml constraints/cpu.txt scripts/make_venv.py
 	$(PYTHON) scripts/make_venv.py $(VENV)
 
 tune: venv
-	target=$$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--target h100')") \
+	@target=$$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--target h100')") \
 		&& $(BIN)/python -m flashgen tune --model $(MODEL) --budget $(BUDGET) $$target \
 		&& $(BIN)/python -m flashgen explain $(SAMPLE) $$target
 
