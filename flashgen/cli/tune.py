@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 NO_VALID_CANDIDATE, INTERRUPTED = 3, 130
 
+MOST_AHEAD = 10
+"""Candidates compiled ahead: enough to keep a GPU busy, and few enough that the sampler learns between them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
@@ -113,7 +116,7 @@ def tune(
         index=device,
         database=database or settings().db_layers[0],
         budget=Budget.parse(budget),
-        options=Options(seed=seed, retune=retune, lookahead=jobs + 2, finals=finals),
+        options=Options(seed=seed, retune=retune, lookahead=min(jobs + 2, MOST_AHEAD), finals=finals),
         jobs=jobs,
         as_json=as_json,
     )

@@ -18,9 +18,10 @@ from flashgen.core.workload import Workload
 from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob
 from flashgen.tuning.candidates import Candidates, favourites, nearest
 from flashgen.tuning.compile_pool import rejected
-from flashgen.tuning.context import Context, moment, timestamp
+from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import choose, near_best, with_guards
+from flashgen.tuning.history import incumbent, unfinished_trials
 from flashgen.tuning.search import Proposal, Search
 
 DROP_FACTOR = 2.0
@@ -49,12 +50,12 @@ class MeasuredSearch:
         self._spec = workload.specialization
         self._started = context.clock()
         self._candidates = Candidates.of(workload, context.device)
-        self._incumbent = _incumbent(context, workload)
+        self._incumbent = incumbent(context, workload)
         self._measured: dict[Config, Measurement] = {}
         self._failures: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
         self._reference_ms: float | None = None
-        self._resumed = _unfinished(context, workload)
+        self._resumed = unfinished_trials(context, workload)
         self._search = self._new_search()
 
     def warm_up(self) -> None:
@@ -193,7 +194,7 @@ class MeasuredSearch:
     def _decide(self) -> TuningRecord | None:
         """Both races of the finals; None if no candidate is left."""
         finals = self._context.options.finals
-        incumbent = self._incumbent.config if self._incumbent else None
+        served = self._incumbent.config if self._incumbent else None
         near = near_best(self._measured, share=finals.near_share, most=finals.near_most)
         if len(near) > finals.last:
             job = RaceJob(
@@ -206,7 +207,7 @@ class MeasuredSearch:
             results, _ = self._race(job, "near", finals.near_s(len(near)))
             near = tuple(sorted(results, key=lambda config: results[config].median_ms))
         default = self._candidates.default
-        guards = [config for config in (default, incumbent) if config in self._measured]
+        guards = [config for config in (default, served) if config in self._measured]
         last = with_guards(near[: finals.last], *guards)
         if not last:
             return None
@@ -221,7 +222,7 @@ class MeasuredSearch:
         results, anchors = self._race(job, "last", finals.last_s(len(last)))
         if not results:
             return self._decide()  # all of them failed just now: the next best ones have their turn
-        winner = choose(results, default=default, incumbent=incumbent)
+        winner = choose(results, default=default, incumbent=served)
         return self._record(winner, results[winner], anchors)
 
     def _rounds(self, configs: int) -> int:
@@ -284,34 +285,3 @@ class MeasuredSearch:
             reason=reason,
             seconds=self._context.clock() - self._started,
         )
-
-
-def current_record(context: Context, workload: Workload) -> TuningRecord | None:
-    """The measured record of the run's own database, if its kernel is still what the template gives."""
-    record = context.store.record(workload, context.device)
-    return record if record is not None and record.provenance == "measured" and is_current(record) else None
-
-
-def is_current(record: TuningRecord) -> bool:
-    """Whether the template still gives the source that the record was made with."""
-    return render(record.workload.specialization, record.config).digest == record.source_digest
-
-
-def _incumbent(context: Context, workload: Workload) -> TuningRecord | None:
-    """What is served for the workload today: the own database's measured record, else another layer's."""
-    own = context.store.record(workload, context.device)
-    known = [own] if own else []
-    known += [
-        record
-        for record in context.neighbours(workload.specialization.family_key)
-        if record.workload == workload and record.device.identity == context.device.identity
-    ]
-    return next((record for record in known if record.provenance == "measured"), None)
-
-
-def _unfinished(context: Context, workload: Workload) -> list[Trial]:
-    """The stored trials of a search that has not led to a record yet."""
-    record = context.store.record(workload, context.device)
-    since = moment(record.created if record is not None and record.provenance == "measured" else "")
-    trials = [trial for trial in context.store.trials(workload, context.device) if moment(trial.created) > since]
-    return sorted(trials, key=lambda trial: moment(trial.created))

@@ -18,7 +18,6 @@ from flashgen.tuning.compile_pool import Compiled, rejected
 from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import CandidateRanked, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import complexity
-from flashgen.tuning.measured import is_current
 from flashgen.tuning.predict import predict_ms
 
 TIE = 0.005
@@ -136,9 +135,3 @@ class PredictedSearch:
             reason=reason,
             seconds=self._context.clock() - self._started,
         )
-
-
-def current_prediction(context: Context, workload: Workload) -> TuningRecord | None:
-    """The own database's record, measured or predicted, if its kernel is still what the template gives."""
-    record = context.store.record(workload, context.device)
-    return record if record is not None and is_current(record) else None

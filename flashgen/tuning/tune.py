@@ -18,8 +18,9 @@ from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.compile_pool import Compiler
 from flashgen.tuning.context import Context, Neighbours, Options
 from flashgen.tuning.events import OnEvent, RunFinished, RunStarted, Warned, WorkloadFinished
-from flashgen.tuning.measured import MeasuredSearch, current_record, is_current
-from flashgen.tuning.predicted import PredictedSearch, current_prediction
+from flashgen.tuning.history import current_record, is_current
+from flashgen.tuning.measured import MeasuredSearch
+from flashgen.tuning.predicted import PredictedSearch
 
 EVALUATE_S = 0.5
 """Typical seconds of one measured trial: oracle shared, verification, probe and short windows."""
@@ -135,9 +136,8 @@ def grouped(workloads: Iterable[Workload]) -> tuple[Workload, ...]:
 def _one(
     context: Context, executor: Executor | None, workload: Workload, following: Sequence[Workload]
 ) -> WorkloadFinished:
-    current = current_record if executor is not None else current_prediction
     try:
-        record = None if context.options.retune else current(context, workload)
+        record = None if context.options.retune else current_record(context, workload, predicted=executor is None)
         if record is not None:
             day = record.created[:10] or "an unknown day"
             return _ended(workload, "skipped", f"{record.provenance} on {day}", record)

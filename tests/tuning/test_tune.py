@@ -21,6 +21,7 @@ from flashgen.core.record import Failure, Measurement, TuningRecord, Versions
 from flashgen.core.settings import child_environment
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
+from flashgen.measure.executor import LocalExecutor, Patience
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates, by_prediction, nearest
 from flashgen.tuning.context import Options, moment, timestamp
@@ -29,6 +30,7 @@ from flashgen.tuning.finals import Finals
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import grouped, plan, tune
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor, true_ms
+from tests.tuning.faulty_service import fault
 
 CAUSAL = Workload(batch=1, nheads=32, nheads_k=8, seqlen_q=4096, head_dim=128, causal=True)
 LONGER = CAUSAL.with_shape(seqlen_q=8192, seqlen_k=8192)
@@ -226,6 +228,30 @@ def test_failures_are_counted_and_do_not_end_a_search(store: Store) -> None:
     assert sum(dict(outcome.failures).values()) == len(failed) > 0
     assert {"timeout", "resources"} <= set(dict(outcome.failures))
     assert chosen(store).config["loads"] == "descriptor"
+
+
+def test_candidates_that_take_the_worker_down_cost_one_trial_each(store: Store) -> None:
+    """The real worker process around a service whose candidates hang, abort, crash and run out of memory."""
+    patience = Patience(start_s=60.0, evaluate_s=1.5)
+    with LocalExecutor(service="tests.tuning.faulty_service:Service", patience=patience) as executor:
+        finished = tune(
+            [CAUSAL],
+            device=H200,
+            store=store,
+            compiler=FakeCompiler(failing=0.0, spilling=0.0),
+            executor=executor,
+            budget=Budget(trials=20),
+        )
+    trials = store.trials(CAUSAL, H200)
+    assert len(trials) == 20
+    for trial in trials:
+        kind = fault(trial.config)
+        assert isinstance(trial.outcome, Measurement) == (kind == "well"), (kind, trial.outcome)
+        if isinstance(trial.outcome, Failure):
+            stages = {"hang": "timeout", "abort": "launch", "segfault": "launch", "memory": "memory", "error": "verify"}
+            assert trial.outcome.stage == stages[kind], trial.outcome
+    assert len(dict(finished.outcomes[0].failures)) >= 3, "the space must plant several kinds of faults"
+    assert fault(chosen(store).config) == "well"
 
 
 def test_spilling_candidates_are_not_measured(store: Store) -> None:

@@ -1,0 +1,43 @@
+"""What earlier runs left for a workload: a current record, an incumbent to beat, the trials of a stopped search."""
+
+from __future__ import annotations
+
+from flashgen.codegen.render import render
+from flashgen.core.record import Trial, TuningRecord
+from flashgen.core.workload import Workload
+from flashgen.tuning.context import Context, moment
+
+
+def is_current(record: TuningRecord) -> bool:
+    """Whether the template still gives the source that the record was made with."""
+    return render(record.workload.specialization, record.config).digest == record.source_digest
+
+
+def current_record(context: Context, workload: Workload, *, predicted: bool = False) -> TuningRecord | None:
+    """The record of the run's own database that makes another search needless, if there is one.
+
+    A prediction is enough only for a run that measures nothing itself (`predicted`).
+    """
+    record = context.store.record(workload, context.device)
+    enough = record is not None and (predicted or record.provenance == "measured")
+    return record if record is not None and enough and is_current(record) else None
+
+
+def incumbent(context: Context, workload: Workload) -> TuningRecord | None:
+    """What is served for the workload today: the own database's measured record, else another layer's."""
+    own = context.store.record(workload, context.device)
+    known = [own] if own else []
+    known += [
+        record
+        for record in context.neighbours(workload.specialization.family_key)
+        if record.workload == workload and record.device.identity == context.device.identity
+    ]
+    return next((record for record in known if record.provenance == "measured"), None)
+
+
+def unfinished_trials(context: Context, workload: Workload) -> list[Trial]:
+    """The trials since the last measured record, oldest first: those of a search that did not come to its end."""
+    record = context.store.record(workload, context.device)
+    since = moment(record.created if record is not None and record.provenance == "measured" else "")
+    trials = [trial for trial in context.store.trials(workload, context.device) if moment(trial.created) > since]
+    return sorted(trials, key=lambda trial: moment(trial.created))
