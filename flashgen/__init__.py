@@ -1,7 +1,10 @@
 """flashgen: code-generating autotuning for attention.
 
-`attention` runs the fastest exact attention kernel known for the GPU and the shapes of the call; `flashgen tune` finds better ones.
+`attention` runs the fastest exact attention kernel known for the GPU and the shapes of the call; `flashgen tune` finds
+better ones.
 """
+
+from typing import TYPE_CHECKING
 
 from flashgen._version import __version__
 from flashgen.core.config import Config
@@ -20,7 +23,9 @@ from flashgen.core.errors import (
     WorkloadError,
 )
 from flashgen.core.workload import Workload
-from flashgen.runtime.api import attention, explain, reload, warmup
+
+if TYPE_CHECKING:
+    from flashgen.runtime.api import attention, explain, reload, warmup
 
 __all__ = [
     "BuildError",
@@ -43,3 +48,13 @@ __all__ = [
     "reload",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """The calls that need torch, imported when they are first used: the command line and the values do without."""
+    if name not in ("attention", "explain", "reload", "warmup"):
+        raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
+    from flashgen.runtime import api
+
+    globals().update(attention=api.attention, explain=api.explain, reload=api.reload, warmup=api.warmup)
+    return globals()[name]

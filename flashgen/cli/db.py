@@ -12,7 +12,7 @@ from flashgen.cli import output
 from flashgen.cli.arguments import Json, Shape
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DatabaseError
-from flashgen.core.record import Failure, Trial, TuningRecord
+from flashgen.core.record import Failure, Trial, TuningRecord, age
 from flashgen.core.workload import Workload
 
 app = typer.Typer(
@@ -115,14 +115,14 @@ def _provenance(text: str | None) -> str | None:
 def _row(record: TuningRecord, layer: str) -> tuple[output.Cell, ...]:
     other = record.best_anchor
     beside = f"{other.impl} {other.median_ms / record.time_ms:.2f}x" if other and record.time_ms else None
-    created = output.age(record.created) or None
+    created = age(record.created) or None
     workload = record.workload.key
     return workload, record.device.name, record.time_ms, record.tflops, beside, record.provenance, created, layer
 
 
 def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
     measured, versions = record.measurement, record.versions
-    age = output.age(record.created)
+    since = age(record.created)
     fields: list[tuple[str, output.Cell]] = [
         ("workload", record.workload.key),
         ("device", f"{record.device.name} ({record.device.identity})"),
@@ -142,7 +142,7 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
     fields += [
         ("versions", ", ".join(f"{name} {getattr(versions, name) or 'unknown'}" for name in names)),
         ("source", record.source_digest or None),
-        ("made", f"{record.created} ({age} ago)" if age else None),
+        ("made", f"{record.created} ({since} ago)" if since else None),
     ]
     return fields
 

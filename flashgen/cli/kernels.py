@@ -97,25 +97,11 @@ def _config(
 
 
 def _explanation(workload: Workload, device: Device) -> Explanation:
-    import torch
-
     from flashgen.db.layers import Layers
-    from flashgen.runtime import dispatch, serve
+    from flashgen.runtime import dispatch
 
-    spec = workload.specialization
     with Layers.open() as layers:
-        records = dispatch.Records(layers)
-        served = dispatch.resolve(workload, spec, device, records)
-        dtype = next(dtype for dtype, name in serve.DTYPES.items() if name == workload.dtype)
-        sizes = (
-            (workload.nheads, workload.seqlen_q, workload.head_dim),
-            (workload.nheads_k, workload.seqlen_k, workload.head_dim),
-            (workload.nheads_k, workload.seqlen_k, workload.head_dim_v),
-        )
-        q, k, v = (torch.empty((workload.batch, *size), dtype=dtype, device="meta") for size in sizes)
-        call = serve.Call(q=q, k=k, v=v, causal=workload.causal)
-        backend = serve.sdpa_backend(call, workload, served) or "generated"
-        return dispatch.explain(workload, spec, device, records, backend=backend)
+        return dispatch.explain(workload, workload.specialization, device, dispatch.Records(layers))
 
 
 def _compiled_fields(device: Device, config: Config, compiled: CompiledKernel) -> list[tuple[str, output.Cell]]:

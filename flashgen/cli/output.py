@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 
 import typer
 
@@ -56,21 +55,6 @@ def text(cell: Cell) -> str:
     if isinstance(cell, float):
         return f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
     return str(cell)
-
-
-def age(created: str, now: datetime | None = None) -> str:
-    """How long ago an ISO 8601 time was, e.g. `3 days`; empty for no time."""
-    if not created:
-        return ""
-    moment = datetime.fromisoformat(created.replace("Z", "+00:00"))
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=timezone.utc)
-    seconds = max(((now or datetime.now(timezone.utc)) - moment).total_seconds(), 0.0)
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            count = int(seconds // length)
-            return f"{count} {unit}{'s' if count > 1 else ''}"
-    return "moments"
 
 
 def _print_rich(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:

@@ -57,7 +57,11 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    return _why_meaningless(spec, config, device) or _why_too_large(spec, config, device)
+    return (
+        _why_meaningless(spec, config, device)
+        or _why_too_large(spec, config, device)
+        or _why_pointless(spec, config, device)
+    )
 
 
 def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
@@ -89,6 +93,23 @@ def _why_too_large(spec: Specialization, config: Config, device: Device) -> str 
     shared = smem_needed(spec, config, device)
     if shared > device.smem_per_block:
         return f"it needs at least {shared} bytes of shared memory and a block has {device.smem_per_block}"
+    return None
+
+
+def _why_pointless(spec: Specialization, config: Config, device: Device) -> str | None:
+    """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
+    if config["num_stages"] == 1 and device.is_nvidia:
+        deeper = config.replace(num_stages=2)
+        if smem_needed(spec, deeper, device) <= device.smem_per_block:
+            return "without a pipeline every load is waited for, and two stages fit"
+    limit = config.integer("maxnreg")
+    if limit:
+        threads = config.integer("num_warps") * device.warp_size
+        blocks = device.regs_per_sm // (limit * threads)
+        if blocks <= device.regs_per_sm // (min(MAX_REGS_PER_THREAD + 1, device.regs_per_sm // threads) * threads):
+            return f"a limit of {limit} registers lets no more blocks run side by side"
+        if blocks * smem_needed(spec, config, device) > device.smem_per_sm:
+            return f"shared memory does not hold the {blocks} blocks that {limit} registers are meant for"
     return None
 
 
@@ -130,7 +151,7 @@ def _block(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# (kind of device, larger block_d): block_m, block_n, num_warps, num_stages for 16-bit elements; none of them spills.
+# (kind of device, larger block_d): block_m, block_n, num_warps, num_stages for 16-bit elements; none spills
 _DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("sm90", 64): (128, 128, 4, 3),
     ("sm90", 128): (128, 128, 8, 3),
@@ -188,7 +209,7 @@ def _default(spec: Specialization, device: Device) -> Config:
 
 
 def _prefers_descriptors(spec: Specialization, device: Device) -> bool:
-    """On sm120 Triton does not pipeline descriptor loads for its matrix unit (mma.sync); pointer loads are pipelined."""
+    """On sm120 Triton pipelines pointer loads for the matrix unit (mma.sync), but not descriptor loads."""
     return device.arch in ("sm90", "sm100") and spec.aligned16 and spec.dtype != "fp32"
 
 

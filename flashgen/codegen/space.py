@@ -26,13 +26,12 @@ def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tu
 
 def neighbours(family: KernelFamily, config: Config) -> tuple[Config, ...]:
     """The configs that differ from `config` in one knob by one step of its value list, valid or not."""
-    found = []
-    for knob in family.knobs:
-        place = knob.values.index(config[knob.name])
-        for step in (place - 1, place + 1):
-            if 0 <= step < len(knob.values):
-                found.append(config.replace(**{knob.name: knob.values[step]}))
-    return tuple(found)
+    return tuple(
+        config.replace(**{knob.name: knob.values[step]})
+        for knob in family.knobs
+        for step in (knob.values.index(config[knob.name]) - 1, knob.values.index(config[knob.name]) + 1)
+        if 0 <= step < len(knob.values)
+    )
 
 
 def distance(family: KernelFamily, one: Config, other: Config) -> float:

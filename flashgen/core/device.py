@@ -15,9 +15,10 @@ MEMORY_CLASSES_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96
 class Device:
     """One GPU model, without torch: a pure value.
 
-    `identity` (architecture, number of multiprocessors, memory class) tells models apart in look-ups: H100 PCIe, H100 SXM, H200 and
-    MIG slices differ in it. `name` is a label. Shared memory is in bytes, `bandwidth_gbs` in 1e9 bytes per second, `peak_tflops`
-    is the dense bf16 matrix rate with fp32 accumulation (vendors' data sheets), 0 where it is not known.
+    `identity` (architecture, number of multiprocessors, memory class) tells models apart in look-ups: H100 PCIe, H100
+    SXM, H200 and MIG slices differ in it. `name` is a label. Shared memory is in bytes, `bandwidth_gbs` in 1e9 bytes
+    per second; `peak_tflops` is the dense bf16 matrix rate with fp32 accumulation (vendors' data sheets), 0 where it
+    is not known.
     """
 
     name: str

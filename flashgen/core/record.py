@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -97,8 +98,8 @@ class Trial:
 class TuningRecord:
     """The config to serve for a workload on a device, and how that is known.
 
-    A `measured` record carries a `Measurement`; a `predicted` one carries `predicted_ms` from the analytic model and never
-    outranks a measured one. `source_digest` tells whether the template has changed since.
+    A `measured` record carries a `Measurement`; a `predicted` one carries `predicted_ms` from the analytic model and
+    never outranks a measured one. `source_digest` tells whether the template has changed since.
     """
 
     workload: Workload
@@ -132,3 +133,18 @@ class TuningRecord:
     def best_anchor(self) -> Anchor | None:
         """The fastest other implementation measured beside it."""
         return min(self.anchors, key=lambda anchor: anchor.median_ms, default=None)
+
+
+def age(created: str, now: datetime | None = None) -> str:
+    """How long ago an ISO 8601 time was, e.g. `3 days`; empty for no time."""
+    if not created:
+        return ""
+    moment = datetime.fromisoformat(created.replace("Z", "+00:00"))
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    seconds = max(((now or datetime.now(timezone.utc)) - moment).total_seconds(), 0.0)
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'s' if count > 1 else ''}"
+    return "moments"

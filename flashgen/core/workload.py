@@ -140,8 +140,8 @@ class Specialization:
     """What is compiled into a kernel; everything else of a `Workload` is a run-time argument.
 
     Equal specialization and `Config` give byte-identical source and one binary. `aligned16` promises that every
-    pointer is a multiple of 16 bytes and every stride a multiple of 16 bytes in elements; `offset_tensor` says that the query
-    offset is read from an int32 device tensor of shape (batch,) instead of an integer argument.
+    pointer and every stride is a multiple of 16 bytes; `offset_tensor` says that the query offset is read from an
+    int32 device tensor of shape (batch,) instead of an integer argument.
     """
 
     direction: str

@@ -1,7 +1,7 @@
 """The few calls of the CUDA driver that a launch needs, through ctypes.
 
 Triton's own launcher builds a C extension for every signature, parses every argument of every call, and in 3.6
-encodes tensor descriptors again at each launch. A launch through the driver with prepared parameters costs two calls of a microsecond, whatever
+encodes tensor descriptors again at each launch. With prepared parameters a launch is one call of the driver, whatever
 the number of arguments. `PyDLL` keeps the interpreter lock during these calls: they only put work into a queue.
 """
 

@@ -2,10 +2,10 @@
 
 | Triton | tensor descriptor on hardware that has them | after the last parameter |
 |---|---|---|
-| 3.6, 3.7, 3.9 | CUtensorMap (128 bytes), shape (rank x i32), strides (rank x i64) | two null pointers (scratch memory) |
+| 3.6, 3.7, 3.9 | CUtensorMap (128 bytes), shape (rank x i32), strides (rank x i64) | two null scratch pointers |
 
-The layout is not believed but compared with the PTX of every kernel; where it differs, as it may under another Triton, the plan
-launches through Triton's own `CompiledKernel` instead.
+The layout is not believed but compared with the PTX of every kernel; where it differs, as it may under another Triton,
+the plan launches through Triton's own `CompiledKernel` instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCALAR_BYTES = {"i32": 4, "i64": 8, "fp32": 4}
 POINTER_BYTES = 8
 
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)\s+(?:\.ptr[^,\n]*?\s)?\w+(?:\[(\d+)\])?\s*(?:,|$)")
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([busf])(\d+)\s+(?:\.ptr[^,\n]*?\s)?\w+(?:\[(\d+)\])?\s*(?:,|$)")
 
 
 def slot_sizes(parameter: Parameter) -> tuple[int, ...]:

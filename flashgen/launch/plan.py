@@ -1,8 +1,8 @@
 """Plans: a compiled kernel bound to one set of shapes and strides, ready to be launched on any pointers.
 
 Two kinds do the same thing. `DriverPlan` prepares the parameters of a launch once and calls the CUDA driver;
-`TritonPlan` calls Triton's `CompiledKernel[grid]` and serves wherever the parameter layout is not the known one (another
-Triton, AMD). Tests hold them equal.
+`TritonPlan` calls Triton's `CompiledKernel[grid]` and serves wherever the parameter layout is not the known one
+(another Triton, AMD). Tests hold them equal.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def aligned16(geometry: Geometry, pointers: int, element_bytes: int) -> bool:
     return True
 
 
-class Plan(Protocol):
+class Launch(Protocol):
     """A launch that is ready but for the pointers, the scale and the query offset."""
 
     def __call__(
@@ -94,14 +94,14 @@ class Plan(Protocol):
     ) -> None:
         """Launch on the current stream of the plan's device.
 
-        The tensors have the shapes and strides that the plan was made for (in any view: only their memory is used); `lse` is
-        fp32 (batch, nheads, seqlen_q), contiguous, or None; `q_offset` None means seqlen_k - seqlen_q.
+        The tensors have the shapes and strides that the plan was made for (in any view: only their memory is used);
+        `lse` is fp32 (batch, nheads, seqlen_q), contiguous, or None; `q_offset` None means seqlen_k - seqlen_q.
         """
 
 
 def make_plan(
     compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
-) -> Plan:
+) -> Launch:
     """Bind a compiled kernel to a geometry on a GPU of this process.
 
     Raises:
@@ -119,7 +119,7 @@ def make_plan(
     with torch.cuda.device(device_index):
         if trailing is None or not usual:
             return TritonPlan(compiled, spec, config, geometry, device_index)
-        return DriverPlan(compiled, spec, config, geometry, device_index, trailing)
+        return DriverPlan(compiled, spec, config, geometry, device_index, trailing).on_its_device()
 
 
 def load(compiled: CompiledKernel, device_index: int) -> int:
@@ -204,7 +204,6 @@ class DriverPlan:
         self._function = load(compiled, device_index)
         self._geometry = geometry
         self._device_index = device_index
-        self._lock = threading.Lock()  # two threads may launch the same plan; a launch copies the parameters
         self._slots: dict[str, Any] = {}
         self._maps: dict[str, driver.TensorMap] = {}
         self._keep: list[Any] = []
@@ -223,7 +222,7 @@ class DriverPlan:
             block_z=1,
             shared_bytes=metadata.shared,
         )
-        self._bind()
+        self.launch = self._bind()
 
     def _prepare(self, parameter: Parameter, spec: Specialization, maps: Any) -> list[int]:
         """The addresses of the kernel parameters of one parameter of the signature, filled as far as it is known."""
@@ -249,21 +248,75 @@ class DriverPlan:
         self._keep.append(value)
         return ctypes.addressof(value)
 
-    def _bind(self) -> None:
-        """Look up once what every launch uses."""
-        unused = ctypes.c_uint64(0)
-        slots = self._slots
-        self._scale = slots["softmax_scale_log2"]
-        self._lse, self._lse_rows = slots["LSE"], slots["lse_rows"]
-        self._offset = slots.get("q_offset", slots.get("QOffset", unused))
-        self._default_offset = _scalars(self._geometry)["q_offset"]
-        self._set: tuple[Callable[[int], None], ...] = tuple(self._setter(letter) for letter in "qkvo")
-        self._launch = driver.library().cuLaunchKernelEx
-        self._config_address = ctypes.addressof(self._config)
-        self._parameters_address = ctypes.addressof(self._parameters)
-        self._rows = self._geometry.q_shape[2]
-        self._stream = torch._C._cuda_getCurrentRawStream
-        self._current = torch._C._cuda_getDevice
+    def _bind(self) -> Launch:  # noqa: C901 - one branch a parameter, and a call less for each
+        """A function with all that a launch uses in its own variables: attribute look-ups would cost a microsecond.
+
+        Only what differs from the last launch is written. The lock keeps two threads from mixing their parameters;
+        the driver copies them before it returns.
+        """
+        set_q, set_k, set_v, set_o = (self._setter(letter) for letter in "qkvo")
+        scale, lse_slot, rows_slot = (self._slots[name] for name in ("softmax_scale_log2", "LSE", "lse_rows"))
+        offset = self._slots.get("q_offset", self._slots.get("QOffset", ctypes.c_uint64(0)))
+        geometry, index, config, function = self._geometry, self._device_index, self._config, self._function
+        rows, default_offset = geometry.q_shape[2], _scalars(geometry)["q_offset"]
+        launch, stream_of, lock = (
+            driver.library().cuLaunchKernelEx,
+            torch._C._cuda_getCurrentRawStream,
+            threading.Lock(),
+        )
+        config_address, parameters_address = ctypes.addressof(config), ctypes.addressof(self._parameters)
+        last_q = last_k = last_v = last_o = 0
+        last_scale, last_stream, last_offset = 0.0, -1, default_offset
+        offset.value = default_offset
+
+        def call(  # noqa: PLR0912
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor | None,
+            softmax_scale: float,
+            q_offset: int | torch.Tensor | None = None,
+        ) -> None:
+            nonlocal last_q, last_k, last_v, last_o, last_scale, last_stream, last_offset
+            new_q, new_k, new_v, new_o = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+            if q_offset is None:
+                new_offset = default_offset
+            elif isinstance(q_offset, torch.Tensor):
+                new_offset = q_offset.data_ptr()
+            else:
+                new_offset = _clamp(q_offset, geometry)
+            with lock:
+                if new_q != last_q:
+                    set_q(new_q)
+                    last_q = new_q
+                if new_k != last_k:
+                    set_k(new_k)
+                    last_k = new_k
+                if new_v != last_v:
+                    set_v(new_v)
+                    last_v = new_v
+                if new_o != last_o:
+                    set_o(new_o)
+                    last_o = new_o
+                if softmax_scale != last_scale:
+                    scale.value = softmax_scale * LOG2E
+                    last_scale = softmax_scale
+                if new_offset != last_offset:
+                    offset.value = last_offset = new_offset
+                if lse is None:
+                    rows_slot.value = 0
+                else:
+                    lse_slot.value = lse.data_ptr()
+                    rows_slot.value = rows
+                stream = stream_of(index)
+                if stream != last_stream:
+                    config.stream = last_stream = stream
+                code = launch(config_address, function, parameters_address, None)
+            if code:
+                driver.check(code, "launch a kernel")
+
+        return call
 
     def _setter(self, letter: str) -> Callable[[int], None]:
         if letter in self._maps:
@@ -275,47 +328,27 @@ class DriverPlan:
 
         return set_pointer
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        softmax_scale: float,
-        q_offset: int | torch.Tensor | None = None,
-    ) -> None:
-        """See `Plan`.
+    def on_its_device(self) -> Launch:
+        """The launch, with the device made current first where this process has more than one."""
+        if torch.cuda.device_count() == 1:
+            return self.launch
+        launch, index, current = self.launch, self._device_index, torch._C._cuda_getDevice
 
-        Raises:
-            LaunchError: the driver refuses the launch.
-        """
-        if self._current() != self._device_index:
-            with torch.cuda.device(self._device_index):
-                return self(q, k, v, out, lse, softmax_scale, q_offset)
-        set_q, set_k, set_v, set_o = self._set
-        with self._lock:
-            set_q(q.data_ptr())
-            set_k(k.data_ptr())
-            set_v(v.data_ptr())
-            set_o(out.data_ptr())
-            self._scale.value = softmax_scale * LOG2E
-            if lse is None:
-                self._lse_rows.value = 0
-            else:
-                self._lse.value = lse.data_ptr()
-                self._lse_rows.value = self._rows
-            if q_offset is None:
-                self._offset.value = self._default_offset
-            elif isinstance(q_offset, int):
-                self._offset.value = _clamp(q_offset, self._geometry)
-            else:
-                self._offset.value = q_offset.data_ptr()
-            self._config.stream = self._stream(self._device_index)
-            code = self._launch(self._config_address, self._function, self._parameters_address, None)
-        if code:
-            driver.check(code, "launch a kernel")
-        return None
+        def call(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor | None,
+            softmax_scale: float,
+            q_offset: int | torch.Tensor | None = None,
+        ) -> None:
+            if current() == index:
+                return launch(q, k, v, out, lse, softmax_scale, q_offset)
+            with torch.cuda.device(index):
+                return launch(q, k, v, out, lse, softmax_scale, q_offset)
+
+        return call
 
 
 class TritonPlan:
@@ -339,7 +372,7 @@ class TritonPlan:
         softmax_scale: float,
         q_offset: int | torch.Tensor | None = None,
     ) -> None:
-        """See `Plan`."""
+        """See `Launch`."""
         scalars: dict[str, Any] = dict(_scalars(self._geometry))
         if isinstance(q_offset, int):
             scalars["q_offset"] = _clamp(q_offset, self._geometry)

@@ -45,8 +45,8 @@ def attention(
     deterministic. A row that sees no key has output 0 and LSE -inf.
 
     Args:
-        q: queries, (batch, nheads, seqlen_q, head_dim), or (batch, seqlen_q, nheads, head_dim) with layout "bshd"; bfloat16,
-            float16 or float32 on a GPU.
+        q: queries, (batch, nheads, seqlen_q, head_dim), or (batch, seqlen_q, nheads, head_dim) with layout "bshd";
+            bfloat16, float16 or float32 on a GPU.
         k: keys, like q with nheads_k heads and seqlen_k; nheads must be a multiple of nheads_k (GQA, MQA).
         v: values, like k with head_dim_v.
         layout: "bhsd" (torch) or "bshd" (flash-attn).
@@ -82,7 +82,14 @@ def attention(
             "flashgen.attention has no backward pass yet, and an input requires a gradient; "
             "call it under torch.no_grad() or detach the inputs"
         )
-    if softcap or window != (None, None) or any(x is not None for x in (alibi_slopes, sinks, bias, mask)):
+    if (
+        softcap
+        or window != (None, None)
+        or alibi_slopes is not None
+        or sinks is not None
+        or bias is not None
+        or mask is not None
+    ):
         asked = {
             "window": window != (None, None),
             "softcap": bool(softcap),
@@ -92,10 +99,13 @@ def attention(
             "mask": mask is not None,
         }
         _refuse(serve.Call(q=q, k=k, v=v, causal=causal, bshd=layout == "bshd"), asked)
-    offset, offset_tensor = _split_offset(q, q_offset, causal)
     op = ops.attention_lse_op if return_lse else ops.attention_op
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    result = op(q, k, v, causal, softmax_scale, layout == "bshd", offset, offset_tensor)
+    if layout == "bhsd" and q_offset is None:
+        result = op(q, k, v, softmax_scale, causal)
+    else:
+        offset, offset_tensor = _split_offset(q, q_offset, causal)
+        result = op(q, k, v, softmax_scale, causal, layout == "bshd", offset, offset_tensor)
     return result
 
 
@@ -133,9 +143,8 @@ def explain(
         raise UnsupportedError(serve.not_on_gpu(workload, call))
     device = serve.device_at(q.get_device())
     spec = serve.specialization_of(call, workload)
-    served = dispatch.resolve(workload, spec, device, serve.records(), config=config)
-    backend = serve.sdpa_backend(call, workload, served) or "generated"
-    return dispatch.explain(workload, spec, device, serve.records(), config=config, backend=backend)
+    records = serve.records()
+    return dispatch.explain(workload, spec, device, records, config=config, generated_only=call.generated_only)
 
 
 def warmup(
@@ -149,8 +158,8 @@ def warmup(
 
     Args:
         workloads: workloads or their keys (`b1-h32-hk8-s4096-d128-causal`).
-        seqlens: also these key lengths of each workload; None takes every config recorded for its specialization class on
-            this device and the default one, which covers any length.
+        seqlens: also these key lengths of each workload; None takes every config recorded for its specialization class
+            and the default one, which covers any length.
         device: GPU index, None the current one.
         offset_tensor: also the kernels that read the query offset from a tensor.
 

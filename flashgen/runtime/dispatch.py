@@ -1,5 +1,6 @@
-"""The look-up ladder: from a workload on a device to the config that serves it. It never searches and never fails
-on a workload that some family supports.
+"""The look-up ladder: from a workload on a device to the config that serves it.
+
+It never searches, and never fails on a workload that some family supports.
 
 1. an explicit config of the caller
 2. the memo of this process (kept by `flashgen.runtime.serve`, so a repeated shape never comes here)
@@ -11,8 +12,10 @@ on a workload that some family supports.
 8. the default config of the first family that applies
 
 Every config that a rung offers is checked again against the families' restrictions; one that cannot serve (a tensor
-descriptor for unaligned tensors, say) leaves the call to the next candidate. "Nearest" is the smallest sum of |log2| of the
-ratios of sequence lengths, half that of batch x heads, and a quarter of that of the GQA group sizes.
+descriptor for unaligned tensors, say) leaves the call to the next candidate. "Nearest" is the smallest sum of |log2| of
+the ratios of sequence lengths, half that of batch x heads, and a quarter of that of the GQA group sizes.
+
+Where torch's own attention was measured faster beside the exact record, the policy `fastest` hands the call to it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError
-from flashgen.core.record import TuningRecord
+from flashgen.core.record import TuningRecord, age
+from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Found, Layers
 
@@ -42,6 +46,10 @@ RUNGS = {
 }
 
 SHIPPED_PREFIX = "shipped/"
+SDPA_IMPLS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+"""Names under which records keep the times of torch's backends."""
+
+GENERATED = "generated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +110,20 @@ def resolve(
             why_none = f"{record.config} cannot serve: {reason}"
         skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
     return Served(config=default, rung=8, skipped=tuple(skipped))
+
+
+def sdpa_backend(workload: Workload, served: Served) -> str | None:
+    """The SDPA backend that was measured faster than the generated kernel on exactly this workload, or None.
+
+    Only the policy `fastest` hands calls over, and only those that SDPA computes identically: with a causal mask,
+    where top-left and bottom-right alignment agree.
+    """
+    if settings().policy != "fastest" or not served.is_exact or served.record is None:
+        return None
+    best, time_ms = served.record.best_anchor, served.record.time_ms
+    if best is None or best.impl not in SDPA_IMPLS or time_ms is None or best.median_ms >= time_ms:
+        return None
+    return None if workload.causal and workload.seqlen_q != workload.seqlen_k else best.impl
 
 
 def _rungs(workload: Workload, device: Device, found: Iterable[Found]) -> Iterator[tuple[int, list[Found]]]:
@@ -193,6 +215,7 @@ def _record_lines(served: Served, stale: bool) -> list[str]:
         return ["record     none: nothing was measured for this class of workloads"]
     time = f"{record.time_ms:.4f} ms, {record.tflops:.0f} TFLOP/s" if record.time_ms and record.tflops else "no time"
     made = f"{record.provenance} {record.created or 'at an unknown time'}"
+    made += f" ({age(record.created)} ago)" if record.created else ""
     versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
     lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
     if stale:
@@ -210,9 +233,11 @@ def explain(
     records: Records,
     *,
     config: Config | None = None,
-    backend: str = "generated",
+    generated_only: bool = False,
 ) -> Explanation:
     """Walk the ladder and say which rung served, why the ones above did not, and what every family says.
+
+    `generated_only` is set for calls that SDPA would not compute identically (an LSE or a query offset is asked for).
 
     Raises:
         ConfigError: the explicit config is not valid here.
@@ -225,6 +250,6 @@ def explain(
         device=device,
         served=served,
         families=tuple(reasons(spec, device).items()),
-        backend=backend,
+        backend=(None if generated_only else sdpa_backend(workload, served)) or GENERATED,
         digest=render(spec, served.config).digest,
     )

@@ -1,33 +1,40 @@
 """The torch.library ops that every call goes through.
 
-Workload, memo and look-up live inside the ops, because torch.compile cannot trace them; the fakes say no more than shapes
-and strides. There are two ops, so that a call without LSE allocates none.
+Workload, memo and look-up live inside the ops, because torch.compile cannot trace them; the fakes say no more than
+shapes and strides. There are two ops, so that a call without LSE allocates none. Arguments that
+equal their default cost nothing in the dispatcher, so the front passes only the others.
 """
 
 from __future__ import annotations
 
 import torch
 
-from flashgen.runtime.runs import Result, empty_lse, empty_output
+from flashgen.runtime.runs import Run, empty_lse, empty_output
 from flashgen.runtime.serve import Call, lookup, prepare, remember
 
-_SCHEMA = "(Tensor q, Tensor k, Tensor v, bool causal, float softmax_scale, bool bshd, int? q_offset, Tensor? q_offset_tensor)"
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal=False, bool bshd=False, "
+    "int? q_offset=None, Tensor? q_offset_tensor=None)"
+)
 _LIBRARY = torch.library.Library("flashgen", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"attention{_SCHEMA} -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"attention_lse{_SCHEMA} -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
 
 
-def _serve(
-    with_lse: bool,
+def _run(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     causal: bool,
-    softmax_scale: float,
     bshd: bool,
-    q_offset: int | None,
-    q_offset_tensor: torch.Tensor | None,
-) -> Result:
+    with_lse: bool,
+    explicit_offset: bool,
+    offset_tensor: bool,
+) -> Run:
+    """What serves these arguments: from the memo, or prepared now and remembered."""
+    flags = causal | bshd << 1 | with_lse << 2 | explicit_offset << 3 | offset_tensor << 4
+    alignment = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    devices = (q.get_device(), k.get_device(), v.get_device())
     key = (
         q.shape,
         k.shape,
@@ -38,11 +45,8 @@ def _serve(
         q.dtype,
         k.dtype,
         v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        (causal, bshd, with_lse, q_offset is None, q_offset_tensor is None),
+        devices,
+        flags << 4 | alignment,
     )
     run = lookup(key)
     if run is None:
@@ -53,38 +57,40 @@ def _serve(
             causal=causal,
             bshd=bshd,
             with_lse=with_lse,
-            explicit_offset=q_offset is not None,
-            offset_tensor=q_offset_tensor is not None,
+            explicit_offset=explicit_offset,
+            offset_tensor=offset_tensor,
         )
         run = prepare(call)
         remember(key, run)
-    return run(q, k, v, softmax_scale, q_offset if q_offset_tensor is None else q_offset_tensor)
+    return run
 
 
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
     softmax_scale: float,
-    bshd: bool,
-    q_offset: int | None,
-    q_offset_tensor: torch.Tensor | None,
+    causal: bool = False,
+    bshd: bool = False,
+    q_offset: int | None = None,
+    q_offset_tensor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _serve(False, q, k, v, causal, softmax_scale, bshd, q_offset, q_offset_tensor)[0]
+    run = _run(q, k, v, causal, bshd, False, q_offset is not None, q_offset_tensor is not None)
+    return run(q, k, v, softmax_scale, q_offset if q_offset_tensor is None else q_offset_tensor)[0]
 
 
 def _attention_lse(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
     softmax_scale: float,
-    bshd: bool,
-    q_offset: int | None,
-    q_offset_tensor: torch.Tensor | None,
+    causal: bool = False,
+    bshd: bool = False,
+    q_offset: int | None = None,
+    q_offset_tensor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _serve(True, q, k, v, causal, softmax_scale, bshd, q_offset, q_offset_tensor)
+    run = _run(q, k, v, causal, bshd, True, q_offset is not None, q_offset_tensor is not None)
+    out, lse = run(q, k, v, softmax_scale, q_offset if q_offset_tensor is None else q_offset_tensor)
     assert lse is not None
     return out, lse
 
@@ -93,11 +99,11 @@ def _fake_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
     softmax_scale: float,
-    bshd: bool,
-    q_offset: int | None,
-    q_offset_tensor: torch.Tensor | None,
+    causal: bool = False,
+    bshd: bool = False,
+    q_offset: int | None = None,
+    q_offset_tensor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return empty_output(q, v, bshd=bshd)
 
@@ -106,11 +112,11 @@ def _fake_attention_lse(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
     softmax_scale: float,
-    bshd: bool,
-    q_offset: int | None,
-    q_offset_tensor: torch.Tensor | None,
+    causal: bool = False,
+    bshd: bool = False,
+    q_offset: int | None = None,
+    q_offset_tensor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_output(q, v, bshd=bshd), empty_lse(q, bshd=bshd)
 

@@ -9,21 +9,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from flashgen.launch.plan import Plan
+    from flashgen.launch.plan import Launch
 
 SDPA_BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-"""SDPA backends by the names that records use for their anchors."""
+"""The backends behind `flashgen.runtime.dispatch.SDPA_IMPLS`."""
 
 Offset = int | torch.Tensor | None
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Run(Protocol):
-    """Serves every call of one key of the memo; returns the output in the layout of q, and the LSE if it was asked for."""
+    """Serves every call of one key of the memo: the output in the layout of q, and the LSE if it was asked for."""
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, q_offset: Offset
@@ -36,7 +36,7 @@ class KernelRun:
 
     __slots__ = ("_bshd", "_plan", "_same_head_dim", "_with_lse")
 
-    def __init__(self, plan: Plan, *, bshd: bool, same_head_dim: bool, with_lse: bool) -> None:
+    def __init__(self, plan: Launch, *, bshd: bool, same_head_dim: bool, with_lse: bool) -> None:
         self._plan = plan
         self._bshd = bshd
         self._same_head_dim = same_head_dim

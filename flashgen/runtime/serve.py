@@ -29,7 +29,9 @@ TUNE_SECONDS_PER_WORKLOAD = 30
 """What `flashgen tune` takes for one workload by default, said in the notice of the first call."""
 
 if TYPE_CHECKING:
+    from flashgen.codegen.build import CompiledKernel
     from flashgen.launch.plan import Geometry
+    from flashgen.runtime.dispatch import Records, Served
     from flashgen.runtime.runs import Run
 
 
@@ -48,6 +50,11 @@ class Call:
     config: Config | None = None
 
     @property
+    def generated_only(self) -> bool:
+        """Whether SDPA would not compute the same: it returns no LSE and knows no query offset."""
+        return self.with_lse or self.explicit_offset or self.offset_tensor
+
+    @property
     def views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v in (batch, head, sequence, head_dim) order."""
         if self.bshd:
@@ -56,7 +63,7 @@ class Call:
 
 
 _MEMO: dict[tuple[Any, ...], Run] = {}
-_KERNELS: dict[tuple[Specialization, Config, str], Any] = {}
+_KERNELS: dict[tuple[Specialization, Config, str], CompiledKernel] = {}
 _LOCK = threading.RLock()
 _STATE = threading.local()
 _NOTICED: set[str] = set()
@@ -120,7 +127,8 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise WorkloadError(f"dtype is bfloat16, float16 or float32, got {name} with {tensor.dtype}")
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise WorkloadError(
-                f"q, k and v share dtype and device, got q {q.dtype} on {q.device}, {name} {tensor.dtype} on {tensor.device}"
+                f"q, k and v share dtype and device, got q {q.dtype} on {q.device}, "
+                f"{name} {tensor.dtype} on {tensor.device}"
             )
         if tensor.shape[3] > 1 and tensor.stride(3) != 1 and tensor.numel():
             raise WorkloadError(f"the last dimension is contiguous, got {name} with strides {tensor.stride()}")
@@ -148,7 +156,7 @@ def prepare(call: Call) -> Run:
     with _LOCK:
         spec, served = _resolved(call, workload, device)
         _notice(workload, served, device)
-        backend = sdpa_backend(call, workload, served)
+        backend = _sdpa_backend(call, workload, served)
         if backend is None:
             return _kernel_run(call, spec, served.config, device, index)
     from flashgen.runtime.runs import SdpaRun
@@ -156,7 +164,7 @@ def prepare(call: Call) -> Run:
     return SdpaRun(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
 
 
-def _resolved(call: Call, workload: Workload, device: Device) -> tuple[Specialization, Any]:
+def _resolved(call: Call, workload: Workload, device: Device) -> tuple[Specialization, Served]:
     from flashgen.runtime.dispatch import resolve
 
     spec = specialization_of(call, workload)
@@ -174,22 +182,10 @@ def specialization_of(call: Call, workload: Workload) -> Specialization:
     return Specialization.of(workload, aligned16=fits, offset_tensor=call.offset_tensor)
 
 
-def sdpa_backend(call: Call, workload: Workload, served: Any) -> str | None:
-    """The SDPA backend that was measured faster than the best generated kernel on exactly this workload, or None.
+def _sdpa_backend(call: Call, workload: Workload, served: Served) -> str | None:
+    from flashgen.runtime.dispatch import sdpa_backend
 
-    Only a policy of `fastest` hands calls over, and only those that SDPA computes identically: no LSE, no query offset,
-    and a causal mask only where top-left and bottom-right alignment agree.
-    """
-    from flashgen.runtime.runs import SDPA_BACKENDS
-
-    if settings().policy != "fastest" or not served.is_exact or call.with_lse or call.explicit_offset:
-        return None
-    if call.offset_tensor or (workload.causal and workload.seqlen_q != workload.seqlen_k):
-        return None
-    best = served.record.best_anchor
-    if best is None or best.impl not in SDPA_BACKENDS or best.median_ms >= served.record.time_ms:
-        return None
-    return str(best.impl)
+    return None if call.generated_only else sdpa_backend(workload, served)
 
 
 def _geometry(call: Call) -> Geometry:
@@ -209,7 +205,7 @@ def _kernel_run(call: Call, spec: Specialization, config: Config, device: Device
     return KernelRun(plan, bshd=call.bshd, same_head_dim=same, with_lse=call.with_lse)
 
 
-def compiled(spec: Specialization, config: Config, device: Device, index: int) -> Any:
+def compiled(spec: Specialization, config: Config, device: Device, index: int) -> CompiledKernel:
     """The compiled kernel of a config, from this process or built now.
 
     Raises:
@@ -241,35 +237,35 @@ def device_at(index: int) -> Device:
 
 
 @functools.cache
-def _records() -> Any:
+def _records() -> Records:
     from flashgen.db.layers import Layers
     from flashgen.runtime.dispatch import Records
 
     return Records(Layers.open())
 
 
-def records() -> Any:
+def records() -> Records:
     """The records that serve this process, read from the databases once until `reload`."""
     return _records()
 
 
 def not_on_gpu(workload: Workload, call: Call) -> str:
+    """The message of the error for tensors that are not on a GPU: every family with its reason."""
     from flashgen.codegen.families import FAMILIES
 
     listed = "; ".join(f"{row.id}: it runs on GPUs" for row in FAMILIES)
     return f"no kernel family serves {workload.key} on {call.q.device}: {listed}"
 
 
-def _notice(workload: Workload, served: Any, device: Device) -> None:
+def _notice(workload: Workload, served: Served, device: Device) -> None:
     """One line, once a device and process, where nothing measured serves."""
     if served.record is not None or served.rung == 1 or settings().quiet or device.identity in _NOTICED:
         return
     _NOTICED.add(device.identity)
     shape = workload.key.removeprefix("fwd-")
-    print(
+    sys.stderr.write(
         f"flashgen: no tuned record for {device.name} ({device.identity}); the default config serves. "
-        f"Tune with: flashgen tune --shape {shape}  (about {TUNE_SECONDS_PER_WORKLOAD} s)",
-        file=sys.stderr,
+        f"Tune with: flashgen tune --shape {shape}  (about {TUNE_SECONDS_PER_WORKLOAD} s)\n"
     )
 
 

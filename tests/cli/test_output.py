@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from datetime import datetime, timezone
 
 import pytest
 
@@ -36,19 +35,3 @@ def test_a_terminal_gets_the_same_cells(capsys: pytest.CaptureFixture[str], monk
 def test_no_rows_print_the_header(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(COLUMNS, [])
     assert capsys.readouterr().out == "name  ms\n"
-
-
-@pytest.mark.parametrize(
-    ("created", "expected"),
-    [
-        ("2026-11-20T12:00:00+00:00", "moments"),
-        ("2026-11-20T11:59:00Z", "1 minute"),
-        ("2026-11-20T09:00:00+00:00", "3 hours"),
-        ("2026-11-20T09:00:00", "3 hours"),
-        ("2026-10-01T00:00:00+00:00", "50 days"),
-        ("2027-01-01T00:00:00+00:00", "moments"),
-        ("", ""),
-    ],
-)
-def test_ages_are_said_in_the_largest_unit(created: str, expected: str) -> None:
-    assert output.age(created, datetime(2026, 11, 20, 12, 0, 5, tzinfo=timezone.utc)) == expected

@@ -1,0 +1,36 @@
+"""The kernels that are kept whole in tests/golden, for people to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashgen.codegen.families import default_config
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.core.workload import Specialization
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+# name of the golden file: specialization, device whose default it is, knobs changed
+GOLDENS = {
+    "forward_d128_causal_h200": ("fwd-bf16-d128-causal", "h200", {}),
+    "forward_d64_h200": ("fwd-bf16-d64", "h200", {}),
+    "forward_d256_fp16_h200": ("fwd-fp16-d256", "h200", {}),
+    "forward_d128_causal_4090": ("fwd-bf16-d128-causal", "rtx 4090", {}),
+    "forward_d64_causal_a100_offset": ("fwd-fp16-d64-causal-offset", "a100", {"heads_per_group": 1}),
+    "forward_d80_unaligned_h200": ("fwd-bf16-d80-unaligned", "h200", {}),
+    "forward_d192_dv128_causal_h200": ("fwd-bf16-d192-dv128-causal", "h200", {"heads_per_group": 0}),
+    "forward_d64_fp32_h200": ("fwd-fp32-d64", "h200", {}),
+    "forward_d128_mi300x": ("fwd-fp16-d128", "mi300x", {}),
+    "forward_d128_causal_maxnreg": (
+        "fwd-bf16-d128-causal",
+        "h200",
+        {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168, "heavy_first": False},
+    ),
+}
+
+
+def golden(name: str) -> tuple[Specialization, Config]:
+    key, device, changes = GOLDENS[name]
+    spec = Specialization.parse(key)
+    return spec, default_config(spec, find_device(device)).replace(**changes)  # type: ignore[arg-type]

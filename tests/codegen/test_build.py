@@ -1,0 +1,111 @@
+"""Compiling without a GPU: every family for every supported architecture, and defaults that do not spill."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.codegen import build
+from flashgen.codegen.build import CompiledKernel, compile_kernel, load_module
+from flashgen.codegen.families import default_config, family
+from flashgen.codegen.inspect import sass
+from flashgen.codegen.render import KernelSource, render
+from flashgen.core.config import Config
+from flashgen.core.device import CATALOGUE, Device, find_device
+from flashgen.core.errors import BuildError
+from flashgen.core.workload import Specialization
+from flashgen.launch.parameters import ptx_sizes, trailing_pointers
+from tests.codegen.goldens import GOLDENS, golden
+
+ONE_OF_EACH_ARCH = [device for device in CATALOGUE if device.name not in ("NVIDIA A100 40GB", "NVIDIA H100 PCIe")]
+
+
+@pytest.mark.parametrize("device", ONE_OF_EACH_ARCH, ids=lambda device: device.slug)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", ["", "-causal"])
+def test_defaults_compile_without_spills_and_fit(device: Device, head_dim: int, causal: str) -> None:
+    spec = Specialization.parse(f"fwd-bf16-d{head_dim}{causal}")
+    compiled = compile_kernel(spec, default_config(spec, device), device)
+    assert compiled.spills == 0
+    assert compiled.shared_bytes <= device.smem_per_block
+    assert compiled.occupancy(device) >= 1
+    assert compiled.registers > 0
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_goldens_compile_for_hopper(name: str) -> None:
+    spec, config = golden(name)
+    compiled = compile_kernel(spec, config, find_device("h200"))
+    parameters = family(config.family).parameters(spec, config)
+    assert trailing_pointers(compiled.handle.asm["ptx"], parameters) == 2
+
+
+@pytest.mark.parametrize("name", ["h200", "rtx 4090", "b200"])
+def test_the_matrix_unit_and_wide_loads_are_used(name: str) -> None:
+    device, spec = find_device(name), Specialization.parse("fwd-bf16-d128")
+    code = sass(compile_kernel(spec, default_config(spec, device), device).handle)
+    expected = {
+        "h200": ("HGMMA", "UTMALDG"),
+        "rtx 4090": ("HMMA", "LDGSTS.E.BYPASS.128"),
+        "b200": ("UTCHMMA", "UTMALDG"),
+    }
+    for instruction in expected[name]:
+        assert instruction in code
+
+
+def test_alignment_decides_the_width_of_loads() -> None:
+    device = find_device("a100")
+    for key, wide in (("fwd-fp16-d64", True), ("fwd-fp16-d64-unaligned", False)):
+        spec = Specialization.parse(key)
+        code = sass(compile_kernel(spec, default_config(spec, device), device).handle)
+        assert ("LDGSTS.E.BYPASS.128" in code) is wide
+
+
+def test_occupancy_is_limited_by_each_resource() -> None:
+    device = find_device("h200")
+
+    def kernel(registers: int, shared: int, warps: int) -> CompiledKernel:
+        source = KernelSource(entry="k", text="")
+        return CompiledKernel(
+            source=source,
+            registers=registers,
+            spills=0,
+            shared_bytes=shared,
+            num_warps=warps,
+            compile_ms=0.0,
+            handle=None,
+        )
+
+    assert kernel(168, 1024, 4).occupancy(device) == 3
+    assert kernel(32, 1024, 8).occupancy(device) == 8
+    assert kernel(32, 100 * 1024, 4).occupancy(device) == 2
+    assert kernel(32, 300 * 1024, 4).occupancy(device) == 0
+
+
+def test_a_compile_error_is_a_build_error_with_triton_s_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, device = Specialization.parse("fwd-bf16-d64"), find_device("h200")
+    config = default_config(spec, device)
+
+    def broken(spec: Specialization, config: Config) -> KernelSource:
+        source = render(spec, config)
+        return KernelSource(entry=source.entry, text=source.text.replace("tl.exp2(m_i", "tl.no_such_function(m_i"))
+
+    monkeypatch.setattr(build, "render", broken)
+    with pytest.raises(BuildError, match=r"cannot compile portable_forward.*fwd-bf16-d64"):
+        compile_kernel(spec, config, device)
+
+
+def test_a_module_is_written_once_and_imported() -> None:
+    spec, config = golden("forward_d64_h200")
+    source = render(spec, config)
+    module = load_module(source)
+    assert load_module(source) is module
+    assert source.module in str(module.__file__)
+    assert hasattr(module, source.entry)
+    assert hasattr(module, f"{source.entry}_call")
+
+
+@pytest.mark.parametrize("text", ["", ".visible .entry f(\n.param .v2 x\n)", "no entry at all"])
+def test_an_unknown_parameter_list_is_not_guessed(text: str) -> None:
+    assert ptx_sizes(text) == ()
+    spec, config = golden("forward_d64_h200")
+    assert trailing_pointers(text, family(config.family).parameters(spec, config)) is None

@@ -1,0 +1,112 @@
+"""The families table and the search space: what is declared is checked, what cannot work is not offered."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.codegen.families import FAMILIES, applicable, default_config, family, reasons, validate, why_invalid
+from flashgen.codegen.portable_forward import registers_needed, smem_needed
+from flashgen.codegen.space import candidates, distance, neighbours
+from flashgen.core.config import Config
+from flashgen.core.device import CATALOGUE, Device, find_device
+from flashgen.core.errors import ConfigError, UnsupportedError
+from flashgen.core.workload import Specialization
+
+KEYS = ("fwd-bf16-d64", "fwd-fp16-d128-causal", "fwd-bf16-d256-causal", "fwd-fp32-d64", "fwd-bf16-d80-unaligned")
+
+
+def test_ids_are_unique_and_permanent() -> None:
+    ids = [row.id for row in FAMILIES]
+    assert len(set(ids)) == len(ids)
+    assert ids[0] == "portable_forward"  # databases name it: it may never change
+
+
+@pytest.mark.parametrize("device", CATALOGUE, ids=lambda device: device.slug)
+@pytest.mark.parametrize("key", KEYS)
+def test_every_default_is_valid_and_in_its_space(key: str, device: Device) -> None:
+    spec = Specialization.parse(key)
+    config = default_config(spec, device)
+    assert validate(config) is config
+    assert why_invalid(config, spec, device) is None
+    space = candidates(family(config.family), spec, device)
+    assert space[0] == config
+    assert len(set(space)) == len(space) > 20
+    assert all(validate(each) and why_invalid(each, spec, device) is None for each in space)
+
+
+def test_a_consumer_card_gets_a_space_of_its_own() -> None:
+    spec = Specialization.parse("fwd-bf16-d128-causal")
+    big, small = (set(candidates(FAMILIES[0], spec, find_device(name))) for name in ("h200", "rtx 4090"))
+    assert default_config(spec, find_device("h200")) not in small
+    assert all(smem_needed(spec, config, find_device("4090")) <= 99 * 1024 for config in small)
+    assert all(config["loads"] == "pointer" for config in small)
+    assert any(config["loads"] == "descriptor" for config in big)
+
+
+def test_restrictions_name_their_reason() -> None:
+    spec, device = Specialization.parse("fwd-bf16-d256"), find_device("h200")
+    config = default_config(spec, device)
+    assert "shared memory" in str(why_invalid(config.replace(num_stages=5, block_n=64), spec, device))
+    assert "registers" in str(why_invalid(config.replace(block_m=256), spec, device))
+    assert "causal" in str(why_invalid(config.replace(heavy_first=True), spec, device))
+    assert "multiples of 16 bytes" in str(why_invalid(config, Specialization.parse("fwd-bf16-d256-unaligned"), device))
+    assert registers_needed(spec, config, device) <= 255
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_m": 48},
+        {"block_m": True},
+        {"block_m": "128"},
+        {"loads": "__import__('os')"},
+        {"num_warps": 10**30},
+        {"heavy_first": 1},
+        {"unheard_of": 1},
+    ],
+)
+def test_only_declared_values_pass(change: dict[str, object]) -> None:
+    spec, device = Specialization.parse("fwd-bf16-d64"), find_device("h200")
+    config = default_config(spec, device).replace(**change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        validate(config)
+
+
+def test_missing_knobs_repeated_knobs_and_unknown_families_are_refused() -> None:
+    config = default_config(Specialization.parse("fwd-bf16-d64"), find_device("h200"))
+    for wrong in (
+        Config(family=config.family, knobs=config.knobs[1:]),
+        Config(family=config.family, knobs=(*config.knobs, config.knobs[0])),
+        Config(family="nobody", knobs=config.knobs),
+    ):
+        with pytest.raises(ConfigError):
+            validate(wrong)
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("fwd-bf16-d64-softcap", "no softcap"),
+        ("fwd-bf16-d512", "16 to 256, not 512"),
+        ("fwd-bf16-d64-page16", "paged"),
+        ("bwd-bf16-d64", "forward pass, not backward"),
+    ],
+)
+def test_not_applicable_is_an_answer_with_a_reason(key: str, reason: str) -> None:
+    spec, device = Specialization.parse(key), find_device("h200")
+    assert reason in str(reasons(spec, device)["portable_forward"])
+    with pytest.raises(UnsupportedError, match=r"portable_forward: .*" + reason.replace("(", r"\(")):
+        applicable(spec, device)
+    assert candidates(FAMILIES[0], spec, device) == ()
+
+
+def test_neighbours_are_one_step_apart() -> None:
+    row = FAMILIES[0]
+    config = default_config(Specialization.parse("fwd-bf16-d64-causal"), find_device("h200"))
+    found = neighbours(row, config)
+    assert config not in found
+    for other in found:
+        differing = [name for name, value in config.knobs if other[name] != value]
+        assert len(differing) == 1
+        assert 0 < distance(row, config, other) <= 1
+    assert distance(row, config, config) == 0

@@ -1,0 +1,140 @@
+"""Devices, configs, records and settings."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from flashgen.core import settings as settings_module
+from flashgen.core.config import Config
+from flashgen.core.device import CATALOGUE, Device, find_device, memory_class_gb
+from flashgen.core.errors import ConfigError, DeviceError, MeasureError, SettingError
+from flashgen.core.record import Anchor, Failure, Measurement, TuningRecord, age
+from flashgen.core.settings import settings
+from flashgen.core.workload import Workload
+
+
+def test_identities_tell_models_apart() -> None:
+    identities = [device.identity for device in CATALOGUE]
+    assert len(set(identities)) == len(identities)
+    assert find_device("h200").identity == "sm90-132sm-141gb"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("h100", "NVIDIA H100"),
+        ("sm_86", "NVIDIA RTX 3090"),
+        ("RTX 4090", "NVIDIA RTX 4090"),
+        ("4090", "NVIDIA RTX 4090"),
+        ("nvidia_h200", "NVIDIA H200"),
+        ("gfx942", "AMD MI300X"),
+        ("sm90-114sm-80gb", "NVIDIA H100 PCIe"),
+    ],
+)
+def test_devices_are_found_by_the_names_people_use(text: str, name: str) -> None:
+    assert find_device(text).name == name
+
+
+def test_an_unknown_device_lists_the_known_ones() -> None:
+    with pytest.raises(DeviceError, match="nvidia_h200"):
+        find_device("voodoo2")
+    with pytest.raises(DeviceError, match="arch is like"):
+        Device(name="x", arch="90", num_sms=1, memory_gb=1, smem_per_block=1, smem_per_sm=1)
+
+
+@pytest.mark.parametrize(("gib", "size"), [(139.8, 141), (79.1, 80), (23.6, 24), (93.6, 94), (31.4, 32), (178.4, 180)])
+def test_memory_classes_survive_what_a_driver_reserves(gib: float, size: int) -> None:
+    assert memory_class_gb(int(gib * 2**30)) == size
+
+
+def test_a_config_survives_json_and_keeps_types() -> None:
+    config = Config.of("f", {"b": True, "a": 1, "c": "x"})
+    again = Config.from_json("f", config.to_json())
+    assert again == config
+    assert [type(value) for _, value in again.knobs] == [int, bool, str]
+    assert config.replace(a=2)["a"] == 2
+    with pytest.raises(ConfigError, match="not 'z'"):
+        config["z"]
+    with pytest.raises(ConfigError, match="integer"):
+        config.integer("b")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": null}', '{"a": 1.5}', '{"a": [1]}', "[" * 100000])
+def test_knobs_that_are_not_plain_values_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Config.from_json("f", text)
+
+
+def test_measurements_have_derived_numbers_and_refuse_nonsense() -> None:
+    measured = Measurement(times_ms=(2.0, 1.0, 4.0), reference_ms=4.0)
+    assert (measured.median_ms, measured.spread, measured.reference_ratio) == (2.0, 1.5, 0.5)
+    for times in ((), (0.0,), (float("nan"),), (float("inf"),), (-1.0,)):
+        with pytest.raises(MeasureError):
+            Measurement(times_ms=times)
+    with pytest.raises(MeasureError, match="stage"):
+        Failure(stage="moon", reason="eclipse")
+
+
+def test_a_record_is_measured_iff_it_has_a_measurement() -> None:
+    work, device = Workload.parse("b1-h1-s1024-d64"), find_device("h200")
+    config = Config.of("f", {})
+    record = TuningRecord(
+        workload=work,
+        device=device,
+        config=config,
+        provenance="measured",
+        measurement=Measurement(times_ms=(2.0,)),
+        anchors=(Anchor(impl="a", median_ms=3.0), Anchor(impl="b", median_ms=1.0)),
+    )
+    assert record.best_anchor == Anchor(impl="b", median_ms=1.0)
+    assert record.tflops == pytest.approx(work.flops / 2e-3 / 1e12)
+    with pytest.raises(MeasureError, match="iff"):
+        TuningRecord(workload=work, device=device, config=config, provenance="measured")
+
+
+def test_database_layers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHGEN_DB", os.pathsep.join([str(tmp_path / "a"), str(tmp_path / "b")]))
+    settings.cache_clear()
+    assert settings().db_layers == (tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(("name", "value"), [("FLASHGEN_POLICY", "slowest"), ("FLASHGEN_NO_COMPILE", "yes")])
+def test_a_wrong_setting_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    settings.cache_clear()
+    with pytest.raises(SettingError, match=f"{name}.*{value}"):
+        settings()
+
+
+def test_a_home_that_cannot_be_written_falls_back_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a directory is wanted")
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(blocked / "cache"))
+    monkeypatch.setattr(settings_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    settings.cache_clear()
+    with pytest.warns(UserWarning, match="FLASHGEN_CACHE_DIR"):
+        found = settings().cache_dir
+    assert found.is_dir()
+    assert found.parent == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("created", "expected"),
+    [
+        ("2026-11-20T12:00:00+00:00", "moments"),
+        ("2026-11-20T11:59:00Z", "1 minute"),
+        ("2026-11-20T09:00:00+00:00", "3 hours"),
+        ("2026-11-20T09:00:00", "3 hours"),
+        ("2026-10-01T00:00:00+00:00", "50 days"),
+        ("2027-01-01T00:00:00+00:00", "moments"),
+        ("", ""),
+    ],
+)
+def test_ages_are_said_in_the_largest_unit(created: str, expected: str) -> None:
+    assert age(created, datetime(2026, 11, 20, 12, 0, 5, tzinfo=timezone.utc)) == expected
