@@ -1,0 +1,300 @@
+"""`flashgen.attention` on a GPU: numerics over random shapes, binaries, graphs, streams, torch.compile, layouts."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, WorkloadError
+from flashgen.core.settings import settings
+from flashgen.launch import plan as plan_module
+from flashgen.measure.reference import eager, oracle
+from flashgen.runtime import serve
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Generated kernels only, and nothing remembered from another test's database."""
+    monkeypatch.setenv("FLASHGEN_POLICY", "generated")
+    monkeypatch.setenv("FLASHGEN_QUIET", "1")
+    flashgen.reload()
+    yield
+    flashgen.reload()
+
+
+def tensors(
+    batch: int,
+    nheads: int,
+    nheads_k: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhsd",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def one(heads: int, rows: int) -> torch.Tensor:
+        shape = (batch, rows, heads, head_dim) if layout == "bshd" else (batch, heads, rows, head_dim)
+        return torch.randn(shape, device="cuda", dtype=dtype)
+
+    return one(nheads, seqlen_q), one(nheads_k, seqlen_k), one(nheads_k, seqlen_k)
+
+
+def assert_right(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    q_offset: int | torch.Tensor | None = None,
+) -> None:
+    """The 2x rule against the float64 oracle, with the same maths in the test dtype as the yardstick."""
+    true_out, true_lse = oracle(q, k, v, causal=causal, q_offset=q_offset)
+    rough = eager(q, k, v, causal=causal, q_offset=q_offset)
+    error = (out.double() - true_out).abs()
+    allowed = (rough.double() - true_out).abs()
+    rounded = true_out.to(out.dtype)
+    ulp = 2 * (rounded + 0.3 - 0.3 - rounded).abs().max().double()
+    assert torch.isfinite(out).all()
+    assert error.max() <= 2 * allowed.max() + ulp
+    assert error.mean() <= 1.5 * allowed.mean() + 1e-7
+    hidden = torch.isneginf(true_lse)
+    assert torch.equal(torch.isneginf(lse), hidden)
+    if not hidden.all():
+        assert (lse.double() - true_lse)[~hidden].abs().max() < 1e-4
+    assert torch.all(out[hidden] == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_numerics_over_random_shapes(dtype: str, head_dim: int) -> None:
+    generator = random.Random(head_dim)
+    torch.manual_seed(head_dim)
+    for _ in range(12):
+        nheads_k = generator.choice([1, 2, 3])
+        shape = (generator.randint(1, 3), nheads_k * generator.choice([1, 2, 4]), nheads_k)
+        lengths = (generator.choice([1, 17, 113, 128, 300, 1023]), generator.choice([1, 77, 203, 256, 1024]))
+        layout, causal = generator.choice(["bhsd", "bshd"]), generator.random() < 0.6
+        q, k, v = tensors(*shape, *lengths, head_dim, DTYPES[dtype], layout)
+        offset = generator.choice([None, 0, -20, 50]) if causal else None
+        out, lse = flashgen.attention(q, k, v, causal=causal, layout=layout, q_offset=offset, return_lse=True)
+        assert out.shape == q.shape
+        if layout == "bshd":
+            q, k, v, out = (x.transpose(1, 2) for x in (q, k, v, out))
+        assert_right(q, k, v, out, lse, causal=causal, q_offset=offset)
+
+
+@pytest.mark.parametrize("head_dim", [16, 72, 80, 96, 160, 192])
+def test_head_dimensions_that_are_no_powers_of_two(head_dim: int) -> None:
+    q, k, v = tensors(2, 4, 2, 200, 333, head_dim)
+    out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True)
+    assert_right(q, k, v, out, lse, causal=True)
+
+
+def test_unequal_head_dimensions() -> None:
+    q, k, _ = tensors(2, 4, 2, 200, 333, 192)
+    v = torch.randn(2, 333, 2, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    assert out.shape == (2, 4, 200, 128)
+    assert_right(q, k, v, out, lse, causal=False)
+
+
+def test_strides_that_no_descriptor_takes() -> None:
+    base = torch.randn(2, 300, 3, 4, 65, device="cuda", dtype=torch.float16)
+    q, k, v = (base[:, :, i, :, 1:].transpose(1, 2) for i in range(3))
+    out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True)
+    assert_right(q, k, v, out, lse, causal=True)
+    k, v = k[:, :1].expand(2, 4, 300, 64), v[:, :1].expand(2, 4, 300, 64)
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    assert_right(q, k, v, out, lse, causal=False)
+
+
+def test_an_offset_tensor_is_read_at_every_call() -> None:
+    q, k, v = tensors(3, 4, 2, 64, 500, 128)
+    offset = torch.tensor([-10, 0, 436], device="cuda", dtype=torch.int32)
+    for _ in range(2):
+        out, lse = flashgen.attention(q, k, v, causal=True, q_offset=offset, return_lse=True)
+        assert_right(q, k, v, out, lse, causal=True, q_offset=offset)
+        offset += 7
+
+
+def test_nothing_to_attend_to() -> None:
+    q, k, v = tensors(2, 2, 2, 10, 0, 64)
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    assert torch.all(out == 0)
+    assert torch.all(torch.isneginf(lse))
+    q, k, v = tensors(0, 2, 2, 10, 10, 64)
+    assert flashgen.attention(q, k, v).shape == (0, 2, 10, 64)
+
+
+def test_at_most_two_binaries_for_200_random_shapes() -> None:
+    generator = random.Random(0)
+    before = set(plan_module._FUNCTIONS)
+    kernels = len(serve._KERNELS)
+    for _ in range(200):
+        nheads_k = generator.choice([1, 2, 4])
+        q, k, v = tensors(
+            generator.randint(1, 4),
+            nheads_k * generator.choice([1, 3, 8]),
+            nheads_k,
+            generator.randint(1, 600),
+            generator.randint(1, 600),
+            64,
+            torch.float16,
+            generator.choice(["bhsd", "bshd"]),
+        )
+        flashgen.attention(q, k, v, softmax_scale=generator.random() + 0.1)
+    torch.cuda.synchronize()
+    assert len(set(plan_module._FUNCTIONS) - before) <= 2
+    assert len(serve._KERNELS) - kernels <= 2
+
+
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
+    from flashgen.codegen.build import compile_kernel
+    from flashgen.codegen.families import default_config
+    from flashgen.core.workload import Specialization
+
+    device = serve.device_at(0)
+    for key in ("fwd-bf16-d128-causal", "fwd-bf16-d64", "fwd-bf16-d64-causal-offset"):
+        spec = Specialization.parse(key)
+        config = default_config(spec, device).replace(loads=loads)
+        q, k, v = tensors(2, 4, 2, 515, 700, spec.head_dim)
+        geometry = plan_module.Geometry.of(q, k, v, torch.empty_like(q))
+        compiled = compile_kernel(spec, config, device)
+        fast = plan_module.make_plan(compiled, spec, config, geometry, 0)
+        slow = plan_module.TritonPlan(compiled, spec, config, geometry, 0)
+        assert not isinstance(fast, plan_module.TritonPlan), "the parameter layout of this Triton is unknown"
+        offset = torch.tensor([5, -3], device="cuda", dtype=torch.int32) if spec.offset_tensor else None
+        results = []
+        for launch in (fast, slow):
+            out = torch.full_like(q, float("nan"))
+            lse = torch.full(q.shape[:3], float("nan"), device="cuda")
+            launch(q, k, v, out, lse, 0.1, offset)
+            results.append((out, lse))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        assert not torch.isnan(results[0][0]).any()
+
+
+def test_a_graph_is_captured_and_replayed_after_inputs_change() -> None:
+    q, k, v = tensors(2, 4, 2, 256, 256, 128)
+    expected_before = flashgen.attention(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashgen.attention(q, k, v, causal=True)
+    for tensor in (q, k, v):
+        tensor.normal_()
+    graph.replay()
+    expected = flashgen.attention(q, k, v, causal=True)
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, expected_before)
+
+
+def test_a_cold_call_during_capture_is_refused_and_warmup_makes_it_warm() -> None:
+    q, k, v = tensors(1, 2, 2, 64, 64, 176)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(LaunchError, match="warmup"), torch.cuda.graph(graph):
+        flashgen.attention(q, k, v)
+    torch.cuda.synchronize()
+    assert flashgen.warmup(["b1-h2-s64-d176"]) >= 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashgen.attention(q, k, v)
+    graph.replay()
+    assert torch.equal(out, flashgen.attention(q, k, v))
+
+
+def test_a_setting_makes_later_compiles_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_NO_COMPILE", "1")
+    settings.cache_clear()
+    q, k, v = tensors(1, 2, 2, 64, 64, 104)
+    with pytest.raises(BuildError, match="FLASHGEN_NO_COMPILE"):
+        flashgen.attention(q, k, v)
+    flashgen.warmup(["b1-h2-s64-d104"])
+    assert flashgen.attention(q, k, v).shape == q.shape
+
+
+def test_torch_compile_without_graph_breaks() -> None:
+    @torch.compile(fullgraph=True)
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = flashgen.attention(q * 2, k, v, causal=True, layout="bshd", return_lse=True)
+        return out + 1, lse
+
+    q, k, v = tensors(2, 4, 2, 130, 130, 64, layout="bshd")
+    out, lse = model(q, k, v)
+    expected, expected_lse = flashgen.attention(q * 2, k, v, causal=True, layout="bshd", return_lse=True)
+    assert torch.equal(out, expected + 1)
+    assert torch.equal(lse, expected_lse)
+
+
+def test_opcheck() -> None:
+    q, k, v = tensors(1, 4, 2, 64, 100, 64)
+    torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, 0.125, True))
+    torch.library.opcheck(torch.ops.flashgen.attention_lse.default, (q, k, v, 0.125, False))
+
+
+def test_launches_follow_the_current_stream() -> None:
+    q, k, v = tensors(4, 16, 16, 2048, 2048, 128)
+    expected = flashgen.attention(q, k, v)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        big = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        for _ in range(5):
+            big = big @ big
+        q.mul_(0).add_(1)
+        out = flashgen.attention(q, k, v)
+    torch.cuda.current_stream().wait_stream(side)
+    assert not torch.equal(out, expected)
+    assert torch.equal(out, flashgen.attention(q, k, v))
+
+
+def test_threads_share_a_plan() -> None:
+    pairs = [tensors(1, 8, 8, 512, 512, 64) for _ in range(8)]
+    expected = [flashgen.attention(*each) for each in pairs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        with torch.no_grad():
+            for _ in range(200):
+                if not torch.equal(flashgen.attention(*pairs[index]), expected[index]):
+                    wrong.append(index)
+                    return
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_what_is_not_supported_is_said_with_every_family_s_reason() -> None:
+    q, k, v = tensors(1, 2, 2, 64, 64, 64)
+    with pytest.raises(UnsupportedError, match="portable_forward: it has no softcap"):
+        flashgen.attention(q, k, v, softcap=30.0)
+    with pytest.raises(UnsupportedError, match="no backward"):
+        flashgen.attention(q.requires_grad_(), k, v)
+    with pytest.raises(UnsupportedError, match="portable_forward: its head_dim is 16 to 256, not 512"):
+        flashgen.attention(*tensors(1, 2, 2, 64, 64, 512))
+    with pytest.raises(WorkloadError, match="int32"):
+        flashgen.attention(q.detach(), k, v, causal=True, q_offset=torch.zeros(1, device="cuda"))
+
+
+def test_explain_says_which_rung_serves() -> None:
+    explanation = flashgen.explain(*tensors(1, 2, 2, 640, 640, 64), causal=True)
+    text = str(explanation)
+    assert "portable_forward: applies" in text
+    assert explanation.served.rung in (4, 5, 6, 7, 8)
+    assert explanation.backend == "generated"
