@@ -123,8 +123,11 @@ def tune(
     if dry_run:
         _dry_run(request)
         return
-    signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's polite kill is a Ctrl-C
-    finished = _run(request)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's polite kill is a Ctrl-C
+    try:
+        finished = _run(request)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if finished.interrupted:
         raise typer.Exit(INTERRUPTED)
     if finished.failed:

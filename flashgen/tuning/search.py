@@ -41,7 +41,7 @@ _CONSTRAINT = "failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A config to try and where it came from: default, neighbour, sampler, random, local."""
+    """A config to try and where it came from: default, neighbour, model, sampler, random, local."""
 
     config: Config
     source: str

@@ -456,7 +456,7 @@ def test_plan_tells_candidates_and_time_and_does_nothing(store: Store) -> None:
     (first, second) = planned(Budget(seconds=20))
     assert first == ("tune", Candidates.of(CAUSAL, H200).count, 20.0)
     assert planned(Budget(trials=40))[0][2] == pytest.approx(40 * 0.5 + Finals().expected_s)
-    assert planned(Budget(trials=40), measured=False)[0][2] == pytest.approx(20.0)
+    assert planned(Budget(trials=40), measured=False)[0][2] == pytest.approx(10.0)
     run(store)
     assert [status for status, _, _ in planned(Budget(seconds=20))] == ["skip", "tune"]
     bad = Workload(batch=1, nheads=1, seqlen_q=8, head_dim=512)
