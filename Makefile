@@ -14,8 +14,8 @@ SAMPLE ?= b1-h12-s1024-d64-causal
 
 BIN := $(VENV)/bin
 TRITONS := 3.6 3.9
-CROSS_STAMPS := $(TRITONS:%=.venvs/triton-%/.stamp)
 
+.PRECIOUS: .venvs/triton-%/.stamp
 .PHONY: venv tune test lint format pytest interpreter crosscompile gpu-test clean
 
 venv: $(VENV)/.stamp
@@ -47,10 +47,10 @@ pytest: venv
 interpreter: venv
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/interpreter
 
-crosscompile: $(CROSS_STAMPS)
-	for triton in $(TRITONS); do \
-		PYTHONPATH=$(CURDIR) .venvs/triton-$$triton/bin/python scripts/crosscompile.py || exit 1; \
-	done
+crosscompile: $(TRITONS:%=crosscompile-%)
+
+crosscompile-%: .venvs/triton-%/.stamp
+	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py
 
 .venvs/triton-%/.stamp: constraints/triton-%.txt
 	$(PYTHON) -m venv .venvs/triton-$*
