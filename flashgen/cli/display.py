@@ -150,7 +150,7 @@ class Panel:
         rows = [
             ("workload", f"{progress.ended + (progress.workload is not None)} of {progress.total} on {name}"),
             ("now", progress.workload.key if progress.workload else "-"),
-            (STAGES[progress.stage], progress_line(progress)),
+            (STAGES[progress.stage], progress_line(progress) if progress.workload else "-"),
             ("best", ", ".join(f"{k}={v}" for k, v in progress.best_config.knobs) if progress.best_config else "-"),
             ("failures", failures_text(progress)),
             ("time left", duration(progress.left_s)),

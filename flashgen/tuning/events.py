@@ -60,6 +60,7 @@ class CandidateRanked:
     failure: Failure | None
     number: int
     best_ms: float | None
+    best_config: Config | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

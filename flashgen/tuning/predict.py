@@ -10,7 +10,8 @@ For one program (`block_m` query rows of one head) and one step (`block_n` keys)
 | shared memory | bytes / 128 | 128 bytes a clock; a key tile is written once, read per warpgroup (wgmma) or warp |
 | spills | 2 x spilled bytes x threads / 128 | every step stores and reloads them |
 | addresses | 8 operations for 16 bytes of a key tile | counted; none with tensor descriptors |
-| waiting | 300 | chain of product, row maximum, barrier and product of one step; not a resource, but it takes time |
+| waiting | 300 | chain of product, row maximum, barrier and product of one step: no resource, but time |
+| | 600 | where warps share rows, so that row maxima and sums go through shared memory |
 
 With u groups of four warps that run independently (of all programs on a multiprocessor) the parts overlap:
 `busiest + (sum - busiest) / u`. A pipeline of s stages hides the latency of loads behind s - 1 steps of all programs.
@@ -45,6 +46,7 @@ LOAD_LATENCY = 900
 """Cycles from a load of a key tile to its arrival when it hits the L2."""
 
 STEP_LATENCY = 300
+MMA_ROWS = 16
 ADDRESS_OPERATIONS = 8
 ADDRESS_BYTES = 16
 PROLOGUE = 3000
@@ -170,7 +172,8 @@ class _Model:
             (self._smem_bytes() + spilled) / SMEM_BYTES_PER_CLOCK,
         )
         groups = resident * self.warps / SCHEDULERS
-        busy = max(parts) + (sum(parts) + STEP_LATENCY - max(parts)) / max(1.0, groups)
+        latency = STEP_LATENCY * (2 if self.block_m < MMA_ROWS * self.warps else 1)
+        busy = max(parts) + (sum(parts) + latency - max(parts)) / max(1.0, groups)
         busy /= min(1.0, groups)  # fewer warps than schedulers leave some of them idle
         # programs take turns: each waits for the others' steps, during which its own loads travel
         waited = max(self.stages - 1, 0) * busy * resident

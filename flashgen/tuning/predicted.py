@@ -115,6 +115,7 @@ class PredictedSearch:
                 failure=failure,
                 number=len(self._predicted) + sum(self._failures.values()),
                 best_ms=self._predicted[best] if best else None,
+                best_config=best,
             )
         )
 

@@ -67,7 +67,7 @@ class Progress:
             outcome = event.trial.outcome
             self._trial(event.number, event.best_ms, event.best_config, outcome)
         elif isinstance(event, CandidateRanked):
-            self._trial(event.number, event.best_ms, None, event.failure)
+            self._trial(event.number, event.best_ms, event.best_config, event.failure)
         elif isinstance(event, FinalsStarted):
             self.stage = event.stage
         elif isinstance(event, WorkloadFinished):
@@ -116,6 +116,6 @@ class Progress:
         return None
 
     def _trial(self, number: int, best_ms: float | None, best: Config | None, outcome: object) -> None:
-        self.trials, self.best_ms, self.best_config = number, best_ms, best or self.best_config
+        self.trials, self.best_ms, self.best_config = number, best_ms, best
         if isinstance(outcome, Failure):
             self.failures[outcome.stage] += 1

@@ -60,6 +60,12 @@ def test_what_makes_a_kernel_slower_makes_the_prediction_slower() -> None:
     assert predict_ms(LONG, config, half, CLEAN) == pytest.approx(2 * base, rel=0.1)
 
 
+def test_warps_that_share_rows_wait_for_each_other() -> None:
+    a100 = find_device("a100")
+    config = default_config(LONG.specialization, a100).replace(block_m=16, block_n=64, num_warps=4)
+    assert predict_ms(LONG, config, a100, CLEAN) > predict_ms(LONG, config.replace(block_m=64), a100, CLEAN)
+
+
 def test_heavy_programs_first_shorten_the_tail() -> None:
     causal = Workload(batch=1, nheads=8, seqlen_q=8192, head_dim=128, causal=True)
     config = default_config(causal.specialization, H200)
