@@ -15,16 +15,6 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-
-ROOT = Path(__file__).resolve().parent.parent
-
-if importlib.util.find_spec("torch") is None:
-    # the package's public door needs torch, the rooms used here do not: enter them without opening it
-    door = ModuleType("flashgen")
-    door.__path__ = [str(ROOT / "flashgen")]
-    sys.modules["flashgen"] = door
 
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import FAMILIES, why_invalid, why_not

@@ -62,6 +62,17 @@ served = dispatch.resolve(workload, workload.specialization, find_device("h200")
 print(json.dumps({"rung": served.rung, "loaded": sorted(sys.modules)}))
 """
 
+WITHOUT_TORCH_PROBE = """
+import json, sys
+sys.modules["torch"] = None  # importing it is an error from here on
+from flashgen.codegen.render import render
+from flashgen.codegen.families import default_config
+from flashgen.core.device import find_device
+from flashgen.core.workload import Workload
+spec = Workload.parse("b1-h32-s1024-d128").specialization
+print(json.dumps({"text": render(spec, default_config(spec, find_device("h100"))).text}))
+"""
+
 
 def probe(code: str) -> dict[str, object]:
     """The JSON that `code` prints last, run in a new interpreter."""
@@ -111,6 +122,10 @@ def test_a_look_up_loads_neither_search_nor_migrations_nor_command_line() -> Non
     assert seen["rung"] in range(3, 9)
     assert "sqlalchemy" in seen["loaded"]  # the databases were read
     assert not {"alembic", "optuna", "typer", "rich", "yaml"} & set(seen["loaded"])
+
+
+def test_kernels_are_rendered_without_torch() -> None:
+    assert "@triton.jit" in str(probe(WITHOUT_TORCH_PROBE)["text"])
 
 
 def test_version_is_the_same_everywhere() -> None:
