@@ -1,8 +1,8 @@
 """Compile every kernel family for every supported architecture with the Triton of this interpreter.
 
 Runs in an environment with Triton and without torch (`make crosscompile` builds one for the oldest and one for the
-newest Triton). One line per kernel. A family that compiles nowhere, a compile error or a default config that spills
-registers ends it with exit code 1.
+newest Triton). One line per kernel. A family that compiles nowhere, a compile error or a default config that spills more
+than a few registers ends it with exit code 1.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from flashgen.core.workload import Specialization
 
 TARGETS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx1200")
 HEAD_DIMS = (64, 128, 256)
+
+TOLERATED_SPILLS = 32
+"""Bytes of local memory per thread that a default may use: defaults spill nothing under the Triton that the tests run
+with (tests/codegen), and register allocation of another version may end a few registers higher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,7 @@ def main() -> int:
         return 1
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
-        outcomes = [report(job, problem) for job, problem in zip(found, pool.map(compile_one, found), strict=True)]
+        outcomes = [report(job, *outcome) for job, outcome in zip(found, pool.map(compile_one, found), strict=True)]
     failed = outcomes.count(False)
     import triton
 
@@ -92,23 +96,23 @@ def other_loads(config: Config, spec: Specialization, device: Device) -> list[Co
     return [] if why_invalid(other, spec, device) else [other]
 
 
-def compile_one(job: Job) -> str | None:
-    """Compile in this process; what is wrong with the result, or None."""
+def compile_one(job: Job) -> tuple[bool, str]:
+    """Compile in this process; whether that went well, and a remark."""
     try:
         compiled = compile_kernel(job.spec, job.config, job.device)
     except BuildError as error:
-        return str(error)
-    if compiled.spills and not job.may_spill:
-        return f"{compiled.spills} bytes of local memory per thread"
-    return None
+        return False, str(error)
+    if compiled.spills == 0:
+        return True, ""
+    return job.may_spill or compiled.spills <= TOLERATED_SPILLS, f"{compiled.spills} bytes of local memory per thread"
 
 
-def report(job: Job, problem: str | None) -> bool:
-    """Print one line; whether the job passed."""
-    print(f"{'FAILED' if problem else 'ok':6} {job.device.arch:8} {job.spec.key:28} {job.config}", flush=True)
-    if problem:
-        print(f"       {problem}", flush=True)
-    return problem is None
+def report(job: Job, passed: bool, remark: str) -> bool:
+    """Print one line, and the remark if there is one; whether the job passed."""
+    print(f"{'ok' if passed else 'FAILED':6} {job.device.arch:8} {job.spec.key:28} {job.config}", flush=True)
+    if remark:
+        print(f"       {remark}", flush=True)
+    return passed
 
 
 if __name__ == "__main__":

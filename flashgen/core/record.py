@@ -89,7 +89,7 @@ class Trial:
     workload: Workload
     device: Device
     config: Config
-    source: str  # default, neighbour, sampler, random, local
+    source: str  # default, neighbour, model, sampler, random, local, finals
     outcome: Measurement | Failure
     created: str = ""
 

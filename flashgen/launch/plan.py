@@ -314,9 +314,12 @@ class DriverPlan:
                     config.stream = last_stream = stream
                 code = launch(config_address, function, parameters_address, None)
             if code:
-                driver.check(code, "launch a kernel")
+                self._refused(code)  # naming self also keeps alive what the addresses above point to
 
         return call
+
+    def _refused(self, code: int) -> None:
+        driver.check(code, f"launch a kernel of {self._config.grid_x} x {self._config.block_x} threads")
 
     def _setter(self, letter: str) -> Callable[[int], None]:
         if letter in self._maps:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from flashgen._version import __version__
 from flashgen.core.device import CATALOGUE, Device, memory_class_gb
 from flashgen.core.errors import DeviceError
 from flashgen.core.record import Versions
@@ -58,7 +59,7 @@ def device_of(properties: Any, *, is_hip: bool) -> Device:
 def versions() -> Versions:
     """The software of this process; what is not installed is an empty string."""
     return Versions(
-        flashgen=_installed("flashgen"), triton=_installed("triton"), torch=torch.__version__, driver=driver_version()
+        flashgen=__version__, triton=_installed("triton"), torch=str(torch.__version__), driver=driver_version()
     )
 
 
