@@ -1,8 +1,8 @@
 """Compile every kernel family for every supported architecture with the Triton of this interpreter.
 
 Runs in an environment with Triton and without torch (`make crosscompile` builds one for the oldest and one for the
-newest Triton). One line per kernel. A family that compiles nowhere, a compile error or a default config that spills more
-than a few registers ends it with exit code 1.
+newest Triton). One line per kernel. A family that compiles nowhere, a compile error or a default config that spills
+more than a few registers ends it with exit code 1.
 """
 
 from __future__ import annotations
