@@ -58,7 +58,7 @@ crosscompile-%: .venvs/triton-%/.stamp
 	touch $@
 
 gpu-test: venv
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu tests/gpu tests/test_readme.py
 
 clean:
 	rm -rf $(VENV) .venvs dist build .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,13 @@ from pathlib import Path
 import pytest
 
 from flashgen.core.settings import settings
+
+with contextlib.suppress(ModuleNotFoundError):  # the GPU tests do without it
+    import hypothesis
+
+    # a deadline per example fails on a busy machine, and a failure in CI must be one that can be repeated
+    hypothesis.settings.register_profile("flashgen", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("flashgen")
 
 # Triton decides when a kernel is defined whether it is interpreted, so a process does either one or the other.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
