@@ -1,0 +1,155 @@
+"""Forward pass beside other implementations, sustained: writes `results/<device>/forward.csv`.
+
+python -m benchmarks.forward [--suite forward] [--only '*-d128-causal'] [--impls flashgen,flex] [--append]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import flashgen
+from benchmarks.impls import IMPLS, Impl
+from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.race import Pace, Result, race
+from benchmarks.results import ResultsFile
+from benchmarks.suites import SUITES, select
+from flashgen.core.errors import FlashgenError
+from flashgen.core.workload import Workload
+from flashgen.measure import gpu
+from flashgen.measure.inputs import make_inputs
+from flashgen.measure.timing import CudaStopwatch, median_clock
+
+DEFAULT_SUITES = ("forward",)
+
+Racer = Callable[[Workload, Sequence[Impl]], list[Result]]
+Say = Callable[[str], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done (or stopped at the time limit), 1 if flashgen has no row where it should have one."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        impls, provenance = chosen(options.impls), Provenance.here(options.commit)
+        file = ResultsFile(options.results / provenance.slug / "forward.csv", append=options.append)
+    except (FlashgenError, ValueError) as error:
+        parser.error(str(error))
+    device = gpu.current_device()
+    pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
+    stopwatch, where = CudaStopwatch(gpu.sm_clock_mhz), torch.device("cuda", 0)
+    say(f"{device.name}, torch {provenance.torch}, triton {provenance.triton}, commit {provenance.commit}")
+    for other in gpu.other_processes():
+        say(f"warning: another process uses this GPU: {other}")
+
+    def racer(workload: Workload, wanted: Sequence[Impl]) -> list[Result]:
+        if any(impl.name == "flashgen" for impl in wanted):
+            say(f"  {served_by(workload)}")
+        found = race(workload, wanted, device=device, where=where, stopwatch=stopwatch, pace=pace)
+        torch.cuda.empty_cache()
+        return found
+
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        serve_generated(options.db, Path(scratch))
+        runs = [(name, select(SUITES[name](), options.only)) for name in options.suite or DEFAULT_SUITES]
+        return run(runs, impls, file, provenance, racer, limit_s=options.limit_seconds, say=say)
+
+
+def run(
+    suites: Sequence[tuple[str, Sequence[Workload]]],
+    impls: Sequence[Impl],
+    file: ResultsFile,
+    provenance: Provenance,
+    racer: Racer,
+    *,
+    limit_s: float = float("inf"),
+    say: Say,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Race every workload that the file does not have yet, and write its rows together.
+
+    A workload is skipped as soon as one of the wanted implementations has a row of this commit: rows that are compared
+    come from one race. No new race starts if the longest one so far would end after `limit_s` seconds.
+    """
+    started, longest, missing = clock(), 0.0, 0
+    jobs = [(suite, workload) for suite, workloads in suites for workload in workloads]
+    done = file.done(provenance.commit)
+    jobs = [(s, w) for s, w in jobs if not any((s, w.key, impl.name) in done for impl in impls)]
+    for number, (suite, workload) in enumerate(jobs):
+        begun = clock()
+        if begun - started + longest > limit_s:
+            say(f"stopped at the time limit, {len(jobs) - number} workloads left: run again with --append")
+            break
+        say(f"[{number + 1}/{len(jobs)}] {workload.key}  ({begun - started:.0f} s)")
+        results = racer(workload, impls)
+        file.write(
+            provenance.row(suite, workload, result.impl.name, result.impl.version(), median_ms=result.median_ms)
+            for result in results
+            if result.reason is None
+        )
+        for result in results:
+            say(f"  {line_of(workload, result)}")
+            missing += result.impl.name == "flashgen" and result.reason is not None
+        longest = max(longest, clock() - begun)
+    say(f"{file.path}: {len(file.rows)} rows")
+    return 1 if missing else 0
+
+
+def line_of(workload: Workload, result: Result) -> str:
+    """One implementation's result for people."""
+    if result.reason is not None:
+        return f"{result.impl.name:12} no row: {result.reason}"
+    clock = median_clock(result.windows)
+    tail = f" at {clock:.0f} MHz" if clock else ""
+    rate = workload.flops / result.median_ms / 1e9
+    return f"{result.impl.name:12} {result.median_ms:9.4f} ms {rate:6.1f} TFLOP/s, spread {result.spread:.1%}{tail}"
+
+
+def served_by(workload: Workload) -> str:
+    """Which rung of the ladder serves this workload, so that an untuned row does not pass for a tuned one."""
+    inputs = make_inputs(workload, copies=1, seed=0, device="cuda")
+    found = flashgen.explain(inputs.q[0], inputs.k[0], inputs.v[0], causal=workload.causal)
+    tail = "" if found.served.is_exact else "  (NOT tuned for exactly this workload)"
+    return f"rung {found.served.rung}: {found.served.config}{tail}"
+
+
+def chosen(names: str) -> tuple[Impl, ...]:
+    """Implementations by name, separated by commas.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    known = {impl.name: impl for impl in IMPLS}
+    unknown = [name for name in names.split(",") if name not in known]
+    if unknown:
+        raise ValueError(f"an implementation is one of {', '.join(known)}, got {', '.join(unknown)}")
+    return tuple(known[name] for name in names.split(","))
+
+
+def say(line: str) -> None:
+    """Progress, at once."""
+    print(line, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forward", description=(__doc__ or "").split("\n")[0])
+    add_arguments(parser)
+    parser.add_argument("--suite", action="append", choices=sorted(SUITES), help="default: forward")
+    parser.add_argument("--only", action="append", default=[], help="pattern of workload keys, e.g. '*-d128-causal'")
+    parser.add_argument("--impls", default=",".join(impl.name for impl in IMPLS), help="default: %(default)s")
+    parser.add_argument("--warm", type=float, default=0.1, help="seconds of a visit before its window (%(default)s)")
+    parser.add_argument("--window", type=float, default=0.25, help="seconds of a window (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="visits of each implementation (%(default)s)")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
+    parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Memory beside inputs and output, and the speed-up over standard attention: writes `results/<device>/memory.csv`.
+
+    python -m benchmarks.memory
+
+Memory is what `torch.cuda.max_memory_allocated` saw during one call, less what was there before and less the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import flashgen
+from benchmarks.forward import chosen, line_of, say
+from benchmarks.impls import IMPLS, Call, Impl, standard_bytes
+from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.race import Pace, race
+from benchmarks.results import MEMORY_COLUMNS, ResultsFile, Row
+from flashgen.core.errors import FlashgenError
+from flashgen.core.workload import Workload
+from flashgen.measure import gpu
+from flashgen.measure.bench import INPUT_SEED
+from flashgen.measure.inputs import Inputs, make_inputs
+from flashgen.measure.timing import CudaStopwatch
+
+MEMORY_SUITE, SPEEDUP_SUITE = "memory", "speedup"
+SEQLENS = tuple(1024 << n for n in range(7))
+SPEEDUP_SEQLENS = (2048, 16384)
+"""The lengths of the papers' claims: 2 to 4 times as fast as standard attention at 2k, 5 to 7 times at 16k."""
+
+SPARE = 1.1
+"""Free memory wanted for a call, relative to the arithmetic of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A line through bytes against seqlen; `r2` is the share of the variance that it explains."""
+
+    bytes_per_token: float
+    constant_bytes: float
+    r2: float
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_token:.1f} bytes per token + {self.constant_bytes:.0f}, R2 {self.r2:.6f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done, 1 if flashgen could not be measured."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        provenance = Provenance.here(options.commit)
+        file = ResultsFile(options.results / provenance.slug / "memory.csv", MEMORY_COLUMNS, append=options.append)
+    except (FlashgenError, ValueError) as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        serve_generated(None, Path(scratch))
+        measured = [_memory(workload, impl, file, provenance) for workload in memory_grid() for impl in memory_impls()]
+        pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
+        measured += [_speedup(workload, file, provenance, pace) for workload in speedup_grid()]
+    for impl in memory_impls():
+        fit = fit_of(file.rows, impl.name)
+        say(f"{impl.name:14} {fit or 'too few lengths for a line'}")
+    for name, ratio in speedups(file.rows).items():
+        say(f"{name}: {ratio:.1f} times as fast as standard attention")
+    return 0 if all(measured) else 1
+
+
+def memory_grid() -> tuple[Workload, ...]:
+    """One sequence of 16 heads of 128, 1k to 64k tokens."""
+    return tuple(Workload(batch=1, nheads=16, seqlen_q=s, head_dim=128) for s in SEQLENS)
+
+
+def speedup_grid() -> tuple[Workload, ...]:
+    """16k tokens of 16 heads of 128, with and without a causal mask."""
+    return tuple(
+        Workload(batch=16384 // s, nheads=16, seqlen_q=s, head_dim=128, causal=causal)
+        for s in SPEEDUP_SEQLENS
+        for causal in (False, True)
+    )
+
+
+def memory_impls() -> tuple[Impl, ...]:
+    """What is asked for its memory: flashgen as it is and with the LSE, which SDPA computes in every call."""
+    known = {impl.name: impl for impl in IMPLS}
+    plain = known["flashgen"]
+    with_lse = Impl(name="flashgen-lse", version=plain.version, why_not=plain.why_not, prepare=_flashgen_lse)
+    return plain, with_lse, known["sdpa-flash"], known["standard"]
+
+
+def extra_bytes(call: Call) -> int:
+    """Most memory that one call held at a time, beside what was there and its output, in bytes."""
+    with call.context():
+        call.run(0)  # compiles, and makes the libraries allocate what they keep
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = call.run(0)
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+
+
+def fit_of(rows: Sequence[Row], impl: str) -> Fit | None:
+    """The line through one implementation's memory rows; None with fewer than three lengths."""
+    points = [
+        (Workload.parse(row.workload).seqlen_k, row.extra_bytes)
+        for row in rows
+        if row.suite == MEMORY_SUITE and row.impl == impl and row.extra_bytes is not None
+    ]
+    if len(points) < 3:
+        return None
+    lengths, sizes = [float(n) for n, _ in points], [float(size) for _, size in points]
+    line = statistics.linear_regression(lengths, sizes)
+    mean = statistics.fmean(sizes)
+    left = sum((y - line.intercept - line.slope * x) ** 2 for x, y in zip(lengths, sizes, strict=True))
+    total = sum((y - mean) ** 2 for y in sizes)
+    r2 = 1 - left / total if total else 1.0
+    return Fit(bytes_per_token=line.slope, constant_bytes=line.intercept, r2=r2)
+
+
+def speedups(rows: Sequence[Row]) -> dict[str, float]:
+    """Time of standard attention over flashgen's, by workload."""
+    times = {(row.workload, row.impl): row.median_ms for row in rows if row.suite == SPEEDUP_SUITE}
+    found = {}
+    for (workload, impl), ms in times.items():
+        mine = times.get((workload, "flashgen"))
+        if impl == "standard" and ms and mine:
+            found[workload] = ms / mine
+    return found
+
+
+def _memory(workload: Workload, impl: Impl, file: ResultsFile, provenance: Provenance) -> bool:
+    """One row; False if flashgen has none."""
+    if (MEMORY_SUITE, workload.key, impl.name) in file.done(provenance.commit):
+        return True
+    torch.cuda.empty_cache()
+    reason = _why_too_large(workload, impl)
+    if reason is None:
+        inputs = make_inputs(workload, copies=1, seed=INPUT_SEED, device="cuda")
+        try:
+            size = extra_bytes(impl.prepare(workload, inputs))
+        except (FlashgenError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if reason is not None:
+        say(f"{workload.key} {impl.name}: no row: {reason}")
+        return not impl.name.startswith("flashgen")
+    file.write([provenance.row(MEMORY_SUITE, workload, impl.name, impl.version(), extra_bytes=size)])
+    say(f"{workload.key} {impl.name}: {size / 2**20:.2f} MiB")
+    return True
+
+
+def _why_too_large(workload: Workload, impl: Impl) -> str | None:
+    """Standard attention is asked as far as it fits, and running out of memory is not the way to find out."""
+    if impl.name != "standard":
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    needed = SPARE * (standard_bytes(workload) + workload.bytes)
+    return f"it needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free" if needed > free else None
+
+
+def _speedup(workload: Workload, file: ResultsFile, provenance: Provenance, pace: Pace) -> bool:
+    """Rows of flashgen and standard attention, timed side by side; False if flashgen has none."""
+    impls = chosen("flashgen,standard")
+    done = file.done(provenance.commit)
+    if any((SPEEDUP_SUITE, workload.key, impl.name) in done for impl in impls):
+        return True
+    stopwatch, where = CudaStopwatch(gpu.sm_clock_mhz), torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    results = race(workload, impls, device=gpu.current_device(), where=where, stopwatch=stopwatch, pace=pace)
+    file.write(
+        provenance.row(SPEEDUP_SUITE, workload, each.impl.name, each.impl.version(), median_ms=each.median_ms)
+        for each in results
+        if each.reason is None
+    )
+    for result in results:
+        say(f"{workload.key} {line_of(workload, result)}")
+    return results[0].reason is None
+
+
+def _flashgen_lse(workload: Workload, inputs: Inputs) -> Call:
+    q, k, v = inputs.q, inputs.k, inputs.v
+
+    def run(n: int) -> torch.Tensor:
+        out, _ = flashgen.attention(q[n], k[n], v[n], causal=workload.causal, return_lse=True)
+        return out
+
+    return Call(run=run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=(__doc__ or "").split("\n")[0])
+    add_arguments(parser)
+    parser.add_argument("--warm", type=float, default=0.1, help="seconds of a visit before its window (%(default)s)")
+    parser.add_argument("--window", type=float, default=0.3, help="seconds of a window (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="visits of each implementation (%(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Host time of one call on a small shape: writes `results/<device>/overhead.csv`.
+
+    python -m benchmarks.overhead [--calls 100] [--loops 30]
+
+A loop makes some calls without waiting for any, few enough for the launch queue to hold them all, so the host never
+waits for the device. The loops of all cases take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.overhead_cases import Arguments, Case, cases_of, common_cases
+from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.results import ResultsFile
+from flashgen.core.errors import FlashgenError
+from flashgen.measure.timing import orders
+
+SUITE = "overhead"
+MOST_CALLS = 256
+"""A quarter of the launches that the driver holds before the host has to wait."""
+
+MOST_LOOPS = 90
+"""The cases with new lengths have no more of them."""
+
+Loop = Callable[[Case, Sequence[Arguments]], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Microseconds of host time per call: over all loops of one case, or the reason why there are none."""
+
+    case: Case
+    loops_us: tuple[float, ...] = ()
+    reason: str | None = None
+
+    @property
+    def median_us(self) -> float:
+        """The median over the loops."""
+        return statistics.median(self.loops_us)
+
+    @property
+    def best_us(self) -> float:
+        """The fastest loop."""
+        return min(self.loops_us)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done, 1 if a case of flashgen failed."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not 0 < options.calls <= MOST_CALLS:
+        parser.error(f"--calls is 1 to {MOST_CALLS}, so that the launch queue never fills, got {options.calls}")
+    if not 0 < options.loops <= MOST_LOOPS:
+        parser.error(f"--loops is 1 to {MOST_LOOPS}, got {options.loops}")
+    try:
+        provenance = Provenance.here(options.commit)
+        file = ResultsFile(options.results / provenance.slug / "overhead.csv", append=options.append)
+    except (FlashgenError, ValueError) as error:
+        parser.error(str(error))
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        serve_generated(None, Path(folder))
+        # made one after the other, because each of flashgen's groups is served from a database of its own
+        for make in (
+            common_cases,
+            partial(cases_of, "pointer", Path(folder)),
+            partial(cases_of, "descriptor", Path(folder)),
+        ):
+            done = file.done(provenance.commit)
+            cases = [case for case in make() if (SUITE, case.workload.key, case.name) not in done]
+            for timing in time_cases(cases, timed_loop, calls=options.calls, loops=options.loops):
+                failed += _report(timing, file, provenance)
+    print(f"{file.path}: {len(file.rows)} rows")
+    return 1 if failed else 0
+
+
+def time_cases(cases: Sequence[Case], loop: Loop, *, calls: int, loops: int) -> list[Timing]:
+    """Let the cases take turns, `loops` times each, after one loop that does not count.
+
+    A case whose first loop fails gets a reason instead of times.
+    """
+    reasons: dict[str, str] = {}
+    times: dict[str, list[float]] = {case.name: [] for case in cases}
+    for case in cases:
+        try:
+            loop(case, case.arguments(0, min(calls, case.most_calls)))
+        except Exception as error:  # noqa: BLE001, PERF203 - whatever another project raises is why a row is missing
+            reasons[case.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    runners = [case for case in cases if case.name not in reasons]
+    for number, order in enumerate(orders(len(runners), loops), start=1):
+        for case in (runners[turn] for turn in order):
+            times[case.name].append(loop(case, case.arguments(number, min(calls, case.most_calls))))
+    return [Timing(case=c, loops_us=tuple(times[c.name]), reason=reasons.get(c.name)) for c in cases]
+
+
+def timed_loop(case: Case, arguments: Sequence[Arguments]) -> float:
+    """Microseconds of host time per call of one loop that starts and ends with an idle device."""
+    call = case.call
+    outputs: list[object] = [None] * len(arguments)
+    with case.context(), _no_garbage_collection():
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        if case.keeps_outputs:
+            for n, (q, k, v) in enumerate(arguments):
+                outputs[n] = call(q, k, v)
+        else:
+            for q, k, v in arguments:
+                call(q, k, v)
+        elapsed = time.perf_counter_ns() - start
+        torch.cuda.synchronize()
+    return elapsed / 1e3 / len(arguments)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """As timeit does: a collection in one loop of thirty is no property of a call."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _report(timing: Timing, file: ResultsFile, provenance: Provenance) -> bool:
+    """Write and print one case; whether it is one of flashgen's and failed."""
+    case = timing.case
+    if timing.reason is not None:
+        print(f"{case.name:38} no row: {timing.reason}", flush=True)
+        return case.name.startswith("flashgen")
+    ms = timing.median_us / 1e3
+    file.write([provenance.row(SUITE, case.workload, case.name, case.version, median_ms=ms, rates=False)])
+    print(f"{case.name:38} median {timing.median_us:8.2f} us, best {timing.best_us:8.2f} us", flush=True)
+    return False
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=(__doc__ or "").split("\n")[0])
+    add_arguments(parser)
+    parser.add_argument("--calls", type=int, default=100, help="calls of a loop (%(default)s)")
+    parser.add_argument("--loops", type=int, default=30, help="loops of a case (%(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

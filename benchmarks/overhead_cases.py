@@ -1,0 +1,227 @@
+"""What `overhead` times: ways to call attention on one small shape, each with the tensors for one loop of calls."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flashgen
+from benchmarks.impls import FA3_MODULE, cudnn_version, fa3_function, fa3_version, flex_module
+from benchmarks.provenance import serve_generated
+from flashgen.codegen.build import compile_kernel, load_module
+from flashgen.codegen.families import default_config
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.record import Measurement, TuningRecord
+from flashgen.core.workload import Workload
+from flashgen.db.store import Store
+from flashgen.launch.plan import Geometry, TritonPlan, make_plan
+from flashgen.measure import anchors, gpu
+
+SMALL = Workload(batch=1, nheads=8, seqlen_q=128, head_dim=128, causal=True)
+"""A few microseconds of device time: less than any way to launch it takes on the host."""
+
+FIRST_SEQLEN, MOST_SEQLEN = 65, 2048
+POOL = 64
+"""Sets of tensors that the case with fresh pointers takes in turn."""
+
+MOST_NEW_SEQLENS = 20
+"""Calls of one loop that each have a length of their own; a loop never meets a length again."""
+
+Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way to call; `arguments(loop, calls)` gives the tensors of each call of a loop."""
+
+    name: str
+    version: str
+    call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+    arguments: Callable[[int, int], Sequence[Arguments]]
+    workload: Workload = SMALL
+    keeps_outputs: bool = False
+    most_calls: int = 1024
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
+
+def common_cases() -> list[Case]:
+    """The other implementations, and the least that any call of torch costs."""
+    same, bshd = _same(_tensors()), _same(_tensors(bshd=True))
+    cases = [Case(name="torch-empty-like", version=torch.__version__, call=_empty_like, arguments=same)]
+    versions = {"sdpa-flash": torch.__version__, "sdpa-cudnn": cudnn_version()}
+    for impl, version in versions.items():
+        call = anchors.sdpa_call(impl, SMALL)
+        cases += [
+            Case(name=impl, version=version, call=call.run, arguments=same, context=call.context),
+            Case(
+                name=f"{impl}/new-seqlen",
+                version=version,
+                call=call.run,
+                arguments=new_seqlens(),
+                most_calls=MOST_NEW_SEQLENS,
+                context=call.context,
+            ),
+        ]
+    cases.append(Case(name="flex", version=torch.__version__, call=_flex(), arguments=same))
+    if importlib.util.find_spec(FA3_MODULE) is None:
+        print(f"fa3: no row: {FA3_MODULE} is not installed")
+    else:
+        function = fa3_function()
+        call_fa3 = partial(function, causal=True)
+        cases.append(Case(name="fa3", version=fa3_version(), call=call_fa3, arguments=bshd))
+    return cases
+
+
+def cases_of(loads: str, folder: Path) -> list[Case]:
+    """The default kernel, called and launched in every way that flashgen has, with `loads` pointers or descriptors.
+
+    Raises:
+        RuntimeError: the database made for it does not serve this kernel.
+    """
+    device = gpu.current_device()
+    config = default_config(SMALL.specialization, device).replace(loads=loads)
+    database = folder / f"{loads}.sqlite3"
+    write_records(database, config, device)
+    serve_generated(database, folder)
+    flashgen.reload()
+    _require(config)
+    same, version = _same(_tensors()), flashgen.__version__
+    return [
+        Case(name=f"flashgen/same-pointers/{loads}", version=version, call=_attention, arguments=same),
+        Case(
+            name=f"flashgen/fresh-pointers/{loads}",
+            version=version,
+            call=_attention,
+            arguments=_fresh(),
+            keeps_outputs=True,
+        ),
+        Case(
+            name=f"flashgen/new-seqlen/{loads}",
+            version=version,
+            call=_attention,
+            arguments=new_seqlens(),
+            most_calls=MOST_NEW_SEQLENS,
+        ),
+        Case(name=f"flashgen/lse/{loads}", version=version, call=_attention_lse, arguments=same),
+        Case(
+            name=f"flashgen/bshd/{loads}", version=version, call=_attention_bshd, arguments=_same(_tensors(bshd=True))
+        ),
+        *_launches(config, device),
+    ]
+
+
+def write_records(path: Path, config: Config, device: Device) -> None:
+    """A database whose records are nearest to every length of `new_seqlens` and all say `config`."""
+    with Store.open(path) as store:
+        for seqlen in (64, 128, 256, 512, 1024, 2048):
+            workload = SMALL.with_shape(seqlen_q=seqlen, seqlen_k=seqlen)
+            store.put_record(
+                TuningRecord(
+                    workload=workload,
+                    device=device,
+                    config=config,
+                    provenance="measured",
+                    measurement=Measurement(times_ms=(1.0,)),
+                )
+            )
+
+
+def new_seqlens(first: int = FIRST_SEQLEN, most: int = MOST_SEQLEN) -> Callable[[int, int], list[Arguments]]:
+    """Views of one set of long tensors; every call of every loop has another length (while there are any left)."""
+    long = _tensors(seqlen=most)
+
+    def arguments(loop: int, calls: int) -> list[Arguments]:
+        lengths = [first + (loop * calls + n) % (most - first) for n in range(calls)]
+        return [(long[0][:, :, :s], long[1][:, :, :s], long[2][:, :, :s]) for s in lengths]
+
+    return arguments
+
+
+def _launches(config: Config, device: Device) -> list[Case]:
+    """The same kernel without flashgen's call: through the driver, `CompiledKernel[grid]`, and Triton's JIT."""
+    import triton
+
+    spec, loads = SMALL.specialization, config["loads"]
+    compiled = compile_kernel(spec, config, device)
+    q, k, v = _tensors()
+    out = torch.empty_like(q)
+    geometry, scale = Geometry.of(q, k, v, out), SMALL.head_dim**-0.5
+    driver = make_plan(compiled, spec, config, geometry, 0)
+    portable = TritonPlan(compiled, spec, config, geometry, 0)
+    jit: Any = getattr(load_module(compiled.source), f"{compiled.source.entry}_call")
+
+    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        driver(q, k, v, out, None, scale)
+
+    def compiled_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        portable(q, k, v, out, None, scale)
+
+    same = _same((q, k, v))
+    return [
+        Case(name=f"flashgen-plan/{loads}", version=flashgen.__version__, call=launch, arguments=same),
+        Case(name=f"triton-compiled-kernel/{loads}", version=triton.__version__, call=compiled_kernel, arguments=same),
+        Case(name=f"triton-jit/{loads}", version=triton.__version__, call=jit, arguments=same),
+    ]
+
+
+def _require(config: Config) -> None:
+    for q, k, v in [*new_seqlens()(0, MOST_NEW_SEQLENS), _tensors()]:
+        served = flashgen.explain(q, k, v, causal=True).served
+        if served.config != config:
+            raise RuntimeError(f"the records made for this benchmark must serve {config}, got rung {served.rung}")
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+    return flashgen.attention(q, k, v, causal=True)
+
+
+def _attention_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+    return flashgen.attention(q, k, v, causal=True, return_lse=True)
+
+
+def _attention_bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+    return flashgen.attention(q, k, v, layout="bshd", causal=True)
+
+
+def _empty_like(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+    return torch.empty_like(q)
+
+
+def _flex() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]:
+    module = flex_module()
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(module.flex_attention, dynamic=False)
+    mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, SMALL.seqlen_q, SMALL.seqlen_k)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+        out: object = compiled(q, k, v, block_mask=mask)
+        return out
+
+    return call
+
+
+def _tensors(*, seqlen: int = SMALL.seqlen_q, bshd: bool = False) -> Arguments:
+    shape = [SMALL.batch, SMALL.nheads, seqlen, SMALL.head_dim]
+    if bshd:
+        shape[1], shape[2] = shape[2], shape[1]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(3))
+    return q, k, v
+
+
+def _same(tensors: Arguments) -> Callable[[int, int], list[Arguments]]:
+    return lambda loop, calls: [tensors] * calls
+
+
+def _fresh() -> Callable[[int, int], list[Arguments]]:
+    pool = [_tensors() for _ in range(POOL)]
+    return lambda loop, calls: list(itertools.islice(itertools.cycle(pool), calls))

@@ -1,0 +1,101 @@
+"""From the results files to `docs/img/` and the benchmark block of README (needs the extra `report` for the charts).
+
+python -m benchmarks.report            # rewrites both
+python -m benchmarks.report --check    # changes nothing; 1 if README is not what the files give
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.memory import MEMORY_SUITE
+from benchmarks.results import RESULTS, Row, latest, read_rows
+from benchmarks.tables import SUITE, block
+
+ROOT = Path(__file__).resolve().parents[1]
+START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
+FILES = ("forward.csv", "memory.csv", "overhead.csv")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done, 1 with `--check` if README differs from the files."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the markers")
+    parser.add_argument("--images", type=Path, help="folder of the charts (default: docs/img beside the README)")
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    options = parser.parse_args(arguments)
+    images = options.images or options.readme.parent / "docs" / "img"
+    devices = load(options.results)
+    if not options.check:
+        draw(devices, images)
+    before = options.readme.read_text(encoding="utf-8")
+    after = insert(before, text_of(devices, _relative(images, options.readme.parent)))
+    if options.check:
+        print("README is up to date" if before == after else "README differs: run python -m benchmarks.report")
+        return int(before != after)
+    options.readme.write_text(after, encoding="utf-8")
+    print(f"{options.readme}: {sum(map(len, devices.values()))} rows of {len(devices)} devices")
+    return 0
+
+
+def load(results: Path) -> dict[str, list[Row]]:
+    """For each device's folder, in order of their names, the rows that belong together.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    found = {}
+    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
+        rows = [row for name in FILES if (folder / name).is_file() for row in latest(read_rows(folder / name))]
+        if rows:
+            found[folder.name] = rows
+    return found
+
+
+def charts_of(slug: str, rows: Sequence[Row]) -> list[str]:
+    """The file names of the charts that these rows give."""
+    suites = {row.suite for row in rows}
+    return [f"{stem}_{slug}.png" for stem, suite in (("forward", SUITE), ("memory", MEMORY_SUITE)) if suite in suites]
+
+
+def draw(devices: dict[str, list[Row]], images: Path) -> None:
+    """Write every chart."""
+    from benchmarks import charts
+
+    drawers = {"forward": charts.forward_chart, "memory": charts.memory_chart}
+    for slug, rows in devices.items():
+        for name in charts_of(slug, rows):
+            drawers[name.split("_")[0]](images / name, rows)
+
+
+def text_of(devices: dict[str, list[Row]], images: str) -> str:
+    """The text between the markers; `images` is the folder of the charts as README names it."""
+    return "\n".join(
+        block(slug, rows, charts=[f"{images}/{name}" for name in charts_of(slug, rows)])
+        for slug, rows in devices.items()
+    )
+
+
+def insert(readme: str, text: str) -> str:
+    """`readme` with `text` between its markers.
+
+    Raises:
+        ValueError: the markers are not there exactly once each, in order.
+    """
+    head, start, rest = readme.partition(START)
+    _, end, tail = rest.partition(END)
+    if not start or not end or START in rest or END in tail:
+        raise ValueError(f"README has the markers {START} and {END} once each, in this order")
+    return f"{head}{START}\n{text}{END}{tail}"
+
+
+def _relative(images: Path, folder: Path) -> str:
+    return images.resolve().relative_to(folder.resolve()).as_posix()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

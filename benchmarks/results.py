@@ -1,0 +1,145 @@
+"""The CSV files of the benchmarks: fixed columns, one row per suite, workload and implementation, written at once."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+COLUMNS = (
+    "suite",
+    "workload",
+    "impl",
+    "impl_version",
+    "median_ms",
+    "tflops",
+    "gbps",
+    "device",
+    "torch",
+    "triton",
+    "commit",
+    "date",
+)
+"""Columns of every file but `memory.csv`."""
+
+MEMORY_COLUMNS = (*COLUMNS[:4], "extra_bytes", *COLUMNS[4:])
+
+RESULTS = Path(__file__).resolve().parent / "results"
+"""Where results live: one folder per device, named by its slug."""
+
+FORMATS = {"median_ms": ".6g", "tflops": ".1f", "gbps": ".1f", "extra_bytes": "d"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One result. `median_ms` is the median over windows; `tflops` and `gbps` follow from it; None is an empty cell.
+
+    `device`, `torch`, `triton`, `commit` and `date` (UTC) say what it was measured on and with.
+    """
+
+    suite: str
+    workload: str
+    impl: str
+    impl_version: str
+    extra_bytes: int | None = None
+    median_ms: float | None = None
+    tflops: float | None = None
+    gbps: float | None = None
+    device: str
+    torch: str
+    triton: str
+    commit: str
+    date: str
+
+    @property
+    def subject(self) -> tuple[str, str, str]:
+        """What was measured."""
+        return self.suite, self.workload, self.impl
+
+    def cells(self, columns: Sequence[str]) -> list[str]:
+        """The text of each column."""
+        values = ((name, getattr(self, name)) for name in columns)
+        return ["" if value is None else format(value, FORMATS.get(name, "")) for name, value in values]
+
+    @classmethod
+    def of_cells(cls, columns: Sequence[str], cells: Sequence[str]) -> Row:
+        """The row that `cells` wrote.
+
+        Raises:
+            ValueError: the number of cells is wrong, or a number cannot be read.
+        """
+        if len(cells) != len(columns):
+            raise ValueError(f"a row has {len(columns)} cells, got {len(cells)}: {','.join(cells)[:80]}")
+        return cls(**{name: _value(name, cell) for name, cell in zip(columns, cells, strict=True)})  # type: ignore[arg-type]
+
+
+def _value(name: str, cell: str) -> str | int | float | None:
+    if name not in FORMATS:
+        return cell
+    if not cell:
+        return None
+    return int(cell) if name == "extra_bytes" else float(cell)
+
+
+class ResultsFile:
+    """One CSV file that grows group by group; every group is on the disk before the next measurement starts."""
+
+    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS, *, append: bool = False) -> None:
+        """Start the file anew, or go on with it.
+
+        Raises:
+            ValueError: the file to go on with has other columns or a damaged row.
+        """
+        self.path = path
+        self._columns = tuple(columns)
+        self.rows = read_rows(path, columns) if append and path.is_file() else []
+        if not self.rows:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_lines([self._columns]), newline="")
+
+    def done(self, commit: str) -> set[tuple[str, str, str]]:
+        """The subjects that have a row of this commit."""
+        return {row.subject for row in self.rows if row.commit == commit}
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Append a group of rows in one write."""
+        group = list(rows)
+        if not group:
+            return
+        with self.path.open("a", newline="") as file:
+            file.write(_lines(row.cells(self._columns) for row in group))
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows += group
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
+    """The rows of a file, in its order.
+
+    Raises:
+        ValueError: its columns are not those expected (None: any subset of the known ones), or a row is damaged.
+    """
+    with path.open(newline="") as file:
+        lines = list(csv.reader(file))
+    header = lines[0] if lines else []
+    known = [field.name for field in fields(Row)]
+    if (columns is not None and header != list(columns)) or not header or not set(header) <= set(known):
+        raise ValueError(f"{path} must have the columns {','.join(columns or known)}, got {','.join(header)}")
+    return [Row.of_cells(header, cells) for cells in lines[1:]]
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The rows that belong together: for each suite and workload those of the commit that was measured last."""
+    ordered = list(rows)
+    newest = {(row.suite, row.workload): row.commit for row in ordered}
+    kept = {row.subject: row for row in ordered if row.commit == newest[row.suite, row.workload]}
+    return list(kept.values())
+
+
+def _lines(rows: Iterable[Sequence[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

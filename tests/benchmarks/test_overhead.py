@@ -1,0 +1,67 @@
+"""The overhead benchmark without a GPU: turns, lengths that never repeat, and records that serve all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import overhead
+from benchmarks.overhead import MOST_LOOPS, time_cases
+from benchmarks.overhead_cases import MOST_NEW_SEQLENS, SMALL, Arguments, Case, new_seqlens, write_records
+from flashgen.codegen.families import default_config
+from flashgen.core.device import find_device
+from flashgen.db.layers import Layers
+from flashgen.runtime.dispatch import Records, resolve
+
+
+def case(name: str, most_calls: int = 1024) -> Case:
+    return Case(
+        name=name, version="1", call=lambda q, k, v: None, arguments=lambda loop, calls: [], most_calls=most_calls
+    )
+
+
+def test_cases_take_turns_and_a_failing_one_gets_a_reason() -> None:
+    seen: list[str] = []
+
+    def loop(which: Case, arguments: Sequence[Arguments]) -> float:
+        if which.name == "bad":
+            raise RuntimeError("no\nway")
+        seen.append(which.name)
+        return float(len(seen))
+
+    good, bad, other = time_cases([case("good"), case("bad"), case("other")], loop, calls=5, loops=4)
+    assert bad.reason == "RuntimeError: no"
+    assert seen[:2] == ["good", "other"]
+    assert sorted(seen[2:]) == ["good"] * 4 + ["other"] * 4
+    assert {tuple(seen[2 + 2 * n : 4 + 2 * n]) for n in range(4)} == {("good", "other"), ("other", "good")}
+    assert len(good.loops_us) == len(other.loops_us) == 4
+    assert good.best_us <= good.median_us
+
+
+def test_every_new_length_is_new() -> None:
+    arguments = new_seqlens()
+    lengths = [q.shape[2] for loop in range(MOST_LOOPS + 1) for q, _, _ in arguments(loop, MOST_NEW_SEQLENS)]
+    assert len(lengths) == len(set(lengths))
+    q, k, v = arguments(3, 2)[1]
+    assert q.shape == k.shape == v.shape
+    assert q.stride(3) == 1
+
+
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+def test_every_length_is_served_by_the_kernel_under_test(loads: str, tmp_path: Path) -> None:
+    device = find_device("h200")
+    config = default_config(SMALL.specialization, device).replace(loads=loads)
+    write_records(tmp_path / "records.sqlite3", config, device)
+    records = Records(Layers.open([tmp_path / "records.sqlite3"]))
+    for seqlen in [SMALL.seqlen_q, *(q.shape[2] for n in (0, 40, MOST_LOOPS) for q, _, _ in new_seqlens()(n, 20))]:
+        workload = SMALL.with_shape(seqlen_q=seqlen, seqlen_k=seqlen)
+        assert resolve(workload, SMALL.specialization, device, records).config == config
+
+
+@pytest.mark.parametrize("argument", ["--calls=0", "--calls=1000", "--loops=1000"])
+def test_the_launch_queue_never_fills(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        overhead.main([argument])
+    assert argument.split("=", maxsplit=1)[0] in capsys.readouterr().err

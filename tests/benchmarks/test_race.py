@@ -1,0 +1,175 @@
+"""Races on a fake clock, and the implementations that run on a CPU against the float64 oracle."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import impls
+from benchmarks.impls import IMPLS, Call, Impl
+from benchmarks.race import Pace, Result, race
+from flashgen.core.device import CATALOGUE
+from flashgen.core.workload import Workload
+from flashgen.measure.inputs import Inputs, make_inputs
+from flashgen.measure.reference import oracle
+from flashgen.measure.timing import orders
+
+SQUARE = Workload(batch=2, nheads=2, seqlen_q=96, head_dim=32, causal=True)
+SHAPES = [
+    SQUARE,
+    replace(SQUARE, causal=False),
+    Workload(batch=1, nheads=4, nheads_k=2, seqlen_q=40, seqlen_k=70, head_dim=32, causal=True),
+]
+CPU = torch.device("cpu")
+PACE = Pace(warm_ms=10.0, window_ms=20.0, rounds=4)
+
+
+@dataclass
+class FakeGpu:
+    """Device time that calls add to; `visits` has the start of every window that had a warm-up."""
+
+    now_ms: float = 0.0
+    running: str = ""
+    visits: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def elapsed_ms(self, warm: Callable[[], object], measured: Callable[[], object]) -> float:
+        start = self.now_ms
+        warm()
+        begun = self.now_ms
+        measured()
+        if begun > start:
+            self.visits.append((self.running, begun - start, self.now_ms - begun))
+        return self.now_ms - begun
+
+    def capture(self, calls: Callable[[], object]) -> Callable[[], object]:
+        raise AssertionError("no call here is short enough for a graph")
+
+    def sm_clock_mhz(self) -> float | None:
+        return None
+
+
+def impl_of(gpu: FakeGpu, name: str, ms: float, *, share: float = 1.0, error: float = 0.0, fail_at: int = 0) -> Impl:
+    """Right but for `error`; takes `ms`, and raises at its `fail_at`-th call."""
+
+    def prepare(workload: Workload, inputs: Inputs) -> Call:
+        right = oracle(inputs.q[0], inputs.k[0], inputs.v[0], causal=workload.causal)[0]
+        calls = 0
+
+        def run(n: int) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == fail_at:
+                raise RuntimeError("it broke\nin detail")
+            gpu.running = name
+            gpu.now_ms += ms
+            return right * (1 + error)
+
+        return Call(run=run)
+
+    return Impl(name=name, version=lambda: "1", why_not=lambda workload: None, prepare=prepare, share=share)
+
+
+def raced(gpu: FakeGpu, *entrants: Impl) -> list[Result]:
+    return race(SQUARE, entrants, device=CATALOGUE[0], where=CPU, stopwatch=gpu, pace=PACE)
+
+
+def test_turns_are_balanced_and_windows_sustained() -> None:
+    gpu = FakeGpu()
+    names = ["a", "b", "c"]
+    results = raced(gpu, *(impl_of(gpu, name, 1.0 + i) for i, name in enumerate(names)))
+    assert [name for name, _, _ in gpu.visits] == [names[i] for turn in orders(3, PACE.rounds) for i in turn]
+    assert all(warm >= 9.0 and window >= 18.0 for _, warm, window in gpu.visits)
+    assert [result.median_ms for result in results] == pytest.approx([1.0, 2.0, 3.0])
+    assert {len(result.windows) for result in results} == {PACE.rounds}
+    firsts = [names[turn[0]] for turn in orders(3, PACE.rounds)]
+    assert len(set(firsts)) == 3
+
+
+def test_a_slow_implementation_gets_shorter_windows() -> None:
+    gpu = FakeGpu()
+    raced(gpu, impl_of(gpu, "fast", 1.0), impl_of(gpu, "slow", 1.0, share=0.5))
+    assert {(name, warm, window) for name, warm, window in gpu.visits} == {("fast", 10.0, 20.0), ("slow", 5.0, 10.0)}
+
+
+def test_wrong_failing_and_refusing_implementations_get_reasons_and_the_others_times() -> None:
+    gpu = FakeGpu()
+    refusing = replace(impl_of(gpu, "refusing", 1.0), why_not=lambda workload: "not today")
+    results = raced(
+        gpu,
+        impl_of(gpu, "good", 1.0),
+        impl_of(gpu, "wrong", 1.0, error=0.1),
+        impl_of(gpu, "nan", 1.0, error=float("nan")),
+        impl_of(gpu, "broken", 1.0, fail_at=1),
+        impl_of(gpu, "breaks", 1.0, fail_at=40),
+        refusing,
+    )
+    reasons = {result.impl.name: result.reason for result in results}
+    assert reasons.pop("good") is None
+    assert reasons == {
+        "wrong": "it computes something else (relative error 0.1)",
+        "nan": "its output is not finite everywhere",
+        "broken": "RuntimeError: it broke",
+        "breaks": "RuntimeError: it broke",
+        "refusing": "not today",
+    }
+    assert len(results[0].windows) == PACE.rounds
+    assert all(not result.windows for result in results[1:])
+
+
+def close(call: Call, workload: Workload, inputs: Inputs) -> None:
+    right = oracle(inputs.q[1], inputs.k[1], inputs.v[1], causal=workload.causal)[0]
+    out = call.run(1)
+    assert out.shape == right.shape
+    assert float((out.double() - right).norm() / right.norm()) < 0.02
+
+
+@pytest.mark.parametrize("workload", SHAPES, ids=lambda w: w.key)
+def test_standard_attention_is_attention(workload: Workload) -> None:
+    inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
+    standard = next(impl for impl in IMPLS if impl.name == "standard")
+    assert standard.why_not(workload) is None
+    close(standard.prepare(workload, inputs), workload, inputs)
+
+
+@pytest.mark.parametrize("workload", SHAPES, ids=lambda w: w.key)
+def test_flex_is_given_the_right_mask(workload: Workload) -> None:
+    inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it asks to be compiled, which takes a C++ compiler and a minute here
+        close(impls.flex_call(impls.flex_module().flex_attention, workload, inputs), workload, inputs)
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_fa3_is_called_in_its_own_layout(as_tuple: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
+        assert all(t.is_contiguous() and t.shape == (2, 96, 2, 32) for t in (q, k, v))
+        views = (t.transpose(1, 2) for t in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*views, is_causal=causal).transpose(1, 2)
+        return (out, None) if as_tuple else out
+
+    fake = types.ModuleType(impls.FA3_MODULE)
+    fake.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    fake.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    fa3 = next(impl for impl in IMPLS if impl.name == "fa3")
+    monkeypatch.setitem(sys.modules, impls.FA3_MODULE, fake)
+    inputs = make_inputs(SQUARE, copies=2, seed=1, device=CPU)
+    assert fa3.why_not(SQUARE) is None
+    assert fa3.why_not(replace(SQUARE, dtype="fp16")) == "this build computes in bf16, not fp16"
+    close(fa3.prepare(SQUARE, inputs), SQUARE, inputs)
+
+
+def test_standard_attention_says_when_its_scores_are_too_large() -> None:
+    standard = next(impl for impl in IMPLS if impl.name == "standard")
+    fits = Workload(batch=1, nheads=32, seqlen_q=16384, head_dim=64)
+    assert impls.standard_bytes(fits) == 2 * 32 * 16384**2 * 2
+    assert standard.why_not(fits) is None
+    assert standard.why_not(fits.with_shape(batch=4)) == (
+        "its scores and probabilities take 128 GiB, the limit is 64 GiB"
+    )
