@@ -200,7 +200,8 @@ def _flex() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]:
     module = flex_module()
     torch._dynamo.reset()
     compiled: Any = torch.compile(module.flex_attention, dynamic=False)
-    mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, SMALL.seqlen_q, SMALL.seqlen_k)
+    rows, columns = SMALL.seqlen_q, SMALL.seqlen_k
+    mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, rows, columns, device="cuda")
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
         out: object = compiled(q, k, v, block_mask=mask)
