@@ -23,7 +23,8 @@ from flashgen.core.device import Device
 from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
-from flashgen.launch.plan import Geometry, TritonPlan, make_plan
+from flashgen.launch.geometry import Geometry
+from flashgen.launch.plan import TritonPlan, make_plan
 from flashgen.measure import anchors, gpu
 
 SMALL = Workload(batch=1, nheads=8, seqlen_q=128, head_dim=128, causal=True)

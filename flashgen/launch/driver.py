@@ -110,35 +110,41 @@ def load_function(cubin: bytes, name: str, shared_bytes: int) -> int:
     return function.value
 
 
+def current_context() -> int:
+    """The CUDA context of this thread; 0 if it has none."""
+    context = c_void_p()
+    check(library().cuCtxGetCurrent(ctypes.byref(context)), "name the current context")
+    return context.value or 0
+
+
+def adopt_context(context: int) -> bool:
+    """Make `context` current if this thread has none; returns whether it had none."""
+    if current_context():
+        return False
+    check(library().cuCtxSetCurrent(c_void_p(context)), "make a context current")
+    return True
+
+
 class TensorMap:
     """A tensor descriptor (CUtensorMap) of the bulk tensor copy engine, at a fixed aligned address.
 
     It is encoded for the first pointer and only has its address replaced for later ones.
     """
 
-    __slots__ = (
-        "_block",
-        "_buffer",
-        "_dtype",
-        "_element_bytes",
-        "_pointer",
-        "_shape",
-        "_strides",
-        "_swizzle",
-        "address",
-    )
+    __slots__ = ("_box", "_buffer", "_dtype", "_element_bytes", "_pointer", "_shape", "_strides", "_swizzle", "address")
 
     def __init__(
         self,
+        *,
         dtype: str,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
-        block: tuple[int, ...],
+        box: tuple[int, ...],
         swizzle: int,
         element_bytes: int,
     ) -> None:
-        """Describe a tensor: shape and strides in elements, the last stride 1, block as the copy engine's box."""
-        self._dtype, self._shape, self._strides, self._block = dtype, shape, strides, block
+        """Describe a tensor: shape and strides in elements, the last stride 1; `box` is what one copy takes."""
+        self._dtype, self._shape, self._strides, self._box = dtype, shape, strides, box
         self._swizzle, self._element_bytes = swizzle, element_bytes
         self._buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
         start = ctypes.addressof(self._buffer)
@@ -169,7 +175,7 @@ class TensorMap:
             pointer,
             (c_uint64 * rank)(*reversed(self._shape)),
             (c_uint64 * (rank - 1))(*reversed(byte_strides)),
-            (c_uint32 * rank)(*reversed(self._block)),
+            (c_uint32 * rank)(*reversed(self._box)),
             (c_uint32 * rank)(*([1] * rank)),
             0,
             self._swizzle,
@@ -178,5 +184,5 @@ class TensorMap:
         )
         check(
             code,
-            f"describe a {self._dtype} tensor of shape {self._shape}, strides {self._strides}, block {self._block}",
+            f"describe a {self._dtype} tensor of shape {self._shape}, strides {self._strides}, box {self._box}",
         )

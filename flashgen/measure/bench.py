@@ -14,7 +14,8 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Failure
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
-from flashgen.launch.plan import Geometry, make_plan
+from flashgen.launch.geometry import Geometry
+from flashgen.launch.plan import make_plan
 from flashgen.measure import anchors
 from flashgen.measure.inputs import make_inputs, rotation_copies
 from flashgen.measure.odd_shapes import OddShape, Problem, check_odd, odd_problems

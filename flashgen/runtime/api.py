@@ -73,9 +73,7 @@ def attention(
     """
     if layout not in LAYOUTS:
         raise WorkloadError(f'layout is "bhsd" or "bshd", got {layout!r}')
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
-    elif not 0 < softmax_scale < math.inf:
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
         raise WorkloadError(f"softmax_scale is finite and above 0, got {softmax_scale}")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise UnsupportedError(
@@ -101,11 +99,11 @@ def attention(
         _refuse(serve.Call(q=q, k=k, v=v, causal=causal, bshd=layout == "bshd"), asked)
     op = ops.attention_lse_op if return_lse else ops.attention_op
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    if layout == "bhsd" and q_offset is None:
-        result = op(q, k, v, softmax_scale, causal)
+    if layout == "bhsd" and q_offset is None and softmax_scale is None:
+        result = op(q, k, v, causal)
     else:
         offset, offset_tensor = _split_offset(q, q_offset, causal)
-        result = op(q, k, v, softmax_scale, causal, layout == "bshd", offset, offset_tensor)
+        result = op(q, k, v, causal, softmax_scale, layout == "bshd", offset, offset_tensor)
     return result
 
 

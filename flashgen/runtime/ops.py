@@ -7,35 +7,53 @@ equal their default cost nothing in the dispatcher, so the front passes only the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from flashgen.runtime import serve
 from flashgen.runtime.runs import Run, empty_lse, empty_output
-from flashgen.runtime.serve import Call, lookup, prepare, remember
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal=False, bool bshd=False, "
+    "(Tensor q, Tensor k, Tensor v, bool causal=False, float? softmax_scale=None, bool bshd=False, "
     "int? q_offset=None, Tensor? q_offset_tensor=None)"
 )
 _LIBRARY = torch.library.Library("flashgen", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"attention{_SCHEMA} -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"attention_lse{_SCHEMA} -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
 
+WITH_LSE, EXPLICIT_OFFSET, OFFSET_TENSOR, BSHD, CAUSAL = 16, 32, 64, 128, 256
+"""Bits of a key's flags, above the four of the pointers' alignment."""
 
-def _run(
+_remembered = serve.MEMO.get
+
+
+def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
-    bshd: bool,
-    with_lse: bool,
-    explicit_offset: bool,
-    offset_tensor: bool,
-) -> Run:
-    """What serves these arguments: from the memo, or prepared now and remembered."""
-    flags = causal | bshd << 1 | with_lse << 2 | explicit_offset << 3 | offset_tensor << 4
-    alignment = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-    devices = (q.get_device(), k.get_device(), v.get_device())
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    bshd: bool = False,
+    q_offset: int | None = None,
+    q_offset_tensor: torch.Tensor | None = None,
+    with_lse: int = 0,
+) -> Any:
+    # the key is written out here: every call of a function costs as much as two of its parts
+    flags = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 | with_lse
+    if causal:
+        flags |= CAUSAL
+    if bshd:
+        flags |= BSHD
+    offset: int | torch.Tensor | None = None
+    if q_offset is not None:
+        offset = q_offset
+        flags |= EXPLICIT_OFFSET
+    elif q_offset_tensor is not None:
+        offset = q_offset_tensor
+        flags |= OFFSET_TENSOR
     key = (
+        flags,
         q.shape,
         k.shape,
         v.shape,
@@ -45,62 +63,51 @@ def _run(
         q.dtype,
         k.dtype,
         v.dtype,
-        devices,
-        flags << 4 | alignment,
+        q.get_device(),
+        k.get_device(),
+        v.get_device(),
     )
-    run = lookup(key)
+    run = _remembered(key)
     if run is None:
-        call = Call(
-            q=q,
-            k=k,
-            v=v,
-            causal=causal,
-            bshd=bshd,
-            with_lse=with_lse,
-            explicit_offset=explicit_offset,
-            offset_tensor=offset_tensor,
-        )
-        run = prepare(call)
-        remember(key, run)
+        run = _prepared(key, q, k, v, flags)
+    return run(q, k, v, softmax_scale, offset)
+
+
+def _prepared(key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flags: int) -> Run:
+    call = serve.Call(
+        q=q,
+        k=k,
+        v=v,
+        causal=bool(flags & CAUSAL),
+        bshd=bool(flags & BSHD),
+        with_lse=bool(flags & WITH_LSE),
+        explicit_offset=bool(flags & EXPLICIT_OFFSET),
+        offset_tensor=bool(flags & OFFSET_TENSOR),
+    )
+    run = serve.prepare(call)
+    serve.remember(key, run)
     return run
-
-
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    causal: bool = False,
-    bshd: bool = False,
-    q_offset: int | None = None,
-    q_offset_tensor: torch.Tensor | None = None,
-) -> torch.Tensor:
-    run = _run(q, k, v, causal, bshd, False, q_offset is not None, q_offset_tensor is not None)
-    return run(q, k, v, softmax_scale, q_offset if q_offset_tensor is None else q_offset_tensor)[0]
 
 
 def _attention_lse(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    softmax_scale: float,
     causal: bool = False,
+    softmax_scale: float | None = None,
     bshd: bool = False,
     q_offset: int | None = None,
     q_offset_tensor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    run = _run(q, k, v, causal, bshd, True, q_offset is not None, q_offset_tensor is not None)
-    out, lse = run(q, k, v, softmax_scale, q_offset if q_offset_tensor is None else q_offset_tensor)
-    assert lse is not None
-    return out, lse
+) -> Any:
+    return _attention(q, k, v, causal, softmax_scale, bshd, q_offset, q_offset_tensor, WITH_LSE)
 
 
 def _fake_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    softmax_scale: float,
     causal: bool = False,
+    softmax_scale: float | None = None,
     bshd: bool = False,
     q_offset: int | None = None,
     q_offset_tensor: torch.Tensor | None = None,
@@ -112,8 +119,8 @@ def _fake_attention_lse(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    softmax_scale: float,
     causal: bool = False,
+    softmax_scale: float | None = None,
     bshd: bool = False,
     q_offset: int | None = None,
     q_offset_tensor: torch.Tensor | None = None,

@@ -1,8 +1,9 @@
-"""What the memo holds: one object for each kind of backend that allocates an output and computes it."""
+"""What the memo holds: one function for each kind of backend, which allocates an output and computes it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,64 +20,50 @@ SDPA_BACKENDS = {
 """The backends behind `flashgen.runtime.dispatch.SDPA_IMPLS`."""
 
 Offset = int | torch.Tensor | None
-Result = tuple[torch.Tensor, torch.Tensor | None]
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset], Any]
+"""Serves every call of one key of the memo: (q, k, v, softmax_scale, q_offset) to the output, or to output and LSE."""
 
 
-class Run(Protocol):
-    """Serves every call of one key of the memo: the output in the layout of q, and the LSE if it was asked for."""
+def kernel_run(launch: Launch, *, bshd: bool, same_head_dim: bool) -> Run:
+    """Allocate an output and launch a generated kernel."""
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, q_offset: Offset
-    ) -> Result:
-        """Compute attention; see `flashgen.attention` for the meaning of the arguments."""
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset) -> torch.Tensor:
+        out = empty_like(q) if same_head_dim else empty_output(q, v, bshd=bshd)
+        launch(q, k, v, out, None, scale, offset)
+        return out
+
+    empty_like = torch.empty_like
+    return run
 
 
-class KernelRun:
-    """One generated kernel bound to one geometry."""
+def kernel_lse_run(launch: Launch, *, bshd: bool) -> Run:
+    """Allocate an output and an LSE, and launch a generated kernel."""
 
-    __slots__ = ("_bshd", "_plan", "_same_head_dim", "_with_lse")
-
-    def __init__(self, plan: Launch, *, bshd: bool, same_head_dim: bool, with_lse: bool) -> None:
-        self._plan = plan
-        self._bshd = bshd
-        self._same_head_dim = same_head_dim
-        self._with_lse = with_lse
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, q_offset: Offset
-    ) -> Result:
-        """Allocate and launch."""
-        out = torch.empty_like(q) if self._same_head_dim else empty_output(q, v, bshd=self._bshd)
-        lse = empty_lse(q, bshd=self._bshd) if self._with_lse else None
-        self._plan(q, k, v, out, lse, softmax_scale, q_offset)
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = empty_output(q, v, bshd=bshd), empty_lse(q, bshd=bshd)
+        launch(q, k, v, out, lse, scale, offset)
         return out, lse
 
+    return run
 
-class SdpaRun:
-    """One SDPA backend for one set of shapes."""
 
-    __slots__ = ("_backend", "_bshd", "_causal", "_gqa")
+def sdpa_run(impl: str, *, causal: bool, bshd: bool, gqa: bool) -> Run:
+    """Call one SDPA backend, which computes the same function where no offset and no LSE is asked for."""
+    backend = SDPA_BACKENDS[impl]
 
-    def __init__(self, impl: str, *, causal: bool, bshd: bool, gqa: bool) -> None:
-        self._backend = SDPA_BACKENDS[impl]
-        self._causal = causal
-        self._bshd = bshd
-        self._gqa = gqa
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, q_offset: Offset
-    ) -> Result:
-        """Call SDPA with this backend alone."""
-        expected = empty_output(q, v, bshd=self._bshd).stride()
-        if self._bshd:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset) -> torch.Tensor:
+        expected = empty_output(q, v, bshd=bshd).stride()
+        if bshd:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        with sdpa_kernel(self._backend):
-            out = scaled_dot_product_attention(
-                q, k, v, is_causal=self._causal, scale=softmax_scale, enable_gqa=self._gqa
-            )
-        out = out.transpose(1, 2) if self._bshd else out
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+        out = out.transpose(1, 2) if bshd else out
         # torch.compile was promised these strides
-        return (out if out.stride() == expected else out.new_empty_strided(out.shape, expected).copy_(out)), None
+        return out if out.stride() == expected else out.new_empty_strided(out.shape, expected).copy_(out)
+
+    return run
 
 
 def empty_output(q: torch.Tensor, v: torch.Tensor, *, bshd: bool) -> torch.Tensor:

@@ -30,7 +30,7 @@ TUNE_SECONDS_PER_WORKLOAD = 30
 
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel
-    from flashgen.launch.plan import Geometry
+    from flashgen.launch.geometry import Geometry
     from flashgen.runtime.dispatch import Records, Served
     from flashgen.runtime.runs import Run
 
@@ -62,24 +62,21 @@ class Call:
         return self.q, self.k, self.v
 
 
-_MEMO: dict[tuple[Any, ...], Run] = {}
+MEMO: dict[tuple[Any, ...], Run] = {}
+"""Rung 2 of the ladder. Filled only after the slow path has succeeded, and never replaced, only cleared."""
+
 _KERNELS: dict[tuple[Specialization, Config, str], CompiledKernel] = {}
 _LOCK = threading.RLock()
 _STATE = threading.local()
 _NOTICED: set[str] = set()
 
 
-def lookup(key: tuple[Any, ...]) -> Run | None:
-    """The memo: rung 2 of the ladder."""
-    return _MEMO.get(key)
-
-
 def remember(key: tuple[Any, ...], run: Run) -> None:
     """Fill the memo, once the slow path has succeeded."""
     with _LOCK:
-        if len(_MEMO) >= MEMO_LIMIT:
-            _MEMO.clear()
-        _MEMO[key] = run
+        if len(MEMO) >= MEMO_LIMIT:
+            MEMO.clear()
+        MEMO[key] = run
 
 
 def reload() -> None:
@@ -90,7 +87,7 @@ def reload() -> None:
     from flashgen.codegen.render import clear_cache
 
     with _LOCK:
-        _MEMO.clear()
+        MEMO.clear()
         _NOTICED.clear()
         settings.cache_clear()
         _records.cache_clear()
@@ -159,9 +156,9 @@ def prepare(call: Call) -> Run:
         backend = _sdpa_backend(call, workload, served)
         if backend is None:
             return _kernel_run(call, spec, served.config, device, index)
-    from flashgen.runtime.runs import SdpaRun
+    from flashgen.runtime.runs import sdpa_run
 
-    return SdpaRun(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
+    return sdpa_run(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
 
 
 def _resolved(call: Call, workload: Workload, device: Device) -> tuple[Specialization, Served]:
@@ -173,7 +170,7 @@ def _resolved(call: Call, workload: Workload, device: Device) -> tuple[Specializ
 
 def specialization_of(call: Call, workload: Workload) -> Specialization:
     """What a call's tensors need compiled in: their alignment and the kind of query offset."""
-    from flashgen.launch.plan import aligned16
+    from flashgen.launch.geometry import aligned16
 
     q, k, v = call.views
     geometry = _geometry(call)
@@ -189,7 +186,7 @@ def _sdpa_backend(call: Call, workload: Workload, served: Served) -> str | None:
 
 
 def _geometry(call: Call) -> Geometry:
-    from flashgen.launch.plan import Geometry
+    from flashgen.launch.geometry import Geometry
     from flashgen.runtime.runs import empty_output
 
     out = empty_output(call.q, call.v, bshd=call.bshd)
@@ -198,11 +195,12 @@ def _geometry(call: Call) -> Geometry:
 
 def _kernel_run(call: Call, spec: Specialization, config: Config, device: Device, index: int) -> Run:
     from flashgen.launch.plan import make_plan
-    from flashgen.runtime.runs import KernelRun
+    from flashgen.runtime.runs import kernel_lse_run, kernel_run
 
-    plan = make_plan(compiled(spec, config, device, index), spec, config, _geometry(call), index)
-    same = call.q.shape[-1] == call.v.shape[-1]
-    return KernelRun(plan, bshd=call.bshd, same_head_dim=same, with_lse=call.with_lse)
+    launch = make_plan(compiled(spec, config, device, index), spec, config, _geometry(call), index)
+    if call.with_lse:
+        return kernel_lse_run(launch, bshd=call.bshd)
+    return kernel_run(launch, bshd=call.bshd, same_head_dim=call.q.shape[-1] == call.v.shape[-1])
 
 
 def compiled(spec: Specialization, config: Config, device: Device, index: int) -> CompiledKernel:
