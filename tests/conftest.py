@@ -18,6 +18,9 @@ with contextlib.suppress(ModuleNotFoundError):  # the GPU tests do without it
     hypothesis.settings.register_profile("flashgen", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("flashgen")
 
+# compiled kernels stay in the checkout: a second run is quick, and a home directory is not needed
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "triton"))
+
 # Triton decides when a kernel is defined whether it is interpreted, so a process does either one or the other.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
