@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 Shape = Annotated[str, typer.Argument(help="A workload, e.g. b4-h32-hk8-s4096-d128-causal.", metavar="SHAPE")]
 Target = Annotated[
     str | None,
-    typer.Option(help="A GPU (h100, 'RTX 4090', sm_86, gfx942). Default: the GPU here, else h100.", metavar="GPU"),
+    typer.Option(
+        "--target", help="A GPU (h100, 'RTX 4090', sm_86, gfx942). Default: the GPU here, else h100.", metavar="GPU"
+    ),
 ]
 ConfigText = Annotated[
     str | None,

@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 DeviceName = Annotated[str | None, typer.Option("--device", help="Only of this GPU, e.g. h200.", metavar="GPU")]
-Provenance = Annotated[str | None, typer.Option(help="Only `measured` or only `predicted` ones.")]
+Provenance = Annotated[str | None, typer.Option("--provenance", help="Only `measured` or only `predicted` ones.")]
 
 
 @app.command("list")

@@ -37,7 +37,8 @@ def render(shape: Shape, target: Target = None, config: ConfigText = None) -> No
 def compile_(
     shape: Shape,
     target: Annotated[
-        list[str] | None, typer.Option(help="A GPU; repeat it for several. Default: the GPU here, else h100.")
+        list[str] | None,
+        typer.Option("--target", help="A GPU; repeat it for several. Default: the GPU here, else h100."),
     ] = None,
     config: ConfigText = None,
     json: Json = False,

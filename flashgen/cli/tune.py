@@ -60,24 +60,29 @@ def tune(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="Predict for this GPU (h100, 'RTX 4090', sm_86) without measuring.", metavar="GPU"),
+        typer.Option(
+            "--target", help="Predict for this GPU (h100, 'RTX 4090', sm_86) without measuring.", metavar="GPU"
+        ),
     ] = None,
     budget: Annotated[
-        str, typer.Option(help="For each workload: seconds with finals (20s, 2m), or trials (40).", metavar="BUDGET")
+        str,
+        typer.Option(
+            "--budget", help="For each workload: seconds with finals (20s, 2m), or trials (40).", metavar="BUDGET"
+        ),
     ] = "30s",
     database: Annotated[
         Path | None,
         typer.Option("--db", help="The database to write. Default: the first of FLASHGEN_DB, or the user's."),
     ] = None,
-    device: Annotated[int, typer.Option(help="Index of the GPU to measure on.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Equal seeds search in the same order.")] = 0,
+    device: Annotated[int, typer.Option("--device", help="Index of the GPU to measure on.", min=0)] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Equal seeds search in the same order.")] = 0,
     jobs: Annotated[
-        int | None, typer.Option(help="Compile processes. Default: one for each CPU but one.", min=1)
+        int | None, typer.Option("--jobs", help="Compile processes. Default: one for each CPU but one.", min=1)
     ] = None,
     finals_window: Annotated[
-        float, typer.Option(help="Seconds of one window of the last comparison.", min=0.001)
+        float, typer.Option("--finals-window", help="Seconds of one window of the last comparison.", min=0.001)
     ] = 0.3,
-    finals_rounds: Annotated[int, typer.Option(help="Rounds of the last comparison.", min=1)] = 4,
+    finals_rounds: Annotated[int, typer.Option("--finals-rounds", help="Rounds of the last comparison.", min=1)] = 4,
     retune: Annotated[
         bool, typer.Option("--retune", "--force", help="Search again where a record is current.")
     ] = False,
