@@ -10,6 +10,9 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 FAMILY_ID = "portable_forward"
 
 MAX_THREADS = 1024
+MIN_WARPGROUP_ROWS = 64
+"""Rows that the matrix units of sm90 and sm100 multiply at once, from shared memory; smaller tiles use mma.sync."""
+
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_REGS_PER_THREAD = 255
 """The most registers that one thread can address, on NVIDIA and (in vector registers of a wave) close to it on AMD."""
@@ -117,7 +120,7 @@ def _rows_per_warp(block_m: int, num_warps: int, device: Device) -> str | None:
     """Each warp computes whole rows (the reductions then stay inside it): 16 of them, the height of an MMA tile."""
     if device.is_nvidia and block_m < 16 * num_warps and not (num_warps == 4 and block_m >= 16):
         return f"{num_warps} warps of 16 rows are more than {block_m} rows"
-    if device.capability in (90, 100) and block_m >= 64 and num_warps < 4:
+    if device.arch in ("sm90", "sm100") and block_m >= MIN_WARPGROUP_ROWS and num_warps < 4:
         return "the matrix unit works for four warps together"
     return None
 
@@ -140,10 +143,13 @@ def smem_needed(spec: Specialization, config: Config, device: Device) -> int:
     size = DTYPE_BYTES[spec.dtype]
     step = config.integer("block_n") * (_block(spec.head_dim) + _block(spec.head_dim_v)) * size
     stages = config.integer("num_stages")
-    if device.capability >= 90 and device.capability < 120:
-        query = config.integer("block_m") * _block(spec.head_dim) * size
-        return query + max(stages - 1, 1) * step
-    return max(stages - 1, 0) * step if device.is_nvidia else step // 2
+    if not device.is_nvidia:
+        return step // 2
+    if device.arch not in ("sm90", "sm100") or config.integer("block_m") < MIN_WARPGROUP_ROWS:
+        return (stages - 1) * step
+    query = config.integer("block_m") * _block(spec.head_dim) * size
+    # a pipeline of copies keeps a buffer for each stage, one of ordinary loads one less; without one, V replaces K
+    return query + (step // 2 if stages == 1 else (stages if config["loads"] == "descriptor" else stages - 1) * step)
 
 
 def _block(head_dim: int) -> int:
