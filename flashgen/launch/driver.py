@@ -117,6 +117,32 @@ def current_context() -> int:
     return context.value or 0
 
 
+def use_context(index: int) -> int:
+    """The CUDA context of this thread; a thread without one gets the primary context of GPU `index`, torch's own.
+
+    A new thread has none until something makes one current, and neither torch's allocator nor `torch.cuda.device` does.
+
+    Raises:
+        LaunchError: the driver gives none.
+    """
+    found = current_context()
+    if not found:
+        found = _primary_context(index)
+        check(library().cuCtxSetCurrent(c_void_p(found)), "make a context current")
+    return found
+
+
+@functools.cache
+def _primary_context(index: int) -> int:
+    # retained once and never released: torch keeps it as long as the process, too
+    device, context = c_int(), c_void_p()
+    check(library().cuDeviceGet(ctypes.byref(device), index), f"find GPU {index}")
+    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"name the context of GPU {index}")
+    if context.value is None:
+        raise LaunchError(f"the CUDA driver gave no context for GPU {index}")
+    return context.value
+
+
 def adopt_context(context: int) -> bool:
     """Make `context` current if this thread has none; returns whether it had none."""
     if current_context():

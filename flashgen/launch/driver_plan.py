@@ -40,7 +40,7 @@ class DriverPlan:
         trailing_pointers: int,
         device_index: int,
     ) -> None:
-        """Prepare everything but the pointers, in the current CUDA context.
+        """Prepare everything but the pointers, in this thread's CUDA context (made that of the GPU if it had none).
 
         Args:
             compiled: the kernel.
@@ -56,7 +56,7 @@ class DriverPlan:
         self._geometry = geometry
         self._device_index = device_index
         self._function = function
-        self._context = driver.current_context()
+        self._context = driver.use_context(device_index)
         self._slots: dict[str, Any] = {}
         self._maps: dict[str, driver.TensorMap] = {}
         self._kept: list[Any] = []  # what the addresses below point to

@@ -87,7 +87,8 @@ def load(compiled: CompiledKernel, device_index: int) -> int:
     if key not in _FUNCTIONS:
         check_capture(device_index, f"loading {compiled.source.module}")
         with torch.cuda.device(device_index):
-            torch.cuda.current_stream()  # the driver needs torch's context to exist
+            torch.cuda.current_stream()  # torch starts the driver when it is first used
+            driver.use_context(device_index)  # a warm-up is often the first thing a thread or a process does
             _FUNCTIONS[key] = driver.load_function(compiled.handle.asm["cubin"], metadata.name, metadata.shared)
     return _FUNCTIONS[key]
 

@@ -1,0 +1,47 @@
+"""The fake driver in the place of the CUDA driver, and torch's CUDA calls that a CPU build lacks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashgen.launch import driver, plan
+from tests.launch.fake_driver import FakeDriver
+
+
+class Streams:
+    """What torch says the current stream and device are."""
+
+    current = 0
+    device = 0
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    state = Streams()
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, state.device = state.device, index
+        yield
+        state.device = before
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.current, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return state
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(plan, "_FUNCTIONS", {})
+    driver._primary_context.cache_clear()
+    yield fake
+    driver._primary_context.cache_clear()

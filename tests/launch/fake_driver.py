@@ -1,0 +1,185 @@
+"""A CUDA driver of pure memory: it keeps what each launch would have read from the addresses it was given."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashgen.codegen.family import Parameter
+from flashgen.launch.driver import LaunchConfig
+from flashgen.launch.parameters import slot_sizes
+
+INVALID_CONTEXT = 201
+INVALID_VALUE = 1
+TEXTS = {
+    INVALID_CONTEXT: (b"CUDA_ERROR_INVALID_CONTEXT", b"invalid device context"),
+    INVALID_VALUE: (b"CUDA_ERROR_INVALID_VALUE", b"invalid argument"),
+    700: (b"CUDA_ERROR_ILLEGAL_ADDRESS", b"an illegal memory access was encountered"),
+}
+READ: dict[str, Callable[[bytes], Any]] = {
+    "i32": lambda raw: int.from_bytes(raw, "little", signed=True),
+    "i64": lambda raw: int.from_bytes(raw, "little", signed=True),
+    "fp32": lambda raw: ctypes.c_float.from_buffer_copy(raw).value,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What one call to cuTensorMapEncodeTiled asked for, dimensions as the driver wants them: innermost first."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    byte_strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """One launch: every kernel parameter by name (a descriptor is its pointer), the grid, and where it ran."""
+
+    values: dict[str, Any]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    stream: int
+    function: int
+
+
+@dataclass
+class FakeDriver:
+    """Reads the parameters of a launch in the layout that PTX of this signature has."""
+
+    parameters: tuple[Parameter, ...] = ()
+    trailing: int = 2
+    context: int = 0x1000
+    primary: int = 0x1000
+    needs_context: bool = False
+    code: int = 0  # what the next launches return
+    refused: set[int] = field(default_factory=set)  # pointers that no descriptor can be made for
+    launches: list[Launched] = field(default_factory=list)
+    encoded: dict[int, Encoded] = field(default_factory=dict)  # by address of the descriptor
+    replaced: list[tuple[int, int]] = field(default_factory=list)
+    loaded: list[tuple[bytes, bytes]] = field(default_factory=list)
+    attributes: list[tuple[int, int]] = field(default_factory=list)
+
+    def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:
+        assert extra is None
+        if self.code or (self.needs_context and not self.context):
+            return self.code or INVALID_CONTEXT
+        read = LaunchConfig.from_address(config)
+        sizes = [size for parameter in self.parameters for size in slot_sizes(parameter)] + [8] * self.trailing
+        addresses = (ctypes.c_void_p * len(sizes)).from_address(parameters)
+        raw = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
+        assert raw[len(raw) - self.trailing :] == [bytes(8)] * self.trailing, "scratch pointers are null"
+        self.launches.append(
+            Launched(
+                values=self._values(raw, list(addresses)),
+                grid=(read.grid_x, read.grid_y, read.grid_z),
+                block=(read.block_x, read.block_y, read.block_z),
+                shared_bytes=read.shared_bytes,
+                stream=read.stream or 0,
+                function=function,
+            )
+        )
+        assert not read.num_attributes
+        return 0
+
+    def _values(self, raw: list[bytes], addresses: list[int]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        position = 0
+        for parameter in self.parameters:
+            count = len(slot_sizes(parameter))
+            parts, at = raw[position : position + count], addresses[position]
+            position += count
+            values[parameter.name] = READ.get(parameter.type, lambda part: int.from_bytes(part, "little"))(parts[0])
+            if count > 1:
+                assert at % 64 == 0, "a descriptor lies at a multiple of 64 bytes"
+                values[parameter.name] = int.from_bytes(parts[0][:8], "little")
+                numbers = [int.from_bytes(part, "little") for part in parts[1:]]
+                values[f"{parameter.name}.shape"] = tuple(numbers[: len(numbers) // 2])
+                values[f"{parameter.name}.strides"] = tuple(numbers[len(numbers) // 2 :])
+                values[f"{parameter.name}.encoded"] = self.encoded[at]
+        return values
+
+    def cuTensorMapEncodeTiled(
+        self,
+        address: int,
+        dtype: int,
+        rank: int,
+        pointer: int,
+        shape: Any,
+        byte_strides: Any,
+        box: Any,
+        steps: Any,
+        interleave: int,
+        swizzle: int,
+        promotion: int,
+        fill: int,
+    ) -> int:
+        assert (interleave, promotion, fill, list(steps)) == (0, 2, 0, [1] * rank)
+        if self.needs_context and not self.context:
+            return INVALID_CONTEXT
+        if pointer in self.refused or pointer % 16 or any(stride % 16 for stride in byte_strides):
+            return INVALID_VALUE
+        self.encoded[address] = Encoded(
+            dtype=dtype, shape=tuple(shape), byte_strides=tuple(byte_strides), box=tuple(box), swizzle=swizzle
+        )
+        ctypes.memmove(address, pointer.to_bytes(8, "little"), 8)
+        return 0
+
+    def cuTensorMapReplaceAddress(self, address: int, pointer: int) -> int:
+        assert address in self.encoded, "only an encoded descriptor has an address to replace"
+        if pointer in self.refused:
+            return INVALID_VALUE
+        self.replaced.append((address, pointer))
+        ctypes.memmove(address, pointer.to_bytes(8, "little"), 8)
+        return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.context
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
+        self.context = context.value or 0
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = index
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> int:
+        context._obj.value = self.primary + device.value
+        return 0
+
+    def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
+        if not self.context:
+            return INVALID_CONTEXT
+        module._obj.value = 0x5000
+        self.loaded.append((cubin, b""))
+        return self.code
+
+    def cuModuleGetFunction(self, function: Any, module: ctypes.c_void_p, name: bytes) -> int:
+        assert module.value == 0x5000
+        function._obj.value = 0x6000
+        self.loaded[-1] = (self.loaded[-1][0], name)
+        return 0
+
+    def cuFuncSetCacheConfig(self, function: ctypes.c_void_p, preference: int) -> int:
+        assert (function.value, preference) == (0x6000, 1)
+        return 0
+
+    def cuFuncSetAttribute(self, function: ctypes.c_void_p, attribute: int, value: int) -> int:
+        assert function.value == 0x6000
+        self.attributes.append((attribute, value))
+        return INVALID_VALUE if value > 227 * 1024 else 0
+
+    def cuGetErrorName(self, code: int, name: Any) -> int:
+        name._obj.value = TEXTS[code][0] if code in TEXTS else None
+        return 0
+
+    def cuGetErrorString(self, code: int, text: Any) -> int:
+        text._obj.value = TEXTS[code][1] if code in TEXTS else None
+        return 0
