@@ -125,6 +125,8 @@ def explain(
     """
     from flashgen.runtime import dispatch
 
+    if layout not in LAYOUTS:
+        raise WorkloadError(f'layout is "bhsd" or "bshd", got {layout!r}')
     offset, offset_tensor = _split_offset(q, q_offset, causal)
     call = serve.Call(
         q=q,
@@ -167,9 +169,10 @@ def warmup(
     Raises:
         WorkloadError: a key cannot be read.
         UnsupportedError: no family supports a workload.
+        DeviceError: torch sees no such GPU.
         BuildError: a kernel does not compile.
     """
-    index = torch.cuda.current_device() if device is None else device
+    index = device if device is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0
     where = serve.device_at(index)
     lengths = None if seqlens is None else tuple(seqlens)
     pairs = set()

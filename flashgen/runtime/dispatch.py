@@ -112,13 +112,14 @@ def resolve(
     return Served(config=default, rung=8, skipped=tuple(skipped))
 
 
-def sdpa_backend(workload: Workload, served: Served) -> str | None:
+def sdpa_backend(workload: Workload, spec: Specialization, served: Served) -> str | None:
     """The SDPA backend that was measured faster than the generated kernel on exactly this workload, or None.
 
     Only the policy `fastest` hands calls over, and only those that SDPA computes identically: with a causal mask,
-    where top-left and bottom-right alignment agree.
+    where top-left and bottom-right alignment agree. Tensors that are not aligned to 16 bytes are not what was
+    measured, and not every backend takes them.
     """
-    if settings().policy != "fastest" or not served.is_exact or served.record is None:
+    if settings().policy != "fastest" or not served.is_exact or served.record is None or not spec.aligned16:
         return None
     best, time_ms = served.record.best_anchor, served.record.time_ms
     if best is None or best.impl not in SDPA_IMPLS or time_ms is None or best.median_ms >= time_ms:
@@ -244,12 +245,14 @@ def explain(
         UnsupportedError: no family supports the workload.
     """
     served = resolve(workload, spec, device, records, config=config)
+    # a record's digest is of the kernel it was measured with: that of aligned tensors, whatever this call's are
+    timed = served.record.workload.specialization if served.record else spec
     return Explanation(
         workload=workload,
         specialization=spec,
         device=device,
         served=served,
         families=tuple(reasons(spec, device).items()),
-        backend=(None if generated_only else sdpa_backend(workload, served)) or GENERATED,
-        digest=render(spec, served.config).digest,
+        backend=(None if generated_only else sdpa_backend(workload, spec, served)) or GENERATED,
+        digest=render(timed, served.config).digest,
     )

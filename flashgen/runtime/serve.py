@@ -153,7 +153,7 @@ def prepare(call: Call) -> Run:
     with _LOCK:
         spec, served = _resolved(call, workload, device)
         _notice(workload, served, device)
-        backend = _sdpa_backend(call, workload, served)
+        backend = _sdpa_backend(call, workload, spec, served)
         if backend is None:
             return _kernel_run(call, spec, served.config, device, index)
     from flashgen.runtime.runs import sdpa_run
@@ -179,10 +179,10 @@ def specialization_of(call: Call, workload: Workload) -> Specialization:
     return Specialization.of(workload, aligned16=fits, offset_tensor=call.offset_tensor)
 
 
-def _sdpa_backend(call: Call, workload: Workload, served: Served) -> str | None:
+def _sdpa_backend(call: Call, workload: Workload, spec: Specialization, served: Served) -> str | None:
     from flashgen.runtime.dispatch import sdpa_backend
 
-    return None if call.generated_only else sdpa_backend(workload, served)
+    return None if call.generated_only else sdpa_backend(workload, spec, served)
 
 
 def _geometry(call: Call) -> Geometry:

@@ -1,0 +1,76 @@
+"""Records to climb: a user's database over shipped ones, filled by each test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flashgen.codegen.families import default_config
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.record import Anchor, TuningRecord
+from flashgen.core.workload import Specialization, Workload
+from flashgen.db.exchange import export_records
+from flashgen.db.layers import Layers
+from flashgen.db.store import Store
+from flashgen.runtime.dispatch import Records, Served, resolve
+from tests.db.samples import H200, MEASURED, PREDICTED
+
+CAUSAL = Workload.parse("b4-h32-hk8-s4096-d128-causal")
+TILES = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 0, "heavy_first": False}
+
+
+def config(order: int = 8, loads: str = "descriptor") -> Config:
+    """A config that every sm90 takes for heads of 128, told from others by its program order."""
+    return Config.of("portable_forward", {**TILES, "loads": loads, "heads_per_group": order})
+
+
+def measured(workload: Workload = CAUSAL, device: Device = H200, **changes: object) -> TuningRecord:
+    return replace(MEASURED, **{"workload": workload, "device": device, "config": config(), "anchors": (), **changes})  # type: ignore[arg-type]
+
+
+def predicted(workload: Workload = CAUSAL, device: Device = H200, **changes: object) -> TuningRecord:
+    return replace(PREDICTED, **{"workload": workload, "device": device, "config": config(), **changes})  # type: ignore[arg-type]
+
+
+def faster(impl: str, factor: float = 0.5) -> tuple[Anchor, ...]:
+    """Another implementation that took `factor` of the time of a sample record (1.25 ms)."""
+    return (Anchor(impl=impl, median_ms=1.25 * factor), Anchor(impl="other", median_ms=99.0))
+
+
+@dataclass
+class Ladder:
+    """Two layers of records: `shipped/` files below the user's."""
+
+    user_path: Path
+    shipped_folder: Path
+    shipped: list[TuningRecord] = field(default_factory=list)
+
+    def user(self, *records: TuningRecord) -> None:
+        with Store.open(self.user_path) as store:
+            for record in records:
+                store.put_record(record)
+
+    def ship(self, *records: TuningRecord) -> None:
+        self.shipped += records
+        path = self.shipped_folder / "some_device.sqlite3"
+        for old in self.shipped_folder.glob("some_device.*"):
+            old.unlink()
+        export_records(self.shipped, path)
+
+    def records(self) -> Records:
+        return Records(Layers.open([self.user_path]))
+
+    def resolve(
+        self,
+        workload: Workload = CAUSAL,
+        device: Device = H200,
+        *,
+        spec: Specialization | None = None,
+        config: Config | None = None,
+    ) -> Served:
+        return resolve(workload, spec or workload.specialization, device, self.records(), config=config)
+
+
+def default(workload: Workload = CAUSAL, device: Device = H200) -> Config:
+    return default_config(workload.specialization, device)
