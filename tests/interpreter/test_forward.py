@@ -1,7 +1,7 @@
 """Numerics of the rendered kernels on a CPU, through Triton's interpreter, against a float64 oracle.
 
-Small shapes, every feature: odd lengths, GQA, both layouts, query offsets, empty rows, padded head dimensions. bf16 is left to the
-GPU tests: the interpreter keeps it in numpy, which has none.
+Small shapes, every feature: odd lengths, GQA, both layouts, query offsets, empty rows, padded head dimensions. bf16 is
+left to the GPU tests: the interpreter keeps it in numpy, which has none.
 """
 
 from __future__ import annotations

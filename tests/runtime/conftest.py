@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from flashgen.codegen import build
 from flashgen.db import layers
+from flashgen.launch import plan
 from flashgen.runtime import serve
+from tests.db.samples import H200
+from tests.runtime.fake_gpu import FakeGpu
 from tests.runtime.ladders import Ladder
 
 
@@ -27,3 +32,16 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(serve, "_KERNELS", {})
     yield
     serve.reload()
+
+
+@pytest.fixture
+def gpu(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """An H200 on which nothing is compiled or launched; its databases are those of `ladder`."""
+    fake = FakeGpu()
+    monkeypatch.setattr(serve, "device_at", lambda index: H200)
+    monkeypatch.setattr(serve, "prepare", fake.counting(serve.prepare))
+    monkeypatch.setattr(build, "compile_kernel", fake.compile_kernel)
+    monkeypatch.setattr(plan, "make_plan", fake.make_plan)
+    monkeypatch.setattr(plan, "load", fake.load)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return fake
