@@ -1,0 +1,98 @@
+"""Tensors that say they are on a GPU, kernels that are not compiled, and launches that only leave a mark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from flashgen.codegen.render import render
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+from flashgen.launch.geometry import Geometry
+from flashgen.runtime import serve
+
+MARK = 3.0
+"""What a fake kernel writes into its output, and into the LSE."""
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that a kernel could be launched on."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        return 0
+
+
+def tensor(
+    *shape: int, dtype: torch.dtype = torch.bfloat16, swap: bool = False, shift: int = 0, on_gpu: bool = True
+) -> torch.Tensor:
+    """A tensor; `swap` lays dimension 1 and 2 out the other way round, `shift` moves its start by elements."""
+    laid = (shape[0], shape[2], shape[1], shape[3]) if swap else shape
+    count = 1
+    for size in laid:
+        count *= size
+    found = torch.zeros(count + shift, dtype=dtype)[shift:].view(laid)
+    found = found.transpose(1, 2) if swap else found
+    return found.as_subclass(OnGpu) if on_gpu else found
+
+
+def qkv(
+    batch: int = 1, nheads: int = 4, nheads_k: int = 2, seqlen_q: int = 48, seqlen_k: int = 64, dim: int = 64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        tensor(batch, nheads, seqlen_q, dim),
+        tensor(batch, nheads_k, seqlen_k, dim),
+        tensor(batch, nheads_k, seqlen_k, dim),
+    )
+
+
+@dataclass
+class FakeGpu:
+    """What the slow path asked for, in order."""
+
+    prepared: list[serve.Call] = field(default_factory=list)
+    compiled: list[tuple[Specialization, Config]] = field(default_factory=list)
+    planned: list[tuple[Specialization, Config, Geometry, int]] = field(default_factory=list)
+    loaded: list[tuple[Specialization, Config]] = field(default_factory=list)
+    launched: list[SimpleNamespace] = field(default_factory=list)
+
+    def compile_kernel(self, spec: Specialization, config: Config, device: Device) -> Any:
+        self.compiled.append((spec, config))
+        return SimpleNamespace(spec=spec, config=config, source=render(spec, config))
+
+    def make_plan(self, kernel: Any, spec: Specialization, config: Config, geometry: Geometry, index: int) -> Any:
+        assert (kernel.spec, kernel.config) == (spec, config)
+        self.planned.append((spec, config, geometry, index))
+
+        def launch(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor | None = None,
+            softmax_scale: float | None = None,
+            q_offset: int | torch.Tensor | None = None,
+        ) -> None:
+            out.fill_(MARK)
+            if lse is not None:
+                lse.fill_(MARK)
+            self.launched.append(SimpleNamespace(scale=softmax_scale, offset=q_offset, lse=lse, q=q.data_ptr()))
+
+        return launch
+
+    def load(self, kernel: Any, index: int) -> int:
+        self.loaded.append((kernel.spec, kernel.config))
+        return 1
+
+    def counting(self, prepare: Callable[[serve.Call], Any]) -> Callable[[serve.Call], Any]:
+        def counted(call: serve.Call) -> Any:
+            self.prepared.append(call)
+            return prepare(call)
+
+        return counted
