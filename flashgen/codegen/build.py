@@ -22,7 +22,7 @@ from flashgen.codegen.render import KernelSource, render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import BuildError
-from flashgen.core.settings import settings
+from flashgen.core.settings import settings, triton_cache
 from flashgen.core.workload import Specialization
 
 
@@ -79,6 +79,7 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
     flags["enable_fp_fusion"] = True
     if options.maxnreg:
         flags["maxnreg"] = options.maxnreg
+    _find_writable_cache()
     started = time.perf_counter()
     try:
         handle = triton.compile(ASTSource(kernel, signature, {}, aligned), target=target, options=flags)
@@ -98,6 +99,16 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
         compile_ms=elapsed_ms,
         handle=handle,
     )
+
+
+@functools.cache
+def _find_writable_cache() -> None:
+    """Triton fails where its cache cannot be written; flashgen's own falls back, so that is lent to it."""
+    import triton
+
+    folder = triton_cache()
+    if folder is not None:
+        triton.knobs.cache.dir = str(folder)
 
 
 def load_module(source: KernelSource) -> ModuleType:

@@ -102,9 +102,10 @@ def _why_too_large(spec: Specialization, config: Config, device: Device) -> str 
 def _why_pointless(spec: Specialization, config: Config, device: Device) -> str | None:
     """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
     if config["num_stages"] == 1 and device.is_nvidia:
-        deeper = config.replace(num_stages=2)
-        if smem_needed(spec, deeper, device) <= device.smem_per_block:
-            return "without a pipeline every load is waited for, and two stages fit"
+        # without a pipeline only other blocks of the multiprocessor work while one waits for its loads
+        deeper = device.smem_per_sm // smem_needed(spec, config.replace(num_stages=2), device)
+        if deeper >= device.smem_per_sm // smem_needed(spec, config, device):
+            return "without a pipeline every load is waited for, and two stages let as many blocks run side by side"
     limit = config.integer("maxnreg")
     if limit:
         threads = config.integer("num_warps") * device.warp_size
@@ -143,13 +144,13 @@ def smem_needed(spec: Specialization, config: Config, device: Device) -> int:
     size = DTYPE_BYTES[spec.dtype]
     step = config.integer("block_n") * (_block(spec.head_dim) + _block(spec.head_dim_v)) * size
     stages = config.integer("num_stages")
-    if not device.is_nvidia:
-        return step // 2
-    if device.arch not in ("sm90", "sm100") or config.integer("block_m") < MIN_WARPGROUP_ROWS:
-        return (stages - 1) * step
-    query = config.integer("block_m") * _block(spec.head_dim) * size
-    # a pipeline of copies keeps a buffer for each stage, one of ordinary loads one less; without one, V replaces K
-    return query + (step // 2 if stages == 1 else (stages if config["loads"] == "descriptor" else stages - 1) * step)
+    warpgroup = device.arch in ("sm90", "sm100") and config.integer("block_m") >= MIN_WARPGROUP_ROWS
+    query = config.integer("block_m") * _block(spec.head_dim) * size if warpgroup else 0
+    if stages == 1 or not device.is_nvidia:
+        return query + step // 2  # without a pipeline V takes the place of K
+    # a pipeline of copies keeps a buffer for each stage, one of ordinary loads a buffer less
+    buffers = stages if warpgroup and config["loads"] == "descriptor" else stages - 1
+    return query + buffers * step
 
 
 def _block(head_dim: int) -> int:

@@ -64,6 +64,19 @@ def child_environment(**extra: str) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
+def triton_cache() -> Path | None:
+    """Where Triton can keep its binaries if its own place, `~/.triton`, cannot be written; else None."""
+    if os.environ.get("TRITON_CACHE_DIR") or os.environ.get("TRITON_HOME"):
+        return None
+    home = Path.home() / ".triton"
+    try:
+        home.mkdir(exist_ok=True)
+        usable = os.access(home, os.W_OK)
+    except OSError:
+        usable = False
+    return None if usable else settings().cache_dir / "triton"
+
+
 def shipped(folder: str) -> Path:
     """A folder that ships with flashgen (`templates`, `tuning_db`): the checkout's, else the wheel's.
 
