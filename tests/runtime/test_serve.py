@@ -443,5 +443,17 @@ def test_sdpa_computes_the_same_in_the_strides_that_were_promised(causal: bool, 
         torch.testing.assert_close(out.transpose(1, 2) if bshd else out, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("swap", [False, True])
+def test_an_sdpa_output_in_other_strides_is_copied(swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(2, 4, 32, 16, generator=torch.Generator().manual_seed(0))
+    other = q.clone() if swap else q.transpose(1, 2).contiguous().transpose(1, 2)
+    given = q.transpose(1, 2).contiguous().transpose(1, 2) if swap else q
+    monkeypatch.setattr(runs, "scaled_dot_product_attention", lambda *arguments, **options: other)
+    out = runs.sdpa_run("sdpa-flash", causal=False, bshd=False, gqa=False)(given, given, given, None, None)
+    assert other.stride() != given.stride()
+    assert out.stride() == given.stride()
+    assert torch.equal(out, q)
+
+
 def test_every_backend_has_a_name_in_the_ladder() -> None:
     assert set(runs.SDPA_BACKENDS) == set(dispatch.SDPA_IMPLS)
