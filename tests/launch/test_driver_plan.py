@@ -115,6 +115,21 @@ def test_later_calls_write_what_changed_and_nothing_stale_stays(name: str, cuda:
         assert len(cuda.replaced) == 4 + 2, "its address is replaced where a pointer changed, and only there"
 
 
+@pytest.mark.parametrize("name", ["descriptors", "pointers"])
+def test_tensors_may_change_their_roles(name: str, cuda: FakeDriver) -> None:
+    """Each pointer is compared with the last one in its own place."""
+    spec, config, _ = kernel(name)
+    four = tensors(spec, (2, 3, 3, 200, 200))
+    _, launch = planned(name, cuda, four)
+    turns = [four[turn:] + four[:turn] for turn in (0, 1, 2, 3, 0)]
+    for turn in turns:
+        launch(*turn)
+    descriptors = config["loads"] == "descriptor"
+    assert [pointers(done.values, descriptors=descriptors) for done in cuda.launches] == [
+        [tensor.data_ptr() for tensor in turn] for turn in turns
+    ]
+
+
 def test_an_lse_of_its_own_is_written_at_every_call(cuda: FakeDriver) -> None:
     spec, _, _ = kernel("pointers")
     four = tensors(spec)
