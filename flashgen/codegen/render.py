@@ -69,11 +69,6 @@ def render_command(spec: Specialization, config: Config) -> str:
     return f"flashgen render {spec.key} --config {config.family}:{knobs}"
 
 
-def clear_cache() -> None:
-    """Read the templates again at the next rendering."""
-    _environment.cache_clear()
-
-
 @functools.cache
 def _environment() -> SandboxedEnvironment:
     return SandboxedEnvironment(

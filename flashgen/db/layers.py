@@ -112,9 +112,14 @@ class Layers:
         arch: str | None = None,
         specialization: str | None = None,
         provenance: str | None = None,
+        hidden: bool = False,
     ) -> list[Found]:
-        """The records of all layers, narrowed as in `Store.records`; an earlier layer's record hides a later one's."""
-        found: dict[tuple[str, str, str], Found] = {}
+        """The records of all layers, narrowed as in `Store.records`; an earlier layer's record hides a later one's.
+
+        With `hidden` those are listed too, after the ones that hide them: a look-up needs them where the first cannot
+        serve.
+        """
+        found: dict[tuple[str, ...], Found] = {}
         for layer in tuple(self._layers):
             records = self._ask(
                 layer,
@@ -123,7 +128,12 @@ class Layers:
                 ),
             )
             for record in records or ():
-                identity = (record.workload.key, record.device.identity, record.provenance)
+                identity = (
+                    record.workload.key,
+                    record.device.identity,
+                    record.provenance,
+                    layer.name if hidden else "",
+                )
                 found.setdefault(identity, (record, layer.name))
         return list(found.values())
 

@@ -83,6 +83,8 @@ def load(compiled: CompiledKernel, device_index: int) -> int:
         LaunchError: the driver refuses the binary, or a CUDA graph is being captured.
     """
     metadata = compiled.handle.metadata
+    if "cubin" not in compiled.handle.asm:
+        return 0  # not NVIDIA: Triton loads it at the first launch
     key = (compiled.handle.hash, device_index)
     if key not in _FUNCTIONS:
         check_capture(device_index, f"loading {compiled.source.module}")

@@ -160,7 +160,8 @@ def warmup(
         workloads: workloads or their keys (`b1-h32-hk8-s4096-d128-causal`).
         seqlens: also these key lengths of each workload; None takes every config recorded for its specialization class
             and the default one, which covers any length.
-        device: GPU index, None the current one.
+        device: GPU index, None the current one. Tensors are taken to be aligned to 16 bytes, as torch's allocator
+            gives them; others have kernels of their own, which their first call compiles.
         offset_tensor: also the kernels that read the query offset from a tensor.
 
     Returns:
@@ -199,7 +200,7 @@ def _reachable(
 
 
 def reload() -> None:
-    """Read settings, databases and templates again at the next call, e.g. after tuning beside a running process."""
+    """Read settings and databases again at the next call, e.g. after tuning beside a running process."""
     serve.reload()
 
 

@@ -79,7 +79,7 @@ class Records:
         """Every record of the class on any device of this architecture."""
         key = (spec.family_key, device.arch)
         if key not in self._classes:
-            found = self._layers.records(arch=device.arch, specialization=spec.family_key)
+            found = self._layers.records(arch=device.arch, specialization=spec.family_key, hidden=True)
             self._classes[key] = tuple(found)
         return self._classes[key]
 
@@ -140,7 +140,8 @@ def _rungs(workload: Workload, device: Device, found: Iterable[Found]) -> Iterat
 
 
 def _nearest(workload: Workload, found: list[Found]) -> list[Found]:
-    return sorted(found, key=lambda hit: (distance(workload, hit[0].workload), hit[0].workload.key, hit[1]))
+    # sorting is stable: of one workload's records, the one of an earlier layer stays first
+    return sorted(found, key=lambda hit: (distance(workload, hit[0].workload), hit[0].workload.key))
 
 
 def distance(one: Workload, other: Workload) -> float:

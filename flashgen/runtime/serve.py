@@ -84,14 +84,11 @@ def reload() -> None:
 
     Compiled kernels stay: a config that is still the best one costs no new compile.
     """
-    from flashgen.codegen.render import clear_cache
-
     with _LOCK:
         MEMO.clear()
         _NOTICED.clear()
         settings.cache_clear()
         _records.cache_clear()
-        clear_cache()
 
 
 def workload_of(call: Call) -> Workload:

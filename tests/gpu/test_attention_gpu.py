@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -107,6 +109,13 @@ def test_strides_that_no_descriptor_takes() -> None:
     k, v = k[:, :1].expand(2, 4, 300, 64), v[:, :1].expand(2, 4, 300, 64)
     out, lse = flashgen.attention(q, k, v, return_lse=True)
     assert_right(q, k, v, out, lse, causal=False)
+
+
+def test_expanded_heads_are_read_through_a_stride_of_zero() -> None:
+    q, k, v = tensors(2, 4, 1, 200, 300, 128)
+    k, v = k.expand(2, 4, 300, 128), v.expand(2, 4, 300, 128)
+    out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True)
+    assert_right(q, k, v, out, lse, causal=True)
 
 
 def test_an_offset_tensor_is_read_at_every_call() -> None:
@@ -280,3 +289,29 @@ def test_explain_says_which_rung_serves() -> None:
     assert "portable_forward: applies" in text
     assert explanation.served.rung in (4, 5, 6, 7, 8)
     assert explanation.backend == "generated"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "flashgen.warmup(['b1-h2-s64-d64'])",
+        "[t.start() or t.join() for t in (threading.Thread(target=call, args=(n,)) for n in (64, 48))]",
+    ],
+)
+def test_a_process_or_thread_without_a_cuda_context_gets_one(program: str) -> None:
+    code = f"""
+import threading, torch, flashgen
+done = []
+def call(rows):
+    flashgen.attention(q[:, :, :rows], q, q)
+    done.append(rows)
+if "Thread" in {program!r}:
+    q = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    {program}
+    assert done == [64, 48], done
+else:
+    {program}
+torch.cuda.synchronize()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
