@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,11 @@ Invoke = Callable[..., Any]
 """Returns typer's result: exit_code, stdout, stderr."""
 
 ROOT = Path(__file__).parents[2]
+
+
+def own(stdout: str) -> list[dict[str, object]]:
+    """The records of the user's database among those that `--json` printed."""
+    return [row for row in json.loads(stdout) if not str(row["layer"]).startswith("shipped/")]
 
 
 @pytest.fixture

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from flashgen.core.settings import settings
 from flashgen.db.store import Store
-from tests.cli.conftest import Invoke
+from tests.cli.conftest import Invoke, own
 from tests.db.samples import CAUSAL, CONFIG, H200, MEASURED, SHORT, WIDE
-
-
-def own(stdout: str) -> list[dict[str, object]]:
-    """The records of the user's database among those that `--json` printed."""
-    return [row for row in json.loads(stdout) if not str(row["layer"]).startswith("shipped/")]
 
 
 def test_list_shows_a_line_for_each_record(invoke: Invoke, tuned: Path) -> None:
@@ -25,6 +19,12 @@ def test_list_shows_a_line_for_each_record(invoke: Invoke, tuned: Path) -> None:
     assert f"{MEASURED.tflops:.4g}" in measured
     assert "1.25" in measured
     assert "sdpa-cudnn 1.12x" in measured
+
+
+def test_list_says_that_nothing_is_known(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashgen.db.layers.shipped", lambda name: tmp_path / "none")
+    assert invoke("db", "list").stdout == "no records\n"
+    assert invoke("db", "list", "--json").stdout == "[]\n"
 
 
 def test_list_as_json_and_narrowed(invoke: Invoke, tuned: Path) -> None:

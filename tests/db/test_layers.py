@@ -67,6 +67,17 @@ def test_records_of_an_earlier_layer_hide_those_of_a_later_one(shipped: Path, us
         assert layers.records(arch="sm80") == layers.records(provenance="predicted") == []
 
 
+def test_hidden_records_are_listed_after_the_ones_that_hide_them(shipped: Path, user: Path) -> None:
+    with Layers.open([user]) as layers:
+        assert [hit for hit in layers.records(hidden=True) if hit[0].workload == CAUSAL] == [
+            (USERS, str(user)),
+            (MEASURED, "shipped/nvidia_h200.sqlite3"),
+        ]
+        assert len(layers.records(hidden=True)) == len(layers.records()) + 1 == 4
+        narrowed = layers.records(hidden=True, device=H200, specialization=WIDE.specialization.family_key)
+        assert narrowed == [(replace(MEASURED, workload=WIDE), "shipped/nvidia_h200.sqlite3")]
+
+
 def test_the_environment_names_the_layers(
     shipped: Path, user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,21 @@ def test_a_record_that_cannot_serve_leaves_the_call_to_the_next(ladder: Ladder) 
     assert ladder.resolve().config == config()
 
 
+def test_a_user_s_record_that_cannot_serve_hides_no_shipped_one(ladder: Ladder) -> None:
+    """Unaligned tensors of a workload whose own record uses descriptors and whose shipped one uses pointers."""
+    ladder.user(measured())
+    ladder.ship(measured(config=config(32, "pointer")))
+    served = ladder.resolve(spec=UNALIGNED)
+    assert (served.rung, served.config, served.layer) == (4, config(32, "pointer"), SHIPPED)
+    assert served.is_exact
+    assert served.skipped == (
+        f"3. user database, exact: {config()} cannot serve: "
+        "descriptors need pointers and strides that are multiples of 16 bytes",
+    )
+    served = ladder.resolve()
+    assert (served.rung, served.config, served.layer) == (3, config(), str(ladder.user_path))
+
+
 def test_a_default_serves_unaligned_tensors_where_no_record_can(ladder: Ladder) -> None:
     ladder.user(measured(), predicted(NEAR))
     served = ladder.resolve(spec=UNALIGNED)
@@ -248,7 +263,7 @@ def test_records_of_a_class_are_read_once(ladder: Ladder, monkeypatch: pytest.Mo
     for workload in (CAUSAL, NEAR, FAR):
         assert resolve(workload, workload.specialization, H200, records).rung == 8
         assert resolve(workload, replace(workload.specialization, aligned16=False), H100, records).rung == 8
-    assert asked == [{"arch": "sm90", "specialization": "fwd-bf16-d128-causal"}]
+    assert asked == [{"arch": "sm90", "specialization": "fwd-bf16-d128-causal", "hidden": True}]
     ladder.user(measured())
     assert resolve(CAUSAL, CAUSAL.specialization, H200, records).rung == 8
     assert ladder.resolve().rung == 3
