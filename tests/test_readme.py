@@ -29,10 +29,11 @@ def example() -> str:
 def run_example(tmp_path: Path, **env: str) -> str:
     script = tmp_path / "example.py"
     script.write_text(example())
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths]), **env},
         capture_output=True,
         text=True,
         check=False,

@@ -200,6 +200,7 @@ def test_a_graph_is_captured_and_replayed_after_inputs_change() -> None:
     assert not torch.equal(out, expected_before)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's, for the capture that is refused
 def test_a_cold_call_during_capture_is_refused_and_warmup_makes_it_warm() -> None:
     q, k, v = tensors(1, 2, 2, 64, 64, 176)
     graph = torch.cuda.CUDAGraph()
@@ -224,6 +225,7 @@ def test_a_setting_makes_later_compiles_an_error(monkeypatch: pytest.MonkeyPatch
     assert flashgen.attention(q, k, v).shape == q.shape
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile uses what torch deprecates
 def test_torch_compile_without_graph_breaks() -> None:
     @torch.compile(fullgraph=True)
     def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
