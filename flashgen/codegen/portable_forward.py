@@ -80,6 +80,8 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
         return "maxnreg exists on NVIDIA only"
     if config.integer("num_stages") > 2 and not device.is_nvidia:
         return "the AMD pipeliner has two stages"
+    if spec.dtype == "fp32":
+        return None  # no matrix unit, no tiles of it
     return _rows_per_warp(config.integer("block_m"), config.integer("num_warps"), device)
 
 
@@ -182,7 +184,21 @@ _DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("rdna", 128): (128, 32, 8, 1),
     ("rdna", 256): (64, 16, 8, 1),
 }
-_DEFAULT_FP32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 2)}
+# IEEE products come from the ordinary units, whose tiles hold more registers; what spills least on RDNA still spills.
+_DEFAULTS_FP32: dict[tuple[str, int], tuple[int, int, int, int]] = {
+    ("nvidia", 64): (64, 32, 8, 2),
+    ("nvidia", 128): (32, 16, 8, 2),
+    ("nvidia", 256): (32, 16, 8, 2),
+    ("small", 64): (64, 32, 8, 2),
+    ("small", 128): (16, 16, 4, 2),
+    ("small", 256): (32, 16, 8, 2),
+    ("cdna", 64): (64, 32, 8, 1),
+    ("cdna", 128): (64, 32, 8, 1),
+    ("cdna", 256): (32, 16, 8, 1),
+    ("rdna", 64): (16, 16, 4, 1),
+    ("rdna", 128): (32, 16, 8, 1),
+    ("rdna", 256): (16, 16, 8, 1),
+}
 
 
 def _kind(device: Device) -> str:
@@ -195,11 +211,12 @@ def _kind(device: Device) -> str:
 
 def _default(spec: Specialization, device: Device) -> Config:
     block = max(64, _block(spec.head_dim), _block(spec.head_dim_v))
-    block_m, block_n, num_warps, num_stages = (
-        _DEFAULT_FP32[block] if spec.dtype == "fp32" else _DEFAULTS[_kind(device), block]
-    )
-    if not device.is_nvidia:
-        num_stages = 1
+    kind = _kind(device)
+    if spec.dtype == "fp32":
+        known = (kind, block) if (kind, block) in _DEFAULTS_FP32 else ("nvidia", block)
+        block_m, block_n, num_warps, num_stages = _DEFAULTS_FP32[known]
+    else:
+        block_m, block_n, num_warps, num_stages = _DEFAULTS[kind, block]
     return Config.of(
         FAMILY_ID,
         {

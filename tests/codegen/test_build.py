@@ -21,11 +21,13 @@ ONE_OF_EACH_ARCH = [device for device in CATALOGUE if device.name not in ("NVIDI
 
 @pytest.mark.parametrize("device", ONE_OF_EACH_ARCH, ids=lambda device: device.slug)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", ["", "-causal"])
-def test_defaults_compile_without_spills_and_fit(device: Device, head_dim: int, causal: str) -> None:
-    spec = Specialization.parse(f"fwd-bf16-d{head_dim}{causal}")
+@pytest.mark.parametrize("kind", ["bf16", "bf16-causal", "fp16-causal", "fp32-causal"])
+def test_defaults_compile_without_spills_and_fit(device: Device, head_dim: int, kind: str) -> None:
+    dtype, _, causal = kind.partition("-")
+    spec = Specialization.parse("-".join(filter(None, ["fwd", dtype, f"d{head_dim}", causal])))
     compiled = compile_kernel(spec, default_config(spec, device), device)
-    assert compiled.spills == 0
+    if not (dtype == "fp32" and device.arch == "gfx1200"):  # no tile of IEEE products fits its registers
+        assert compiled.spills == 0
     assert compiled.shared_bytes <= device.smem_per_block
     assert compiled.occupancy(device) >= 1
     assert compiled.registers > 0
