@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch
 
 from flashgen.core.config import Config
 from flashgen.core.device import Device
-from flashgen.core.errors import BuildError, UnsupportedError, WorkloadError
+from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 
@@ -152,10 +153,33 @@ def prepare(call: Call) -> Run:
         _notice(workload, served, device)
         backend = _sdpa_backend(call, workload, spec, served)
         if backend is None:
-            return _kernel_run(call, spec, served.config, device, index)
+            return _generated_run(call, spec, served, device, index)
     from flashgen.runtime.runs import sdpa_run
 
     return sdpa_run(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
+
+
+def _generated_run(call: Call, spec: Specialization, served: Served, device: Device, index: int) -> Run:
+    """The kernel of the ladder's answer, or of the default config where a record's does not build or load here.
+
+    A record may come from another Triton, under which its config still fitted.
+    """
+    from flashgen.codegen.families import default_config
+    from flashgen.launch.plan import check_capture
+
+    try:
+        return _kernel_run(call, spec, served.config, device, index)
+    except (BuildError, LaunchError) as error:
+        check_capture(index, f"building the kernel for {spec.key}")
+        default = default_config(spec, device)
+        if served.record is None or settings().no_compile or default == served.config:
+            raise
+        warnings.warn(
+            f"the record {served.record.workload.key} of {served.layer} cannot serve here and the default config does; "
+            f"tune again with this Triton: {error}",
+            stacklevel=2,
+        )
+        return _kernel_run(call, spec, default, device, index)
 
 
 def _resolved(call: Call, workload: Workload, device: Device) -> tuple[Specialization, Served]:

@@ -381,6 +381,29 @@ def test_unaligned_tensors_get_a_kernel_that_takes_them(gpu: FakeGpu, ladder: La
     ]
 
 
+@pytest.mark.parametrize("stage", ["flashgen.codegen.build.compile_kernel", "flashgen.launch.plan.make_plan"])
+def test_a_record_that_cannot_be_built_here_leaves_the_call_to_the_default(
+    stage: str, gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record may come from another Triton; a kernel that was asked for by name may not be replaced."""
+    ladder.user(measured())
+    recorded, real = measured().config, {"build.compile_kernel": gpu.compile_kernel, "plan.make_plan": gpu.make_plan}
+
+    def strict(*arguments: Any) -> Any:
+        if recorded in arguments:
+            raise BuildError("too much shared memory") if "build" in stage else LaunchError("too much shared memory")
+        return real[stage.split(".", 2)[2]](*arguments)
+
+    monkeypatch.setattr(stage, strict)
+    q, k, v = (tensor(4, h, 4096, 128) for h in (32, 8, 8))
+    with pytest.warns(UserWarning, match=r"b4-h32-hk8.*tuning\.sqlite3 cannot serve here.*too much shared memory"):
+        flashgen.attention(q, k, v, causal=True)
+    assert gpu.planned[-1][1] == default(CAUSAL) != recorded
+    flashgen.attention(q, k, v, causal=True)  # remembered: no second warning, which would be an error
+    with pytest.raises((BuildError, LaunchError), match="too much shared memory"):
+        serve.prepare(serve.Call(q=q, k=k, v=v, causal=True, config=recorded))
+
+
 def test_an_unsupported_call_on_a_gpu_lists_every_family(gpu: FakeGpu) -> None:
     with pytest.raises(UnsupportedError, match="portable_forward: its head_dim is 16 to 256, not 512"):
         flashgen.attention(*qkv(dim=512))
