@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -21,6 +21,63 @@ LAYOUTS = ("bhsd", "bshd")
 Window = tuple[int | None, int | None]
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: str = ...,
+    causal: bool = ...,
+    q_offset: int | torch.Tensor | None = ...,
+    window: Window = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    mask: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: str = ...,
+    causal: bool = ...,
+    q_offset: int | torch.Tensor | None = ...,
+    window: Window = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    mask: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: str = ...,
+    causal: bool = ...,
+    q_offset: int | torch.Tensor | None = ...,
+    window: Window = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    mask: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
