@@ -24,25 +24,6 @@ def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tu
     return (default, *rest)
 
 
-def neighbours(family: KernelFamily, config: Config) -> tuple[Config, ...]:
-    """The configs that differ from `config` in one knob by one step of its value list, valid or not."""
-    return tuple(
-        config.replace(**{knob.name: knob.values[step]})
-        for knob in family.knobs
-        for step in (knob.values.index(config[knob.name]) - 1, knob.values.index(config[knob.name]) + 1)
-        if 0 <= step < len(knob.values)
-    )
-
-
-def distance(family: KernelFamily, one: Config, other: Config) -> float:
-    """How far apart two configs are: the sum over knobs of the distance in their value lists, each scaled to 1."""
-    total = 0.0
-    for knob in family.knobs:
-        gap = abs(knob.values.index(one[knob.name]) - knob.values.index(other[knob.name]))
-        total += gap / max(len(knob.values) - 1, 1)
-    return total
-
-
 def _all(family: KernelFamily) -> Iterator[Config]:
     names = [knob.name for knob in family.knobs]
     for values in itertools.product(*(knob.values for knob in family.knobs)):

@@ -20,8 +20,7 @@ BACKENDS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-REFERENCE = "sdpa-flash"
-"""The fixed kernel whose time in the same round makes times of different rounds comparable."""
+"""Torch's backends by the names that records use; the first that can run is the reference kernel of a race."""
 
 SAME_FUNCTION = 0.05
 """Relative error below which an output is the same function: far above rounding, far below another mask."""

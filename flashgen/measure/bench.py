@@ -14,7 +14,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Failure
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
-from flashgen.launch.geometry import Geometry
+from flashgen.launch.geometry import ALIGNMENT_BYTES, Geometry
 from flashgen.launch.plan import make_plan
 from flashgen.measure import anchors
 from flashgen.measure.inputs import make_inputs, rotation_copies
@@ -23,7 +23,6 @@ from flashgen.measure.timing import Run, Stopwatch, Unit, make_unit
 from flashgen.measure.verify import Errors, KernelFactory, golden
 
 INPUT_SEED = 20260102
-ALIGNMENT_BYTES = 16
 
 KEEP_KERNELS = 128
 """A compiled kernel holds a few MB of text; workloads of one specialization try many of the same."""

@@ -47,7 +47,7 @@ RUNGS = {
 
 SHIPPED_PREFIX = "shipped/"
 SDPA_IMPLS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
-"""Names under which records keep the times of torch's backends."""
+"""Names under which records keep the times of torch's backends: those of `measure.anchors`, without loading torch."""
 
 GENERATED = "generated"
 

@@ -6,18 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from flashgen.launch.plan import Launch
-
-SDPA_BACKENDS = {
-    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-"""The backends behind `flashgen.runtime.dispatch.SDPA_IMPLS`."""
 
 Offset = int | torch.Tensor | None
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset], Any]
@@ -51,7 +44,9 @@ def kernel_lse_run(launch: Launch, *, bshd: bool) -> Run:
 
 def sdpa_run(impl: str, *, causal: bool, bshd: bool, gqa: bool) -> Run:
     """Call one SDPA backend, which computes the same function where no offset and no LSE is asked for."""
-    backend = SDPA_BACKENDS[impl]
+    from flashgen.measure.anchors import BACKENDS
+
+    backend = BACKENDS[impl]
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset) -> torch.Tensor:
         expected = empty_output(q, v, bshd=bshd).stride()

@@ -6,7 +6,7 @@ import pytest
 
 from flashgen.codegen.families import FAMILIES, applicable, default_config, family, reasons, validate, why_invalid
 from flashgen.codegen.portable_forward import registers_needed, smem_needed
-from flashgen.codegen.space import candidates, distance, neighbours
+from flashgen.codegen.space import candidates
 from flashgen.core.config import Config
 from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.errors import ConfigError, UnsupportedError
@@ -98,15 +98,3 @@ def test_not_applicable_is_an_answer_with_a_reason(key: str, reason: str) -> Non
     with pytest.raises(UnsupportedError, match=r"portable_forward: .*" + reason.replace("(", r"\(")):
         applicable(spec, device)
     assert candidates(FAMILIES[0], spec, device) == ()
-
-
-def test_neighbours_are_one_step_apart() -> None:
-    row = FAMILIES[0]
-    config = default_config(Specialization.parse("fwd-bf16-d64-causal"), find_device("h200"))
-    found = neighbours(row, config)
-    assert config not in found
-    for other in found:
-        differing = [name for name, value in config.knobs if other[name] != value]
-        assert len(differing) == 1
-        assert 0 < distance(row, config, other) <= 1
-    assert distance(row, config, config) == 0

@@ -18,8 +18,8 @@ from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
+from flashgen.measure.anchors import BACKENDS
 from flashgen.runtime.dispatch import RUNGS, SDPA_IMPLS, Records, distance, explain, resolve, sdpa_backend
-from flashgen.runtime.runs import SDPA_BACKENDS
 from tests.db.samples import H100, H200, RTX_4090, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
@@ -304,7 +304,7 @@ def test_a_backend_that_was_measured_faster_is_handed_the_call(impl: str, ladder
     ladder.user(measured(anchors=faster(impl)))
     served = ladder.resolve()
     assert sdpa_backend(CAUSAL, CAUSAL.specialization, served) == impl
-    assert impl in SDPA_BACKENDS
+    assert impl in BACKENDS
 
 
 @pytest.mark.parametrize(("impl", "factor"), [("sdpa-flash", 1.0), ("sdpa-flash", 1.5), ("fa3", 0.1), ("flex", 0.1)])

@@ -13,6 +13,7 @@ import flashgen
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.launch.geometry import Geometry
+from flashgen.measure.anchors import BACKENDS
 from flashgen.runtime import dispatch, runs, serve
 from flashgen.runtime.serve import Call, specialization_of, workload_of
 from tests.db.samples import H100
@@ -479,4 +480,4 @@ def test_an_sdpa_output_in_other_strides_is_copied(swap: bool, monkeypatch: pyte
 
 
 def test_every_backend_has_a_name_in_the_ladder() -> None:
-    assert set(runs.SDPA_BACKENDS) == set(dispatch.SDPA_IMPLS)
+    assert set(BACKENDS) == set(dispatch.SDPA_IMPLS)

@@ -7,11 +7,12 @@ import statistics
 
 import pytest
 
+from flashgen.codegen.families import FAMILIES, default_config
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Failure, Measurement, Trial
-from flashgen.core.workload import Workload
+from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning import search as module
 from flashgen.tuning.lattice import FamilySpace, Lattice
 from flashgen.tuning.search import Proposal, Search
@@ -159,6 +160,21 @@ def test_misuse_is_refused() -> None:
     search.tell(proposal.config, outcome(proposal.config))
     with pytest.raises(TuningError, match="once"):
         search.tell(proposal.config, outcome(proposal.config))
+
+
+def test_neighbours_are_one_step_apart() -> None:
+    spec, device = Specialization.parse("fwd-bf16-d64-causal"), find_device("h200")
+    space = FamilySpace.of(FAMILIES[0], spec, device)
+    lattice, config = Lattice(space), default_config(spec, device)
+    found = lattice.neighbours(config)
+    assert len(found) > 3
+    assert config not in found
+    assert set(found) <= set(space.configs)
+    for other in found:
+        (knob,) = (knob for knob in space.knobs if other[knob.name] != config[knob.name])
+        step = abs(knob.values.index(other[knob.name]) - knob.values.index(config[knob.name]))
+        assert step == 1 or any(type(value) is not int for value in knob.values)
+    assert lattice.nearest(config, [*found, config]) == config
 
 
 def test_nearest_prefers_few_and_short_steps() -> None:
