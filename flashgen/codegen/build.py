@@ -31,10 +31,11 @@ class CompiledKernel:
     """A compiled kernel and what it takes of a multiprocessor.
 
     `registers` are per thread, `spills` are bytes of local memory per thread (0 is clean), `shared_bytes` are per
-    block. `handle` is Triton's own compiled kernel; nothing of it is loaded to a GPU before a launch.
+    block. `device` is what it was compiled for. `handle` is Triton's own compiled kernel; nothing of it is loaded to a GPU before a launch.
     """
 
     source: KernelSource
+    device: Device
     registers: int
     spills: int
     shared_bytes: int
@@ -63,7 +64,6 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     source = render(spec, config)
     row = family(config.family)
@@ -82,7 +82,7 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
     _find_writable_cache()
     started = time.perf_counter()
     try:
-        handle = triton.compile(ASTSource(kernel, signature, {}, aligned), target=target, options=flags)
+        handle = triton.compile(_ast(row.language)(kernel, signature, {}, aligned), target=target, options=flags)
     except Exception as error:  # Triton raises its own, LLVM's and ptxas' errors, without a common base
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BuildError(
@@ -92,6 +92,7 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
     used = inspect.resources(handle, device)
     return CompiledKernel(
         source=source,
+        device=device,
         registers=used.registers,
         spills=used.spills,
         shared_bytes=handle.metadata.shared,
@@ -99,6 +100,17 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
         compile_ms=elapsed_ms,
         handle=handle,
     )
+
+
+def _ast(language: str) -> Any:
+    """Triton's class for the source of a kernel in one of its two languages."""
+    if language == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 @functools.cache

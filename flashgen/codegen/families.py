@@ -26,13 +26,19 @@ def family(family_id: str) -> KernelFamily:
 
 
 def validate(config: Config) -> Config:
-    """`config` itself, once its family, knob names and values have been checked against the declared ones.
+    """`config`, once its family, knob names and values have been checked against the declared ones.
+
+    A knob with a default may be missing: the config is older than the knob and means that value.
 
     Raises:
         ConfigError: the family is unknown, a knob is missing or unknown, or a value is not declared.
     """
     declared = {knob.name: knob for knob in family(config.family).knobs}
     given = dict(config.knobs)
+    later = {knob.name: knob.default for knob in declared.values() if knob.default is not None}
+    if len(given) == len(config.knobs) and later.keys() - given.keys():
+        config = Config.of(config.family, {**later, **given})
+        given = dict(config.knobs)
     if len(given) != len(config.knobs) or given.keys() != declared.keys():
         raise ConfigError(f"a {config.family} config has the knobs {sorted(declared)}, got {sorted(given)}")
     for name, value in config.knobs:

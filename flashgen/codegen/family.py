@@ -12,11 +12,15 @@ from flashgen.core.workload import Specialization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One dimension of a search space: its values in order, so that neighbours are one step apart."""
+    """One dimension of a search space: its values in order, so that neighbours are one step apart.
+
+    `default` is for a knob that came later: configs that were stored before it existed mean this value.
+    """
 
     name: str
     values: tuple[KnobValue, ...]
     meaning: str
+    default: KnobValue | None = None
 
     def allows(self, value: KnobValue) -> bool:
         """Whether `value` is declared; True is not 1 here."""
@@ -43,7 +47,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
-    """What goes to the compiler beside the source; `maxnreg` 0 means no limit."""
+    """What goes to the compiler beside the source; `maxnreg` 0 means no limit.
+
+    `num_warps` are those of the launch's first partition: a warp-specialised Gluon kernel adds its own.
+    """
 
     num_warps: int
     num_stages: int
@@ -63,7 +70,8 @@ class KernelFamily:
         values: what the template needs beside the parameters, by name.
         parameters: the run-time parameters, in order.
         options: what the compiler is told.
-        programs: the number of programs of a launch for (config, batch, nheads, seqlen_q).
+        programs: the number of programs of a launch for (config, device, batch, nheads, seqlen_q).
+        language: "triton" or "gluon", the language of the template.
     """
 
     id: str
@@ -77,4 +85,5 @@ class KernelFamily:
     values: Callable[[Specialization, Config], dict[str, object]]
     parameters: Callable[[Specialization, Config], tuple[Parameter, ...]]
     options: Callable[[Config], CompileOptions]
-    programs: Callable[[Config, int, int, int], int]
+    programs: Callable[[Config, Device, int, int, int], int]
+    language: str = "triton"

@@ -297,7 +297,7 @@ def _options(config: Config) -> CompileOptions:
     )
 
 
-def _programs(config: Config, batch: int, nheads: int, seqlen_q: int) -> int:
+def _programs(config: Config, device: Device, batch: int, nheads: int, seqlen_q: int) -> int:
     return -(-seqlen_q // config.integer("block_m")) * batch * nheads
 
 

@@ -6,9 +6,13 @@ import re
 from dataclasses import dataclass, fields, replace
 
 from flashgen.core.errors import WorkloadError
+from flashgen.core.score_mods import ScoreMods
 
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of one element, by the dtype names used in keys and databases."""
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
+"""Bytes of one element, by the dtype names used in keys and databases; tf32 is fp32 data in products of TF32."""
+
+BROADCASTS = ("", "full", "keys")
+"""Kinds of a bias or a mask: none; one value for every query and key; one for every key, the same for all queries."""
 
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
@@ -23,7 +27,8 @@ class Workload:
     Shapes are `q (batch, nheads, seqlen_q, head_dim)`, `k (batch, nheads_k, seqlen_k, head_dim)` and
     `v (batch, nheads_k, seqlen_k, head_dim_v)`. The causal mask is aligned to the bottom right: key j is
     visible to query i iff `j <= i + seqlen_k - seqlen_q`. The softmax scale is an argument of a call,
-    not part of its identity.
+    not part of its identity, and so are the values of softcap, slopes, sinks, bias and mask. `bias` and `mask` name
+    a kind: "full" has a value for every query and key, "keys" one for every key alone (broadcast over the queries).
 
     Raises:
         WorkloadError: a field breaks a rule; the message names the rule and the value.
@@ -44,8 +49,8 @@ class Workload:
     softcap: bool = False
     alibi: bool = False
     sink: bool = False
-    bias: bool = False
-    mask: bool = False
+    bias: str = ""
+    mask: str = ""
     varlen: bool = False
     page_size: int | None = None
 
@@ -67,8 +72,7 @@ class Workload:
         for prefix, value in (("wl", self.window_left), ("wr", self.window_right), ("page", self.page_size)):
             if value is not None:
                 parts.append(f"{prefix}{value}")
-        parts += [name for name in FLAGS if getattr(self, name)]
-        return "-".join(parts)
+        return "-".join([*parts, *_flags(self)])
 
     @classmethod
     def parse(cls, text: str) -> Workload:
@@ -132,7 +136,16 @@ class Workload:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-FLAGS = ("causal", "softcap", "alibi", "sink", "bias", "mask", "varlen")
+FLAGS = ("causal", "softcap", "alibi", "sink", "varlen")
+KINDS = {"bias": ("bias", "full"), "keybias": ("bias", "keys"), "mask": ("mask", "full"), "keymask": ("mask", "keys")}
+"""Tokens of a key that name the kind of a bias or a mask."""
+
+
+def _flags(value: Workload | Specialization) -> list[str]:
+    """The tokens of a key for what is there or not, in one order."""
+    found = [name for name in FLAGS[:-1] if getattr(value, name)]
+    found += [token for token, (field, kind) in KINDS.items() if getattr(value, field) == kind]
+    return found + (["varlen"] if value.varlen else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +153,10 @@ class Specialization:
     """What is compiled into a kernel; everything else of a `Workload` is a run-time argument.
 
     Equal specialization and `Config` give byte-identical source and one binary. `aligned16` promises that every
-    pointer and every stride is a multiple of 16 bytes; `offset_tensor` says that the query offset is read from an
-    int32 device tensor of shape (batch,) instead of an integer argument.
+    pointer and every stride of q, k, v and out is a multiple of 16 bytes; `offset_tensor` says that the query offset is
+    read from an int32 device tensor of shape (batch,) instead of an integer argument. `aligned_scores` promises that
+    bias and mask are contiguous along the keys, with every other stride a multiple of 16 bytes. `bias_dtype` and
+    `sink_dtype` are empty where they are usual: that of q for a bias, fp32 for sinks. `mods` is the user's own code.
     """
 
     direction: str
@@ -153,36 +168,64 @@ class Specialization:
     softcap: bool = False
     alibi: bool = False
     sink: bool = False
-    bias: bool = False
-    mask: bool = False
+    bias: str = ""
+    mask: str = ""
     varlen: bool = False
     page_size: int | None = None
     aligned16: bool = True
+    aligned_scores: bool = True
     offset_tensor: bool = False
+    bias_dtype: str = ""
+    sink_dtype: str = ""
+    mods: ScoreMods | None = None
+
+    def __post_init__(self) -> None:
+        storage = "fp32" if self.dtype == "tf32" else self.dtype
+        if not self.bias or self.bias_dtype == storage:
+            object.__setattr__(self, "bias_dtype", "")
+        if not self.sink or self.sink_dtype == "fp32":
+            object.__setattr__(self, "sink_dtype", "")
+        if not (self.bias or self.mask):
+            object.__setattr__(self, "aligned_scores", True)
 
     @classmethod
-    def of(cls, workload: Workload, *, aligned16: bool = True, offset_tensor: bool = False) -> Specialization:
+    def of(
+        cls,
+        workload: Workload,
+        *,
+        aligned16: bool = True,
+        aligned_scores: bool = True,
+        offset_tensor: bool = False,
+        bias_dtype: str = "",
+        sink_dtype: str = "",
+        mods: ScoreMods | None = None,
+    ) -> Specialization:
         """The specialization that serves `workload`."""
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(workload)}
         window = workload.window_left is not None or workload.window_right is not None
         values = {name: getattr(workload, name) for name in shared}
-        return cls(**values, window=window, aligned16=aligned16, offset_tensor=offset_tensor)
+        return cls(
+            **values,
+            window=window,
+            aligned16=aligned16,
+            aligned_scores=aligned_scores,
+            offset_tensor=offset_tensor,
+            bias_dtype=bias_dtype,
+            sink_dtype=sink_dtype,
+            mods=mods,
+        )
 
     @classmethod
     def parse(cls, text: str) -> Specialization:
         """Read a `key` back.
 
         Raises:
-            WorkloadError: a token is unknown, or the direction, dtype or head_dim is missing.
+            WorkloadError: a token is unknown, or the direction, dtype or head_dim is missing. A user's score function
+            is named by its digest only and cannot be read back.
         """
         values: dict[str, object] = {}
         for token in text.strip().split("-"):
-            if token in ("window", "unaligned", "offset"):
-                values |= {"window": {"window": True}, "unaligned": {"aligned16": False}}.get(
-                    token, {"offset_tensor": True}
-                )
-            else:
-                values |= _token(token, text)
+            values |= _VARIANTS[token] if token in _VARIANTS else _token(token, text)
         values.setdefault("head_dim_v", values.get("head_dim"))
         known = {f.name for f in fields(cls)}
         missing = [name for name in ("direction", "dtype", "head_dim") if name not in values]
@@ -199,13 +242,29 @@ class Specialization:
             parts.append(f"dv{self.head_dim_v}")
         if self.page_size is not None:
             parts.append(f"page{self.page_size}")
-        return "-".join(parts + [name for name in (*FLAGS, "window") if getattr(self, name)])
+        return "-".join([*parts, *_flags(self), *(["window"] if self.window else [])])
 
     @property
     def key(self) -> str:
-        """`family_key` and, where they differ from the usual, the alignment and the kind of query offset."""
-        extra = ("" if self.aligned16 else "-unaligned") + ("-offset" if self.offset_tensor else "")
-        return self.family_key + extra
+        """`family_key` and, where they differ from the usual, alignments, dtypes, kind of offset, digests of user code."""
+        parts = [self.family_key]
+        parts += [token for token, value in _VARIANTS.items() if token != "window" and _has(self, value)]
+        return "-".join(parts + ([self.mods.key] if self.mods else []))
+
+
+# tokens of a specialization's key that a workload's key does not have
+_VARIANTS: dict[str, dict[str, object]] = {
+    "window": {"window": True},
+    "unaligned": {"aligned16": False},
+    "scattered": {"aligned_scores": False},
+    "offset": {"offset_tensor": True},
+    **{f"bias_{dtype}": {"bias_dtype": dtype} for dtype in ("bf16", "fp16", "fp32")},
+    **{f"sink_{dtype}": {"sink_dtype": dtype} for dtype in ("bf16", "fp16")},
+}
+
+
+def _has(spec: Specialization, values: dict[str, object]) -> bool:
+    return all(getattr(spec, name) == value for name, value in values.items())
 
 
 _INT_TOKENS = {
@@ -230,10 +289,12 @@ def _token(token: str, text: str) -> dict[str, object]:
         return {"dtype": token}
     if token in FLAGS:
         return {token: True}
+    if token in KINDS:
+        return dict([KINDS[token]])
     match = re.fullmatch(r"([a-z]+)(\d+)", token)
     if match and match[1] in _INT_TOKENS:
         return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2]))
-    known = ", ".join([*DIRECTIONS, *DTYPE_BYTES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS])
+    known = ", ".join([*DIRECTIONS, *DTYPE_BYTES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS])
     raise WorkloadError(f"a shape is made of the tokens {known}; {text!r} has {token!r}")
 
 
@@ -270,6 +331,9 @@ def _check(w: Workload) -> None:
         width = getattr(w, name)
         if width is not None and width < 0:
             raise WorkloadError(f"{name} is None (unlimited) or at least 0, got {width}")
+    for name in ("bias", "mask"):
+        if getattr(w, name) not in BROADCASTS:
+            raise WorkloadError(f'{name} is "full", "keys" or empty, got {getattr(w, name)!r}')
     if w.page_size is not None and w.page_size < 1:
         raise WorkloadError(f"page_size must be at least 1, got {w.page_size}")
 

@@ -68,7 +68,7 @@ class DriverPlan:
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         batch, nheads, seqlen_q, _ = geometry.q_shape
         self._config = driver.LaunchConfig(
-            grid_x=row.programs(config, batch, nheads, seqlen_q),
+            grid_x=row.programs(config, compiled.device, batch, nheads, seqlen_q),
             grid_y=1,
             grid_z=1,
             block_x=metadata.num_warps * 32,

@@ -125,7 +125,8 @@ class TritonPlan:
     ) -> None:
         row = family(config.family)
         batch, nheads, seqlen_q, _ = geometry.q_shape
-        self._runner = compiled.handle[(row.programs(config, batch, nheads, seqlen_q), 1, 1)]
+        programs = row.programs(config, compiled.device, batch, nheads, seqlen_q)
+        self._runner = compiled.handle[(programs, 1, 1)]
         self._parameters = row.parameters(spec, config)
         self._geometry = geometry
         self._device_index = device_index

@@ -69,6 +69,7 @@ def test_occupancy_is_limited_by_each_resource() -> None:
         source = KernelSource(entry="k", text="")
         return CompiledKernel(
             source=source,
+            device=device,
             registers=registers,
             spills=0,
             shared_bytes=shared,
