@@ -40,7 +40,7 @@ class ScoreMods:
     Attributes:
         score_mod: `score_mod(score, b, h, q_idx, k_idx, *aux)` gives the score that takes part in the softmax.
         mask_mod: `mask_mod(b, h, q_idx, k_idx, *aux)` is true where a key is visible.
-        aux: Triton element types (`fp32`, `i32` ...) of the tensors that both get as pointers after their own arguments.
+        aux: Triton element types (`fp32`, `i32` ...) of the tensors that both get as pointers, last.
         block_mask: whether the kernel walks the blocks of a block mask instead of all keys.
     """
 

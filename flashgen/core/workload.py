@@ -246,7 +246,7 @@ class Specialization:
 
     @property
     def key(self) -> str:
-        """`family_key` and, where they differ from the usual, alignments, dtypes, kind of offset, digests of user code."""
+        """`family_key`; then what differs from the usual: alignments, dtypes, kind of offset, digests of user code."""
         parts = [self.family_key]
         parts += [token for token, value in _VARIANTS.items() if token != "window" and _has(self, value)]
         return "-".join(parts + ([self.mods.key] if self.mods else []))
@@ -314,19 +314,23 @@ def _canonical_window(workload: Workload) -> None:
             object.__setattr__(workload, side, None)
 
 
+_LEAST = {"batch": 0, "nheads": 1, "nheads_k": 1, "seqlen_q": 0, "seqlen_k": 0, "head_dim": 1, "head_dim_v": 1}
+
+
 def _check(w: Workload) -> None:
     if w.direction not in DIRECTIONS.values():
         raise WorkloadError(f"direction is forward or backward, got {w.direction!r}")
     if w.dtype not in DTYPE_BYTES:
         raise WorkloadError(f"dtype is one of {', '.join(DTYPE_BYTES)}, got {w.dtype!r}")
-    for name, least in (("batch", 0), ("nheads", 1), ("nheads_k", 1), ("seqlen_q", 0), ("seqlen_k", 0)):
+    for name, least in _LEAST.items():
         if getattr(w, name) < least:
             raise WorkloadError(f"{name} must be at least {least}, got {getattr(w, name)}")
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(w, name) < 1:
-            raise WorkloadError(f"{name} must be at least 1, got {getattr(w, name)}")
     if w.nheads % w.nheads_k:
         raise WorkloadError(f"nheads must be a multiple of nheads_k, got {w.nheads} and {w.nheads_k}")
+    _check_features(w)
+
+
+def _check_features(w: Workload) -> None:
     for name in ("window_left", "window_right"):
         width = getattr(w, name)
         if width is not None and width < 0:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashgen.core.errors import WorkloadError
-from flashgen.core.workload import Specialization, Workload
+from flashgen.core.workload import BROADCASTS, DTYPE_BYTES, Specialization, Workload
 
 small = st.integers(0, 9)
 window = st.none() | st.integers(0, 6)
@@ -45,10 +45,24 @@ def test_visible_pairs_are_counted_pair_by_pair(
     dv=st.sampled_from([64, 128]),
     causal=st.booleans(),
     left=window,
-    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+    dtype=st.sampled_from(sorted(DTYPE_BYTES)),
+    bias=st.sampled_from(BROADCASTS),
+    mask=st.sampled_from(BROADCASTS),
+    flags=st.sets(st.sampled_from(["softcap", "alibi", "sink", "varlen"])),
 )
 def test_a_key_is_read_back(
-    batch: int, group: int, nheads_k: int, sq: int, sk: int, dv: int, causal: bool, left: int | None, dtype: str
+    batch: int,
+    group: int,
+    nheads_k: int,
+    sq: int,
+    sk: int,
+    dv: int,
+    causal: bool,
+    left: int | None,
+    dtype: str,
+    bias: str,
+    mask: str,
+    flags: set[str],
 ) -> None:
     work = Workload(
         dtype=dtype,
@@ -61,6 +75,9 @@ def test_a_key_is_read_back(
         head_dim_v=dv,
         causal=causal,
         window_left=left,
+        bias=bias,
+        mask=mask,
+        **dict.fromkeys(flags, True),
     )
     assert Workload.parse(work.key) == work
     assert Specialization.parse(work.specialization.key) == work.specialization
@@ -89,6 +106,9 @@ def test_a_window_that_hides_nothing_is_no_window() -> None:
         ("b1-h4-s8-d64-cuasal", "'cuasal'"),
         ("b1-h0-s8-d64", "nheads must be at least 1, got 0"),
         ("b1-h1-s8-d0", "head_dim must be at least 1, got 0"),
+        ("b1-h1-s8-d64-bias-keybias", "'keybias' repeats bias"),
+        ("b1-h1-s8-d64-keymask-mask", "'mask' repeats mask"),
+        ("b1-h1-s8-d64-biases", "keybias, mask, keymask; .* has 'biases'"),
         ("b1-h1-s8-d64-page0", "page_size must be at least 1, got 0"),
     ],
 )
@@ -110,3 +130,57 @@ def test_what_is_compiled_in_does_not_depend_on_sizes() -> None:
     unaligned = Specialization.of(one, aligned16=False, offset_tensor=True)
     assert unaligned.key == "fwd-bf16-d64-causal-unaligned-offset"
     assert unaligned.family_key == one.specialization.family_key
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(WorkloadError, match='"full", "keys" or empty, got \'rows\''):
+        Workload(batch=1, nheads=1, seqlen_q=8, head_dim=64, bias="rows")
+    with pytest.raises(WorkloadError, match=r"mask is .* got True"):
+        Workload(batch=1, nheads=1, seqlen_q=8, head_dim=64, mask=True)  # type: ignore[arg-type]
+    with pytest.raises(WorkloadError, match=r"window_left is None .* got -1"):
+        Workload(batch=1, nheads=1, seqlen_q=8, head_dim=64, window_left=-1)
+
+
+def test_kinds_of_bias_and_mask_have_their_tokens() -> None:
+    work = Workload.parse("b1-h2-s64-d64-softcap-alibi-sink-keybias-mask")
+    assert (work.bias, work.mask) == ("keys", "full")
+    assert work.key == "fwd-bf16-b1-h2-hk2-sq64-sk64-d64-softcap-alibi-sink-keybias-mask"
+    assert Workload.parse("b1-h2-s64-d64-bias-keymask").specialization.key == "fwd-bf16-d64-bias-keymask"
+
+
+def test_tf32_is_fp32_in_memory() -> None:
+    tf32, fp32 = Workload.parse("tf32-b1-h2-s64-d64"), Workload.parse("fp32-b1-h2-s64-d64")
+    assert tf32.bytes == fp32.bytes
+    assert tf32.specialization != fp32.specialization
+
+
+def test_only_unusual_variants_are_in_a_specialization_and_its_key() -> None:
+    biased, sunk = Workload.parse("b1-h2-s64-d64-bias"), Workload.parse("b1-h2-s64-d64-sink")
+    plain = Workload.parse("b1-h2-s64-d64")
+    assert Specialization.of(biased, bias_dtype="bf16") == biased.specialization
+    assert Specialization.of(biased, bias_dtype="fp32").key == "fwd-bf16-d64-bias-bias_fp32"
+    assert Specialization.of(biased, aligned_scores=False).key == "fwd-bf16-d64-bias-scattered"
+    assert Specialization.of(sunk, sink_dtype="fp32") == sunk.specialization
+    assert Specialization.of(sunk, sink_dtype="bf16").key == "fwd-bf16-d64-sink-sink_bf16"
+    nothing = Specialization.of(plain, bias_dtype="fp32", sink_dtype="fp16", aligned_scores=False)
+    assert nothing == plain.specialization
+    tf32 = Workload.parse("tf32-b1-h2-s64-d64-bias")
+    assert Specialization.of(tf32, bias_dtype="fp32") == tf32.specialization
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "fwd-bf16-d128-causal-window",
+        "fwd-tf32-d72-keybias-keymask-window-unaligned-scattered-offset-bias_bf16",
+        "fwd-fp16-d192-dv128-causal-sink-mask-scattered-sink_bf16",
+        "bwd-bf16-d64-page16-softcap-alibi-varlen",
+    ],
+)
+def test_a_specialization_key_is_read_back(key: str) -> None:
+    assert Specialization.parse(key).key == key
+
+
+def test_every_variant_of_a_class_shares_its_records() -> None:
+    spec = Specialization.parse("fwd-bf16-d64-sink-bias-window-unaligned-scattered-offset-bias_fp32-sink_bf16")
+    assert spec.family_key == "fwd-bf16-d64-sink-bias-window"
