@@ -7,7 +7,7 @@ alone: no database, file or network message ever carries it, only its digest.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flashgen.core.errors import WorkloadError
 
@@ -16,10 +16,14 @@ DIGEST_LENGTH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFunction:
-    """One function in Triton's language: its name and its source, which starts with `def` and ends with a newline."""
+    """One function in Triton's language: its name and its source, which starts with `def` and ends with a newline.
+
+    `label` is what the user calls it: for people, no part of its identity.
+    """
 
     name: str
     source: str
+    label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -54,6 +58,14 @@ class ScoreMods:
             raise WorkloadError("score modifications have a score_mod or a mask_mod, got neither")
         if self.block_mask and self.mask_mod is None:
             raise WorkloadError("a block mask belongs to a mask_mod, got none")
+
+    @property
+    def title(self) -> str:
+        """What `explain` shows, e.g. `score_mod alibi (1f3a9c0b), mask_mod document (77aa0012), aux i32`."""
+        functions = (("score_mod", self.score_mod), ("mask_mod", self.mask_mod))
+        parts = [f"{kind} {f.label or f.name} ({f.digest})" for kind, f in functions if f]
+        parts += [f"aux {' '.join(self.aux)}"] if self.aux else []
+        return ", ".join(parts + (["block mask"] if self.block_mask else []))
 
     @property
     def key(self) -> str:
