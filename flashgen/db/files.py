@@ -159,6 +159,8 @@ def _become_writer(connection: sqlite3.Connection) -> None:
 
 def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
     """Create or migrate in one transaction, so that a killed process leaves the old file and a second one waits."""
+    # a changed table is dropped and made again, which SQLite would refuse while rows of other tables point to its rows
+    connection.execute("PRAGMA foreign_keys = OFF").close()
     engine = sa.create_engine("sqlite://", creator=lambda: connection, poolclass=sa.pool.StaticPool)
     with engine.connect() as bound:
         bound.exec_driver_sql("BEGIN IMMEDIATE")

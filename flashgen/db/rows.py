@@ -21,7 +21,7 @@ from flashgen.core.workload import Workload
 from flashgen.db.schema import AnchorRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
 
 Validate = Callable[[Config], Config]
-"""Returns the config it was given, or raises ConfigError (see `flashgen.codegen.families.validate`)."""
+"""Returns the config, with the knobs its family got since, or raises ConfigError (`codegen.families.validate`)."""
 
 MAX_TEXT = 16384
 """Characters of one stored text; longer than any real one, short enough to refuse a flood before it is parsed."""
@@ -82,18 +82,18 @@ def trial_row(trial: Trial, workload: WorkloadRow, device: DeviceRow) -> TrialRo
     )
 
 
-def check_record(record: TuningRecord, validate: Validate) -> None:
-    """Refuse a record that could not be read back.
+def checked_record(record: TuningRecord, validate: Validate) -> TuningRecord:
+    """The record as it would be read back: its config has every knob of its family.
 
     Raises:
         FlashgenError: it breaks a rule that every row must pass when it is read.
     """
-    record_of(record_row(record, workload_row(record.workload), device_row(record.device)), validate)
+    return record_of(record_row(record, workload_row(record.workload), device_row(record.device)), validate)
 
 
-def check_trial(trial: Trial, validate: Validate) -> None:
-    """Refuse a trial that could not be read back, as `check_record` does."""
-    trial_of(trial_row(trial, workload_row(trial.workload), device_row(trial.device)), validate)
+def checked_trial(trial: Trial, validate: Validate) -> Trial:
+    """The trial as it would be read back, as `checked_record` does."""
+    return trial_of(trial_row(trial, workload_row(trial.workload), device_row(trial.device)), validate)
 
 
 def device_of(row: DeviceRow) -> Device:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 APPLICATION_ID = 0x464C474E
 """`FLGN` in the header of every file of ours (PRAGMA application_id): tells a foreign SQLite file at once."""
 
-SCHEMA_VERSION = "0001"
+SCHEMA_VERSION = "0002"
 """The newest revision in `migrations/versions`; revisions are four digits and compare as numbers."""
 
 
@@ -78,8 +78,8 @@ class WorkloadRow(Base):
     softcap: Mapped[bool]
     alibi: Mapped[bool]
     sink: Mapped[bool]
-    bias: Mapped[bool]
-    mask: Mapped[bool]
+    bias: Mapped[str]
+    mask: Mapped[str]
     varlen: Mapped[bool]
     page_size: Mapped[int | None]
 

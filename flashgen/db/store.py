@@ -95,9 +95,7 @@ class Store:
         Raises:
             FlashgenError: as `put_record`; nothing was changed.
         """
-        new = list(records)
-        for record in new:
-            rows.check_record(record, self.validate)
+        new = [rows.checked_record(record, self.validate) for record in records]
         return self._run(lambda session: writing.merge_records(session, new, wins, self.validate), write=True)
 
     def put_trial(self, trial: Trial) -> None:
@@ -107,8 +105,8 @@ class Store:
             FlashgenError: it breaks a rule that it would have to pass when read back, its config's knobs included.
             DatabaseError: the file cannot be written.
         """
-        rows.check_trial(trial, self.validate)
-        self._run(lambda session: writing.replace_trial(session, trial), write=True)
+        checked = rows.checked_trial(trial, self.validate)
+        self._run(lambda session: writing.replace_trial(session, checked), write=True)
 
     def forget_trials(self, workload: Workload, device: Device) -> int:
         """Delete the trials of a workload on a device, so that a search starts afresh; how many there were."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from flashgen.codegen.families import default_config
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.errors import ConfigError, WorkloadError
+from flashgen.core.settings import settings
+from flashgen.db.store import Store
 from tests.cli.conftest import Invoke
-from tests.db.samples import CAUSAL, CONFIG, H200, WIDE
+from tests.db.samples import CAUSAL, CONFIG, H200, MEASURED, OLD_CONFIG, WIDE
 
 SHAPE = "b4-h32-hk8-s4096-d128-causal"
 SMALL = "portable_forward:block_m=64,block_n=32,num_warps=4,num_stages=2,loads=pointer"
@@ -26,6 +29,17 @@ def test_render_prints_the_kernel_that_would_serve(invoke: Invoke, tuned: Path) 
     ampere = find_device("a100")
     default = render(CAUSAL.specialization, default_config(CAUSAL.specialization, ampere)).text
     assert invoke("render", SHAPE, "--target", "a100").stdout == default
+
+
+def test_a_record_older_than_a_knob_serves(invoke: Invoke) -> None:
+    """Written by hand, as a flashgen without the later knobs stored it."""
+    path = settings().db_layers[0]
+    with Store.open(path, validate=lambda config: config) as store:
+        store.put_record(replace(MEASURED, config=OLD_CONFIG))
+    explained = invoke("explain", SHAPE, "--target", "h200").stdout
+    assert str(path) in explained
+    assert str(CONFIG) in explained
+    assert invoke("render", SHAPE, "--target", "h200").stdout == render(CAUSAL.specialization, CONFIG).text
 
 
 def test_the_command_in_a_kernel_prints_that_kernel(invoke: Invoke) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashgen.codegen.families import validate
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord, Versions
@@ -15,19 +16,18 @@ RTX_4090 = find_device("rtx 4090")
 CAUSAL = Workload.parse("b4-h32-hk8-s4096-d128-causal")
 SHORT = CAUSAL.with_shape(seqlen_q=512, seqlen_k=512)
 WIDE = Workload.parse("b2-h16-s2048-d256")
-CONFIG = Config.of(
-    "portable_forward",
-    {
-        "block_m": 128,
-        "block_n": 128,
-        "num_warps": 8,
-        "num_stages": 3,
-        "loads": "descriptor",
-        "maxnreg": 0,
-        "heads_per_group": 8,
-        "heavy_first": True,
-    },
-)
+FIRST_KNOBS: dict[str, int | str | bool] = {
+    "block_m": 128,
+    "block_n": 128,
+    "num_warps": 8,
+    "num_stages": 3,
+    "loads": "descriptor",
+    "maxnreg": 0,
+    "heads_per_group": 8,
+    "heavy_first": True,
+}
+OLD_CONFIG = Config.of("portable_forward", FIRST_KNOBS)
+CONFIG = validate(OLD_CONFIG)  # with the knobs that came later
 
 MEASURED = TuningRecord(
     workload=CAUSAL,

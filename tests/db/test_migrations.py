@@ -5,23 +5,32 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import textwrap
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config as AlembicConfig
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
+from flashgen.core.config import Config
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.settings import settings
 from flashgen.db import files
 from flashgen.db.layers import Layers
 from flashgen.db.schema import SCHEMA_VERSION, Base
 from flashgen.db.store import Store
-from tests.db.samples import CAUSAL, FAILED, H200, MEASURED, PREDICTED, TRIAL
+from tests.db.samples import CAUSAL, FAILED, FIRST_KNOBS, H200, MEASURED, PREDICTED, TRIAL
 
 DATA = Path(__file__).parent / "data"
 OLD_FILES = sorted(DATA.glob("schema_*.sqlite3"))
+
+V = TypeVar("V", TuningRecord, Trial)
 
 
 def structure(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
@@ -66,11 +75,98 @@ def test_the_file_of_every_schema_version_still_opens(old: Path, how: dict[str, 
     path = tmp_path / old.name
     shutil.copyfile(old, path)
     # the knobs that a family declares may change; this is about the tables
-    with Store.open(path, **how, validate=lambda config: config) as store:
-        assert store.records() == [MEASURED, PREDICTED]
-        assert store.trials(CAUSAL, H200) == [TRIAL, FAILED]
+    with Store.open(path, **how, validate=first_knobs) as store:
+        assert store.records() == [with_first_knobs(record) for record in (MEASURED, PREDICTED)]
+        assert store.trials(CAUSAL, H200) == [with_first_knobs(trial) for trial in (TRIAL, FAILED)]
     if how:
         assert path.read_bytes() == old.read_bytes()
+
+
+def first_knobs(config: Config) -> Config:
+    return Config.of(config.family, {name: value for name, value in config.knobs if name in FIRST_KNOBS})
+
+
+def with_first_knobs(value: V) -> V:
+    return replace(value, config=first_knobs(value.config))
+
+
+# --- 0002: bias and mask are kinds ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def yes_and_no(tmp_path: Path) -> Path:
+    """A file of schema 0001 whose only workload has a bias and a mask."""
+    path = tmp_path / "yes_and_no.sqlite3"
+    shutil.copyfile(DATA / "schema_0001.sqlite3", path)
+    workload = replace(CAUSAL, bias="full", mask="full")
+    connection = sqlite3.connect(path)
+    names = (workload.key, workload.specialization.family_key)
+    connection.execute("UPDATE workloads SET bias = 1, mask = 1, key = ?, specialization = ?", names)
+    connection.commit()
+    connection.close()
+    return path
+
+
+@pytest.mark.parametrize("how", [{}, {"read_only": True}, {"shipped": True}], ids=["write", "read", "shipped"])
+def test_a_bias_that_was_there_or_not_has_a_value_for_every_pair(yes_and_no: Path, how: dict[str, bool]) -> None:
+    with Store.open(yes_and_no, **how) as store:
+        assert store.workloads() == [replace(CAUSAL, bias="full", mask="full")]
+        assert [record.provenance for record in store.records()] == ["measured", "predicted"]
+        assert len(store.records()[0].anchors) == 2
+
+
+def test_what_was_no_yes_or_no_stays_for_the_checks_of_a_row(yes_and_no: Path) -> None:
+    connection = sqlite3.connect(yes_and_no)
+    connection.execute("UPDATE workloads SET bias = 7, mask = x'00'")
+    connection.commit()
+    connection.close()
+    with Store.open(yes_and_no) as store, pytest.warns(UserWarning, match="is ignored"):
+        assert store.records() == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DROP TABLE workloads",
+        "ALTER TABLE workloads DROP COLUMN mask",
+        "ALTER TABLE workloads RENAME TO work",
+    ],
+)
+def test_an_older_file_without_its_tables_is_refused_by_name(yes_and_no: Path, statement: str) -> None:
+    connection = sqlite3.connect(yes_and_no)
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+    with pytest.raises(DatabaseError, match="yes_and_no"):
+        Store.open(yes_and_no)
+    with pytest.warns(UserWarning, match=r"yes_and_no.sqlite3 is not used"), Layers.open([yes_and_no]) as layers:
+        assert str(yes_and_no) not in [layer.name for layer in layers.layers]
+
+
+def test_rows_that_point_nowhere_do_not_stop_a_migration(yes_and_no: Path) -> None:
+    connection = sqlite3.connect(yes_and_no)
+    connection.execute("UPDATE records SET workload_id = 999 WHERE provenance = 'predicted'")
+    connection.commit()
+    connection.close()
+    with Store.open(yes_and_no) as store, pytest.warns(UserWarning, match="point to its workload"):
+        assert [record.provenance for record in store.records()] == ["measured"]
+
+
+def test_a_migration_can_be_taken_back(yes_and_no: Path) -> None:
+    old = sqlite3.connect(yes_and_no)
+    before = structure(old), old.execute("SELECT * FROM workloads").fetchall()
+    old.close()
+    engine = sa.create_engine(f"sqlite:///{yes_and_no}")
+    config = AlembicConfig()
+    config.set_main_option("script_location", str(files.MIGRATIONS))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0002")
+        command.downgrade(config, "0001")
+    engine.dispose()
+    old = sqlite3.connect(yes_and_no)
+    assert (structure(old), old.execute("SELECT * FROM workloads").fetchall()) == before
+    old.close()
 
 
 # --- a schema version that does not exist yet ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flashgen.core.config import Config
 from flashgen.core.errors import ConfigError, DatabaseError
 from flashgen.core.record import Anchor
-from flashgen.core.workload import Workload
+from flashgen.core.workload import BROADCASTS, DTYPE_BYTES, Workload
 from flashgen.db.schema import APPLICATION_ID, SCHEMA_VERSION
 from flashgen.db.store import Store
 from tests.db.samples import (
@@ -169,7 +169,7 @@ def test_any_workload_survives_the_round_trip(data: st.DataObject) -> None:
     optional = st.none() | st.integers(0, 4096)
     workload = Workload(
         direction=data.draw(st.sampled_from(("forward", "backward"))),
-        dtype=data.draw(st.sampled_from(("bf16", "fp16", "fp32"))),
+        dtype=data.draw(st.sampled_from(sorted(DTYPE_BYTES))),
         batch=data.draw(st.integers(0, 1024)),
         nheads=8 * data.draw(st.integers(1, 16)),
         nheads_k=data.draw(st.sampled_from((1, 2, 4, 8))),
@@ -180,7 +180,9 @@ def test_any_workload_survives_the_round_trip(data: st.DataObject) -> None:
         window_left=data.draw(optional),
         window_right=data.draw(optional),
         page_size=data.draw(st.none() | st.integers(1, 256)),
-        **{name: data.draw(st.booleans()) for name in ("causal", "softcap", "alibi", "sink", "bias", "mask", "varlen")},
+        bias=data.draw(st.sampled_from(BROADCASTS)),
+        mask=data.draw(st.sampled_from(BROADCASTS)),
+        **{name: data.draw(st.booleans()) for name in ("causal", "softcap", "alibi", "sink", "varlen")},
     )
     with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder) / "x.sqlite3") as store:
         store.put_record(replace(MEASURED, workload=workload))
@@ -236,7 +238,7 @@ def test_a_foreign_database_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_a_newer_schema_is_refused_by_name(store: Store, path: Path) -> None:
     execute(path, "UPDATE alembic_version SET version_num = '0999'")
     store.close()
-    refused(path, "up to schema 0001.*has schema 0999.*upgrade flashgen")
+    refused(path, f"up to schema {SCHEMA_VERSION}.*has schema 0999.*upgrade flashgen")
 
 
 @pytest.mark.parametrize(
