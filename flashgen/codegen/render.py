@@ -45,22 +45,29 @@ def render(spec: Specialization, config: Config) -> KernelSource:
     """
     row = family(validate(config).family)
     parameters = row.parameters(spec, config)
-    try:
-        text = (
-            _environment()
-            .get_template(row.template)
-            .render(
-                entry=row.id,
-                title=row.title,
-                command=render_command(spec, config),
-                parameters=[parameter.name for parameter in parameters],
-                do_not_specialize=[parameter.name for parameter in parameters if parameter.is_integer],
-                **row.values(spec, config),
-            )
-        )
-    except jinja2.TemplateError as error:
-        raise BuildError(f"template {row.template} did not render for {spec.key}, {config}: {error}") from error
+    text = render_template(
+        row.template,
+        f"{spec.key}, {config}",
+        entry=row.id,
+        title=row.title,
+        command=render_command(spec, config),
+        parameters=[parameter.name for parameter in parameters],
+        do_not_specialize=[parameter.name for parameter in parameters if parameter.is_integer],
+        **row.values(spec, config),
+    )
     return KernelSource(entry=row.id, text=text)
+
+
+def render_template(template: str, purpose: str, **values: object) -> str:
+    """The text of a template with these values; `purpose` is for the message of an error.
+
+    Raises:
+        BuildError: the template is missing, or needs a value that is not given.
+    """
+    try:
+        return _environment().get_template(template).render(**values)
+    except jinja2.TemplateError as error:
+        raise BuildError(f"template {template} did not render for {purpose}: {error}") from error
 
 
 def render_command(spec: Specialization, config: Config) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from flashgen.core.errors import WorkloadError
 
 DIGEST_LENGTH = 8
+MASK_BLOCK = 128
+"""Query rows and keys of one block of a block mask (FlexAttention's default); the tiles of a kernel divide it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

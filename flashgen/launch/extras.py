@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 import torch
 
 ALIGNMENT_BYTES = 16
+"""What the copy engine demands of base addresses and strides, and the widest load of a thread."""
+
+MAX_OFFSET = 1 << 28
+"""Query offsets reach this far to both sides, so that sums with lengths and windows stay within 32 bits."""
+
 Shape4 = tuple[int, int, int, int]
 
 
@@ -16,7 +21,8 @@ class BlockMask:
 
     Shapes are (batch or 1, nheads or 1, query blocks) for counts and the same with (key blocks) for indices, int32 on
     the device. `full_*` lists blocks in which every key is visible to every query, `partial_*` all other blocks with a
-    visible key. `seqlen_q` and `seqlen_k` are the lengths it was built for.
+    visible key. `seqlen_q` and `seqlen_k` are the lengths it was built for, `mask_mod` is the digest of the function it
+    was built from ("" where it was made by hand).
     """
 
     partial_counts: torch.Tensor
@@ -26,6 +32,13 @@ class BlockMask:
     seqlen_q: int
     seqlen_k: int
     block_size: int = 128
+    mask_mod: str = ""
+
+    def sparsity(self) -> float:
+        """Percent of the blocks that are hidden and never loaded (it waits for the device)."""
+        blocks = self.partial_indices.numel()
+        listed = int(self.partial_counts.sum()) + int(self.full_counts.sum())
+        return 100.0 * (1.0 - listed / blocks) if blocks else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +92,7 @@ def aligned_scores(tensors: tuple[torch.Tensor | None, ...]) -> bool:
 
 
 def clamp_window(window: tuple[int | None, int | None], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """The window as two 32-bit integers: an edge beyond seqlen_q + seqlen_k hides nothing whatever the query offset."""
-    reach = seqlen_q + seqlen_k
+    """The window as two 32-bit integers: an edge this far away hides nothing, whatever the query offset is."""
+    reach = MAX_OFFSET + seqlen_q + seqlen_k
     left, right = (reach if edge is None else min(edge, reach) for edge in window)
     return left, right

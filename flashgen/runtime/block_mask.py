@@ -1,0 +1,183 @@
+"""Block masks: built from a mask_mod once, checked against every call that brings one.
+
+A block of scores is hidden, partial or full. Kernels load no key of a hidden block and evaluate mask_mod in partial
+blocks alone, so that the cost of a call follows what its mask leaves visible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from flashgen.core.errors import BuildError, DeviceError, WorkloadError
+from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
+from flashgen.launch.extras import BlockMask
+from flashgen.runtime.mods import UserCallable, score_mods
+
+
+def block_mask(
+    mask_mod: UserCallable,
+    batch: int | None = None,
+    nheads: int | None = None,
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    aux: tuple[torch.Tensor, ...] = (),
+    device: torch.device | str | None = None,
+) -> BlockMask:
+    """Evaluate `mask_mod` for every query and key, and list the blocks that it leaves visible.
+
+    The lists take 8 bytes for each block of 128 x 128 scores and, while they are built, a few times that; nothing of
+    size seqlen_q x seqlen_k is allocated. A block with keys past the end of the sequence is never full.
+
+    Args:
+        mask_mod: `mask_mod(b, h, q_idx, k_idx, *aux)`, see `flashgen.attention`; give the same function to the call.
+        batch: sequences that differ in their masks; None is one mask for all, and mask_mod is asked for b = 0.
+        nheads: query heads that differ in their masks; None is one mask for all, asked for h = 0.
+        seqlen_q: query rows of the calls that it is for.
+        seqlen_k: keys of the calls that it is for.
+        aux: the tensors of the call that follow the function's own arguments. The mask is built from their present
+            values.
+        device: where it is built and used; None is that of the aux tensors, or the current GPU.
+
+    Raises:
+        WorkloadError: an argument breaks a rule.
+        DeviceError: the device is no GPU.
+        BuildError: Triton cannot compile mask_mod.
+    """
+    for name, value, least in (("batch", batch, 1), ("nheads", nheads, 1), ("seqlen_q", seqlen_q, 0)):
+        if value is not None and value < least:
+            raise WorkloadError(f"{name} of a block mask is at least {least}, got {value}")
+    if seqlen_k < 0:
+        raise WorkloadError(f"seqlen_k of a block mask is at least 0, got {seqlen_k}")
+    where = _device(device, aux)
+    check_aux(aux, where)
+    mods = score_mods(None, mask_mod, tuple(tensor.dtype for tensor in aux))
+    visible = _visible_scores(mods, (batch or 1, nheads or 1), seqlen_q, seqlen_k, aux, where)
+    return _listed(visible, seqlen_q, seqlen_k, mods)
+
+
+def check_aux(aux: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    """Refuse aux tensors that a function cannot index by plain arithmetic.
+
+    Raises:
+        WorkloadError: a tensor is not contiguous or lives elsewhere.
+    """
+    for i, tensor in enumerate(aux):
+        if tensor.device != device or not tensor.is_contiguous():
+            raise WorkloadError(
+                f"aux tensors are contiguous and on the device of q ({device}), got aux[{i}] with shape "
+                f"{tuple(tensor.shape)} and strides {tuple(tensor.stride())} on {tensor.device}"
+            )
+
+
+def check_block_mask(
+    mask: BlockMask, mods: ScoreMods, *, batch: int, nheads: int, seqlen_q: int, seqlen_k: int, device: torch.device
+) -> None:
+    """Refuse a block mask that does not belong to a call.
+
+    Raises:
+        WorkloadError: lengths, shapes, device or mask_mod are not those of the call.
+    """
+    if (mask.seqlen_q, mask.seqlen_k) != (seqlen_q, seqlen_k):
+        raise WorkloadError(
+            f"a block mask is built for the lengths of its call, got one for seqlen_q {mask.seqlen_q} and seqlen_k "
+            f"{mask.seqlen_k} in a call with {seqlen_q} and {seqlen_k}"
+        )
+    digest = mods.mask_mod.digest if mods.mask_mod else ""
+    if mask.mask_mod and mask.mask_mod != digest:
+        raise WorkloadError(
+            f"a block mask goes with the mask_mod that it was built from, got one of {mask.mask_mod} and a call with "
+            f"mask_mod {digest or None}"
+        )
+    if mask.block_size != MASK_BLOCK:
+        raise WorkloadError(f"block_size of a block mask is {MASK_BLOCK}, got {mask.block_size}")
+    counts = (-(-seqlen_q // MASK_BLOCK),)
+    indices = (*counts, -(-seqlen_k // MASK_BLOCK))
+    heads = tuple(mask.partial_counts.shape[:2])
+    if len(heads) != 2 or heads[0] not in (1, batch) or heads[1] not in (1, nheads):
+        raise WorkloadError(
+            f"a block mask has 1 or all of the call's {batch} sequences and {nheads} heads, got shape "
+            f"{tuple(mask.partial_counts.shape)} of partial_counts"
+        )
+    for name in ("partial_counts", "partial_indices", "full_counts", "full_indices"):
+        tensor, shape = getattr(mask, name), (*heads, *(counts if name.endswith("counts") else indices))
+        if tensor.dtype != torch.int32 or tensor.shape != shape or tensor.device != device:
+            raise WorkloadError(
+                f"{name} of a block mask is int32 {shape} on {device}, got {tensor.dtype} {tuple(tensor.shape)} on "
+                f"{tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise WorkloadError(f"{name} of a block mask is contiguous, got strides {tuple(tensor.stride())}")
+
+
+def _device(device: torch.device | str | None, aux: tuple[torch.Tensor, ...]) -> torch.device:
+    if device is not None:
+        found = torch.device(device)
+    elif aux:
+        found = aux[0].device
+    else:
+        found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if found.type != "cuda" and not _interpreted():
+        raise DeviceError(f"a block mask is built on a GPU, got {found}")
+    return torch.empty(0, device=found).device  # with an index
+
+
+def _interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _visible_scores(
+    mods: ScoreMods,
+    heads: tuple[int, int],
+    seqlen_q: int,
+    seqlen_k: int,
+    aux: tuple[torch.Tensor, ...],
+    device: torch.device,
+) -> torch.Tensor:
+    """int32 (batch, nheads, query blocks, key blocks): how many scores of each block mask_mod leaves visible."""
+    from flashgen.codegen.block_mask import render_block_mask
+    from flashgen.codegen.build import load_module
+
+    shape = (*heads, -(-seqlen_q // MASK_BLOCK), -(-seqlen_k // MASK_BLOCK))
+    visible = torch.zeros(shape, dtype=torch.int32, device=device)
+    if not visible.numel():
+        return visible
+    source = render_block_mask(mods, MASK_BLOCK)
+    module = load_module(source)
+    kernel: Any = getattr(module, source.entry)
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    try:
+        with on_device:
+            kernel[visible.numel(),](visible, heads[1], seqlen_q, seqlen_k, *aux, num_warps=module.NUM_WARPS)
+    except Exception as error:  # Triton raises its own and LLVM's errors, without a common base
+        assert mods.mask_mod is not None
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise BuildError(f"Triton cannot run mask_mod {mods.mask_mod.label}: {reason}") from error
+    return visible
+
+
+def _listed(visible: torch.Tensor, seqlen_q: int, seqlen_k: int, mods: ScoreMods) -> BlockMask:
+    rows = torch.arange(visible.shape[2], device=visible.device) * MASK_BLOCK
+    sizes = (seqlen_q - rows).clamp(max=MASK_BLOCK) * MASK_BLOCK
+    full = visible == sizes[:, None]
+    partial = (visible > 0) & ~full
+    assert mods.mask_mod is not None
+    return BlockMask(
+        partial_counts=partial.sum(-1, dtype=torch.int32),
+        partial_indices=_first(partial),
+        full_counts=full.sum(-1, dtype=torch.int32),
+        full_indices=_first(full),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        mask_mod=mods.mask_mod.digest,
+    )
+
+
+def _first(blocks: torch.Tensor) -> torch.Tensor:
+    """Key blocks in order, those that are true first."""
+    return torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
