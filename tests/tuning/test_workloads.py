@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,28 +10,105 @@ import pytest
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.workload import Workload
-from flashgen.tuning.workloads import collect, load_file, preset, presets
+from flashgen.tuning.workloads import Preset, collect, load_file, preset, presets
 
 
 def test_all_presets_fit_the_shipping_run() -> None:
     workloads = collect(models=["all"])
-    assert len(workloads) == sum(len(p.workloads) for p in presets()) <= 60
-    assert {p.name for p in presets()} == {"gpt2", "llama-3.1-8b", "flux", "sdxl", "paper"}
+    assert 110 <= len(workloads) <= 130
+    assert set(workloads) == {workload for p in presets() for workload in p.workloads}
     assert all(p.source and p.title for p in presets())
 
 
-def test_presets_match_the_models_configs() -> None:
-    heads = {
-        name: {(w.nheads, w.nheads_k, w.head_dim, w.causal) for w in preset(name).workloads}
-        for name in ("gpt2", "llama-3.1-8b", "flux", "sdxl")
-    }
-    assert heads["gpt2"] == {(12, 12, 64, True)}
-    assert heads["llama-3.1-8b"] == {(32, 8, 128, True)}
-    assert heads["flux"] == {(24, 24, 128, False)}
-    assert heads["sdxl"] == {(10, 10, 64, False), (20, 20, 64, False)}
-    assert 4608 in {w.seqlen_q for w in preset("flux").workloads}
-    assert {(w.nheads, w.seqlen_q) for w in preset("sdxl").workloads} == {(10, 4096), (20, 1024)}
-    assert max(w.seqlen_q for w in preset("gpt2").workloads) == 1024
+def test_only_models_with_the_same_heads_share_shapes() -> None:
+    owners: dict[Workload, list[str]] = {}
+    for p in presets():
+        for workload in p.workloads:
+            owners.setdefault(workload, []).append(p.name)
+    shared = {tuple(names) for names in owners.values() if len(names) > 1}
+    assert shared == {("llama-3.1-8b", "qwen3-8b"), ("llama-3.1-70b", "qwen3-32b")}
+
+
+HEADS = {
+    # nheads, nheads_k, head_dim, head_dim_v, causal, as the models' configs have them
+    "gpt2": {(12, 12, 64, 64, True)},
+    "bert-large": {(16, 16, 64, 64, False)},
+    "llama-3.1-8b": {(32, 8, 128, 128, True)},
+    "llama-3.1-70b": {(64, 8, 128, 128, True)},
+    "qwen3-8b": {(32, 8, 128, 128, True)},
+    "qwen3-32b": {(64, 8, 128, 128, True)},
+    "gemma-2-9b": {(16, 8, 256, 256, True)},
+    "gemma-3-4b": {(8, 4, 256, 256, True)},
+    "gemma-3-12b": {(16, 8, 256, 256, True)},
+    "gemma-3-27b": {(32, 16, 128, 128, True)},
+    "gemma-4-26b": {(16, 2, 512, 512, True)},
+    "gpt-oss-20b": {(64, 8, 64, 64, True)},
+    "mistral-7b": {(32, 8, 128, 128, True)},
+    "deepseek-v3": {(128, 128, 192, 128, True)},
+    "phi-3-mini": {(32, 32, 96, 96, True)},
+    "vit-l": {(16, 16, 64, 64, False)},
+    "siglip": {(16, 16, 72, 72, False)},
+    "sd15": {(8, 8, d, d, False) for d in (40, 80, 160)},
+    "sdxl": {(10, 10, 64, 64, False), (20, 20, 64, 64, False)},
+    "flux": {(24, 24, 128, 128, False)},
+    "whisper-large-v3": {(20, 20, 64, 64, causal) for causal in (False, True)},
+    "bloom-7b1": {(32, 32, 128, 128, True)},
+    "flan-t5-large": {(16, 16, 64, 64, causal) for causal in (False, True)},
+    "masked-gqa": {(32, 8, 128, 128, causal) for causal in (False, True)},
+    "single-precision": {(16, 16, d, d, True) for d in (64, 128)},
+}
+
+
+def test_every_model_is_checked_against_its_config() -> None:
+    assert {p.name for p in presets()} == HEADS.keys() | {"paper"}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_presets_match_the_models_configs(name: str) -> None:
+    found = {(w.nheads, w.nheads_k, w.head_dim, w.head_dim_v, w.causal) for w in preset(name).workloads}
+    assert found == HEADS[name]
+
+
+FEATURES = {
+    # the features of a model's layers: window_left, softcap, alibi, sink, bias, mask
+    "bert-large": {(None, False, False, False, "", "keys")},
+    "gemma-2-9b": {(None, True, False, False, "", ""), (4095, True, False, False, "", "")},
+    "gemma-3-4b": {(None, False, False, False, "", ""), (1023, False, False, False, "", "")},
+    "gemma-3-12b": {(None, False, False, False, "", ""), (1023, False, False, False, "", "")},
+    "gemma-3-27b": {(None, False, False, False, "", ""), (1023, False, False, False, "", "")},
+    "gpt-oss-20b": {(None, False, False, True, "", ""), (127, False, False, True, "", "")},
+    "mistral-7b": {(4095, False, False, False, "", "")},
+    "phi-3-mini": {(None, False, False, False, "", ""), (2046, False, False, False, "", "")},
+    "bloom-7b1": {(None, False, True, False, "", "")},
+    "flan-t5-large": {(None, False, False, False, "full", "")},
+    "masked-gqa": {(None, False, False, False, "", "full"), (None, False, False, False, "", "keys")},
+}
+
+
+@pytest.mark.parametrize("p", presets(), ids=lambda p: p.name)
+def test_presets_have_their_models_features(p: Preset) -> None:
+    found = {(w.window_left, w.softcap, w.alibi, w.sink, w.bias, w.mask) for w in p.workloads}
+    assert found == FEATURES.get(p.name, {(None, False, False, False, "", "")})
+    assert all(w.window_right is None and not w.varlen and w.page_size is None for w in p.workloads)
+
+
+def test_a_window_of_a_preset_hides_something() -> None:
+    windowed = [w for p in presets() for w in p.workloads if w.window_left is not None]
+    assert windowed
+    for workload in windowed:
+        assert workload.visible_pairs < dataclasses.replace(workload, window_left=None).visible_pairs
+
+
+def test_lengths_are_the_models_own() -> None:
+    lengths = {p.name: {(w.seqlen_q, w.seqlen_k) for w in p.workloads} for p in presets()}
+    assert max(lengths["gpt2"]) == (1024, 1024)
+    assert {(4250, 4250), (4608, 4608)} < lengths["flux"]
+    assert lengths["sdxl"] == {(4096, 4096), (1024, 1024), (4096, 77), (1024, 77)}
+    assert lengths["vit-l"] == {(197, 197), (577, 577)}
+    assert lengths["siglip"] == {(729, 729)}
+    assert lengths["whisper-large-v3"] == {(1500, 1500), (448, 1500), (448, 448)}
+    assert max(max(both) for name in lengths for both in lengths[name]) == 32768
+    assert {w.dtype for w in preset("single-precision").workloads} == {"fp32", "tf32"}
 
 
 def test_paper_grid_holds_tokens_and_hidden_size() -> None:
