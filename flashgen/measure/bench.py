@@ -60,7 +60,9 @@ class GpuToolchain:
                 self._kernels.popitem(last=False)
         self._kernels.move_to_end(key)
         compiled = self._kernels[key]
-        return lambda q, k, v, out: make_plan(compiled, spec, config, Geometry.of(q, k, v, out), self._index)
+        return lambda q, k, v, out, extras: make_plan(
+            compiled, spec, config, Geometry.of(q, k, v, out, extras), self._index
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,10 +148,11 @@ class Bench:
         if isinstance(verdict, Failure):
             return verdict
         inputs, scale, offset = state.problem.inputs, state.problem.softmax_scale, state.problem.q_offset
-        plan = factory(inputs.q[0], inputs.k[0], inputs.v[0], inputs.out[0])
+        plan = factory(inputs.q[0], inputs.k[0], inputs.v[0], inputs.out[0], inputs.extras[0])
 
         def run(n: int) -> None:
-            plan(inputs.q[n], inputs.k[n], inputs.v[n], inputs.out[n], inputs.lse[n], scale, offset)
+            q, k, v, out, lse = inputs.q[n], inputs.k[n], inputs.v[n], inputs.out[n], inputs.lse[n]
+            plan(q, k, v, out, lse, scale, offset, inputs.extras[n])
 
         return Candidate(errors=verdict, run=run, factory=factory)
 
@@ -174,15 +177,15 @@ class Bench:
         copies = rotation_copies(workload, self._device.l2_bytes)
         inputs = make_inputs(workload, copies=copies, seed=INPUT_SEED, device=self._where)
         scale, offset = workload.head_dim**-0.5, workload.seqlen_k - workload.seqlen_q
-        window = (workload.window_left, workload.window_right)
         expected = golden(
             inputs.q[0],
             inputs.k[0],
             inputs.v[0],
             causal=workload.causal,
             q_offset=offset,
-            window=window,
             softmax_scale=scale,
+            extras=inputs.extras[0],
+            tf32=workload.dtype == "tf32",
         )
         problem = Problem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
         return State(workload=workload, problem=problem, sdpa={})

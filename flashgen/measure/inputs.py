@@ -8,8 +8,10 @@ import torch
 
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.workload import Workload
+from flashgen.launch.extras import Extras
+from flashgen.measure.feature_inputs import FEATURE_DTYPES, SOFTCAP_BEND, FeatureForm, feature_bytes, make_extras
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES = FEATURE_DTYPES
 LAYOUTS = ("bhsd", "bshd")
 
 MAX_COPIES = 256
@@ -23,9 +25,9 @@ USUAL_L2_BYTES = 64 * 1024 * 1024
 class Inputs:
     """`copies` sets of tensors of one workload, all viewed as (batch, heads, seqlen, head_dim).
 
-    `out` and `lse` are where a kernel writes. With `padding`, every tensor is a slice of one with that many more
-    positions after the last, all NaN: a kernel that uses a key behind the end computes NaN, and one that writes
-    behind the end destroys `guards`.
+    `out` and `lse` are where a kernel writes; `extras` holds the feature arguments. With `padding`, every tensor is a
+    slice of one with that many more positions after the last, all NaN (True in a mask): a kernel that uses a key behind
+    the end computes NaN, and one that writes behind the end destroys `guards`.
     """
 
     q: tuple[torch.Tensor, ...]
@@ -33,6 +35,7 @@ class Inputs:
     v: tuple[torch.Tensor, ...]
     out: tuple[torch.Tensor, ...]
     lse: tuple[torch.Tensor, ...]
+    extras: tuple[Extras, ...]
     guards: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -43,8 +46,9 @@ class Inputs:
     @property
     def nbytes(self) -> int:
         """Device memory held by all sets, without padding, in bytes."""
-        groups = (self.q, self.k, self.v, self.out, self.lse)
-        return sum(t.numel() * t.element_size() for group in groups for t in group)
+        groups = [*self.q, *self.k, *self.v, *self.out, *self.lse]
+        groups += [tensor for each in self.extras for tensor in (each.bias, each.mask) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in groups)
 
 
 def make_inputs(
@@ -56,8 +60,11 @@ def make_inputs(
     layout: str = "bhsd",
     padding: int = 0,
     gain: float = 1.0,
+    form: FeatureForm | None = None,
 ) -> Inputs:
     """Standard normal q (times `gain`), k and v; out and lse filled with NaN.
+
+    With a softcap, q is also so large that the cap matters (`feature_inputs.SOFTCAP_BEND`).
 
     Args:
         workload: the shapes and the dtype.
@@ -67,6 +74,7 @@ def make_inputs(
         layout: order in memory, `bhsd` or `bshd`; the views returned are in bhsd order in both cases.
         padding: NaN positions behind the last one, see `Inputs`.
         gain: factor on q, so that scores can be made large.
+        form: the form of bias, mask, slopes and sinks; None is what models have.
 
     Raises:
         WorkloadError: the layout is unknown or copies is below 1.
@@ -76,7 +84,8 @@ def make_inputs(
         raise WorkloadError(f"layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
     if copies < 1:
         raise WorkloadError(f"copies must be at least 1, got {copies}")
-    _require_plain(workload)
+    _require_forward(workload)
+    form = form or FeatureForm()
     w, dtype = workload, TORCH_DTYPES[workload.dtype]
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -96,24 +105,34 @@ def make_inputs(
     k, _ = arena(w.nheads_k, w.seqlen_k, w.head_dim, random=True)
     v, _ = arena(w.nheads_k, w.seqlen_k, w.head_dim_v, random=True)
     out, out_guard = arena(w.nheads, w.seqlen_q, w.head_dim_v, random=False)
+    gain *= form.softcap / SOFTCAP_BEND if w.softcap else 1.0
     if gain != 1.0:
         q.mul_(gain)
+    extras = make_extras(w, form, copies=copies, generator=generator, padding=padding)
     rows = copies * w.batch * w.nheads * w.seqlen_q
     flat_lse = torch.full((rows + padding,), float("nan"), dtype=torch.float32, device=device)
     lse = flat_lse[:rows].view(copies, w.batch, w.nheads, w.seqlen_q)
     guards = (out_guard, flat_lse[rows:]) if padding else ()
-    return Inputs(q=q.unbind(), k=k.unbind(), v=v.unbind(), out=out.unbind(), lse=lse.unbind(), guards=guards)
+    return Inputs(
+        q=q.unbind(),
+        k=k.unbind(),
+        v=v.unbind(),
+        out=out.unbind(),
+        lse=lse.unbind(),
+        extras=extras,
+        guards=guards,
+    )
 
 
 def rotation_copies(workload: Workload, l2_bytes: int) -> int:
     """Sets to rotate so that one pass over them moves at least twice the L2 cache; at most `MAX_COPIES`."""
     wanted = 2 * (l2_bytes or USUAL_L2_BYTES)
-    return min(MAX_COPIES, max(1, -(-wanted // max(1, workload.bytes))))
+    return min(MAX_COPIES, max(1, -(-wanted // max(1, workload.bytes + feature_bytes(workload)))))
 
 
-def _require_plain(workload: Workload) -> None:
-    missing = [name for name in ("softcap", "alibi", "sink", "bias", "mask", "varlen") if getattr(workload, name)]
+def _require_forward(workload: Workload) -> None:
+    missing = ["varlen"] if workload.varlen else []
     missing += ["page_size"] if workload.page_size is not None else []
     missing += ["backward"] if workload.direction == "backward" else []
     if missing:
-        raise UnsupportedError(f"inputs can be made for plain forward attention; {workload.key} has {missing}")
+        raise UnsupportedError(f"inputs can be made for packed forward attention; {workload.key} has {missing}")

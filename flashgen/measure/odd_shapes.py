@@ -1,24 +1,37 @@
 """Shapes that catch kernels which are right on round numbers only, and the check of one config on all of them.
 
-Every case has NaN behind the last position of q, k and v (see `measure.inputs.Inputs`), strides that are not packed,
-and guards behind the outputs: a key used behind the end, a row left unwritten or a store out of bounds is a failure.
+Every case has NaN behind the last position of q, k, v and the bias (see `measure.inputs.Inputs`), NaN in the keys and
+values that no query sees, strides that are not packed, and guards behind the outputs: a key used behind the end, one
+that leaks though it is hidden, a row left unwritten or a store out of bounds is a failure.
+
+One table serves every specialization: a shape's window, and the form of its bias, mask, slopes and cap, count where
+the specialization has the feature.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from flashgen.core.errors import UnsupportedError
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
+from flashgen.measure.feature_inputs import FeatureForm
 from flashgen.measure.inputs import Inputs, make_inputs
-from flashgen.measure.verify import Errors, Golden, KernelFactory, check, golden
+from flashgen.measure.score_rule import ScoreRule
+from flashgen.measure.verify import Errors, Golden, KernelFactory, Offset, check, golden
 
 PADDING = 16
 """Positions behind the end; keeps every stride a multiple of 16 bytes when head_dim is."""
 
 ODD_SEED = 20260101
+
+OFFSET_STEPS = (0, -29, 17)
+"""Where the offset comes from a tensor, what is added for each batch element in turn."""
+
+Window = tuple[int | None, int | None]
+USUAL = FeatureForm()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +47,8 @@ class OddShape:
     q_offset: int | None = None
     scale_factor: float = 1.0  # of head_dim ** -0.5
     gain: float = 1.0
+    window: Window = (None, None)
+    form: FeatureForm = USUAL
 
     @property
     def title(self) -> str:
@@ -41,22 +56,33 @@ class OddShape:
         parts = [f"{self.seqlen_q}x{self.seqlen_k}", f"heads {self.nheads}/{self.nheads_k}", self.layout]
         parts += [] if self.q_offset is None else [f"q_offset {self.q_offset}"]
         parts += [] if self.gain == 1.0 else [f"scores times {self.gain:g}"]
+        parts += [] if self.window == (None, None) else [f"window {self.window}"]
         return ", ".join(parts)
 
 
+PER_HEAD = FeatureForm(bias_axes=(True, True), mask_axes=(True, True), alibi_batch=True, blind=True)
+SHARED = FeatureForm(bias_axes=(False, False), mask_axes=(False, False), softcap=30.0)
+SWAPPED = FeatureForm(bias_axes=(True, False), mask_axes=(False, True), alibi_batch=True, softcap=30.0)
+BLIND = FeatureForm(blind=True)
+
 ODD_SHAPES = (
-    OddShape(seqlen_q=1, seqlen_k=1),
-    OddShape(seqlen_q=1, seqlen_k=1023, nheads=8, nheads_k=2, layout="bshd"),
-    OddShape(seqlen_q=113, seqlen_k=203, nheads_k=1),
-    OddShape(seqlen_q=113, seqlen_k=203, nheads=6, nheads_k=2, layout="bshd", scale_factor=0.5),
-    OddShape(seqlen_q=203, seqlen_k=113, nheads_k=2),
-    OddShape(seqlen_q=203, seqlen_k=113, layout="bshd"),
-    OddShape(seqlen_q=1023, seqlen_k=1023, batch=1, layout="bshd"),
-    OddShape(seqlen_q=1023, seqlen_k=1024, batch=1, nheads_k=2),
-    OddShape(seqlen_q=300, seqlen_k=333, q_offset=0, batch=1),
-    OddShape(seqlen_q=129, seqlen_k=257, q_offset=-40, batch=3, layout="bshd"),
-    OddShape(seqlen_q=64, seqlen_k=640, batch=1, gain=30.0),
+    OddShape(seqlen_q=1, seqlen_k=1, window=(0, 0)),
+    OddShape(seqlen_q=1, seqlen_k=1023, nheads=8, nheads_k=2, layout="bshd", window=(100, None)),
+    OddShape(seqlen_q=113, seqlen_k=203, nheads_k=1, window=(0, 0), form=PER_HEAD),
+    OddShape(seqlen_q=113, seqlen_k=203, nheads=6, nheads_k=2, layout="bshd", scale_factor=0.5, window=(1, 1)),
+    OddShape(seqlen_q=203, seqlen_k=113, nheads_k=2, window=(20, None), form=SWAPPED),
+    OddShape(seqlen_q=203, seqlen_k=113, layout="bshd", window=(None, 30), form=SHARED),
+    OddShape(seqlen_q=1023, seqlen_k=1023, batch=1, layout="bshd", window=(300, 200), form=BLIND),
+    OddShape(seqlen_q=1023, seqlen_k=1024, batch=1, nheads_k=2, window=(127, None), form=SHARED),
+    OddShape(seqlen_q=300, seqlen_k=333, q_offset=0, batch=1, window=(5, 3), form=BLIND),
+    OddShape(seqlen_q=129, seqlen_k=257, q_offset=-40, batch=3, layout="bshd", window=(10, 50), form=BLIND),
+    OddShape(seqlen_q=64, seqlen_k=640, q_offset=600, batch=1, gain=30.0, window=(257, 64), form=SWAPPED),
 )
+WINDOW_SHAPES = (
+    OddShape(seqlen_q=129, seqlen_k=400, q_offset=330, window=(40, 40)),  # the last rows see no key
+    OddShape(seqlen_q=200, seqlen_k=260, batch=1, nheads=2, nheads_k=1),  # no edge at all
+)
+"""More of them where a window is compiled in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +92,15 @@ class Problem:
     inputs: Inputs
     expected: Golden
     softmax_scale: float
-    q_offset: int
+    q_offset: Offset
 
     def run(self, factory: KernelFactory, copy: int = 0) -> Errors | Failure:
         """Poison the outputs of one set of inputs, run the kernel on it, and judge."""
         i = self.inputs
-        q, k, v, out, lse = i.q[copy], i.k[copy], i.v[copy], i.out[copy], i.lse[copy]
+        q, k, v, out, lse, extras = i.q[copy], i.k[copy], i.v[copy], i.out[copy], i.lse[copy], i.extras[copy]
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        factory(q, k, v, out)(q, k, v, out, lse, self.softmax_scale, self.q_offset)
+        factory(q, k, v, out, extras)(q, k, v, out, lse, self.softmax_scale, self.q_offset, extras)
         verdict = check(out, lse, self.expected)
         if isinstance(verdict, Errors) and not all(bool(torch.isnan(guard).all()) for guard in i.guards):
             return Failure(stage="verify", reason="the kernel writes behind the end of out or lse")
@@ -82,8 +108,27 @@ class Problem:
 
 
 def odd_problems(spec: Specialization, device: torch.device | str) -> tuple[tuple[OddShape, Problem], ...]:
-    """The odd shapes of one specialization with their right answers; meant to be kept for all its configs."""
-    return tuple((shape, _odd_problem(spec, shape, device)) for shape in ODD_SHAPES)
+    """The odd shapes of one specialization with their right answers; meant to be kept for all its configs.
+
+    Raises:
+        UnsupportedError: the specialization has user-defined scores, which have no oracle.
+    """
+    if spec.mods is not None:
+        raise UnsupportedError(f"user-defined scores have no oracle, got {spec.key}")
+    return tuple((shape, _odd_problem(spec, shape, device)) for shape in odd_shapes(spec))
+
+
+def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
+    """The shapes for a specialization, with what does not concern it left out."""
+    found = []
+    for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ())):
+        # a causal mask is the right edge
+        left, right = shape.window if spec.window else (None, None)
+        form = replace(shape.form, bias_dtype=spec.bias_dtype, sink_dtype=spec.sink_dtype)
+        if not spec.aligned_scores:
+            form = replace(form, scattered=("odd", "transposed")[number % 2])
+        found.append(replace(shape, window=(left, None if spec.causal else right), form=form))
+    return tuple(found)
 
 
 def check_odd(factory: KernelFactory, problems: tuple[tuple[OddShape, Problem], ...]) -> Failure | None:
@@ -96,22 +141,40 @@ def check_odd(factory: KernelFactory, problems: tuple[tuple[OddShape, Problem], 
 
 
 def _odd_problem(spec: Specialization, shape: OddShape, device: torch.device | str) -> Problem:
+    names = ("dtype", "head_dim", "head_dim_v", "causal", "softcap", "alibi", "sink", "bias", "mask")
+    sizes = ("batch", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
     workload = Workload(
-        dtype=spec.dtype,
-        batch=shape.batch,
-        nheads=shape.nheads,
-        nheads_k=shape.nheads_k,
-        seqlen_q=shape.seqlen_q,
-        seqlen_k=shape.seqlen_k,
-        head_dim=spec.head_dim,
-        head_dim_v=spec.head_dim_v,
-        causal=spec.causal,
+        **{name: getattr(spec, name) for name in names}, **{name: getattr(shape, name) for name in sizes}
     )
     inputs = make_inputs(
-        workload, copies=1, seed=ODD_SEED, device=device, layout=shape.layout, padding=PADDING, gain=shape.gain
+        workload,
+        copies=1,
+        seed=ODD_SEED,
+        device=device,
+        layout=shape.layout,
+        padding=PADDING,
+        gain=shape.gain,
+        form=shape.form,
     )
-    scale = shape.scale_factor * spec.head_dim**-0.5
-    offset = shape.seqlen_k - shape.seqlen_q if shape.q_offset is None else shape.q_offset
+    extras = replace(inputs.extras[0], window=shape.window)
     q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
-    expected = golden(q, k, v, causal=spec.causal, q_offset=offset, softmax_scale=scale)
+    offset = _offset(spec, shape, device)
+    scale = shape.scale_factor * spec.head_dim**-0.5
+    rule = ScoreRule.of(q, k, causal=spec.causal, q_offset=offset, softmax_scale=scale, extras=extras)
+    unseen = rule.unseen_keys(q, k)
+    if unseen is not None:
+        for tensor in (k, v):
+            tensor.masked_fill_(unseen[..., None], float("nan"))
+    expected = golden(
+        q, k, v, causal=spec.causal, q_offset=offset, softmax_scale=scale, extras=extras, tf32=spec.dtype == "tf32"
+    )
+    inputs = replace(inputs, extras=(extras,))
     return Problem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
+
+
+def _offset(spec: Specialization, shape: OddShape, device: torch.device | str) -> Offset:
+    offset = shape.seqlen_k - shape.seqlen_q if shape.q_offset is None else shape.q_offset
+    if not spec.offset_tensor:
+        return offset
+    steps = [OFFSET_STEPS[b % len(OFFSET_STEPS)] for b in range(shape.batch)]
+    return torch.tensor([offset + step for step in steps], dtype=torch.int32, device=device)

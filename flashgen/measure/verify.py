@@ -9,9 +9,13 @@ float64 oracle and `eager` standard attention in the same dtype:
 2. the mean absolute error of the whole tensor is at most 1.5 times that of eager.
    To both limits a little is added for fp32 statistics, which every kernel has (`FP32_ROW_ULPS`, `FP32_MEAN_ULPS`):
    it matters for fp32 tensors, and for shapes so small that eager is exact.
-3. NaN and infinity are rejected always. A row that sees no key is exactly 0, and its LSE -inf.
-4. `|lse - oracle| <= LSE_ATOL + LSE_RTOL |oracle|`: an LSE comes from fp32 sums whatever the dtype, exact to some 1e-6,
+3. NaN and infinity are rejected always. A row that sees no key is exactly 0, and its LSE -inf, or the sink's score.
+4. `|lse - oracle| <= LSE_ATOL + LSE_RTOL size`: an LSE comes from fp32 sums whatever the dtype, exact to some 1e-6,
    and one key that is left out of 10000 moves it by 1e-4. It sees what the rounding of a 16-bit output hides.
+   The size is that of the numbers that fp32 rounds on the way: the LSE itself, or the parts of a score (scale * q.k,
+   the cap, the ALiBi term, the bias) where they are larger and cancel. The derivative of the LSE by a score is that
+   score's weight, so the parts count with their weights: `Answer.score_size`. Keys without weight allow nothing.
+   TF32 products are exact to 10 bits only: there twice the largest LSE error of eager attention is allowed besides.
 
 Outputs are poisoned with NaN first, so that an unwritten one is seen.
 """
@@ -24,14 +28,17 @@ from dataclasses import dataclass
 import torch
 
 from flashgen.core.record import Failure
-from flashgen.measure.reference import eager, oracle
+from flashgen.launch.extras import Extras
+from flashgen.measure.reference import exact, rounded
+from flashgen.measure.score_rule import ScoreRule
 
 MAX_FACTOR = 2.0
 MAX_ULPS = 2.0
 MEAN_FACTOR = 1.5
 FP32_ROW_ULPS = 32.0
 FP32_MEAN_ULPS = 8.0
-"""A score of size 10 is known to 2^-20 in fp32, and its weight to the same relative error."""
+USUAL_SCORE_SIZE = 10.0
+"""A score of size 10 is known to 2^-20 in fp32, and its weight to the same relative error; a larger one to less."""
 
 LSE_ATOL = 5e-5
 LSE_RTOL = 2e-6
@@ -42,11 +49,12 @@ ORACLE_BYTES = 2**31
 PIECE_ELEMENTS = 2**25
 """Elements compared at once: bounds the float64 temporaries to a few times 256 MB."""
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, int], None]
-"""Runs on (q, k, v, out, lse, softmax_scale, q_offset) and writes out and lse."""
+Offset = int | torch.Tensor
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, Offset, Extras], None]
+"""Runs on (q, k, v, out, lse, softmax_scale, q_offset, extras) and writes out and lse."""
 
-KernelFactory = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Kernel]
-"""Makes the kernel for the shapes and strides of (q, k, v, out)."""
+KernelFactory = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Extras], Kernel]
+"""Makes the kernel for the shapes and strides of (q, k, v, out, extras)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +71,19 @@ class Golden:
     """The right answer for one set of inputs, and what an error may be.
 
     `out` (batch, nheads, seqlen_q, head_dim_v) and `lse` (batch, nheads, seqlen_q) are the oracle's; `row_tolerance`
-    has the shape of `lse`; `mean_tolerance` is for the mean absolute error.
+    and `lse_tolerance` have the shape of `lse`; `mean_tolerance` is for the mean absolute error.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     row_tolerance: torch.Tensor
+    lse_tolerance: torch.Tensor
     mean_tolerance: float
 
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
-        return sum(t.numel() * t.element_size() for t in (self.out, self.lse, self.row_tolerance))
+        return sum(t.numel() * t.element_size() for t in (self.out, self.lse, self.row_tolerance, self.lse_tolerance))
 
 
 def golden(
@@ -84,27 +93,44 @@ def golden(
     *,
     causal: bool = False,
     q_offset: int | torch.Tensor | None = None,
-    window: tuple[int | None, int | None] = (None, None),
     softmax_scale: float | None = None,
+    extras: Extras | None = None,
+    tf32: bool = False,
 ) -> Golden:
-    """The oracle's answer and the tolerances from eager attention; the arguments are those of `reference.oracle`."""
-    exact, lse = oracle(q, k, v, causal=causal, q_offset=q_offset, window=window, softmax_scale=softmax_scale)
-    usual = eager(q, k, v, causal=causal, q_offset=q_offset, window=window, softmax_scale=softmax_scale)
-    row_error, row_size = torch.zeros_like(lse), torch.zeros_like(lse)
+    """The oracle's answer and the tolerances from eager attention; the arguments are those of `reference.eager`."""
+    rule = ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, extras=extras)
+    right, usual = exact(q, k, v, rule), rounded(q, k, v, rule, tf32=tf32)
+    blind = right.lse == float("-inf")
+    score_size = torch.where(blind, 0.0, torch.maximum(right.lse.abs(), right.score_size))
+    larger = (score_size / USUAL_SCORE_SIZE).clamp_min_(1.0)
+    row_error, row_size = torch.zeros_like(right.lse), torch.zeros_like(right.lse)
     sums = torch.zeros(2, dtype=torch.float64, device=q.device)
-    for piece in _pieces(exact):
-        error = (usual[piece].double() - exact[piece]).abs_()
-        size = exact[piece].abs()
+    for piece in _pieces(right.out):
+        # where eager attention overflows, it allows nothing
+        error = (usual.out[piece].double() - right.out[piece]).abs_().nan_to_num_(0.0, posinf=0.0)
+        size = right.out[piece].abs()
         row_error[piece], row_size[piece] = _row_max(error), _row_max(size)
-        sums += torch.stack([error.sum(), size.sum()])
+        sums += torch.stack([error.sum(), (size.sum(-1) * larger[piece]).sum()])
     fp32_ulp = torch.finfo(torch.float32).eps
-    mean_error, mean_size = (sums / max(1, exact.numel())).tolist()
+    mean_error, mean_size = (sums / max(1, right.out.numel())).tolist()
     return Golden(
-        out=exact if exact.numel() * 8 <= ORACLE_BYTES else exact.float(),
-        lse=lse,
-        row_tolerance=_row_tolerance(row_error, row_size, q.dtype) + FP32_ROW_ULPS * fp32_ulp * row_size,
+        out=right.out if right.out.numel() * 8 <= ORACLE_BYTES else right.out.float(),
+        lse=right.lse,
+        row_tolerance=_row_tolerance(row_error, row_size, q.dtype) + FP32_ROW_ULPS * fp32_ulp * larger * row_size,
+        lse_tolerance=_lse_tolerance(right.lse, score_size, usual.lse if tf32 else None),
         mean_tolerance=MEAN_FACTOR * mean_error + FP32_MEAN_ULPS * fp32_ulp * mean_size,
     )
+
+
+def _lse_tolerance(lse: torch.Tensor, score_size: torch.Tensor, usual: torch.Tensor | None) -> torch.Tensor:
+    """Rule 4; `usual` is eager attention's LSE where its error counts."""
+    blind = lse == float("-inf")
+    allowed = torch.where(blind, 0.0, LSE_ATOL + LSE_RTOL * score_size)
+    if usual is None or not lse.numel():
+        return allowed
+    error = torch.where(blind, 0.0, (usual.double() - lse).abs()).nan_to_num_(0.0, posinf=0.0)
+    relative = torch.where(score_size > 0, error / score_size, 0.0).max()
+    return torch.where(blind, 0.0, allowed + MAX_FACTOR * torch.minimum(error.max(), relative * score_size))
 
 
 def _row_tolerance(error: torch.Tensor, size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -146,8 +172,8 @@ def check(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -> Erro
         return _wrong(_worst_row(out, expected))
     if lse_excess > 0:
         return _wrong(
-            f"the LSE is off by up to {lse_largest:.3g}, allowed is {LSE_ATOL} + {LSE_RTOL} of its size "
-            f"(-inf exactly where a row sees no key)"
+            f"the LSE is off by up to {lse_largest:.3g}, allowed is {float(expected.lse_tolerance.max()):.3g} or less "
+            f"({LSE_ATOL} + {LSE_RTOL} of the scores' size; -inf exactly where a row sees no key)"
         )
     mean = total / out.numel()
     if mean > expected.mean_tolerance:
@@ -175,8 +201,7 @@ def _statistics(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -
         blind = expected.lse == float("-inf")
         unwritten += (~torch.isfinite(lse) & ~(blind & (lse == float("-inf")))).sum()
         error = torch.where(blind & (lse == float("-inf")), 0.0, (lse.double() - expected.lse).abs())
-        allowed = torch.where(blind, 0.0, LSE_ATOL + LSE_RTOL * expected.lse.abs())
-        lse_excess, lse_largest = (error - allowed).max(), error.max()
+        lse_excess, lse_largest = (error - expected.lse_tolerance).max(), error.max()
     stacked = torch.stack([unwritten, excess, largest, total, lse_excess, lse_largest])
     values: list[float] = stacked.tolist()
     return values

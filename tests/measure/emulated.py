@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashgen.launch.extras import Extras
 from flashgen.measure.verify import Kernel
 
 
@@ -14,6 +15,7 @@ class Emulated:
     """Calling it writes out and lse; the fields plant mistakes."""
 
     causal: bool
+    tf32: bool = False
     block_n: int = 64
     drop_last_key: bool = False
     scale_error: float = 1.0
@@ -26,8 +28,20 @@ class Emulated:
     write_behind_end: bool = False
     ignore_offset: bool = False
     base2_lse: bool = False
+    leak_hidden: bool = False
+    window_error: tuple[int, int] = (0, 0)
+    forget: str = ""
+    sink_is_a_key: bool = False
+    sink_out_of_lse: bool = False
+    bias_head_error: int = 0
+    bias_before_softcap: bool = False
+    bias_is_scaled: bool = False
+    alibi_without_offset: bool = False
+    alibi_is_signed: bool = False
+    invert_mask: bool = False
+    mask_first_batch: bool = False
 
-    def factory(self, *_: torch.Tensor) -> Kernel:
+    def factory(self, *_: torch.Tensor | Extras) -> Kernel:
         return self
 
     def __call__(
@@ -38,35 +52,43 @@ class Emulated:
         out: torch.Tensor,
         lse: torch.Tensor,
         softmax_scale: float,
-        q_offset: int,
+        q_offset: int | torch.Tensor,
+        extras: Extras,
     ) -> None:
         if self.use_keys_behind_end:
             k, v = _longer(k, 8), _longer(v, 8)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        seqlen_q, seqlen_k = q.shape[2], k.shape[2] - (8 if self.use_keys_behind_end else 0)
-        offset = seqlen_k - seqlen_q if self.ignore_offset else q_offset
+        seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+        offset = torch.as_tensor(seqlen_k - seqlen_q if self.ignore_offset else q_offset).view(-1, 1, 1, 1)
         m = torch.full(q.shape[:3], float("-inf"), dtype=self.statistics)
         total = torch.zeros(q.shape[:3], dtype=self.statistics)
         acc = torch.zeros(out.shape, dtype=self.accumulator)
-        rows = torch.arange(seqlen_q)[:, None]
         for start in range(0, k.shape[2], self.block_n):
             keys = torch.arange(start, min(start + self.block_n, k.shape[2]))
-            scores = q.float() @ k[:, :, keys].float().mT * (softmax_scale * self.scale_error)
-            hidden = (keys >= seqlen_k - self.drop_last_key)[None, :].expand(seqlen_q, -1)
-            if self.causal:
-                hidden = hidden | (keys[None, :] > rows + offset)
+            scores = self._product(q, k[:, :, keys].mT) * (softmax_scale * self.scale_error)
+            scores = self._modified(scores, torch.arange(seqlen_q)[:, None], offset, keys, softmax_scale, extras)
+            hidden = self._hidden(torch.arange(seqlen_q)[:, None], offset, keys, extras)
+            hidden = hidden | (keys >= seqlen_k - self.drop_last_key)[None, :]
             scores = torch.where(hidden, self.mask_value, scores)
             new_m = torch.maximum(m.float(), scores.amax(-1))
             safe = torch.where(new_m == float("-inf"), 0.0, new_m)
             p = torch.exp(scores - safe[..., None])
             alpha = torch.exp(m.float() - safe)
             total = (total.float() * alpha + p.sum(-1)).to(self.statistics)
-            product = p.to(v.dtype).float() @ v[:, :, keys].float()
+            values = v[:, :, keys]
+            if not self.leak_hidden:
+                values = torch.where((p.amax(-2) > 0)[..., None], values, 0.0)
+            product = self._product(p.to(v.dtype), values)
             acc = (acc.float() * alpha[..., None] + product).to(self.accumulator)
             m = new_m.to(self.statistics)
-        result = acc.float() / torch.where(total == 0, 1.0, total.float())[..., None]
         log_sum = m.float() + total.float().log()
+        if extras.sinks is not None and self.forget != "sinks":
+            sink = extras.sinks.float().view(1, -1, 1) * (softmax_scale if self.sink_is_a_key else 1.0)
+            total = (total.float() + torch.exp(sink - m.float())).to(self.statistics)
+            log_sum = log_sum if self.sink_out_of_lse else torch.logaddexp(log_sum, sink.expand_as(log_sum))
+        blind = (total == 0) | (m == float("-inf"))
+        result = torch.where(blind[..., None], 0.0, acc.float() / torch.where(blind, 1.0, total.float())[..., None])
         log_sum = log_sum * 1.4426950408889634 if self.base2_lse else log_sum
         last = seqlen_q - 1 if self.forget_last_row else seqlen_q
         out[:, :, :last] = result[:, :, :last].to(out.dtype)
@@ -74,6 +96,51 @@ class Emulated:
             lse.copy_(log_sum)
         if self.write_behind_end:
             _longer(out, 1)[:, :, seqlen_q] = 0.0
+
+    def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if self.tf32:  # rounded to nearest: half a unit of the 10th bit is added before the rest is dropped
+            a, b = (((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) for x in (a, b))
+        return a.float() @ b.float()
+
+    def _modified(
+        self,
+        scores: torch.Tensor,
+        rows: torch.Tensor,
+        offset: torch.Tensor,
+        keys: torch.Tensor,
+        scale: float,
+        extras: Extras,
+    ) -> torch.Tensor:
+        bias = None if extras.bias is None or self.forget == "bias" else self._part(extras.bias, keys).float()
+        bias = bias.roll(self.bias_head_error, 1) if bias is not None and self.bias_head_error else bias
+        bias = bias * scale if bias is not None and self.bias_is_scaled else bias
+        if bias is not None and self.bias_before_softcap:
+            scores = scores + bias
+        if extras.softcap and self.forget != "softcap":
+            scores = extras.softcap * torch.tanh(scores / extras.softcap)
+        if extras.alibi_slopes is not None and self.forget != "alibi":
+            slopes = extras.alibi_slopes.view(-1, scores.shape[1], 1, 1)
+            distance = rows + (0 if self.alibi_without_offset else offset) - keys
+            scores = scores - slopes * (distance if self.alibi_is_signed else distance.abs())
+        return scores if bias is None or self.bias_before_softcap else scores + bias
+
+    def _hidden(self, rows: torch.Tensor, offset: torch.Tensor, keys: torch.Tensor, extras: Extras) -> torch.Tensor:
+        hidden = torch.zeros((), dtype=torch.bool)
+        left, right = extras.window
+        right = 0 if self.causal else right
+        if right is not None:
+            hidden = hidden | (keys > rows + offset + right + (0 if self.causal else self.window_error[1]))
+        if left is not None:
+            hidden = hidden | (keys < rows + offset - left - self.window_error[0])
+        if extras.mask is not None and self.forget != "mask":
+            mask = self._part(extras.mask, keys)
+            mask = mask[:1] if self.mask_first_batch else mask
+            hidden = hidden | (mask if self.invert_mask else ~mask)
+        return hidden
+
+    def _part(self, tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """What a bias or mask has for some keys, NaN or True as it is in memory for those behind the end."""
+        return tensor[..., keys.clamp_max(tensor.shape[3] - 1)]
 
 
 def _longer(tensor: torch.Tensor, extra: int) -> torch.Tensor:
