@@ -10,6 +10,7 @@ from flashgen.codegen.families import default_config
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
+from flashgen.launch.extras import Extras
 from flashgen.measure.odd_shapes import check_odd, odd_problems
 from flashgen.measure.verify import Kernel
 
@@ -30,13 +31,14 @@ def test_a_rendered_kernel_passes_the_odd_shapes(dtype: str) -> None:
         out: torch.Tensor,
         lse: torch.Tensor,
         softmax_scale: float,
-        q_offset: int,
+        q_offset: int | torch.Tensor,
+        extras: Extras,
     ) -> None:
         result = attention(q, k, v, softmax_scale=softmax_scale, q_offset=q_offset)
         out.copy_(result[0])
         lse.copy_(result[1])
 
-    def factory(*_: torch.Tensor) -> Kernel:
+    def factory(*_: torch.Tensor | Extras) -> Kernel:
         return kernel
 
     problems = odd_problems(spec, "cpu")
