@@ -21,8 +21,11 @@ STATIC_SHARED_LIMIT = 48 * 1024
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
+TENSOR_MAPS_KEPT = 64
+"""Descriptors of one tensor of a plan, each for another pointer."""
+
 L2_PROMOTION_128B = 2
-TENSOR_MAP_DTYPES = {"fp16": 6, "fp32": 7, "bf16": 9}  # CUtensorMapDataType
+TENSOR_MAP_DTYPES = {"fp16": 6, "fp32": 7, "tf32": 7, "bf16": 9}  # CUtensorMapDataType
 
 
 class LaunchConfig(Structure):
@@ -151,13 +154,24 @@ def adopt_context(context: int) -> bool:
     return True
 
 
-class TensorMap:
-    """A tensor descriptor (CUtensorMap) of the bulk tensor copy engine, at a fixed aligned address.
+def capture_id(stream: int) -> int:
+    """What tells the capture that `stream` takes part in from every other capture of this process."""
+    status, identity = c_int(), c_uint64()
+    code = library().cuStreamGetCaptureInfo_v2(
+        c_void_p(stream), ctypes.byref(status), ctypes.byref(identity), None, None, None
+    )
+    check(code, "name the CUDA graph under capture")
+    return identity.value
 
-    It is encoded for the first pointer and only has its address replaced for later ones.
+
+class TensorMaps:
+    """The descriptors (CUtensorMap) of one tensor for the bulk tensor copy engine, one for each of its last pointers.
+
+    Tensors of a model come back to the same few places. The first descriptor is encoded; those for other pointers are
+    copies of it with another address, and a pointer that was seen lately costs no call of the driver at all.
     """
 
-    __slots__ = ("_box", "_buffer", "_dtype", "_element_bytes", "_pointer", "_shape", "_strides", "_swizzle", "address")
+    __slots__ = ("_box", "_buffers", "_dtype", "_element_bytes", "_shape", "_spare", "_strides", "_swizzle", "known")
 
     def __init__(
         self,
@@ -172,30 +186,50 @@ class TensorMap:
         """Describe a tensor: shape and strides in elements, the last stride 1; `box` is what one copy takes."""
         self._dtype, self._shape, self._strides, self._box = dtype, shape, strides, box
         self._swizzle, self._element_bytes = swizzle, element_bytes
-        self._buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
-        start = ctypes.addressof(self._buffer)
-        self.address = start + -start % TENSOR_MAP_ALIGNMENT
-        self._pointer = 0
+        self._buffers: list[Any] = []
+        self._spare = 0
+        self.known: dict[int, int] = {}
 
-    def point_to(self, pointer: int) -> None:
-        """Describe the tensor at `pointer`.
+    def at(self, pointer: int) -> int:
+        """The address of the descriptor of the tensor at `pointer`.
 
         Raises:
             LaunchError: the driver refuses, e.g. for an address or a stride that is not a multiple of 16 bytes.
         """
-        if pointer == self._pointer:
-            return
-        if self._pointer:
-            check(library().cuTensorMapReplaceAddress(self.address, pointer), f"describe a tensor at {pointer:#x}")
-        else:
-            self._encode(pointer)
-        self._pointer = pointer
+        found = self.known.get(pointer)
+        return self._described(pointer) if found is None else found
 
-    def _encode(self, pointer: int) -> None:
+    def _described(self, pointer: int) -> int:
+        if not self.known:
+            address = self._room()
+            self._encode(address, pointer)
+        else:
+            first, pattern = next(iter(self.known.items()))
+            is_full = len(self.known) >= TENSOR_MAPS_KEPT
+            address = pattern if is_full else self._room()
+            if not is_full:
+                ctypes.memmove(address, pattern, TENSOR_MAP_BYTES)
+            check(library().cuTensorMapReplaceAddress(address, pointer), f"describe a tensor at {pointer:#x}")
+            if is_full:
+                del self.known[first]
+        self._spare = 0
+        self.known[pointer] = address
+        return address
+
+    def _room(self) -> int:
+        """An address for one more descriptor, kept as long as this object."""
+        if not self._spare:
+            buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+            self._buffers.append(buffer)
+            start = ctypes.addressof(buffer)
+            self._spare = start + -start % TENSOR_MAP_ALIGNMENT
+        return self._spare
+
+    def _encode(self, address: int, pointer: int) -> None:
         rank = len(self._shape)
         byte_strides = [stride * self._element_bytes for stride in self._strides[:-1]]
         code = library().cuTensorMapEncodeTiled(
-            self.address,
+            address,
             TENSOR_MAP_DTYPES[self._dtype],
             rank,
             pointer,

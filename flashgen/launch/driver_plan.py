@@ -15,11 +15,15 @@ from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import DTYPE_BYTES, Specialization
-from flashgen.launch import driver
+from flashgen.launch import driver, features
+from flashgen.launch.counters import Counters
+from flashgen.launch.extras import Extras
+from flashgen.launch.features import LOG2E, NO_EXTRAS
 from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
 
-LOG2E = 1.4426950408889634
 C_TYPES: dict[str, Callable[..., Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+WriteExtras = Callable[[Extras, float], None]
 
 
 class DriverPlan:
@@ -54,16 +58,18 @@ class DriverPlan:
         metadata = compiled.handle.metadata
         row = family(config.family)
         self._geometry = geometry
+        self._scalars = scalars(geometry)
+        self._causal = spec.causal
         self._device_index = device_index
         self._function = function
         self._context = driver.use_context(device_index)
         self._slots: dict[str, Any] = {}
-        self._maps: dict[str, driver.TensorMap] = {}
+        self._maps: dict[str, list[tuple[int, driver.TensorMaps]]] = {}  # by tensor: position of a parameter, its maps
         self._kept: list[Any] = []  # what the addresses below point to
         boxes = iter(getattr(metadata, "tensordesc_meta", None) or ())
         addresses: list[int] = []
         for parameter in row.parameters(spec, config):
-            addresses += self._prepare(parameter, spec, boxes)
+            addresses += self._prepare(parameter, spec, boxes, len(addresses))
         addresses += [self._address(ctypes.c_uint64(0)) for _ in range(trailing_pointers)]
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         batch, nheads, seqlen_q, _ = geometry.q_shape
@@ -71,22 +77,24 @@ class DriverPlan:
             grid_x=row.programs(config, compiled.device, batch, nheads, seqlen_q),
             grid_y=1,
             grid_z=1,
-            block_x=metadata.num_warps * 32,
+            block_x=metadata.num_warps * 32,  # of all partitions, where a kernel specialises its warps
             block_y=1,
             block_z=1,
             shared_bytes=metadata.shared,
         )
         self.launch = self._bind()
 
-    def _prepare(self, parameter: Parameter, spec: Specialization, boxes: Iterator[dict[str, Any]]) -> list[int]:
+    def _prepare(
+        self, parameter: Parameter, spec: Specialization, boxes: Iterator[dict[str, Any]], position: int
+    ) -> list[int]:
         """The addresses of the kernel parameters of one parameter of the signature, filled as far as it is known."""
         if not parameter.type.startswith("tensordesc"):
-            value = C_TYPES.get(parameter.type, ctypes.c_uint64)(scalars(self._geometry).get(parameter.name, 0))
+            value = C_TYPES.get(parameter.type, ctypes.c_uint64)(self._scalars.get(parameter.name, 0))
             self._slots[parameter.name] = value
             return [self._address(value)]
         letter, box = parameter.name[0], next(boxes)
         shape, strides = self._geometry.tensor(letter)[0], legal_strides(self._geometry, letter)
-        tensor_map = driver.TensorMap(
+        maps = driver.TensorMaps(
             dtype=spec.dtype,
             shape=shape,
             strides=strides,
@@ -94,9 +102,9 @@ class DriverPlan:
             swizzle=box["swizzle"],
             element_bytes=DTYPE_BYTES[spec.dtype],
         )
-        self._maps[letter] = tensor_map
+        self._maps.setdefault(letter, []).append((position, maps))
         sizes = [*map(ctypes.c_int32, shape), *map(ctypes.c_int64, strides)]
-        return [tensor_map.address, *map(self._address, sizes)]
+        return [0, *map(self._address, sizes)]  # the map's address is written with its pointer
 
     def _address(self, value: Any) -> int:
         self._kept.append(value)
@@ -109,10 +117,16 @@ class DriverPlan:
         the driver copies them before it returns.
         """
         set_q, set_k, set_v, set_o = (self._setter(letter) for letter in "qkvo")
-        scale_slot, lse_slot, rows_slot = (self._slots[name] for name in ("softmax_scale_log2", "LSE", "lse_rows"))
-        offset_slot = self._slots.get("q_offset", self._slots.get("QOffset", ctypes.c_uint64(0)))
+        unused = ctypes.c_uint64(0)
+        lse_slot, rows_slot = self._slots["LSE"], self._slots["lse_rows"]
+        scale_slot = self._slots.get("softmax_scale_log2", ctypes.c_float(0))
+        offset_slot = self._slots.get("q_offset", self._slots.get("QOffset", unused))
+        counter_slot = self._slots.get("Counter")
+        counters = None if counter_slot is None else Counters(self._device_index)
+        write_extras = self._extras_writer()
         geometry, index, config, function = self._geometry, self._device_index, self._config, self._function
-        rows, default_offset = geometry.q_shape[2], scalars(geometry)["q_offset"]
+        rows, default_offset = geometry.q_shape[2], self._scalars["q_offset"]
+        is_far = not features.FAR_FEATURES.isdisjoint(self._slots)
         default_scale = geometry.q_shape[3] ** -0.5
         run, stream_of, current = (
             driver.library().cuLaunchKernelEx,
@@ -133,11 +147,12 @@ class DriverPlan:
             lse: torch.Tensor | None = None,
             softmax_scale: float | None = None,
             q_offset: int | torch.Tensor | None = None,
+            extras: Extras | None = None,
         ) -> None:
             nonlocal last_q, last_k, last_v, last_o, last_rows, last_scale, last_stream, last_offset
             if not only_device and current() != index:
                 with torch.cuda.device(index):
-                    return launch(q, k, v, out, lse, softmax_scale, q_offset)
+                    return launch(q, k, v, out, lse, softmax_scale, q_offset, extras)
             new_q, new_k, new_v, new_o = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
             scale = default_scale if softmax_scale is None else softmax_scale
             if q_offset is None:
@@ -145,7 +160,7 @@ class DriverPlan:
             elif isinstance(q_offset, torch.Tensor):
                 offset = q_offset.data_ptr()
             else:
-                offset = clamp_offset(q_offset, geometry)
+                offset = clamp_offset(q_offset, geometry, is_far=is_far)
             try:
                 with lock:
                     if new_q != last_q:
@@ -170,19 +185,24 @@ class DriverPlan:
                         rows_slot.value = last_rows = rows
                     elif last_rows:
                         rows_slot.value = last_rows = 0
+                    if write_extras is not None:
+                        write_extras(extras or NO_EXTRAS, scale)
                     stream = stream_of(index)
                     if stream != last_stream:
                         config.stream = last_stream = stream
+                    if counters is not None:
+                        counter = counters.of(stream)
+                        counter_slot.value = counter.data_ptr()  # type: ignore[union-attr]
                     code = run(config_address, function, parameters_address, None)
             except LaunchError:
                 if not plan._adopt():
                     raise
-                return launch(q, k, v, out, lse, softmax_scale, q_offset)
+                return launch(q, k, v, out, lse, softmax_scale, q_offset, extras)
             if code == 0:
                 return None
             if not plan._adopt():
                 driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads")
-            return launch(q, k, v, out, lse, softmax_scale, q_offset)
+            return launch(q, k, v, out, lse, softmax_scale, q_offset, extras)
 
         return launch
 
@@ -195,11 +215,77 @@ class DriverPlan:
         return driver.adopt_context(self._context)
 
     def _setter(self, letter: str) -> Callable[[int], None]:
+        """What makes every parameter of a tensor point to it."""
         if letter in self._maps:
-            return self._maps[letter].point_to
+            return self._maps_setter(self._maps[letter])
         slot = self._slots[letter.upper()]
 
         def set_pointer(pointer: int) -> None:
             slot.value = pointer
 
         return set_pointer
+
+    def _maps_setter(self, placed: list[tuple[int, driver.TensorMaps]]) -> Callable[[int], None]:
+        parameters, (position, maps) = self._parameters, placed[0]
+        known, at = maps.known.get, maps.at
+
+        def point_to(pointer: int) -> None:
+            parameters[position] = known(pointer) or at(pointer)
+
+        def point_all_to(pointer: int) -> None:
+            addresses = [each.at(pointer) for _, each in placed]  # all or, where one is refused, none
+            for (place, _), address in zip(placed, addresses, strict=True):
+                parameters[place] = address
+
+        return point_to if len(placed) == 1 else point_all_to
+
+    def _extras_writer(self) -> WriteExtras | None:
+        """What writes the arguments of features, or None for a kernel that has none: plain calls pay nothing."""
+        writers = [*self._window_writers(), *self._softcap_writers(), *self._tensor_writers()]
+        if not writers:
+            return None
+
+        def write(extras: Extras, scale: float) -> None:
+            for writer in writers:
+                writer(extras, scale)
+
+        return write
+
+    def _window_writers(self) -> list[WriteExtras]:
+        if not any(name in self._slots for name in features.WINDOW):
+            return []
+        left_slot, right_slot = (self._slots.get(name, ctypes.c_int32(0)) for name in features.WINDOW)
+        seqlen_q, seqlen_k, causal = self._scalars["seqlen_q"], self._scalars["seqlen_k"], self._causal
+        last: tuple[int | None, int | None] | None = None
+
+        def write(extras: Extras, scale: float) -> None:
+            nonlocal last
+            if extras.window != last:
+                left_slot.value, right_slot.value = features.window_edges(extras, seqlen_q, seqlen_k, causal=causal)
+                last = extras.window
+
+        return [write]
+
+    def _softcap_writers(self) -> list[WriteExtras]:
+        if not any(name in self._slots for name in features.SOFTCAP):
+            return []
+        rate_slot, scale_slot = (self._slots.get(name, ctypes.c_float(0)) for name in features.SOFTCAP)
+        last = (0.0, 0.0)
+
+        def write(extras: Extras, scale: float) -> None:
+            nonlocal last
+            if (extras.softcap, scale) != last:
+                rate_slot.value, scale_slot.value = features.softcap_factors(extras, scale)
+                last = (extras.softcap, scale)
+
+        return [write]
+
+    def _tensor_writers(self) -> list[WriteExtras]:
+        def writer(slot: Any, find: Callable[[Extras], torch.Tensor]) -> WriteExtras:
+            def write(extras: Extras, scale: float) -> None:
+                slot.value = find(extras).data_ptr()
+
+            return write
+
+        named = [(name, slot) for name, slot in self._slots.items() if features.is_tensor(name)]
+        return [writer(slot, features.tensor_of(name)) for name, slot in named]

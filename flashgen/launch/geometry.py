@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-ALIGNMENT_BYTES = 16
-"""What the copy engine demands of base addresses and strides, and the widest load of a thread."""
+from flashgen.launch.extras import ALIGNMENT_BYTES, MAX_OFFSET, BlockMask, Extras, Shape4, broadcast_strides
 
-Shape4 = tuple[int, int, int, int]
+__all__ = ["ALIGNMENT_BYTES", "Geometry", "Shape4", "aligned16", "clamp_offset", "legal_strides", "scalars"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGrid:
+    """Sizes of a block mask: its blocks, and how far apart the query blocks of batches and heads are (0: shared)."""
+
+    query_blocks: int = 0
+    key_blocks: int = 0
+    stride_b: int = 0
+    stride_h: int = 0
+
+    @classmethod
+    def of(cls, block_mask: BlockMask) -> BlockGrid:
+        """The sizes of a block mask whose counts are contiguous."""
+        batch, nheads, query_blocks = block_mask.partial_counts.shape
+        return cls(
+            query_blocks=query_blocks,
+            key_blocks=block_mask.partial_indices.shape[-1],
+            stride_b=nheads * query_blocks if batch > 1 else 0,
+            stride_h=query_blocks if nheads > 1 else 0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Shapes and strides (in elements) of q, k, v and out, each in (batch, head, sequence, head_dim) order."""
+    """Shapes and strides (in elements) of a call's tensors, in (batch, head, sequence, head_dim) order.
+
+    Of the features only what their tensors' sizes fix is here: the strides of bias and mask (0 where broadcast), the
+    stride of the slopes along the batch, the blocks of a block mask.
+    """
 
     q_shape: Shape4
     k_shape: Shape4
@@ -23,14 +48,26 @@ class Geometry:
     k_strides: Shape4
     v_strides: Shape4
     o_strides: Shape4
+    bias_strides: Shape4 | None = None
+    mask_strides: Shape4 | None = None
+    alibi_batch_stride: int = 0
+    blocks: BlockGrid | None = None
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Geometry:
-        """The geometry of four tensors in bhsd order."""
-        shapes = {f"{name}_shape": tuple(tensor.shape) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    def of(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, extras: Extras | None = None
+    ) -> Geometry:
+        """The geometry of four tensors in bhsd order, and of what comes beside them."""
         named = (("q", q), ("k", k), ("v", v), ("o", out))
-        strides = {f"{name}_strides": tuple(tensor.stride()) for name, tensor in named}
-        return cls(**shapes, **strides)  # type: ignore[arg-type]
+        values: dict[str, Any] = {f"{name}_strides": tensor.stride() for name, tensor in named}
+        values |= {f"{name}_shape": tuple(tensor.shape) for name, tensor in named[:3]}
+        if extras is not None:
+            slopes = extras.alibi_slopes
+            values["bias_strides"] = None if extras.bias is None else broadcast_strides(extras.bias)
+            values["mask_strides"] = None if extras.mask is None else broadcast_strides(extras.mask)
+            values["alibi_batch_stride"] = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
+            values["blocks"] = None if extras.block_mask is None else BlockGrid.of(extras.block_mask)
+        return cls(**values)
 
     @property
     def o_shape(self) -> Shape4:
@@ -63,24 +100,39 @@ def aligned16(geometry: Geometry, pointers: int, element_bytes: int) -> bool:
 
 def scalars(geometry: Geometry) -> dict[str, int]:
     """The integer arguments of the launch vocabulary that a geometry fixes."""
-    _, nheads, seqlen_q, _ = geometry.q_shape
+    batch, nheads, seqlen_q, _ = geometry.q_shape
     _, nheads_k, seqlen_k, _ = geometry.k_shape
+    blocks = geometry.blocks or BlockGrid()
     found = {
+        "batch": batch,
         "nheads": nheads,
         "group_size": nheads // nheads_k,
         "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k,
         "q_offset": seqlen_k - seqlen_q,
         "lse_rows": 0,
+        "stride_alibi_b": geometry.alibi_batch_stride,
+        "num_q_blocks": blocks.query_blocks,
+        "num_k_blocks": blocks.key_blocks,
+        "stride_block_b": blocks.stride_b,
+        "stride_block_h": blocks.stride_h,
     }
     for letter in "qkvo":
         for axis, stride in zip("bhs", geometry.tensor(letter)[1], strict=False):
             found[f"stride_{letter}{axis}"] = stride
+    for name, strides in (("bias", geometry.bias_strides), ("mask", geometry.mask_strides)):
+        for axis, stride in zip("bhqk", strides or (0, 0, 0, 0), strict=True):
+            found[f"stride_{name}_{axis}"] = stride
     return found
 
 
-def clamp_offset(q_offset: int, geometry: Geometry) -> int:
-    """Beyond these bounds nothing changes, and within them 32-bit arithmetic in the kernel cannot overflow."""
+def clamp_offset(q_offset: int, geometry: Geometry, *, is_far: bool = False) -> int:
+    """A query offset as 32 bits: with a causal mask alone, nothing changes beyond the lengths.
+
+    `is_far` is for kernels with a window or ALiBi, whose scores go on changing.
+    """
+    if is_far:
+        return max(-MAX_OFFSET, min(q_offset, MAX_OFFSET))
     return max(-geometry.q_shape[2], min(q_offset, geometry.k_shape[2]))
 
 

@@ -22,10 +22,15 @@ _ENTRY = re.compile(r"\.visible\s+\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([busf])(\d+)\s+(?:\.ptr[^,\n]*?\s)?\w+(?:\[(\d+)\])?\s*(?:,|$)")
 
 
+def block_of(parameter: Parameter) -> tuple[int, ...]:
+    """The block of a tensor descriptor: the sizes in `tensordesc<bf16[1, 1, 128, 64]>`, a layout after them or not."""
+    return tuple(int(size) for size in parameter.type.split("[")[1].split("]")[0].split(","))
+
+
 def slot_sizes(parameter: Parameter) -> tuple[int, ...]:
     """The sizes in bytes of the kernel parameters that one parameter of a signature becomes."""
     if parameter.type.startswith("tensordesc"):
-        rank = parameter.type.count(",") + 1
+        rank = len(block_of(parameter))
         return (TENSOR_MAP_BYTES, *[4] * rank, *[8] * rank)
     if parameter.type.startswith("*"):
         return (POINTER_BYTES,)

@@ -7,6 +7,7 @@ Two kinds do the same thing. `DriverPlan` prepares the parameters of a launch on
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -17,14 +18,20 @@ from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
-from flashgen.launch import driver
-from flashgen.launch.driver_plan import LOG2E, DriverPlan
+from flashgen.launch import driver, features
+from flashgen.launch.counters import Counters
+from flashgen.launch.driver_plan import DriverPlan
+from flashgen.launch.extras import Extras
+from flashgen.launch.features import LOG2E, NO_EXTRAS
 from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
-from flashgen.launch.parameters import trailing_pointers
+from flashgen.launch.parameters import block_of, trailing_pointers
+
+_UNUSUAL = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
+"""What the plan through the driver does not do, by its name in Triton's metadata."""
 
 
 class Launch(Protocol):
-    """A launch that is ready but for the pointers, the scale and the query offset."""
+    """A launch that is ready but for the pointers, the scale, the query offset and what the extras hold."""
 
     def __call__(
         self,
@@ -35,12 +42,16 @@ class Launch(Protocol):
         lse: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
+        extras: Extras | None = None,
     ) -> None:
         """Launch on the current stream of the plan's device.
 
         The tensors have the shapes and strides that the plan was made for (in any view: only their memory is used);
         `lse` is fp32 (batch, nheads, seqlen_q), contiguous, or None; `softmax_scale` None means head_dim ** -0.5, and
-        `q_offset` None seqlen_k - seqlen_q.
+        `q_offset` None seqlen_k - seqlen_q. `extras` has the arguments of the features that are compiled in.
+
+        Raises:
+            LaunchError: the driver refuses, or the kernel needs what the extras do not have.
         """
 
 
@@ -56,11 +67,8 @@ def make_plan(
         return EmptyPlan()
     parameters = family(config.family).parameters(spec, config)
     metadata = compiled.handle.metadata
-    usual = getattr(metadata, "num_ctas", 1) == 1 and not getattr(metadata, "launch_pdl", False)
-    usual = (
-        usual and not getattr(metadata, "global_scratch_size", 0) and not getattr(metadata, "profile_scratch_size", 0)
-    )
-    trailing = trailing_pointers(compiled.handle.asm["ptx"], parameters) if "ptx" in compiled.handle.asm else None
+    usual = getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, 0) for name in _UNUSUAL)
+    trailing = _trailing_pointers(compiled.handle, parameters)
     with torch.cuda.device(device_index):
         if trailing is None or not usual:
             return TritonPlan(compiled, spec, config, geometry, device_index)
@@ -74,6 +82,17 @@ def make_plan(
             device_index=device_index,
         )
         return plan.launch
+
+
+def _trailing_pointers(handle: Any, parameters: tuple[Parameter, ...]) -> int | None:
+    """See `parameters.trailing_pointers`; read once a kernel, because a PTX text is long."""
+    if handle not in _TRAILING:
+        ptx = handle.asm.get("ptx")
+        _TRAILING[handle] = None if ptx is None else trailing_pointers(ptx, parameters)
+    return _TRAILING[handle]
+
+
+_TRAILING: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 
 
 def load(compiled: CompiledKernel, device_index: int) -> int:
@@ -99,7 +118,7 @@ _FUNCTIONS: dict[tuple[str, int], int] = {}
 
 
 class EmptyPlan:
-    """Nothing to launch: rows that see no key have output 0 and LSE -inf."""
+    """Nothing to launch: rows that see no key have output 0 and LSE -inf, or that of their head's sink."""
 
     def __call__(
         self,
@@ -110,11 +129,16 @@ class EmptyPlan:
         lse: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
+        extras: Extras | None = None,
     ) -> None:
-        """Fill `out` with 0 and `lse` with -inf."""
+        """Fill `out` with 0, and `lse` with -inf or the sinks."""
         out.zero_()
-        if lse is not None:
+        if lse is None:
+            return
+        if extras is None or extras.sinks is None:
             lse.fill_(float("-inf"))
+        else:
+            lse.copy_(extras.sinks.view(1, -1, 1).expand_as(lse))
 
 
 class TritonPlan:
@@ -128,8 +152,12 @@ class TritonPlan:
         programs = row.programs(config, compiled.device, batch, nheads, seqlen_q)
         self._runner = compiled.handle[(programs, 1, 1)]
         self._parameters = row.parameters(spec, config)
+        self._names = {parameter.name for parameter in self._parameters}
         self._geometry = geometry
+        self._scalars = scalars(geometry)
+        self._causal = spec.causal
         self._device_index = device_index
+        self._counters = Counters(device_index) if "Counter" in self._names else None
 
     def __call__(
         self,
@@ -140,18 +168,33 @@ class TritonPlan:
         lse: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
+        extras: Extras | None = None,
     ) -> None:
         """See `Launch`."""
-        known: dict[str, Any] = dict(scalars(self._geometry))
+        known: dict[str, Any] = dict(self._scalars)
         if isinstance(q_offset, int):
-            known["q_offset"] = clamp_offset(q_offset, self._geometry)
+            is_far = not features.FAR_FEATURES.isdisjoint(self._names)
+            known["q_offset"] = clamp_offset(q_offset, self._geometry, is_far=is_far)
         scale = self._geometry.q_shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         known |= {"QOffset": q_offset, "softmax_scale_log2": scale * LOG2E, "LSE": lse}
         known["lse_rows"] = self._geometry.q_shape[2] if lse is not None else 0
+        known |= self._feature_arguments(extras or NO_EXTRAS, scale)
         tensors = {"q": q, "k": k, "v": v, "o": out}
-        arguments = [self._argument(parameter, tensors, known) for parameter in self._parameters]
         with torch.cuda.device(self._device_index):
-            self._runner(*arguments)
+            if self._counters is not None:
+                known["Counter"] = self._counters.of(torch._C._cuda_getCurrentRawStream(self._device_index))
+            self._runner(*(self._argument(parameter, tensors, known) for parameter in self._parameters))
+
+    def _feature_arguments(self, extras: Extras, scale: float) -> dict[str, Any]:
+        tensors = (name for name in self._names if features.is_tensor(name))
+        found: dict[str, Any] = {name: features.tensor_of(name)(extras) for name in tensors}
+        if not self._names.isdisjoint(features.WINDOW):
+            lengths = self._scalars["seqlen_q"], self._scalars["seqlen_k"]
+            edges = features.window_edges(extras, *lengths, causal=self._causal)
+            found |= zip(features.WINDOW, edges, strict=True)
+        if not self._names.isdisjoint(features.SOFTCAP):
+            found |= zip(features.SOFTCAP, features.softcap_factors(extras, scale), strict=True)
+        return found
 
     def _argument(self, parameter: Parameter, tensors: dict[str, torch.Tensor], known: dict[str, Any]) -> Any:
         if parameter.name in known:
@@ -159,11 +202,11 @@ class TritonPlan:
         letter = parameter.name[0].lower()
         if not parameter.type.startswith("tensordesc"):
             return tensors[letter]
+        # a launch reads no more than this of a descriptor, of Triton's or of Gluon's class
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         shape, strides = self._geometry.tensor(letter)[0], legal_strides(self._geometry, letter)
-        block = [int(size) for size in parameter.type.split("[")[1].split("]")[0].split(",")]
-        return TensorDescriptor(tensors[letter], list(shape), list(strides), block)
+        return TensorDescriptor(tensors[letter], list(shape), list(strides), list(block_of(parameter)))
 
 
 def check_capture(device_index: int, action: str) -> None:

@@ -60,10 +60,11 @@ class FakeDriver:
     code: int = 0  # what the next launches return
     refused: set[int] = field(default_factory=set)  # pointers that no descriptor can be made for
     launches: list[Launched] = field(default_factory=list)
-    encoded: dict[int, Encoded] = field(default_factory=dict)  # by address of the descriptor
+    encoded: list[Encoded] = field(default_factory=list)
     replaced: list[tuple[int, int]] = field(default_factory=list)
     loaded: list[tuple[bytes, bytes]] = field(default_factory=list)
     attributes: list[tuple[int, int]] = field(default_factory=list)
+    capture: int | None = None  # the graph that every stream records
 
     def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:
         assert extra is None
@@ -101,7 +102,7 @@ class FakeDriver:
                 numbers = [int.from_bytes(part, "little") for part in parts[1:]]
                 values[f"{parameter.name}.shape"] = tuple(numbers[: len(numbers) // 2])
                 values[f"{parameter.name}.strides"] = tuple(numbers[len(numbers) // 2 :])
-                values[f"{parameter.name}.encoded"] = self.encoded[at]
+                values[f"{parameter.name}.encoded"] = self._encoded_at(at)
         return values
 
     def cuTensorMapEncodeTiled(
@@ -124,18 +125,33 @@ class FakeDriver:
             return INVALID_CONTEXT
         if pointer in self.refused or pointer % 16 or any(stride % 16 for stride in byte_strides):
             return INVALID_VALUE
-        self.encoded[address] = Encoded(
-            dtype=dtype, shape=tuple(shape), byte_strides=tuple(byte_strides), box=tuple(box), swizzle=swizzle
+        self.encoded.append(
+            Encoded(dtype=dtype, shape=tuple(shape), byte_strides=tuple(byte_strides), box=tuple(box), swizzle=swizzle)
         )
-        ctypes.memmove(address, pointer.to_bytes(8, "little"), 8)
+        # 128 bytes of the driver's own making: here the pointer, and which encoding it is, counted from 1
+        content = pointer.to_bytes(8, "little") + len(self.encoded).to_bytes(8, "little")
+        ctypes.memmove(address, content.ljust(128, b"\0"), 128)
         return 0
 
+    def _encoded_at(self, address: int) -> Encoded:
+        number = int.from_bytes(ctypes.string_at(address + 8, 8), "little")
+        assert 0 < number <= len(self.encoded), "only an encoded descriptor, or a copy of one, describes a tensor"
+        return self.encoded[number - 1]
+
     def cuTensorMapReplaceAddress(self, address: int, pointer: int) -> int:
-        assert address in self.encoded, "only an encoded descriptor has an address to replace"
+        self._encoded_at(address)
         if pointer in self.refused:
             return INVALID_VALUE
         self.replaced.append((address, pointer))
         ctypes.memmove(address, pointer.to_bytes(8, "little"), 8)
+        return 0
+
+    def cuStreamGetCaptureInfo_v2(
+        self, stream: ctypes.c_void_p, status: Any, identity: Any, graph: None, dependencies: None, count: None
+    ) -> int:
+        assert (graph, dependencies, count) == (None, None, None)
+        status._obj.value = 0 if self.capture is None else 1
+        identity._obj.value = self.capture or 0
         return 0
 
     def cuCtxGetCurrent(self, context: Any) -> int:

@@ -1,0 +1,71 @@
+"""From the `Extras` of a call to the arguments of a kernel: window edges, softcap factors, and tensors by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from flashgen.core.errors import LaunchError
+from flashgen.launch.extras import Extras, clamp_window
+
+LOG2E = math.log2(math.e)
+
+NO_EXTRAS = Extras()
+
+WINDOW = ("window_left", "window_right")
+SOFTCAP = ("softcap_rate", "softcap_scale_log2")
+FAR_FEATURES = frozenset({*WINDOW, "AlibiSlopes"})
+"""Parameters of kernels whose scores depend on query offsets beyond the lengths."""
+
+_TENSORS: dict[str, Callable[[Extras], torch.Tensor | None]] = {
+    "AlibiSlopes": lambda extras: extras.alibi_slopes,
+    "Sinks": lambda extras: extras.sinks,
+    "Bias": lambda extras: extras.bias,
+    "Mask": lambda extras: extras.mask,
+    "PartialCounts": lambda extras: extras.block_mask.partial_counts if extras.block_mask else None,
+    "PartialIndices": lambda extras: extras.block_mask.partial_indices if extras.block_mask else None,
+    "FullCounts": lambda extras: extras.block_mask.full_counts if extras.block_mask else None,
+    "FullIndices": lambda extras: extras.block_mask.full_indices if extras.block_mask else None,
+}
+
+
+def window_edges(extras: Extras, seqlen_q: int, seqlen_k: int, *, causal: bool) -> tuple[int, int]:
+    """`window_left` and `window_right`; a causal mask is a right edge of 0."""
+    left, right = extras.window
+    return clamp_window((left, 0 if causal else right), seqlen_q, seqlen_k)
+
+
+def softcap_factors(extras: Extras, softmax_scale: float) -> tuple[float, float]:
+    """`softcap_rate` and `softcap_scale_log2`.
+
+    Raises:
+        LaunchError: the call has no softcap.
+    """
+    if not extras.softcap:
+        raise LaunchError(f"a kernel with a softcap is launched with one above 0, got {extras.softcap}")
+    return 2 * LOG2E * softmax_scale / extras.softcap, 2 * LOG2E * extras.softcap
+
+
+def is_tensor(name: str) -> bool:
+    """Whether a parameter of the launch vocabulary is a tensor of the extras."""
+    return name in _TENSORS or _aux_number(name) is not None
+
+
+def tensor_of(name: str) -> Callable[[Extras], torch.Tensor]:
+    """What finds the tensor of a parameter in the extras of a call, or raises `LaunchError`."""
+    number = _aux_number(name)
+
+    def find(extras: Extras) -> torch.Tensor:
+        found = _TENSORS[name](extras) if number is None else next(iter(extras.aux[number:]), None)
+        if found is None:
+            raise LaunchError(f"the kernel reads {name}, and the extras of the call have none")
+        return found
+
+    return find
+
+
+def _aux_number(name: str) -> int | None:
+    number = name.removeprefix("Aux")
+    return int(number) if number != name and number.isdecimal() else None

@@ -1,0 +1,211 @@
+"""What the parameters of features are bound to, through the driver and through Triton alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen.core.errors import LaunchError
+from flashgen.launch.extras import MAX_OFFSET, BlockMask, Extras, clamp_window
+from flashgen.launch.geometry import Geometry
+from flashgen.launch.plan import EmptyPlan, Launch
+from tests.launch.fake_driver import FakeDriver
+from tests.launch.kernels import tensors
+from tests.launch.rows import Imagined, parameters
+
+SHAPE = (2, 6, 3, 200, 333)
+LOG2E = math.log2(math.e)
+REACH = MAX_OFFSET + 533
+STRIDES = [f"stride_{name}_{axis}: i64" for name in ("bias", "mask") for axis in "bhqk"]
+BLOCKS = [f"{name}: *i32" for name in ("PartialCounts", "PartialIndices", "FullCounts", "FullIndices")]
+
+
+class Both:
+    """One kernel, launched both ways; the arguments of either, with addresses for tensors."""
+
+    def __init__(self, kernel: Imagined, cuda: FakeDriver, geometry: Geometry) -> None:
+        self.kernel, self.cuda = kernel, cuda
+        self.plans: tuple[Launch, Launch] = (
+            kernel.through_the_driver(cuda, geometry),
+            kernel.through_triton(geometry),
+        )
+
+    def __call__(self, *arguments: Any) -> dict[str, Any]:
+        for plan in self.plans:
+            plan(*arguments)
+        given = self.kernel.seen[-1]
+        values = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+        values = {name: value or 0 for name, value in values.items()}
+        read = self.cuda.launches[-1].values
+        assert {name: read[name] for name in values} == pytest.approx(values, rel=1e-6)
+        return values
+
+
+@pytest.fixture
+def both(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Both]:
+    def make(*named: str, key: str = "fwd-bf16-d64", extras: Extras | None = None) -> Both:
+        kernel = Imagined(monkeypatch, parameters(*named, "Q: *bf16", "K: *bf16", "V: *bf16", "O: *bf16"), key)
+        return Both(kernel, cuda, Geometry.of(*tensors(kernel.spec, SHAPE), extras))
+
+    return make
+
+
+def four() -> tuple[torch.Tensor, ...]:
+    q, k, v = (torch.empty(2, h, s, 64, dtype=torch.bfloat16) for h, s in ((6, 200), (3, 333), (3, 333)))
+    return q, k, v, torch.empty_like(q)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_may_change_at_every_call(causal: bool, both: Callable[..., Both]) -> None:
+    launch = both("window_left: i32", "window_right: i32", key="fwd-bf16-d64" + "-causal" * causal + "-window")
+    given = four()
+    cases: list[tuple[tuple[int | None, int | None], tuple[int, int]]] = [
+        ((128, 0), (128, 0)),
+        ((0, 5), (0, 5)),
+        ((None, 7), (REACH, 7)),
+        ((3, None), (3, REACH)),
+        ((1 << 40, 1 << 50), (REACH, REACH)),
+        ((128, 0), (128, 0)),
+    ]
+    for window, (left, right) in cases:
+        values = launch(*given, None, None, None, Extras(window=window))
+        assert (values["window_left"], values["window_right"]) == (left, 0 if causal else right)
+
+
+def test_clamped_windows_and_offsets_keep_every_sum_within_32_bits() -> None:
+    length = 1 << 26
+    left, right = clamp_window((None, None), length, length)
+    assert MAX_OFFSET + length + left + right < 1 << 31
+    assert left >= MAX_OFFSET + length, "unlimited stays unlimited under the largest offset"
+
+
+def test_only_with_a_window_or_slopes_does_an_offset_beyond_the_lengths_matter(both: Callable[..., Both]) -> None:
+    given, slopes = four(), torch.ones(6)
+    for named, extras, expected in (
+        (["q_offset: i32"], None, (333, -200)),
+        (["q_offset: i32", "window_left: i32"], Extras(window=(5, None)), (MAX_OFFSET, -MAX_OFFSET)),
+        (["q_offset: i32", "AlibiSlopes: *fp32"], Extras(alibi_slopes=slopes), (MAX_OFFSET, -MAX_OFFSET)),
+    ):
+        launch = both(*named)
+        offsets = [launch(*given, None, None, offset, extras)["q_offset"] for offset in (1 << 40, -(1 << 40))]
+        assert tuple(offsets) == expected
+        assert launch(*given, None, None, 400, extras)["q_offset"] == (400 if extras else 333)
+
+
+def test_softcap_factors_follow_the_cap_and_the_scale(both: Callable[..., Both]) -> None:
+    launch = both("softcap_rate: fp32", "softcap_scale_log2: fp32")
+    given = four()
+    for cap, scale in ((30.0, None), (30.0, 0.5), (50.0, 0.5), (50.0, None), (30.0, None)):
+        values = launch(*given, None, scale, None, Extras(softcap=cap))
+        x = 12.5  # a score before the scale
+        capped = cap * math.tanh((scale or 64**-0.5) * x / cap) * LOG2E
+        mine = values["softcap_scale_log2"] * (0.5 - 1 / (2 ** (x * values["softcap_rate"]) + 1))
+        assert mine == pytest.approx(capped, rel=1e-6)
+    with pytest.raises(LaunchError, match=r"softcap is launched with one above 0, got 0\.0"):
+        launch(*given)
+
+
+def test_tensors_of_features_are_found_by_name(both: Callable[..., Both]) -> None:
+    bias = torch.empty(2, 1, 200, 333)
+    mask = torch.empty(1, 6, 1, 333, dtype=torch.bool)
+    slopes, sinks, aux = torch.empty(2, 6), torch.empty(6), (torch.empty(3), torch.empty(4))
+    extras = Extras(bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, aux=aux)
+    names = ["Bias: *fp32", "Mask: *u8", "AlibiSlopes: *fp32", "Sinks: *fp32", "Aux0: *fp32", "Aux1: *fp32"]
+    launch = both(*names, *STRIDES, "stride_alibi_b: i32", "batch: i32", extras=extras)
+    values = launch(*four(), None, None, None, extras)
+    pointers = {"Bias": bias, "Mask": mask, "AlibiSlopes": slopes, "Sinks": sinks, "Aux0": aux[0], "Aux1": aux[1]}
+    assert {name: values[name] for name in pointers} == {name: one.data_ptr() for name, one in pointers.items()}
+    assert [values[f"stride_bias_{axis}"] for axis in "bhqk"] == [200 * 333, 0, 333, 1]
+    assert [values[f"stride_mask_{axis}"] for axis in "bhqk"] == [0, 333, 0, 1]
+    assert (values["stride_alibi_b"], values["batch"]) == (6, 2)
+    other = dataclasses.replace(extras, bias=torch.empty_like(bias), aux=aux[::-1])
+    values = launch(*four(), None, None, None, other)
+    assert (values["Bias"], values["Aux0"]) == (other.bias.data_ptr(), aux[1].data_ptr())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["AlibiSlopes", "Sinks", "Bias", "Mask", "Aux0", "Aux11", "FullCounts"])
+def test_a_tensor_that_the_kernel_needs_and_the_call_lacks_is_named(name: str, both: Callable[..., Both]) -> None:
+    launch = both(f"{name}: *fp32")
+    for extras in (None, Extras(window=(1, 1))):
+        for plan in launch.plans:
+            with pytest.raises(LaunchError, match=f"the kernel reads {name}, and the extras of the call have none"):
+                plan(*four(), None, None, None, extras)
+    assert launch.cuda.launches == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides"), [((1, 1), (0, 0)), ((2, 1), (2, 0)), ((1, 6), (0, 2)), ((2, 6), (12, 2))]
+)
+def test_a_block_mask_is_walked_in_rows_of_query_blocks(
+    sizes: tuple[int, int], strides: tuple[int, int], both: Callable[..., Both]
+) -> None:
+    counts = [torch.empty(*sizes, 2, dtype=torch.int32) for _ in range(2)]
+    indices = [torch.empty(*sizes, 2, 3, dtype=torch.int32) for _ in range(2)]
+    block_mask = BlockMask(
+        partial_counts=counts[0],
+        partial_indices=indices[0],
+        full_counts=counts[1],
+        full_indices=indices[1],
+        seqlen_q=200,
+        seqlen_k=333,
+    )
+    extras = Extras(block_mask=block_mask)
+    more = ["stride_block_b: i32", "stride_block_h: i32", "num_q_blocks: i32", "num_k_blocks: i32"]
+    values = both(*BLOCKS, *more, extras=extras)(*four(), None, None, None, extras)
+    assert (values["stride_block_b"], values["stride_block_h"]) == strides
+    assert (values["num_q_blocks"], values["num_k_blocks"]) == (2, 3)
+    found = [values[name.split(":")[0]] for name in BLOCKS]
+    assert found == [t.data_ptr() for t in (counts[0], indices[0], counts[1], indices[1])]
+
+
+def test_a_kernel_without_features_takes_any_extras(both: Callable[..., Both]) -> None:
+    launch = both("nheads: i32")
+    plain, featured = launch(*four()), launch(*four(), None, None, None, Extras(softcap=3.0, window=(1, 2)))
+    assert plain.keys() == featured.keys()
+
+
+@pytest.mark.parametrize("letter", "qkvo")
+def test_every_descriptor_of_a_tensor_follows_its_pointer(
+    letter: str, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head_dim in two parts: two boxes over the same tensor, side by side in the signature or not."""
+    descriptors = [f"{name}_desc: tensordesc<bf16[1, 1, 64, 64]>" for name in ("q", "k", "v", "o")]
+    second = f"{letter}1_desc: tensordesc<bf16[1, 1, 64, 32],NVMMASharedLayout(a=128, b=16, c=4)>"
+    kernel = Imagined(monkeypatch, parameters(*descriptors, second), "fwd-bf16-d96")
+    first, other = tensors(kernel.spec, SHAPE), tensors(kernel.spec, SHAPE)
+    launch = kernel.through_the_driver(cuda, Geometry.of(*first))
+    for given in (first, other, first):
+        launch(*given)
+        values = cuda.launches[-1].values
+        assert [values[f"{name}_desc"] for name in "qkvo"] == [tensor.data_ptr() for tensor in given]
+        assert values[f"{letter}1_desc"] == values[f"{letter}_desc"]
+        assert values[f"{letter}1_desc.encoded"].box == (64, 68, 1, 1)
+        assert values[f"{letter}_desc.encoded"].box == (64, 64 + "qkvo".index(letter), 1, 1)
+    assert cuda.launches[-1].block == (12 * 32, 1, 1)
+    bad = tensors(kernel.spec, SHAPE)
+    at = "qkvo".index(letter)
+    cuda.refused = {bad[at].data_ptr()}
+    with pytest.raises(LaunchError, match="describe a tensor"):
+        launch(*(bad[i] if i == at else first[i] for i in range(4)))
+    launch(*first)
+    assert cuda.launches[-1].values[f"{letter}1_desc"] == first[at].data_ptr()
+    kernel.through_triton(Geometry.of(*first))(*first)
+    assert kernel.seen[-1][f"{letter}1_desc"].base is first[at]
+    assert kernel.seen[-1][f"{letter}1_desc"].block_shape == [1, 1, 64, 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_keys_the_lse_is_that_of_the_sinks(dtype: torch.dtype) -> None:
+    q, out, lse = torch.empty(2, 3, 5, 8), torch.ones(2, 3, 5, 8), torch.ones(2, 3, 5)
+    sinks = torch.tensor([0.5, -2.0, 3.0], dtype=dtype)
+    k = torch.empty(2, 3, 0, 8)
+    EmptyPlan()(q, k, k, out, lse, None, None, Extras(sinks=sinks))
+    assert torch.all(out == 0)
+    assert torch.equal(lse, sinks.float().view(1, 3, 1).expand(2, 3, 5))
+    EmptyPlan()(q, k, k, out, lse, None, None, Extras(window=(1, 1)))
+    assert torch.all(lse == -math.inf)
