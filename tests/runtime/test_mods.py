@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -348,3 +351,23 @@ def test_the_default_config_walks_blocks() -> None:
         device = find_device(name)
         config = default_config(Specialization(direction="forward", dtype="bf16", head_dim=64, head_dim_v=64), device)
         assert MASK_BLOCK % config.integer("block_m") == MASK_BLOCK % config.integer("block_n") == 0
+
+
+def test_the_functions_of_the_page_are_functions_that_are_taken(tmp_path: Path) -> None:
+    """Those of docs/score-mods.md; a GPU test runs the page."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "score-mods.md").read_text()
+    blocks = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    sources = re.findall(r"^def (\w+)\((.*?)\):\n(    .*?)\n\n", blocks, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "page.py"
+    path.write_text("".join(f"def {name}({arguments}):\n{body}\n" for name, arguments, body in sources))
+    spec = importlib.util.spec_from_file_location("page", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len(sources) >= 6
+    for name, arguments, _ in sources:
+        kind = "score_mod" if arguments.startswith("score,") else "mask_mod"
+        own = arguments.split(", ")
+        assert tuple(own[: len(mods.ARGUMENTS[kind])]) == mods.ARGUMENTS[kind]
+        user_function(getattr(module, name), kind, len(own) - len(mods.ARGUMENTS[kind]))

@@ -1,0 +1,272 @@
+"""User score functions and block masks on a GPU: numerics, FlexAttention beside them, time that follows the mask."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import flashgen
+from flashgen.core.errors import BuildError, WorkloadError
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+Mask = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FLASHGEN_POLICY", "generated")
+    monkeypatch.setenv("FLASHGEN_QUIET", "1")
+    flashgen.reload()
+    yield
+    flashgen.reload()
+
+
+def document(b, h, q_idx, k_idx, doc):
+    return tl.load(doc + q_idx) == tl.load(doc + k_idx)
+
+
+def causal(b, h, q_idx, k_idx):
+    return k_idx <= q_idx
+
+
+def by_head(b, h, q_idx, k_idx):
+    return (k_idx <= q_idx) & ((h >= 2) | (q_idx - k_idx < 200)) & (k_idx >= 64 * b)
+
+
+def prefix_lm(b, h, q_idx, k_idx, prefix):
+    return (k_idx <= q_idx) | (k_idx < tl.load(prefix + b))
+
+
+def nothing(b, h, q_idx, k_idx):
+    return k_idx < q_idx - 100000
+
+
+def relative(score, b, h, q_idx, k_idx, table):
+    return score + tl.load(table + h * 4096 + k_idx - q_idx + 2048)
+
+
+def capped(score, b, h, q_idx, k_idx):
+    return tl.where(score > 1.0, float("-inf"), score * 0.5)
+
+
+def wrong_type(b, h, q_idx, k_idx):
+    return q_idx - k_idx
+
+
+def indices(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    batch, nheads, rows, keys = *q.shape[:3], k.shape[2]
+    sizes = ((batch, (-1, 1, 1, 1)), (nheads, (1, -1, 1, 1)), (rows, (1, 1, -1, 1)), (keys, (1, 1, 1, -1)))
+    return tuple(torch.arange(size, device=q.device).view(shape) for size, shape in sizes)
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Mask | None = None, mask: Mask | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula in float64, with functions written for torch."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = q.double() @ keys.mT * q.shape[-1] ** -0.5
+    if score is not None:
+        scores = score(scores, *indices(q, k))
+    if mask is not None:
+        scores = scores.masked_fill(~mask(*indices(q, k)), -math.inf)
+    return torch.softmax(scores, -1).nan_to_num(0.0) @ values, torch.logsumexp(scores, -1)
+
+
+def tensors(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, nheads, nheads_k, seqlen_q, seqlen_k, head_dim = shape
+    torch.manual_seed(0)
+    q = torch.randn(batch, nheads, seqlen_q, head_dim, device="cuda", dtype=dtype)
+    k, v = (torch.randn(batch, nheads_k, seqlen_k, head_dim, device="cuda", dtype=dtype) for _ in range(2))
+    return q, k, v
+
+
+def assert_right(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    torch.testing.assert_close(got[0].double(), expected[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(got[1].double(), expected[1], atol=5e-3, rtol=1e-3)
+
+
+SHAPES = [(2, 4, 2, 512, 512, 64), (2, 4, 1, 777, 1203, 128), (1, 4, 4, 1000, 300, 80)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("name", ["document", "causal", "by_head", "prefix_lm", "nothing"])
+def test_masks(name: str, blocks: bool, shape: tuple[int, ...]) -> None:
+    q, k, v = tensors(*shape)
+    length = max(shape[3], shape[4])
+    doc = torch.sort(torch.randint(0, 7, (length,), device="cuda", dtype=torch.int32))[0]
+    prefix = torch.tensor([100, 333], device="cuda", dtype=torch.int32)
+    mask_mod, aux, formula = {
+        "document": (document, (doc,), lambda b, h, i, j: doc[i] == doc[j]),
+        "causal": (causal, (), lambda b, h, i, j: j <= i),
+        "by_head": (by_head, (), lambda b, h, i, j: (j <= i) & ((h >= 2) | (i - j < 200)) & (j >= 64 * b)),
+        "prefix_lm": (prefix_lm, (prefix,), lambda b, h, i, j: (j <= i) | (j < prefix[b])),
+        "nothing": (nothing, (), lambda b, h, i, j: j < i - 100000),
+    }[name]
+    found = None
+    if blocks:
+        heads = (shape[0], shape[1]) if name in ("by_head", "prefix_lm") else (None, None)
+        found = flashgen.block_mask(mask_mod, *heads, seqlen_q=shape[3], seqlen_k=shape[4], aux=aux)
+    got = flashgen.attention(q, k, v, mask_mod=mask_mod, aux=aux, block_mask=found, return_lse=True)
+    assert_right(got, dense(q, k, v, mask=formula))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_scores_and_masks_together(shape: tuple[int, ...], blocks: bool) -> None:
+    q, k, v = tensors(*shape)
+    table = torch.randn(shape[1], 4096, device="cuda")
+
+    def causal_of_table(b, h, q_idx, k_idx, table):
+        return k_idx <= q_idx
+
+    found = flashgen.block_mask(causal_of_table, seqlen_q=shape[3], seqlen_k=shape[4], aux=(table,)) if blocks else None
+    options: dict[str, Any] = {"score_mod": relative, "mask_mod": causal_of_table, "aux": (table,), "block_mask": found}
+    got = flashgen.attention(q, k, v, **options, return_lse=True)
+    wide = table.double()
+    expected = dense(q, k, v, lambda s, b, h, i, j: s + wide[h, j - i + 2048], lambda b, h, i, j: j <= i)
+    assert_right(got, expected)
+
+
+def test_a_score_that_hides() -> None:
+    q, k, v = tensors(1, 2, 2, 300, 200, 64)
+    got = flashgen.attention(q, k, v, score_mod=capped, return_lse=True)
+    scores = q.double() @ k.double().mT / 8
+    near = ((scores - 1).abs() < 1e-3).any(-1)  # which side of the threshold these fall is rounding
+    expected = dense(q, k, v, lambda s, b, h, i, j: torch.where(s > 1, -math.inf, s * 0.5))
+    assert (~near).any()
+    assert_right((got[0][~near], got[1][~near]), (expected[0][~near], expected[1][~near]))
+
+
+def test_flex_attention_agrees() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = tensors(1, 4, 2, 1024, 1024, 64)
+    doc = (torch.arange(1024, device="cuda") // 300).int()
+    table = torch.randn(4, 4096, device="cuda")
+    other = flex.flex_attention(
+        q,
+        k,
+        v,
+        score_mod=lambda score, b, h, i, j: score + table[h, j - i + 2048],
+        block_mask=flex.create_block_mask(lambda b, h, i, j: doc[i] == doc[j], None, None, 1024, 1024, device="cuda"),
+        enable_gqa=True,
+    )
+
+    def same(b, h, q_idx, k_idx, doc, table):
+        return tl.load(doc + q_idx) == tl.load(doc + k_idx)
+
+    def shifted(score, b, h, q_idx, k_idx, doc, table):
+        return score + tl.load(table + h * 4096 + k_idx - q_idx + 2048)
+
+    blocks = flashgen.block_mask(same, seqlen_q=1024, seqlen_k=1024, aux=(doc, table))
+    out = flashgen.attention(q, k, v, score_mod=shifted, mask_mod=same, aux=(doc, table), block_mask=blocks)
+    torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
+
+
+def test_hidden_keys_that_hold_nan_do_not_reach_the_output() -> None:
+    q, k, v = tensors(1, 2, 2, 500, 500, 64)
+
+    def early(b, h, q_idx, k_idx):
+        return k_idx < 130
+
+    expected = flashgen.attention(q, k, v, mask_mod=early)
+    k[:, :, 130:] = math.nan
+    v[:, :, 130:] = math.inf
+    blocks = flashgen.block_mask(early, seqlen_q=500, seqlen_k=500)
+    for found in (None, blocks):
+        torch.testing.assert_close(flashgen.attention(q, k, v, mask_mod=early, block_mask=found), expected)
+
+
+def test_under_torch_compile_and_in_a_graph() -> None:
+    q, k, v = tensors(1, 4, 4, 512, 512, 64)
+    doc = (torch.arange(512, device="cuda") // 100).int()
+    blocks = flashgen.block_mask(document, seqlen_q=512, seqlen_k=512, aux=(doc,))
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashgen.attention(q * 2, k, v, mask_mod=document, aux=(doc,), block_mask=blocks) + 1
+
+    expected = model(q, k, v)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(q, k, v), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model(q, k, v)
+    doc.copy_(torch.arange(512, device="cuda") // 200)  # a replay reads what the tensor holds by then
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not torch.equal(out, expected)
+
+
+def test_time_follows_the_blocks_of_the_mask() -> None:
+    length, documents = 8192, 8
+    q, k, v = tensors(2, 16, 16, length, length, 128)
+    doc = (torch.arange(length, device="cuda") // (length // documents)).int()
+    blocks = flashgen.block_mask(document, seqlen_q=length, seqlen_k=length, aux=(doc,))
+    assert blocks.sparsity() == pytest.approx(100 * (1 - 1 / documents))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    sparse_ms = timed(lambda: flashgen.attention(q, k, v, mask_mod=document, aux=(doc,), block_mask=blocks))
+    assert torch.cuda.max_memory_allocated() - before < 3 * q.numel() * q.element_size()
+    dense_ms = timed(lambda: flashgen.attention(q, k, v))
+    assert sparse_ms < 0.35 * dense_ms, f"{sparse_ms:.3f} ms of {dense_ms:.3f} ms for an eighth of the blocks"
+
+
+def test_building_a_block_mask_takes_no_matrix_of_scores() -> None:
+    length = 65536
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    blocks = flashgen.block_mask(causal, seqlen_q=length, seqlen_k=length)
+    assert blocks.sparsity() == pytest.approx(50, abs=1)
+    assert torch.cuda.max_memory_allocated() - before < 64 * (length // 128) ** 2
+
+
+def timed(call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(30):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[10:])
+
+
+def test_errors_name_the_rule() -> None:
+    q, k, v = tensors(1, 2, 2, 300, 300, 64)
+    blocks = flashgen.block_mask(causal, seqlen_q=300, seqlen_k=299)
+    with pytest.raises(WorkloadError, match="seqlen_q 300 and seqlen_k 299 in a call with 300 and 300"):
+        flashgen.attention(q, k, v, mask_mod=causal, block_mask=blocks)
+    with pytest.raises(BuildError, match="mask_mod returns booleans"):
+        flashgen.attention(q, k, v, mask_mod=wrong_type)
+    with pytest.raises(BuildError, match="wrong_type"):
+        flashgen.block_mask(wrong_type, seqlen_q=300, seqlen_k=300)
+    with pytest.raises(WorkloadError, match="a block mask belongs to a mask_mod"):
+        flashgen.attention(q, k, v, block_mask=blocks)
+
+
+def test_explain_names_the_functions() -> None:
+    q, k, v = tensors(1, 2, 2, 300, 300, 64)
+    assert "mask_mod causal (" in str(flashgen.explain(q, k, v, mask_mod=causal))
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    """Every example of docs/score-mods.md, in order, as one program."""
+    page = (ROOT / "docs" / "score-mods.md").read_text()
+    script = tmp_path / "page.py"
+    script.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "out (1, 8, 2048, 64)" in done.stdout
