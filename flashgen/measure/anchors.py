@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from flashgen.core.workload import Workload
+from flashgen.launch.extras import Extras
 from flashgen.measure.inputs import Inputs
 from flashgen.measure.verify import Golden
 
@@ -22,16 +23,21 @@ BACKENDS = {
 }
 """Torch's backends by the names that records use; the first that can run is the reference kernel of a race."""
 
+NO_EXTRAS = Extras()
+
 SAME_FUNCTION = 0.05
 """Relative error below which an output is the same function: far above rounding, far below another mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SdpaCall:
-    """`scaled_dot_product_attention` on one backend; call it inside `context`."""
+    """`scaled_dot_product_attention` on one backend: call `run(q, k, v, extras)` inside `context`.
+
+    The extras bring a bias or a mask and may be left out where there is none.
+    """
 
     impl: str
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    run: Callable[..., torch.Tensor]
 
     def context(self) -> contextlib.AbstractContextManager[object]:
         """Allows this backend alone."""
@@ -42,10 +48,12 @@ def why_not(impl: str, workload: Workload) -> str | None:
     """Why torch's backend cannot be asked for this workload, or None; whether it can run is seen by running it."""
     if workload.direction != "forward":
         return "the backward pass is not timed here"
-    if any((workload.softcap, workload.alibi, workload.sink, workload.bias, workload.mask, workload.varlen)):
+    if any((workload.softcap, workload.alibi, workload.sink, workload.varlen)):
         return "scaled_dot_product_attention has no such feature without a materialized mask"
     if workload.page_size is not None or workload.window_left is not None or workload.window_right is not None:
         return "scaled_dot_product_attention has no such feature without a materialized mask"
+    if workload.bias or workload.mask:
+        return _why_not_masked(impl, workload)
     if _needs_lower_right(workload) and impl == "sdpa-cudnn":
         return "torch reaches cuDNN with a causal mask to the top left only"
     if _needs_lower_right(workload) and impl == "sdpa-efficient" and workload.nheads != workload.nheads_k:
@@ -53,19 +61,30 @@ def why_not(impl: str, workload: Workload) -> str | None:
     return None
 
 
+def _why_not_masked(impl: str, workload: Workload) -> str | None:
+    if workload.causal or (workload.bias and workload.mask):
+        return "scaled_dot_product_attention takes one mask or bias and nothing beside it"
+    if impl == "sdpa-flash":
+        return "torch's flash kernel has no mask and no bias"
+    if workload.nheads != workload.nheads_k:
+        return "with a mask, torch's kernels need as many KV heads as query heads"
+    return None
+
+
 def sdpa_call(impl: str, workload: Workload) -> SdpaCall:
     """The call for a workload that `why_not` has no objection to."""
     gqa = workload.nheads != workload.nheads_k
-    bias: torch.Tensor | None = None
+    corner: torch.Tensor | None = None
     causal = workload.causal and workload.seqlen_q == workload.seqlen_k
     if _needs_lower_right(workload):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about rows without a key, which the comparison with the oracle judges
-            bias = causal_lower_right(workload.seqlen_q, workload.seqlen_k)
+            corner = causal_lower_right(workload.seqlen_q, workload.seqlen_k)
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras = NO_EXTRAS) -> torch.Tensor:
+        mask = next((given for given in (corner, extras.bias, extras.mask) if given is not None), None)
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=gqa
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa
         )
 
     return SdpaCall(impl=impl, run=run)
@@ -76,7 +95,7 @@ def runs(call: SdpaCall, inputs: Inputs, expected: Golden) -> str | None:
     with warnings.catch_warnings(), call.context():
         warnings.simplefilter("ignore")  # torch explains at length why a backend was left out
         try:
-            out = call.run(inputs.q[0], inputs.k[0], inputs.v[0])
+            out = call.run(inputs.q[0], inputs.k[0], inputs.v[0], inputs.extras[0])
         except RuntimeError as error:
             return str(error).splitlines()[0]
     if out.shape != expected.out.shape:

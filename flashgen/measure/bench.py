@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +11,25 @@ from typing import Protocol
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
+from flashgen.codegen.families import default_config
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Failure
-from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
-from flashgen.launch.geometry import ALIGNMENT_BYTES, Geometry
+from flashgen.core.workload import Specialization, Workload
+from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import make_plan
 from flashgen.measure import anchors
 from flashgen.measure.inputs import make_inputs, rotation_copies
 from flashgen.measure.odd_shapes import OddShape, Problem, check_odd, odd_problems
+from flashgen.measure.protocol import specialization
 from flashgen.measure.timing import Run, Stopwatch, Unit, make_unit
 from flashgen.measure.verify import Errors, KernelFactory, golden
 
 INPUT_SEED = 20260102
+
+DEFAULT = "default config"
+"""The name of the reference that stands in where none of torch's backends can run."""
 
 KEEP_KERNELS = 128
 """A compiled kernel holds a few MB of text; workloads of one specialization try many of the same."""
@@ -39,6 +46,14 @@ class Toolchain(Protocol):
 
         Raises:
             BuildError: it cannot be built.
+        """
+        ...
+
+    def default(self, spec: Specialization) -> Config:
+        """The config that serves a specialization without any tuning.
+
+        Raises:
+            UnsupportedError: there is none.
         """
         ...
 
@@ -64,14 +79,22 @@ class GpuToolchain:
             compiled, spec, config, Geometry.of(q, k, v, out, extras), self._index
         )
 
+    def default(self, spec: Specialization) -> Config:
+        """See `Toolchain`."""
+        return default_config(spec, self._device)
+
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """What all candidates of one workload share; `sdpa` holds torch's backends that can run it, once asked for."""
+    """What all candidates of one workload share.
+
+    `anchors` holds what was made ready of torch's backends and, where none can run, of the default config, by name;
+    None is what cannot run.
+    """
 
     workload: Workload
     problem: Problem
-    sdpa: dict[str, Unit | None]
+    anchors: dict[str, Unit | None]
 
     @property
     def nbytes(self) -> int:
@@ -158,13 +181,18 @@ class Bench:
 
     def sdpa(self, state: State, impl: str) -> Unit | None:
         """One of torch's backends on the workload, or None if it cannot run it or computes something else."""
-        if impl not in state.sdpa:
-            state.sdpa[impl] = self._sdpa_unit(state, impl)
-        return state.sdpa[impl]
+        if impl not in state.anchors:
+            state.anchors[impl] = self._sdpa_unit(state, impl)
+        return state.anchors[impl]
 
     def reference(self, state: State) -> Unit | None:
-        """The first of torch's backends that can run the workload: flash wherever it can."""
-        return next((unit for impl in anchors.BACKENDS if (unit := self.sdpa(state, impl)) is not None), None)
+        """What all windows of a workload are levelled by.
+
+        It is the first of torch's backends that can run the workload (flash wherever it can), or else the default
+        config, which is the same kernel in every session; None if that fails as well, and then times stay as they are.
+        """
+        units = (self.sdpa(state, impl) for impl in anchors.BACKENDS)
+        return next((unit for unit in units if unit is not None), None) or self._default_unit(state)
 
     def release(self) -> None:
         """Give back all device memory that is only kept for speed."""
@@ -188,7 +216,7 @@ class Bench:
             tf32=workload.dtype == "tf32",
         )
         problem = Problem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
-        return State(workload=workload, problem=problem, sdpa={})
+        return State(workload=workload, problem=problem, anchors={})
 
     def _odd_verdict(self, spec: Specialization, config: Config, factory: KernelFactory) -> Failure | None:
         key = (spec, config)
@@ -207,7 +235,7 @@ class Bench:
             return None
         try:
             return make_unit(
-                lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n]),
+                lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n], inputs.extras[n]),
                 inputs.copies,
                 self._stopwatch,
                 call.context,
@@ -215,9 +243,12 @@ class Bench:
         except RuntimeError:  # it cannot be recorded into a graph, and would be timed with the host's time
             return None
 
-
-def specialization(workload: Workload) -> Specialization:
-    """The specialization of a workload with packed, aligned tensors."""
-    size = DTYPE_BYTES[workload.dtype]
-    aligned = all(width * size % ALIGNMENT_BYTES == 0 for width in (workload.head_dim, workload.head_dim_v))
-    return Specialization.of(workload, aligned16=aligned)
+    def _default_unit(self, state: State) -> Unit | None:
+        if DEFAULT not in state.anchors:
+            state.anchors[DEFAULT] = None
+            with contextlib.suppress(FlashgenError, RuntimeError):  # it has its turn as a candidate, and fails there
+                config = self._toolchain.default(specialization(state.workload))
+                candidate = self.candidate(state, config, lambda stage: None)
+                if isinstance(candidate, Candidate):
+                    state.anchors[DEFAULT] = make_unit(candidate.run, state.problem.inputs.copies, self._stopwatch)
+        return state.anchors[DEFAULT]

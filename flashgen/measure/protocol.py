@@ -13,9 +13,27 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
 from flashgen.core.record import Anchor, Failure, Measurement, Versions
-from flashgen.core.workload import Workload
+from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 
 Outcome = Measurement | Failure
+
+ALIGNMENT_BYTES = 16
+"""What the `aligned` flags of a specialization promise."""
+
+
+def specialization(workload: Workload) -> Specialization:
+    """What an executor compiles and measures for a workload: that of packed tensors, as torch allocates them."""
+    size = DTYPE_BYTES[workload.dtype]
+    aligned = all(width * size % ALIGNMENT_BYTES == 0 for width in (workload.head_dim, workload.head_dim_v))
+    rows = [size] if _has_rows(workload, workload.bias) else []
+    rows += [1] if _has_rows(workload, workload.mask) else []
+    aligned_scores = all(workload.seqlen_k * each % ALIGNMENT_BYTES == 0 for each in rows)
+    return Specialization.of(workload, aligned16=aligned, aligned_scores=aligned_scores)
+
+
+def _has_rows(workload: Workload, kind: str) -> bool:
+    """Whether a bias or mask of this kind has more than one row of keys, so that its length is a stride."""
+    return {"": False, "full": True, "keys": workload.batch > 1}[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,9 @@ SHORT_WARM_MS = 5.0
 REFERENCE_SHARE = 0.5
 """Length of the reference kernel's short windows, as a share of the candidate's."""
 
+REFERENCE = "reference"
+"""The name of a reference kernel that is no anchor of this race."""
+
 KEEP_SHARE = 0.25
 """Share of the device memory that inputs and right answers of earlier workloads may keep."""
 
@@ -160,7 +163,7 @@ class Judge:
         for (index, (candidate, _)), mine in zip(racers.items(), windows, strict=False):
             wrong = self._attempt(partial(self._check_again, state, candidate, index))
             outcomes[index] = wrong or _measurement(candidate, mine, reference_ms)
-        found = tuple(Anchor(impl=impl, median_ms=ms) for impl, ms in medians.items()) if job.anchors else ()
+        found = tuple(Anchor(impl=impl, median_ms=ms) for impl, ms in medians.items() if impl != REFERENCE)
         return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), anchors=found)
 
     def _ready(self, state: State, config: Config, subject: int) -> tuple[Candidate, Unit] | Failure:
@@ -172,13 +175,12 @@ class Judge:
         return candidate, make_unit(candidate.run, state.problem.inputs.copies, self._stopwatch)
 
     def _others(self, state: State, job: RaceJob) -> dict[str, Unit]:
-        """The reference kernel first, and the other anchors if they are asked for."""
+        """The reference kernel first, and the other anchors if they are asked for and can run."""
         self._announce("launch", len(job.configs))
         reference = self._bench.reference(state)
         units = {impl: self._bench.sdpa(state, impl) for impl in BACKENDS} if job.anchors else {}
-        if not job.anchors and reference is not None:
-            units = {"reference": reference}
-        return {impl: unit for impl, unit in units.items() if unit is not None}
+        found = {impl: unit for impl, unit in units.items() if unit is not None}
+        return found or ({} if reference is None else {REFERENCE: reference})
 
     def _check_again(self, state: State, candidate: Candidate, subject: int) -> Failure | None:
         """A kernel with a race condition may be right once; after thousands of calls it is asked again."""

@@ -15,7 +15,7 @@ from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord
 from flashgen.core.workload import Workload
-from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob
+from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob, specialization
 from flashgen.tuning.candidates import Candidates, favourites, nearest
 from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context, timestamp
@@ -47,7 +47,7 @@ class MeasuredSearch:
         self._context = context
         self._executor = executor
         self._workload = workload
-        self._spec = workload.specialization
+        self._spec = specialization(workload)  # what the executor measures, so that it finds it compiled
         self._started = context.clock()
         self._candidates = Candidates.of(workload, context.device)
         self._incumbent = incumbent(context, workload)
@@ -263,7 +263,7 @@ class MeasuredSearch:
                 max_error=max(measurement.max_error, errors.max_error),
                 mean_error=max(measurement.mean_error, errors.mean_error),
             ),
-            source_digest=render(self._spec, winner).digest,
+            source_digest=render(self._workload.specialization, winner).digest,
             versions=self._context.versions,
             anchors=anchors,
             created=timestamp(),

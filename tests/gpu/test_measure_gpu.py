@@ -13,10 +13,10 @@ from flashgen.codegen.families import default_config
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
 from flashgen.measure import gpu
-from flashgen.measure.bench import Bench, Candidate, GpuToolchain, specialization
+from flashgen.measure.bench import Bench, Candidate, GpuToolchain
 from flashgen.measure.executor import LocalExecutor
 from flashgen.measure.inputs import make_inputs
-from flashgen.measure.protocol import EvaluateJob, RaceJob
+from flashgen.measure.protocol import EvaluateJob, RaceJob, specialization
 from flashgen.measure.reference import eager, oracle
 from flashgen.measure.timing import CudaStopwatch, make_unit, measure
 from flashgen.measure.verify import Errors, check, golden

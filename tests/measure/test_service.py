@@ -10,11 +10,13 @@ import torch
 
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
-from flashgen.core.errors import BuildError
+from flashgen.core.errors import BuildError, UnsupportedError
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Specialization, Workload
-from flashgen.measure.bench import Bench, specialization
-from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult
+from flashgen.launch.extras import aligned_scores
+from flashgen.measure.bench import Bench
+from flashgen.measure.inputs import make_inputs
+from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
 from flashgen.measure.service import Judge
 from flashgen.measure.verify import Kernel, KernelFactory
 from tests.measure.emulated import Emulated
@@ -74,6 +76,7 @@ class EmulatedToolchain:
     """Reads the behaviour of a kernel from its knobs."""
 
     kernels: dict[Config, Clocked] = field(default_factory=dict)
+    default_config: Config | None = None
 
     def factory(self, spec: Specialization, config: Config) -> KernelFactory:
         knobs = dict(config.knobs)
@@ -87,6 +90,11 @@ class EmulatedToolchain:
             limits = {name: int(knobs[name]) for name in ("wrong_from_call", "error_at_call") if name in knobs}
             self.kernels[config] = Clocked(inner=inner, ms=float(knobs["ms"]), **limits)
         return self.kernels[config].factory
+
+    def default(self, spec: Specialization) -> Config:
+        if self.default_config is None:
+            raise UnsupportedError("nothing serves this")
+        return self.default_config
 
 
 @dataclass
@@ -171,6 +179,27 @@ def test_odd_shapes_are_checked_once_for_a_config() -> None:
     assert first - second == 11
 
 
+def test_windows_are_levelled_by_the_default_config_where_torch_has_no_kernel() -> None:
+    table = Table(toolchain=EmulatedToolchain(default_config=config(ms=4)))
+    found = table.evaluate(config(ms=1))
+    assert isinstance(found, Measurement)
+    assert (found.median_ms, found.reference_ms) == (1.0, 4.0)
+    result = table.race(config(ms=2), config(ms=4))
+    times = [outcome.reference_ms for outcome in result.outcomes if isinstance(outcome, Measurement)]
+    assert times == [4.0, 4.0]
+    assert result.anchors == ()
+
+
+@pytest.mark.parametrize("default", [None, config(ms=4, wrong=True), config(build_error=True)])
+def test_without_any_reference_times_stay_as_they_are(default: Config | None) -> None:
+    table = Table(toolchain=EmulatedToolchain(default_config=default))
+    found = table.evaluate(config(ms=1))
+    assert isinstance(found, Measurement)
+    assert found.reference_ms is None
+    result = table.race(config(ms=2), config(ms=1))
+    assert all(isinstance(outcome, Measurement) for outcome in result.outcomes)
+
+
 def test_a_race_has_an_outcome_for_each_config_in_order() -> None:
     result = Table().race(config(ms=2), config(build_error=True), config(ms=1), config(ms=1, wrong=True), config(ms=3))
     medians = [outcome.median_ms if isinstance(outcome, Measurement) else outcome.stage for outcome in result.outcomes]
@@ -227,3 +256,15 @@ def test_a_workload_that_cannot_be_measured_is_a_failure() -> None:
 @pytest.mark.parametrize(("key", "aligned"), [("bf16-b1-h1-s8-d64", True), ("bf16-b1-h1-s8-d60", False)])
 def test_alignment_follows_the_head_dim(key: str, aligned: bool) -> None:
     assert specialization(Workload.parse(key)).aligned16 is aligned
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["s16-bias", "s24-bias", "s20-bias", "s24-mask", "s32-mask", "s24-bias-mask", "s17-keybias", "s17-keymask", "s17"],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_is_measured_are_the_inputs_as_they_are(key: str, batch: int) -> None:
+    workload = Workload.parse(f"bf16-b{batch}-h2-d16-{key}")
+    inputs = make_inputs(workload, copies=2, seed=0, device="cpu")
+    for extras in inputs.extras:
+        assert specialization(workload).aligned_scores is aligned_scores((extras.bias, extras.mask))
