@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import flashgen
-from benchmarks.impls import IMPLS, Impl
+from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, race
 from benchmarks.results import ResultsFile
@@ -114,7 +114,8 @@ def line_of(workload: Workload, result: Result) -> str:
 def served_by(workload: Workload) -> str:
     """Which rung of the ladder serves this workload, so that an untuned row does not pass for a tuned one."""
     inputs = make_inputs(workload, copies=1, seed=0, device="cuda")
-    found = flashgen.explain(inputs.q[0], inputs.k[0], inputs.v[0], causal=workload.causal)
+    features = flashgen_features(inputs.extras[0])
+    found = flashgen.explain(inputs.q[0], inputs.k[0], inputs.v[0], causal=workload.causal, **features)
     tail = "" if found.served.is_exact else "  (NOT tuned for exactly this workload)"
     return f"rung {found.served.rung}: {found.served.config}{tail}"
 

@@ -18,11 +18,14 @@ from typing import Any
 import torch
 
 import flashgen
+from benchmarks.flex import compiled_flex, flex_call
 from flashgen.core.workload import DTYPE_BYTES, Workload
+from flashgen.launch.extras import Extras
 from flashgen.measure import anchors
 from flashgen.measure.inputs import Inputs
 
 FA3_MODULE, FA3_PACKAGE = "fa3_fwd_interface", "fa3_fwd"
+FA3_MAX_HEAD_DIM = 256
 
 STANDARD_LIMIT_BYTES = 64 * 2**30
 """What standard attention may take for its scores and probabilities."""
@@ -30,15 +33,16 @@ STANDARD_LIMIT_BYTES = 64 * 2**30
 STANDARD_SHARE = 1 / 3
 """It is many times slower, so shorter windows tell as much."""
 
-COMPILE_LIMIT = 4096
-"""torch gives up compiling after a few shapes of one function; a benchmark has many."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One workload made ready: `run(n)` launches on the n-th inputs and returns the output, viewed as bhsd."""
+    """One workload made ready: `run(n)` launches on the n-th inputs and returns the output, viewed as bhsd.
+
+    `held_bytes` are those of tensors that it had to build beside the inputs, such as a mask for a window.
+    """
 
     run: Callable[[int], torch.Tensor]
+    held_bytes: int = 0
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
@@ -57,65 +61,105 @@ def _none(workload: Workload) -> None:
     return None
 
 
+def windowed(workload: Workload) -> bool:
+    """Whether a window hides any key."""
+    return workload.window_left is not None or workload.window_right is not None
+
+
 def _flashgen(workload: Workload, inputs: Inputs) -> Call:
-    q, k, v, causal = inputs.q, inputs.k, inputs.v, workload.causal
+    q, k, v, causal, extras = inputs.q, inputs.k, inputs.v, workload.causal, inputs.extras
+    features = [flashgen_features(each) for each in extras]
 
     def run(n: int) -> torch.Tensor:
-        out = flashgen.attention(q[n], k[n], v[n], causal=causal)
+        out = flashgen.attention(q[n], k[n], v[n], causal=causal, **features[n])
         assert isinstance(out, torch.Tensor)
         return out
 
     return Call(run=run)
 
 
+def flashgen_features(extras: Extras) -> dict[str, Any]:
+    """The keyword arguments of `flashgen.attention` that an `Extras` stands for; empty for a plain call."""
+    given: dict[str, Any] = {
+        name: value
+        for name in ("alibi_slopes", "sinks", "bias", "mask")
+        if (value := getattr(extras, name)) is not None
+    }
+    if extras.window != (None, None):
+        given["window"] = extras.window
+    if extras.softcap:
+        given["softcap"] = extras.softcap
+    return given
+
+
 def _sdpa(impl: str, workload: Workload, inputs: Inputs) -> Call:
     call = anchors.sdpa_call(impl, workload)
-    return Call(run=lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n]), context=call.context)
+    return Call(run=lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n], inputs.extras[n]), context=call.context)
 
 
 def _flex(workload: Workload, inputs: Inputs) -> Call:
-    """FlexAttention compiled for exactly this shape, which is the most favourable way to use it."""
-    flex_attention = flex_module().flex_attention
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = COMPILE_LIMIT
-    torch._dynamo.config.accumulated_recompile_limit = COMPILE_LIMIT
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return flex_call(compiled, workload, inputs)
+    return Call(run=flex_call(compiled_flex(), workload, inputs))
 
 
-def flex_call(function: Callable[..., Any], workload: Workload, inputs: Inputs) -> Call:
-    """`function` is `flex_attention`, compiled or not; a causal mask is a block mask, which skips hidden blocks."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    mask = None
-    if workload.causal:
-        lengths = (workload.seqlen_q, workload.seqlen_k)
-        mask = flex_module().create_block_mask(
-            _visible(lengths[1] - lengths[0]), None, None, *lengths, device=q[0].device
-        )
+def _why_not_sdpa_masked(workload: Workload) -> str | None:
+    if workload.softcap or workload.sink or workload.varlen:
+        return "scaled_dot_product_attention has no softcap, sinks or varlen"
+    if not (windowed(workload) or workload.alibi or workload.bias or workload.mask):
+        return "there is nothing that needs a mask"
+    return None
+
+
+def _sdpa_masked(workload: Workload, inputs: Inputs) -> Call:
+    """`scaled_dot_product_attention` with what it needs in one mask, on the backend that torch chooses."""
+    mask, held = dense_mask(workload, inputs)
     gqa = workload.nheads != workload.nheads_k
-    return Call(run=lambda n: function(q[n], k[n], v[n], block_mask=mask, enable_gqa=gqa))
+
+    def run(n: int) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            inputs.q[n], inputs.k[n], inputs.v[n], attn_mask=mask, enable_gqa=gqa
+        )
+
+    return Call(run=run, held_bytes=held)
 
 
-def _visible(offset: int) -> Callable[..., torch.Tensor]:
-    """The causal mask as FlexAttention's examples write it, and with an offset only where there is one."""
+def dense_mask(workload: Workload, inputs: Inputs) -> tuple[torch.Tensor, int]:
+    """One mask for all that a workload hides and adds, and how many bytes of it are no input of the workload.
 
-    def causal(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        return i >= j
-
-    def bottom_right(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        return i + offset >= j
-
-    return bottom_right if offset else causal
-
-
-def flex_module() -> Any:
-    """Imported late: it takes a second."""
-    return importlib.import_module("torch.nn.attention.flex_attention")
+    A user's own mask or bias is taken as it is; with a causal mask, a window or ALiBi it is combined with them.
+    """
+    w, extras, device = workload, inputs.extras[0], inputs.q[0].device
+    rows = torch.arange(w.seqlen_q, device=device)[:, None] + (w.seqlen_k - w.seqlen_q)
+    keys = torch.arange(w.seqlen_k, device=device)[None, :]
+    hidden = None
+    for wanted, edge in ((w.causal, keys > rows), (w.window_left is not None, keys < rows - (w.window_left or 0))):
+        if wanted:
+            hidden = edge if hidden is None else hidden | edge
+    if w.window_right is not None:
+        edge = keys > rows + w.window_right
+        hidden = edge if hidden is None else hidden | edge
+    if extras.mask is not None and hidden is None and extras.bias is None and not w.alibi:
+        return extras.mask, 0
+    if extras.bias is not None and hidden is None and extras.mask is None and not w.alibi:
+        return extras.bias, 0
+    mask = extras.mask if hidden is None else (~hidden if extras.mask is None else extras.mask & ~hidden)
+    added = extras.bias
+    if w.alibi and extras.alibi_slopes is not None:
+        slopes = extras.alibi_slopes.view(-1, w.nheads, 1, 1)
+        alibi = (-slopes * (rows - keys).abs()).to(inputs.q[0].dtype)
+        added = alibi if added is None else added + alibi
+    if added is not None:
+        mask = added if mask is None else added.masked_fill(~mask, float("-inf"))
+    assert mask is not None
+    return mask, mask.numel() * mask.element_size()
 
 
 def _why_not_fa3(workload: Workload) -> str | None:
     if importlib.util.find_spec(FA3_MODULE) is None:
         return f"{FA3_MODULE} is not installed"
+    if any((workload.alibi, workload.sink, workload.bias, workload.mask)):
+        return "FlashAttention-3 has no ALiBi, sinks, bias or mask"
+    if max(workload.head_dim, workload.head_dim_v) > FA3_MAX_HEAD_DIM:
+        return f"its head_dim ends at {FA3_MAX_HEAD_DIM}"
     return None if workload.dtype == "bf16" else f"this build computes in bf16, not {workload.dtype}"
 
 
@@ -127,10 +171,16 @@ def fa3_function() -> Callable[..., Any]:
 
 def _fa3(workload: Workload, inputs: Inputs) -> Call:
     function, causal = fa3_function(), workload.causal
+    options: dict[str, Any] = {}
+    if windowed(workload):
+        edges = (workload.window_left, 0 if causal else workload.window_right)
+        options["window_size"] = tuple(-1 if edge is None else edge for edge in edges)
+    if workload.softcap:
+        options["softcap"] = inputs.extras[0].softcap
     q, k, v = (tuple(t.transpose(1, 2).contiguous() for t in group) for group in (inputs.q, inputs.k, inputs.v))
 
     def run(n: int) -> torch.Tensor:
-        out = function(q[n], k[n], v[n], causal=causal)
+        out = function(q[n], k[n], v[n], causal=causal, **options)
         out = out[0] if isinstance(out, tuple) else out
         view: torch.Tensor = out.transpose(1, 2)
         return view
@@ -145,6 +195,8 @@ def standard_bytes(workload: Workload) -> int:
 
 
 def _why_not_standard(workload: Workload) -> str | None:
+    if any((workload.softcap, workload.alibi, workload.sink, workload.bias, workload.mask)) or windowed(workload):
+        return "it is here as the textbook's attention, without features"
     needed = standard_bytes(workload)
     if needed > STANDARD_LIMIT_BYTES:
         return (
@@ -204,6 +256,7 @@ IMPLS: tuple[Impl, ...] = (
         why_not=partial(anchors.why_not, "sdpa-cudnn"),
         prepare=partial(_sdpa, "sdpa-cudnn"),
     ),
+    Impl(name="sdpa-masked", version=_torch_version, why_not=_why_not_sdpa_masked, prepare=_sdpa_masked),
     Impl(name="flex", version=_torch_version, why_not=_none, prepare=_flex),
     Impl(name="fa3", version=fa3_version, why_not=_why_not_fa3, prepare=_fa3),
     Impl(

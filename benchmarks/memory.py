@@ -96,7 +96,7 @@ def memory_impls() -> tuple[Impl, ...]:
 
 
 def extra_bytes(call: Call) -> int:
-    """Most memory that one call held at a time, beside what was there and its output, in bytes."""
+    """Most memory that one call held at a time, beside its inputs and its output, in bytes."""
     with call.context():
         call.run(0)  # compiles, and makes the libraries allocate what they keep
         torch.cuda.synchronize()
@@ -104,7 +104,7 @@ def extra_bytes(call: Call) -> int:
         torch.cuda.reset_peak_memory_stats()
         out = call.run(0)
         torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+    return torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size() + call.held_bytes
 
 
 def fit_of(rows: Sequence[Row], impl: str) -> Fit | None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import flashgen
-from benchmarks.impls import FA3_MODULE, cudnn_version, fa3_function, fa3_version, flex_module
+from benchmarks.flex import flex_module
+from benchmarks.impls import FA3_MODULE, cudnn_version, fa3_function, fa3_version
 from benchmarks.provenance import serve_generated
 from flashgen.codegen.build import compile_kernel, load_module
 from flashgen.codegen.families import default_config

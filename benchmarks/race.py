@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from benchmarks.impls import Call, Impl
 from flashgen.core.device import Device
 from flashgen.core.workload import Workload
+from flashgen.launch.extras import Extras
 from flashgen.measure.anchors import SAME_FUNCTION
 from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs, rotation_copies
@@ -120,7 +121,19 @@ def _why_wrong(call: Call, expected: torch.Tensor) -> str | None:
 def _one_head(workload: Workload, inputs: Inputs) -> torch.Tensor:
     """The right answer of the last head of the first batch, in float64: enough to see that all compute one function."""
     q, k, v = inputs.q[0][:1, -1:], inputs.k[0][:1, -1:], inputs.v[0][:1, -1:]
-    return oracle(q, k, v, causal=workload.causal)[0]
+    return oracle(q, k, v, causal=workload.causal, extras=last_head(inputs.extras[0]))[0]
+
+
+def last_head(extras: Extras) -> Extras:
+    """The extras of the last head of the first batch; what is broadcast has one head or batch and keeps it."""
+    slopes, bias, mask = extras.alibi_slopes, extras.bias, extras.mask
+    return replace(
+        extras,
+        alibi_slopes=None if slopes is None else (slopes if slopes.dim() == 1 else slopes[0])[-1:],
+        sinks=None if extras.sinks is None else extras.sinks[-1:],
+        bias=None if bias is None else bias[:1, -1:],
+        mask=None if mask is None else mask[:1, -1:],
+    )
 
 
 def _attempt(work: Callable[[], Unit | Window | str]) -> Unit | Window | str:

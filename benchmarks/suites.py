@@ -24,6 +24,53 @@ def paper_grid() -> tuple[Workload, ...]:
     )
 
 
+FEATURES: tuple[dict[str, object], ...] = (
+    {"head_dim": 128, "causal": True, "window_left": 1023},
+    {"head_dim": 128, "window_left": 512, "window_right": 512},
+    {"head_dim": 128, "causal": True, "softcap": True},
+    {"head_dim": 128, "causal": True, "alibi": True},
+    {"head_dim": 64, "causal": True, "sink": True, "nheads_k": 8},
+    {"head_dim": 64, "causal": True, "sink": True, "window_left": 127, "nheads_k": 8},
+    {"head_dim": 64, "bias": "full"},
+    {"head_dim": 128, "bias": "full"},
+    {"head_dim": 128, "mask": "full"},
+    {"head_dim": 128, "mask": "full", "nheads_k": 4},
+    {"head_dim": 64, "mask": "keys"},
+    {"head_dim": 128, "mask": "keys"},
+    {"head_dim": 256, "causal": True, "softcap": True, "window_left": 4095, "nheads_k": 4},
+    {"head_dim": 128, "causal": True, "nheads_k": 4},
+    {"head_dim": 80},
+    {"head_dim": 96, "causal": True},
+    {"head_dim": 192, "head_dim_v": 128, "causal": True},
+    {"head_dim": 512, "causal": True},
+)
+"""One feature each, and the combinations of Gemma-2, gpt-oss and a masked GQA model."""
+
+FEATURE_SEQLENS = (4096, 16384)
+WINDOWS = (127, 255, 511, 1023, 2047, 4095, 8191, 16383)
+
+
+def features_grid() -> tuple[Workload, ...]:
+    """Each feature at 4k and 16k, 16k tokens and hidden size 2048 in all (rounded down to whole heads), bf16."""
+    return tuple(
+        Workload(batch=TOKENS // s, nheads=_heads(feature), seqlen_q=s, **feature)  # type: ignore[arg-type]
+        for feature in FEATURES
+        for s in FEATURE_SEQLENS
+    )
+
+
+def _heads(feature: dict[str, object]) -> int:
+    nheads_k = int(str(feature.get("nheads_k", 1)))
+    return HIDDEN // int(str(feature["head_dim"])) // nheads_k * nheads_k
+
+
+def window_grid() -> tuple[Workload, ...]:
+    """One sequence of 16k tokens under windows of every width: the time of a window is that of its visible blocks."""
+    return tuple(
+        Workload(batch=1, nheads=16, seqlen_q=TOKENS, head_dim=128, causal=True, window_left=width) for width in WINDOWS
+    )
+
+
 def preset_workloads() -> tuple[Workload, ...]:
     """Every workload of the model presets, each once."""
     return tuple(dict.fromkeys(workload for preset in presets() for workload in preset.workloads))

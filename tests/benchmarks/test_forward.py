@@ -120,7 +120,15 @@ def test_no_race_starts_that_would_end_after_the_limit(tmp_path: Path) -> None:
 
 
 def test_names_of_implementations() -> None:
-    assert [impl.name for impl in IMPLS] == ["flashgen", "sdpa-flash", "sdpa-cudnn", "flex", "fa3", "standard"]
+    assert [impl.name for impl in IMPLS] == [
+        "flashgen",
+        "sdpa-flash",
+        "sdpa-cudnn",
+        "sdpa-masked",
+        "flex",
+        "fa3",
+        "standard",
+    ]
     assert [impl.name for impl in chosen("fa3,flashgen")] == ["fa3", "flashgen"]
     with pytest.raises(ValueError, match=r"an implementation is one of flashgen, .*, got flash"):
         chosen("flash,flashgen")

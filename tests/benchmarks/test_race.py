@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import impls
+from benchmarks import flex, impls
 from benchmarks.impls import IMPLS, Call, Impl
-from benchmarks.race import Pace, Result, race
+from benchmarks.race import Pace, Result, last_head, race
 from flashgen.core.device import CATALOGUE
 from flashgen.core.workload import Workload
 from flashgen.measure.inputs import Inputs, make_inputs
@@ -124,7 +124,7 @@ def test_wrong_failing_and_refusing_implementations_get_reasons_and_the_others_t
 
 
 def close(call: Call, workload: Workload, inputs: Inputs) -> None:
-    right = oracle(inputs.q[1], inputs.k[1], inputs.v[1], causal=workload.causal)[0]
+    right = oracle(inputs.q[1], inputs.k[1], inputs.v[1], causal=workload.causal, extras=inputs.extras[1])[0]
     out = call.run(1)
     assert out.shape == right.shape
     assert float((out.double() - right).norm() / right.norm()) < 0.02
@@ -143,7 +143,59 @@ def test_flex_is_given_the_right_mask(workload: Workload) -> None:
     inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it asks to be compiled, which takes a C++ compiler and a minute here
-        close(impls.flex_call(impls.flex_module().flex_attention, workload, inputs), workload, inputs)
+        close(Call(run=flex.flex_call(flex.attend, workload, inputs)), workload, inputs)
+
+
+FEATURES = [
+    Workload.parse(f"b2-h4-hk2-sq96-sk160-d32-{tokens}")
+    for tokens in (
+        "causal-wl40",
+        "wl40-wr7",
+        "softcap-alibi",
+        "causal-sink",
+        "bias",
+        "keybias-causal",
+        "mask-causal",
+        "keymask",
+    )
+]
+
+
+@pytest.mark.parametrize("workload", FEATURES, ids=lambda w: w.key)
+def test_flex_computes_every_feature(workload: Workload) -> None:
+    inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
+    inputs = replace(inputs, extras=(inputs.extras[0],) * 2)  # FlexAttention's functions are made for one set
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        close(Call(run=flex.flex_call(flex.attend, workload, inputs)), workload, inputs)
+
+
+@pytest.mark.parametrize("workload", [w for w in FEATURES if not (w.softcap or w.sink)], ids=lambda w: w.key)
+def test_sdpa_gets_everything_in_one_mask(workload: Workload) -> None:
+    inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
+    inputs = replace(inputs, extras=(inputs.extras[0],) * 2)
+    masked = next(impl for impl in IMPLS if impl.name == "sdpa-masked")
+    assert masked.why_not(workload) is None
+    call = masked.prepare(workload, inputs)
+    close(call, workload, inputs)
+    given = bool(workload.bias or workload.mask) and not (workload.causal or workload.window_left is not None)
+    assert (call.held_bytes == 0) == given
+
+
+def test_one_mask_is_no_way_to_a_softcap() -> None:
+    masked = next(impl for impl in IMPLS if impl.name == "sdpa-masked")
+    assert masked.why_not(SQUARE) == "there is nothing that needs a mask"
+    assert masked.why_not(replace(SQUARE, softcap=True)) is not None
+    assert masked.why_not(replace(SQUARE, sink=True, window_left=3)) is not None
+
+
+@pytest.mark.parametrize("workload", FEATURES, ids=lambda w: w.key)
+def test_the_last_head_alone_has_the_extras_of_the_last_head(workload: Workload) -> None:
+    inputs = make_inputs(workload, copies=1, seed=1, device=CPU)
+    q, k, v, extras = inputs.q[0], inputs.k[0], inputs.v[0], inputs.extras[0]
+    whole = oracle(q, k, v, causal=workload.causal, extras=extras)[0]
+    alone = oracle(q[:1, -1:], k[:1, -1:], v[:1, -1:], causal=workload.causal, extras=last_head(extras))[0]
+    torch.testing.assert_close(alone, whole[:1, -1:])
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
