@@ -96,7 +96,7 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
         registers=used.registers,
         spills=used.spills,
         shared_bytes=handle.metadata.shared,
-        num_warps=options.num_warps,
+        num_warps=handle.metadata.num_warps,  # of all roles, where a kernel specialises its warps
         compile_ms=elapsed_ms,
         handle=handle,
     )

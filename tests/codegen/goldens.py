@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flashgen.codegen.families import default_config
+from flashgen.codegen.hopper_forward import HOPPER_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
@@ -34,3 +35,21 @@ def golden(name: str) -> tuple[Specialization, Config]:
     key, device, changes = GOLDENS[name]
     spec = Specialization.parse(key)
     return spec, default_config(spec, find_device(device)).replace(**changes)  # type: ignore[arg-type]
+
+
+HOPPER_GOLDENS = {
+    "hopper_d128_causal": ("fwd-bf16-d128-causal", {}),
+    "hopper_d64": ("fwd-bf16-d64", {}),
+    "hopper_d256_causal_offset": ("fwd-fp16-d256-causal-offset", {}),
+    "hopper_d64_short": (
+        "fwd-bf16-d64-causal",
+        {"warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False, "persistent": False},
+    ),
+}
+"""Kernels of the Hopper family: specialization, knobs changed from its default."""
+
+
+def hopper_golden(name: str) -> tuple[Specialization, Config]:
+    key, changes = HOPPER_GOLDENS[name]
+    spec = Specialization.parse(key)
+    return spec, HOPPER_FORWARD.default(spec, find_device("h200")).replace(**changes)  # type: ignore[arg-type]

@@ -1,0 +1,279 @@
+"""The Hopper forward family: FlashAttention-3's warp-specialised algorithm in Gluon, for sm90."""
+
+from __future__ import annotations
+
+from flashgen.codegen import hopper_resources as resources
+from flashgen.codegen.family import CompileOptions, KernelFamily, Knob, Parameter
+from flashgen.codegen.hopper_resources import ROWS
+from flashgen.core.config import Config
+from flashgen.core.device import Device, find_device
+from flashgen.core.workload import Specialization
+
+FAMILY_ID = "hopper_forward"
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+HOPPER = find_device("h100")
+"""All of sm90 have the same registers and shared memory: a kernel depends on no more of a device than that."""
+
+GL_DTYPES = {"bf16": "gl.bfloat16", "fp16": "gl.float16"}
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+KNOBS = (
+    Knob(name="warpgroups", values=(1, 2, 3, 4), meaning="consumer warpgroups of a program, each of 64 query rows"),
+    Knob(name="blocks_per_sm", values=(1, 2, 3), meaning="programs side by side, between which registers are divided"),
+    Knob(name="block_n", values=(64, 128), meaning="keys of a step"),
+    Knob(name="v_stages", values=(2, 3), meaning="slots for blocks of V, and of K"),
+    Knob(
+        name="k_release",
+        values=("own", "with_v"),
+        meaning="a slot of K is released by a barrier of its own, or with V's by having one slot more",
+    ),
+    Knob(name="ping_pong", values=(False, True), meaning="warpgroups take turns at the matrix unit"),
+    Knob(
+        name="conditional_rescale",
+        values=(False, True),
+        meaning="the maximum moves only by more than 2**8, and a warp whose maxima stay skips the rescaling",
+    ),
+    Knob(name="exp_first", values=(False, True), meaning="exponentials are kept before the wait for the product"),
+    Knob(name="max_tree", values=("chain", "chains"), meaning="the maximum of a row in one chain or four"),
+    Knob(
+        name="heads_per_group",
+        values=(1, 8, 16, 32),
+        meaning="tile order: 1 query blocks fastest, n heads fastest in groups of n, most keys first",
+    ),
+    Knob(
+        name="masked_blocks",
+        values=("peeled", "branch"),
+        meaning="causal: blocks with hidden keys have a loop of their own, or a branch in the one loop",
+    ),
+    Knob(name="persistent", values=(False, True), meaning="programs stay and fetch tiles from an atomic counter"),
+)
+
+
+def _why_not(spec: Specialization, device: Device) -> str | None:
+    if device.arch != "sm90":
+        return f"it needs sm90, not {device.arch}"
+    for feature in ("window", "softcap", "alibi", "sink", "bias", "mask", "varlen", "mods"):
+        if getattr(spec, feature):
+            return f"it has no {feature}"
+    if spec.page_size is not None:
+        return "it reads no paged keys"
+    if spec.dtype not in GL_DTYPES:
+        return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
+    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if size not in HEAD_DIMS:
+            return f"its {name} is one of {', '.join(map(str, HEAD_DIMS))}, not {size}"
+    if not spec.aligned16:
+        return "the copy engine needs pointers and strides that are multiples of 16 bytes"
+    return None
+
+
+def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
+    return _why_too_large(spec, config, device) or _why_meaningless(spec, config) or _why_pointless(config)
+
+
+def _why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:
+    needed, available = resources.live_registers(spec, config), resources.consumer_registers(config, device)
+    if needed > available:
+        return f"a consumer thread needs about {needed} registers and gets {available}"
+    own_o = resources.own_o(spec, config, device)
+    shared, limit = resources.smem_bytes(spec, config, own_o=own_o), resources.smem_available(config, device)
+    if shared > limit:
+        return f"it needs {shared} bytes of shared memory and a block has {limit}"
+    return None
+
+
+def _why_meaningless(spec: Specialization, config: Config) -> str | None:
+    if config["ping_pong"] and config["warpgroups"] == 1:
+        return "one warpgroup has nobody to take turns with"
+    if spec.causal and config["heads_per_group"] == 1:
+        return "tiles with the most keys start first, and only groups of heads have an order for that"
+    if not spec.causal and config["heads_per_group"] != 1:
+        return "without a causal mask all tiles are equally heavy"
+    if not spec.causal and config["masked_blocks"] != "peeled":
+        return "without a causal mask only the first block of a tile may need a mask"
+    return None
+
+
+def _why_pointless(config: Config) -> str | None:
+    if config["exp_first"] and not config["conditional_rescale"]:
+        return "exponentials kept first only pay together with the conditional rescale"
+    if config["warpgroups"] == 1 and config["blocks_per_sm"] == 1:
+        return "one warpgroup a multiprocessor leaves the matrix unit idle during every softmax"
+    return None
+
+
+# by (larger padded head_dim, causal): the winner of long sequences on an H200
+_DEFAULTS: dict[tuple[int, bool], dict[str, int | str | bool]] = {
+    (64, False): {"warpgroups": 3, "v_stages": 3, "ping_pong": True, "max_tree": "chain"},
+    (64, True): {
+        "warpgroups": 3,
+        "v_stages": 3,
+        "ping_pong": True,
+        "max_tree": "chain",
+        "conditional_rescale": True,
+        "masked_blocks": "branch",
+    },
+    (128, False): {},
+    (128, True): {"heads_per_group": 16},
+    (256, False): {"block_n": 64, "conditional_rescale": True, "exp_first": True},
+    (256, True): {"block_n": 64, "conditional_rescale": True, "exp_first": True, "masked_blocks": "branch"},
+}
+
+
+def _default(spec: Specialization, device: Device) -> Config:
+    usual: dict[str, int | str | bool] = {
+        "warpgroups": 2,
+        "blocks_per_sm": 1,
+        "block_n": 128,
+        "v_stages": 2,
+        "k_release": "own",
+        "ping_pong": False,
+        "conditional_rescale": False,
+        "exp_first": False,
+        "max_tree": "chains",
+        "heads_per_group": 8 if spec.causal else 1,
+        "masked_blocks": "peeled",
+        "persistent": True,
+    }
+    width = max(resources.block(spec.head_dim), resources.block(spec.head_dim_v))
+    return Config.of(FAMILY_ID, {**usual, **_DEFAULTS[width, spec.causal]})
+
+
+def _values(spec: Specialization, config: Config) -> dict[str, object]:
+    own_o = resources.own_o(spec, config, HOPPER)
+    slots, arrivals = _barriers(config, own_o=own_o)
+    offset = "QOffset" if spec.offset_tensor else "q_offset"
+    return {
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "block_d": resources.block(spec.head_dim),
+        "block_dv": resources.block(spec.head_dim_v),
+        "rows": ROWS,
+        "block_m": resources.block_m(config),
+        "k_stages": resources.k_stages(config),
+        "maxnreg": resources.maxnreg(config, HOPPER),
+        "consumer_registers": resources.consumer_registers(config, HOPPER),
+        "producer_registers": resources.producer_registers(config),
+        "dtype": spec.dtype,
+        "gl_dtype": GL_DTYPES[spec.dtype],
+        "torch_dtype": TORCH_DTYPES[spec.dtype],
+        "causal": spec.causal,
+        "offset_tensor": spec.offset_tensor,
+        "offset_name": offset,
+        "clears_hidden": spec.causal,
+        "own_o": own_o,
+        "sizes": ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if spec.causal else [])],
+        "buffers": ["q_tiles", "k_tiles", "v_tiles", *(["o_tiles"] if own_o else []), *_next_tiles(config)],
+        "barriers": list(slots),
+        "barrier_slots": slots,
+        "barrier_arrivals": arrivals,
+        "schedule_text": _schedule_text(config),
+        "order_text": _order_text(config),
+        "softmax_text": _softmax_text(config),
+        **dict(config.knobs),
+    }
+
+
+def _next_tiles(config: Config) -> list[str]:
+    return ["next_tiles"] if config["persistent"] else []
+
+
+def _barriers(config: Config, *, own_o: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Number of slots and number of arrivals that complete a phase, by the name of a barrier."""
+    slots = {"q_full": "WARPGROUPS", "k_full": "K_STAGES", "v_full": "V_STAGES", "v_empty": "V_STAGES"}
+    if config["k_release"] == "own":
+        slots["k_empty"] = "K_STAGES"
+    if config["ping_pong"]:
+        slots["turn"] = "WARPGROUPS"
+    if config["persistent"]:
+        slots |= {"q_empty": "WARPGROUPS", "tile_full": "2", "tile_empty": "2"}
+    shared = ("k_empty", "v_empty", "tile_empty")
+    return slots, {name: "WARPGROUPS" if name in shared else "1" for name in slots}
+
+
+def _schedule_text(config: Config) -> str:
+    if not config["persistent"]:
+        return "one tile a program"
+    return f"persistent: {config['blocks_per_sm']} programs a multiprocessor fetch tiles from Counter"
+
+
+def _order_text(config: Config) -> str:
+    group = config.integer("heads_per_group")
+    if group == 1:
+        return "query blocks fastest"
+    return f"heads fastest, in groups of {group}, most keys first"
+
+
+def _softmax_text(config: Config) -> str:
+    rescale = (
+        "rescaled only when a maximum grew by more than 2**8" if config["conditional_rescale"] else "rescaled always"
+    )
+    turns = ", warpgroups take turns at the matrix unit" if config["ping_pong"] else ""
+    return rescale + turns
+
+
+def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
+    block_n = config.integer("block_n")
+    boxes = {
+        "q": (ROWS, spec.head_dim),
+        "k": (block_n, spec.head_dim),
+        "v": (block_n, spec.head_dim_v),
+        "o": (ROWS, spec.head_dim_v),
+    }
+    found = [
+        Parameter(name=f"{tensor}_desc", type=descriptor_type(spec.dtype, rows, resources.block(head_dim)))
+        for tensor, (rows, head_dim) in boxes.items()
+    ]
+    found.append(Parameter(name="LSE", type="*fp32"))
+    if config["persistent"]:
+        found.append(Parameter(name="Counter", type="*i32"))
+    found.append(Parameter(name="softmax_scale_log2", type="fp32"))
+    if spec.causal:
+        offset = ("QOffset", "*i32") if spec.offset_tensor else ("q_offset", "i32")
+        found.append(Parameter(name=offset[0], type=offset[1]))
+    names = ("nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
+    batch = ("batch",) if config["persistent"] else ()
+    return (*found, *(Parameter(name=name, type="i32") for name in (*batch, *names)))
+
+
+def descriptor_type(dtype: str, rows: int, columns: int) -> str:
+    """The type of a descriptor in the signature of a Gluon kernel, which names the layout in shared memory as well.
+
+    Rows of 128 bytes and more are swizzled in lines of 128: `NVMMASharedLayout.get_default_for`, written out because
+    the table of families is read without Triton.
+    """
+    layout = (
+        "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4, transposed=False, "
+        "fp4_padded=False, cga_layout=[])"
+    )
+    return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout}>"
+
+
+def _options(config: Config) -> CompileOptions:
+    return CompileOptions(num_warps=4, num_stages=1, maxnreg=resources.maxnreg(config, HOPPER))
+
+
+def _programs(config: Config, device: Device, batch: int, nheads: int, seqlen_q: int) -> int:
+    tiles = -(-seqlen_q // resources.block_m(config)) * batch * nheads
+    if not config["persistent"]:
+        return tiles
+    return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
+
+
+HOPPER_FORWARD = KernelFamily(
+    id=FAMILY_ID,
+    title="Warp-specialised FlashAttention for Hopper in Gluon",
+    template="hopper_forward.py.jinja",
+    direction="forward",
+    knobs=KNOBS,
+    why_not=_why_not,
+    why_invalid=_why_invalid,
+    default=_default,
+    values=_values,
+    parameters=_parameters,
+    options=_options,
+    programs=_programs,
+    language="gluon",
+)

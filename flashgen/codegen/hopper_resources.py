@@ -1,0 +1,87 @@
+"""Shared memory and registers of the Hopper forward family, as arithmetic: what does not fit is not compiled."""
+
+from __future__ import annotations
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+ROWS = 64
+"""Query rows of a consumer warpgroup: the height of one wgmma tile. Two tiles a warpgroup were never faster."""
+
+THREADS_PER_WARPGROUP = 128
+REGISTER_STEP = 8
+"""setmaxnreg moves the registers of a warpgroup in steps of eight a thread."""
+
+MAX_REGISTERS = 248
+"""The most that setmaxnreg may give a thread (255 less what does not divide by eight)."""
+
+OTHER_REGS = 28
+"""Registers of a consumer thread beside scores, weights and output: statistics, addresses, phases. A mask under a
+branch may spill a few more, in that branch alone."""
+
+BARRIER_BYTES = 1024
+"""Barriers, the next tile and alignment; 330 to 800 bytes were measured."""
+
+
+def block(head_dim: int) -> int:
+    """Columns of a tile: the next power of two, at least the 64 of a full swizzle."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def block_m(config: Config) -> int:
+    """Query rows of a program."""
+    return config.integer("warpgroups") * ROWS
+
+
+def k_stages(config: Config) -> int:
+    """Slots for K: one more than for V where a slot of K is released together with one of V."""
+    return config.integer("v_stages") + (config["k_release"] == "with_v")
+
+
+def producer_registers(config: Config) -> int:
+    """Registers of a thread of the producer warp: what was tried on the device."""
+    return 32 if config["warpgroups"] == 3 else 24
+
+
+def maxnreg(config: Config, device: Device) -> int:
+    """Registers of a thread at the launch: an equal share for all warps; one producer warp counts as a warpgroup."""
+    threads = THREADS_PER_WARPGROUP * (config.integer("warpgroups") + 1)
+    share = device.regs_per_sm // (config.integer("blocks_per_sm") * threads)
+    return min(MAX_REGISTERS, share // REGISTER_STEP * REGISTER_STEP)
+
+
+def consumer_registers(config: Config, device: Device) -> int:
+    """Registers of a consumer thread, once the producer has given up what it does not need."""
+    warpgroups = config.integer("warpgroups")
+    pool = maxnreg(config, device) * (warpgroups + 1) - producer_registers(config)
+    return min(MAX_REGISTERS, pool // warpgroups // REGISTER_STEP * REGISTER_STEP)
+
+
+def live_registers(spec: Specialization, config: Config) -> int:
+    """Registers that a consumer thread needs: fp32 scores, 16-bit weights, fp32 output, and the rest."""
+    block_n = config.integer("block_n")
+    return block_n // 2 + block_n // 4 + block(spec.head_dim_v) // 2 + OTHER_REGS
+
+
+def smem_bytes(spec: Specialization, config: Config, *, own_o: bool) -> int:
+    """Shared memory of a block: Q, the rings of K and V, and a place of its own for the output if `own_o`."""
+    block_d, block_dv, block_n = block(spec.head_dim), block(spec.head_dim_v), config.integer("block_n")
+    elements = block_m(config) * (block_d + (block_dv if own_o else 0))
+    elements += block_n * (k_stages(config) * block_d + config.integer("v_stages") * block_dv)
+    return elements * DTYPE_BYTES[spec.dtype] + BARRIER_BYTES
+
+
+def smem_available(config: Config, device: Device) -> int:
+    """Shared memory of one of the blocks that run side by side; the driver keeps a kilobyte of each."""
+    return min(device.smem_per_block, device.smem_per_sm // config.integer("blocks_per_sm") - 1024)
+
+
+def own_o(spec: Specialization, config: Config, device: Device) -> bool:
+    """Whether the output of a tile has its own place, so that Q of the next tile is loaded meanwhile.
+
+    Only a persistent program has a next tile; where head_dim and head_dim_v differ, Q's place has another shape.
+    """
+    if block(spec.head_dim) != block(spec.head_dim_v):
+        return True
+    return config["persistent"] is True and smem_bytes(spec, config, own_o=True) <= smem_available(config, device)
