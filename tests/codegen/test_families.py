@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashgen.codegen.families import FAMILIES, applicable, default_config, family, reasons, validate, why_invalid
-from flashgen.codegen.portable_forward import registers_needed, smem_needed
+from flashgen.codegen.portable_limits import registers_needed, smem_needed
 from flashgen.codegen.space import candidates
 from flashgen.core.config import Config
 from flashgen.core.device import CATALOGUE, Device, find_device

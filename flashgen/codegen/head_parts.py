@@ -1,0 +1,58 @@
+"""How a head dimension lies in tiles, whose sides are powers of two: as one padded part, or as two with less of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEAST_BLOCK = 16
+"""The least depth that a matrix unit multiplies."""
+
+HALVED_FROM = 512
+"""Powers of two from here on may be cut in halves: one tile of them is more than a warpgroup multiplies at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadPart:
+    """Columns `start` to `start + size` of a head, in a tile of `block` columns; `suffix` is "" for the only part."""
+
+    suffix: str
+    start: int
+    size: int
+    block: int
+
+    @property
+    def descriptor_suffix(self) -> str:
+        """What distinguishes the tensor descriptor of this part in the launch vocabulary: `q_desc`, `q1_desc`."""
+        return "1" if self.start else ""
+
+
+def head_parts(head_dim: int, split: bool) -> tuple[HeadPart, ...]:
+    """The parts of a head of `head_dim` columns; with `split` two where that makes a difference.
+
+    The first of two is the largest power of two below `head_dim`: 192 = 128 + 64, 80 = 64 + 16, 512 = 256 + 256.
+    """
+    if not (split and can_split(head_dim)):
+        return (HeadPart(suffix="", start=0, size=head_dim, block=_power_of_two(head_dim)),)
+    first = _power_of_two(head_dim) // 2
+    rest = head_dim - first
+    return (
+        HeadPart(suffix="0", start=0, size=first, block=first),
+        HeadPart(suffix="1", start=first, size=rest, block=_power_of_two(rest)),
+    )
+
+
+def can_split(head_dim: int) -> bool:
+    """Whether two parts differ from one: they need less padding, or halve what one tile can hardly hold."""
+    whole = _power_of_two(head_dim)
+    if whole == head_dim:
+        return head_dim >= HALVED_FROM
+    return whole // 2 >= LEAST_BLOCK and whole // 2 + _power_of_two(head_dim - whole // 2) < whole
+
+
+def padded(head_dim: int, split: bool) -> int:
+    """Columns of all parts together."""
+    return sum(part.block for part in head_parts(head_dim, split))
+
+
+def _power_of_two(size: int) -> int:
+    return max(LEAST_BLOCK, 1 << (size - 1).bit_length())
