@@ -12,6 +12,7 @@ from flashgen.cli import output
 from flashgen.cli.arguments import Json, Shape
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DatabaseError
+from flashgen.core.features import describe
 from flashgen.core.record import Failure, Trial, TuningRecord, age
 from flashgen.core.workload import Workload
 
@@ -125,6 +126,7 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
     since = age(record.created)
     fields: list[tuple[str, output.Cell]] = [
         ("workload", record.workload.key),
+        ("features", describe(record.workload)),
         ("device", f"{record.device.name} ({record.device.identity})"),
         ("config", str(record.config)),
         (record.provenance, f"{output.text(record.time_ms)} ms, {output.text(record.tflops)} TFLOP/s"),

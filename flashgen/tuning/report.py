@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashgen.core.device import Device
+from flashgen.core.features import describe
 from flashgen.core.record import TuningRecord
 from flashgen.tuning.events import WorkloadFinished
 
@@ -20,6 +21,7 @@ class ReportRow:
     """
 
     workload: str
+    features: str
     status: str
     config: str
     ms: float | None
@@ -53,6 +55,7 @@ def _row(outcome: WorkloadFinished, device: Device) -> ReportRow:
     time_ms = record.time_ms if record else None
     return ReportRow(
         workload=outcome.workload.key,
+        features=describe(outcome.workload),
         status=outcome.status,
         config=short_config(record) if record else "",
         ms=time_ms,
