@@ -31,7 +31,8 @@ class CompiledKernel:
     """A compiled kernel and what it takes of a multiprocessor.
 
     `registers` are per thread, `spills` are bytes of local memory per thread (0 is clean), `shared_bytes` are per
-    block. `device` is what it was compiled for. `handle` is Triton's own compiled kernel; nothing of it is loaded to a GPU before a launch.
+    block, `num_warps` those of all roles together. `device` is what it was compiled for. `handle` is Triton's own
+    compiled kernel; nothing of it is loaded to a GPU before a launch.
     """
 
     source: KernelSource

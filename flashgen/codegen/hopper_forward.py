@@ -215,6 +215,13 @@ def _softmax_text(config: Config) -> str:
 
 
 def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
+    """What a launch binds.
+
+    On hardware these become what those of a Triton kernel become: a descriptor is its CUtensorMap, shape and strides,
+    and two null pointers end the list. Of Triton's metadata, `tensordesc_meta` has an entry for each descriptor, whose
+    `block_size` ends with one line of the swizzle (64 elements), and `num_warps` counts all roles: the block of a
+    launch is 32 * num_warps threads, 128 for each warpgroup and as many for the producer.
+    """
     block_n = config.integer("block_n")
     boxes = {
         "q": (ROWS, spec.head_dim),
