@@ -115,7 +115,7 @@ def odd_problems(spec: Specialization, device: torch.device | str) -> tuple[tupl
     """
     if spec.mods is not None:
         raise UnsupportedError(f"user-defined scores have no oracle, got {spec.key}")
-    return tuple((shape, _odd_problem(spec, shape, device)) for shape in odd_shapes(spec))
+    return tuple((shape, odd_problem(spec, shape, device)) for shape in odd_shapes(spec))
 
 
 def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
@@ -140,7 +140,8 @@ def check_odd(factory: KernelFactory, problems: tuple[tuple[OddShape, Problem], 
     return None
 
 
-def _odd_problem(spec: Specialization, shape: OddShape, device: torch.device | str) -> Problem:
+def odd_problem(spec: Specialization, shape: OddShape, device: torch.device | str) -> Problem:
+    """One shape with its right answer; `spec.aligned16` and `spec.aligned_scores` do not count, `shape.form` does."""
     names = ("dtype", "head_dim", "head_dim_v", "causal", "softcap", "alibi", "sink", "bias", "mask")
     sizes = ("batch", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
     workload = Workload(
