@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flashgen.codegen.families import applicable, default_config
-from flashgen.codegen.portable_forward import FAMILY_ID as MODELLED_FAMILY
+from flashgen.codegen.families import applicable
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import TuningRecord
@@ -17,6 +16,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.lattice import FamilySpace
 from flashgen.tuning.predict import estimate, predict_ms
+from flashgen.tuning.tiling import RANKED_FAMILIES
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config goes first."""
@@ -24,15 +24,15 @@ TIE = 0.005
 FAR = 1.5
 """A tile predicted to be slower than this many times the best waits until the others had several variants."""
 
-TILE_KNOBS = ("block_m", "block_n", "num_warps")
+TILE_KNOBS = ("block_m", "block_n", "num_warps", "split_d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """The valid sets of a workload on a device, and the default config."""
+    """The valid sets of a workload on a device, and the default config of each family, preferred first."""
 
     spaces: tuple[FamilySpace, ...]
-    default: Config
+    defaults: tuple[Config, ...]
 
     @classmethod
     def of(cls, workload: Workload, device: Device) -> Candidates:
@@ -44,6 +44,11 @@ class Candidates:
         return _candidates(workload.specialization, device)
 
     @property
+    def default(self) -> Config:
+        """The config that serves without any record."""
+        return self.defaults[0]
+
+    @property
     def count(self) -> int:
         """Valid configs of all families together."""
         return sum(len(space.configs) for space in self.spaces)
@@ -51,9 +56,10 @@ class Candidates:
 
 @functools.lru_cache(maxsize=16)
 def _candidates(spec: Specialization, device: Device) -> Candidates:
+    families = applicable(spec, device)
     return Candidates(
-        spaces=tuple(FamilySpace.of(family, spec, device) for family in applicable(spec, device)),
-        default=default_config(spec, device),
+        spaces=tuple(FamilySpace.of(family, spec, device) for family in families),
+        defaults=tuple(family.default(spec, device) for family in families),
     )
 
 
@@ -77,11 +83,11 @@ def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device,
 
 
 def by_prediction(configs: Sequence[Config], default: Config, workload: Workload, device: Device) -> list[Config]:
-    """Modelled configs in the order in which they are worth a compile.
+    """Configs of the families that the model ranks, in the order in which they are worth a compile.
 
     The best variant of each tile comes before the second best of any, so that a small budget meets different kernels.
     """
-    spec_configs = [config for config in configs if config.family == MODELLED_FAMILY]
+    spec_configs = [config for config in configs if config.family in RANKED_FAMILIES]
     times = {c: predict_ms(workload, c, device, estimate(workload, c, device)) for c in spec_configs}
     if not times:
         return []
@@ -90,24 +96,20 @@ def by_prediction(configs: Sequence[Config], default: Config, workload: Workload
     variants: Counter[tuple[object, ...]] = Counter()
     turn: dict[Config, int] = {}
     for config in sorted(times, key=lambda c: ranks[c]):
-        tile = tuple(config[name] for name in TILE_KNOBS)
+        tile = tuple(value for name, value in config.knobs if name in TILE_KNOBS)
         turn[config] = variants[tile] + (8 if times[config] > limit else 0)
         variants[tile] += 1
     return sorted(times, key=lambda c: (turn[c], ranks[c]))
 
 
 def favourites(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[Config]:
-    """The configs of different tiles that the analytic model likes best, all other knobs as in the default."""
-    default = candidates.default
-    rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, "num_stages")]
-    configs = [
-        config
-        for space in candidates.spaces
-        if space.family == default.family
-        for config in space.configs
-        if all(config[name] == default[name] for name in rest)
-    ]
-    return by_prediction(configs, default, workload, device)[:most]
+    """The families' defaults, then the configs of different tiles that the model likes best, else as the default."""
+    found = list(candidates.defaults[1:])
+    for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
+        rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, "num_stages")]
+        configs = [config for config in space.configs if all(config[name] == default[name] for name in rest)]
+        found += by_prediction(configs, default, workload, device)[:most]
+    return found
 
 
 def _distance(one: Workload, other: Workload) -> float:

@@ -19,6 +19,7 @@ from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import CandidateRanked, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.predict import predict_ms
+from flashgen.tuning.tiling import is_modelled
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config is taken."""
@@ -74,11 +75,12 @@ class PredictedSearch:
         return self._finished("predicted", record, "nothing was measured")
 
     def _compile(self) -> Iterator[tuple[Config, Compiled | Failure]]:
-        """Candidates with what they take, the default first, until the budget is spent."""
+        """Candidates with what they take, the families' defaults first, until the budget is spent."""
         context, spec = self._context, self._workload.specialization
         every = [config for space in self._candidates.spaces for config in space.configs]
         default = self._candidates.default
-        order = iter(dict.fromkeys([default, *by_prediction(every, default, self._workload, context.device)]))
+        known = [config for config in self._candidates.defaults if is_modelled(config)]
+        order = iter(dict.fromkeys([*known, *by_prediction(every, default, self._workload, context.device)]))
         waiting: deque[Config] = deque()
         asked = 0
         while True:

@@ -71,7 +71,7 @@ def test_a_rendered_kernel_runs_without_flashgen(invoke: Invoke, tmp_path: Path)
         ([SHAPE, "--target", "abacus"], "a target is one of"),
         (["fwd-bf16-d128-causal"], "no sizes to look up"),
         (["b4-h32-s4096"], "a shape needs b, h, s"),
-        ([SHAPE + "-alibi"], "it has no alibi"),
+        ([SHAPE + "-varlen"], "it has no varlen"),
     ],
 )
 def test_a_wrong_argument_is_one_line_with_its_rule(invoke: Invoke, arguments: list[str], rule: str) -> None:

@@ -26,7 +26,7 @@ from tests.cli.conftest import ROOT, Invoke
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 
 SHAPE = "b1-h32-hk8-s4096-d128-causal"
-TOO_WIDE = "b1-h1-s64-d512"
+TOO_WIDE = "b1-h1-s64-d1024"
 
 Measure = Callable[[FakeExecutor], FakeExecutor]
 

@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flashgen.codegen.families import default_config
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.record import Anchor, Failure, Measurement, Versions
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
 from flashgen.tuning.compile_pool import Compiled
+from flashgen.tuning.tiling import tiling
 
 H200 = find_device("h200")
 REFERENCE_MS = 0.7
@@ -25,11 +27,12 @@ def chance(*parts: object) -> float:
 
 def true_ms(workload: Workload, config: Config) -> float:
     """The time without noise: a smooth best near 128 x 64 with 8 warps and 3 stages, and 20 per cent of ruggedness."""
-    block_m, block_n, warps = (config.integer(name) for name in ("block_m", "block_n", "num_warps"))
+    tile = tiling(workload.specialization, config)
+    block_m, block_n, warps = tile.block_m, tile.block_n, tile.warps
     ideal = workload.flops / 500e9
     factor = 1 + 0.4 * abs(math.log2(block_m / 128)) + 0.3 * abs(math.log2(block_n / 64))
-    factor *= 1 + 0.2 * abs(math.log2(warps * 16 / block_m)) + 0.05 * abs(config.integer("num_stages") - 3)
-    factor *= 1.0 if config["loads"] == "descriptor" else 1.1
+    factor *= 1 + 0.2 * abs(math.log2(warps * 16 / block_m)) + 0.05 * abs(tile.stages - 3)
+    factor *= 1.1 if tile.pointer_loads else 1.0
     return ideal * factor * (1 + 0.2 * chance("rugged", workload.specialization.key, config))
 
 
@@ -45,7 +48,7 @@ class Clock:
 
 @dataclass
 class FakeCompiler:
-    """Every candidate compiles at once, except the shares that fail, spill or do not fit."""
+    """Every candidate compiles at once, except the shares that fail, spill or do not fit; small shares spare defaults."""
 
     failing: float = 0.05
     spilling: float = 0.1
@@ -57,9 +60,10 @@ class FakeCompiler:
 
     def result(self, spec: Specialization, config: Config) -> Compiled | Failure:
         self.submit(spec, config)
-        if chance("build", spec.key, config) < self.failing:
+        usual = config == default_config(spec, H200) and max(self.failing, self.spilling) < 1
+        if chance("build", spec.key, config) < self.failing and not usual:
             return Failure(stage="build", reason="planted")
-        spills = 1000 if chance("spills", spec.key, config) < self.spilling else 0
+        spills = 1000 if chance("spills", spec.key, config) < self.spilling and not usual else 0
         return Compiled(registers=128, spills=spills, shared_bytes=65536, occupancy=1, source_digest="d")
 
 

@@ -8,12 +8,13 @@ import pytest
 
 from flashgen.codegen.families import default_config, family
 from flashgen.codegen.space import candidates
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.errors import TuningError
 from flashgen.core.workload import Workload
 from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.predict import LAUNCH_MS, estimate, predict_ms
+from flashgen.tuning.workloads import collect
 
 H200 = find_device("h200")
 LONG = Workload(batch=1, nheads=16, seqlen_q=16384, head_dim=128)
@@ -105,6 +106,85 @@ def test_nothing_to_do_costs_a_launch() -> None:
     empty = Workload(batch=0, nheads=1, seqlen_q=128, head_dim=64)
     config = default_config(empty.specialization, H200)
     assert predict_ms(empty, config, H200, CLEAN) == LAUNCH_MS
+
+
+# --- features -----------------------------------------------------------------------------------------------------
+
+
+def ms(workload: Workload, **knobs: KnobValue) -> float:
+    """Of one fixed tile, so that only the workload differs."""
+    return predict_ms(workload, TILE.replace(**knobs), H200, CLEAN)
+
+
+TILE = default_config(LONG.specialization, H200)
+CAUSAL = dataclasses.replace(LONG, causal=True)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{"softcap": True}, {"alibi": True}, {"bias": "keys"}, {"bias": "full"}, {"mask": "keys"}, {"mask": "full"}],
+    ids=str,
+)
+def test_every_feature_of_a_score_costs_something_and_not_everything(features: dict[str, object]) -> None:
+    for plain in (LONG, CAUSAL):
+        assert ms(plain) < ms(dataclasses.replace(plain, **features)) < 3 * ms(plain)
+
+
+def test_one_value_for_each_key_is_cheaper_than_one_for_each_pair() -> None:
+    for name in ("bias", "mask"):
+        assert ms(dataclasses.replace(LONG, **{name: "keys"})) < ms(dataclasses.replace(LONG, **{name: "full"}))
+
+
+def test_sinks_cost_nothing() -> None:
+    assert ms(dataclasses.replace(CAUSAL, sink=True)) == ms(CAUSAL)
+
+
+def test_the_cost_of_a_window_follows_what_it_shows() -> None:
+    """Twice the sequence is twice the work, and a window as wide as the sequence is none."""
+    window = dataclasses.replace(CAUSAL, window_left=1023)
+    double = dataclasses.replace(window, seqlen_q=2 * window.seqlen_q, seqlen_k=2 * window.seqlen_k)
+    assert ms(double) == pytest.approx(2 * ms(window), rel=0.1)
+    assert ms(window) < 0.25 * ms(CAUSAL)
+    widths = [ms(dataclasses.replace(CAUSAL, window_left=left)) for left in (127, 1023, 4095, CAUSAL.seqlen_k - 1)]
+    assert widths == sorted(widths)
+    assert widths[-1] == pytest.approx(ms(CAUSAL), rel=0.05)
+
+
+def test_wide_steps_are_worth_less_behind_a_narrow_window() -> None:
+    def gain(workload: Workload) -> float:
+        return ms(workload, block_n=32) / ms(workload, block_n=128)
+
+    assert gain(dataclasses.replace(CAUSAL, window_left=63)) < gain(CAUSAL)
+
+
+def test_a_bias_of_every_pair_is_bound_by_its_bytes_where_heads_are_small() -> None:
+    biased = Workload(batch=1, nheads=16, seqlen_q=8192, head_dim=16, bias="full")
+    lower_bound_ms = 16 * 8192 * 8192 * 2 / (H200.bandwidth_gbs * 1e6)
+    assert predict_ms(biased, TILE, H200, CLEAN) > lower_bound_ms
+
+
+def test_precisions_are_ordered_as_their_rates() -> None:
+    half, tf32, fp32 = (dataclasses.replace(LONG, dtype=dtype) for dtype in ("bf16", "tf32", "fp32"))
+    assert ms(half) < ms(tf32) < ms(fp32)
+    assert ms(tf32) < 3 * ms(half)
+
+
+@pytest.mark.parametrize("head_dim", [72, 80, 96, 160, 192])
+def test_less_padding_is_less_work(head_dim: int) -> None:
+    odd = dataclasses.replace(LONG, head_dim=head_dim, head_dim_v=head_dim)
+    assert ms(odd, split_d=True) < ms(odd, split_d=False)
+    assert ms(LONG, split_d=True) == ms(LONG, split_d=False)
+
+
+@pytest.mark.parametrize("name", ["h200", "a100", "rtx 4090", "rtx 5090", "mi300x"])
+def test_defaults_of_every_preset_are_predicted_below_the_peak(name: str) -> None:
+    device, row = find_device(name), family("portable_forward")
+    served = [w for w in collect(models=["all"]) if row.why_not(w.specialization, device) is None and w.head_dim != 512]
+    assert len(served) >= 120
+    for workload in served:
+        config = row.default(workload.specialization, device)
+        assert LAUNCH_MS < predict_ms(workload, config, device, estimate(workload, config, device)) < 1e4
+        assert tflops(workload, config, device) < device.peak_tflops
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:

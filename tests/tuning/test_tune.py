@@ -269,7 +269,7 @@ def test_a_workload_without_any_valid_candidate_does_not_stop_the_others(store: 
                 return Failure(stage="verify", reason="wrong answers")
             return super().evaluate(job)
 
-    unsupported = Workload(batch=1, nheads=1, seqlen_q=64, head_dim=512)
+    unsupported = Workload(batch=1, nheads=1, seqlen_q=64, head_dim=1024)
     finished = run(store, CAUSAL, unsupported, PLAIN, executor=Picky())
     assert [outcome.status for outcome in finished.outcomes] == ["failed", "unsupported", "tuned"]
     assert [outcome.workload for outcome in finished.failed] == [CAUSAL, unsupported]
@@ -362,7 +362,7 @@ def test_an_executor_of_another_device_is_refused(store: Store) -> None:
 
 def test_every_event_is_a_line_of_json(store: Store) -> None:
     events: list[Event] = []
-    run(store, CAUSAL, Workload(batch=1, nheads=1, seqlen_q=8, head_dim=512), events=events)
+    run(store, CAUSAL, Workload(batch=1, nheads=1, seqlen_q=8, head_dim=1024), events=events)
     lines = [to_json(event) for event in events]
     parsed = [json.loads(line) for line in lines]
     assert all("\n" not in line for line in lines)
@@ -459,7 +459,7 @@ def test_plan_tells_candidates_and_time_and_does_nothing(store: Store) -> None:
     assert planned(Budget(trials=40), measured=False)[0][2] == pytest.approx(10.0)
     run(store)
     assert [status for status, _, _ in planned(Budget(seconds=20))] == ["skip", "tune"]
-    bad = Workload(batch=1, nheads=1, seqlen_q=8, head_dim=512)
+    bad = Workload(batch=1, nheads=1, seqlen_q=8, head_dim=1024)
     (row,) = plan([bad], device=H200, store=None, budget=Budget(trials=1), measured=True, jobs=1)
     assert row.status == "unsupported"
     assert second[0] == "tune"

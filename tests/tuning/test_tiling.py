@@ -1,0 +1,79 @@
+"""What the analytic model reads from the knobs of each family."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.codegen import hopper_forward
+from flashgen.codegen.families import family
+from flashgen.codegen.space import candidates
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.core.errors import TuningError
+from flashgen.core.workload import Workload
+from flashgen.tuning.candidates import TILE_KNOBS, Candidates, by_prediction, favourites
+from flashgen.tuning.predict import predict_ms
+from flashgen.tuning.tiling import RANKED_FAMILIES, is_modelled, least_resources, tiling
+
+H200 = find_device("h200")
+PLAIN = Workload.parse("b1-h16-s8192-d128")
+WIDE = Workload.parse("b1-h16-s8192-d192-dv128-causal")
+PORTABLE = family("portable_forward")
+
+
+def test_a_portable_config_is_read_as_it_is() -> None:
+    spec = PLAIN.specialization
+    config = PORTABLE.default(spec, H200).replace(loads="pointer", heads_per_group=8, heavy_first=True)
+    tile = tiling(spec, config)
+    assert (tile.block_m, tile.block_n) == (config["block_m"], config["block_n"])
+    assert (tile.warps, tile.stages) == (config["num_warps"], config["num_stages"])
+    assert (tile.pointer_loads, tile.heads_per_group, tile.heavy_first) == (True, 8, True)
+
+
+def test_heads_in_two_parts_are_padded_less() -> None:
+    config = PORTABLE.default(WIDE.specialization, H200)
+    whole = tiling(WIDE.specialization, config.replace(split_d=False))
+    parts = tiling(WIDE.specialization, config.replace(split_d=True))
+    assert (whole.query_columns, whole.value_columns) == (256, 128)
+    assert (parts.query_columns, parts.value_columns) == (192, 128)
+    resources = [least_resources(WIDE.specialization, config.replace(split_d=split), H200) for split in (False, True)]
+    assert resources[1].shared_bytes < resources[0].shared_bytes
+
+
+def test_a_hopper_default_is_predicted_from_what_it_takes() -> None:
+    spec = PLAIN.specialization
+    config = hopper_forward.HOPPER_FORWARD.default(spec, H200)
+    tile, least = tiling(spec, config), least_resources(spec, config, H200)
+    assert tile.block_m == 64 * config.integer("warpgroups")
+    assert least.occupancy == config["blocks_per_sm"]
+    assert 0.3 * H200.peak_tflops < PLAIN.flops / predict_ms(PLAIN, config, H200, least) / 1e9 < H200.peak_tflops
+    assert config.family not in RANKED_FAMILIES
+
+
+def test_other_families_are_refused() -> None:
+    config = Config.of("another", {})
+    assert not is_modelled(config)
+    with pytest.raises(TuningError, match="covers portable_forward, hopper_forward, got another"):
+        tiling(PLAIN.specialization, config)
+
+
+@pytest.mark.parametrize("workload", [PLAIN, WIDE], ids=lambda workload: workload.key)
+def test_favourites_are_different_tiles_in_the_order_of_the_model(workload: Workload) -> None:
+    found = Candidates.of(workload, H200)
+    liked = [c for c in favourites(found, workload, H200, 6) if c not in found.defaults]
+    assert 4 <= len(liked) <= 6
+    tiles = [tuple(config[name] for name in TILE_KNOBS) for config in liked]
+    assert len(set(tiles)) == len(tiles)
+    times = [predict_ms(workload, c, H200, least_resources(workload.specialization, c, H200)) for c in liked]
+    assert times[0] <= min(times) * 1.01
+
+
+def test_splitting_is_among_the_favourites_where_it_saves_padding() -> None:
+    liked = favourites(Candidates.of(WIDE, H200), WIDE, H200, 6)
+    assert any(config["split_d"] for config in liked if config.family == "portable_forward")
+
+
+def test_every_ranked_config_has_its_turn() -> None:
+    configs = candidates(PORTABLE, WIDE.specialization, H200)
+    order = by_prediction(configs, PORTABLE.default(WIDE.specialization, H200), WIDE, H200)
+    assert len(order) == len(set(order)) == len(configs)
