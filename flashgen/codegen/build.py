@@ -85,9 +85,8 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
     try:
         handle = triton.compile(_ast(row.language)(kernel, signature, {}, aligned), target=target, options=flags)
     except Exception as error:  # Triton raises its own, LLVM's and ptxas' errors, without a common base
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BuildError(
-            f"Triton {triton.__version__} cannot compile {config} for {spec.key} on {device.arch}: {reason}"
+            f"Triton {triton.__version__} cannot compile {config} for {spec.key} on {device.arch}: {reason_of(error)}"
         ) from error
     elapsed_ms = (time.perf_counter() - started) * 1e3
     used = inspect.resources(handle, device)
@@ -101,6 +100,18 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
         compile_ms=elapsed_ms,
         handle=handle,
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason of a compiler's error in one line: of nested ones the innermost, with the source that it is about."""
+    from triton.compiler.errors import CompilationError
+
+    while isinstance(error.__cause__, CompilationError):
+        error = error.__cause__
+    if isinstance(error, CompilationError) and error.error_message and error.src and hasattr(error.node, "lineno"):
+        source = error.src.split("\n")[error.node.lineno - 1].strip()
+        return f"{error.error_message} (at `{source}`)"
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _ast(language: str) -> Any:

@@ -141,7 +141,7 @@ def _visible_scores(
 ) -> torch.Tensor:
     """int32 (batch, nheads, query blocks, key blocks): how many scores of each block mask_mod leaves visible."""
     from flashgen.codegen.block_mask import render_block_mask
-    from flashgen.codegen.build import load_module
+    from flashgen.codegen.build import load_module, reason_of
 
     shape = (*heads, -(-seqlen_q // MASK_BLOCK), -(-seqlen_k // MASK_BLOCK))
     visible = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -156,8 +156,7 @@ def _visible_scores(
             kernel[visible.numel(),](visible, heads[1], seqlen_q, seqlen_k, *aux, num_warps=module.NUM_WARPS)
     except Exception as error:  # Triton raises its own and LLVM's errors, without a common base
         assert mods.mask_mod is not None
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise BuildError(f"Triton cannot run mask_mod {mods.mask_mod.label}: {reason}") from error
+        raise BuildError(f"Triton cannot run mask_mod {mods.mask_mod.label}: {reason_of(error)}") from error
     return visible
 
 
