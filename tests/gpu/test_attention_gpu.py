@@ -16,6 +16,7 @@ from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, Work
 from flashgen.core.record import Failure
 from flashgen.core.settings import settings
 from flashgen.launch import plan as plan_module
+from flashgen.launch.extras import Extras
 from flashgen.launch.geometry import Geometry
 from flashgen.measure.verify import check, golden
 from flashgen.runtime import serve
@@ -158,6 +159,18 @@ def test_at_most_two_binaries_for_200_random_shapes() -> None:
     assert len(serve._KERNELS) - kernels <= 2
 
 
+def all_features(q: torch.Tensor, k: torch.Tensor) -> Extras:
+    batch, nheads, seqlen_q, _ = q.shape
+    return Extras(
+        window=(300, 40),
+        softcap=20.0,
+        alibi_slopes=torch.rand(batch, nheads, device="cuda"),
+        sinks=torch.randn(nheads, device="cuda"),
+        bias=torch.randn(1, nheads, seqlen_q, k.shape[2], device="cuda", dtype=q.dtype),
+        mask=torch.rand(batch, 1, seqlen_q, k.shape[2], device="cuda") < 0.7,
+    )
+
+
 @pytest.mark.parametrize("loads", ["descriptor", "pointer"])
 def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
     from flashgen.codegen.build import compile_kernel
@@ -165,11 +178,19 @@ def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
     from flashgen.core.workload import Specialization
 
     device = serve.device_at(0)
-    for key in ("fwd-bf16-d128-causal", "fwd-bf16-d64", "fwd-bf16-d64-causal-offset"):
+    everything = "fwd-bf16-d64-softcap-alibi-sink-bias-mask-window"
+    for key in (
+        "fwd-bf16-d128-causal",
+        "fwd-bf16-d64",
+        "fwd-bf16-d64-causal-offset",
+        everything,
+        f"{everything}-offset",
+    ):
         spec = Specialization.parse(key)
         config = default_config(spec, device).replace(loads=loads)
-        q, k, v = tensors(2, 4, 2, 515, 700, spec.head_dim)
-        geometry = Geometry.of(q, k, v, torch.empty_like(q))
+        q, k, v = tensors(2, 4, 2, 515, 704, spec.head_dim)
+        extras = all_features(q, k) if spec.bias else Extras()
+        geometry = Geometry.of(q, k, v, torch.empty_like(q), extras)
         compiled = compile_kernel(spec, config, device)
         fast = plan_module.make_plan(compiled, spec, config, geometry, 0)
         slow = plan_module.TritonPlan(compiled, spec, config, geometry, 0)
@@ -179,7 +200,7 @@ def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
         for launch in (fast, slow):
             out = torch.full_like(q, float("nan"))
             lse = torch.full(q.shape[:3], float("nan"), device="cuda")
-            launch(q, k, v, out, lse, 0.1, offset)
+            launch(q, k, v, out, lse, 0.1, offset, extras)
             results.append((out, lse))
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
@@ -275,12 +296,10 @@ def test_threads_share_a_plan() -> None:
 
 def test_what_is_not_supported_is_said_with_every_family_s_reason() -> None:
     q, k, v = tensors(1, 2, 2, 64, 64, 64)
-    with pytest.raises(UnsupportedError, match="portable_forward: it has no softcap"):
-        flashgen.attention(q, k, v, softcap=30.0)
     with pytest.raises(UnsupportedError, match="no backward"):
         flashgen.attention(q.requires_grad_(), k, v)
-    with pytest.raises(UnsupportedError, match="portable_forward: its head_dim is 16 to 256, not 512"):
-        flashgen.attention(*tensors(1, 2, 2, 64, 64, 512))
+    with pytest.raises(UnsupportedError, match="portable_forward: its head_dim is 16 to 512, not 520"):
+        flashgen.attention(*tensors(1, 2, 2, 64, 64, 520))
     with pytest.raises(WorkloadError, match="int32"):
         flashgen.attention(q.detach(), k, v, causal=True, q_offset=torch.zeros(1, device="cuda"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,7 +46,13 @@ def test_the_device_is_the_one_that_the_executor_measures_on(executor: LocalExec
 
 
 @pytest.mark.parametrize(
-    "key", ["b2-h6-hk2-sq113-sk203-d64-causal", "b1-h2-s700-d128", "b1-h4-hk1-sq300-sk64-d64-causal"]
+    "key",
+    [
+        "b2-h6-hk2-sq113-sk203-d64-causal",
+        "b1-h2-s700-d128",
+        "b1-h4-hk1-sq300-sk64-d64-causal",
+        "b2-h4-hk2-sq200-sk300-d64-wl90-wr20-softcap-alibi-sink-bias-mask",
+    ],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_oracle_and_eager_agree_with_the_cpu(key: str, dtype: str) -> None:
@@ -53,14 +60,16 @@ def test_oracle_and_eager_agree_with_the_cpu(key: str, dtype: str) -> None:
     inputs = make_inputs(workload, copies=1, seed=5, device="cuda")
     on_gpu = (inputs.q[0], inputs.k[0], inputs.v[0])
     on_cpu = tuple(tensor.cpu() for tensor in on_gpu)
-    for there, here in zip(
-        oracle(*on_gpu, causal=workload.causal), oracle(*on_cpu, causal=workload.causal), strict=True
-    ):
-        torch.testing.assert_close(there.cpu(), here, rtol=1e-11, atol=1e-12)
-    exact = oracle(*on_cpu, causal=workload.causal)[0]
+    features = {"causal": workload.causal, "extras": inputs.extras[0]}
+    moved = [(name, getattr(inputs.extras[0], name)) for name in ("alibi_slopes", "sinks", "bias", "mask")]
+    changes = {name: tensor.cpu() for name, tensor in moved if tensor is not None}
+    features_on_cpu = features | {"extras": replace(inputs.extras[0], **changes)}
+    exact = oracle(*on_cpu, **features_on_cpu)
+    for there, here in zip(oracle(*on_gpu, **features), exact, strict=True):
+        torch.testing.assert_close(there.cpu(), here, rtol=1e-10, atol=1e-11)
     errors = [
-        float((eager(*tensors, causal=workload.causal).cpu().double() - exact).abs().mean())
-        for tensors in (on_gpu, on_cpu)
+        float((eager(*tensors, **given).cpu().double() - exact[0]).abs().mean())
+        for tensors, given in ((on_gpu, features), (on_cpu, features_on_cpu))
     ]
     assert errors[0] == pytest.approx(errors[1], rel=0.3)
 
