@@ -48,7 +48,7 @@ class Clock:
 
 @dataclass
 class FakeCompiler:
-    """Every candidate compiles at once, except the shares that fail, spill or do not fit; small shares spare defaults."""
+    """Every candidate compiles at once, except the shares that fail, spill or do not fit; small ones spare defaults."""
 
     failing: float = 0.05
     spilling: float = 0.1
