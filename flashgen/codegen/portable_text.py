@@ -32,7 +32,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "descriptors": config["loads"] == "descriptor",
         "dot_precision": PRECISIONS.get(spec.dtype, ""),
         "order_text": _order_text(config),
-        **_features(spec),
+        **_features(spec, config),
         **_strides(spec, config),
         "state": [*_each("acc", v_parts), "l_i", "m_i"],
         "step_arguments": _step_arguments(spec, config, d_parts),
@@ -66,7 +66,7 @@ def score_strides(spec: Specialization, name: str, kind: str) -> list[str]:
     return [f"stride_{name}_{axis}" for axis in axes + ("" if spec.aligned_scores else "k")]
 
 
-def _features(spec: Specialization) -> dict[str, object]:
+def _features(spec: Specialization, config: Config) -> dict[str, object]:
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
     return {
@@ -88,11 +88,29 @@ def _features(spec: Specialization) -> dict[str, object]:
         "natural": is_natural(spec),
         # a whole row of any block may be hidden, not only in the blocks at the ends
         "guarded": bool(spec.bias or spec.mask),
-        "hides": spec.causal or spec.window or bool(spec.mask),
+        "cleaning": _cleaning(spec, config),
+        "key_end": _key_end(spec),
         "scale": "LOG2E" if is_natural(spec) else _scale_name(spec),
         "scale_argument": _scale_name(spec),
         "host_features": [name for name, present in host.items() if present],
     }
+
+
+def _cleaning(spec: Specialization, config: Config) -> str:
+    """How rows of V that no query sees are kept from the products.
+
+    Pointer loads leave out what lies before and behind all visible keys. Descriptors load whole blocks: behind a causal
+    mask the last one can "shift" back. What may be hidden elsewhere needs a "pass" of its own once it spoilt something.
+    """
+    if spec.mask:
+        return "pass"
+    if config["loads"] == "pointer" or not (spec.causal or spec.window):
+        return ""
+    return "pass" if spec.window or spec.bias else "shift"
+
+
+def _key_end(spec: Specialization) -> str:
+    return "key_end" if spec.causal or spec.window else "seqlen_k"
 
 
 def _scale_name(spec: Specialization) -> str:
@@ -122,7 +140,13 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         found += ["b", "h_k"]
     else:
         found += ["k_base", "v_base", "stride_ks", "stride_vs"]
-    found += ["n", "seqlen_k", *(["first"] if spec.window else []), "limit"]
+    found += [
+        "n",
+        *(["key_start"] if spec.window else []),
+        _key_end(spec),
+        *(["first"] if spec.window else []),
+        "limit",
+    ]
     found += ["softcap_rate"] if spec.softcap else []
     found += ["score_scale"] if is_natural(spec) else [_scale_name(spec)]
     found += ["slope", "positions"] if spec.alibi else []
