@@ -25,9 +25,12 @@ from flashgen.core.errors import (
 from flashgen.core.workload import Workload
 
 if TYPE_CHECKING:
+    from flashgen.launch.extras import BlockMask
     from flashgen.runtime.api import attention, explain, reload, warmup
+    from flashgen.runtime.block_mask import block_mask
 
 __all__ = [
+    "BlockMask",
     "BuildError",
     "Config",
     "ConfigError",
@@ -44,17 +47,28 @@ __all__ = [
     "WorkloadError",
     "__version__",
     "attention",
+    "block_mask",
     "explain",
     "reload",
     "warmup",
 ]
 
 
-def __getattr__(name: str) -> object:
-    """The calls that need torch, imported when they are first used: the command line and the values do without."""
-    if name not in ("attention", "explain", "reload", "warmup"):
-        raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
-    from flashgen.runtime import api
+_LATE = {
+    "BlockMask": "flashgen.launch.extras",
+    "attention": "flashgen.runtime.api",
+    "block_mask": "flashgen.runtime.block_mask",
+    "explain": "flashgen.runtime.api",
+    "reload": "flashgen.runtime.api",
+    "warmup": "flashgen.runtime.api",
+}
 
-    globals().update(attention=api.attention, explain=api.explain, reload=api.reload, warmup=api.warmup)
+
+def __getattr__(name: str) -> object:
+    """What needs torch, imported when it is first used: the command line and the values do without."""
+    if name not in _LATE:
+        raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
+    from importlib import import_module
+
+    globals()[name] = getattr(import_module(_LATE[name]), name)
     return globals()[name]

@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PUBLIC = {
     "attention",
+    "block_mask",
+    "BlockMask",
     "explain",
     "reload",
     "warmup",

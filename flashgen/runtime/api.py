@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -12,12 +12,21 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.workload import Specialization, Workload
+from flashgen.launch.extras import BlockMask
 from flashgen.runtime import ops, serve
+from flashgen.runtime.calls import Problem
+from flashgen.runtime.feature_rules import check_window
+from flashgen.runtime.mods import UserCallable, handle_for
 
 if TYPE_CHECKING:
     from flashgen.runtime.dispatch import Explanation
 
 LAYOUTS = ("bhsd", "bshd")
+NO_BACKWARD = (
+    "flashgen.attention has no backward pass yet, and an input requires a gradient; "
+    "call it under torch.no_grad() or detach the inputs"
+)
+
 Window = tuple[int | None, int | None]
 
 
@@ -37,6 +46,10 @@ def attention(
     sinks: torch.Tensor | None = ...,
     bias: torch.Tensor | None = ...,
     mask: torch.Tensor | None = ...,
+    score_mod: UserCallable | None = ...,
+    mask_mod: UserCallable | None = ...,
+    aux: tuple[torch.Tensor, ...] = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...
@@ -56,6 +69,10 @@ def attention(
     sinks: torch.Tensor | None = ...,
     bias: torch.Tensor | None = ...,
     mask: torch.Tensor | None = ...,
+    score_mod: UserCallable | None = ...,
+    mask_mod: UserCallable | None = ...,
+    aux: tuple[torch.Tensor, ...] = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -75,6 +92,10 @@ def attention(
     sinks: torch.Tensor | None = ...,
     bias: torch.Tensor | None = ...,
     mask: torch.Tensor | None = ...,
+    score_mod: UserCallable | None = ...,
+    mask_mod: UserCallable | None = ...,
+    aux: tuple[torch.Tensor, ...] = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -93,30 +114,47 @@ def attention(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    score_mod: UserCallable | None = None,
+    mask_mod: UserCallable | None = None,
+    aux: tuple[torch.Tensor, ...] = (),
+    block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention, `softmax(scale * q k^T) v`, by the best kernel known for this GPU and these shapes.
+    """Exact attention, `softmax(scale * q k^T) v` and what models add to it, by the best kernel known for the call.
 
-    Any strides are taken without a copy, as long as the last dimension is contiguous. The forward kernels are
-    deterministic. A row that sees no key has output 0 and LSE -inf.
+    A score of query i and key j is computed in this order, in fp32 and without a matrix of seqlen_q x seqlen_k:
+    `softmax_scale * q_i . k_j`, then `softcap`, ALiBi, `bias`, `score_mod`. It counts where `causal`, `window`, `mask`
+    and `mask_mod` all leave it visible. A row that sees no key has output 0 and LSE -inf.
+
+    Any strides are taken without a copy, as long as the last dimension of q, k and v is contiguous. The forward kernels
+    are deterministic. Products of float32 are exact (IEEE) unless torch's own switch allows TF32:
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"` or `torch.set_float32_matmul_precision("high")`.
 
     Args:
         q: queries, (batch, nheads, seqlen_q, head_dim), or (batch, seqlen_q, nheads, head_dim) with layout "bshd";
             bfloat16, float16 or float32 on a GPU.
         k: keys, like q with nheads_k heads and seqlen_k; nheads must be a multiple of nheads_k (GQA, MQA).
         v: values, like k with head_dim_v.
-        layout: "bhsd" (torch) or "bshd" (flash-attn).
+        layout: "bhsd" (torch) or "bshd" (flash-attn), of q, k, v and the output.
         causal: key j is visible to query i iff `j <= i + q_offset`.
-        q_offset: position of the first query among the keys: an int, or an int32 tensor (batch,) on the GPU; None is
-            seqlen_k - seqlen_q (aligned to the bottom right), 0 aligns to the top left.
-        window: keys visible to the left and right of a query, inclusive; None is unlimited.
+        q_offset: position of the first query among the keys, for causal, window and ALiBi: an int, or an int32 tensor
+            (batch,) on the GPU; None is seqlen_k - seqlen_q (aligned to the bottom right), 0 aligns to the top left.
+        window: (left, right), inclusive: key j is visible to query i iff
+            `i + q_offset - left <= j <= i + q_offset + right`; None is unlimited, and causal makes right 0. The time of
+            a call follows the visible keys.
         softmax_scale: factor of the scores, above 0; None is head_dim ** -0.5.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
-        alibi_slopes: fp32 (nheads,) or (batch, nheads).
-        sinks: (nheads,), a score that every row sees and that has no value.
-        bias: added to the scores, broadcast over (batch, nheads, seqlen_q, seqlen_k).
-        mask: True where attended, broadcast likewise; mask, causal and window all apply together.
+        alibi_slopes: `-slope * |i + q_offset - j|` is added; float32 (nheads,) or (batch, nheads).
+        sinks: one more score for each head, (nheads,) in float32 or the dtype of q, that every row sees and that has no
+            value; neither scaled nor capped. The LSE includes it: with a sink, a row that sees no key has it as LSE.
+        bias: added to the scores; float32, float16 or bfloat16, broadcast over (batch, nheads, seqlen_q, seqlen_k) in
+            either layout, any strides. A row of -inf sees no key.
+        mask: True where attended, a bool tensor broadcast likewise.
+        score_mod: a function `score_mod(score, b, h, q_idx, k_idx, *aux)` in Triton's language that gives the score.
+        mask_mod: a function `mask_mod(b, h, q_idx, k_idx, *aux)` in Triton's language, true where a key is visible.
+        aux: contiguous tensors that both functions get as pointers.
+        block_mask: the blocks that mask_mod leaves, from `flashgen.block_mask`; the others are never loaded.
         deterministic: restricts a later backward pass to deterministic kernels.
         return_lse: also return the natural logarithm of the row sums, fp32 (batch, nheads, seqlen_q).
 
@@ -133,10 +171,8 @@ def attention(
     if softmax_scale is not None and not 0 < softmax_scale < math.inf:
         raise WorkloadError(f"softmax_scale is finite and above 0, got {softmax_scale}")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise UnsupportedError(
-            "flashgen.attention has no backward pass yet, and an input requires a gradient; "
-            "call it under torch.no_grad() or detach the inputs"
-        )
+        raise UnsupportedError(NO_BACKWARD)
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     if (
         softcap
         or window != (None, None)
@@ -144,18 +180,20 @@ def attention(
         or sinks is not None
         or bias is not None
         or mask is not None
+        or score_mod is not None
+        or mask_mod is not None
+        or aux
+        or block_mask is not None
     ):
-        asked = {
-            "window": window != (None, None),
-            "softcap": bool(softcap),
-            "alibi": alibi_slopes is not None,
-            "sink": sinks is not None,
-            "bias": bias is not None,
-            "mask": mask is not None,
-        }
-        _refuse(serve.Call(q=q, k=k, v=v, causal=causal, bshd=layout == "bshd"), asked)
+        features = _features(
+            window, softcap, alibi_slopes, sinks, bias, mask, score_mod, mask_mod, tuple(aux), block_mask
+        )
+        is_shifted = causal or window != (None, None) or alibi_slopes is not None
+        offset, offset_tensor = _split_offset(q, q_offset, is_shifted)
+        op = ops.attention_features_lse_op if return_lse else ops.attention_features_op
+        result = op(q, k, v, causal, softmax_scale, layout == "bshd", offset, offset_tensor, *features)
+        return result
     op = ops.attention_lse_op if return_lse else ops.attention_op
-    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     if layout == "bhsd" and q_offset is None and softmax_scale is None:
         result = op(q, k, v, causal)
     else:
@@ -172,6 +210,17 @@ def explain(
     layout: str = "bhsd",
     causal: bool = False,
     q_offset: int | torch.Tensor | None = None,
+    window: Window = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    score_mod: UserCallable | None = None,
+    mask_mod: UserCallable | None = None,
+    aux: tuple[torch.Tensor, ...] = (),
+    block_mask: BlockMask | None = None,
+    return_lse: bool = False,
     config: Config | None = None,
 ) -> Explanation:
     """Why `attention` with these arguments is served the way it is: the rung, the record, every family's reason.
@@ -184,24 +233,34 @@ def explain(
 
     if layout not in LAYOUTS:
         raise WorkloadError(f'layout is "bhsd" or "bshd", got {layout!r}')
-    offset, offset_tensor = _split_offset(q, q_offset, causal)
-    call = serve.Call(
-        q=q,
-        k=k,
-        v=v,
+    features = _features(window, softcap, alibi_slopes, sinks, bias, mask, score_mod, mask_mod, tuple(aux), block_mask)
+    is_shifted = causal or window != (None, None) or alibi_slopes is not None
+    offset, offset_tensor = _split_offset(q, q_offset, is_shifted)
+    call = ops.call_of(
+        q,
+        k,
+        v,
+        features[:7],
+        *features[7:],
         causal=causal,
         bshd=layout == "bshd",
         explicit_offset=offset is not None,
         offset_tensor=offset_tensor is not None,
+        with_lse=return_lse,
         config=config,
     )
-    workload = serve.workload_of(call)
+    problem = Problem.of(call)
     if not q.is_cuda:
-        raise UnsupportedError(serve.not_on_gpu(workload, call))
+        raise UnsupportedError(serve.not_on_gpu(problem.workload, call))
     device = serve.device_at(q.get_device())
-    spec = serve.specialization_of(call, workload)
-    records = serve.records()
-    return dispatch.explain(workload, spec, device, records, config=config, generated_only=call.generated_only)
+    return dispatch.explain(
+        problem.workload,
+        problem.spec,
+        device,
+        serve.records(),
+        config=config,
+        generated_only=call.generated_only,
+    )
 
 
 def warmup(
@@ -236,10 +295,16 @@ def warmup(
     pairs = set()
     for item in workloads:
         workload = Workload.parse(item) if isinstance(item, str) else item
-        for variant in (False, True) if offset_tensor and workload.causal else (False,):
+        for variant in (False, True) if offset_tensor and _has_positions(workload) else (False,):
             spec = Specialization.of(workload, offset_tensor=variant)
             pairs |= {(spec, config) for config in _reachable(workload, spec, where, lengths)}
     return serve.warm(pairs, where, index)
+
+
+def _has_positions(workload: Workload) -> bool:
+    """Whether a query offset changes anything."""
+    has_window = workload.window_left is not None or workload.window_right is not None
+    return workload.causal or workload.alibi or has_window
 
 
 def _reachable(
@@ -261,13 +326,47 @@ def reload() -> None:
     serve.reload()
 
 
+def _features(
+    window: Window,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    score_mod: UserCallable | None,
+    mask_mod: UserCallable | None,
+    aux: tuple[torch.Tensor, ...],
+    block_mask: BlockMask | None,
+) -> tuple[Any, ...]:
+    """The feature arguments of an op, as far as they can be checked without the shapes of q and k."""
+    check_window(window)
+    if not 0 <= softcap < math.inf:
+        raise WorkloadError(f"softcap is finite and at least 0 (off), got {softcap}")
+    if torch.is_grad_enabled():
+        for tensor in (alibi_slopes, sinks, bias, *aux):
+            if tensor is not None and tensor.requires_grad:
+                raise UnsupportedError(NO_BACKWARD)
+    plain = (*window, softcap, alibi_slopes, sinks, bias, mask)
+    if score_mod is None and mask_mod is None:
+        if aux or block_mask is not None:
+            raise WorkloadError("aux tensors and a block mask belong to a score_mod or a mask_mod, got neither")
+        return plain
+    handle = handle_for(score_mod, mask_mod, tuple(tensor.dtype for tensor in aux), block_mask is not None)
+    if block_mask is None:
+        return (*plain, handle, aux)
+    return (*plain, handle, aux, *ops.split_block_mask(block_mask))
+
+
 def _split_offset(
-    q: torch.Tensor, q_offset: int | torch.Tensor | None, causal: bool
+    q: torch.Tensor, q_offset: int | torch.Tensor | None, is_shifted: bool
 ) -> tuple[int | None, torch.Tensor | None]:
     if q_offset is None:
         return None, None
-    if not causal:
-        raise WorkloadError(f"q_offset shifts a causal mask and needs causal=True, got {q_offset!r} without")
+    if not is_shifted:
+        given = "a tensor" if isinstance(q_offset, torch.Tensor) else repr(q_offset)
+        raise WorkloadError(
+            f"q_offset shifts a causal mask, a window or ALiBi and needs one of them, got {given} alone"
+        )
     if not isinstance(q_offset, torch.Tensor):
         return int(q_offset), None
     if q_offset.dtype != torch.int32 or q_offset.shape != q.shape[:1] or q_offset.device != q.device:
@@ -276,16 +375,3 @@ def _split_offset(
             f"on {q_offset.device} for batch {q.shape[0]} on {q.device}"
         )
     return None, q_offset.contiguous()
-
-
-def _refuse(call: serve.Call, asked: dict[str, bool]) -> None:
-    """Raise the error that lists why no family does what was asked."""
-    from dataclasses import replace
-
-    from flashgen.codegen.families import reasons
-    from flashgen.core.device import CATALOGUE
-
-    spec = replace(Specialization.of(serve.workload_of(call)), **asked)  # type: ignore[arg-type]
-    device = serve.device_at(call.q.get_device()) if call.q.is_cuda else CATALOGUE[0]
-    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons(spec, device).items())
-    raise UnsupportedError(f"no kernel family serves {spec.key}: {listed}")

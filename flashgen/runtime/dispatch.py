@@ -12,15 +12,14 @@ It never searches, and never fails on a workload that some family supports.
 8. the default config of the first family that applies
 
 Every config that a rung offers is checked again against the families' restrictions; one that cannot serve (a tensor
-descriptor for unaligned tensors, say) leaves the call to the next candidate. "Nearest" is the smallest sum of |log2| of
-the ratios of sequence lengths, half that of batch x heads, and a quarter of that of the GQA group sizes.
+descriptor for unaligned tensors, say) leaves the call to the next candidate. "Nearest" is what `flashgen.core.nearest`
+says. A call with a user's score functions is served from the records of its class without them, none of which is exact.
 
 Where torch's own attention was measured faster beside the exact record, the policy `fastest` hands the call to it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -29,6 +28,8 @@ from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError
+from flashgen.core.features import features
+from flashgen.core.nearest import Position, distance, position
 from flashgen.core.record import TuningRecord, age
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
@@ -49,6 +50,8 @@ SHIPPED_PREFIX = "shipped/"
 SDPA_IMPLS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 """Names under which records keep the times of torch's backends: those of `measure.anchors`, without loading torch."""
 
+SDPA_MASKED = "sdpa-efficient"
+
 GENERATED = "generated"
 
 
@@ -68,12 +71,65 @@ class Served:
         return self.rung in (3, 4)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One record of a class, with what every look-up asks of it."""
+
+    record: TuningRecord
+    layer: str
+    reason: str | None  # why its config cannot serve here
+    position: Position
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What can serve a specialization on a device: the records of its class by rung, and the default config."""
+
+    default: Config
+    exact: dict[Workload, tuple[Candidate, ...]]
+    here: tuple[Candidate, ...]
+    elsewhere: tuple[Candidate, ...]
+    predicted: tuple[Candidate, ...]
+
+    @classmethod
+    def of(cls, spec: Specialization, device: Device, default: Config, found: Iterable[Found]) -> Choices:
+        """Check every record once, so that a look-up of another shape only compares positions."""
+        own: dict[str, list[Candidate]] = {"measured": [], "predicted": []}
+        elsewhere, exact = [], dict[Workload, tuple[Candidate, ...]]()
+        for record, layer in found:
+            workload = record.workload
+            candidate = Candidate(
+                record=record,
+                layer=layer,
+                reason=why_invalid(record.config, spec, device),
+                position=position(workload),
+                key=workload.key,
+            )
+            if record.device.identity == device.identity:
+                own.setdefault(record.provenance, []).append(candidate)
+            elif record.provenance == "measured":
+                elsewhere.append(candidate)
+        if spec.mods is None:
+            for candidate in own["measured"]:
+                workload = candidate.record.workload
+                exact[workload] = (*exact.get(workload, ()), candidate)
+        return cls(
+            default=default,
+            exact=exact,
+            here=tuple(own["measured"]),
+            elsewhere=tuple(elsewhere),
+            predicted=tuple(own["predicted"]),
+        )
+
+
 class Records:
     """The records of all layers by specialization class, read once a class and kept until `flashgen.reload`."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
         self._classes: dict[tuple[str, str], tuple[Found, ...]] = {}
+        self._choices: dict[tuple[Specialization, Device], Choices] = {}
 
     def of(self, spec: Specialization, device: Device) -> tuple[Found, ...]:
         """Every record of the class on any device of this architecture."""
@@ -82,6 +138,20 @@ class Records:
             found = self._layers.records(arch=device.arch, specialization=spec.family_key, hidden=True)
             self._classes[key] = tuple(found)
         return self._classes[key]
+
+    def choices(self, spec: Specialization, device: Device) -> Choices:
+        """What of these records can serve a specialization.
+
+        Raises:
+            UnsupportedError: no family supports it; the message lists each one's reason.
+        """
+        found = self._choices.get((spec, device))
+        if found is None:
+            default = default_config(
+                spec, device
+            )  # before any look-up: what nobody supports is an error, record or not
+            found = self._choices[spec, device] = Choices.of(spec, device, default, self.of(spec, device))
+        return found
 
 
 def resolve(
@@ -98,62 +168,57 @@ def resolve(
         if reason is not None:
             raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
         return Served(config=config, rung=1)
-    default = default_config(spec, device)  # before any look-up: an unsupported workload is an error, record or not
+    choices = records.choices(spec, device)
     skipped: list[str] = []
-    found = records.of(spec, device)
-    for rung, candidates in _rungs(workload, device, found):
+    for rung, candidates in _rungs(workload, choices):
         why_none = "no such record"
-        for record, layer in candidates:
-            reason = why_invalid(record.config, spec, device)
-            if reason is None:
+        for candidate in candidates:
+            record, layer = candidate.record, candidate.layer
+            if candidate.reason is None:
                 return Served(config=record.config, rung=rung, record=record, layer=layer, skipped=tuple(skipped))
-            why_none = f"{record.config} cannot serve: {reason}"
+            why_none = f"{record.config} cannot serve: {candidate.reason}"
         skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
-    return Served(config=default, rung=8, skipped=tuple(skipped))
+    return Served(config=choices.default, rung=8, skipped=tuple(skipped))
 
 
 def sdpa_backend(workload: Workload, spec: Specialization, served: Served) -> str | None:
     """The SDPA backend that was measured faster than the generated kernel on exactly this workload, or None.
 
-    Only the policy `fastest` hands calls over, and only those that SDPA computes identically: with a causal mask,
-    where top-left and bottom-right alignment agree. Tensors that are not aligned to 16 bytes are not what was
-    measured, and not every backend takes them.
+    Only the policy `fastest` hands calls over, and only those that SDPA computes identically. Tensors that are not
+    aligned to 16 bytes are not what was measured, and not every backend takes them.
     """
     if settings().policy != "fastest" or not served.is_exact or served.record is None or not spec.aligned16:
         return None
     best, time_ms = served.record.best_anchor, served.record.time_ms
     if best is None or best.impl not in SDPA_IMPLS or time_ms is None or best.median_ms >= time_ms:
         return None
-    return None if workload.causal and workload.seqlen_q != workload.seqlen_k else best.impl
+    return best.impl if _sdpa_is_the_same(workload, spec, best.impl) else None
 
 
-def _rungs(workload: Workload, device: Device, found: Iterable[Found]) -> Iterator[tuple[int, list[Found]]]:
-    measured = [hit for hit in found if hit[0].provenance == "measured"]
-    here = [hit for hit in measured if hit[0].device.identity == device.identity]
-    exact = [hit for hit in here if hit[0].workload == workload]
-    yield 3, [hit for hit in exact if not hit[1].startswith(SHIPPED_PREFIX)]
-    yield 4, [hit for hit in exact if hit[1].startswith(SHIPPED_PREFIX)]
-    yield 5, _nearest(workload, here)
-    yield 6, _nearest(workload, [hit for hit in measured if hit[0].device.identity != device.identity])
-    predicted = [hit for hit in found if hit[0].provenance == "predicted"]
-    yield 7, _nearest(workload, [hit for hit in predicted if hit[0].device.identity == device.identity])
+def _sdpa_is_the_same(workload: Workload, spec: Specialization, impl: str) -> bool:
+    """Whether torch's call, made the way it was measured, computes this workload for any values of its tensors."""
+    if spec.window or spec.softcap or spec.alibi or spec.sink or spec.mods is not None:
+        return False
+    if spec.bias or spec.mask:
+        # one of them is `attn_mask`, with nothing beside it; rows that see no key are 0 in this backend alone
+        alone = not (spec.bias and spec.mask) and not spec.causal and workload.nheads == workload.nheads_k
+        return alone and impl == SDPA_MASKED and not spec.bias_dtype and spec.aligned_scores
+    # top-left and bottom-right alignment agree
+    return not (workload.causal and workload.seqlen_q != workload.seqlen_k)
 
 
-def _nearest(workload: Workload, found: list[Found]) -> list[Found]:
+def _rungs(workload: Workload, choices: Choices) -> Iterator[tuple[int, Iterable[Candidate]]]:
+    exact = choices.exact.get(workload, ())
+    yield 3, (one for one in exact if not one.layer.startswith(SHIPPED_PREFIX))
+    yield 4, (one for one in exact if one.layer.startswith(SHIPPED_PREFIX))
+    for rung, candidates in ((5, choices.here), (6, choices.elsewhere), (7, choices.predicted)):
+        yield rung, _nearest(workload, candidates)
+
+
+def _nearest(workload: Workload, candidates: tuple[Candidate, ...]) -> list[Candidate]:
     # sorting is stable: of one workload's records, the one of an earlier layer stays first
-    return sorted(found, key=lambda hit: (distance(workload, hit[0].workload), hit[0].workload.key))
-
-
-def distance(one: Workload, other: Workload) -> float:
-    """How far apart two workloads of one specialization class are; see the module's docstring."""
-
-    def ratio(a: int, b: int) -> float:
-        return abs(math.log2(max(a, 1) / max(b, 1)))
-
-    lengths = ratio(one.seqlen_q, other.seqlen_q) + ratio(one.seqlen_k, other.seqlen_k)
-    heads = ratio(one.batch * one.nheads, other.batch * other.nheads)
-    groups = ratio(one.nheads // one.nheads_k, other.nheads // other.nheads_k)
-    return lengths + heads / 2 + groups / 4
+    here = position(workload)
+    return sorted(candidates, key=lambda one: (distance(here, one.position), one.key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +239,18 @@ class Explanation:
         record = self.served.record
         return record is not None and bool(record.source_digest) and record.source_digest != self.digest
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the call asks for beside plain attention, in words."""
+        found = [*features(self.workload), *(["offsets on the device"] if self.specialization.offset_tensor else [])]
+        return (*found, *([self.specialization.mods.title] if self.specialization.mods else []))
+
     def to_dict(self) -> dict[str, object]:
         """The same facts for machines."""
         record = self.served.record
         return {
             "workload": self.workload.key,
+            "features": list(self.features),
             "specialization": self.specialization.key,
             "device": self.device.name,
             "device_identity": self.device.identity,
@@ -200,6 +272,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [
             f"workload   {self.workload.key}",
+            f"features   {', '.join(self.features) or 'plain'}",
             f"device     {self.device.name} ({self.device.identity})",
             f"rung       {self.served.rung}. {RUNGS[self.served.rung]}",
             f"backend    {self.backend}",

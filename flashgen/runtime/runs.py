@@ -10,11 +10,15 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
+    from flashgen.launch.extras import Extras
     from flashgen.launch.plan import Launch
 
 Offset = int | torch.Tensor | None
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset], Any]
 """Serves every call of one key of the memo: (q, k, v, softmax_scale, q_offset) to the output, or to output and LSE."""
+
+FeatureRun = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset, "Extras"], Any]
+"""The same for a key with features, whose arguments come last."""
 
 
 def kernel_run(launch: Launch, *, bshd: bool, same_head_dim: bool) -> Run:
@@ -42,23 +46,58 @@ def kernel_lse_run(launch: Launch, *, bshd: bool) -> Run:
     return run
 
 
-def sdpa_run(impl: str, *, causal: bool, bshd: bool, gqa: bool) -> Run:
-    """Call one SDPA backend, which computes the same function where no offset and no LSE is asked for."""
+def feature_run(launch: Launch, *, bshd: bool, with_lse: bool) -> FeatureRun:
+    """Allocate an output, and an LSE if it is asked for, and launch a generated kernel with its features."""
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset, extras: Extras
+    ) -> Any:
+        out = empty_output(q, v, bshd=bshd)
+        if not with_lse:
+            launch(q, k, v, out, None, scale, offset, extras)
+            return out
+        lse = empty_lse(q, bshd=bshd)
+        launch(q, k, v, out, lse, scale, offset, extras)
+        return out, lse
+
+    return run
+
+
+def sdpa_run(impl: str, *, causal: bool, bshd: bool, gqa: bool) -> Any:
+    """Call one SDPA backend, which computes the same function where no offset and no LSE is asked for.
+
+    What it returns is a `Run`, and a `FeatureRun` for calls with a bias or a mask.
+    """
     from flashgen.measure.anchors import BACKENDS
 
     backend = BACKENDS[impl]
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset) -> torch.Tensor:
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        offset: Offset,
+        extras: Extras | None = None,
+    ) -> torch.Tensor:
         expected = empty_output(q, v, bshd=bshd).stride()
         if bshd:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=_attn_mask(extras), is_causal=causal, scale=scale, enable_gqa=gqa
+            )
         out = out.transpose(1, 2) if bshd else out
         # torch.compile was promised these strides
         return out if out.stride() == expected else out.new_empty_strided(out.shape, expected).copy_(out)
 
     return run
+
+
+def _attn_mask(extras: Extras | None) -> torch.Tensor | None:
+    """Bias or mask, whichever is there, in the four dimensions that every backend takes."""
+    given = None if extras is None else extras.bias if extras.bias is not None else extras.mask
+    return None if given is None else given[(None,) * (4 - given.dim())]
 
 
 def empty_output(q: torch.Tensor, v: torch.Tensor, *, bshd: bool) -> torch.Tensor:

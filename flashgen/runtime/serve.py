@@ -11,18 +11,15 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from flashgen.core.config import Config
 from flashgen.core.device import Device
-from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, WorkloadError
+from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.core.settings import settings
-from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
+from flashgen.core.workload import Specialization, Workload
+from flashgen.runtime.calls import Call, Problem
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MEMO_LIMIT = 65536
 """Plans kept; a process that sees more shapes than this starts over rather than growing for ever."""
 
@@ -31,40 +28,14 @@ TUNE_SECONDS_PER_WORKLOAD = 30
 
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel
-    from flashgen.launch.geometry import Geometry
     from flashgen.runtime.dispatch import Records, Served
-    from flashgen.runtime.runs import Run
+    from flashgen.runtime.runs import FeatureRun, Run
 
+MEMO: dict[tuple[Any, ...], Any] = {}
+"""Rung 2 of the ladder: a `Run`, or for keys with features a `FeatureRun`.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """The arguments of one attention call that choose code; tensors are in the layout that `bshd` names."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    causal: bool
-    bshd: bool = False
-    offset_tensor: bool = False
-    explicit_offset: bool = False
-    with_lse: bool = False
-    config: Config | None = None
-
-    @property
-    def generated_only(self) -> bool:
-        """Whether SDPA would not compute the same: it returns no LSE and knows no query offset."""
-        return self.with_lse or self.explicit_offset or self.offset_tensor
-
-    @property
-    def views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v in (batch, head, sequence, head_dim) order."""
-        if self.bshd:
-            return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
-        return self.q, self.k, self.v
-
-
-MEMO: dict[tuple[Any, ...], Run] = {}
-"""Rung 2 of the ladder. Filled only after the slow path has succeeded, and never replaced, only cleared."""
+Filled only after the slow path has succeeded, and never replaced, only cleared.
+"""
 
 _KERNELS: dict[tuple[Specialization, Config, str], CompiledKernel] = {}
 _LOCK = threading.RLock()
@@ -72,7 +43,7 @@ _STATE = threading.local()
 _NOTICED: set[str] = set()
 
 
-def remember(key: tuple[Any, ...], run: Run) -> None:
+def remember(key: tuple[Any, ...], run: Run | FeatureRun) -> None:
     """Fill the memo, once the slow path has succeeded."""
     with _LOCK:
         if len(MEMO) >= MEMO_LIMIT:
@@ -92,49 +63,7 @@ def reload() -> None:
         _records.cache_clear()
 
 
-def workload_of(call: Call) -> Workload:
-    """The workload of a call.
-
-    Raises:
-        WorkloadError: shapes or dtypes do not fit together; the message names the rule and the values.
-    """
-    q, k, v = call.views
-    _check_tensors(q, k, v)
-    batch, nheads, seqlen_q, head_dim = q.shape
-    return Workload(
-        dtype=DTYPES[q.dtype],
-        batch=batch,
-        nheads=nheads,
-        nheads_k=k.shape[1],
-        seqlen_q=seqlen_q,
-        seqlen_k=k.shape[2],
-        head_dim=head_dim,
-        head_dim_v=v.shape[3],
-        causal=call.causal,
-    )
-
-
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise WorkloadError(f"q, k and v have 4 dimensions, got {name} with shape {tuple(tensor.shape)}")
-        if tensor.dtype not in DTYPES:
-            raise WorkloadError(f"dtype is bfloat16, float16 or float32, got {name} with {tensor.dtype}")
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise WorkloadError(
-                f"q, k and v share dtype and device, got q {q.dtype} on {q.device}, "
-                f"{name} {tensor.dtype} on {tensor.device}"
-            )
-        if tensor.shape[3] > 1 and tensor.stride(3) != 1 and tensor.numel():
-            raise WorkloadError(f"the last dimension is contiguous, got {name} with strides {tensor.stride()}")
-    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
-        raise WorkloadError(
-            "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, nheads_k, "
-            f"seqlen_k, head_dim_v) in bhsd order, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-
-
-def prepare(call: Call) -> Run:
+def prepare(call: Call) -> Run | FeatureRun:
     """The slow path: resolve, compile if needed, and bind a plan. Returns what serves every later call of this key.
 
     Raises:
@@ -143,23 +72,33 @@ def prepare(call: Call) -> Run:
         LaunchError: a kernel would have to be built while a CUDA graph is captured.
         BuildError: a compile is needed and the settings forbid it, or it failed.
     """
-    workload = workload_of(call)
+    problem = Problem.of(call)
+    workload = problem.workload
     if not call.q.is_cuda:
         raise UnsupportedError(not_on_gpu(workload, call))
     index = call.q.get_device()
     device = device_at(index)
     with _LOCK:
-        spec, served = _resolved(call, workload, device)
+        served = _served(problem, device)
         _notice(workload, served, device)
-        backend = _sdpa_backend(call, workload, spec, served)
+        backend = _sdpa_backend(problem, served)
         if backend is None:
-            return _generated_run(call, spec, served, device, index)
+            return _generated_run(problem, served, device, index)
     from flashgen.runtime.runs import sdpa_run
 
-    return sdpa_run(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
+    run: Run | FeatureRun = sdpa_run(
+        backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k
+    )
+    return run
 
 
-def _generated_run(call: Call, spec: Specialization, served: Served, device: Device, index: int) -> Run:
+def _served(problem: Problem, device: Device) -> Served:
+    from flashgen.runtime.dispatch import resolve
+
+    return resolve(problem.workload, problem.spec, device, _records(), config=problem.call.config)
+
+
+def _generated_run(problem: Problem, served: Served, device: Device, index: int) -> Run | FeatureRun:
     """The kernel of the ladder's answer, or of the default config where a record's does not build or load here.
 
     A record may come from another Triton, under which its config still fitted.
@@ -168,10 +107,10 @@ def _generated_run(call: Call, spec: Specialization, served: Served, device: Dev
     from flashgen.launch.plan import check_capture
 
     try:
-        return _kernel_run(call, spec, served.config, device, index)
+        return _kernel_run(problem, served.config, device, index)
     except (BuildError, LaunchError) as error:
-        check_capture(index, f"building the kernel for {spec.key}")
-        default = default_config(spec, device)
+        check_capture(index, f"building the kernel for {problem.spec.key}")
+        default = default_config(problem.spec, device)
         if served.record is None or settings().no_compile or default == served.config:
             raise
         warnings.warn(
@@ -179,46 +118,23 @@ def _generated_run(call: Call, spec: Specialization, served: Served, device: Dev
             f"tune again with this Triton: {error}",
             stacklevel=2,
         )
-        return _kernel_run(call, spec, default, device, index)
+        return _kernel_run(problem, default, device, index)
 
 
-def _resolved(call: Call, workload: Workload, device: Device) -> tuple[Specialization, Served]:
-    from flashgen.runtime.dispatch import resolve
-
-    spec = specialization_of(call, workload)
-    return spec, resolve(workload, spec, device, _records(), config=call.config)
-
-
-def specialization_of(call: Call, workload: Workload) -> Specialization:
-    """What a call's tensors need compiled in: their alignment and the kind of query offset."""
-    from flashgen.launch.geometry import aligned16
-
-    q, k, v = call.views
-    geometry = _geometry(call)
-    pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    fits = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype])
-    return Specialization.of(workload, aligned16=fits, offset_tensor=call.offset_tensor)
-
-
-def _sdpa_backend(call: Call, workload: Workload, spec: Specialization, served: Served) -> str | None:
+def _sdpa_backend(problem: Problem, served: Served) -> str | None:
     from flashgen.runtime.dispatch import sdpa_backend
 
-    return None if call.generated_only else sdpa_backend(workload, spec, served)
+    return None if problem.call.generated_only else sdpa_backend(problem.workload, problem.spec, served)
 
 
-def _geometry(call: Call) -> Geometry:
-    from flashgen.launch.geometry import Geometry
-    from flashgen.runtime.runs import empty_output
-
-    out = empty_output(call.q, call.v, bshd=call.bshd)
-    return Geometry.of(*call.views, out.transpose(1, 2) if call.bshd else out)
-
-
-def _kernel_run(call: Call, spec: Specialization, config: Config, device: Device, index: int) -> Run:
+def _kernel_run(problem: Problem, config: Config, device: Device, index: int) -> Run | FeatureRun:
     from flashgen.launch.plan import make_plan
-    from flashgen.runtime.runs import kernel_lse_run, kernel_run
+    from flashgen.runtime.runs import feature_run, kernel_lse_run, kernel_run
 
-    launch = make_plan(compiled(spec, config, device, index), spec, config, _geometry(call), index)
+    call, spec = problem.call, problem.spec
+    launch = make_plan(compiled(spec, config, device, index), spec, config, problem.geometry, index)
+    if call.extras is not None:
+        return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
     if call.with_lse:
         return kernel_lse_run(launch, bshd=call.bshd)
     return kernel_run(launch, bshd=call.bshd, same_head_dim=call.q.shape[-1] == call.v.shape[-1])

@@ -13,8 +13,9 @@ from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
+from flashgen.launch.extras import Extras
 from flashgen.launch.geometry import Geometry
-from flashgen.runtime import serve
+from flashgen.runtime.calls import Call
 
 MARK = 3.0
 """What a fake kernel writes into its output, and into the LSE."""
@@ -56,7 +57,7 @@ def qkv(
 class FakeGpu:
     """What the slow path asked for, in order."""
 
-    prepared: list[serve.Call] = field(default_factory=list)
+    prepared: list[Call] = field(default_factory=list)
     compiled: list[tuple[Specialization, Config]] = field(default_factory=list)
     planned: list[tuple[Specialization, Config, Geometry, int]] = field(default_factory=list)
     loaded: list[tuple[Specialization, Config]] = field(default_factory=list)
@@ -78,11 +79,14 @@ class FakeGpu:
             lse: torch.Tensor | None = None,
             softmax_scale: float | None = None,
             q_offset: int | torch.Tensor | None = None,
+            extras: Extras | None = None,
         ) -> None:
             out.fill_(MARK)
             if lse is not None:
                 lse.fill_(MARK)
-            self.launched.append(SimpleNamespace(scale=softmax_scale, offset=q_offset, lse=lse, q=q.data_ptr()))
+            self.launched.append(
+                SimpleNamespace(scale=softmax_scale, offset=q_offset, lse=lse, q=q.data_ptr(), extras=extras)
+            )
 
         return launch
 
@@ -90,8 +94,8 @@ class FakeGpu:
         self.loaded.append((kernel.spec, kernel.config))
         return 1
 
-    def counting(self, prepare: Callable[[serve.Call], Any]) -> Callable[[serve.Call], Any]:
-        def counted(call: serve.Call) -> Any:
+    def counting(self, prepare: Callable[[Call], Any]) -> Callable[[Call], Any]:
+        def counted(call: Call) -> Any:
             self.prepared.append(call)
             return prepare(call)
 

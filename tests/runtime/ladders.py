@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flashgen.codegen.families import default_config
+from flashgen.codegen.families import default_config, validate
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Anchor, TuningRecord
@@ -22,7 +22,7 @@ TILES = {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2, "maxnre
 
 def config(order: int = 8, loads: str = "descriptor") -> Config:
     """A config that every sm90 takes for heads of 128, told from others by its program order."""
-    return Config.of("portable_forward", {**TILES, "loads": loads, "heads_per_group": order})
+    return validate(Config.of("portable_forward", {**TILES, "loads": loads, "heads_per_group": order}))
 
 
 def measured(workload: Workload = CAUSAL, device: Device = H200, **changes: object) -> TuningRecord:

@@ -15,11 +15,12 @@ from flashgen.codegen.families import default_config, validate, why_invalid
 from flashgen.codegen.render import render
 from flashgen.core.device import CATALOGUE, Device
 from flashgen.core.errors import ConfigError, UnsupportedError
+from flashgen.core.nearest import distance, position
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
 from flashgen.measure.anchors import BACKENDS
-from flashgen.runtime.dispatch import RUNGS, SDPA_IMPLS, Records, distance, explain, resolve, sdpa_backend
+from flashgen.runtime.dispatch import RUNGS, SDPA_IMPLS, Records, explain, resolve, sdpa_backend
 from tests.db.samples import H100, H200, RTX_4090, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
@@ -151,25 +152,9 @@ def test_a_default_serves_unaligned_tensors_where_no_record_can(ladder: Ladder) 
 
 def test_an_unsupported_workload_is_an_error_whatever_the_databases_hold(ladder: Ladder) -> None:
     ladder.user(measured())
-    spec = replace(CAUSAL.specialization, softcap=True)
-    with pytest.raises(UnsupportedError, match="portable_forward: it has no softcap"):
+    spec = replace(CAUSAL.specialization, varlen=True)
+    with pytest.raises(UnsupportedError, match="portable_forward: it has no varlen"):
         ladder.resolve(spec=spec)
-
-
-def test_the_distance_is_the_documented_one() -> None:
-    assert distance(CAUSAL, CAUSAL) == 0
-    expected = {
-        (("seqlen_q", 1024),): 2.0,
-        (("seqlen_k", 32768),): 3.0,
-        (("seqlen_q", 8192), ("seqlen_k", 2048)): 2.0,
-        (("batch", 1),): 1.0,
-        (("nheads", 64), ("batch", 2)): 0.25,  # as many rows of heads, but groups of 8
-        (("nheads_k", 32),): 0.5,
-        (("seqlen_k", 0),): 12.0,
-    }
-    for changes, value in expected.items():
-        other = CAUSAL.with_shape(**dict(changes))
-        assert distance(CAUSAL, other) == distance(other, CAUSAL) == value
 
 
 lengths = st.one_of(st.integers(0, 300), st.integers(1, 17).map(lambda n: 1 << n), st.integers(1, 200_000))
@@ -223,8 +208,8 @@ def test_the_record_that_serves_is_the_nearest_of_its_rung(
         and (aligned or record.config["loads"] == "pointer")
     ]
     assert served.record in usable
-    least = min(distance(workload, record.workload) for record in usable)
-    assert distance(workload, served.record.workload) == least
+    far = {record.workload.key: distance(position(workload), position(record.workload)) for record in usable}
+    assert far[served.record.workload.key] == min(far.values())
     assert served == resolve(workload, spec, device, crowd), "ties are broken in one way only"
 
 
@@ -351,6 +336,7 @@ def test_explain_names_the_rung_the_record_and_every_family(ladder: Ladder) -> N
     text = str(explain(CAUSAL, CAUSAL.specialization, H200, ladder.records()))
     assert text.splitlines() == [
         f"workload   {CAUSAL.key}",
+        "features   causal",
         "device     NVIDIA H200 (sm90-132sm-141gb)",
         "rung       4. shipped database, exact",
         "backend    generated",
@@ -368,6 +354,7 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
     facts = explain(CAUSAL, CAUSAL.specialization, H200, ladder.records()).to_dict()
     assert facts == {
         "workload": CAUSAL.key,
+        "features": ["causal"],
         "specialization": "fwd-bf16-d128-causal",
         "device": "NVIDIA H200",
         "device_identity": "sm90-132sm-141gb",

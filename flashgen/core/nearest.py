@@ -1,0 +1,48 @@
+"""How far apart two workloads of one specialization class are: the nearest one's record serves where none is exact."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from flashgen.core.workload import Workload
+
+HEADS_WEIGHT = 1 / 2
+"""Heads times batch fill the GPU, but a kernel does the same for each of them."""
+
+GROUPS_WEIGHT = 1 / 4
+"""Heads that share keys differ in what the caches hold, and in little else."""
+
+Position = tuple[float, ...]
+"""Coordinates of a workload, in factors of two: sizes that are twice as large are one step away."""
+
+
+def position(workload: Workload) -> Position:
+    """Where a workload lies among those of its class: lengths, heads times batch, group size, width of the window."""
+    w = workload
+    return (
+        _log(w.seqlen_q),
+        _log(w.seqlen_k),
+        _log(w.batch * w.nheads) * HEADS_WEIGHT,
+        _log(w.nheads // w.nheads_k) * GROUPS_WEIGHT,
+        _log(_visible_keys(w)),
+    )
+
+
+def distance(one: Position, other: Position) -> float:
+    """The sum of the steps along each coordinate."""
+    steps: float = sum(map(abs, map(operator.sub, one, other)))
+    return steps
+
+
+def _visible_keys(w: Workload) -> int:
+    """The most keys that a window shows to one query; without a window 0, because the lengths say it all."""
+    if w.window_left is None and w.window_right is None:
+        return 0
+    left = w.seqlen_k if w.window_left is None else w.window_left
+    right = 0 if w.causal else w.seqlen_k if w.window_right is None else w.window_right
+    return min(left + right + 1, w.seqlen_k)
+
+
+def _log(size: int) -> float:
+    return math.log2(max(size, 1))

@@ -1,0 +1,141 @@
+"""`Call`: the arguments of one attention call that choose code; `Problem`: what they ask for, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashgen.core.config import Config
+from flashgen.core.errors import WorkloadError
+from flashgen.core.score_mods import ScoreMods
+from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
+from flashgen.launch.extras import Extras, aligned_scores, broadcast_kind
+from flashgen.launch.geometry import Geometry, aligned16
+from flashgen.runtime.feature_rules import FLOATS, checked
+from flashgen.runtime.runs import empty_output
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NO_EXTRAS = Extras()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The arguments of one attention call that choose code; tensors are in the layout that `bshd` names.
+
+    `extras` is None for a call without features; `tf32` says that products of float32 tensors may be of TF32.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    causal: bool
+    bshd: bool = False
+    offset_tensor: bool = False
+    explicit_offset: bool = False
+    with_lse: bool = False
+    tf32: bool = False
+    extras: Extras | None = None
+    mods: ScoreMods | None = None
+    config: Config | None = None
+
+    @property
+    def generated_only(self) -> bool:
+        """Whether SDPA would not compute the same: it returns no LSE and knows no query offset."""
+        return self.with_lse or self.explicit_offset or self.offset_tensor
+
+    @property
+    def views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v in (batch, head, sequence, head_dim) order."""
+        if self.bshd:
+            return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+        return self.q, self.k, self.v
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A call whose rules hold: its workload, what is compiled in, and the shapes and strides of its tensors."""
+
+    call: Call
+    workload: Workload
+    spec: Specialization
+    geometry: Geometry
+
+    @classmethod
+    def of(cls, call: Call) -> Problem:
+        """Check a call.
+
+        Raises:
+            WorkloadError: shapes, dtypes or arguments do not fit together; the message names the rule and the values.
+        """
+        q, k, v = call.views
+        _check_tensors(q, k, v)
+        extras = call.extras
+        if extras is not None:
+            extras = checked(extras, q, (*q.shape[:3], k.shape[2]), call.mods)
+        workload = _workload(call, q, k, v, extras or NO_EXTRAS)
+        out = empty_output(call.q, call.v, bshd=call.bshd)
+        geometry = Geometry.of(q, k, v, out.transpose(1, 2) if call.bshd else out, extras)
+        pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        fits = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype])
+        if extras is None:
+            spec = Specialization.of(workload, aligned16=fits, offset_tensor=call.offset_tensor)
+        else:
+            spec = Specialization.of(
+                workload,
+                aligned16=fits,
+                offset_tensor=call.offset_tensor,
+                aligned_scores=aligned_scores((extras.bias, extras.mask)),
+                bias_dtype="" if extras.bias is None else FLOATS[extras.bias.dtype],
+                sink_dtype="" if extras.sinks is None else FLOATS[extras.sinks.dtype],
+                mods=call.mods,
+            )
+        return cls(call=call, workload=workload, spec=spec, geometry=geometry)
+
+
+def _workload(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras) -> Workload:
+    batch, nheads, seqlen_q, head_dim = q.shape
+    seqlen_k = k.shape[2]
+    left, right = extras.window
+    if call.explicit_offset or call.offset_tensor:
+        # under an offset of its own, an edge beyond the lengths still hides keys
+        reach = max(seqlen_q + seqlen_k - 1, 0)
+        left, right = (edge if edge is None else min(edge, reach) for edge in (left, right))
+    return Workload(
+        dtype="tf32" if call.tf32 and q.dtype == torch.float32 else DTYPES[q.dtype],
+        batch=batch,
+        nheads=nheads,
+        nheads_k=k.shape[1],
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        causal=call.causal,
+        window_left=left,
+        window_right=right,
+        softcap=extras.softcap > 0,
+        alibi=extras.alibi_slopes is not None,
+        sink=extras.sinks is not None,
+        bias=broadcast_kind(extras.bias),
+        mask=broadcast_kind(extras.mask),
+    )
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise WorkloadError(f"q, k and v have 4 dimensions, got {name} with shape {tuple(tensor.shape)}")
+        if tensor.dtype not in DTYPES:
+            raise WorkloadError(f"dtype is bfloat16, float16 or float32, got {name} with {tensor.dtype}")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise WorkloadError(
+                f"q, k and v share dtype and device, got q {q.dtype} on {q.device}, "
+                f"{name} {tensor.dtype} on {tensor.device}"
+            )
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1 and tensor.numel():
+            raise WorkloadError(f"the last dimension is contiguous, got {name} with strides {tensor.stride()}")
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
+        raise WorkloadError(
+            "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, nheads_k, "
+            f"seqlen_k, head_dim_v) in bhsd order, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )

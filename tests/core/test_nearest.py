@@ -1,0 +1,52 @@
+"""Distances between workloads: what counts, and how much."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.core.nearest import distance, position
+from flashgen.core.workload import Workload
+
+
+def far(one: str, other: str) -> float:
+    positions = [position(Workload.parse(text)) for text in (one, other)]
+    assert distance(*positions) == distance(*reversed(positions))
+    return distance(*positions)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ("b2-h8-hk4-sq512-sk1024-d64", 0.0),
+        ("b2-h8-hk4-sq1024-sk1024-d64", 1.0),
+        ("b2-h8-hk4-sq512-sk256-d64", 2.0),
+        ("b1-h8-hk4-sq512-sk1024-d64", 0.5),
+        ("b1-h16-hk8-sq512-sk1024-d64", 0.0),
+        ("b2-h8-hk8-sq512-sk1024-d64", 0.25),
+        ("b8-h8-hk4-sq1024-sk4096-d64", 4.0),
+    ],
+)
+def test_each_size_counts_by_its_ratio_and_weight(other: str, expected: float) -> None:
+    assert far("b2-h8-hk4-sq512-sk1024-d64", other) == pytest.approx(expected)
+
+
+def test_nothing_at_all_is_as_far_as_one() -> None:
+    assert far("b0-h8-s0-d64", "b1-h1-s1-d64") == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("wl1023-causal", "wl511-causal", 1.0),
+        ("wl1023-causal", "wl1023-causal", 0.0),
+        ("wl255-wr256", "wl511-wr512", 1.0),
+        ("wl0-wr0", "wl1023-wr0", 10.0),
+        ("wr100", "wr200", 0.0),  # every key to the left is visible: that is what counts
+        ("wl4000-causal", "wl4090-causal", 0.0),  # more than there are keys
+    ],
+)
+def test_close_windows_are_near(one: str, other: str, expected: float) -> None:
+    shape = "b1-h8-s2048-d64-"
+    if expected == 0.0 and "wl4000" in one:
+        shape = "b1-h8-sq4096-sk2048-d64-"
+    assert far(shape + one, shape + other) == pytest.approx(expected, abs=0.01)
