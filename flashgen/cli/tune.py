@@ -74,10 +74,19 @@ def tune(
         Path | None,
         typer.Option("--db", help="The database to write. Default: the first of FLASHGEN_DB, or the user's."),
     ] = None,
+    shard: Annotated[
+        str,
+        typer.Option(
+            "--shard",
+            help="Only part i of n of the workloads, i from 0: one for each GPU, each with a --db.",
+            metavar="I/N",
+        ),
+    ] = "0/1",
     device: Annotated[int, typer.Option("--device", help="Index of the GPU to measure on.", min=0)] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Equal seeds search in the same order.")] = 0,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", help="Compile processes. Default: one for each CPU but one.", min=1)
+        int | None,
+        typer.Option("--jobs", help="Compile processes. Default: one for each CPU but one, divided by shards.", min=1),
     ] = None,
     finals_window: Annotated[
         float, typer.Option("--finals-window", help="Seconds of one window of the last comparison.", min=0.001)
@@ -105,6 +114,7 @@ def tune(
     from flashgen.tuning.compile_pool import usable_cpus
     from flashgen.tuning.context import Options
     from flashgen.tuning.finals import Finals
+    from flashgen.tuning.shards import Shard
     from flashgen.tuning.workloads import collect
 
     if list_models:
@@ -113,10 +123,11 @@ def tune(
     workloads = collect(models=model or [], shapes=shape or [], paths=file or [])
     if not workloads:
         raise typer.BadParameter("name what to tune with --model, --shape or --file; --list-models shows the presets")
-    jobs = jobs or usable_cpus()
+    part = Shard.parse(shard)
+    jobs = jobs or max(1, usable_cpus() // part.count)
     finals = Finals(window_s=finals_window, rounds=finals_rounds)
     request = _Request(
-        workloads=workloads,
+        workloads=part.of(workloads),
         target=target,
         index=device,
         database=database or settings().db_layers[0],

@@ -1,8 +1,9 @@
 """Finals: who is measured again, how long that takes, and who wins.
 
 Short windows rank by temperature on a power-capped card, so everything within `near_share` of the best is timed again,
-interleaved, and the last few meet the default and the incumbent in long windows in balanced order. A difference counts
-only if it is larger than the noise of the paired rounds; else the config that is in use, or the simpler one, stays.
+interleaved, and those that are still within `last_share` meet the default and the incumbent in long windows in balanced
+order, unless these are far behind. A difference counts only if it is larger than the noise of the paired rounds; else
+the config that is in use, or the simpler one, stays.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ ANCHORS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finals:
-    """How the finals are run: seconds of one window, unmeasured seconds before it, and rounds, for both races."""
+    """How the finals are run: seconds of one window, unmeasured seconds before it, and rounds, for both races.
+
+    Attributes:
+        last: configs of the last race, the default and the incumbent not counted.
+        near_share: how far behind the best of the search a config may be to take part in the first race.
+        near_most: configs of the first race.
+        last_share: how far behind the best of the first race a config may be to take part in the last one.
+        guard_share: how far behind the best of the search the default and the incumbent may be to be raced again.
+    """
 
     window_s: float = 0.3
     warm_s: float = 0.1
@@ -40,6 +49,8 @@ class Finals:
     near_window_s: float = 0.03
     near_warm_s: float = 0.01
     near_rounds: int = 3
+    last_share: float = 0.03
+    guard_share: float = 0.25
 
     def __post_init__(self) -> None:
         if min(self.window_s, self.near_window_s) <= 0 or min(self.warm_s, self.near_warm_s) < 0:
@@ -55,10 +66,15 @@ class Finals:
         """Expected seconds of the last race, with its anchors."""
         return self.rounds * (configs + ANCHORS) * (self.warm_s + self.window_s)
 
+    def needed_s(self, near: int, guards: int) -> float:
+        """Expected seconds of both races with `near` configs close to the best: no first race where these are few."""
+        first = self.near_s(near) if near > self.last else 0.0
+        return first + self.last_s(min(near, self.last) + guards)
+
     @property
     def expected_s(self) -> float:
         """Expected seconds of both races at their usual size: the last ones with the default and the incumbent."""
-        return self.near_s(self.near_most) + self.last_s(self.last + 2)
+        return self.needed_s(self.near_most, 2)
 
 
 def near_best(measured: Mapping[Config, Measurement], *, share: float, most: int) -> tuple[Config, ...]:

@@ -71,7 +71,6 @@ class MeasuredSearch:
         `before_finals` is called when the compile pool has nothing more to do for this workload.
         """
         context = self._context
-        finals_s = context.options.finals.expected_s
         context.emit(
             WorkloadStarted(
                 workload=self._workload,
@@ -81,7 +80,7 @@ class MeasuredSearch:
                 budget_s=context.budget.seconds,
             )
         )
-        self._search_within(context.budget.search_seconds(finals_s))
+        self._search_within_budget()
         before_finals()
         record = self._decide()
         if record is None:
@@ -111,7 +110,7 @@ class MeasuredSearch:
             trials=[dataclasses.replace(trial, outcome=self._levelled(trial.outcome)) for trial in self._resumed],
         )
 
-    def _search_within(self, seconds: float | None) -> None:
+    def _search_within_budget(self) -> None:
         """Keep `lookahead` candidates compiling, measure them in the order they were asked for, tell the search."""
         context = self._context
         waiting: deque[Proposal] = deque()
@@ -124,7 +123,7 @@ class MeasuredSearch:
                 context.compiler.submit(self._spec, proposal.config)
                 waiting.append(proposal)
                 asked += 1
-            if not waiting or (seconds is not None and self._time_is_up(seconds)):
+            if not waiting or self._time_is_up():
                 return
             proposal = waiting.popleft()
             outcome = self._evaluate(proposal.config)
@@ -132,7 +131,12 @@ class MeasuredSearch:
             self._search.tell(proposal.config, self._levelled(outcome))
             self._keep(proposal, outcome)
 
-    def _time_is_up(self, seconds: float) -> bool:
+    def _time_is_up(self) -> bool:
+        """Whether what is left of a budget in seconds is needed for the finals of the best configs so far."""
+        finals = self._context.options.finals
+        seconds = self._context.budget.search_seconds(finals.needed_s(len(self._near_best()), len(self._guards())))
+        if seconds is None:
+            return False
         spent = self._context.clock() - self._started
         if self._measured:
             return spent >= seconds
@@ -195,7 +199,7 @@ class MeasuredSearch:
         """Both races of the finals; None if no candidate is left."""
         finals = self._context.options.finals
         served = self._incumbent.config if self._incumbent else None
-        near = near_best(self._measured, share=finals.near_share, most=finals.near_most)
+        near = self._near_best()
         if len(near) > finals.last:
             job = RaceJob(
                 workload=self._workload,
@@ -205,10 +209,9 @@ class MeasuredSearch:
                 window_s=finals.near_window_s,
             )
             results, _ = self._race(job, "near", finals.near_s(len(near)))
-            near = tuple(sorted(results, key=lambda config: results[config].median_ms))
+            near = near_best(results, share=finals.last_share, most=finals.last)
         default = self._candidates.default
-        guards = [config for config in (default, served) if config in self._measured]
-        last = with_guards(near[: finals.last], *guards)
+        last = with_guards(near[: finals.last], *self._guards())
         if not last:
             return None
         job = RaceJob(
@@ -224,6 +227,20 @@ class MeasuredSearch:
             return self._decide()  # all of them failed just now: the next best ones have their turn
         winner = choose(results, default=default, incumbent=served)
         return self._record(winner, results[winner], anchors)
+
+    def _near_best(self) -> tuple[Config, ...]:
+        finals = self._context.options.finals
+        return near_best(self._measured, share=finals.near_share, most=finals.near_most)
+
+    def _guards(self) -> tuple[Config, ...]:
+        """The default and the incumbent, unless the search found them so far behind that no noise can explain it."""
+        usual = (self._candidates.default, *([self._incumbent.config] if self._incumbent else []))
+        limit = 1 + self._context.options.finals.guard_share
+        best = self._best()
+        if best is None:
+            return ()
+        limit_ms = limit * self._measured[best].median_ms
+        return tuple(c for c in usual if c in self._measured and self._measured[c].median_ms <= limit_ms)
 
     def _rounds(self, configs: int) -> int:
         """Rounds of the last race that fit what is left of the budget, at least two where the plan has them."""

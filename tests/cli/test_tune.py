@@ -161,6 +161,32 @@ def test_a_file_of_workloads_and_a_database_of_choice(invoke: Invoke, measure: M
     assert not settings().db_layers[0].exists()
 
 
+def test_shards_of_a_list_merge_into_one_database(
+    invoke: Invoke, measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [f"b1-h8-s{length}-d{size}" for size in (64, 128) for length in (512, 1024, 2048)]
+    line = ["tune", *(part for shape in shapes for part in ("--shape", shape)), "--budget", "3"]
+    for index in range(4):
+        measure(FakeExecutor())
+        result = invoke(*line, "--shard", f"{index}/4", "--db", tmp_path / f"shard{index}.sqlite3")
+        assert result.exit_code == 0, result.output
+        assert result.stdout.startswith(f"Tuning {(1, 2, 1, 2)[index]} workloads")
+    merged = tmp_path / "merged.sqlite3"
+    monkeypatch.setenv("FLASHGEN_DB", str(merged))
+    settings.cache_clear()
+    counts = [invoke("db", "import", tmp_path / f"shard{index}.sqlite3").stdout for index in range(4)]
+    assert [int(text.split()[0]) for text in counts] == [1, 2, 1, 2]
+    with Store.open(merged, read_only=True) as store:
+        assert {record.workload for record in store.records()} == {Workload.parse(shape) for shape in shapes}
+
+
+def test_a_shard_without_workloads_has_nothing_to_do(invoke: Invoke, measure: Measure) -> None:
+    measure(FakeExecutor())
+    result = invoke("tune", "--shape", SHAPE, "--shard", "0/2", "--budget", "3")
+    assert result.exit_code == 0, result.output
+    assert "Tuning 0 workloads" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -170,6 +196,7 @@ def test_a_file_of_workloads_and_a_database_of_choice(invoke: Invoke, measure: M
         (("--shape", SHAPE, "--target", "h900"), 1, "a target is one of"),
         (("--shape", SHAPE, "--target", "h100", "--budget", "soon"), 1, "a budget is a time like"),
         (("--file", "nowhere.yaml"), 1, "readable"),
+        (("--shape", SHAPE, "--shard", "4/4"), 1, "a shard is i/n"),
     ],
 )
 def test_bad_input_is_one_line(invoke: Invoke, arguments: tuple[str, ...], code: int, words: str) -> None:

@@ -79,6 +79,16 @@ def test_expected_time_counts_every_window() -> None:
         Finals(window_s=0)
 
 
+def test_finals_of_few_configs_need_less_time() -> None:
+    finals = Finals(rounds=2)
+    assert finals.expected_s == finals.needed_s(finals.near_most, 2)
+    assert finals.needed_s(1, 0) == pytest.approx(2 * (1 + 3) * 0.4)
+    assert finals.needed_s(5, 2) == finals.last_s(7)
+    assert finals.needed_s(9, 2) == finals.last_s(7) + finals.near_s(9)
+    costs = [finals.needed_s(near, 1) for near in range(1, 13)]
+    assert costs == sorted(costs)
+
+
 def test_no_results_is_an_error() -> None:
     with pytest.raises(TuningError, match="at least one"):
         choose({}, default=DEFAULT, incumbent=None)

@@ -102,7 +102,7 @@ def test_a_run_stores_a_measured_record_with_everything(store: Store) -> None:
 
 def test_finals_have_the_best_the_default_and_anchors(store: Store) -> None:
     executor = FakeExecutor()
-    run(store, executor=executor)
+    run(store, executor=executor, finals=dataclasses.replace(FINALS, guard_share=9.0))
     last = executor.races[-1]
     assert last.anchors
     assert last.window_s == 0.3
@@ -307,6 +307,30 @@ def test_a_budget_in_seconds_holds_for_search_and_finals_together(store: Store, 
     assert outcome.seconds <= max(seconds, 0.4 * seconds + least) + executor.evaluate_s
     assert len(executor.evaluated) >= 0.4 * seconds / executor.evaluate_s - 1
     assert outcome.status == "tuned"
+
+
+def test_a_short_budget_leaves_time_to_search(store: Store) -> None:
+    """With few configs near the best the finals are short, and the search gets what they do not need."""
+    executor = FakeExecutor()
+    finals = Finals(rounds=2)
+    (outcome,) = run(store, executor=executor, budget=Budget(seconds=12.0), finals=finals).outcomes
+    assert outcome.status == "tuned"
+    assert len(executor.evaluated) >= 14
+    assert outcome.seconds <= 12.0 + executor.evaluate_s
+    assert executor.races[-1].rounds == 2
+
+
+def test_a_default_far_behind_is_not_raced_again(store: Store) -> None:
+    class Slow(FakeExecutor):
+        def evaluate(self, job):  # type: ignore[no-untyped-def]
+            outcome = super().evaluate(job)
+            if job.config == default_config(CAUSAL.specialization, H200) and isinstance(outcome, Measurement):
+                return dataclasses.replace(outcome, times_ms=tuple(2 * time for time in outcome.times_ms))
+            return outcome
+
+    executor = Slow()
+    run(store, executor=executor)
+    assert default_config(CAUSAL.specialization, H200) not in executor.races[-1].configs
 
 
 def test_workloads_of_a_specialization_share_compiles_and_winners(store: Store) -> None:

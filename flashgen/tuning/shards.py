@@ -1,0 +1,48 @@
+"""`Shard`: one of several equal parts of a list of workloads, for as many GPUs or machines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flashgen.core.errors import TuningError
+from flashgen.core.workload import Workload
+from flashgen.tuning.tune import grouped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Part `index` (from 0) of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise TuningError(f"a shard is i/n with i from 0 to n - 1, got {self.index}/{self.count}")
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Read `0/4`, the first of four.
+
+        Raises:
+            TuningError: the text is not of that form.
+        """
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
+        if match is None:
+            raise TuningError(f"a shard is i/n with i from 0 to n - 1, got {text!r}")
+        return cls(index=int(match[1]), count=int(match[2]))
+
+    def of(self, workloads: Iterable[Workload]) -> tuple[Workload, ...]:
+        """This part of the workloads: every one is in exactly one part, and sizes differ by one at the most.
+
+        Workloads of one specialization stay together where that is possible: they share compiled candidates and
+        winners.
+        """
+        every = grouped(workloads)
+        start, end = (len(every) * position // self.count for position in (self.index, self.index + 1))
+        return every[start:end]
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
