@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from flashgen.launch.counters import Counters
 from flashgen.launch.extras import Extras
 from flashgen.launch.features import LOG2E, NO_EXTRAS
 from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
+from flashgen.launch.parameters import SLOT_BYTES, Layout
 
-C_TYPES: dict[str, Callable[..., Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+C_TYPES: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 WriteExtras = Callable[[Extras, float], None]
 
@@ -41,7 +42,7 @@ class DriverPlan:
         geometry: Geometry,
         *,
         function: int,
-        trailing_pointers: int,
+        layout: Layout,
         device_index: int,
     ) -> None:
         """Prepare everything but the pointers, in this thread's CUDA context (made that of the GPU if it had none).
@@ -52,29 +53,34 @@ class DriverPlan:
             config: its config.
             geometry: shapes and strides of every later call.
             function: the driver's handle of the loaded kernel.
-            trailing_pointers: scratch pointers after the kernel's own parameters (unused, null).
+            layout: of the kernel's parameters.
             device_index: torch's index of the GPU.
         """
         metadata = compiled.handle.metadata
-        row = family(config.family)
         self._geometry = geometry
         self._scalars = scalars(geometry)
         self._causal = spec.causal
         self._device_index = device_index
         self._function = function
         self._context = driver.use_context(device_index)
-        self._slots: dict[str, Any] = {}
         self._maps: dict[str, list[tuple[int, driver.TensorMaps]]] = {}  # by tensor: position of a parameter, its maps
-        self._kept: list[Any] = []  # what the addresses below point to
         boxes = iter(getattr(metadata, "tensordesc_meta", None) or ())
-        addresses: list[int] = []
-        for parameter in row.parameters(spec, config):
-            addresses += self._prepare(parameter, spec, boxes, len(addresses))
-        addresses += [self._address(ctypes.c_uint64(0)) for _ in range(trailing_pointers)]
-        self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
+        values: list[int] = []
+        for parameter in layout.parameters:
+            if parameter.type.startswith("tensordesc"):
+                values += self._described(parameter, spec, len(values), next(boxes))
+            else:
+                values.append(self._scalars.get(parameter.name, 0))
+        count = layout.count
+        self._memory = ctypes.create_string_buffer(2 * SLOT_BYTES * count)  # the parameters, and their addresses
+        layout.packed.pack_into(self._memory, 0, *values, *[0] * (count - len(values)))
+        start = ctypes.addressof(self._memory)
+        self._addresses = (ctypes.c_uint64 * count).from_buffer(self._memory, SLOT_BYTES * count)
+        self._addresses[:] = list(range(start, start + SLOT_BYTES * count, SLOT_BYTES))
+        self._slots = self._bound_slots(layout)
         batch, nheads, seqlen_q, _ = geometry.q_shape
         self._config = driver.LaunchConfig(
-            grid_x=row.programs(config, compiled.device, batch, nheads, seqlen_q),
+            grid_x=family(config.family).programs(config, compiled.device, batch, nheads, seqlen_q),
             grid_y=1,
             grid_z=1,
             block_x=metadata.num_warps * 32,  # of all partitions, where a kernel specialises its warps
@@ -84,15 +90,9 @@ class DriverPlan:
         )
         self.launch = self._bind()
 
-    def _prepare(
-        self, parameter: Parameter, spec: Specialization, boxes: Iterator[dict[str, Any]], position: int
-    ) -> list[int]:
-        """The addresses of the kernel parameters of one parameter of the signature, filled as far as it is known."""
-        if not parameter.type.startswith("tensordesc"):
-            value = C_TYPES.get(parameter.type, ctypes.c_uint64)(self._scalars.get(parameter.name, 0))
-            self._slots[parameter.name] = value
-            return [self._address(value)]
-        letter, box = parameter.name[0], next(boxes)
+    def _described(self, parameter: Parameter, spec: Specialization, position: int, box: dict[str, Any]) -> list[int]:
+        """The kernel parameters of a descriptor: its map, whose address comes with a pointer, shape and strides."""
+        letter = parameter.name[0]
         shape, strides = self._geometry.tensor(letter)[0], legal_strides(self._geometry, letter)
         maps = driver.TensorMaps(
             dtype=spec.dtype,
@@ -103,12 +103,18 @@ class DriverPlan:
             element_bytes=DTYPE_BYTES[spec.dtype],
         )
         self._maps.setdefault(letter, []).append((position, maps))
-        sizes = [*map(ctypes.c_int32, shape), *map(ctypes.c_int64, strides)]
-        return [0, *map(self._address, sizes)]  # the map's address is written with its pointer
+        return [0, *shape, *strides]
 
-    def _address(self, value: Any) -> int:
-        self._kept.append(value)
-        return ctypes.addressof(value)
+    def _bound_slots(self, layout: Layout) -> dict[str, Any]:
+        """The parameters that launches write, by name: those that a geometry does not fix."""
+        fixed = self._scalars.keys() - {"q_offset", "lse_rows"}
+        return {
+            parameter.name: C_TYPES.get(parameter.type, ctypes.c_uint64).from_buffer(
+                self._memory, SLOT_BYTES * layout.positions[parameter.name]
+            )
+            for parameter in layout.parameters
+            if parameter.name not in fixed and not parameter.type.startswith("tensordesc")
+        }
 
     def _bind(self) -> Callable[..., None]:  # noqa: C901, PLR0915
         """The launch as a function with all it uses in variables of its own: attribute look-ups cost a microsecond.
@@ -134,7 +140,7 @@ class DriverPlan:
             torch._C._cuda_getDevice,
         )
         only_device, lock, plan = torch.cuda.device_count() == 1, threading.Lock(), self
-        config_address, parameters_address = ctypes.addressof(config), ctypes.addressof(self._parameters)
+        config_address, parameters_address = ctypes.addressof(config), ctypes.addressof(self._addresses)
         last_q = last_k = last_v = last_o = last_rows = 0
         last_scale, last_stream, last_offset = 0.0, -1, default_offset
         offset_slot.value = default_offset
@@ -226,7 +232,7 @@ class DriverPlan:
         return set_pointer
 
     def _maps_setter(self, placed: list[tuple[int, driver.TensorMaps]]) -> Callable[[int], None]:
-        parameters, (position, maps) = self._parameters, placed[0]
+        parameters, (position, maps) = self._addresses, placed[0]
         known, at = maps.known.get, maps.at
 
         def point_to(pointer: int) -> None:

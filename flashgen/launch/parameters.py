@@ -11,6 +11,8 @@ the plan launches through Triton's own `CompiledKernel` instead.
 from __future__ import annotations
 
 import re
+import struct
+from dataclasses import dataclass
 
 from flashgen.codegen.family import Parameter
 from flashgen.launch.driver import TENSOR_MAP_BYTES
@@ -20,6 +22,47 @@ POINTER_BYTES = 8
 
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([busf])(\d+)\s+(?:\.ptr[^,\n]*?\s)?\w+(?:\[(\d+)\])?\s*(?:,|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where a launch keeps the parameters of a kernel: 8 bytes for each, whatever its size, in one piece of memory.
+
+    Attributes:
+        parameters: the signature.
+        packed: writes all parameters of the kernel, in order.
+        positions: the number of a kernel parameter by its name in the signature; of a descriptor, its first.
+    """
+
+    parameters: tuple[Parameter, ...]
+    packed: struct.Struct
+    positions: dict[str, int]
+
+    @classmethod
+    def of(cls, parameters: tuple[Parameter, ...], trailing: int) -> Layout:
+        """The layout of a signature that is followed by some scratch pointers (unused, null)."""
+        positions, formats = {}, list[str]()
+        for parameter in parameters:
+            positions[parameter.name] = len(formats)
+            if parameter.type.startswith("tensordesc"):
+                rank = len(block_of(parameter))
+                formats += ["Q", *[_FORMATS["i32"]] * rank, *[_FORMATS["i64"]] * rank]
+            else:
+                formats.append(_FORMATS.get(parameter.type, "Q"))
+        return cls(
+            parameters=parameters,
+            packed=struct.Struct("<" + "".join(formats) + "Q" * trailing),
+            positions=positions,
+        )
+
+    @property
+    def count(self) -> int:
+        """Parameters of the kernel."""
+        return self.packed.size // SLOT_BYTES
+
+
+SLOT_BYTES = 8
+_FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
 
 
 def block_of(parameter: Parameter) -> tuple[int, ...]:

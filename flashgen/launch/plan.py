@@ -24,7 +24,7 @@ from flashgen.launch.driver_plan import DriverPlan
 from flashgen.launch.extras import Extras
 from flashgen.launch.features import LOG2E, NO_EXTRAS
 from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
-from flashgen.launch.parameters import block_of, trailing_pointers
+from flashgen.launch.parameters import Layout, block_of, trailing_pointers
 
 _UNUSUAL = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
 """What the plan through the driver does not do, by its name in Triton's metadata."""
@@ -65,12 +65,9 @@ def make_plan(
     """
     if geometry.is_empty:
         return EmptyPlan()
-    parameters = family(config.family).parameters(spec, config)
-    metadata = compiled.handle.metadata
-    usual = getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, 0) for name in _UNUSUAL)
-    trailing = _trailing_pointers(compiled.handle, parameters)
+    layout = _layout(compiled, spec, config)
     with torch.cuda.device(device_index):
-        if trailing is None or not usual:
+        if layout is None:
             return TritonPlan(compiled, spec, config, geometry, device_index)
         plan = DriverPlan(
             compiled,
@@ -78,21 +75,27 @@ def make_plan(
             config,
             geometry,
             function=load(compiled, device_index),
-            trailing_pointers=trailing,
+            layout=layout,
             device_index=device_index,
         )
         return plan.launch
 
 
-def _trailing_pointers(handle: Any, parameters: tuple[Parameter, ...]) -> int | None:
-    """See `parameters.trailing_pointers`; read once a kernel, because a PTX text is long."""
-    if handle not in _TRAILING:
-        ptx = handle.asm.get("ptx")
-        _TRAILING[handle] = None if ptx is None else trailing_pointers(ptx, parameters)
-    return _TRAILING[handle]
+def _layout(compiled: CompiledKernel, spec: Specialization, config: Config) -> Layout | None:
+    """The known layout of a kernel's parameters, or None; found once a kernel, because a PTX text is long."""
+    handle = compiled.handle
+    if handle in _LAYOUTS:
+        return _LAYOUTS[handle]
+    parameters, found = family(config.family).parameters(spec, config), None
+    metadata, ptx = handle.metadata, handle.asm.get("ptx")
+    if getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, 0) for name in _UNUSUAL) and ptx:
+        trailing = trailing_pointers(ptx, parameters)
+        found = None if trailing is None else Layout.of(parameters, trailing)
+    _LAYOUTS[handle] = found
+    return found
 
 
-_TRAILING: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+_LAYOUTS: weakref.WeakKeyDictionary[Any, Layout | None] = weakref.WeakKeyDictionary()
 
 
 def load(compiled: CompiledKernel, device_index: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from flashgen.codegen.families import applicable
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.nearest import distance, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning.finals import complexity
@@ -66,8 +67,9 @@ def _candidates(spec: Specialization, device: Device) -> Candidates:
 def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device, most: int) -> tuple[Config, ...]:
     """Different configs of the records nearest to `workload`: this device first, then its architecture, then the rest.
 
-    Shapes are compared by the logarithms of heads (times batch) and lengths; measured records go before predicted ones.
+    Shapes are compared as `flashgen.core.nearest` says; measured records go before predicted ones.
     """
+    here = position(workload)
 
     def far(record: TuningRecord) -> tuple[object, ...]:
         same_device = record.device.identity == device.identity
@@ -75,7 +77,7 @@ def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device,
             not same_device,
             record.device.arch != device.arch,
             record.provenance != "measured",
-            _distance(record.workload, workload),
+            distance(position(record.workload), here),
             record.workload.key,
         )
 
@@ -110,13 +112,3 @@ def favourites(candidates: Candidates, workload: Workload, device: Device, most:
         configs = [config for config in space.configs if all(config[name] == default[name] for name in rest)]
         found += by_prediction(configs, default, workload, device)[:most]
     return found
-
-
-def _distance(one: Workload, other: Workload) -> float:
-    pairs = (
-        (one.batch * one.nheads, other.batch * other.nheads),
-        (one.nheads * other.nheads_k, other.nheads * one.nheads_k),
-        (one.seqlen_q, other.seqlen_q),
-        (one.seqlen_k, other.seqlen_k),
-    )
-    return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)

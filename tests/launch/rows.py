@@ -13,6 +13,7 @@ from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 from flashgen.launch import driver_plan, plan
 from flashgen.launch.geometry import Geometry
+from flashgen.launch.parameters import Layout
 from flashgen.launch.plan import Launch, TritonPlan
 from tests.launch.fake_driver import FakeDriver
 
@@ -52,7 +53,13 @@ class Imagined:
     def through_the_driver(self, cuda: FakeDriver, geometry: Geometry) -> Launch:
         cuda.parameters = self.parameters
         return driver_plan.DriverPlan(
-            self.compiled, self.spec, CONFIG, geometry, function=0x6000, trailing_pointers=2, device_index=0
+            self.compiled,
+            self.spec,
+            CONFIG,
+            geometry,
+            function=0x6000,
+            layout=Layout.of(self.parameters, trailing=2),
+            device_index=0,
         ).launch
 
     def through_triton(self, geometry: Geometry) -> Launch:
