@@ -17,7 +17,7 @@ from benchmarks.tables import SUITE, block
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
-FILES = ("forward.csv", "memory.csv", "overhead.csv")
+FILES = ("forward.csv", "features.csv", "memory.csv", "overhead.csv")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

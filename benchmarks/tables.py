@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.memory import MEMORY_SUITE, fit_of, speedups
 from benchmarks.results import Row
+from flashgen.core.features import describe
 from flashgen.core.workload import Workload
 
-SUITE = "forward"
+SUITE, FEATURES_SUITE, WINDOW_SUITE = "forward", "features", "window"
 TITLES = {
     "flashgen": "flashgen",
     "flex": "FlexAttention",
@@ -23,6 +24,8 @@ TITLES = {
 
 GOAL = ("flex", "sdpa-flash")
 """What plain Triton is to be ahead of: FlexAttention is plain Triton too, and SDPA flash is FlashAttention-2."""
+
+FEATURE_PEERS = {"flex": "FlexAttention", "sdpa-masked": "SDPA with a mask", "fa3": "FA3"}
 
 MEMORY_TITLES = {
     "flashgen": "flashgen",
@@ -74,6 +77,10 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
     if lines:
         parts += [_forward_text(rows, lines), *_image(charts, f"forward_{device_slug}", "Forward pass in TFLOP/s")]
         parts += [_means(lines), _table(lines)]
+    if any(row.suite == FEATURES_SUITE for row in rows):
+        parts += [_features_text(rows), _features_table(rows)]
+    if any(row.suite == WINDOW_SUITE for row in rows):
+        parts += [_window_text(rows)]
     if any(row.suite == MEMORY_SUITE for row in rows):
         parts += [_memory_text(rows), *_image(charts, f"memory_{device_slug}", "Memory against sequence length")]
     if any(row.suite == "overhead" for row in rows):
@@ -141,6 +148,76 @@ def _table(lines: Sequence[Line]) -> str:
         cells += ["-" if ratio is None else f"{ratio:.2f}" for ratio in (line.ratio(GOAL), line.ratio(["sdpa-cudnn"]))]
         table.append(_row(cells))
     return "\n".join(table)
+
+
+def _features_text(rows: Sequence[Row]) -> str:
+    used = [row for row in rows if row.suite == FEATURES_SUITE]
+    ratios = [ratio for _, by_impl in _by_workload(used) if (ratio := _speedup(by_impl, "flex")) is not None]
+    ahead = ""
+    if ratios:
+        ahead = (
+            f" Against FlexAttention: geometric mean {_mean(ratios)}, lowest {min(ratios):.2f}, ahead on "
+            f"{sum(r > 1 for r in ratios)} of {len(ratios)}."
+        )
+    return (
+        "Features, in TFLOP/s of the visible pairs, with the MiB that a call holds beside inputs and output: bf16, 16k "
+        "tokens. A peer without a figure cannot run the row. `sdpa-masked` is scaled_dot_product_attention with all it "
+        f"needs in one mask tensor, which counts where the user would have to build it.{ahead} {_provenance(used)}"
+    )
+
+
+def _features_table(rows: Sequence[Row]) -> str:
+    head = ["features", "heads", "head_dim", "seqlen", "flashgen", "MiB"]
+    for title in FEATURE_PEERS.values():
+        head += [title, "MiB"]
+    table = [_row([*head, "vs FlexAttention"]), _row(["---", *("---:" for _ in head)])]
+    for workload, by_impl in _by_workload(row for row in rows if row.suite == FEATURES_SUITE):
+        w = workload
+        heads = str(w.nheads) if w.nheads == w.nheads_k else f"{w.nheads}/{w.nheads_k}"
+        dims = str(w.head_dim) if w.head_dim == w.head_dim_v else f"{w.head_dim}/{w.head_dim_v}"
+        cells = [describe(w), heads, dims, str(w.seqlen_k)]
+        for impl in ("flashgen", *FEATURE_PEERS):
+            row = by_impl.get(impl)
+            size = row.extra_bytes if row is not None else None
+            cells.append("-" if row is None or not row.tflops else f"{row.tflops:.0f}")
+            cells.append("-" if size is None else f"{size / 2**20:.1f}")
+        ratio = _speedup(by_impl, "flex")
+        table.append(_row([*cells, "-" if ratio is None else f"{ratio:.2f}"]))
+    return "\n".join(table)
+
+
+def _window_text(rows: Sequence[Row]) -> str:
+    """What a window costs against the pairs that it leaves visible."""
+    used = [row for row in rows if row.suite == WINDOW_SUITE]
+    lines = [(w, by_impl["flashgen"]) for w, by_impl in _by_workload(used) if "flashgen" in by_impl]
+    table = [
+        "Causal sliding windows over 16k tokens, 16 heads of 128: time follows the visible pairs.",
+        "",
+        _row(["window_left", "visible pairs, share of causal", "ms", "TFLOP/s"]),
+        _row(["---:"] * 4),
+    ]
+    for w, row in sorted(lines, key=lambda line: line[0].visible_pairs):
+        causal = replace(w, window_left=None)
+        width = "unlimited" if w.window_left is None else str(w.window_left)
+        share = w.visible_pairs / causal.visible_pairs
+        table.append(_row([width, f"{share:.1%}", f"{row.median_ms:.3f}", f"{row.tflops:.0f}"]))
+    return "\n".join(table)
+
+
+def _by_workload(rows: Iterable[Row]) -> list[tuple[Workload, dict[str, Row]]]:
+    """The rows of each workload by implementation, in the order of the file."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row.workload, {})[row.impl] = row
+    return [(Workload.parse(key), by_impl) for key, by_impl in found.items()]
+
+
+def _speedup(by_impl: dict[str, Row], peer: str) -> float | None:
+    """How many times as fast as `peer` flashgen is."""
+    mine, theirs = by_impl.get("flashgen"), by_impl.get(peer)
+    if mine is None or theirs is None or not mine.median_ms or not theirs.median_ms:
+        return None
+    return theirs.median_ms / mine.median_ms
 
 
 def _memory_text(rows: Sequence[Row]) -> str:
