@@ -2,6 +2,7 @@
 # make tune       the main job: tune one model preset on a short budget, then show what would serve a call
 # make test       every check that runs without a GPU; CI runs this and nothing else
 # make gpu-test   the tests that need a GPU
+# make docs       docs/supported.md again, from the table of kernel families
 # make lint       formatting, lint, types and import contracts       make format   rewrite files in the one format
 #
 # PYTHON=python3.12 chooses the interpreter. One that already has torch with a usable GPU keeps that torch.
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 TRITONS := 3.6 3.9
 
 .PRECIOUS: .venvs/triton-%/.stamp
-.PHONY: venv tune test lint format pytest interpreter crosscompile gpu-test clean
+.PHONY: venv tune test docs lint format pytest interpreter crosscompile gpu-test clean
 
 venv: $(VENV)/.stamp
 
@@ -29,6 +30,9 @@ tune: venv
 		&& $(BIN)/python -m flashgen explain $(SAMPLE) $$target
 
 test: lint interpreter crosscompile pytest
+
+docs: venv
+	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/supported.py
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -1,0 +1,156 @@
+"""Writes docs/supported.md: what each kernel family computes on each class of devices, asked from the families table.
+
+`make docs` runs it. A test fails while the page differs from what the table says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flashgen.codegen.families import FAMILIES, why_not
+from flashgen.codegen.family import KernelFamily
+from flashgen.core.device import CATALOGUE, Device
+from flashgen.core.score_mods import ScoreMods, UserFunction
+from flashgen.core.workload import Specialization
+
+PAGE = Path(__file__).parents[1] / "docs" / "supported.md"
+
+DEVICES: tuple[Device, ...] = tuple({device.arch: device for device in reversed(CATALOGUE)}.values())[::-1]
+"""One device of each architecture in the catalogue, the first one listed."""
+
+BASE = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128)
+SCORE = UserFunction(name="score", source="def score(s, b, h, q_idx, k_idx):\n    return s\n")
+MASK = UserFunction(name="mask", source="def mask(b, h, q_idx, k_idx):\n    return q_idx >= k_idx\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the page: a name and the specialization that stands for it."""
+
+    name: str
+    spec: Specialization
+
+
+def head_dim(size: int, size_v: int | None = None) -> Row:
+    """The row of a head dimension, and of another one for the values."""
+    name = f"head_dim {size}" if size_v is None else f"head_dim {size}, values {size_v}"
+    return Row(name=name, spec=replace(BASE, head_dim=size, head_dim_v=size_v or size))
+
+
+def row(name: str, **changes: object) -> Row:
+    """The row of the base with `changes`."""
+    return Row(name=name, spec=replace(BASE, **changes))  # type: ignore[arg-type]
+
+
+GROUPS: dict[str, tuple[Row, ...]] = {
+    "Data types": (
+        row("bf16"),
+        row("fp16", dtype="fp16"),
+        row("fp32, IEEE products", dtype="fp32"),
+        row("fp32, TF32 products", dtype="tf32"),
+    ),
+    "Head dimensions": (
+        *(head_dim(size) for size in (8, 16, 32, 64, 72, 80, 96, 128, 160, 192, 256, 320, 512, 576)),
+        head_dim(192, 128),
+        head_dim(576, 512),
+    ),
+    "Masks": (
+        row("causal", causal=True),
+        row("window, with or without causal", window=True),
+        row("boolean mask for every query and key", mask="full"),
+        row("boolean mask for every key", mask="keys"),
+        row("`mask_mod`", mods=ScoreMods(mask_mod=MASK)),
+        row("`mask_mod` with a block mask", mods=ScoreMods(mask_mod=MASK, block_mask=True)),
+        row("`q_offset` in a device tensor", causal=True, offset_tensor=True),
+    ),
+    "Scores": (
+        row("softcap", softcap=True),
+        row("ALiBi", alibi=True),
+        row("sinks", sink=True),
+        row("bias for every query and key", bias="full"),
+        row("bias for every key", bias="keys"),
+        row("bias in fp32 beside bf16", bias="full", bias_dtype="fp32"),
+        row("`score_mod`", mods=ScoreMods(score_mod=SCORE)),
+        row(
+            "all of these and a window and a mask",
+            causal=True,
+            window=True,
+            softcap=True,
+            alibi=True,
+            sink=True,
+            bias="full",
+            mask="full",
+        ),
+    ),
+    "Memory": (
+        row("pointers or strides that are no multiples of 16 bytes", aligned16=False),
+        row("bias or mask strided along the keys", bias="full", mask="full", aligned_scores=False),
+        row("packed sequences of different lengths (varlen)", varlen=True),
+        row("paged keys and values", page_size=16),
+    ),
+    "Direction": (row("backward pass", direction="backward"),),
+}
+
+INTRODUCTION = """\
+# What is supported where
+
+<!-- Written by `make docs` from the families table (scripts/supported.py); a test compares. Do not edit. -->
+
+A cell is `yes` where a kernel family serves the row on that architecture, else the number of its reason below the
+table. Each row is asked alone, in bf16 with heads of 128 columns where it does not say otherwise; rows combine unless a
+reason forbids it, and `flashgen explain <shape> --target <gpu>` answers for any combination. Grouped heads, any
+sequence lengths, any batch, any strides and the LSE are in every kernel. `yes` means that there is a kernel and a
+default configuration for it; the devices on which kernels have been run are those of the README's benchmarks.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    tables = [_family_section(family) for family in FAMILIES]
+    return "\n".join([INTRODUCTION, "## Any family", "", *_any_table(), "", *tables])
+
+
+def _any_table() -> list[str]:
+    def cell(spec: Specialization, device: Device) -> str:
+        return "yes" if any(why_not(family, spec, device) is None for family in FAMILIES) else "no"
+
+    return _table(DEVICES, cell)
+
+
+def _family_section(family: KernelFamily) -> str:
+    """The table of one family over the devices that it serves at all, then its reasons."""
+    devices = tuple(device for device in DEVICES if any(why_not(family, r.spec, device) is None for r in _rows()))
+    reasons: dict[str, int] = {}
+
+    def cell(spec: Specialization, device: Device) -> str:
+        reason = why_not(family, spec, device)
+        return "yes" if reason is None else str(reasons.setdefault(reason, len(reasons) + 1))
+
+    lines = [f"## {family.title}", "", f"`{family.id}`", "", *_table(devices, cell), ""]
+    lines += [f"{number}. {reason}" for reason, number in reasons.items()]
+    elsewhere = [f"- {d.arch}: {why_not(family, BASE, d)}" for d in DEVICES if d not in devices]
+    lines += ["", "On no other architecture:", "", *elsewhere] if elsewhere else []
+    return "\n".join([*lines, ""])
+
+
+def _rows() -> list[Row]:
+    return [entry for group in GROUPS.values() for entry in group]
+
+
+def _table(devices: tuple[Device, ...], cell) -> list[str]:  # type: ignore[no-untyped-def]
+    lines = [f"| | {' | '.join(device.arch for device in devices)} |", f"|---|{'---|' * len(devices)}"]
+    for title, group in GROUPS.items():
+        lines.append(f"| **{title}** |{' |' * len(devices)}")
+        lines += [f"| {r.name} | {' | '.join(cell(r.spec, device) for device in devices)} |" for r in group]
+    return lines
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

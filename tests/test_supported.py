@@ -1,0 +1,38 @@
+"""docs/supported.md says what the families table says, and a `yes` has a default configuration behind it."""
+
+from __future__ import annotations
+
+import re
+
+from flashgen.codegen.families import FAMILIES, why_invalid, why_not
+from scripts.supported import DEVICES, GROUPS, PAGE, page
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+def test_every_architecture_of_the_catalogue_has_a_column() -> None:
+    assert [device.arch for device in DEVICES] == [
+        *("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),
+        *("gfx942", "gfx1200"),
+    ]
+    for device in DEVICES:
+        assert device.arch in page()
+
+
+def test_a_yes_has_a_default_configuration() -> None:
+    for family in FAMILIES:
+        for device in DEVICES:
+            for row in (row for group in GROUPS.values() for row in group):
+                if why_not(family, row.spec, device) is None:
+                    default = family.default(row.spec, device)
+                    assert why_invalid(default, row.spec, device) is None, (row.name, device.arch, default)
+
+
+def test_every_number_has_its_reason() -> None:
+    for section in page().split("\n## ")[2:]:
+        cells = [cell for line in section.splitlines() if line[:1] == "|" for cell in line.split("|")[2:]]
+        numbers = {int(cell) for cell in cells if cell.strip().isdecimal()}
+        listed = {int(match) for match in re.findall(r"^(\d+)\. \w", section, re.MULTILINE)}
+        assert numbers == listed
