@@ -62,6 +62,8 @@ def default_tile(spec: Specialization, device: Device) -> Config:
         block_m, block_n, num_warps, num_stages = _DEFAULTS_FP32[known]
     else:
         block_m, block_n, num_warps, num_stages = _DEFAULTS[kind, block]
+    if spec.mods is not None:
+        block_n = max(16, block_n // 2)  # registers for what the user's functions compute
     return Config.of(
         FAMILY_ID,
         {

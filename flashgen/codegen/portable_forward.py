@@ -12,6 +12,7 @@ from flashgen.codegen.portable_limits import (
     smem_needed,
     why_too_large,
 )
+from flashgen.codegen.portable_mods import mod_parameters, why_mods_do_not_fit
 from flashgen.codegen.portable_text import bias_dtype, is_positional, score_strides, storage, values
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -46,8 +47,6 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return "it has no varlen"
     if spec.page_size is not None:
         return "it reads no paged keys"
-    if spec.mods is not None:
-        return "it calls no functions of the user"
     for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
@@ -59,6 +58,7 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     return (
         _why_meaningless(spec, config, device)
+        or why_mods_do_not_fit(spec, config, config.integer("num_warps") * device.warp_size)
         or why_too_large(spec, config, device)
         or _why_pointless(spec, config, device)
     )
@@ -155,7 +155,7 @@ def _score_parameters(spec: Specialization) -> list[Parameter]:
         if kind:
             found.append(Parameter(name=name.capitalize(), type=f"*{element}", aligned16=spec.aligned_scores))
             found += [Parameter(name=stride, type="i64") for stride in score_strides(spec, name, kind)]
-    return found
+    return found + mod_parameters(spec)
 
 
 def _options(config: Config) -> CompileOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.head_parts import HeadPart, head_parts
 from flashgen.codegen.portable_limits import is_split
+from flashgen.codegen.portable_mods import changes_scores, has_blocks, hides, mod_step_arguments, mod_values
 from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
@@ -34,6 +35,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "order_text": _order_text(config),
         **_features(spec, config),
         **_strides(spec, config),
+        **mod_values(spec),
         "state": [*_each("acc", v_parts), "l_i", "m_i"],
         "step_arguments": _step_arguments(spec, config, d_parts),
         **dict(config.knobs),
@@ -57,7 +59,7 @@ def is_positional(spec: Specialization) -> bool:
 
 def is_natural(spec: Specialization) -> bool:
     """Whether something is added to the scores, so that their scale cannot be folded into the exponent."""
-    return spec.alibi or bool(spec.bias)
+    return spec.alibi or bool(spec.bias) or changes_scores(spec)
 
 
 def score_strides(spec: Specialization, name: str, kind: str) -> list[str]:
@@ -69,6 +71,7 @@ def score_strides(spec: Specialization, name: str, kind: str) -> list[str]:
 def _features(spec: Specialization, config: Config) -> dict[str, object]:
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
+    host |= {"aux": bool(spec.mods and spec.mods.aux), "block_mask": has_blocks(spec)}
     return {
         "causal": spec.causal,
         "offset_tensor": spec.offset_tensor and is_positional(spec),
@@ -87,7 +90,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "aligned_scores": spec.aligned_scores,
         "natural": is_natural(spec),
         # a whole row of any block may be hidden, not only in the blocks at the ends
-        "guarded": bool(spec.bias or spec.mask),
+        "guarded": bool(spec.bias or spec.mask or spec.mods),
         "cleaning": _cleaning(spec, config),
         "key_end": _key_end(spec),
         "scale": "LOG2E" if is_natural(spec) else _scale_name(spec),
@@ -102,11 +105,11 @@ def _cleaning(spec: Specialization, config: Config) -> str:
     Pointer loads leave out what lies before and behind all visible keys. Descriptors load whole blocks: behind a causal
     mask the last one can "shift" back. What may be hidden elsewhere needs a "pass" of its own once it spoilt something.
     """
-    if spec.mask:
+    if spec.mask or hides(spec):
         return "pass"
     if config["loads"] == "pointer" or not (spec.causal or spec.window):
         return ""
-    return "pass" if spec.window or spec.bias else "shift"
+    return "pass" if spec.window or spec.bias or spec.mods else "shift"
 
 
 def _key_end(spec: Specialization) -> str:
@@ -139,7 +142,7 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         found += [f"v{part.descriptor_suffix}_desc" for part in v_parts]
         found += ["b", "h_k"]
     else:
-        found += ["k_base", "v_base", "stride_ks", "stride_vs"]
+        found += ["k_base", "v_base", "stride_ks", "stride_vs", *(["b"] if spec.mods else [])]
     found += [
         "n",
         *(["key_start"] if spec.window else []),
@@ -154,7 +157,7 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         if kind:
             found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
             found += [] if spec.aligned_scores else [f"stride_{name}_k"]
-    return found
+    return found + mod_step_arguments(spec)
 
 
 def _each(name: str, parts: tuple[HeadPart, ...]) -> list[str]:

@@ -71,9 +71,10 @@ def render_template(template: str, purpose: str, **values: object) -> str:
 
 
 def render_command(spec: Specialization, config: Config) -> str:
-    """The canonical command that prints this kernel again."""
+    """The canonical command that prints this kernel again; no command has the functions of a running program."""
     knobs = ",".join(f"{name}={str(value).lower()}" for name, value in config.knobs)
-    return f"flashgen render {spec.key} --config {config.family}:{knobs}"
+    command = "flashgen.attention with functions of its caller:" if spec.mods else "flashgen render"
+    return f"{command} {spec.key} --config {config.family}:{knobs}"
 
 
 @functools.cache

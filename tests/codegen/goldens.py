@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from flashgen.codegen.families import default_config
 from flashgen.codegen.hopper_forward import HOPPER_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
+from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -53,3 +55,29 @@ def hopper_golden(name: str) -> tuple[Specialization, Config]:
     key, changes = HOPPER_GOLDENS[name]
     spec = Specialization.parse(key)
     return spec, HOPPER_FORWARD.default(spec, find_device("h200")).replace(**changes)  # type: ignore[arg-type]
+
+
+DOCUMENT = UserFunction(
+    name="mask_mod",
+    source="def mask_mod(b, h, q_idx, k_idx, doc, slopes):\n    return tl.load(doc + q_idx) == tl.load(doc + k_idx)\n",
+)
+SLOPED = UserFunction(
+    name="score_mod",
+    source="def score_mod(score, b, h, q_idx, k_idx, doc, slopes):\n"
+    "    return score - tl.load(slopes + h) * tl.abs(q_idx - k_idx)\n",
+)
+MODS_GOLDENS = {
+    "mods_d128_blocks_h200": (
+        "fwd-bf16-d128",
+        "h200",
+        ScoreMods(score_mod=SLOPED, mask_mod=DOCUMENT, aux=("i32", "fp32"), block_mask=True),
+    ),
+    "mods_d64_a100": ("fwd-fp16-d64", "a100", ScoreMods(mask_mod=DOCUMENT, aux=("i32", "fp32"))),
+}
+"""Kernels with a user's functions: specialization without them, device whose default it is, the functions."""
+
+
+def mods_golden(name: str) -> tuple[Specialization, Config]:
+    key, device, mods = MODS_GOLDENS[name]
+    spec = replace(Specialization.parse(key), mods=mods)
+    return spec, default_config(spec, find_device(device))

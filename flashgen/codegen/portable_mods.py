@@ -1,0 +1,78 @@
+"""User functions and block masks in the portable forward family: what its template, its launch and its checks need."""
+
+from __future__ import annotations
+
+from flashgen.codegen.family import Parameter
+from flashgen.core.config import Config
+from flashgen.core.score_mods import MASK_BLOCK
+from flashgen.core.workload import Specialization
+
+LISTS = ("PartialCounts", "PartialIndices", "FullCounts", "FullIndices")
+MAX_SCORE_REGISTERS = 64
+"""Of a thread. Functions hold values of their own for each score: with 128, Triton spilled kilobytes (sm90)."""
+
+SIZES = ("stride_block_b", "stride_block_h", "num_k_blocks")
+
+
+def aux_names(spec: Specialization) -> list[str]:
+    """Names of the parameters for the tensors of the user's functions."""
+    return [f"Aux{i}" for i in range(len(spec.mods.aux))] if spec.mods else []
+
+
+def has_blocks(spec: Specialization) -> bool:
+    """Whether the kernel walks the blocks of a block mask."""
+    return spec.mods is not None and spec.mods.block_mask
+
+
+def hides(spec: Specialization) -> bool:
+    """Whether a function of the user says which keys are visible."""
+    return spec.mods is not None and spec.mods.mask_mod is not None
+
+
+def changes_scores(spec: Specialization) -> bool:
+    """Whether a function of the user computes scores."""
+    return spec.mods is not None and spec.mods.score_mod is not None
+
+
+def mod_values(spec: Specialization) -> dict[str, object]:
+    """Values of the template."""
+    mods = spec.mods
+    return {
+        "score_mod": mods.score_mod.source if mods and mods.score_mod else "",
+        "mask_mod": mods.mask_mod.source if mods and mods.mask_mod else "",
+        "mod_arguments": ["b", "h", "row[:, None]", "k_idx", *aux_names(spec)],
+        "block_mask": has_blocks(spec),
+        "mask_block": MASK_BLOCK,
+    }
+
+
+def mod_step_arguments(spec: Specialization) -> list[str]:
+    """What a step of the loop reads for the functions, beside what every step has; `b` is among them for pointers."""
+    return ["h", "row", "last_key", *aux_names(spec)] if spec.mods else []
+
+
+def mod_parameters(spec: Specialization) -> list[Parameter]:
+    """The run-time parameters, in order."""
+    found = [Parameter(name=name, type=f"*{kind}") for name, kind in zip(aux_names(spec), _aux(spec), strict=True)]
+    if has_blocks(spec):
+        found += [Parameter(name=name, type="*i32") for name in LISTS]
+        found += [Parameter(name=name, type="i32") for name in SIZES]
+    return found
+
+
+def why_mods_do_not_fit(spec: Specialization, config: Config, threads: int) -> str | None:
+    """The reason why a config of so many threads cannot compute a user's functions or walk a block mask, or None."""
+    if spec.mods is None:
+        return None
+    if has_blocks(spec):
+        for knob in ("block_m", "block_n"):
+            if MASK_BLOCK % config.integer(knob):
+                return f"{knob} {config.integer(knob)} does not divide the {MASK_BLOCK} of a block mask"
+    scores = config.integer("block_m") * config.integer("block_n") // threads
+    if scores > MAX_SCORE_REGISTERS:
+        return f"beside user functions a thread has {MAX_SCORE_REGISTERS} registers for scores, not {scores}"
+    return None
+
+
+def _aux(spec: Specialization) -> tuple[str, ...]:
+    return spec.mods.aux if spec.mods else ()

@@ -1,0 +1,144 @@
+"""User functions in the portable forward family: goldens, text of all variants, compiles, and what cannot be walked."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.build import compile_kernel
+from flashgen.codegen.families import default_config, family, why_invalid
+from flashgen.codegen.render import render
+from flashgen.core.device import find_device
+from flashgen.core.errors import BuildError
+from flashgen.core.score_mods import ScoreMods, UserFunction
+from flashgen.core.workload import Specialization
+from tests.codegen.goldens import DOCUMENT, GOLDEN, MODS_GOLDENS, SLOPED, mods_golden
+
+H200 = find_device("h200")
+AUX = ("i32", "fp32")
+MODS = {
+    "score": ScoreMods(score_mod=SLOPED, aux=AUX),
+    "mask": ScoreMods(mask_mod=DOCUMENT, aux=AUX),
+    "blocks": ScoreMods(mask_mod=DOCUMENT, aux=AUX, block_mask=True),
+    "both": ScoreMods(score_mod=SLOPED, mask_mod=DOCUMENT, aux=AUX, block_mask=True),
+}
+TOLERATED_SPILLS = 256
+"""Bytes of a thread, in the pass that runs where hidden rows held NaN alone."""
+
+PLAIN = Specialization.parse("fwd-bf16-d64")
+
+
+@pytest.mark.parametrize("name", MODS_GOLDENS)
+def test_goldens(name: str, update_golden: bool) -> None:
+    text = render(*mods_golden(name)).text
+    path = GOLDEN / f"{name}.py"
+    if update_golden:
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name} differs; look at it, then rewrite it with --update-golden"
+
+
+def test_the_functions_are_in_the_text_as_they_are() -> None:
+    text = render(*mods_golden("mods_d128_blocks_h200")).text
+    for function in (DOCUMENT, SLOPED):
+        assert text.count(f"@triton.jit\n{function.source}") == 1
+    assert "flashgen render" not in text, "no command line can give a user's function"
+    assert render(*mods_golden("mods_d64_a100")).text.count("score_mod") == 0
+
+
+def test_what_a_function_is_called_is_no_part_of_the_text() -> None:
+    spec, config = mods_golden("mods_d64_a100")
+    renamed = replace(spec, mods=replace(spec.mods, mask_mod=replace(DOCUMENT, label="another name")))
+    assert render(renamed, config).text == render(spec, config).text
+
+
+def test_every_variant_is_formatted(tmp_path: Path) -> None:
+    ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
+    keys = ("fwd-bf16-d64", "fwd-fp16-d80-causal-bias-sink", "fwd-bf16-d64-mask-window", "fwd-fp32-d32-causal-window")
+    for key, (name, mods), loads in itertools.product(keys, MODS.items(), ("pointer", "descriptor")):
+        spec = replace(Specialization.parse(key), mods=mods)
+        source = render(spec, default_config(spec, H200).replace(loads=loads))
+        compile(source.text, "kernel", "exec")
+        (tmp_path / f"{name}_{source.module}.py").write_text(source.text)
+    done = subprocess.run(
+        [ruff, "format", "--isolated", "--line-length", "120", "--check", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("*.py"))) == 32
+
+
+@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+def test_compiles_for_sm90_with_a_pipeline(name: str, loads: str) -> None:
+    """As much shared memory as without functions: the stages of K and V are there, loops over lists included."""
+    spec = replace(PLAIN, mods=MODS[name])
+    config = default_config(spec, H200).replace(loads=loads)
+    compiled = compile_kernel(spec, config, H200)
+    assert compiled.spills <= TOLERATED_SPILLS
+    assert compiled.shared_bytes >= compile_kernel(PLAIN, config, H200).shared_bytes
+
+
+@pytest.mark.parametrize("target", ["a100", "rtx 4090", "mi300x", "sm120"])
+def test_compiles_elsewhere(target: str) -> None:
+    device = find_device(target)
+    spec = replace(PLAIN, mods=MODS["both"])
+    assert compile_kernel(spec, default_config(spec, device), device).spills <= TOLERATED_SPILLS
+
+
+def test_parameters_come_in_the_order_of_the_launch() -> None:
+    spec, config = mods_golden("mods_d128_blocks_h200")
+    names = [parameter.name for parameter in family(config.family).parameters(spec, config)]
+    start = names.index("Aux0")
+    assert names[start : start + 9] == [
+        "Aux0",
+        "Aux1",
+        "PartialCounts",
+        "PartialIndices",
+        "FullCounts",
+        "FullIndices",
+        "stride_block_b",
+        "stride_block_h",
+        "num_k_blocks",
+    ]
+    types = {parameter.name: parameter.type for parameter in family(config.family).parameters(spec, config)}
+    assert (types["Aux0"], types["Aux1"], types["FullIndices"]) == ("*i32", "*fp32", "*i32")
+
+
+def test_tiles_divide_the_blocks_of_a_block_mask() -> None:
+    spec = replace(PLAIN, mods=MODS["blocks"])
+    config = default_config(spec, H200)
+    assert why_invalid(config, spec, H200) is None
+    reason = why_invalid(config.replace(block_m=256, num_warps=16), spec, H200)
+    assert reason == "block_m 256 does not divide the 128 of a block mask"
+    assert "block_n 256 does not divide" in str(why_invalid(config.replace(block_n=256), spec, H200))
+    without = replace(PLAIN, mods=MODS["mask"])
+    assert why_invalid(config.replace(block_m=256, num_warps=16, block_n=32), without, H200) is None
+
+
+def test_functions_need_registers() -> None:
+    config = default_config(PLAIN, H200)
+    assert why_invalid(config, PLAIN, H200) is None
+    reason = why_invalid(config, replace(PLAIN, mods=MODS["mask"]), H200)
+    assert reason == "beside user functions a thread has 64 registers for scores, not 128"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("q_idx - k_idx", r"mask_mod returns booleans \(at `"),
+        ("tl.foo(q_idx) < 3", r"no attribute 'foo'.* \(at `return tl\.foo\(q_idx\) < 3`\)"),
+    ],
+)
+def test_an_error_shows_the_line_of_the_function(body: str, message: str) -> None:
+    wrong = UserFunction(name="mask_mod", source=f"def mask_mod(b, h, q_idx, k_idx):\n    return {body}\n")
+    spec = replace(PLAIN, mods=ScoreMods(mask_mod=wrong))
+    with pytest.raises(BuildError, match=message):
+        compile_kernel(spec, default_config(spec, H200), H200)
