@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from ctypes import POINTER, Structure, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
 
@@ -67,10 +68,10 @@ def library() -> Any:
         c_int,
         c_uint32,
         c_void_p,
-        POINTER(c_uint64),
-        POINTER(c_uint64),
-        POINTER(c_uint32),
-        POINTER(c_uint32),
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
         c_int,
         c_int,
         c_int,
@@ -209,7 +210,9 @@ class TensorMaps:
             address = pattern if is_full else self._room()
             if not is_full:
                 ctypes.memmove(address, pattern, TENSOR_MAP_BYTES)
-            check(library().cuTensorMapReplaceAddress(address, pointer), f"describe a tensor at {pointer:#x}")
+            code = library().cuTensorMapReplaceAddress(address, pointer)
+            if code:
+                check(code, f"describe a tensor at {pointer:#x}")
             if is_full:
                 del self.known[first]
         self._spare = 0
@@ -226,23 +229,29 @@ class TensorMaps:
         return self._spare
 
     def _encode(self, address: int, pointer: int) -> None:
-        rank = len(self._shape)
-        byte_strides = [stride * self._element_bytes for stride in self._strides[:-1]]
+        """Have the driver encode a descriptor; it takes dimensions innermost first, and strides in bytes."""
+        rank, size = len(self._shape), self._element_bytes
+        steps = (stride * size for stride in self._strides[-2::-1])
+        values = struct.pack(f"{2 * rank - 1}Q{2 * rank}I", *self._shape[::-1], *steps, *self._box[::-1], *[1] * rank)
+        sizes = ctypes.create_string_buffer(values)
+        start = ctypes.addressof(sizes)
+        boxes = start + 8 * (2 * rank - 1)
         code = library().cuTensorMapEncodeTiled(
             address,
             TENSOR_MAP_DTYPES[self._dtype],
             rank,
             pointer,
-            (c_uint64 * rank)(*reversed(self._shape)),
-            (c_uint64 * (rank - 1))(*reversed(byte_strides)),
-            (c_uint32 * rank)(*reversed(self._box)),
-            (c_uint32 * rank)(*([1] * rank)),
+            start,
+            start + 8 * rank,
+            boxes,
+            boxes + 4 * rank,
             0,
             self._swizzle,
             L2_PROMOTION_128B,
             0,
         )
-        check(
-            code,
-            f"describe a {self._dtype} tensor of shape {self._shape}, strides {self._strides}, box {self._box}",
-        )
+        if code:
+            check(
+                code,
+                f"describe a {self._dtype} tensor of shape {self._shape}, strides {self._strides}, box {self._box}",
+            )

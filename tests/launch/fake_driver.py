@@ -120,6 +120,11 @@ class FakeDriver:
         promotion: int,
         fill: int,
     ) -> int:
+        shape, byte_strides = (
+            (ctypes.c_uint64 * rank).from_address(shape),
+            (ctypes.c_uint64 * (rank - 1)).from_address(byte_strides),
+        )
+        box, steps = ((ctypes.c_uint32 * rank).from_address(at) for at in (box, steps))
         assert (interleave, promotion, fill, list(steps)) == (0, 2, 0, [1] * rank)
         if self.needs_context and not self.context:
             return INVALID_CONTEXT
