@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
-from flashgen.core.score_mods import MASK_BLOCK
+from flashgen.core.score_mods import MASK_BLOCK, UserFunction
 from flashgen.core.workload import Specialization
 
 LISTS = ("PartialCounts", "PartialIndices", "FullCounts", "FullIndices")
@@ -38,8 +38,8 @@ def mod_values(spec: Specialization) -> dict[str, object]:
     """Values of the template."""
     mods = spec.mods
     return {
-        "score_mod": mods.score_mod.source if mods and mods.score_mod else "",
-        "mask_mod": mods.mask_mod.source if mods and mods.mask_mod else "",
+        "score_mod": _named("score_mod", mods.score_mod) if mods and mods.score_mod else "",
+        "mask_mod": _named("mask_mod", mods.mask_mod) if mods and mods.mask_mod else "",
         "mod_arguments": ["b", "h", "row[:, None]", "k_idx", *aux_names(spec)],
         "block_mask": has_blocks(spec),
         "mask_block": MASK_BLOCK,
@@ -72,6 +72,11 @@ def why_mods_do_not_fit(spec: Specialization, config: Config, threads: int) -> s
     if scores > MAX_SCORE_REGISTERS:
         return f"beside user functions a thread has {MAX_SCORE_REGISTERS} registers for scores, not {scores}"
     return None
+
+
+def _named(name: str, function: UserFunction) -> str:
+    """The source under the name that the template calls: no name of a user's can be one of the kernel's own."""
+    return function.source.replace(f"def {function.name}(", f"def {name}(", 1)
 
 
 def _aux(spec: Specialization) -> tuple[str, ...]:

@@ -253,7 +253,7 @@ def test_errors_name_the_rule() -> None:
         flashgen.attention(q, k, v, mask_mod=wrong_type)
     with pytest.raises(BuildError, match="wrong_type"):
         flashgen.block_mask(wrong_type, seqlen_q=300, seqlen_k=300)
-    with pytest.raises(WorkloadError, match="a block mask belongs to a mask_mod"):
+    with pytest.raises(WorkloadError, match="a block mask belong to a score_mod or a mask_mod, got neither"):
         flashgen.attention(q, k, v, block_mask=blocks)
 
 

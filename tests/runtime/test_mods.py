@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+import flashgen
 from flashgen.codegen.block_mask import render_block_mask
 from flashgen.codegen.families import default_config
 from flashgen.core.device import find_device
@@ -23,8 +24,9 @@ from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.extras import BlockMask
-from flashgen.runtime import mods
+from flashgen.runtime import mods, serve
 from flashgen.runtime.block_mask import block_mask, check_aux, check_block_mask
+from flashgen.runtime.calls import Call
 from flashgen.runtime.mods import score_mods, user_function
 
 WIDTH = 3
@@ -48,6 +50,10 @@ def alibi(score, b, h: tl.tensor, q_idx, k_idx) -> tl.tensor:
 
 def two_tables(score, b, h, q_idx, k_idx, table, other):
     return score + tl.load(table + q_idx - k_idx + 7) + max(0, 1)
+
+
+def shifted(score, b, h, q_idx, k_idx, doc):
+    return score + tl.load(doc + k_idx)
 
 
 def capped(score, b, h, q_idx, k_idx):
@@ -270,6 +276,37 @@ def test_handles_are_constants_of_a_graph() -> None:
     torch.testing.assert_close(found, model(torch.zeros(3), aux))
     assert len(graphs) == 1
     torch._dynamo.reset()
+
+
+def test_torch_compile_finds_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions are a constant of the graph; the tensors of the block mask and the aux tensors are its inputs."""
+    calls = []
+
+    def prepare(call: Call) -> Callable[..., torch.Tensor]:
+        calls.append(call)
+        return lambda q, k, v, scale, offset, extras: q * extras.aux[0][0]
+
+    monkeypatch.setattr(serve, "prepare", prepare)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    doc = torch.tensor([3, 1, 2], dtype=torch.int32)
+
+    def model(q: torch.Tensor) -> torch.Tensor:
+        return flashgen.attention(q, q, q, score_mod=shifted, mask_mod=document, aux=(doc,), block_mask=MASK) + 1
+
+    torch._dynamo.reset()
+    flashgen.reload()
+    q = torch.randn(2, 4, 3, 16)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=backend)(q), q * 3 + 1)
+    torch._dynamo.reset()
+    flashgen.reload()
+    assert len(graphs) == 1
+    assert calls[0].mods == score_mods(shifted, document, (torch.int32,), block_mask=True)
+    assert torch.equal(calls[0].extras.block_mask.full_counts, MASK.full_counts)
 
 
 def test_source_stays_in_the_process() -> None:
