@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -125,13 +126,27 @@ def _family_section(family: KernelFamily) -> str:
 
     def cell(spec: Specialization, device: Device) -> str:
         reason = why_not(family, spec, device)
-        return "yes" if reason is None else str(reasons.setdefault(reason, len(reasons) + 1))
+        return "yes" if reason is None else str(reasons.setdefault(_rule(reason), len(reasons) + 1))
 
     lines = [f"## {family.title}", "", f"`{family.id}`", "", *_table(devices, cell), ""]
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     elsewhere = [f"- {d.arch}: {why_not(family, BASE, d)}" for d in DEVICES if d not in devices]
     lines += ["", "On no other architecture:", "", *elsewhere] if elsewhere else []
     return "\n".join([*lines, ""])
+
+
+def _elsewhere(family: KernelFamily, devices: tuple[Device, ...]) -> dict[str, list[str]]:
+    """The other architectures by the rule that leaves them out."""
+    found: dict[str, list[str]] = {}
+    for device in DEVICES:
+        if device not in devices:
+            found.setdefault(_rule(why_not(family, BASE, device) or ""), []).append(device.arch)
+    return found
+
+
+def _rule(reason: str) -> str:
+    """A reason without the value that broke it, so that one rule has one number."""
+    return re.sub(r", not \S+$", "", reason)
 
 
 def _rows() -> list[Row]:

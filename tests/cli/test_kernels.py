@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.cli.arguments import parse_config, parse_shape
-from flashgen.codegen.families import default_config
+from flashgen.codegen.families import default_config, family
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.errors import ConfigError, WorkloadError
@@ -148,6 +148,6 @@ def test_a_config_is_read_back_from_its_text() -> None:
     knobs = ",".join(f"{name}={value}" for name, value in CONFIG.knobs)
     assert parse_config(f"portable_forward:{knobs}", CAUSAL.specialization, H200) == CONFIG
     partial = parse_config("portable_forward:num_stages=2", CAUSAL.specialization, H200)
-    assert partial == default_config(CAUSAL.specialization, H200).replace(num_stages=2)
+    assert partial == family("portable_forward").default(CAUSAL.specialization, H200).replace(num_stages=2)
     with pytest.raises(ConfigError):
         parse_config("", CAUSAL.specialization, H200)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from flashgen.codegen.families import default_config, family
+from flashgen.codegen.families import family
 from flashgen.codegen.space import candidates
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import CATALOGUE, Device, find_device
@@ -16,6 +16,7 @@ from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.predict import LAUNCH_MS, estimate, predict_ms
 from flashgen.tuning.workloads import collect
 
+PORTABLE = family("portable_forward")
 H200 = find_device("h200")
 LONG = Workload(batch=1, nheads=16, seqlen_q=16384, head_dim=128)
 CLEAN = Compiled(registers=168, spills=0, shared_bytes=100_000, occupancy=2)
@@ -36,8 +37,7 @@ def tflops(workload: Workload, config: Config, device: Device = H200) -> float:
     ],
 )
 def test_the_best_prediction_is_near_what_plain_triton_reaches(workload: Workload, measured: float) -> None:
-    row = family("portable_forward")
-    best = max(tflops(workload, config) for config in candidates(row, workload.specialization, H200))
+    best = max(tflops(workload, config) for config in candidates(PORTABLE, workload.specialization, H200))
     assert 0.75 * measured < best < 1.25 * measured
 
 
@@ -45,12 +45,12 @@ def test_the_best_prediction_is_near_what_plain_triton_reaches(workload: Workloa
 def test_defaults_of_all_devices_are_predicted_below_their_peak(device: Device) -> None:
     for head_dim in (64, 128, 256):
         workload = dataclasses.replace(LONG, head_dim=head_dim, head_dim_v=head_dim)
-        config = default_config(workload.specialization, device)
+        config = PORTABLE.default(workload.specialization, device)
         assert 0.1 * device.peak_tflops < tflops(workload, config, device) < device.peak_tflops
 
 
 def test_what_makes_a_kernel_slower_makes_the_prediction_slower() -> None:
-    config = default_config(LONG.specialization, H200)
+    config = PORTABLE.default(LONG.specialization, H200)
     base = predict_ms(LONG, config, H200, CLEAN)
     assert predict_ms(LONG, config, H200, dataclasses.replace(CLEAN, spills=400)) > 1.1 * base
     assert predict_ms(LONG, config, H200, dataclasses.replace(CLEAN, occupancy=1)) > base
@@ -63,20 +63,20 @@ def test_what_makes_a_kernel_slower_makes_the_prediction_slower() -> None:
 
 def test_warps_that_share_rows_wait_for_each_other() -> None:
     a100 = find_device("a100")
-    config = default_config(LONG.specialization, a100).replace(block_m=16, block_n=64, num_warps=4)
+    config = PORTABLE.default(LONG.specialization, a100).replace(block_m=16, block_n=64, num_warps=4)
     assert predict_ms(LONG, config, a100, CLEAN) > predict_ms(LONG, config.replace(block_m=64), a100, CLEAN)
 
 
 def test_heavy_programs_first_shorten_the_tail() -> None:
     causal = Workload(batch=1, nheads=8, seqlen_q=8192, head_dim=128, causal=True)
-    config = default_config(causal.specialization, H200)
+    config = PORTABLE.default(causal.specialization, H200)
     first, last = config.replace(heavy_first=True), config.replace(heavy_first=False)
     assert predict_ms(causal, first, H200, CLEAN) < predict_ms(causal, last, H200, CLEAN)
 
 
 def test_waves_are_quantised() -> None:
     """One program more than the slots of a wave costs nearly another wave."""
-    config = default_config(LONG.specialization, H200)
+    config = PORTABLE.default(LONG.specialization, H200)
     rows = config.integer("block_m")
     one = dataclasses.replace(CLEAN, occupancy=1)
 
@@ -90,21 +90,21 @@ def test_waves_are_quantised() -> None:
 
 def test_a_tile_larger_than_the_problem_is_work_done_for_nothing() -> None:
     short = Workload(batch=64, nheads=16, seqlen_q=64, head_dim=128)
-    config = default_config(short.specialization, H200).replace(num_warps=8)
+    config = PORTABLE.default(short.specialization, H200).replace(num_warps=8)
     small, large = config.replace(block_m=64, num_warps=4), config.replace(block_m=256)
     assert predict_ms(short, small, H200, CLEAN) < predict_ms(short, large, H200, CLEAN)
 
 
 def test_decoding_is_bound_by_memory() -> None:
     decode = Workload(batch=64, nheads=32, seqlen_q=1, seqlen_k=8192, head_dim=128)
-    config = default_config(decode.specialization, H200)
+    config = PORTABLE.default(decode.specialization, H200)
     lower_bound_ms = decode.bytes / (H200.bandwidth_gbs * 1e6)
     assert predict_ms(decode, config, H200, CLEAN) > lower_bound_ms
 
 
 def test_nothing_to_do_costs_a_launch() -> None:
     empty = Workload(batch=0, nheads=1, seqlen_q=128, head_dim=64)
-    config = default_config(empty.specialization, H200)
+    config = PORTABLE.default(empty.specialization, H200)
     assert predict_ms(empty, config, H200, CLEAN) == LAUNCH_MS
 
 
@@ -116,7 +116,7 @@ def ms(workload: Workload, **knobs: KnobValue) -> float:
     return predict_ms(workload, TILE.replace(**knobs), H200, CLEAN)
 
 
-TILE = default_config(LONG.specialization, H200)
+TILE = PORTABLE.default(LONG.specialization, H200)
 CAUSAL = dataclasses.replace(LONG, causal=True)
 
 
@@ -178,7 +178,7 @@ def test_less_padding_is_less_work(head_dim: int) -> None:
 
 @pytest.mark.parametrize("name", ["h200", "a100", "rtx 4090", "rtx 5090", "mi300x"])
 def test_defaults_of_every_preset_are_predicted_below_the_peak(name: str) -> None:
-    device, row = find_device(name), family("portable_forward")
+    device, row = find_device(name), PORTABLE
     served = [w for w in collect(models=["all"]) if row.why_not(w.specialization, device) is None and w.head_dim != 512]
     assert len(served) >= 120
     for workload in served:
@@ -188,7 +188,7 @@ def test_defaults_of_every_preset_are_predicted_below_the_peak(name: str) -> Non
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:
-    config = default_config(LONG.specialization, H200)
+    config = PORTABLE.default(LONG.specialization, H200)
     with pytest.raises(TuningError, match="covers portable_forward"):
         predict_ms(LONG, Config.of("other", {}), H200, CLEAN)
     with pytest.raises(TuningError, match="fit"):
