@@ -130,8 +130,7 @@ def _family_section(family: KernelFamily) -> str:
 
     lines = [f"## {family.title}", "", f"`{family.id}`", "", *_table(devices, cell), ""]
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
-    elsewhere = [f"- {d.arch}: {why_not(family, BASE, d)}" for d in DEVICES if d not in devices]
-    lines += ["", "On no other architecture:", "", *elsewhere] if elsewhere else []
+    lines += [f"\nNot on {', '.join(names)}: {rule}." for rule, names in _elsewhere(family, devices).items()]
     return "\n".join([*lines, ""])
 
 
