@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -172,6 +173,7 @@ def attention(
         raise WorkloadError(f"softmax_scale is finite and above 0, got {softmax_scale}")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise UnsupportedError(NO_BACKWARD)
+    op: Any
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     if (
         softcap
@@ -190,10 +192,21 @@ def attention(
         )
         is_shifted = causal or window != (None, None) or alibi_slopes is not None
         offset, offset_tensor = _split_offset(q, q_offset, is_shifted)
-        op = ops.attention_features_lse_op if return_lse else ops.attention_features_op
+        if (
+            not is_dynamo_compiling()
+            and ops.is_direct(q, k, v)
+            and ops.are_plain((alibi_slopes, sinks, bias, mask))
+            and len(features) == ops.FEATURES_WITHOUT_MODS
+        ):
+            op = ops.attention_features_lse_kernel if return_lse else ops.attention_features_kernel
+        else:
+            op = ops.attention_features_lse_op if return_lse else ops.attention_features_op
         result = op(q, k, v, causal, softmax_scale, layout == "bshd", offset, offset_tensor, *features)
         return result
-    op = ops.attention_lse_op if return_lse else ops.attention_op
+    if not is_dynamo_compiling() and ops.is_direct(q, k, v):
+        op = ops.attention_lse_kernel if return_lse else ops.attention_kernel
+    else:
+        op = ops.attention_lse_op if return_lse else ops.attention_op
     if layout == "bhsd" and q_offset is None and softmax_scale is None:
         result = op(q, k, v, causal)
     else:
@@ -240,8 +253,8 @@ def explain(
         q,
         k,
         v,
-        features[:7],
-        *features[7:],
+        features[: ops.FEATURES_WITHOUT_MODS],
+        *features[ops.FEATURES_WITHOUT_MODS :],
         causal=causal,
         bshd=layout == "bshd",
         explicit_offset=offset is not None,

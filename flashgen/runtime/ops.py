@@ -9,10 +9,11 @@ only the others. A user's score functions come as a number that `flashgen.runtim
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from flashgen.launch.extras import BlockMask, Extras
 from flashgen.runtime import mods as user_mods
@@ -38,6 +39,9 @@ _LIBRARY.define(f"attention_features_lse({_SCHEMA}, {_FEATURES}) -> (Tensor, Ten
 WITH_LSE, EXPLICIT_OFFSET, OFFSET_TENSOR, BSHD, CAUSAL, TF32 = 16, 32, 64, 128, 256, 512
 """Bits of a key's flags, above the four of the pointers' alignment."""
 
+FEATURES_WITHOUT_MODS = 7
+"""The feature arguments before `mods`."""
+
 FLOAT32 = torch.float32
 
 _remembered = serve.MEMO.get
@@ -46,6 +50,40 @@ _remembered = serve.MEMO.get
 def allows_tf32() -> bool:
     """Whether torch may round the factors of float32 products to TF32 (`torch.backends.cuda.matmul`)."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def is_direct(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    # in variables of its own, because a look-up costs a third of each question
+    tensor: type = torch.Tensor,
+    dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack,
+    function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled,
+    transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack,
+    trace: Callable[[], object] = torch._C._get_tracing_state,
+) -> bool:
+    """Whether torch's dispatcher would do nothing but call the op, so that the call may save it (2 to 3 us).
+
+    It has more to do for subclasses of tensors, under modes, transforms (`vmap`, `grad`), traces and a profiler, and
+    for tensors without data.
+    """
+    return (
+        type(q) is tensor
+        and type(k) is tensor
+        and type(v) is tensor
+        and not q.is_meta
+        and not dispatch_modes()
+        and not function_mode()
+        and transform() is None
+        and trace() is None
+        and not profiler._is_profiler_enabled
+    )
+
+
+def are_plain(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether none of these is of a class that does more than to hold data."""
+    return all(one is None or type(one) in (torch.Tensor, torch.nn.Parameter) for one in tensors)
 
 
 def _attention(
@@ -336,6 +374,10 @@ _IMPLEMENTATIONS = {
     "attention_features": (_attention_features, _fake),
     "attention_features_lse": (_attention_features_lse, _fake_lse),
 }
+attention_kernel, attention_lse_kernel = _attention, _attention_lse
+attention_features_kernel, attention_features_lse_kernel = _attention_features, _attention_features_lse
+"""What the ops do, without the dispatcher: for calls that `is_direct` allows."""
+
 for _name, (_kernel, _shapes) in _IMPLEMENTATIONS.items():
     for _key in ("CPU", "CUDA"):  # the CPU's raises the error that lists every family
         _LIBRARY.impl(_name, _kernel, _key)  # type: ignore[no-untyped-call]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen
 from flashgen.core.config import Config
 from flashgen.core.errors import DeviceError, UnsupportedError, WorkloadError
 from flashgen.core.workload import Specialization
-from flashgen.runtime import runs, serve
+from flashgen.runtime import ops, runs, serve
 from flashgen.runtime.calls import Call
+from flashgen.runtime.mods import handle_for
 from tests.db.samples import H100, RTX_4090
 from tests.runtime.fake_gpu import FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
@@ -260,7 +265,9 @@ def test_meta_tensors_flow_through() -> None:
 def reference(call: Call) -> runs.Run:
     """Attention in plain torch in the place of a kernel, in the output that a kernel would get."""
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: runs.Offset) -> Any:
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: runs.Offset, extras: Any = None
+    ) -> Any:
         out = runs.empty_output(q, v, bshd=call.bshd)
         lse = runs.empty_lse(q, bshd=call.bshd)
         q, k, v, view = (x.transpose(1, 2) if call.bshd else x for x in (q, k, v, out))
@@ -335,6 +342,124 @@ def test_the_ops_keep_what_torch_asks_of_ops(bshd: bool) -> None:
     torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, True, 0.3, bshd, 2), test_utils=checks)
     arguments = (q, k, v, True, None, bshd, None, offset)
     torch.library.opcheck(torch.ops.flashgen.attention_lse.default, arguments, test_utils=checks)
+
+
+class Marked(torch.Tensor):
+    """A subclass of tensors, for which torch would have more to do."""
+
+
+class DoesNothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class PassesOn(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+SEEN_BY_TORCH: dict[str, Callable[[], Any]] = {
+    "dispatch mode": DoesNothing,
+    "function mode": PassesOn,
+    "profiler": torch.profiler.profile,
+}
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops that were called through torch's dispatcher."""
+    seen: list[str] = []
+
+    def counted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: seen.append(name) or op(*arguments)  # type: ignore[func-returns-value]
+
+    for name in ("attention", "attention_lse", "attention_features", "attention_features_lse"):
+        monkeypatch.setattr(ops, f"{name}_op", counted(name, getattr(ops, f"{name}_op")))
+    return seen
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_plain_call_saves_the_dispatcher(dispatched: list[str]) -> None:
+    q, k, v = numbers()
+    expected = flashgen.attention(q, k, v.as_subclass(Marked)).as_subclass(torch.Tensor)
+    assert dispatched == ["attention"]
+    assert torch.equal(flashgen.attention(q, k, v), expected)
+    flashgen.attention(q, k, v, causal=True, q_offset=2, return_lse=True)
+    flashgen.attention(q, k, v, softcap=2.0, window=(3, 3))
+    flashgen.attention(q, k, v, sinks=torch.nn.Parameter(torch.zeros(4), requires_grad=False), return_lse=True)
+    assert dispatched == ["attention"]
+    flashgen.attention(q, k, v, sinks=torch.zeros(4).as_subclass(Marked))
+    assert dispatched == ["attention", "attention_features"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", SEEN_BY_TORCH)
+def test_what_torch_has_to_see_goes_through_the_dispatcher(name: str, dispatched: list[str]) -> None:
+    q, k, v = numbers()
+    expected = flashgen.attention(q, k, v)
+    assert dispatched == []
+    with SEEN_BY_TORCH[name]():
+        found = flashgen.attention(q, k, v)
+        flashgen.attention(q, k, v, softcap=2.0, return_lse=True)
+    assert torch.equal(found, expected)
+    assert dispatched == ["attention", "attention_features_lse"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_transform_and_a_trace_see_the_op(dispatched: list[str]) -> None:
+    q, k, v = numbers()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # vmap calls an op without a rule of its own in a loop, and tracing is deprecated
+        mapped = torch.vmap(flashgen.attention)(*(torch.stack([x, 2 * x]) for x in (q, k, v)))
+        assert dispatched == ["attention"]
+        torch.testing.assert_close(mapped[1], flashgen.attention(2 * q, 2 * k, 2 * v))
+        traced = torch.jit.trace(flashgen.attention, (q, k, v), check_trace=False)
+    assert "flashgen::attention" in str(traced.graph)
+    other = [x + 1 for x in (q, k, v)]
+    torch.testing.assert_close(traced(*other), flashgen.attention(*other))
+
+
+FEATURED: dict[str, Callable[[], dict[str, Any]]] = {
+    "values": lambda: {"softcap": 2.0, "window": (4, 1), "causal": True},
+    "heads": lambda: {"alibi_slopes": torch.ones(4), "sinks": torch.zeros(4)},
+    "scores": lambda: {"bias": torch.ones(10, 12), "mask": torch.ones(12, dtype=torch.bool)},
+    "functions": lambda: {"score_mod": scored, "aux": (torch.ones(3),)},
+}
+
+
+def scored(score, b, h, q_idx, k_idx, table):  # type: ignore[no-untyped-def]
+    return score + tl.load(table + h)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("name", FEATURED)
+def test_torch_compile_finds_one_graph_with_features(name: str, with_lse: bool) -> None:
+    arguments = FEATURED[name]()
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        found = flashgen.attention(q * 2, k, v, return_lse=with_lse, **arguments)
+        return found[0] + 1 if isinstance(found, tuple) else found + 1
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        torch.testing.assert_close(compiled(*numbers()), model(*numbers()))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_ops_with_features_keep_what_torch_asks_of_ops() -> None:
+    q, k, v = numbers()
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    tensors = (torch.ones(4), torch.zeros(4), torch.ones(10, 12), torch.ones(10, 12, dtype=torch.bool))
+    arguments = (q, k, v, True, 0.3, False, None, None, 3, None, 2.0, *tensors)
+    for op in (ops.attention_features_op, ops.attention_features_lse_op):
+        torch.library.opcheck(op, arguments, test_utils=checks)
+    handle = handle_for(scored, None, (torch.float32,))
+    given = (q, k, v, False, None, False, None, None, None, None, 0.0, None, None, None, None, handle, [torch.ones(3)])
+    torch.library.opcheck(ops.attention_features_op, given, test_utils=checks)
 
 
 def test_configs_of_a_warm_up_are_values(gpu: FakeGpu) -> None:
