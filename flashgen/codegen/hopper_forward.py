@@ -29,25 +29,34 @@ KNOBS = (
         values=("own", "with_v"),
         meaning="a slot of K is released by a barrier of its own, or with V's by having one slot more",
     ),
+    Knob(
+        name="barriers",
+        values=("mbarrier", "named"),
+        meaning="what slots are released by and turns passed with: barriers in shared memory, or the hardware's own",
+    ),
     Knob(name="ping_pong", values=(False, True), meaning="warpgroups take turns at the matrix unit"),
     Knob(
         name="conditional_rescale",
         values=(False, True),
         meaning="the maximum moves only by more than 2**8, and a warp whose maxima stay skips the rescaling",
     ),
-    Knob(name="exp_first", values=(False, True), meaning="exponentials are kept before the wait for the product"),
+    Knob(
+        name="exp_order",
+        values=("free", "barrier", "data"),
+        meaning="exponentials stay ahead of the wait for the product: not, by a wait, by a release that needs them",
+    ),
     Knob(name="max_tree", values=("chain", "chains"), meaning="the maximum of a row in one chain or four"),
     Knob(
         name="heads_per_group",
-        values=(1, 8, 16, 32),
+        values=(1, 2, 4, 8, 16, 32),
         meaning="tile order: 1 query blocks fastest, n heads fastest in groups of n, most keys first",
     ),
     Knob(
         name="masked_blocks",
-        values=("peeled", "branch"),
-        meaning="causal: blocks with hidden keys have a loop of their own, or a branch in the one loop",
+        values=("one", "peeled", "branch"),
+        meaning="causal: only the first block of keys has hidden ones, since query blocks are cut for it; "
+        "or those that have a loop of their own; or a branch in the one loop",
     ),
-    Knob(name="persistent", values=(False, True), meaning="programs stay and fetch tiles from an atomic counter"),
 )
 
 
@@ -70,7 +79,12 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    return _why_too_large(spec, config, device) or _why_meaningless(spec, config) or _why_pointless(config)
+    return (
+        _why_meaningless(spec, config)
+        or _why_impossible_mask(spec, config)
+        or _why_too_large(spec, config, device)
+        or _why_pointless(spec, config, device)
+    )
 
 
 def _why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:
@@ -81,6 +95,9 @@ def _why_too_large(spec: Specialization, config: Config, device: Device) -> str 
     shared, limit = resources.smem_bytes(spec, config, own_o=own_o), resources.smem_available(config, device)
     if shared > limit:
         return f"it needs {shared} bytes of shared memory and a block has {limit}"
+    barriers, left = resources.named_barriers(config), resources.NAMED_BARRIERS - resources.FIRST_NAMED_BARRIER
+    if barriers > left:
+        return f"it needs {barriers} named barriers and Triton leaves {left}"
     return None
 
 
@@ -91,34 +108,56 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
     if not spec.causal and config["heads_per_group"] != 1:
         return "without a causal mask all tiles are equally heavy"
-    if not spec.causal and config["masked_blocks"] != "peeled":
-        return "without a causal mask only the first block of a tile may need a mask"
+    if config["exp_order"] == "data" and (config["barriers"], config["k_release"]) != ("named", "own"):
+        return "the release that needs the exponentials is that of K, by a named barrier"
     return None
 
 
-def _why_pointless(config: Config) -> str | None:
-    if config["exp_first"] and not config["conditional_rescale"]:
-        return "exponentials kept first only pay together with the conditional rescale"
-    if config["warpgroups"] == 1 and config["blocks_per_sm"] == 1:
-        return "one warpgroup a multiprocessor leaves the matrix unit idle during every softmax"
+def _why_impossible_mask(spec: Specialization, config: Config) -> str | None:
+    kind = config["masked_blocks"]
+    if not spec.causal:
+        return None if kind == "one" else "without a causal mask only the first block of a tile may need a mask"
+    one = resources.block_m(config) <= config.integer("block_n") and not spec.offset_tensor
+    if kind == "one" and not one:
+        return (
+            "one block of keys holds the diagonal where it has as many keys as the tile has rows, at one known offset"
+        )
+    if kind == "peeled" and (one or config.integer("warpgroups") > 2):
+        return "a second loop for masked blocks only pays where more than one is masked, and where registers are left"
     return None
 
+
+def _why_pointless(spec: Specialization, config: Config, device: Device) -> str | None:
+    """What was never the fastest on an H200: a search does not spend its time on it."""
+    named = config["barriers"] == "named"
+    if config["exp_order"] == "barrier" and (named or not config["conditional_rescale"]):
+        return "a wait for their sake only pays together with the conditional rescale, and data does it where it can"
+    if config["max_tree"] == "chains" and named:
+        return "four chains of maxima are slower than one where little else waits"
+    if (config["warpgroups"] == 1) != (config.integer("blocks_per_sm") > 1):
+        return "blocks side by side are for those of one warpgroup, which leave the matrix unit idle during a softmax"
+    if config["k_release"] == "with_v" and (config["v_stages"], config["block_n"]) != (3, 64):
+        return "releasing K with V only pays in long rings of small blocks"
+    if config["block_n"] == 64 and _why_too_large(spec, config.replace(block_n=128, v_stages=2), device) is None:
+        return "steps of 128 keys fit, and have half as many waits"
+    return None
+
+
+_NAMED: dict[str, int | str | bool] = {
+    "barriers": "named",
+    "ping_pong": True,
+    "conditional_rescale": True,
+    "exp_order": "data",
+}
 
 # by (larger padded head_dim, causal): the winner of long sequences on an H200
 _DEFAULTS: dict[tuple[int, bool], dict[str, int | str | bool]] = {
-    (64, False): {"warpgroups": 3, "v_stages": 3, "ping_pong": True, "max_tree": "chain"},
-    (64, True): {
-        "warpgroups": 3,
-        "v_stages": 3,
-        "ping_pong": True,
-        "max_tree": "chain",
-        "conditional_rescale": True,
-        "masked_blocks": "branch",
-    },
-    (128, False): {},
-    (128, True): {"heads_per_group": 16},
-    (256, False): {"block_n": 64, "conditional_rescale": True, "exp_first": True},
-    (256, True): {"block_n": 64, "conditional_rescale": True, "exp_first": True, "masked_blocks": "branch"},
+    (64, False): {"warpgroups": 3, "v_stages": 3, "ping_pong": True},
+    (64, True): {"warpgroups": 3, "v_stages": 3, "heads_per_group": 8, **_NAMED},
+    (128, False): _NAMED,
+    (128, True): {"heads_per_group": 4, **_NAMED},
+    (256, False): {"block_n": 64, **_NAMED},
+    (256, True): {"block_n": 64, "heads_per_group": 8, **_NAMED},
 }
 
 
@@ -129,23 +168,25 @@ def _default(spec: Specialization, device: Device) -> Config:
         "block_n": 128,
         "v_stages": 2,
         "k_release": "own",
+        "barriers": "mbarrier",
         "ping_pong": False,
         "conditional_rescale": False,
-        "exp_first": False,
-        "max_tree": "chains",
-        "heads_per_group": 8 if spec.causal else 1,
-        "masked_blocks": "peeled",
-        "persistent": True,
+        "exp_order": "free",
+        "max_tree": "chain",
+        "heads_per_group": 1,
+        "masked_blocks": "one",
     }
     width = max(resources.block(spec.head_dim), resources.block(spec.head_dim_v))
-    return Config.of(FAMILY_ID, {**usual, **_DEFAULTS[width, spec.causal]})
+    config = Config.of(FAMILY_ID, {**usual, **_DEFAULTS[width, spec.causal]})
+    return config if _why_impossible_mask(spec, config) is None else config.replace(masked_blocks="branch")
 
 
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
     own_o = resources.own_o(spec, config, HOPPER)
-    slots, arrivals = _barriers(config, own_o=own_o)
+    slots, arrivals = _barriers(config)
     offset = "QOffset" if spec.offset_tensor else "q_offset"
     return {
+        **dict(config.knobs),
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
         "block_d": resources.block(spec.head_dim),
@@ -162,41 +203,48 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "causal": spec.causal,
         "offset_tensor": spec.offset_tensor,
         "offset_name": offset,
+        "named": config["barriers"] == "named",
+        "k_empty": "K_EMPTY" if config["barriers"] == "named" else "k_empty",
+        "v_empty": "V_EMPTY" if config["barriers"] == "named" else "v_empty",
+        "first_barrier": resources.FIRST_NAMED_BARRIER,
+        "ring_threads": resources.ring_threads(config),
+        "schedule_arguments": "tile, tiles, nheads, seqlen_q" + (", q_offset" if _is_aligned(spec, config) else ""),
         "clears_hidden": spec.causal,
         "own_o": own_o,
         "sizes": ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if spec.causal else [])],
-        "buffers": ["q_tiles", "k_tiles", "v_tiles", *(["o_tiles"] if own_o else []), *_next_tiles(config)],
+        "buffers": ["q_tiles", "k_tiles", "v_tiles", *(["o_tiles"] if own_o else []), "next_tiles"],
         "barriers": list(slots),
         "barrier_slots": slots,
         "barrier_arrivals": arrivals,
         "schedule_text": _schedule_text(config),
         "order_text": _order_text(config),
         "softmax_text": _softmax_text(config),
-        **dict(config.knobs),
     }
 
 
-def _next_tiles(config: Config) -> list[str]:
-    return ["next_tiles"] if config["persistent"] else []
+def _is_aligned(spec: Specialization, config: Config) -> bool:
+    """Whether query blocks are cut along the diagonal."""
+    return spec.causal and config["masked_blocks"] == "one"
 
 
-def _barriers(config: Config, *, own_o: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Number of slots and number of arrivals that complete a phase, by the name of a barrier."""
-    slots = {"q_full": "WARPGROUPS", "k_full": "K_STAGES", "v_full": "V_STAGES", "v_empty": "V_STAGES"}
-    if config["k_release"] == "own":
-        slots["k_empty"] = "K_STAGES"
-    if config["ping_pong"]:
-        slots["turn"] = "WARPGROUPS"
-    if config["persistent"]:
-        slots |= {"q_empty": "WARPGROUPS", "tile_full": "2", "tile_empty": "2"}
+def _barriers(config: Config) -> tuple[dict[str, str], dict[str, str]]:
+    """Number of slots and number of arrivals that complete a phase, by the name of a barrier in shared memory."""
+    slots = {"q_full": "WARPGROUPS", "k_full": "K_STAGES", "v_full": "V_STAGES"}
+    if config["barriers"] == "mbarrier":
+        slots["v_empty"] = "V_STAGES"
+        if config["k_release"] == "own":
+            slots["k_empty"] = "K_STAGES"
+        if config["ping_pong"]:
+            slots["turn"] = "WARPGROUPS"
+    slots |= {"q_empty": "WARPGROUPS", "tile_full": "2", "tile_empty": "2"}
     shared = ("k_empty", "v_empty", "tile_empty")
     return slots, {name: "WARPGROUPS" if name in shared else "1" for name in slots}
 
 
 def _schedule_text(config: Config) -> str:
-    if not config["persistent"]:
-        return "one tile a program"
-    return f"persistent: {config['blocks_per_sm']} programs a multiprocessor fetch tiles from Counter"
+    blocks = config.integer("blocks_per_sm")
+    programs = "one program" if blocks == 1 else f"{blocks} programs"
+    return f"persistent: {programs} a multiprocessor, which fetch tiles from Counter"
 
 
 def _order_text(config: Config) -> str:
@@ -233,16 +281,13 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
         Parameter(name=f"{tensor}_desc", type=descriptor_type(spec.dtype, rows, resources.block(head_dim)))
         for tensor, (rows, head_dim) in boxes.items()
     ]
-    found.append(Parameter(name="LSE", type="*fp32"))
-    if config["persistent"]:
-        found.append(Parameter(name="Counter", type="*i32"))
+    found += [Parameter(name="LSE", type="*fp32"), Parameter(name="Counter", type="*i32")]
     found.append(Parameter(name="softmax_scale_log2", type="fp32"))
     if spec.causal:
         offset = ("QOffset", "*i32") if spec.offset_tensor else ("q_offset", "i32")
         found.append(Parameter(name=offset[0], type=offset[1]))
-    names = ("nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
-    batch = ("batch",) if config["persistent"] else ()
-    return (*found, *(Parameter(name=name, type="i32") for name in (*batch, *names)))
+    names = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
+    return (*found, *(Parameter(name=name, type="i32") for name in names))
 
 
 def descriptor_type(dtype: str, rows: int, columns: int) -> str:
@@ -264,8 +309,6 @@ def _options(config: Config) -> CompileOptions:
 
 def _programs(config: Config, device: Device, batch: int, nheads: int, seqlen_q: int) -> int:
     tiles = -(-seqlen_q // resources.block_m(config)) * batch * nheads
-    if not config["persistent"]:
-        return tiles
     return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
 
 

@@ -23,6 +23,12 @@ branch may spill a few more, in that branch alone."""
 BARRIER_BYTES = 1024
 """Barriers, the next tile and alignment; 330 to 800 bytes were measured."""
 
+NAMED_BARRIERS = 16
+"""Barriers of a block in hardware (PTX: bar.sync 0 to 15)."""
+
+FIRST_NAMED_BARRIER = 6
+"""Triton takes 0, 1 and one for each role but the first, of which there are at most four."""
+
 
 def block(head_dim: int) -> int:
     """Columns of a tile: the next power of two, at least the 64 of a full swizzle."""
@@ -37,6 +43,19 @@ def block_m(config: Config) -> int:
 def k_stages(config: Config) -> int:
     """Slots for K: one more than for V where a slot of K is released together with one of V."""
     return config.integer("v_stages") + (config["k_release"] == "with_v")
+
+
+def named_barriers(config: Config) -> int:
+    """Named barriers of a kernel: one for each slot that is released, and one for each warpgroup that takes turns."""
+    if config["barriers"] != "named":
+        return 0
+    slots = config.integer("v_stages") + (k_stages(config) if config["k_release"] == "own" else 0)
+    return slots + (config.integer("warpgroups") if config["ping_pong"] else 0)
+
+
+def ring_threads(config: Config) -> int:
+    """Threads that meet when a slot is released: all consumers and the producer's warp."""
+    return config.integer("warpgroups") * THREADS_PER_WARPGROUP + 32
 
 
 def producer_registers(config: Config) -> int:
@@ -80,8 +99,8 @@ def smem_available(config: Config, device: Device) -> int:
 def own_o(spec: Specialization, config: Config, device: Device) -> bool:
     """Whether the output of a tile has its own place, so that Q of the next tile is loaded meanwhile.
 
-    Only a persistent program has a next tile; where head_dim and head_dim_v differ, Q's place has another shape.
+    Where head_dim and head_dim_v differ, Q's place has another shape.
     """
     if block(spec.head_dim) != block(spec.head_dim_v):
         return True
-    return config["persistent"] is True and smem_bytes(spec, config, own_o=True) <= smem_available(config, device)
+    return smem_bytes(spec, config, own_o=True) <= smem_available(config, device)

@@ -45,7 +45,14 @@ HOPPER_GOLDENS = {
     "hopper_d256_causal_offset": ("fwd-fp16-d256-causal-offset", {}),
     "hopper_d64_short": (
         "fwd-bf16-d64-causal",
-        {"warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False, "persistent": False},
+        {
+            "warpgroups": 1,
+            "blocks_per_sm": 3,
+            "block_n": 64,
+            "ping_pong": False,
+            "exp_order": "free",
+            "masked_blocks": "one",
+        },
     ),
 }
 """Kernels of the Hopper family: specialization, knobs changed from its default."""
