@@ -21,6 +21,7 @@ from flashgen.codegen.families import FAMILIES, why_invalid, why_not
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import BuildError
+from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 
 TARGETS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx1200")
@@ -29,6 +30,17 @@ HEAD_DIMS = (64, 128, 256)
 TOLERATED_SPILLS = 32
 """Bytes of local memory per thread that a default may use: defaults spill nothing under the Triton that the tests run
 with (tests/codegen), and register allocation of another version may end a few registers higher."""
+
+FUNCTIONS = ScoreMods(
+    score_mod=UserFunction(
+        name="score_mod", source="def score_mod(score, b, h, q, k, doc):\n    return score - tl.abs(q - k) * 0.1\n"
+    ),
+    mask_mod=UserFunction(
+        name="mask_mod", source="def mask_mod(b, h, q, k, doc):\n    return tl.load(doc + q) == tl.load(doc + k)\n"
+    ),
+    aux=("i32",),
+    block_mask=True,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +86,15 @@ def jobs(targets: list[str]) -> list[Job]:
                     found.append(Job(spec=spec, config=config, device=device, may_spill=False))
                     other = other_loads(config, spec, device)
                     found += [Job(spec=spec, config=each, device=device, may_spill=True) for each in other]
+        found += with_functions(device)
     return found
+
+
+def with_functions(device: Device) -> list[Job]:
+    """Every family's default with functions of a user and a block mask; what they hold may spill."""
+    spec = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
+    rows = [family for family in FAMILIES if why_not(family, spec, device) is None]
+    return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True) for row in rows]
 
 
 def specializations() -> list[Specialization]:

@@ -169,9 +169,8 @@ def built(mask_mod: Any, aux: tuple[torch.Tensor, ...], qkv: tuple[torch.Tensor,
     return block_mask(mask_mod, *heads, **lengths, aux=aux, device="cpu")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "loads"), list(zip(SHAPES, LOADS * 2, strict=True)))
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("loads", LOADS)
 def test_a_mask_hides_keys(name: str, shape: tuple[int, ...], loads: str) -> None:
     qkv = tensors(shape)
     mask_mod, aux, formula, _ = mask_cases(*shape[3:])[name]
@@ -182,9 +181,10 @@ def test_a_mask_hides_keys(name: str, shape: tuple[int, ...], loads: str) -> Non
     assert torch.all(got[0][empty] == 0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "loads", "block_n"), list(zip(SHAPES, ["descriptor", "pointer"] * 2, [64, 128, 128, 32], strict=True))
+)
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize(("loads", "block_n"), [("pointer", 128), ("descriptor", 64)])
 def test_a_block_mask_changes_nothing(name: str, shape: tuple[int, ...], loads: str, block_n: int) -> None:
     qkv = tensors(shape)
     mask_mod, aux, formula, differ = mask_cases(*shape[3:])[name]
