@@ -1,0 +1,115 @@
+"""Kernels with features and kernels in Gluon, compiled: what a launch prepares is what their PTX declares and reads."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+
+from flashgen.codegen import families
+from flashgen.codegen.build import CompiledKernel, compile_kernel
+from flashgen.codegen.hopper_forward import HOPPER_FORWARD
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.core.workload import Specialization
+from flashgen.launch import counters
+from flashgen.launch.extras import MAX_OFFSET, Extras
+from flashgen.launch.geometry import Geometry
+from flashgen.launch.parameters import ptx_sizes, slot_sizes, trailing_pointers
+from flashgen.launch.plan import TritonPlan, make_plan
+from tests.launch.fake_driver import FakeDriver
+from tests.launch.kernels import tensors
+
+EVERYTHING = "fwd-bf16-d96-causal-softcap-alibi-sink-bias-mask-window-bias_fp32-sink_bf16"
+SMALL = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
+# specialization, family, device, knobs that differ from the default
+KERNELS = {
+    "features, descriptors": (EVERYTHING, PORTABLE_FORWARD, "h200", {**SMALL, "loads": "descriptor"}),
+    "features, pointers": (EVERYTHING, PORTABLE_FORWARD, "a100", {**SMALL, "loads": "pointer"}),
+    "two parts, descriptors": (
+        "fwd-bf16-d96-alibi",
+        PORTABLE_FORWARD,
+        "h200",
+        {"loads": "descriptor", "split_d": True},
+    ),
+    "gluon": ("fwd-bf16-d128-causal", HOPPER_FORWARD, "h200", {}),
+}
+
+
+@functools.cache
+def kernel(name: str) -> tuple[Specialization, Config, CompiledKernel]:
+    key, row, target, changes = KERNELS[name]
+    spec, device = Specialization.parse(key), find_device(target)
+    config = row.default(spec, device).replace(**changes)
+    return spec, config, compile_kernel(spec, config, device)
+
+
+@pytest.fixture(autouse=True)
+def both_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "FAMILIES", (PORTABLE_FORWARD, HOPPER_FORWARD))
+    monkeypatch.setattr(counters, "_FREE", {})
+    monkeypatch.setattr(counters, "zeros", lambda index, count: torch.zeros(count, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_layout_is_that_of_the_compiled_kernel(name: str) -> None:
+    spec, config, compiled = kernel(name)
+    parameters = families.family(config.family).parameters(spec, config)
+    ptx = compiled.handle.asm["ptx"]
+    assert trailing_pointers(ptx, parameters) == 2
+    assert ptx_sizes(ptx)[:-2] == tuple(size for parameter in parameters for size in slot_sizes(parameter))
+    threads = int(ptx.split(".reqntid")[1].split()[0])
+    assert threads == compiled.handle.metadata.num_warps * 32, "the threads of a launch are those that were compiled"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_parameter_has_the_value_of_the_call(name: str, cuda: FakeDriver) -> None:
+    spec, config, compiled = kernel(name)
+    q, k, v, out = tensors(spec)
+    extras = Extras(
+        window=(70, None),
+        softcap=30.0,
+        alibi_slopes=torch.ones(2, 6),
+        sinks=torch.zeros(6, dtype=torch.bfloat16),
+        bias=torch.zeros(2, 1, 200, 336)[..., :333],
+        mask=torch.ones(1, 6, 200, 336, dtype=torch.bool)[..., :333],
+    )
+    cuda.parameters = families.family(config.family).parameters(spec, config)
+    launch = make_plan(compiled, spec, config, Geometry.of(q, k, v, out, extras), 0)
+    assert not isinstance(launch, TritonPlan)
+    launch(q, k, v, out, None, 0.25, None, extras)
+    (done,) = cuda.launches
+    values = done.values
+    assert done.block == (compiled.handle.metadata.num_warps * 32, 1, 1)
+    expected = {
+        "window_left": 70,
+        "window_right": 0 if spec.causal else MAX_OFFSET + 533,
+        "AlibiSlopes": extras.alibi_slopes.data_ptr(),  # type: ignore[union-attr]
+        "stride_alibi_b": 6,
+        "Sinks": extras.sinks.data_ptr(),  # type: ignore[union-attr]
+        "Bias": extras.bias.data_ptr(),  # type: ignore[union-attr]
+        "Mask": extras.mask.data_ptr(),  # type: ignore[union-attr]
+        **dict(zip([f"stride_bias_{axis}" for axis in "bhqk"], (200 * 336, 0, 336, 1), strict=True)),
+        **dict(zip([f"stride_mask_{axis}" for axis in "bhqk"], (0, 200 * 336, 336, 1), strict=True)),
+        "batch": 2,
+        "q_offset": 133,
+        "seqlen_q": 200,
+        "seqlen_k": 333,
+    }
+    assert {key: values[key] for key in expected if key in values} == {
+        key: value for key, value in expected.items() if key in values
+    }
+    if "softcap_rate" in values:
+        assert values["softcap_rate"] == pytest.approx(2 * math.log2(math.e) * 0.25 / 30)
+        assert values["softcap_scale_log2"] == pytest.approx(2 * math.log2(math.e) * 30)
+    for letter, tensor in zip("qkvo", (q, k, v, out), strict=True):
+        for key in (letter.upper(), f"{letter}_desc", f"{letter}1_desc"):
+            assert values.get(key, tensor.data_ptr()) == tensor.data_ptr()
+    if "split_d" in KERNELS[name][3]:
+        widths = [values[f"k{part}_desc.encoded"].box[0] for part in ("", "1")]
+        assert widths == [64, 32], "64 and 32 of 96"
+    if "Counter" in values:
+        assert values["Counter"] != 0
