@@ -8,8 +8,8 @@ from flashgen.core.score_mods import MASK_BLOCK, UserFunction
 from flashgen.core.workload import Specialization
 
 LISTS = ("PartialCounts", "PartialIndices", "FullCounts", "FullIndices")
-MAX_SCORE_REGISTERS = 64
-"""Of a thread. Functions hold values of their own for each score: with 128, Triton spilled kilobytes (sm90)."""
+MAX_SCORE_REGISTERS = 128
+"""Of a thread. Functions hold values of their own for each score; with more than this, kilobytes are spilled."""
 
 SIZES = ("stride_block_b", "stride_block_h", "num_k_blocks")
 

@@ -124,10 +124,9 @@ def test_tiles_divide_the_blocks_of_a_block_mask() -> None:
 
 
 def test_functions_need_registers() -> None:
-    config = default_config(PLAIN, H200)
-    assert why_invalid(config, PLAIN, H200) is None
+    config = default_config(PLAIN, H200).replace(block_n=256)
     reason = why_invalid(config, replace(PLAIN, mods=MODS["mask"]), H200)
-    assert reason == "beside user functions a thread has 64 registers for scores, not 128"
+    assert reason == "beside user functions a thread has 128 registers for scores, not 256"
 
 
 @pytest.mark.parametrize(

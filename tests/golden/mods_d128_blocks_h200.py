@@ -238,7 +238,7 @@ def portable_forward(
         l_i = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         block = tl.load(full_list)
-        for j in tl.range(0, full_steps, num_stages=1):
+        for j in tl.range(0, full_steps):
             n = block * MASK_BLOCK + j * BLOCK_N % MASK_BLOCK
             # the block of the next step is read now, so that its K and V need not wait
             block = tl.load(full_list + tl.minimum(j + 1, full_steps - 1) * BLOCK_N // MASK_BLOCK)
@@ -265,7 +265,7 @@ def portable_forward(
                 True,
             )
         block = tl.load(partial_list)
-        for j in tl.range(0, partial_steps, num_stages=1):
+        for j in tl.range(0, partial_steps):
             n = block * MASK_BLOCK + j * BLOCK_N % MASK_BLOCK
             # the block of the next step is read now, so that its K and V need not wait
             block = tl.load(partial_list + tl.minimum(j + 1, partial_steps - 1) * BLOCK_N // MASK_BLOCK)
