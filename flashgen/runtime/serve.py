@@ -113,12 +113,13 @@ def _generated_run(problem: Problem, served: Served, device: Device, index: int)
         default = default_config(problem.spec, device)
         if served.record is None or settings().no_compile or default == served.config:
             raise
+        run = _kernel_run(problem, default, device, index)  # if this fails, too, it is not for the record
         warnings.warn(
             f"the record {served.record.workload.key} of {served.layer} cannot serve here and the default config does; "
             f"tune again with this Triton: {error}",
             stacklevel=2,
         )
-        return _kernel_run(problem, default, device, index)
+        return run
 
 
 def _sdpa_backend(problem: Problem, served: Served) -> str | None:

@@ -409,6 +409,20 @@ def test_a_record_that_cannot_be_built_here_leaves_the_call_to_the_default(
         serve.prepare(Call(q=q, k=k, v=v, causal=True, config=recorded))
 
 
+def test_what_no_config_can_build_is_no_fault_of_a_record(
+    gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake in a user's function, say: the error alone, without advice to tune again."""
+    ladder.user(measured())
+
+    def broken(*arguments: Any) -> Any:
+        raise BuildError("mask_mod returns booleans")
+
+    monkeypatch.setattr("flashgen.codegen.build.compile_kernel", broken)
+    with pytest.raises(BuildError, match="mask_mod returns booleans"):
+        flashgen.attention(*(tensor(4, h, 4096, 128) for h in (32, 8, 8)), causal=True)
+
+
 def test_an_unsupported_call_on_a_gpu_lists_every_family(gpu: FakeGpu) -> None:
     with pytest.raises(UnsupportedError, match=r"portable_forward: its head_dim is 16 to \d+, not 1024"):
         flashgen.attention(*qkv(dim=1024))
