@@ -151,6 +151,7 @@ def test_a_score_that_hides() -> None:
     assert_right((got[0][~near], got[1][~near]), (expected[0][~near], expected[1][~near]))
 
 
+@pytest.mark.filterwarnings("ignore")  # it says that it is not compiled
 def test_flex_attention_agrees() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = tensors(1, 4, 2, 1024, 1024, 64)
