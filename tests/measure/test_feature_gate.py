@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,9 @@ from tests.measure.emulated import Emulated
 
 FEATURES = ("window", "softcap", "alibi", "sink", "bias", "keybias", "mask", "keymask")
 EVERYTHING = "softcap-alibi-sink-bias-mask-window"
+
+
+problems_of = functools.cache(lambda spec: odd_problems(spec, "cpu"))
 
 
 def spec_of(features: str, dtype: str = "bf16") -> Specialization:
@@ -40,7 +44,7 @@ def spec_of(features: str, dtype: str = "bf16") -> Specialization:
 def test_a_right_kernel_passes(dtype: str, features: str) -> None:
     spec = spec_of(features, dtype)
     kernel = Emulated(causal=spec.causal, tf32=dtype == "tf32")
-    assert check_odd(kernel.factory, odd_problems(spec, "cpu")) is None
+    assert check_odd(kernel.factory, problems_of(spec)) is None
 
 
 @pytest.mark.parametrize(
@@ -79,13 +83,13 @@ def test_a_right_kernel_passes(dtype: str, features: str) -> None:
 def test_a_mistake_is_found(features: str, mistake: dict[str, object], dtype: str) -> None:
     spec = spec_of(features, dtype)
     kernel = Emulated(causal=spec.causal, tf32=dtype == "tf32", **mistake)  # type: ignore[arg-type]
-    assert isinstance(check_odd(kernel.factory, odd_problems(spec, "cpu")), Failure)
+    assert isinstance(check_odd(kernel.factory, problems_of(spec)), Failure)
 
 
 def test_an_imprecise_kernel_is_rejected_for_fp32_where_tf32_is_not_allowed() -> None:
     kernel = Emulated(causal=False, tf32=True)
-    assert check_odd(kernel.factory, odd_problems(spec_of("", "tf32"), "cpu")) is None
-    assert isinstance(check_odd(kernel.factory, odd_problems(spec_of("", "fp32"), "cpu")), Failure)
+    assert check_odd(kernel.factory, problems_of(spec_of("", "tf32"))) is None
+    assert isinstance(check_odd(kernel.factory, problems_of(spec_of("", "fp32"))), Failure)
 
 
 def test_the_lse_of_exact_products_is_judged_as_strictly_as_ever() -> None:
