@@ -201,9 +201,8 @@ class Specialization:
         mods: ScoreMods | None = None,
     ) -> Specialization:
         """The specialization that serves `workload`."""
-        shared = {f.name for f in fields(cls)} & {f.name for f in fields(workload)}
         window = workload.window_left is not None or workload.window_right is not None
-        values = {name: getattr(workload, name) for name in shared}
+        values = {name: getattr(workload, name) for name in _SHARED}
         return cls(
             **values,
             window=window,
@@ -251,6 +250,9 @@ class Specialization:
         parts += [token for token, value in _VARIANTS.items() if token != "window" and _has(self, value)]
         return "-".join(parts + ([self.mods.key] if self.mods else []))
 
+
+_SHARED = tuple(f.name for f in fields(Specialization) if f.name in {g.name for g in fields(Workload)})
+"""What a specialization takes over from its workload."""
 
 # tokens of a specialization's key that a workload's key does not have
 _VARIANTS: dict[str, dict[str, object]] = {

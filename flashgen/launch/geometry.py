@@ -88,12 +88,10 @@ def aligned16(geometry: Geometry, pointers: int, element_bytes: int) -> bool:
     """Whether every pointer (or-ed together in `pointers`) and every stride in use is a multiple of 16 bytes."""
     if pointers % ALIGNMENT_BYTES:
         return False
+    step = ALIGNMENT_BYTES // element_bytes
     for letter in "qkvo":
-        shape, strides = geometry.tensor(letter)
-        if any(
-            size > 1 and stride * element_bytes % ALIGNMENT_BYTES
-            for size, stride in zip(shape[:3], strides, strict=False)
-        ):
+        (batch, nheads, rows, _), (of_batch, of_head, of_row, _) = geometry.tensor(letter)
+        if (batch > 1 and of_batch % step) or (nheads > 1 and of_head % step) or (rows > 1 and of_row % step):
             return False
     return True
 
