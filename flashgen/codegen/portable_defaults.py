@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.head_parts import padded
+from flashgen.codegen.portable_limits import MIN_WARPGROUP_ROWS
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -17,53 +18,97 @@ _DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("sm90", 64): (128, 128, 4, 3),
     ("sm90", 128): (128, 128, 8, 3),
     ("sm90", 256): (128, 64, 8, 2),
+    ("sm90", 512): (64, 32, 8, 2),
     ("sm100", 64): (128, 64, 4, 3),
     ("sm100", 128): (128, 128, 8, 3),
     ("sm100", 256): (128, 64, 8, 2),
+    ("sm100", 512): (64, 32, 8, 2),
     ("large", 64): (128, 64, 4, 3),
     ("large", 128): (128, 64, 8, 3),
     ("large", 256): (64, 16, 4, 2),
+    ("large", 512): (32, 32, 8, 2),
     ("small", 64): (128, 64, 4, 3),
     ("small", 128): (128, 32, 8, 3),
     ("small", 256): (64, 16, 4, 2),
+    ("small", 512): (32, 32, 8, 2),
     ("sm120", 64): (128, 64, 8, 3),
     ("sm120", 128): (128, 32, 8, 3),
     ("sm120", 256): (64, 16, 4, 2),
+    ("sm120", 512): (32, 32, 8, 2),
     ("cdna", 64): (128, 64, 4, 1),
     ("cdna", 128): (128, 32, 4, 1),
     ("cdna", 256): (128, 32, 4, 1),
+    ("cdna", 512): (64, 16, 4, 1),
     ("rdna", 64): (128, 32, 4, 1),
     ("rdna", 128): (128, 32, 8, 1),
     ("rdna", 256): (64, 16, 8, 1),
+    ("rdna", 512): (16, 16, 8, 1),
+}
+# the same with a window, ALiBi, a bias or a mask: positions, tiles of the bias and a second pass take registers too
+_DEFAULTS_HEAVY: dict[tuple[str, int], tuple[int, int, int, int]] = {
+    ("sm90", 64): (128, 64, 8, 3),
+    ("sm90", 128): (128, 64, 8, 3),
+    ("sm90", 256): (128, 32, 8, 2),
+    ("sm90", 512): (32, 32, 8, 2),
+    ("sm100", 64): (64, 64, 4, 3),
+    ("sm100", 128): (128, 64, 8, 3),
+    ("sm100", 256): (128, 32, 8, 2),
+    ("sm100", 512): (32, 16, 8, 2),
+    ("nvidia", 64): (128, 64, 8, 2),
+    ("nvidia", 128): (64, 32, 4, 2),
+    ("nvidia", 256): (64, 16, 8, 2),
+    ("nvidia", 512): (32, 16, 8, 2),
+    ("cdna", 64): (128, 32, 4, 1),
+    ("cdna", 128): (128, 32, 4, 1),
+    ("cdna", 256): (64, 16, 4, 1),
+    ("cdna", 512): (32, 16, 4, 1),
+    ("rdna", 64): (128, 32, 8, 1),
+    ("rdna", 128): (64, 32, 8, 1),
+    ("rdna", 256): (32, 16, 8, 1),
+    ("rdna", 512): (16, 16, 8, 1),
+}
+# twice the bytes of 16-bit elements, with and without features
+_DEFAULTS_TF32: dict[tuple[str, int], tuple[int, int, int, int]] = {
+    ("sm90", 64): (128, 64, 8, 2),
+    ("sm90", 128): (128, 32, 8, 2),
+    ("sm90", 256): (64, 16, 8, 2),
+    ("sm90", 512): (32, 16, 8, 2),
+    ("sm100", 64): (128, 64, 8, 2),
+    ("sm100", 128): (128, 32, 8, 2),
+    ("sm100", 256): (64, 16, 8, 2),
+    ("sm100", 512): (32, 16, 8, 2),
+    ("nvidia", 64): (128, 32, 8, 2),
+    ("nvidia", 128): (64, 16, 4, 2),
+    ("nvidia", 256): (32, 16, 4, 2),
+    ("nvidia", 512): (16, 16, 8, 1),
+    ("cdna", 64): (128, 32, 8, 1),
+    ("cdna", 128): (64, 16, 8, 1),
+    ("cdna", 256): (32, 16, 8, 1),
+    ("cdna", 512): (16, 16, 8, 1),
 }
 # IEEE products come from the ordinary units, whose tiles hold more registers; what spills least on RDNA still spills.
 _DEFAULTS_FP32: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("nvidia", 64): (64, 32, 8, 2),
     ("nvidia", 128): (32, 16, 8, 2),
     ("nvidia", 256): (32, 16, 8, 2),
+    ("nvidia", 512): (16, 16, 8, 1),
     ("small", 64): (64, 32, 8, 2),
     ("small", 128): (16, 16, 4, 2),
     ("small", 256): (32, 16, 8, 2),
     ("cdna", 64): (64, 32, 8, 1),
     ("cdna", 128): (64, 32, 8, 1),
     ("cdna", 256): (32, 16, 8, 1),
+    ("cdna", 512): (16, 16, 8, 1),
     ("rdna", 64): (16, 16, 4, 1),
     ("rdna", 128): (32, 16, 8, 1),
     ("rdna", 256): (16, 16, 8, 1),
+    ("rdna", 512): (16, 16, 8, 1),
 }
 
 
-def default_tile(spec: Specialization, device: Device) -> Config:
+def default_config(spec: Specialization, device: Device) -> Config:
     """The default config of `spec` on `device`, in constant time."""
-    block = max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
-    kind = _kind(device)
-    if spec.dtype == "fp32":
-        known = (kind, block) if (kind, block) in _DEFAULTS_FP32 else ("nvidia", block)
-        block_m, block_n, num_warps, num_stages = _DEFAULTS_FP32[known]
-    else:
-        block_m, block_n, num_warps, num_stages = _DEFAULTS[kind, block]
-    if spec.mods is not None:
-        block_n = max(16, block_n // 2)  # registers for what the user's functions compute
+    block_m, block_n, num_warps, num_stages = _tile(spec, device)
     return Config.of(
         FAMILY_ID,
         {
@@ -71,13 +116,27 @@ def default_tile(spec: Specialization, device: Device) -> Config:
             "block_n": block_n,
             "num_warps": num_warps,
             "num_stages": num_stages,
-            "loads": "descriptor" if _prefers_descriptors(spec, device) else "pointer",
+            "loads": "descriptor" if _prefers_descriptors(spec, device, block_m) else "pointer",
             "maxnreg": 0,
             "heads_per_group": 8 if spec.causal else 1,
             "heavy_first": spec.causal,
             "split_d": False,
         },
     )
+
+
+def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
+    block = max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
+    kind = _kind(device)
+    table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype)
+    if table is None:
+        table = _DEFAULTS_HEAVY if is_heavy(spec) else _DEFAULTS
+    return table[(kind, block) if (kind, block) in table else ("nvidia", block)]
+
+
+def is_heavy(spec: Specialization) -> bool:
+    """Whether scores depend on more than products, the ends of the keys and a softcap."""
+    return spec.window or spec.alibi or bool(spec.bias) or bool(spec.mask) or spec.mods is not None
 
 
 def _kind(device: Device) -> str:
@@ -88,6 +147,7 @@ def _kind(device: Device) -> str:
     return "large" if device.smem_per_block >= LARGE_SMEM else "small"
 
 
-def _prefers_descriptors(spec: Specialization, device: Device) -> bool:
-    """On sm120 Triton pipelines pointer loads for the matrix unit (mma.sync), but not descriptor loads."""
-    return device.arch in ("sm90", "sm100") and spec.aligned16 and spec.dtype != "fp32"
+def _prefers_descriptors(spec: Specialization, device: Device, block_m: int) -> bool:
+    """Where the matrix unit reads shared memory; Triton pipelines only pointer loads for mma.sync."""
+    warpgroups = device.arch in ("sm90", "sm100") and block_m >= MIN_WARPGROUP_ROWS
+    return warpgroups and spec.aligned16 and spec.dtype != "fp32"

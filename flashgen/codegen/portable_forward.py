@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flashgen.codegen.family import CompileOptions, KernelFamily, Knob, Parameter
-from flashgen.codegen.head_parts import can_split, head_parts
-from flashgen.codegen.portable_defaults import FAMILY_ID, default_tile
+from flashgen.codegen.head_parts import can_split, head_parts, padded
+from flashgen.codegen.portable_defaults import FAMILY_ID, default_config
 from flashgen.codegen.portable_limits import (
     MAX_REGS_PER_THREAD,
     MIN_WARPGROUP_ROWS,
@@ -19,6 +19,8 @@ from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
+WIDE_HEAD = 256
+"""From here on warps may share rows, because one cannot hold the queries and outputs of whole ones."""
 
 KNOBS = (
     Knob(name="block_m", values=(16, 32, 64, 128, 256), meaning="query rows of a program"),
@@ -50,6 +52,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
     for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
+    if spec.dtype == "tf32" and not (device.is_nvidia or device.arch == "gfx942"):
+        return f"the matrix unit of {device.arch} multiplies no TF32"
     if device.is_nvidia and device.capability < 80:
         return f"it needs sm80 or newer, not {device.arch}"
     return None
@@ -81,7 +85,8 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
         return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
     if spec.dtype == "fp32":
         return None  # no matrix unit, no tiles of it
-    return _rows_per_warp(config.integer("block_m"), config.integer("num_warps"), device)
+    wide = max(padded(size, is_split(config)) for size in (spec.head_dim, spec.head_dim_v)) >= WIDE_HEAD
+    return _rows_per_warp(config.integer("block_m"), config.integer("num_warps"), device, wide=wide)
 
 
 def _why_pointless(spec: Specialization, config: Config, device: Device) -> str | None:
@@ -102,9 +107,12 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
     return None
 
 
-def _rows_per_warp(block_m: int, num_warps: int, device: Device) -> str | None:
-    """Each warp computes whole rows (the reductions then stay inside it): 16 of them, the height of an MMA tile."""
-    if device.is_nvidia and block_m < 16 * num_warps and not (num_warps == 4 and block_m >= 16):
+def _rows_per_warp(block_m: int, num_warps: int, device: Device, *, wide: bool) -> str | None:
+    """Each warp computes whole rows (the reductions then stay inside it): 16 of them, the height of an MMA tile.
+
+    Up to four warps may share them, and eight where one warp cannot hold the outputs of whole rows.
+    """
+    if device.is_nvidia and block_m < 16 * num_warps and num_warps > (8 if wide else 4):
         return f"{num_warps} warps of 16 rows are more than {block_m} rows"
     if device.arch in ("sm90", "sm100") and block_m >= MIN_WARPGROUP_ROWS and num_warps < 4:
         return "the matrix unit works for four warps together"
@@ -178,7 +186,7 @@ PORTABLE_FORWARD = KernelFamily(
     knobs=KNOBS,
     why_not=_why_not,
     why_invalid=_why_invalid,
-    default=default_tile,
+    default=default_config,
     values=values,
     parameters=_parameters,
     options=_options,

@@ -17,6 +17,9 @@ OTHER_REGS = 24
 MIN_WARPGROUP_ROWS = 64
 """Rows that the matrix units of sm90 and sm100 multiply at once, from shared memory; smaller tiles use mma.sync."""
 
+TENSOR_MEMORY_ROWS, TENSOR_MEMORY_COLUMNS = 128, 512
+"""Where sm100 accumulates: 32-bit words of a multiprocessor."""
+
 
 def is_split(config: Config) -> bool:
     """Whether heads lie in two parts; a config that is older than the knob means that they do not."""
@@ -33,6 +36,9 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
     available = min(available, config.integer("maxnreg") or available)
     if needed > available:
         return f"a thread needs about {needed} registers and has {available}"
+    columns = config.integer("block_m") // TENSOR_MEMORY_ROWS * _score_columns(spec, config)
+    if device.arch == "sm100" and columns > TENSOR_MEMORY_COLUMNS:
+        return f"it needs {columns} columns of tensor memory and there are {TENSOR_MEMORY_COLUMNS}"
     shared = smem_needed(spec, config, device)
     if shared > device.smem_per_block:
         return f"it needs at least {shared} bytes of shared memory and a block has {device.smem_per_block}"
@@ -46,7 +52,7 @@ def registers_needed(spec: Specialization, config: Config, device: Device) -> in
     """
     threads = config.integer("num_warps") * device.warp_size
     rows = config.integer("block_m")
-    words = rows * (config.integer("block_n") + padded(spec.head_dim_v, is_split(config)))
+    words = rows * _score_columns(spec, config)
     if device.arch not in ("sm90", "sm100"):
         words += rows * padded(spec.head_dim, is_split(config)) * DTYPE_BYTES[spec.dtype] // 4
     return words // threads + OTHER_REGS
@@ -64,3 +70,8 @@ def smem_needed(spec: Specialization, config: Config, device: Device) -> int:
     # a pipeline of copies keeps a buffer for each stage, one of ordinary loads a buffer less
     buffers = stages if warpgroup and config["loads"] == "descriptor" else stages - 1
     return query + buffers * step
+
+
+def _score_columns(spec: Specialization, config: Config) -> int:
+    """fp32 columns of a query row: its scores and its outputs."""
+    return config.integer("block_n") + padded(spec.head_dim_v, is_split(config))

@@ -25,6 +25,15 @@ GOLDENS = {
     "forward_d192_dv128_causal_h200": ("fwd-bf16-d192-dv128-causal", "h200", {"heads_per_group": 0}),
     "forward_d64_fp32_h200": ("fwd-fp32-d64", "h200", {}),
     "forward_d128_mi300x": ("fwd-fp16-d128", "mi300x", {}),
+    # Gemma 2: alternating windows, capped scores
+    "forward_d256_causal_softcap_window_h200": ("fwd-bf16-d256-causal-softcap-window", "h200", {}),
+    # gpt-oss
+    "forward_d64_causal_sink_window_4090": ("fwd-bf16-d64-causal-sink-window-sink_bf16", "rtx 4090", {}),
+    "forward_d64_bias_h200": ("fwd-bf16-d64-bias", "h200", {}),
+    "forward_d128_keymask_h200": ("fwd-bf16-d128-keymask", "h200", {}),
+    "forward_d128_alibi_mask_scattered_h200": ("fwd-fp16-d128-causal-alibi-mask-scattered-offset", "h200", {}),
+    "forward_d192_dv128_split_h200": ("fwd-bf16-d192-dv128-causal", "h200", {"split_d": True}),
+    "forward_d80_split_a100": ("fwd-fp16-d80", "a100", {"split_d": True}),
     "forward_d128_causal_maxnreg": (
         "fwd-bf16-d128-causal",
         "h200",
@@ -43,6 +52,8 @@ HOPPER_GOLDENS = {
     "hopper_d128_causal": ("fwd-bf16-d128-causal", {}),
     "hopper_d64": ("fwd-bf16-d64", {}),
     "hopper_d256_causal_offset": ("fwd-fp16-d256-causal-offset", {}),
+    "hopper_d256_gemma": ("fwd-bf16-d256-causal-softcap-window", {}),
+    "hopper_d64_gpt_oss": ("fwd-bf16-d64-causal-sink-window", {}),
     "hopper_d64_short": (
         "fwd-bf16-d64-causal",
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashgen.codegen.families import FAMILIES, applicable, default_config, family, reasons, validate, why_invalid
+from flashgen.codegen.head_parts import head_parts
 from flashgen.codegen.portable_limits import registers_needed, smem_needed
 from flashgen.codegen.space import candidates
 from flashgen.core.config import Config
@@ -12,7 +13,16 @@ from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.workload import Specialization
 
-KEYS = ("fwd-bf16-d64", "fwd-fp16-d128-causal", "fwd-bf16-d256-causal", "fwd-fp32-d64", "fwd-bf16-d80-unaligned")
+KEYS = (
+    "fwd-bf16-d64",
+    "fwd-fp16-d128-causal",
+    "fwd-bf16-d256-causal",
+    "fwd-fp32-d64",
+    "fwd-bf16-d80-unaligned",
+    "fwd-bf16-d512",
+    "fwd-fp16-d192-dv128-causal-window-softcap",
+    "fwd-bf16-d64-sink-bias-mask",
+)
 
 
 def test_ids_are_unique_and_permanent() -> None:
@@ -86,8 +96,8 @@ def test_missing_knobs_repeated_knobs_and_unknown_families_are_refused() -> None
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        ("fwd-bf16-d64-softcap", "no softcap"),
-        ("fwd-bf16-d512", "16 to 256, not 512"),
+        ("fwd-bf16-d64-varlen", "no varlen"),
+        ("fwd-bf16-d528", "16 to 512, not 528"),
         ("fwd-bf16-d64-page16", "paged"),
         ("bwd-bf16-d64", "forward pass, not backward"),
     ],
@@ -98,3 +108,35 @@ def test_not_applicable_is_an_answer_with_a_reason(key: str, reason: str) -> Non
     with pytest.raises(UnsupportedError, match=r"portable_forward: .*" + reason.replace("(", r"\(")):
         applicable(spec, device)
     assert candidates(FAMILIES[0], spec, device) == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "columns"), [("d192", 192), ("d80", 80), ("d72", 80), ("d96", 96), ("d160", 160), ("d512", 512)]
+)
+def test_two_parts_of_a_head_need_less_than_one_padded_tile(key: str, columns: int) -> None:
+    spec, device = Specialization.parse(f"fwd-bf16-{key}"), find_device("h200")
+    config = default_config(spec, device).replace(split_d=True)
+    assert why_invalid(config, spec, device) is None
+    assert sum(part.block for part in head_parts(spec.head_dim, True)) == columns
+    assert smem_needed(spec, config, device) <= smem_needed(spec, config.replace(split_d=False), device)
+
+
+@pytest.mark.parametrize("key", ["d64", "d128", "d256", "d120", "d48-dv128", "d16"])
+def test_splitting_is_refused_where_it_makes_no_difference(key: str) -> None:
+    spec, device = Specialization.parse(f"fwd-bf16-{key}"), find_device("h200")
+    expected = "no smaller in two parts" if key != "d48-dv128" else "None"
+    assert expected in str(why_invalid(default_config(spec, device).replace(split_d=True), spec, device))
+
+
+def test_a_config_that_is_older_than_the_knob_splits_nothing() -> None:
+    spec, device = Specialization.parse("fwd-bf16-d192"), find_device("h200")
+    config = default_config(spec, device)
+    older = Config.of(config.family, {name: value for name, value in config.knobs if name != "split_d"})
+    assert validate(older) == config
+    assert why_invalid(older, spec, device) is None
+
+
+def test_tf32_needs_a_unit_that_multiplies_it() -> None:
+    spec = Specialization.parse("fwd-tf32-d64")
+    assert "TF32" in str(reasons(spec, find_device("gfx1200"))["portable_forward"])
+    assert reasons(spec, find_device("gfx942"))["portable_forward"] is None

@@ -18,6 +18,13 @@ from flashgen.core.errors import ConfigError
 from flashgen.core.workload import Specialization, Workload
 from tests.codegen.goldens import GOLDEN, GOLDENS, HOPPER_GOLDENS, MODS_GOLDENS, golden
 
+FEATURES = (
+    "fwd-bf16-d192-causal-softcap-alibi-sink-bias-mask-window-scattered",
+    "fwd-fp16-d64-alibi-keybias-keymask-window-unaligned",
+    "fwd-fp32-d80-softcap-window-offset",
+    "fwd-tf32-d512-sink-mask",
+)
+
 
 @pytest.mark.parametrize("name", GOLDENS)
 def test_goldens(name: str, update_golden: bool) -> None:
@@ -46,7 +53,13 @@ def test_every_variant_is_formatted_and_compiles_as_python(tmp_path: Path) -> No
     ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
     generator = random.Random(0)
     count = 0
-    for key in ("fwd-bf16-d64", "fwd-fp16-d128-causal", "fwd-fp32-d80-causal-offset", "fwd-bf16-d192-dv128-unaligned"):
+    for key in (
+        "fwd-bf16-d64",
+        "fwd-fp16-d128-causal",
+        "fwd-fp32-d80-causal-offset",
+        "fwd-bf16-d192-dv128-unaligned",
+        *FEATURES,
+    ):
         spec = Specialization.parse(key)
         for device in ("h200", "sm86", "mi300x"):
             for config in generator.sample(candidates(FAMILIES[0], spec, find_device(device)), 8):
@@ -61,7 +74,7 @@ def test_every_variant_is_formatted_and_compiles_as_python(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert count == 96
+    assert count == 8 * 3 * (4 + len(FEATURES))
 
 
 def test_a_kernel_says_how_to_print_it_again() -> None:
