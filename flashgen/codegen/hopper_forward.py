@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen import hopper_resources as resources
+from flashgen.codegen import hopper_scores
 from flashgen.codegen.family import CompileOptions, KernelFamily, Knob, Parameter
 from flashgen.codegen.hopper_resources import ROWS
 from flashgen.core.config import Config
@@ -63,9 +64,11 @@ KNOBS = (
 def _why_not(spec: Specialization, device: Device) -> str | None:
     if device.arch != "sm90":
         return f"it needs sm90, not {device.arch}"
-    for feature in ("window", "softcap", "alibi", "sink", "bias", "mask", "varlen", "mods"):
+    for feature in ("mask", "varlen", "mods"):
         if getattr(spec, feature):
             return f"it has no {feature}"
+    if spec.bias == "full":
+        return "of a bias it reads one value a key, the same for all queries"
     if spec.page_size is not None:
         return "it reads no paged keys"
     if spec.dtype not in GL_DTYPES:
@@ -115,6 +118,10 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
 
 def _why_impossible_mask(spec: Specialization, config: Config) -> str | None:
     kind = config["masked_blocks"]
+    if spec.window:
+        return (
+            None if kind == "branch" else "a window hides keys at both ends, in blocks that only a branch tells apart"
+        )
     if not spec.causal:
         return None if kind == "one" else "without a causal mask only the first block of a tile may need a mask"
     one = resources.block_m(config) <= config.integer("block_n") and not spec.offset_tensor
@@ -136,9 +143,13 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
         return "four chains of maxima are slower than one where little else waits"
     if (config["warpgroups"] == 1) != (config.integer("blocks_per_sm") > 1):
         return "blocks side by side are for those of one warpgroup, which leave the matrix unit idle during a softmax"
-    if config["k_release"] == "with_v" and (config["v_stages"], config["block_n"]) != (3, 64):
-        return "releasing K with V only pays in long rings of small blocks"
-    if config["block_n"] == 64 and _why_too_large(spec, config.replace(block_n=128, v_stages=2), device) is None:
+    if config["k_release"] == "with_v" and (config["warpgroups"], config["v_stages"]) != (4, 3):
+        return "releasing K with V only pays in a long ring that four warpgroups release"
+    if (
+        config["block_n"] == 64
+        and not spec.window
+        and _why_too_large(spec, config.replace(block_n=128, v_stages=2), device) is None
+    ):
         return "steps of 128 keys fit, and have half as many waits"
     return None
 
@@ -178,13 +189,20 @@ def _default(spec: Specialization, device: Device) -> Config:
     }
     width = max(resources.block(spec.head_dim), resources.block(spec.head_dim_v))
     config = Config.of(FAMILY_ID, {**usual, **_DEFAULTS[width, spec.causal]})
+    if width == 64 and spec.window:
+        # the windows of such models are as short as a block
+        config = config.replace(warpgroups=2, block_n=64, **_NAMED)
+    if spec.softcap:
+        # three times as many exponentials must not wait for the product
+        config = config.replace(**_NAMED)
+    if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
+        config = config.replace(warpgroups=2)
     return config if _why_impossible_mask(spec, config) is None else config.replace(masked_blocks="branch")
 
 
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
     own_o = resources.own_o(spec, config, HOPPER)
     slots, arrivals = _barriers(config)
-    offset = "QOffset" if spec.offset_tensor else "q_offset"
     return {
         **dict(config.knobs),
         "head_dim": spec.head_dim,
@@ -200,31 +218,21 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "dtype": spec.dtype,
         "gl_dtype": GL_DTYPES[spec.dtype],
         "torch_dtype": TORCH_DTYPES[spec.dtype],
-        "causal": spec.causal,
-        "offset_tensor": spec.offset_tensor,
-        "offset_name": offset,
+        "own_o": own_o,
+        "buffers": ["q_tiles", "k_tiles", "v_tiles", *(["o_tiles"] if own_o else []), "next_tiles"],
         "named": config["barriers"] == "named",
         "k_empty": "K_EMPTY" if config["barriers"] == "named" else "k_empty",
         "v_empty": "V_EMPTY" if config["barriers"] == "named" else "v_empty",
         "first_barrier": resources.FIRST_NAMED_BARRIER,
         "ring_threads": resources.ring_threads(config),
-        "schedule_arguments": "tile, tiles, nheads, seqlen_q" + (", q_offset" if _is_aligned(spec, config) else ""),
-        "clears_hidden": spec.causal,
-        "own_o": own_o,
-        "sizes": ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if spec.causal else [])],
-        "buffers": ["q_tiles", "k_tiles", "v_tiles", *(["o_tiles"] if own_o else []), "next_tiles"],
         "barriers": list(slots),
         "barrier_slots": slots,
         "barrier_arrivals": arrivals,
         "schedule_text": _schedule_text(config),
         "order_text": _order_text(config),
         "softmax_text": _softmax_text(config),
+        **hopper_scores.values(spec, aligned=config["masked_blocks"] == "one"),
     }
-
-
-def _is_aligned(spec: Specialization, config: Config) -> bool:
-    """Whether query blocks are cut along the diagonal."""
-    return spec.causal and config["masked_blocks"] == "one"
 
 
 def _barriers(config: Config) -> tuple[dict[str, str], dict[str, str]]:
@@ -282,10 +290,7 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
         for tensor, (rows, head_dim) in boxes.items()
     ]
     found += [Parameter(name="LSE", type="*fp32"), Parameter(name="Counter", type="*i32")]
-    found.append(Parameter(name="softmax_scale_log2", type="fp32"))
-    if spec.causal:
-        offset = ("QOffset", "*i32") if spec.offset_tensor else ("q_offset", "i32")
-        found.append(Parameter(name=offset[0], type=offset[1]))
+    found += hopper_scores.parameters(spec)
     names = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
     return (*found, *(Parameter(name=name, type="i32") for name in names))
 

@@ -89,6 +89,7 @@ def test_the_registers_of_the_roles_are_what_was_measured() -> None:
         ({"masked_blocks": "one"}, "diagonal"),
         ({"blocks_per_sm": 2, "block_n": 64, "warpgroups": 2}, "registers"),
         ({"warpgroups": 1}, "take turns"),
+        ({"masked_blocks": "peeled", "warpgroups": 3}, "second loop"),
     ],
 )
 def test_restrictions_name_their_reason(change: dict[str, int | str | bool], reason: str) -> None:
@@ -104,13 +105,41 @@ def test_restrictions_name_their_reason(change: dict[str, int | str | bool], rea
         ("fwd-fp32-d128", "h200", "fp32"),
         ("fwd-bf16-d80", "h200", "head_dim"),
         ("fwd-bf16-d128-unaligned", "h200", "16 bytes"),
-        ("fwd-bf16-d128-bias", "h200", "no bias"),
+        ("fwd-bf16-d128-bias", "h200", "one value a key"),
+        ("fwd-bf16-d128-keymask", "h200", "no mask"),
         ("fwd-bf16-d128-page16", "h200", "paged"),
     ],
 )
 def test_the_portable_family_serves_the_rest(key: str, device: str, reason: str) -> None:
     spec = Specialization.parse(key)
     assert reason in str(families.reasons(spec, find_device(device))["hopper_forward"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "d128-window",
+        "d128-causal-window-offset",
+        "d64-causal-sink-window-sink_bf16",
+        "d256-causal-softcap-window",
+        "d64-softcap-sink",
+        "d128-alibi-offset",
+        "d128-causal-alibi",
+        "d128-keybias",
+        "d64-keybias-window-bias_fp32-scattered",
+        "d64-causal-softcap-alibi-sink-keybias-window",
+    ],
+)
+def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
+    spec = Specialization.parse(f"fwd-bf16-{key}")
+    config = HOPPER_FORWARD.default(spec, H200)
+    assert families.why_invalid(config, spec, H200) is None
+    kernel = compile_kernel(spec, config, H200)
+    parameters = HOPPER_FORWARD.parameters(spec, config)
+    assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
+    assert kernel.spills <= 96
+    code = sass(kernel.handle)
+    assert code.count("WARPGROUP.DEPBAR") * 4 <= code.count("HGMMA")
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (128, 128), (64, 256)])
@@ -196,10 +225,19 @@ def test_a_launch_has_no_more_programs_than_tiles() -> None:
 
 def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) -> None:
     ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
-    for key in ("fwd-bf16-d64-causal", "fwd-fp16-d128", "fwd-bf16-d256-causal-offset", "fwd-bf16-d192-dv128-causal"):
+    keys = ["d64-causal", "d128", "d256-causal-offset", "d192-dv128-causal"]
+    keys += [
+        "d128-window",
+        "d64-causal-sink-window-offset",
+        "d256-softcap",
+        "d128-alibi",
+        "d64-causal-keybias-scattered",
+    ]
+    keys += ["d64-causal-softcap-alibi-sink-keybias-window-scattered"]
+    for key in (f"fwd-fp16-{key}" for key in keys):
         spec = Specialization.parse(key)
         space = candidates(HOPPER_FORWARD, spec, H200)
-        for config in space[:: max(1, len(space) // 16)]:
+        for config in space[:: max(1, len(space) // 12)]:
             source = render(spec, config)
             (tmp_path / f"{source.module}.py").write_text(source.text)
             packed = re.search(r"    barriers = \((.*)\)", source.text)

@@ -186,7 +186,8 @@ def _produce(tile, tiles, count, step, descs, buffers, barriers, sizes, Counter)
     nheads, group_size, seqlen_q, seqlen_k, QOffset = sizes
     tile_row, b, h = _schedule(tile, tiles, nheads, seqlen_q)
     h_k = h // group_size
-    n = _key_blocks(tile_row, _offset(b, QOffset, seqlen_q, seqlen_k), seqlen_q, seqlen_k)
+    offset = _offset(b, QOffset, seqlen_q, seqlen_k)
+    n = _key_blocks(tile_row, offset, seqlen_q, seqlen_k)
     _await_free(K_EMPTY, step, K_STAGES)
     for wg in gl.static_range(WARPGROUPS):
         mbarrier.wait(q_empty.index(wg), (count & 1) ^ 1)
@@ -263,13 +264,14 @@ def _rescale(acc, alpha):
 
 
 @gluon.jit
-def _clear_hidden(v, visible):
-    # rows from `visible` on are seen by no query of the call: they may hold NaN, and 0 * NaN is not 0.
+def _clear_hidden(v, end):
+    # rows from `end` on are seen by no query of the call: they may hold NaN, and 0 * NaN is not 0.
     # Every warpgroup clears them for itself, and what one rewrites while another reads stays the same.
-    for start in gl.static_range(0, BLOCK_N, 16):
-        part = v.slice(start, 16)
-        rows = start + gl.arange(0, 16, gl.SliceLayout(1, COPY_LAYOUT))
-        part.store(gl.where((rows < visible)[:, None], part.load(COPY_LAYOUT), 0.0))
+    for row in gl.static_range(0, BLOCK_N, 16):
+        part = v.slice(row, 16)
+        rows = row + gl.arange(0, 16, gl.SliceLayout(1, COPY_LAYOUT))
+        visible = rows < end
+        part.store(gl.where(visible[:, None], part.load(COPY_LAYOUT), 0.0))
     fence_async_shared()
     warpgroup_barrier()
 
@@ -344,7 +346,7 @@ def _attend(
     n = _key_blocks(tile_row, offset, seqlen_q, seqlen_k)
     limit = gl.minimum(rows + (offset + 1), seqlen_k)
     # the last blocks have keys that some row of this warpgroup does not see
-    num_masked = n - gl.maximum(gl.minimum(first_row + offset + 1, seqlen_k), 0) // BLOCK_N
+    num_masked = n - 1 + 1 - gl.maximum(gl.minimum(first_row + offset + 1, seqlen_k), 0) // BLOCK_N
 
     # the first block has no product to wait for; it is the last one of the tile, which may have keys to hide
     slot = step % K_STAGES
@@ -362,11 +364,12 @@ def _attend(
     l_i = _row_sum(p)
     p = gl.convert_layout(p.to(gl.float16), P_LAYOUT)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
-    visible = gl.maximum(gl.minimum(seqlen_q + offset, seqlen_k), 0)
-    if (visible < seqlen_k) & (visible < n * BLOCK_N):
+    # what any query sees: nothing else of V is used, whatever it holds
+    key_end = gl.maximum(gl.minimum(seqlen_q + offset, seqlen_k), 0)
+    if (key_end < seqlen_k) & (key_end < n * BLOCK_N):
         mbarrier.wait(v_full.index(step % V_STAGES), (step // V_STAGES) & 1)
         v = v_tiles.index(step % V_STAGES).reshape([BLOCK_N, BLOCK_DV])
-        _clear_hidden(v, visible - (n - 1) * BLOCK_N)
+        _clear_hidden(v, key_end - (n - 1) * BLOCK_N)
 
     for i in range(1, n):
         p, acc, m_i, l_i = _step(wg, i, n, step, q, p, acc, m_i, l_i, limit, scale, buffers, barriers, num_masked)
@@ -404,7 +407,7 @@ def _consumer(
     tiles,
     LSE,
     lse_rows,
-    softmax_scale_log2,
+    scale,
 ):
     q_tiles, k_tiles, v_tiles, next_tiles = buffers
     q_full, k_full, v_full, q_empty, tile_full, tile_empty = barriers
@@ -414,7 +417,7 @@ def _consumer(
     count = 0
     step = 0
     while tile < tiles:
-        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, LSE, lse_rows, softmax_scale_log2)
+        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, LSE, lse_rows, scale)
         mbarrier.wait(tile_full.index(count & 1), (count >> 1) & 1)
         tile = gl.max(next_tiles.index(count & 1).load(LANES_OF_ALL_WARPS), 0)
         mbarrier.arrive(tile_empty.index(count & 1), count=1)

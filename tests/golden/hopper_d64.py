@@ -311,7 +311,7 @@ def _consumer(
     tiles,
     LSE,
     lse_rows,
-    softmax_scale_log2,
+    scale,
 ):
     q_tiles, k_tiles, v_tiles, o_tiles, next_tiles = buffers
     q_full, k_full, v_full, v_empty, k_empty, turn, q_empty, tile_full, tile_empty = barriers
@@ -319,7 +319,7 @@ def _consumer(
     count = 0
     step = 0
     while tile < tiles:
-        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, LSE, lse_rows, softmax_scale_log2)
+        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, LSE, lse_rows, scale)
         mbarrier.wait(tile_full.index(count & 1), (count >> 1) & 1)
         tile = gl.max(next_tiles.index(count & 1).load(LANES_OF_ALL_WARPS), 0)
         mbarrier.arrive(tile_empty.index(count & 1), count=1)

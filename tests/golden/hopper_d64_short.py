@@ -154,7 +154,8 @@ def _produce(tile, tiles, count, step, descs, buffers, barriers, sizes, Counter)
     nheads, group_size, seqlen_q, seqlen_k, q_offset = sizes
     tile_row, b, h = _schedule(tile, tiles, nheads, seqlen_q, q_offset)
     h_k = h // group_size
-    n = _key_blocks(tile_row, _offset(b, q_offset, seqlen_q, seqlen_k), seqlen_q, seqlen_k)
+    offset = _offset(b, q_offset, seqlen_q, seqlen_k)
+    n = _key_blocks(tile_row, offset, seqlen_q, seqlen_k)
     _await_free(K_EMPTY, step, K_STAGES)
     for wg in gl.static_range(WARPGROUPS):
         mbarrier.wait(q_empty.index(wg), (count & 1) ^ 1)
@@ -231,13 +232,14 @@ def _rescale(acc, alpha):
 
 
 @gluon.jit
-def _clear_hidden(v, visible):
-    # rows from `visible` on are seen by no query of the call: they may hold NaN, and 0 * NaN is not 0.
+def _clear_hidden(v, end):
+    # rows from `end` on are seen by no query of the call: they may hold NaN, and 0 * NaN is not 0.
     # Every warpgroup clears them for itself, and what one rewrites while another reads stays the same.
-    for start in gl.static_range(0, BLOCK_N, 16):
-        part = v.slice(start, 16)
-        rows = start + gl.arange(0, 16, gl.SliceLayout(1, COPY_LAYOUT))
-        part.store(gl.where((rows < visible)[:, None], part.load(COPY_LAYOUT), 0.0))
+    for row in gl.static_range(0, BLOCK_N, 16):
+        part = v.slice(row, 16)
+        rows = row + gl.arange(0, 16, gl.SliceLayout(1, COPY_LAYOUT))
+        visible = rows < end
+        part.store(gl.where(visible[:, None], part.load(COPY_LAYOUT), 0.0))
     fence_async_shared()
     warpgroup_barrier()
 
@@ -319,11 +321,12 @@ def _attend(
     l_i = _row_sum(p)
     p = gl.convert_layout(p.to(gl.bfloat16), P_LAYOUT)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
-    visible = gl.maximum(gl.minimum(seqlen_q + offset, seqlen_k), 0)
-    if (visible < seqlen_k) & (visible < n * BLOCK_N):
+    # what any query sees: nothing else of V is used, whatever it holds
+    key_end = gl.maximum(gl.minimum(seqlen_q + offset, seqlen_k), 0)
+    if (key_end < seqlen_k) & (key_end < n * BLOCK_N):
         mbarrier.wait(v_full.index(step % V_STAGES), (step // V_STAGES) & 1)
         v = v_tiles.index(step % V_STAGES).reshape([BLOCK_N, BLOCK_DV])
-        _clear_hidden(v, visible - (n - 1) * BLOCK_N)
+        _clear_hidden(v, key_end - (n - 1) * BLOCK_N)
 
     for i in range(1, n):
         p, acc, m_i, l_i = _step(wg, i, n, step, q, p, acc, m_i, l_i, scale, buffers, barriers)
@@ -360,7 +363,7 @@ def _consumer(
     tiles,
     LSE,
     lse_rows,
-    softmax_scale_log2,
+    scale,
 ):
     q_tiles, k_tiles, v_tiles, o_tiles, next_tiles = buffers
     q_full, k_full, v_full, q_empty, tile_full, tile_empty = barriers
@@ -368,7 +371,7 @@ def _consumer(
     count = 0
     step = 0
     while tile < tiles:
-        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, LSE, lse_rows, softmax_scale_log2)
+        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, LSE, lse_rows, scale)
         mbarrier.wait(tile_full.index(count & 1), (count >> 1) & 1)
         tile = gl.max(next_tiles.index(count & 1).load(LANES_OF_ALL_WARPS), 0)
         mbarrier.arrive(tile_empty.index(count & 1), count=1)

@@ -1,0 +1,100 @@
+"""What the Hopper forward family does to a score: the parameters and the text of its features."""
+
+from __future__ import annotations
+
+from flashgen.codegen.family import Parameter
+from flashgen.codegen.portable_text import bias_dtype, is_natural, is_positional, score_strides
+from flashgen.core.workload import Specialization
+
+
+def parameters(spec: Specialization) -> list[Parameter]:
+    """What turns products into scores and hides them: scale, offset, and one group for each feature."""
+    names = [(name, "fp32") for name in _scales(spec)]
+    if is_positional(spec):
+        names.append(("QOffset", "*i32") if spec.offset_tensor else ("q_offset", "i32"))
+    names += [(name, "i32") for name in _window(spec)]
+    if spec.alibi:
+        names += [("AlibiSlopes", "*fp32"), ("stride_alibi_b", "i32")]
+    if spec.sink:
+        names.append(("Sinks", f"*{spec.sink_dtype or 'fp32'}"))
+    found = [Parameter(name=name, type=kind) for name, kind in names]
+    if spec.bias:
+        found.append(Parameter(name="Bias", type=f"*{bias_dtype(spec)}", aligned16=spec.aligned_scores))
+        found += [Parameter(name=stride, type="i64") for stride in score_strides(spec, "bias", spec.bias)]
+    return found
+
+
+def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
+    """The values of the template that depend on the features; `aligned`: query blocks are cut along the diagonal."""
+    offset = ("QOffset" if spec.offset_tensor else "q_offset") if is_positional(spec) else ""
+    hides = spec.causal or spec.window
+    aligned = aligned and spec.causal
+    sizes = ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if offset else []), *_window(spec)]
+    host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
+    host |= {"sinks": spec.sink, "bias": bool(spec.bias)}
+    return {
+        "causal": spec.causal,
+        "window": spec.window,
+        "softcap": spec.softcap,
+        "alibi": spec.alibi,
+        "bias": spec.bias,
+        "sink": spec.sink,
+        "bias_dtype": bias_dtype(spec),
+        "sink_dtype": spec.sink_dtype or "fp32",
+        "bias_stride": not spec.aligned_scores,
+        "aligned_scores": spec.aligned_scores,
+        "natural": is_natural(spec),
+        "positional": is_positional(spec),
+        # scores that go on changing when a query stands far behind the last key or before the first
+        "far": spec.window or spec.alibi,
+        "aligned": aligned,
+        # a row may see no key of a block, or of any
+        "guards": hides or bool(spec.bias),
+        "clears_hidden": hides,
+        "offset_tensor": spec.offset_tensor,
+        "offset_name": offset,
+        "sizes": sizes,
+        "reach": "offset + 1" if spec.causal else "offset + window_right + 1",
+        "schedule_arguments": ", ".join(["tile", "tiles", "nheads", "seqlen_q", *(["q_offset"] if aligned else [])]),
+        "key_block_arguments": _key_block_arguments(spec),
+        "features": _features(spec),
+        "kernel_features": _scales(spec)[-1:] + _features(spec)[1:],
+        "rule": _rule(spec),
+        "step_scale": "LOG2E" if is_natural(spec) else "rule[0]" if spec.softcap else "scale",
+        "host_features": [name for name, present in host.items() if present],
+    }
+
+
+def _scales(spec: Specialization) -> list[str]:
+    return ["softcap_rate", "softcap_scale_log2"] if spec.softcap else ["softmax_scale_log2"]
+
+
+def _window(spec: Specialization) -> list[str]:
+    if not spec.window:
+        return []
+    return ["window_left"] if spec.causal else ["window_left", "window_right"]
+
+
+def _key_block_arguments(spec: Specialization) -> str:
+    if not (spec.causal or spec.window):
+        return "seqlen_k"
+    return ", ".join(["tile_row", "offset", *_window(spec), "seqlen_q", "seqlen_k"])
+
+
+def _features(spec: Specialization) -> list[str]:
+    """What a consumer is given beside sizes, as it calls it; nothing where the scale is all."""
+    found = ["softcap_rate"] if spec.softcap else []
+    found += ["AlibiSlopes", "stride_alibi_b"] if spec.alibi else []
+    found += ["Sinks"] if spec.sink else []
+    found += ["Bias", *score_strides(spec, "bias", spec.bias)] if spec.bias else []
+    return ["scale", *found] if found else []
+
+
+def _rule(spec: Specialization) -> list[str]:
+    """What makes scores of products, the same for all steps of a tile."""
+    found = ["score_scale" if is_natural(spec) else "scale"]
+    found += ["softcap_rate"] if spec.softcap else []
+    found += ["slope", "positions"] if spec.alibi else []
+    if spec.bias:
+        found += ["bias_base", "seqlen_k", *([] if spec.aligned_scores else ["stride_bias_k"])]
+    return found
