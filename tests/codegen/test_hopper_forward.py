@@ -137,7 +137,7 @@ def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
     kernel = compile_kernel(spec, config, H200)
     parameters = HOPPER_FORWARD.parameters(spec, config)
     assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
-    assert kernel.spills <= 96
+    assert kernel.spills <= 192
     code = sass(kernel.handle)
     assert code.count("WARPGROUP.DEPBAR") * 4 <= code.count("HGMMA")
 
@@ -157,12 +157,20 @@ def test_defaults_compile_without_serialised_products(key: str) -> None:
     kernel = compiled(f"fwd-{dtype}-{key}")
     config = Config.of("hopper_forward", kernel_knobs(key))
     code = sass(kernel.handle)
-    # what a branch of masked blocks spills is spilt in that branch alone, and was the fastest all the same
-    assert kernel.spills <= (96 if config["masked_blocks"] == "branch" else 16)
+    # spills around the loop cost little, and those of a branch of masked blocks only where blocks are masked
+    assert kernel.spills <= 320
+    if config["masked_blocks"] != "branch":
+        assert not re.search(r"\b(?:LDL|STL)\b", "".join(softmaxes(code)))
     assert code.count("WARPGROUP.DEPBAR") * 4 < code.count("HGMMA")
     assert kernel.shared_bytes <= hopper_resources.smem_available(config, H200)
     assert kernel.num_warps == 4 * (config.integer("warpgroups") + 1)
     assert kernel.occupancy(H200) == 1
+
+
+def softmaxes(code: str) -> list[str]:
+    """Of each loop the machine code between the wait for the scores and that for the product."""
+    after_scores = code.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1:]
+    return [part.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0] for part in after_scores]
 
 
 def kernel_knobs(key: str) -> dict[str, int | str | bool]:
@@ -211,8 +219,7 @@ def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> 
 def test_exponentials_stay_ahead_of_the_wait_for_the_product() -> None:
     for key in ("fwd-bf16-d128", "fwd-bf16-d128-causal", "fwd-bf16-d256"):
         code = sass(compiled(key).handle)
-        after_scores = code.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1:]
-        ahead = [part.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0].count("MUFU.EX2") for part in after_scores]
+        ahead = [part.count("MUFU.EX2") for part in softmaxes(code)]
         block_n = kernel_knobs(key.removeprefix("fwd-bf16-"))["block_n"]
         assert min(ahead) >= int(block_n) // 2, ahead
 
