@@ -27,6 +27,24 @@ from flashgen.core.workload import Specialization
 TARGETS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx1200")
 HEAD_DIMS = (64, 128, 256)
 
+FEATURES = (
+    "fwd-bf16-d64-causal-sink-window",
+    "fwd-bf16-d256-causal-softcap-window",
+    "fwd-bf16-d128-alibi",
+    "fwd-fp16-d64-bias",
+    "fwd-bf16-d128-causal-keybias-scattered",
+    "fwd-bf16-d128-mask",
+    "fwd-fp32-d64-keymask",
+    "fwd-tf32-d128-causal",
+    "fwd-bf16-d80",
+    "fwd-bf16-d192-dv128-causal",
+    "fwd-fp16-d512-causal",
+    "fwd-fp32-d64-softcap-offset-unaligned",
+)
+"""Specializations of features and head sizes: each is compiled for FEATURE_TARGETS of the targets, in turn."""
+
+FEATURE_TARGETS = 2
+
 TOLERATED_SPILLS = 32
 """Bytes of local memory per thread that a default may use: defaults spill nothing under the Triton that the tests run
 with (tests/codegen), and register allocation of another version may end a few registers higher."""
@@ -87,7 +105,28 @@ def jobs(targets: list[str]) -> list[Job]:
                     other = other_loads(config, spec, device)
                     found += [Job(spec=spec, config=each, device=device, may_spill=True) for each in other]
         found += with_functions(device)
-    return found
+    return found + with_features([find_device(target) for target in targets])
+
+
+def with_features(devices: list[Device]) -> list[Job]:
+    """Defaults of features, and with heads in two parts where these differ; what they hold may spill."""
+    found = []
+    for number, key in enumerate(FEATURES):
+        spec = Specialization.parse(key)
+        for step in range(FEATURE_TARGETS):
+            device = devices[(number + step * (len(devices) // FEATURE_TARGETS)) % len(devices)]
+            for family in FAMILIES:
+                if why_not(family, spec, device) is None:
+                    found += variants(family.default(spec, device), spec, device)
+    return list(dict.fromkeys(found))
+
+
+def variants(config: Config, spec: Specialization, device: Device) -> list[Job]:
+    """A default, and the same with heads in two parts."""
+    configs = [config]
+    if dict(config.knobs).get("split_d") is False:
+        configs += [each for each in [config.replace(split_d=True)] if not why_invalid(each, spec, device)]
+    return [Job(spec=spec, config=each, device=device, may_spill=True) for each in configs]
 
 
 def with_functions(device: Device) -> list[Job]:
