@@ -64,11 +64,11 @@ KNOBS = (
 def _why_not(spec: Specialization, device: Device) -> str | None:
     if device.arch != "sm90":
         return f"it needs sm90, not {device.arch}"
-    for feature in ("mask", "varlen", "mods"):
+    for feature in ("varlen", "mods"):
         if getattr(spec, feature):
             return f"it has no {feature}"
-    if spec.bias == "full":
-        return "of a bias it reads one value a key, the same for all queries"
+    if "full" in (spec.bias, spec.mask):
+        return "of a bias or a mask it reads one value a key, the same for all queries"
     if spec.page_size is not None:
         return "it reads no paged keys"
     if spec.dtype not in GL_DTYPES:
@@ -196,7 +196,7 @@ def _default(spec: Specialization, device: Device) -> Config:
         # three times as many exponentials must not wait for the product
         config = config.replace(**_NAMED)
     if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
-        config = config.replace(warpgroups=2)
+        config = config.replace(warpgroups=2, **_NAMED)
     return config if _why_impossible_mask(spec, config) is None else config.replace(masked_blocks="branch")
 
 

@@ -78,10 +78,10 @@ def consumer_registers(config: Config, device: Device) -> int:
 
 
 def live_registers(spec: Specialization, config: Config) -> int:
-    """Registers that a consumer thread needs: fp32 scores, 16-bit weights, fp32 output, a bias, and the rest."""
+    """Registers that a consumer thread needs: fp32 scores, 16-bit weights, fp32 output, bias, mask, the rest."""
     block_n = config.integer("block_n")
-    bias = block_n // 4 if spec.bias else 0
-    return block_n // 2 + block_n // 4 + bias + block(spec.head_dim_v) // 2 + OTHER_REGS
+    by_key = block_n // 4 * (bool(spec.bias) + bool(spec.mask))
+    return block_n // 2 + block_n // 4 + by_key + block(spec.head_dim_v) // 2 + OTHER_REGS
 
 
 def smem_bytes(spec: Specialization, config: Config, *, own_o: bool) -> int:

@@ -18,9 +18,10 @@ def parameters(spec: Specialization) -> list[Parameter]:
     if spec.sink:
         names.append(("Sinks", f"*{spec.sink_dtype or 'fp32'}"))
     found = [Parameter(name=name, type=kind) for name, kind in names]
-    if spec.bias:
-        found.append(Parameter(name="Bias", type=f"*{bias_dtype(spec)}", aligned16=spec.aligned_scores))
-        found += [Parameter(name=stride, type="i64") for stride in score_strides(spec, "bias", spec.bias)]
+    for name, kind, element in (("bias", spec.bias, bias_dtype(spec)), ("mask", spec.mask, "u8")):
+        if kind:
+            found.append(Parameter(name=name.capitalize(), type=f"*{element}", aligned16=spec.aligned_scores))
+            found += [Parameter(name=stride, type="i64") for stride in score_strides(spec, name, kind)]
     return found
 
 
@@ -31,25 +32,27 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
     aligned = aligned and spec.causal
     sizes = ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if offset else []), *_window(spec)]
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
-    host |= {"sinks": spec.sink, "bias": bool(spec.bias)}
+    host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
     return {
         "causal": spec.causal,
         "window": spec.window,
         "softcap": spec.softcap,
         "alibi": spec.alibi,
         "bias": spec.bias,
+        "mask": spec.mask,
         "sink": spec.sink,
         "bias_dtype": bias_dtype(spec),
         "sink_dtype": spec.sink_dtype or "fp32",
-        "bias_stride": not spec.aligned_scores,
+        "score_stride": not spec.aligned_scores,
         "aligned_scores": spec.aligned_scores,
         "natural": is_natural(spec),
+        "modified": spec.softcap or is_natural(spec),
         "positional": is_positional(spec),
         # scores that go on changing when a query stands far behind the last key or before the first
         "far": spec.window or spec.alibi,
         "aligned": aligned,
         # a row may see no key of a block, or of any
-        "guards": hides or bool(spec.bias),
+        "guards": hides or bool(spec.bias or spec.mask),
         "clears_hidden": hides,
         "offset_tensor": spec.offset_tensor,
         "offset_name": offset,
@@ -60,7 +63,7 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "features": _features(spec),
         "kernel_features": _scales(spec)[-1:] + _features(spec)[1:],
         "rule": _rule(spec),
-        "step_scale": "LOG2E" if is_natural(spec) else "rule[0]" if spec.softcap else "scale",
+        "step_scale": "LOG2E" if is_natural(spec) else "rule[0]" if len(_rule(spec)) > 1 else "scale",
         "host_features": [name for name, present in host.items() if present],
     }
 
@@ -87,6 +90,7 @@ def _features(spec: Specialization) -> list[str]:
     found += ["AlibiSlopes", "stride_alibi_b"] if spec.alibi else []
     found += ["Sinks"] if spec.sink else []
     found += ["Bias", *score_strides(spec, "bias", spec.bias)] if spec.bias else []
+    found += ["Mask", *score_strides(spec, "mask", spec.mask)] if spec.mask else []
     return ["scale", *found] if found else []
 
 
@@ -95,6 +99,7 @@ def _rule(spec: Specialization) -> list[str]:
     found = ["score_scale" if is_natural(spec) else "scale"]
     found += ["softcap_rate"] if spec.softcap else []
     found += ["slope", "positions"] if spec.alibi else []
-    if spec.bias:
-        found += ["bias_base", "seqlen_k", *([] if spec.aligned_scores else ["stride_bias_k"])]
-    return found
+    for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
+        if kind:
+            found += [f"{name}_base", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
+    return [*found, "seqlen_k"] if spec.bias or spec.mask else found

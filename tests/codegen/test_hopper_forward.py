@@ -106,7 +106,7 @@ def test_restrictions_name_their_reason(change: dict[str, int | str | bool], rea
         ("fwd-bf16-d80", "h200", "head_dim"),
         ("fwd-bf16-d128-unaligned", "h200", "16 bytes"),
         ("fwd-bf16-d128-bias", "h200", "one value a key"),
-        ("fwd-bf16-d128-keymask", "h200", "no mask"),
+        ("fwd-bf16-d128-mask", "h200", "one value a key"),
         ("fwd-bf16-d128-page16", "h200", "paged"),
     ],
 )
@@ -127,7 +127,9 @@ def test_the_portable_family_serves_the_rest(key: str, device: str, reason: str)
         "d128-causal-alibi",
         "d128-keybias",
         "d64-keybias-window-bias_fp32-scattered",
-        "d64-causal-softcap-alibi-sink-keybias-window",
+        "d64-keymask",
+        "d128-causal-keymask-offset",
+        "d64-causal-softcap-alibi-sink-keybias-keymask-window",
     ],
 )
 def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
@@ -240,7 +242,7 @@ def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) ->
         "d128-alibi",
         "d64-causal-keybias-scattered",
     ]
-    keys += ["d64-causal-softcap-alibi-sink-keybias-window-scattered"]
+    keys += ["d64-causal-softcap-alibi-sink-keybias-keymask-window-scattered", "d128-causal-keymask"]
     for key in (f"fwd-fp16-{key}" for key in keys):
         spec = Specialization.parse(key)
         space = candidates(HOPPER_FORWARD, spec, H200)
