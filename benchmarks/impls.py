@@ -97,6 +97,17 @@ def _sdpa(impl: str, workload: Workload, inputs: Inputs) -> Call:
     return Call(run=lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n], inputs.extras[n]), context=call.context)
 
 
+FLEX_BIAS_ELEMENTS = 2**31
+"""Its kernels index a captured tensor with 32 bits: a larger one ends in an illegal access (seen with torch 2.11)."""
+
+
+def _why_not_flex(workload: Workload) -> str | None:
+    elements = workload.nheads * workload.seqlen_q * workload.seqlen_k
+    if workload.bias == "full" and elements >= FLEX_BIAS_ELEMENTS:
+        return f"a bias of {elements} elements is beyond its 32-bit indices"
+    return None
+
+
 def _flex(workload: Workload, inputs: Inputs) -> Call:
     return Call(run=flex_call(compiled_flex(), workload, inputs))
 
@@ -257,7 +268,7 @@ IMPLS: tuple[Impl, ...] = (
         prepare=partial(_sdpa, "sdpa-cudnn"),
     ),
     Impl(name="sdpa-masked", version=_torch_version, why_not=_why_not_sdpa_masked, prepare=_sdpa_masked),
-    Impl(name="flex", version=_torch_version, why_not=_none, prepare=_flex),
+    Impl(name="flex", version=_torch_version, why_not=_why_not_flex, prepare=_flex),
     Impl(name="fa3", version=fa3_version, why_not=_why_not_fa3, prepare=_fa3),
     Impl(
         name="standard",
