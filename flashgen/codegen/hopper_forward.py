@@ -19,6 +19,7 @@ HOPPER = find_device("h100")
 
 GL_DTYPES = {"bf16": "gl.bfloat16", "fp16": "gl.float16"}
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+OUTPUT_STRIDES = ("stride_ob", "stride_oh", "stride_os")
 
 KNOBS = (
     Knob(name="warpgroups", values=(1, 2, 3, 4), meaning="consumer warpgroups of a program, each of 64 query rows"),
@@ -202,6 +203,7 @@ def _default(spec: Specialization, device: Device) -> Config:
 
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
     own_o = resources.own_o(spec, config, HOPPER)
+    aligned = _is_aligned(spec, config)
     slots, arrivals = _barriers(config)
     return {
         **dict(config.knobs),
@@ -231,8 +233,14 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "schedule_text": _schedule_text(config),
         "order_text": _order_text(config),
         "softmax_text": _softmax_text(config),
-        **hopper_scores.values(spec, aligned=config["masked_blocks"] == "one"),
+        "outputs": ["LSE", "lse_rows", *(["O", *OUTPUT_STRIDES] if aligned else [])],
+        **hopper_scores.values(spec, aligned=aligned),
     }
+
+
+def _is_aligned(spec: Specialization, config: Config) -> bool:
+    """Whether query blocks are cut along the diagonal; the first of a head may then begin before the first row."""
+    return spec.causal and config["masked_blocks"] == "one"
 
 
 def _barriers(config: Config) -> tuple[dict[str, str], dict[str, str]]:
@@ -289,10 +297,13 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
         Parameter(name=f"{tensor}_desc", type=descriptor_type(spec.dtype, rows, resources.block(head_dim)))
         for tensor, (rows, head_dim) in boxes.items()
     ]
+    aligned = _is_aligned(spec, config)
+    found += [Parameter(name="O", type=f"*{spec.dtype}", aligned16=True)] if aligned else []
     found += [Parameter(name="LSE", type="*fp32"), Parameter(name="Counter", type="*i32")]
     found += hopper_scores.parameters(spec)
     names = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
-    return (*found, *(Parameter(name=name, type="i32") for name in names))
+    found += [Parameter(name=name, type="i32") for name in names]
+    return (*found, *(Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if aligned else ())))
 
 
 def descriptor_type(dtype: str, rows: int, columns: int) -> str:

@@ -29,7 +29,6 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
     """The values of the template that depend on the features; `aligned`: query blocks are cut along the diagonal."""
     offset = ("QOffset" if spec.offset_tensor else "q_offset") if is_positional(spec) else ""
     hides = spec.causal or spec.window
-    aligned = aligned and spec.causal
     sizes = ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if offset else []), *_window(spec)]
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}

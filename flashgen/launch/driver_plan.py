@@ -222,11 +222,14 @@ class DriverPlan:
 
     def _setter(self, letter: str) -> Callable[[int], None]:
         """What makes every parameter of a tensor point to it."""
-        if letter in self._maps:
-            return self._maps_setter(self._maps[letter])
-        slot = self._slots[letter.upper()]
+        describe = self._maps_setter(self._maps[letter]) if letter in self._maps else None
+        slot = self._slots.get(letter.upper())
+        if slot is None and describe is not None:
+            return describe
 
         def set_pointer(pointer: int) -> None:
+            if describe is not None:
+                describe(pointer)
             slot.value = pointer
 
         return set_pointer

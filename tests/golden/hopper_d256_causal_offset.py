@@ -321,6 +321,15 @@ def _step(
 
 
 @gluon.jit
+def _store_tile(o, o_desc, o_tile, b, h, first_row):
+    # the last scores are computed: the output may take the place of Q
+    o_tile.reshape([ROWS, BLOCK_DV]).store(o)
+    fence_async_shared()
+    copy_out(o_desc, [b, h, first_row, 0], o_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _attend(
     wg: gl.constexpr,
     tile,
@@ -331,14 +340,14 @@ def _attend(
     buffers,
     barriers,
     sizes,
-    LSE,
-    lse_rows,
+    outputs,
     scale,
 ):
     q_desc, k_desc, v_desc, o_desc = descs
     q_tiles, k_tiles, v_tiles, next_tiles = buffers
     q_full, k_full, v_full, q_empty, tile_full, tile_empty = barriers
     nheads, group_size, seqlen_q, seqlen_k, QOffset = sizes
+    LSE, lse_rows = outputs
     tile_row, b, h = _schedule(tile, tiles, nheads, seqlen_q)
     first_row = tile_row + wg * ROWS
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
@@ -387,12 +396,7 @@ def _attend(
     acc = warpgroup_mma_wait(0, (acc,))
     _release(V_EMPTY, slot)
     o = (acc * inverse[:, None]).to(gl.float16)
-    # the last scores are computed: the output may take the place of Q
-    o_tile = q_tiles.index(wg)
-    o_tile.reshape([ROWS, BLOCK_DV]).store(o)
-    fence_async_shared()
-    copy_out(o_desc, [b, h, first_row, 0], o_tile)
-    tma.store_wait(0)
+    _store_tile(o, o_desc, q_tiles.index(wg), b, h, first_row)
     mbarrier.arrive(q_empty.index(wg), count=1)
     return step
 
@@ -405,8 +409,7 @@ def _consumer(
     barriers,
     sizes,
     tiles,
-    LSE,
-    lse_rows,
+    outputs,
     scale,
 ):
     q_tiles, k_tiles, v_tiles, next_tiles = buffers
@@ -417,7 +420,7 @@ def _consumer(
     count = 0
     step = 0
     while tile < tiles:
-        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, LSE, lse_rows, scale)
+        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, outputs, scale)
         mbarrier.wait(tile_full.index(count & 1), (count >> 1) & 1)
         tile = gl.max(next_tiles.index(count & 1).load(LANES_OF_ALL_WARPS), 0)
         mbarrier.arrive(tile_empty.index(count & 1), count=1)
@@ -481,11 +484,12 @@ def hopper_forward(
     buffers = (q_tiles, k_tiles, v_tiles, next_tiles)
     barriers = (q_full, k_full, v_full, q_empty, tile_full, tile_empty)
     sizes = (nheads, group_size, seqlen_q, seqlen_k, QOffset)
+    outputs = (LSE, lse_rows)
     tiles = _query_blocks(seqlen_q) * nheads * batch
     gl.warp_specialize(
         [
-            (_consumer, (0, descs, buffers, barriers, sizes, tiles, LSE, lse_rows, softmax_scale_log2)),
-            (_consumer, (1, descs, buffers, barriers, sizes, tiles, LSE, lse_rows, softmax_scale_log2)),
+            (_consumer, (0, descs, buffers, barriers, sizes, tiles, outputs, softmax_scale_log2)),
+            (_consumer, (1, descs, buffers, barriers, sizes, tiles, outputs, softmax_scale_log2)),
             (_producer, (descs, buffers, barriers, sizes, tiles, Counter)),
         ],
         [4, 1],

@@ -237,6 +237,14 @@ def _step(
 
 
 @gluon.jit
+def _store_tile(o, o_desc, o_tile, b, h, first_row):
+    tma.store_wait(0)
+    o_tile.reshape([ROWS, BLOCK_DV]).store(o)
+    fence_async_shared()
+    copy_out(o_desc, [b, h, first_row, 0], o_tile)
+
+
+@gluon.jit
 def _attend(
     wg: gl.constexpr,
     tile,
@@ -247,14 +255,14 @@ def _attend(
     buffers,
     barriers,
     sizes,
-    LSE,
-    lse_rows,
+    outputs,
     scale,
 ):
     q_desc, k_desc, v_desc, o_desc = descs
     q_tiles, k_tiles, v_tiles, o_tiles, next_tiles = buffers
     q_full, k_full, v_full, v_empty, k_empty, turn, q_empty, tile_full, tile_empty = barriers
     nheads, group_size, seqlen_q, seqlen_k = sizes
+    LSE, lse_rows = outputs
     tile_row, b, h = _schedule(tile, tiles, nheads, seqlen_q)
     first_row = tile_row + wg * ROWS
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
@@ -293,11 +301,7 @@ def _attend(
     acc = warpgroup_mma_wait(0, (acc,))
     _release(v_empty, slot)
     o = (acc * inverse[:, None]).to(gl.bfloat16)
-    o_tile = o_tiles.index(wg)
-    tma.store_wait(0)
-    o_tile.reshape([ROWS, BLOCK_DV]).store(o)
-    fence_async_shared()
-    copy_out(o_desc, [b, h, first_row, 0], o_tile)
+    _store_tile(o, o_desc, o_tiles.index(wg), b, h, first_row)
     return step
 
 
@@ -309,8 +313,7 @@ def _consumer(
     barriers,
     sizes,
     tiles,
-    LSE,
-    lse_rows,
+    outputs,
     scale,
 ):
     q_tiles, k_tiles, v_tiles, o_tiles, next_tiles = buffers
@@ -319,7 +322,7 @@ def _consumer(
     count = 0
     step = 0
     while tile < tiles:
-        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, LSE, lse_rows, scale)
+        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, outputs, scale)
         mbarrier.wait(tile_full.index(count & 1), (count >> 1) & 1)
         tile = gl.max(next_tiles.index(count & 1).load(LANES_OF_ALL_WARPS), 0)
         mbarrier.arrive(tile_empty.index(count & 1), count=1)
@@ -392,12 +395,13 @@ def hopper_forward(
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles, next_tiles)
     barriers = (q_full, k_full, v_full, v_empty, k_empty, turn, q_empty, tile_full, tile_empty)
     sizes = (nheads, group_size, seqlen_q, seqlen_k)
+    outputs = (LSE, lse_rows)
     tiles = _query_blocks(seqlen_q) * nheads * batch
     gl.warp_specialize(
         [
-            (_consumer, (0, descs, buffers, barriers, sizes, tiles, LSE, lse_rows, softmax_scale_log2)),
-            (_consumer, (1, descs, buffers, barriers, sizes, tiles, LSE, lse_rows, softmax_scale_log2)),
-            (_consumer, (2, descs, buffers, barriers, sizes, tiles, LSE, lse_rows, softmax_scale_log2)),
+            (_consumer, (0, descs, buffers, barriers, sizes, tiles, outputs, softmax_scale_log2)),
+            (_consumer, (1, descs, buffers, barriers, sizes, tiles, outputs, softmax_scale_log2)),
+            (_consumer, (2, descs, buffers, barriers, sizes, tiles, outputs, softmax_scale_log2)),
             (_producer, (descs, buffers, barriers, sizes, tiles, Counter)),
         ],
         [4, 4, 1],

@@ -282,6 +282,25 @@ def _step(
 
 
 @gluon.jit
+def _store_tile(o, o_desc, o_tile, b, h, first_row):
+    tma.store_wait(0)
+    o_tile.reshape([ROWS, BLOCK_DV]).store(o)
+    fence_async_shared()
+    copy_out(o_desc, [b, h, first_row, 0], o_tile)
+
+
+@gluon.jit
+def _store_rows(o, rows, b, h, seqlen_q, outputs):
+    # the copy engine reads from rows before the first, but a store that begins there is an illegal instruction
+    LSE, lse_rows, O, stride_ob, stride_oh, stride_os = outputs
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, O_LAYOUT))
+    columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
+    row_starts = O + (rows.to(gl.int64) * stride_os + (b * stride_ob + h * stride_oh))
+    stored = ((rows >= 0) & (rows < seqlen_q))[:, None]
+    gl.store(row_starts[:, None] + columns[None, :], o, mask=stored)
+
+
+@gluon.jit
 def _attend(
     wg: gl.constexpr,
     tile,
@@ -292,14 +311,14 @@ def _attend(
     buffers,
     barriers,
     sizes,
-    LSE,
-    lse_rows,
+    outputs,
     scale,
 ):
     q_desc, k_desc, v_desc, o_desc = descs
     q_tiles, k_tiles, v_tiles, o_tiles, next_tiles = buffers
     q_full, k_full, v_full, q_empty, tile_full, tile_empty = barriers
     nheads, group_size, seqlen_q, seqlen_k, q_offset = sizes
+    LSE, lse_rows, O, stride_ob, stride_oh, stride_os = outputs
     tile_row, b, h = _schedule(tile, tiles, nheads, seqlen_q, q_offset)
     first_row = tile_row + wg * ROWS
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
@@ -345,11 +364,10 @@ def _attend(
     acc = warpgroup_mma_wait(0, (acc,))
     _release(V_EMPTY, slot)
     o = (acc * inverse[:, None]).to(gl.bfloat16)
-    o_tile = o_tiles.index(wg)
-    tma.store_wait(0)
-    o_tile.reshape([ROWS, BLOCK_DV]).store(o)
-    fence_async_shared()
-    copy_out(o_desc, [b, h, first_row, 0], o_tile)
+    if first_row < 0:
+        _store_rows(o, rows, b, h, seqlen_q, outputs)
+    else:
+        _store_tile(o, o_desc, o_tiles.index(wg), b, h, first_row)
     return step
 
 
@@ -361,8 +379,7 @@ def _consumer(
     barriers,
     sizes,
     tiles,
-    LSE,
-    lse_rows,
+    outputs,
     scale,
 ):
     q_tiles, k_tiles, v_tiles, o_tiles, next_tiles = buffers
@@ -371,7 +388,7 @@ def _consumer(
     count = 0
     step = 0
     while tile < tiles:
-        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, LSE, lse_rows, scale)
+        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, outputs, scale)
         mbarrier.wait(tile_full.index(count & 1), (count >> 1) & 1)
         tile = gl.max(next_tiles.index(count & 1).load(LANES_OF_ALL_WARPS), 0)
         mbarrier.arrive(tile_empty.index(count & 1), count=1)
@@ -388,6 +405,9 @@ def _consumer(
         "seqlen_q",
         "seqlen_k",
         "lse_rows",
+        "stride_ob",
+        "stride_oh",
+        "stride_os",
     ]
 )
 def hopper_forward(
@@ -395,6 +415,7 @@ def hopper_forward(
     k_desc,
     v_desc,
     o_desc,
+    O,
     LSE,
     Counter,
     softmax_scale_log2,
@@ -405,6 +426,9 @@ def hopper_forward(
     seqlen_q,
     seqlen_k,
     lse_rows,
+    stride_ob,
+    stride_oh,
+    stride_os,
 ):
     dtype: gl.constexpr = gl.bfloat16
     q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
@@ -437,10 +461,11 @@ def hopper_forward(
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles, next_tiles)
     barriers = (q_full, k_full, v_full, q_empty, tile_full, tile_empty)
     sizes = (nheads, group_size, seqlen_q, seqlen_k, q_offset)
+    outputs = (LSE, lse_rows, O, stride_ob, stride_oh, stride_os)
     tiles = _query_blocks(seqlen_q, q_offset) * nheads * batch
     gl.warp_specialize(
         [
-            (_consumer, (0, descs, buffers, barriers, sizes, tiles, LSE, lse_rows, softmax_scale_log2)),
+            (_consumer, (0, descs, buffers, barriers, sizes, tiles, outputs, softmax_scale_log2)),
             (_producer, (descs, buffers, barriers, sizes, tiles, Counter)),
         ],
         [1],
@@ -482,6 +507,7 @@ def hopper_forward_call(q, k, v, softmax_scale=None, q_offset=None):
         desc(k, BLOCK_N.value, BLOCK_D.value),
         desc(v, BLOCK_N.value, BLOCK_DV.value),
         desc(out, ROWS.value, BLOCK_DV.value),
+        out,
         lse,
         torch.zeros(1, dtype=torch.int32, device=q.device),
         scale,
@@ -492,6 +518,7 @@ def hopper_forward_call(q, k, v, softmax_scale=None, q_offset=None):
         seqlen_q,
         seqlen_k,
         seqlen_q,
+        *out.stride()[:3],
         num_warps=NUM_WARPS,
         maxnreg=MAXNREG,
     )

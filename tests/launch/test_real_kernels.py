@@ -35,7 +35,8 @@ KERNELS = {
         "h200",
         {"loads": "descriptor", "split_d": True},
     ),
-    "gluon": ("fwd-bf16-d128-causal", HOPPER_FORWARD, "h200", {}),
+    "gluon, and a pointer to O": ("fwd-bf16-d128-causal", HOPPER_FORWARD, "h200", {}),
+    "gluon, descriptors alone": ("fwd-bf16-d128", HOPPER_FORWARD, "h200", {}),
 }
 
 
@@ -108,6 +109,8 @@ def test_every_parameter_has_the_value_of_the_call(name: str, cuda: FakeDriver) 
     for letter, tensor in zip("qkvo", (q, k, v, out), strict=True):
         for key in (letter.upper(), f"{letter}_desc", f"{letter}1_desc"):
             assert values.get(key, tensor.data_ptr()) == tensor.data_ptr()
+    strides = {f"stride_o{axis}": stride for axis, stride in zip("bhs", out.stride(), strict=False)}
+    assert {key: values.get(key, stride) for key, stride in strides.items()} == strides
     if "split_d" in KERNELS[name][3]:
         widths = [values[f"k{part}_desc.encoded"].box[0] for part in ("", "1")]
         assert widths == [64, 32], "64 and 32 of 96"
