@@ -223,9 +223,9 @@ class DriverPlan:
     def _setter(self, letter: str) -> Callable[[int], None]:
         """What makes every parameter of a tensor point to it."""
         describe = self._maps_setter(self._maps[letter]) if letter in self._maps else None
-        slot = self._slots.get(letter.upper())
-        if slot is None and describe is not None:
+        if describe is not None and letter.upper() not in self._slots:
             return describe
+        slot = self._slots[letter.upper()]
 
         def set_pointer(pointer: int) -> None:
             if describe is not None:
