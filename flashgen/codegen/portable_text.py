@@ -57,6 +57,11 @@ def is_positional(spec: Specialization) -> bool:
     return spec.causal or spec.window or spec.alibi
 
 
+def has_hull(spec: Specialization) -> bool:
+    """Whether a program looks first where the visible keys of its mask begin and end."""
+    return spec.mask == "keys" and not has_blocks(spec)
+
+
 def is_natural(spec: Specialization) -> bool:
     """Whether something is added to the scores, so that their scale cannot be folded into the exponent."""
     return spec.alibi or bool(spec.bias) or changes_scores(spec)
@@ -85,12 +90,15 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "sink": spec.sink,
         "bias": spec.bias,
         "mask": spec.mask,
+        "hull": has_hull(spec),
+        # loads leave out what lies before and what lies behind all visible keys
+        "two_ends": spec.window or has_hull(spec),
         "bias_dtype": bias_dtype(spec),
         "sink_dtype": spec.sink_dtype or "fp32",
         "aligned_scores": spec.aligned_scores,
         "natural": is_natural(spec),
         # a whole row of any block may be hidden, not only in the blocks at the ends
-        "guarded": bool(spec.bias or spec.mask or spec.mods),
+        "guarded": bool(spec.bias or spec.mask == "full" or spec.mods),
         "cleaning": _cleaning(spec, config),
         "key_end": _key_end(spec),
         "scale": "LOG2E" if is_natural(spec) else _scale_name(spec),
@@ -113,7 +121,7 @@ def _cleaning(spec: Specialization, config: Config) -> str:
 
 
 def _key_end(spec: Specialization) -> str:
-    return "key_end" if spec.causal or spec.window else "seqlen_k"
+    return "key_end" if spec.causal or spec.window or has_hull(spec) else "seqlen_k"
 
 
 def _scale_name(spec: Specialization) -> str:
@@ -145,10 +153,10 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         found += ["k_base", "v_base", "stride_ks", "stride_vs", *(["b"] if spec.mods else [])]
     found += [
         "n",
-        *(["key_start"] if spec.window else []),
+        *(["key_start"] if spec.window or has_hull(spec) else []),
         _key_end(spec),
         *(["first"] if spec.window else []),
-        "limit",
+        *(["limit"] if spec.causal or spec.window or not has_hull(spec) else []),
     ]
     found += ["softcap_rate"] if spec.softcap else []
     found += ["score_scale"] if is_natural(spec) else [_scale_name(spec)]

@@ -38,6 +38,7 @@ HEAD_DIM = tl.constexpr(128)
 HEAD_DIM_V = tl.constexpr(128)
 BLOCK_D = tl.constexpr(128)
 BLOCK_DV = tl.constexpr(128)
+SCAN = tl.constexpr(4096)
 NUM_WARPS = 8
 NUM_STAGES = 3
 NEG_INF = tl.constexpr(float("-inf"))
@@ -62,6 +63,27 @@ def _load_rows(desc, b, h, start, rows: tl.constexpr, cols: tl.constexpr):
 
 
 @triton.jit
+def _hull(base, start, end):
+    # the first visible key, the end of the last one, and how many there are; a row of a few KB, from the cache
+    lows = tl.full([SCAN], end, tl.int32)
+    highs = tl.zeros([SCAN], tl.int32)
+    counts = tl.zeros([SCAN], tl.int32)
+    columns = tl.arange(0, SCAN)
+    # 16 keys in a load, and those that are left
+    scanned = end // 16 * 16
+    for n in tl.range(start, scanned, SCAN):
+        visible = tl.load(base + n + columns, mask=columns < scanned - n, other=0) != 0
+        lows = tl.minimum(lows, tl.where(visible, n + columns, end))
+        highs = tl.maximum(highs, tl.where(visible, n + columns + 1, 0))
+        counts += visible.to(tl.int32)
+    rest = scanned + tl.arange(0, 16)
+    left = tl.load(base + rest, mask=rest < end, other=0) != 0
+    low = tl.minimum(tl.min(lows), tl.min(tl.where(left, rest, end)))
+    high = tl.maximum(tl.max(highs), tl.max(tl.where(left, rest + 1, 0)))
+    return low, high, tl.sum(counts) + tl.sum(left.to(tl.int32))
+
+
+@triton.jit
 def _softmax_step(
     acc,
     l_i,
@@ -72,8 +94,8 @@ def _softmax_step(
     b,
     h_k,
     n,
-    seqlen_k,
-    limit,
+    key_start,
+    key_end,
     softmax_scale_log2,
     mask_base,
     masked: tl.constexpr,
@@ -81,17 +103,17 @@ def _softmax_step(
 ):
     keys = n + tl.arange(0, BLOCK_N)
     if masked:
-        mask = tl.load(mask_base + keys, mask=keys < seqlen_k, other=0)
-    else:
-        mask = tl.load(mask_base + keys)
+        mask = tl.load(mask_base + keys, mask=keys < key_end, other=0)
     k = _load_rows(k_desc, b, h_k, n, BLOCK_N, BLOCK_D)
     s = tl.dot(q, k.T)
     if masked:
-        s = tl.where(keys[None, :] < limit[:, None], s, NEG_INF)
-    s = tl.where((mask != 0)[None, :], s, NEG_INF)
-    m_new = tl.maximum(m_i, tl.max(s, 1) * softmax_scale_log2)
-    # a row that has seen no key yet keeps m_i = -inf; 0 in its place makes exp2 give 0 instead of NaN
-    m_ref = tl.where(m_new == NEG_INF, 0.0, m_new)
+        s = tl.where((mask != 0)[None, :], s, NEG_INF)
+        m_new = tl.maximum(m_i, tl.max(s, 1) * softmax_scale_log2)
+        # a row that has seen no key yet keeps m_i = -inf; 0 in its place makes exp2 give 0 instead of NaN
+        m_ref = tl.where(m_new == NEG_INF, 0.0, m_new)
+    else:
+        m_new = tl.maximum(m_i, tl.max(s, 1) * softmax_scale_log2)
+        m_ref = m_new
     p = tl.exp2(s * softmax_scale_log2 - m_ref[:, None])
     alpha = tl.exp2(m_i - m_ref)
     l_i = l_i * alpha + tl.sum(p, 1)
@@ -137,23 +159,35 @@ def portable_forward(
     m_block, b, h = _schedule(nheads, seqlen_q)
     h_k = h // group_size
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    limit = seqlen_k + rows * 0
     end = seqlen_k
     full_end = seqlen_k // BLOCK_N * BLOCK_N
     mask_base = Mask + b * stride_mask_b + h * stride_mask_h
+    # no key before the first and behind the last one that the mask shows is ever loaded
+    first_key, end, visible_keys = _hull(mask_base, 0, end)
+    key_start = first_key
+    key_end = end
+    start = key_start // BLOCK_N * BLOCK_N
+    full_start = tl.cdiv(key_start, BLOCK_N) * BLOCK_N
+    full_end = tl.minimum(full_end, end // BLOCK_N * BLOCK_N)
+    # between them it hides none: then nothing in whole blocks needs a mask
+    solid = visible_keys == end - first_key
+    unmasked = tl.where(solid, tl.maximum(full_end - full_start, 0), 0)
 
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     q = q_desc.load([b, h, m_block * BLOCK_M, 0]).reshape([BLOCK_M, BLOCK_D])
-    # Algorithm 1, lines 6 to 11: first the blocks in which every key is visible to every row, then the rest
-    for n in tl.range(0, full_end, BLOCK_N):
+    # Algorithm 1, lines 6 to 11: first the blocks in which every key is visible to every row, then those around them
+    # the compiler sees how places in memory are aligned in a sum, but not in where a loop begins
+    for step in tl.range(0, unmasked, BLOCK_N):
+        n = full_start + step
         acc, l_i, m_i = _softmax_step(
-            acc, l_i, m_i, q, k_desc, v_desc, b, h_k, n, seqlen_k, limit, softmax_scale_log2, mask_base, False, False
+            acc, l_i, m_i, q, k_desc, v_desc, b, h_k, n, key_start, key_end, softmax_scale_log2, mask_base, False, False
         )
-    for n in tl.range(full_end, end, BLOCK_N):
+    for step in tl.range(0, end - unmasked - start, BLOCK_N):
+        n = start + step + tl.where(start + step < full_start, 0, unmasked)
         acc, l_i, m_i = _softmax_step(
-            acc, l_i, m_i, q, k_desc, v_desc, b, h_k, n, seqlen_k, limit, softmax_scale_log2, mask_base, True, False
+            acc, l_i, m_i, q, k_desc, v_desc, b, h_k, n, key_start, key_end, softmax_scale_log2, mask_base, True, False
         )
     # 0 * NaN is NaN: rows of V that are hidden may have spoilt the sums; then once more, with 0 in place of such rows
     spoilt = tl.max((acc != acc).to(tl.int32))
@@ -161,9 +195,23 @@ def portable_forward(
         m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        for n in tl.range(0, end, BLOCK_N):
+        for n in tl.range(start, end, BLOCK_N, num_stages=1):  # rare: registers count, not time
             acc, l_i, m_i = _softmax_step(
-                acc, l_i, m_i, q, k_desc, v_desc, b, h_k, n, seqlen_k, limit, softmax_scale_log2, mask_base, True, True
+                acc,
+                l_i,
+                m_i,
+                q,
+                k_desc,
+                v_desc,
+                b,
+                h_k,
+                n,
+                key_start,
+                key_end,
+                softmax_scale_log2,
+                mask_base,
+                True,
+                True,
             )
 
     # lines 12 and 13; a row that saw no key has l_i = 0 and m_i = -inf

@@ -11,6 +11,8 @@ import math
 import pytest
 import torch
 
+from flashgen.codegen.build import load_module
+from flashgen.codegen.render import render
 from flashgen.core.workload import Specialization
 from tests.interpreter.dense import Rules, attention
 from tests.interpreter.test_forward import compare, config_for, run, tensors
@@ -82,6 +84,95 @@ def test_what_no_query_sees_may_hold_anything(loads: str, garbage: float, seqlen
     k[:, :, :first], v[:, :, :first] = garbage, garbage
     k[:, :, last:], v[:, :, last:] = garbage, garbage
     compare(run(spec, config_for(spec, loads=loads), q, k, v, q_offset=offset, **host), clean)
+
+
+PADDINGS = {
+    "none": [(0, 200)],
+    "right": [(0, 130)],
+    "left": [(70, 200)],
+    "both": [(37, 165)],
+    "blocks": [(32, 160)],
+    "one key": [(99, 100)],
+    "end": [(199, 200)],
+    "holes": [(20, 60), (64, 150), (190, 191)],
+    "all": [],
+}
+"""What masks of keys show of 200."""
+
+
+def padding_mask(names: list[str]) -> torch.Tensor:
+    """A row for each sequence, of which multiples of 16 bytes lie apart."""
+    mask = torch.zeros(len(names), 1, 1, 208, dtype=torch.bool)
+    for row, name in zip(mask, names, strict=True):
+        for first, end in PADDINGS[name]:
+            row[..., first:end] = True
+    return mask[..., :200]
+
+
+@LOADS
+@pytest.mark.parametrize(
+    ("features", "garbage"),
+    [
+        ("keymask", False),
+        ("keymask", True),
+        ("causal-keymask", True),
+        ("causal-window-keymask", True),
+        ("window-keymask-scattered", True),
+        ("keymask-bias-sink", False),
+        ("keymask-bias-sink", True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_masks_of_padding(loads: str, features: str, garbage: bool) -> None:
+    """Each sequence padded in its own way, and infinity or NaN in what is padding."""
+    spec = Specialization.parse(f"fwd-fp16-d16-{features}")
+    q, k, v = tensors((len(PADDINGS), 2, 1, 40, 200), 16, 16, torch.float16, "bhsd")
+    mask = padding_mask(list(PADDINGS))
+    host: dict[str, object] = {"mask": mask}
+    host |= {"window": (90, None if spec.causal else 31)} if spec.window else {}
+    host |= {"bias": torch.randn(1, 2, 40, 208).half()[..., :200]} if spec.bias else {}
+    host |= {"sinks": torch.tensor([0.5, -1.0])} if spec.sink else {}
+    if garbage:
+        hidden = ~mask[:, :, 0, :, None]
+        k, v = k.masked_fill(hidden, math.nan), v.masked_fill(hidden, math.inf)
+    got = run(spec, config_for(spec, loads=loads), q, k, v, **host)
+    compare(got, attention(q, k.nan_to_num(0.0), v, Rules(causal=spec.causal, **host)))
+    assert spec.sink or torch.all(got[1][list(PADDINGS).index("all")] == -math.inf)
+
+
+@LOADS
+@pytest.mark.parametrize(
+    ("features", "padding", "unmasked", "masked"),
+    [
+        ("keymask", "none", 6, 1),
+        ("keymask", "right", 4, 1),
+        ("keymask", "left", 3, 2),
+        ("keymask", "both", 3, 2),
+        ("keymask", "blocks", 4, 0),
+        ("keymask", "one key", 0, 1),
+        ("keymask", "holes", 0, 6),
+        ("keymask", "all", 0, 0),
+        ("causal-keymask", "right", 4, 1),
+        ("causal-keymask", "left", 2, 3),
+        ("causal-keymask", "none", 5, 2),
+    ],
+)
+def test_padding_costs_no_block(loads: str, features: str, padding: str, unmasked: int, masked: int) -> None:
+    """Steps of one query block: those outside the visible keys are none, those inside need no mask without holes."""
+    spec = Specialization.parse(f"fwd-fp16-d16-{features}")
+    q, k, v = tensors((1, 1, 1, 20, 200), 16, 16, torch.float16, "bhsd")
+    source = render(spec, config_for(spec, loads=loads))
+    module = load_module(source)
+    step, flags = module._softmax_step, []
+
+    def counted(*arguments: object) -> object:
+        flags.append(bool(arguments[-2]))
+        return step(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_softmax_step", counted)
+        getattr(module, f"{source.entry}_call")(q, k, v, mask=padding_mask([padding]))
+    assert (flags.count(False), flags.count(True)) == (unmasked, masked)
 
 
 @LOADS
