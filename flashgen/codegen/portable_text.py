@@ -91,6 +91,8 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "bias": spec.bias,
         "mask": spec.mask,
         "hull": has_hull(spec),
+        # rows of a block may have ends of their own, or all that of the keys where no mask hides what lies behind it
+        "ends": _has_ends(spec),
         # loads leave out what lies before and what lies behind all visible keys
         "two_ends": spec.window or has_hull(spec),
         "bias_dtype": bias_dtype(spec),
@@ -100,6 +102,8 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         # a whole row of any block may be hidden, not only in the blocks at the ends
         "guarded": bool(spec.bias or spec.mask == "full" or spec.mods),
         "cleaning": _cleaning(spec, config),
+        # a pass without a pipeline takes fewer registers of the whole kernel; without a matrix unit it takes more
+        "lean_clean": has_hull(spec) and spec.dtype != "fp32",
         "key_end": _key_end(spec),
         "scale": "LOG2E" if is_natural(spec) else _scale_name(spec),
         "scale_argument": _scale_name(spec),
@@ -118,6 +122,10 @@ def _cleaning(spec: Specialization, config: Config) -> str:
     if config["loads"] == "pointer" or not (spec.causal or spec.window):
         return ""
     return "pass" if spec.window or spec.bias or spec.mods else "shift"
+
+
+def _has_ends(spec: Specialization) -> bool:
+    return spec.causal or spec.window or not has_hull(spec)
 
 
 def _key_end(spec: Specialization) -> str:
@@ -156,7 +164,7 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         *(["key_start"] if spec.window or has_hull(spec) else []),
         _key_end(spec),
         *(["first"] if spec.window else []),
-        *(["limit"] if spec.causal or spec.window or not has_hull(spec) else []),
+        *(["limit"] if _has_ends(spec) else []),
     ]
     found += ["softcap_rate"] if spec.softcap else []
     found += ["score_scale"] if is_natural(spec) else [_scale_name(spec)]

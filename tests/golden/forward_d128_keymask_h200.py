@@ -99,14 +99,17 @@ def _softmax_step(
     softmax_scale_log2,
     mask_base,
     masked: tl.constexpr,
+    holes: tl.constexpr,
     clean: tl.constexpr,
 ):
     keys = n + tl.arange(0, BLOCK_N)
     if masked:
         mask = tl.load(mask_base + keys, mask=keys < key_end, other=0)
+    elif holes:
+        mask = tl.load(mask_base + keys)
     k = _load_rows(k_desc, b, h_k, n, BLOCK_N, BLOCK_D)
     s = tl.dot(q, k.T)
-    if masked:
+    if holes:
         s = tl.where((mask != 0)[None, :], s, NEG_INF)
         m_new = tl.maximum(m_i, tl.max(s, 1) * softmax_scale_log2)
         # a row that has seen no key yet keeps m_i = -inf; 0 in its place makes exp2 give 0 instead of NaN
@@ -169,25 +172,75 @@ def portable_forward(
     start = key_start // BLOCK_N * BLOCK_N
     full_start = tl.cdiv(key_start, BLOCK_N) * BLOCK_N
     full_end = tl.minimum(full_end, end // BLOCK_N * BLOCK_N)
-    # between them it hides none: then nothing in whole blocks needs a mask
+    # whether it hides none between them: then whole blocks need no mask
     solid = visible_keys == end - first_key
-    unmasked = tl.where(solid, tl.maximum(full_end - full_start, 0), 0)
+    inner = tl.maximum(full_end - full_start, 0)
 
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     q = q_desc.load([b, h, m_block * BLOCK_M, 0]).reshape([BLOCK_M, BLOCK_D])
-    # Algorithm 1, lines 6 to 11: first the blocks in which every key is visible to every row, then those around them
-    # the compiler sees how places in memory are aligned in a sum, but not in where a loop begins
-    for step in tl.range(0, unmasked, BLOCK_N):
+    # Algorithm 1, lines 6 to 11: first the blocks in which every key is visible to every row, or hidden by the mask alone,
+    # then those around them; the compiler sees how places in memory are aligned in a sum, but not in where a loop begins
+    for step in tl.range(0, tl.where(solid, inner, 0), BLOCK_N):
         n = full_start + step
         acc, l_i, m_i = _softmax_step(
-            acc, l_i, m_i, q, k_desc, v_desc, b, h_k, n, key_start, key_end, softmax_scale_log2, mask_base, False, False
+            acc,
+            l_i,
+            m_i,
+            q,
+            k_desc,
+            v_desc,
+            b,
+            h_k,
+            n,
+            key_start,
+            key_end,
+            softmax_scale_log2,
+            mask_base,
+            False,
+            False,
+            False,
         )
-    for step in tl.range(0, end - unmasked - start, BLOCK_N):
-        n = start + step + tl.where(start + step < full_start, 0, unmasked)
+    for step in tl.range(0, tl.where(solid, 0, inner), BLOCK_N):
+        n = full_start + step
         acc, l_i, m_i = _softmax_step(
-            acc, l_i, m_i, q, k_desc, v_desc, b, h_k, n, key_start, key_end, softmax_scale_log2, mask_base, True, False
+            acc,
+            l_i,
+            m_i,
+            q,
+            k_desc,
+            v_desc,
+            b,
+            h_k,
+            n,
+            key_start,
+            key_end,
+            softmax_scale_log2,
+            mask_base,
+            False,
+            True,
+            False,
+        )
+    for step in tl.range(0, end - start - inner, BLOCK_N):
+        n = start + step + tl.where(start + step < full_start, 0, inner)
+        acc, l_i, m_i = _softmax_step(
+            acc,
+            l_i,
+            m_i,
+            q,
+            k_desc,
+            v_desc,
+            b,
+            h_k,
+            n,
+            key_start,
+            key_end,
+            softmax_scale_log2,
+            mask_base,
+            True,
+            True,
+            False,
         )
     # 0 * NaN is NaN: rows of V that are hidden may have spoilt the sums; then once more, with 0 in place of such rows
     spoilt = tl.max((acc != acc).to(tl.int32))
@@ -210,6 +263,7 @@ def portable_forward(
                 key_end,
                 softmax_scale_log2,
                 mask_base,
+                True,
                 True,
                 True,
             )
