@@ -171,11 +171,17 @@ def all_features(q: torch.Tensor, k: torch.Tensor) -> Extras:
     )
 
 
-@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+@pytest.mark.parametrize("loads", ["descriptor", "pointer", "hopper"])
 def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
     from flashgen.codegen.build import compile_kernel
-    from flashgen.codegen.families import default_config
+    from flashgen.codegen.families import why_not
+    from flashgen.codegen.hopper_forward import HOPPER_FORWARD
+    from flashgen.codegen.portable_forward import PORTABLE_FORWARD
     from flashgen.core.workload import Specialization
+
+    hopper = loads == "hopper"
+    if hopper and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper family needs sm90")
 
     device = serve.device_at(0)
     everything = "fwd-bf16-d64-softcap-alibi-sink-bias-mask-window"
@@ -187,7 +193,10 @@ def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
         f"{everything}-offset",
     ):
         spec = Specialization.parse(key)
-        config = default_config(spec, device).replace(loads=loads)
+        if hopper and why_not(HOPPER_FORWARD, spec, device):
+            continue
+        config = (HOPPER_FORWARD if hopper else PORTABLE_FORWARD).default(spec, device)
+        config = config if hopper else config.replace(loads=loads)
         q, k, v = tensors(2, 4, 2, 515, 704, spec.head_dim)
         extras = all_features(q, k) if spec.bias else Extras()
         geometry = Geometry.of(q, k, v, torch.empty_like(q), extras)

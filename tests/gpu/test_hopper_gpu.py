@@ -1,0 +1,99 @@
+"""The Hopper family alone: its tile counters under streams and graphs, every count of warpgroups at odd shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashgen.codegen.build import compile_kernel
+from flashgen.codegen.families import why_invalid
+from flashgen.codegen.hopper_forward import HOPPER_FORWARD
+from flashgen.core.workload import Specialization
+from flashgen.launch.geometry import Geometry
+from flashgen.launch.plan import Launch, make_plan
+from flashgen.measure import gpu
+from flashgen.measure.odd_shapes import check_odd, odd_problems
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm90"
+    ),
+]
+
+VARIANTS = (
+    ("fwd-bf16-d64-causal", {"warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
+    ("fwd-bf16-d64", {"warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
+    ("fwd-fp16-d64-causal-offset", {"warpgroups": 3, "masked_blocks": "branch"}),
+    ("fwd-bf16-d128-causal", {"warpgroups": 2, "masked_blocks": "one"}),
+    ("fwd-bf16-d128-causal", {"warpgroups": 2, "masked_blocks": "branch", "exp_order": "free"}),
+    ("fwd-bf16-d256-causal-softcap-window", {}),
+    ("fwd-bf16-d64-causal-sink-window", {}),
+    ("fwd-fp16-d128-keymask", {}),
+)
+
+
+def launch_of(key: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Launch:
+    spec, device = Specialization.parse(key), gpu.current_device()
+    config = HOPPER_FORWARD.default(spec, device)
+    compiled = compile_kernel(spec, config, device)
+    return make_plan(compiled, spec, config, Geometry.of(q, k, v, out), 0)
+
+
+@pytest.mark.parametrize(("key", "changes"), VARIANTS, ids=str)
+def test_every_kind_of_kernel_passes_the_gate(key: str, changes: dict[str, int | str | bool]) -> None:
+    spec, device = Specialization.parse(key), gpu.current_device()
+    config = HOPPER_FORWARD.default(spec, device).replace(**changes)
+    assert why_invalid(config, spec, device) is None
+    compiled = compile_kernel(spec, config, device)
+    verdict = check_odd(
+        lambda q, k, v, out, extras: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, extras), 0),
+        odd_problems(spec, "cuda"),
+    )
+    assert verdict is None, str(verdict)
+
+
+def test_two_graphs_on_two_streams_at_once() -> None:
+    """A tile counter shared by two launches at once would hand some tiles out twice and others never."""
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    q, k, v = (
+        torch.randn(2, 16, 2048, 128, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)
+    )
+    outs = [torch.empty_like(q) for _ in range(3)]
+    launch = launch_of("fwd-bf16-d128-causal", q, k, v, outs[2])
+    launch(q, k, v, outs[2])
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    graphs = []
+    for stream, out in zip(streams, outs[:2], strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(8):
+                launch(q, k, v, out)
+        graphs.append(graph)
+    for _ in range(20):
+        for out in outs[:2]:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(outs[0], outs[2])
+        assert torch.equal(outs[1], outs[2])
+
+
+def test_two_streams_without_graphs() -> None:
+    q, k, v = (torch.randn(1, 8, 4096, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    outs = [torch.full_like(q, float("nan")) for _ in range(3)]
+    launch = launch_of("fwd-fp16-d64", q, k, v, outs[0])
+    launch(q, k, v, outs[2])
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(50):
+        for stream, out in zip(streams, outs[:2], strict=True):
+            with torch.cuda.stream(stream):
+                launch(q, k, v, out)
+    torch.cuda.synchronize()
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[2])
