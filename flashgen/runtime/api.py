@@ -129,7 +129,7 @@ def attention(
     and `mask_mod` all leave it visible. A row that sees no key has output 0 and LSE -inf.
 
     Any strides are taken without a copy, as long as the last dimension of q, k and v is contiguous. The forward kernels
-    are deterministic. Products of float32 are exact (IEEE) unless torch's own switch allows TF32:
+    are deterministic. Products of float32 are exact (IEEE) unless torch's own switch allows TF32 and the GPU has it:
     `torch.backends.cuda.matmul.fp32_precision = "tf32"` or `torch.set_float32_matmul_precision("high")`.
 
     Args:
@@ -266,6 +266,7 @@ def explain(
     if not q.is_cuda:
         raise UnsupportedError(serve.not_on_gpu(problem.workload, call))
     device = serve.device_at(q.get_device())
+    problem = problem.on(device)
     return dispatch.explain(
         problem.workload,
         problem.spec,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flashgen.core.config import Config
+from flashgen.core.device import Device
 from flashgen.core.errors import WorkloadError
 from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
@@ -17,6 +18,8 @@ from flashgen.runtime.runs import empty_output
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_EXTRAS = Extras()
+MAX_ROW_STRIDE = 2**23
+"""In elements, exclusive: inside a tile of at most 256 rows places are 32-bit numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,15 @@ class Problem:
             )
         return cls(call=call, workload=workload, spec=spec, geometry=geometry)
 
+    def on(self, device: Device) -> Problem:
+        """The problem on `device`: with exact products where no family has TF32, which is allowed but not asked for."""
+        if self.workload.dtype != "tf32":
+            return self
+        from flashgen.codegen.families import reasons
+
+        served = None in reasons(self.spec, device).values()
+        return self if served else Problem.of(replace(self.call, tf32=False))
+
 
 def _workload(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras) -> Workload:
     batch, nheads, seqlen_q, head_dim = q.shape
@@ -134,6 +146,11 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
         if tensor.shape[3] > 1 and tensor.stride(3) != 1 and tensor.numel():
             raise WorkloadError(f"the last dimension is contiguous, got {name} with strides {tensor.stride()}")
+        if tensor.shape[2] > 1 and tensor.stride(2) >= MAX_ROW_STRIDE:
+            raise WorkloadError(
+                f"rows lie less than {MAX_ROW_STRIDE} elements apart, got {name} with {tensor.stride(2)} between rows; "
+                f"{name}.contiguous() brings them together"
+            )
     if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
         raise WorkloadError(
             "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, nheads_k, "

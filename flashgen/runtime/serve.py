@@ -73,11 +73,12 @@ def prepare(call: Call) -> Run | FeatureRun:
         BuildError: a compile is needed and the settings forbid it, or it failed.
     """
     problem = Problem.of(call)
-    workload = problem.workload
     if not call.q.is_cuda:
-        raise UnsupportedError(not_on_gpu(workload, call))
+        raise UnsupportedError(not_on_gpu(problem.workload, call))
     index = call.q.get_device()
     device = device_at(index)
+    problem = problem.on(device)
+    workload = problem.workload
     with _LOCK:
         served = _served(problem, device)
         _notice(workload, served, device)
