@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen.head_parts import padded
 from flashgen.codegen.portable_limits import MIN_WARPGROUP_ROWS
 from flashgen.core.config import Config
@@ -67,6 +69,11 @@ _DEFAULTS_HEAVY: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("rdna", 256): (32, 16, 8, 1),
     ("rdna", 512): (16, 16, 8, 1),
 }
+# a mask of keys and nothing else of that: most blocks run without it, as large as others
+_DEFAULTS_PADDED: dict[tuple[str, int], tuple[int, int, int, int]] = {
+    ("sm90", 64): (128, 64, 4, 3),
+    ("sm90", 128): (128, 128, 8, 3),
+}
 # twice the bytes of 16-bit elements, with and without features
 _DEFAULTS_TF32: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("sm90", 64): (128, 64, 8, 2),
@@ -131,6 +138,8 @@ def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype)
     if table is None:
         table = _DEFAULTS_HEAVY if is_heavy(spec) else _DEFAULTS
+        if spec.aligned16 and spec.mask == "keys" and not is_heavy(replace(spec, mask="")):
+            table = {**table, **_DEFAULTS_PADDED}
     return table[(kind, block) if (kind, block) in table else ("nvidia", block)]
 
 
