@@ -127,7 +127,7 @@ def test_a_look_up_loads_neither_search_nor_migrations_nor_command_line() -> Non
 
 
 def test_kernels_are_rendered_without_torch() -> None:
-    assert "@triton.jit" in str(probe(WITHOUT_TORCH_PROBE)["text"])
+    assert "@gluon.jit" in str(probe(WITHOUT_TORCH_PROBE)["text"])
 
 
 def test_version_is_the_same_everywhere() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from flashgen.codegen.family import KernelFamily
+from flashgen.codegen.hopper_forward import HOPPER_FORWARD
 from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.workload import Specialization
 
-FAMILIES: tuple[KernelFamily, ...] = (PORTABLE_FORWARD,)
+FAMILIES: tuple[KernelFamily, ...] = (HOPPER_FORWARD, PORTABLE_FORWARD)
 """Every kernel family, in the order in which their defaults are preferred."""
 
 

@@ -65,9 +65,10 @@ KNOBS = (
 def _why_not(spec: Specialization, device: Device) -> str | None:
     if device.arch != "sm90":
         return f"it needs sm90, not {device.arch}"
-    for feature in ("varlen", "mods"):
-        if getattr(spec, feature):
-            return f"it has no {feature}"
+    if spec.varlen:
+        return "it has no varlen"
+    if spec.mods:
+        return "it takes no functions of the caller"
     if "full" in (spec.bias, spec.mask):
         return "of a bias or a mask it reads one value a key, the same for all queries"
     if spec.page_size is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from flashgen.codegen.families import default_config
 from flashgen.codegen.hopper_forward import HOPPER_FORWARD
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
@@ -14,7 +14,7 @@ from flashgen.core.workload import Specialization
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
-# name of the golden file: specialization, device whose default it is, knobs changed
+# of the portable family, name of the golden file: specialization, device whose default it is, knobs changed
 GOLDENS = {
     "forward_d128_causal_h200": ("fwd-bf16-d128-causal", "h200", {}),
     "forward_d64_h200": ("fwd-bf16-d64", "h200", {}),
@@ -45,7 +45,7 @@ GOLDENS = {
 def golden(name: str) -> tuple[Specialization, Config]:
     key, device, changes = GOLDENS[name]
     spec = Specialization.parse(key)
-    return spec, default_config(spec, find_device(device)).replace(**changes)  # type: ignore[arg-type]
+    return spec, PORTABLE_FORWARD.default(spec, find_device(device)).replace(**changes)  # type: ignore[arg-type]
 
 
 HOPPER_GOLDENS = {
@@ -98,4 +98,4 @@ MODS_GOLDENS = {
 def mods_golden(name: str) -> tuple[Specialization, Config]:
     key, device, mods = MODS_GOLDENS[name]
     spec = replace(Specialization.parse(key), mods=mods)
-    return spec, default_config(spec, find_device(device))
+    return spec, PORTABLE_FORWARD.default(spec, find_device(device))

@@ -8,6 +8,7 @@ from flashgen.codegen import build
 from flashgen.codegen.build import CompiledKernel, compile_kernel, load_module
 from flashgen.codegen.families import default_config, family
 from flashgen.codegen.inspect import sass
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.render import KernelSource, render
 from flashgen.core.config import Config
 from flashgen.core.device import CATALOGUE, Device, find_device
@@ -25,7 +26,7 @@ ONE_OF_EACH_ARCH = [device for device in CATALOGUE if device.name not in ("NVIDI
 def test_defaults_compile_without_spills_and_fit(device: Device, head_dim: int, kind: str) -> None:
     dtype, _, causal = kind.partition("-")
     spec = Specialization.parse("-".join(filter(None, ["fwd", dtype, f"d{head_dim}", causal])))
-    compiled = compile_kernel(spec, default_config(spec, device), device)
+    compiled = compile_kernel(spec, PORTABLE_FORWARD.default(spec, device), device)
     if not (dtype == "fp32" and device.arch == "gfx1200"):  # no tile of IEEE products fits its registers
         assert compiled.spills == 0
     assert compiled.shared_bytes <= device.smem_per_block
@@ -44,7 +45,7 @@ def test_goldens_compile_for_hopper(name: str) -> None:
 @pytest.mark.parametrize("name", ["h200", "rtx 4090", "b200"])
 def test_the_matrix_unit_and_wide_loads_are_used(name: str) -> None:
     device, spec = find_device(name), Specialization.parse("fwd-bf16-d128")
-    code = sass(compile_kernel(spec, default_config(spec, device), device).handle)
+    code = sass(compile_kernel(spec, PORTABLE_FORWARD.default(spec, device), device).handle)
     expected = {
         "h200": ("HGMMA", "UTMALDG"),
         "rtx 4090": ("HMMA", "LDGSTS.E.BYPASS.128"),
@@ -86,7 +87,7 @@ def test_occupancy_is_limited_by_each_resource() -> None:
 
 def test_a_compile_error_is_a_build_error_with_triton_s_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, device = Specialization.parse("fwd-bf16-d64"), find_device("h200")
-    config = default_config(spec, device)
+    config = PORTABLE_FORWARD.default(spec, device)
 
     def broken(spec: Specialization, config: Config) -> KernelSource:
         source = render(spec, config)

@@ -6,6 +6,7 @@ import pytest
 
 from flashgen.codegen.families import FAMILIES, applicable, default_config, family, reasons, validate, why_invalid
 from flashgen.codegen.head_parts import head_parts
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.portable_limits import registers_needed, smem_needed
 from flashgen.codegen.space import candidates
 from flashgen.core.config import Config
@@ -28,7 +29,22 @@ KEYS = (
 def test_ids_are_unique_and_permanent() -> None:
     ids = [row.id for row in FAMILIES]
     assert len(set(ids)) == len(ids)
-    assert ids[0] == "portable_forward"  # databases name it: it may never change
+    assert ids == ["hopper_forward", "portable_forward"]  # databases name them: they may never change
+
+
+@pytest.mark.parametrize(
+    ("key", "device", "family_id"),
+    [
+        ("fwd-bf16-d128-causal", "h200", "hopper_forward"),
+        ("fwd-fp16-d64-keymask-sink", "h100", "hopper_forward"),
+        ("fwd-bf16-d128-mask", "h200", "portable_forward"),
+        ("fwd-fp32-d64", "h200", "portable_forward"),
+        ("fwd-bf16-d128-causal", "a100", "portable_forward"),
+        ("fwd-bf16-d128-causal", "b200", "portable_forward"),
+    ],
+)
+def test_a_default_is_that_of_the_fastest_family_that_applies(key: str, device: str, family_id: str) -> None:
+    assert default_config(Specialization.parse(key), find_device(device)).family == family_id
 
 
 @pytest.mark.parametrize("device", CATALOGUE, ids=lambda device: device.slug)
@@ -46,8 +62,8 @@ def test_every_default_is_valid_and_in_its_space(key: str, device: Device) -> No
 
 def test_a_consumer_card_gets_a_space_of_its_own() -> None:
     spec = Specialization.parse("fwd-bf16-d128-causal")
-    big, small = (set(candidates(FAMILIES[0], spec, find_device(name))) for name in ("h200", "rtx 4090"))
-    assert default_config(spec, find_device("h200")) not in small
+    big, small = (set(candidates(PORTABLE_FORWARD, spec, find_device(name))) for name in ("h200", "rtx 4090"))
+    assert PORTABLE_FORWARD.default(spec, find_device("h200")) not in small
     assert all(smem_needed(spec, config, find_device("4090")) <= 99 * 1024 for config in small)
     assert all(config["loads"] == "pointer" for config in small)
     assert any(config["loads"] == "descriptor" for config in big)
@@ -55,7 +71,7 @@ def test_a_consumer_card_gets_a_space_of_its_own() -> None:
 
 def test_restrictions_name_their_reason() -> None:
     spec, device = Specialization.parse("fwd-bf16-d256"), find_device("h200")
-    config = default_config(spec, device)
+    config = PORTABLE_FORWARD.default(spec, device)
     assert "shared memory" in str(why_invalid(config.replace(num_stages=5, block_n=64), spec, device))
     assert "registers" in str(why_invalid(config.replace(block_m=256), spec, device))
     assert "causal" in str(why_invalid(config.replace(heavy_first=True), spec, device))
@@ -77,13 +93,13 @@ def test_restrictions_name_their_reason() -> None:
 )
 def test_only_declared_values_pass(change: dict[str, object]) -> None:
     spec, device = Specialization.parse("fwd-bf16-d64"), find_device("h200")
-    config = default_config(spec, device).replace(**change)  # type: ignore[arg-type]
+    config = PORTABLE_FORWARD.default(spec, device).replace(**change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         validate(config)
 
 
 def test_missing_knobs_repeated_knobs_and_unknown_families_are_refused() -> None:
-    config = default_config(Specialization.parse("fwd-bf16-d64"), find_device("h200"))
+    config = PORTABLE_FORWARD.default(Specialization.parse("fwd-bf16-d64"), find_device("h200"))
     for wrong in (
         Config(family=config.family, knobs=config.knobs[1:]),
         Config(family=config.family, knobs=(*config.knobs, config.knobs[0])),
@@ -107,7 +123,7 @@ def test_not_applicable_is_an_answer_with_a_reason(key: str, reason: str) -> Non
     assert reason in str(reasons(spec, device)["portable_forward"])
     with pytest.raises(UnsupportedError, match=r"portable_forward: .*" + reason.replace("(", r"\(")):
         applicable(spec, device)
-    assert candidates(FAMILIES[0], spec, device) == ()
+    assert candidates(PORTABLE_FORWARD, spec, device) == ()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +131,7 @@ def test_not_applicable_is_an_answer_with_a_reason(key: str, reason: str) -> Non
 )
 def test_two_parts_of_a_head_need_less_than_one_padded_tile(key: str, columns: int) -> None:
     spec, device = Specialization.parse(f"fwd-bf16-{key}"), find_device("h200")
-    config = default_config(spec, device).replace(split_d=True)
+    config = PORTABLE_FORWARD.default(spec, device).replace(split_d=True)
     assert why_invalid(config, spec, device) is None
     assert sum(part.block for part in head_parts(spec.head_dim, True)) == columns
     assert smem_needed(spec, config, device) <= smem_needed(spec, config.replace(split_d=False), device)
@@ -125,12 +141,12 @@ def test_two_parts_of_a_head_need_less_than_one_padded_tile(key: str, columns: i
 def test_splitting_is_refused_where_it_makes_no_difference(key: str) -> None:
     spec, device = Specialization.parse(f"fwd-bf16-{key}"), find_device("h200")
     expected = "no smaller in two parts" if key != "d48-dv128" else "None"
-    assert expected in str(why_invalid(default_config(spec, device).replace(split_d=True), spec, device))
+    assert expected in str(why_invalid(PORTABLE_FORWARD.default(spec, device).replace(split_d=True), spec, device))
 
 
 def test_a_config_that_is_older_than_the_knob_splits_nothing() -> None:
     spec, device = Specialization.parse("fwd-bf16-d192"), find_device("h200")
-    config = default_config(spec, device)
+    config = PORTABLE_FORWARD.default(spec, device)
     older = Config.of(config.family, {name: value for name, value in config.knobs if name != "split_d"})
     assert validate(older) == config
     assert why_invalid(older, spec, device) is None

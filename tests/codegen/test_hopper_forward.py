@@ -25,12 +25,6 @@ from tests.codegen.goldens import GOLDEN, HOPPER_GOLDENS, hopper_golden
 H200 = find_device("h200")
 
 
-@pytest.fixture(autouse=True)
-def row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rest = tuple(row for row in families.FAMILIES if row != HOPPER_FORWARD)
-    monkeypatch.setattr(families, "FAMILIES", (HOPPER_FORWARD, *rest))
-
-
 def compiled(key: str, **changes: int | str | bool) -> CompiledKernel:
     spec = Specialization.parse(key)
     return compile_kernel(spec, HOPPER_FORWARD.default(spec, H200).replace(**changes), H200)

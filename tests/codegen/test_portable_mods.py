@@ -13,6 +13,7 @@ import pytest
 
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import default_config, family, why_invalid
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError
@@ -124,7 +125,7 @@ def test_tiles_divide_the_blocks_of_a_block_mask() -> None:
 
 
 def test_functions_need_registers() -> None:
-    config = default_config(PLAIN, H200).replace(block_n=256)
+    config = PORTABLE_FORWARD.default(PLAIN, H200).replace(block_n=256)
     reason = why_invalid(config, replace(PLAIN, mods=MODS["mask"]), H200)
     assert reason == "beside user functions a thread has 128 registers for scores, not 256"
 

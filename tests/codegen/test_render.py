@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.codegen.families import FAMILIES, default_config
+from flashgen.codegen.families import default_config
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.codegen.space import candidates
 from flashgen.core.device import find_device
@@ -62,7 +63,7 @@ def test_every_variant_is_formatted_and_compiles_as_python(tmp_path: Path) -> No
     ):
         spec = Specialization.parse(key)
         for device in ("h200", "sm86", "mi300x"):
-            for config in generator.sample(candidates(FAMILIES[0], spec, find_device(device)), 8):
+            for config in generator.sample(candidates(PORTABLE_FORWARD, spec, find_device(device)), 8):
                 source = render(spec, config)
                 compile(source.text, "kernel", "exec")
                 (tmp_path / f"{source.module}.py").write_text(source.text)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashgen.codegen.build import load_module
-from flashgen.codegen.families import default_config
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.record import Failure
@@ -35,7 +35,7 @@ def test_every_two_values_meet(number: int, case: ForwardCase) -> None:
 def rendered(case: ForwardCase, loads: str) -> Any:
     spec = case.spec
     small = {"block_m": 32, "block_n": 32, "num_warps": 2, "num_stages": 2, "loads": loads}
-    source = render(spec, default_config(spec, find_device("h200")).replace(**small))
+    source = render(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**small))
     attention = getattr(load_module(source), f"{source.entry}_call")
 
     def kernel(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flashgen.codegen.build import load_module
-from flashgen.codegen.families import default_config
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
@@ -31,7 +31,7 @@ SHAPES = [  # batch, nheads, nheads_k, seqlen_q, seqlen_k
 
 
 def config_for(spec: Specialization, **changes: int | str | bool) -> Config:
-    return default_config(spec, find_device("h200")).replace(**{**SMALL, **changes})
+    return PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**{**SMALL, **changes})
 
 
 def oracle(

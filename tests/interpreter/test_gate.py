@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashgen.codegen.build import load_module
-from flashgen.codegen.families import default_config
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
@@ -21,7 +21,7 @@ LARGEST = 50_000
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_a_rendered_kernel_passes_the_odd_shapes(dtype: str) -> None:
     spec = Workload.parse(f"{dtype}-b1-h1-s1-d64-causal").specialization
-    source = render(spec, default_config(spec, find_device("h200")))
+    source = render(spec, PORTABLE_FORWARD.default(spec, find_device("h200")))
     attention = getattr(load_module(source), f"{source.entry}_call")
 
     def kernel(

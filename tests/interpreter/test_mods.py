@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from flashgen.codegen.build import load_module
-from flashgen.codegen.families import default_config
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError
@@ -125,7 +125,7 @@ def run(
         mods = score_mods(score_mod, mask_mod, tuple(tensor.dtype for tensor in aux), blocks is not None)
         spec = replace(spec, mods=mods)
     small = {"block_m": 32, "block_n": block_n, "num_warps": 2, "num_stages": 2, "loads": loads}
-    source = render(spec, default_config(spec, find_device("h200")).replace(**small))
+    source = render(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**small))
     if aux:
         arguments["aux"] = aux
     if blocks is not None:

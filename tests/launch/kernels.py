@@ -7,7 +7,7 @@ import functools
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import default_config
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
@@ -30,7 +30,7 @@ KERNELS = {
 def kernel(name: str) -> tuple[Specialization, Config, CompiledKernel]:
     key, target, changes = KERNELS[name]
     spec, device = Specialization.parse(key), find_device(target)
-    config = default_config(spec, device).replace(**changes)  # type: ignore[arg-type]
+    config = PORTABLE_FORWARD.default(spec, device).replace(**changes)  # type: ignore[arg-type]
     return spec, config, compile_kernel(spec, config, device)
 
 

@@ -49,8 +49,7 @@ def kernel(name: str) -> tuple[Specialization, Config, CompiledKernel]:
 
 
 @pytest.fixture(autouse=True)
-def both_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "FAMILIES", (PORTABLE_FORWARD, HOPPER_FORWARD))
+def counters_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "_FREE", {})
     monkeypatch.setattr(counters, "zeros", lambda index, count: torch.zeros(count, dtype=torch.int32))
 

@@ -345,6 +345,7 @@ def test_explain_names_the_rung_the_record_and_every_family(ladder: Ladder) -> N
         f"           measured {made} (3 days ago), triton 3.6.0, torch 2.11.0",
         "           measured beside it: sdpa-flash 2.5000 ms, other 99.0000 ms",
         "skipped    3. user database, exact: no such record",
+        "family     hopper_forward: applies",
         "family     portable_forward: applies",
     ]
 
@@ -370,7 +371,7 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "record_ms": 1.5,
         "stale": True,
         "skipped": [f"{rung}. {RUNGS[rung]}: no such record" for rung in range(3, 7)],
-        "families": {"portable_forward": None},
+        "families": {"hopper_forward": None, "portable_forward": None},
     }
 
 

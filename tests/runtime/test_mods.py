@@ -386,7 +386,8 @@ def test_a_block_mask_is_built_on_a_gpu() -> None:
 def test_the_default_config_walks_blocks() -> None:
     for name in ("h200", "a100", "4090", "mi300x"):
         device = find_device(name)
-        config = default_config(Specialization(direction="forward", dtype="bf16", head_dim=64, head_dim_v=64), device)
+        spec = Specialization(direction="forward", dtype="bf16", head_dim=64, head_dim_v=64, mods=MODS)
+        config = default_config(spec, device)
         assert MASK_BLOCK % config.integer("block_m") == MASK_BLOCK % config.integer("block_n") == 0
 
 
