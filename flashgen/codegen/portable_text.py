@@ -93,6 +93,8 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "hull": has_hull(spec),
         # rows of a block may have ends of their own, or all that of the keys where no mask hides what lies behind it
         "ends": _has_ends(spec),
+        # tiles of a bias or a mask are loaded beside K and V, 16 bytes at a time where the compiler knows their places
+        "tiled": "full" in (spec.bias, spec.mask),
         # loads leave out what lies before and what lies behind all visible keys
         "two_ends": spec.window or has_hull(spec),
         "bias_dtype": bias_dtype(spec),
