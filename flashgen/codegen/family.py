@@ -57,6 +57,14 @@ class CompileOptions:
     maxnreg: int = 0
 
 
+TOLERATED_SPILLS = 64
+"""Bytes of local memory of a thread: a few registers that are spilled outside of the loop cost nothing."""
+
+
+def _no_favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFamily:
     """One way to compute attention: a template, the workloads it applies to, its knobs and how it is launched.
@@ -72,6 +80,8 @@ class KernelFamily:
         options: what the compiler is told.
         programs: the number of programs of a launch for (config, device, batch, nheads, seqlen_q).
         language: "triton" or "gluon", the language of the template.
+        favourites: valid configs that won before, for a search to begin with (beside the default).
+        tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
     """
 
     id: str
@@ -87,3 +97,5 @@ class KernelFamily:
     options: Callable[[Config], CompileOptions]
     programs: Callable[[Config, Device, int, int, int], int]
     language: str = "triton"
+    favourites: Callable[[Specialization, Device], tuple[Config, ...]] = _no_favourites
+    tolerated_spills: int = TOLERATED_SPILLS

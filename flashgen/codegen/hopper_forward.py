@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashgen.codegen import hopper_resources as resources
 from flashgen.codegen import hopper_scores
 from flashgen.codegen.family import CompileOptions, KernelFamily, Knob, Parameter
+from flashgen.codegen.hopper_favourites import NAMED, WON, Changes
 from flashgen.codegen.hopper_resources import ROWS
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
@@ -156,26 +157,19 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
     return None
 
 
-_NAMED: dict[str, int | str | bool] = {
-    "barriers": "named",
-    "ping_pong": True,
-    "conditional_rescale": True,
-    "exp_order": "data",
-}
-
 # by (larger padded head_dim, causal): the winner of long sequences on an H200
-_DEFAULTS: dict[tuple[int, bool], dict[str, int | str | bool]] = {
+_DEFAULTS: dict[tuple[int, bool], Changes] = {
     (64, False): {"warpgroups": 3, "v_stages": 3, "ping_pong": True},
-    (64, True): {"warpgroups": 3, "v_stages": 3, "heads_per_group": 8, **_NAMED},
-    (128, False): _NAMED,
-    (128, True): {"heads_per_group": 4, **_NAMED},
-    (256, False): {"block_n": 64, **_NAMED},
-    (256, True): {"block_n": 64, "heads_per_group": 8, **_NAMED},
+    (64, True): {"warpgroups": 3, "v_stages": 3, "heads_per_group": 8, **NAMED},
+    (128, False): NAMED,
+    (128, True): {"heads_per_group": 4, **NAMED},
+    (256, False): {"block_n": 64, **NAMED},
+    (256, True): {"block_n": 64, "heads_per_group": 8, **NAMED},
 }
 
 
 def _default(spec: Specialization, device: Device) -> Config:
-    usual: dict[str, int | str | bool] = {
+    usual: Changes = {
         "warpgroups": 2,
         "blocks_per_sm": 1,
         "block_n": 128,
@@ -189,17 +183,33 @@ def _default(spec: Specialization, device: Device) -> Config:
         "heads_per_group": 1,
         "masked_blocks": "one",
     }
-    width = max(resources.block(spec.head_dim), resources.block(spec.head_dim_v))
+    width = _width(spec)
     config = Config.of(FAMILY_ID, {**usual, **_DEFAULTS[width, spec.causal]})
     if width == 64 and spec.window:
         # the windows of such models are as short as a block
-        config = config.replace(warpgroups=2, block_n=64, **_NAMED)
+        config = config.replace(warpgroups=2, block_n=64, **NAMED)
     if spec.softcap:
         # three times as many exponentials must not wait for the product
-        config = config.replace(**_NAMED)
+        config = config.replace(**NAMED)
     if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
-        config = config.replace(warpgroups=2, **_NAMED)
+        config = config.replace(warpgroups=2, **NAMED)
+    return _masked(spec, config)
+
+
+def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    default = _default(spec, device)
+    found = [_masked(spec, default.replace(**changes)) for changes in WON[_width(spec), spec.causal]]
+    others = (config for config in dict.fromkeys(found) if config != default)
+    return tuple(config for config in others if _why_invalid(spec, config, device) is None)
+
+
+def _masked(spec: Specialization, config: Config) -> Config:
+    """`config`, with a branch for what its kind of masked blocks cannot do."""
     return config if _why_impossible_mask(spec, config) is None else config.replace(masked_blocks="branch")
+
+
+def _width(spec: Specialization) -> int:
+    return max(resources.block(spec.head_dim), resources.block(spec.head_dim_v))
 
 
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
@@ -343,4 +353,6 @@ HOPPER_FORWARD = KernelFamily(
     options=_options,
     programs=_programs,
     language="gluon",
+    favourites=_favourites,
+    tolerated_spills=resources.TOLERATED_SPILLS,
 )

@@ -105,8 +105,10 @@ def by_prediction(configs: Sequence[Config], default: Config, workload: Workload
 
 
 def favourites(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[Config]:
-    """The families' defaults, then the configs of different tiles that the model likes best, else as the default."""
+    """Defaults of other families, what won before, then the model's: different tiles, else as their default."""
+    spec = workload.specialization
     found = list(candidates.defaults[1:])
+    found += [config for family in applicable(spec, device) for config in family.favourites(spec, device)]
     for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
         rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, "num_stages")]
         configs = [config for config in space.configs if all(config[name] == default[name] for name in rest)]

@@ -25,9 +25,6 @@ from flashgen.measure.worker import Announce, Worker
 COMPILE_TIMEOUT_S = 60.0
 """Real candidates compile in 1 to 6 s; a search loses nothing with those that need more than half a minute."""
 
-SPILL_LIMIT_BYTES = 64
-"""Local memory of a thread up to which a kernel is worth measuring: a few spills outside of the loop cost nothing."""
-
 Key = tuple[Specialization, Config]
 
 
@@ -170,7 +167,7 @@ class CompileService:
         )
 
 
-def rejected(compiled: Compiled | Failure, *, spill_limit_bytes: int = SPILL_LIMIT_BYTES) -> Failure | None:
+def rejected(compiled: Compiled | Failure, *, spill_limit_bytes: int) -> Failure | None:
     """Why a compiled candidate is not worth measuring, or None."""
     if isinstance(compiled, Failure):
         return compiled

@@ -12,7 +12,7 @@ from flashgen.core.errors import TuningError
 from flashgen.core.record import TuningRecord, Versions
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.compile_pool import SPILL_LIMIT_BYTES, Compiler
+from flashgen.tuning.compile_pool import Compiler
 from flashgen.tuning.events import OnEvent
 from flashgen.tuning.finals import Finals
 
@@ -29,7 +29,6 @@ class Options:
         retune: search again where a current record exists.
         lookahead: candidates that are compiled ahead of the one that is measured.
         finals: windows and rounds of the last comparisons.
-        spill_limit_bytes: local memory of a thread above which a candidate is not measured.
         neighbours: how many configs of the nearest records are tried after the default.
         favourites: how many configs that the analytic model likes best are tried after those.
     """
@@ -38,14 +37,13 @@ class Options:
     retune: bool = False
     lookahead: int = 4
     finals: Finals = field(default_factory=Finals)
-    spill_limit_bytes: int = SPILL_LIMIT_BYTES
     neighbours: int = 4
     favourites: int = 6
 
     def __post_init__(self) -> None:
         if self.lookahead < 1:
             raise TuningError(f"at least 1 candidate is compiled ahead, got {self.lookahead}")
-        if min(self.neighbours, self.favourites, self.spill_limit_bytes) < 0:
+        if min(self.neighbours, self.favourites) < 0:
             raise TuningError(f"counts of an options value are at least 0, got {self}")
 
 

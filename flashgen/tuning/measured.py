@@ -11,6 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 
+from flashgen.codegen.families import family
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord
@@ -144,7 +145,7 @@ class MeasuredSearch:
 
     def _evaluate(self, config: Config) -> Outcome:
         compiled = self._context.compiler.result(self._spec, config)
-        reason = rejected(compiled, spill_limit_bytes=self._context.options.spill_limit_bytes)
+        reason = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
         if reason is not None:
             return reason
         best = self._best()

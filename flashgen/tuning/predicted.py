@@ -10,6 +10,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator
 
+from flashgen.codegen.families import family
 from flashgen.core.config import Config
 from flashgen.core.record import Failure, TuningRecord
 from flashgen.core.workload import Workload
@@ -101,7 +102,7 @@ class PredictedSearch:
         return seconds is not None and self._context.clock() - self._started >= seconds
 
     def _rank(self, config: Config, compiled: Compiled | Failure) -> None:
-        failure = rejected(compiled, spill_limit_bytes=self._context.options.spill_limit_bytes)
+        failure = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
         if failure is None and isinstance(compiled, Compiled):
             self._compiled[config] = compiled
             self._predicted[config] = predict_ms(self._workload, config, self._context.device, compiled)

@@ -5,7 +5,7 @@ enumerated valid set; a share of the points is random and every third one is an 
 best. Replayed on brute-forced spaces this mix did as well as any sampler alone and was not trapped on the rugged one.
 
 Families of kernels have different knobs, and TPE does not model knobs that exist only under one choice of family, so
-each family has a study of its own and the families share the budget.
+each family has a study of its own and the families share the budget. A family that stays far behind gets little of it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ RANDOM_SHARE = 0.1
 LOCAL_EVERY = 3
 LOCAL_POOL = 5
 """Every LOCAL_EVERY-th point is an unseen neighbour of one of the LOCAL_POOL best configs."""
+
+BEHIND = math.log(1.15)
+BEHIND_AFTER = 5
+BEHIND_EVERY = 10
+"""A family whose best of BEHIND_AFTER configs or more is so far (log of times) from the best of all does not catch up
+in a budget of seconds: no more than every BEHIND_EVERY-th point is its own."""
 
 FAILED_VALUE = 30.0
 """Objective of a failed candidate: log(time / ideal time) of a kernel 1e13 times too slow, far beyond any real one."""
@@ -108,13 +114,16 @@ class Search:
 
     def ask(self) -> Proposal | None:
         """The next candidate, or None when every one was asked."""
-        while self._first:
-            proposal = self._first.pop(0)
-            if self._families[proposal.config.family].is_unseen(proposal.config):
-                self._families[proposal.config.family].add(proposal.config)
+        self._first = [p for p in self._first if self._families[p.config.family].is_unseen(p.config)]
+        best = min(family.best for family in self._families.values())
+        for position, proposal in enumerate(self._first):
+            family = self._families[proposal.config.family]
+            if not family.is_behind(best):
+                family.add(proposal.config)
+                del self._first[position]
                 return proposal
-        family = self._next_family()
-        return family.propose() if family else None
+        chosen = self._next_family()
+        return chosen.propose() if chosen else None
 
     def tell(self, config: Config, outcome: Measurement | Failure) -> None:
         """Report what came out of an asked candidate.
@@ -131,8 +140,16 @@ class Search:
         return None if isinstance(outcome, Failure) else math.log(outcome.median_ms / self._scale_ms)
 
     def _next_family(self) -> _FamilyStudy | None:
-        """Two of three points go to the family of the best config so far, the third to the least tried one."""
+        """Two of three points go to the family of the best config so far, the third to the least tried one.
+
+        Families that are far behind share every tenth.
+        """
         open_families = [family for family in self._families.values() if family.remaining]
+        best = min(family.best for family in self._families.values())
+        behind = [family for family in open_families if family.is_behind(best)]
+        if behind and sum(family.asked for family in self._families.values()) % BEHIND_EVERY == 0:
+            return min(behind, key=lambda family: family.asked)
+        open_families = [family for family in open_families if family not in behind] or behind
         if not open_families:
             return None
         started = all(family.asked >= STARTUP_POINTS for family in open_families)
@@ -174,6 +191,10 @@ class _FamilyStudy:
     @property
     def best(self) -> float:
         return min(self._told)[0] if self._told else math.inf
+
+    def is_behind(self, best: float) -> bool:
+        """Whether this family's best is far from `best`, after a fair number of tries."""
+        return self.asked - len(self._pending) >= BEHIND_AFTER and self.best - best > BEHIND
 
     def has(self, config: Config) -> bool:
         return config in self._lattice.points

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.codegen import families, hopper_resources
+from flashgen.codegen import families, hopper_favourites, hopper_resources
 from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.hopper_forward import HEAD_DIMS, HOPPER_FORWARD, descriptor_type
 from flashgen.codegen.inspect import sass
@@ -48,6 +48,36 @@ def test_defaults_are_valid_wherever_the_family_applies(head_dim: int, causal: s
         assert families.validate(config) is config
         assert families.why_invalid(config, spec, H200) is None
         assert families.default_config(spec, H200) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "least"),
+    [
+        ("d64", 3),
+        ("d64-causal", 4),
+        ("d64-causal-sink-window", 4),
+        ("d128", 4),
+        ("d128-causal", 5),
+        ("d128-causal-offset", 4),
+        ("d128-window", 2),
+        ("d192-dv128-causal", 4),
+        ("d256", 2),
+        ("d256-causal-softcap-window", 4),
+    ],
+)
+def test_favourites_are_other_valid_configs(key: str, least: int) -> None:
+    spec = Specialization.parse(f"fwd-bf16-{key}")
+    found = HOPPER_FORWARD.favourites(spec, H200)
+    assert len(set(found)) == len(found) >= least
+    assert all(families.validate(config) and families.why_invalid(config, spec, H200) is None for config in found)
+
+
+def test_every_favourite_is_valid_somewhere() -> None:
+    """A change that no plain workload allows would only take up room."""
+    for (width, causal), changes in hopper_favourites.WON.items():
+        spec = Specialization.parse(f"fwd-bf16-d{width}{'-causal' if causal else ''}")
+        known = {*HOPPER_FORWARD.favourites(spec, H200), HOPPER_FORWARD.default(spec, H200)}
+        assert known >= {HOPPER_FORWARD.default(spec, H200).replace(**change) for change in changes}
 
 
 def test_a_space_has_only_what_fits() -> None:

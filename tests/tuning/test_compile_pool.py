@@ -88,20 +88,20 @@ def test_real_candidates_compile_without_a_gpu() -> None:
     assert compiled.registers > 0
     assert compiled.occupancy >= 1
     assert compiled.source_digest
-    assert rejected(compiled) is None
+    assert rejected(compiled, spill_limit_bytes=64) is None
 
 
 def test_spilling_and_oversized_candidates_are_rejected() -> None:
     def compiled(spills: int, occupancy: int) -> Compiled:
         return Compiled(registers=255, spills=spills, shared_bytes=1, occupancy=occupancy)
 
-    spilling, oversized = rejected(compiled(65, 1)), rejected(compiled(0, 0))
+    spilling, oversized = (rejected(c, spill_limit_bytes=64) for c in (compiled(65, 1), compiled(0, 0)))
     assert spilling is not None
     assert oversized is not None
     assert (spilling.stage, oversized.stage) == ("resources", "resources")
-    assert rejected(compiled(64, 1)) is None
+    assert rejected(compiled(64, 1), spill_limit_bytes=64) is None
     failure = Failure(stage="build", reason="x")
-    assert rejected(failure) is failure
+    assert rejected(failure, spill_limit_bytes=0) is failure
 
 
 def test_a_pool_needs_a_process() -> None:

@@ -144,7 +144,34 @@ def test_families_share_the_budget_and_the_better_one_gets_more() -> None:
         asked[family] += 1
         factor = 1.0 if family == "fast" else 3.0
         search.tell(proposal.config, Measurement(times_ms=(factor * time_ms(proposal.config),)))
-    assert asked["fast"] > asked["slow"] >= module.STARTUP_POINTS
+    assert asked["slow"] == pytest.approx(module.BEHIND_AFTER + 80 / module.BEHIND_EVERY, abs=2)
+
+
+def test_families_that_are_close_both_have_their_share() -> None:
+    both = [space("fast"), space("slow")]
+    search = Search(both, first=[(min(each.configs, key=time_ms), "default") for each in both], seed=0)
+    asked = {"fast": 0, "slow": 0}
+    for _ in range(80):
+        proposal = search.ask()
+        assert proposal is not None
+        asked[proposal.config.family] += 1
+        factor = 1.0 if proposal.config.family == "fast" else 1.02
+        search.tell(proposal.config, Measurement(times_ms=(factor * time_ms(proposal.config),)))
+    assert min(asked.values()) >= 80 / 3 - 1
+
+
+def test_first_configs_of_a_family_that_is_behind_wait() -> None:
+    fast, slow = space("fast"), space("slow")
+    first = [(config, "model") for config in (*slow.configs[:12], *fast.configs[:6])]
+    sources: dict[str, list[str]] = {"fast": [], "slow": []}
+    search = Search([fast, slow], first=[(fast.configs[-1], "default"), *first], seed=0)
+    for _ in range(7 + module.BEHIND_AFTER):
+        proposal = search.ask()
+        assert proposal is not None
+        sources[proposal.config.family].append(proposal.source)
+        factor = 1.0 if proposal.config.family == "fast" else 30.0
+        search.tell(proposal.config, Measurement(times_ms=(factor * time_ms(proposal.config),)))
+    assert sources == {"fast": ["default", *["model"] * 6], "slow": ["model"] * module.BEHIND_AFTER}
 
 
 def test_misuse_is_refused() -> None:

@@ -60,12 +60,28 @@ def test_other_families_are_refused() -> None:
 @pytest.mark.parametrize("workload", [PLAIN, WIDE], ids=lambda workload: workload.key)
 def test_favourites_are_different_tiles_in_the_order_of_the_model(workload: Workload) -> None:
     found = Candidates.of(workload, H200)
-    liked = [c for c in favourites(found, workload, H200, 6) if c not in found.defaults]
+    liked = [c for c in favourites(found, workload, H200, 6) if c.family == PORTABLE.id and c not in found.defaults]
     assert 4 <= len(liked) <= 6
     tiles = [tuple(config[name] for name in TILE_KNOBS) for config in liked]
     assert len(set(tiles)) == len(tiles)
     times = [predict_ms(workload, c, H200, least_resources(workload.specialization, c, H200)) for c in liked]
     assert times[0] <= min(times) * 1.01
+
+
+@pytest.mark.parametrize("key", ["d64", "d64-causal", "d128", "d128-causal", "d256", "d256-causal"])
+def test_what_won_before_comes_before_what_the_model_likes(key: str) -> None:
+    workload = Workload.parse(f"b4-h16-s4096-{key}")
+    found = Candidates.of(workload, H200)
+    won = hopper_forward.HOPPER_FORWARD.favourites(workload.specialization, H200)
+    others = favourites(found, workload, H200, 6)
+    assert others[: 1 + len(won)] == [PORTABLE.default(workload.specialization, H200), *won]
+    assert 2 <= len(won) <= 5
+    space = next(space for space in found.spaces if space.family == "hopper_forward")
+    assert set(won) <= set(space.configs)
+
+
+def test_a_family_without_favourites_has_none() -> None:
+    assert PORTABLE.favourites(PLAIN.specialization, H200) == ()
 
 
 def test_splitting_is_among_the_favourites_where_it_saves_padding() -> None:

@@ -1,0 +1,71 @@
+"""Configs of the Hopper family that won races on an H200 (docs/decisions/named-barriers-on-hopper.md).
+
+Which of them wins depends on the lengths of the sequences, which a specialization does not know, so all are named. A
+search begins with them. Each is a change of the family's default.
+"""
+
+from __future__ import annotations
+
+from flashgen.core.config import KnobValue
+
+Changes = dict[str, KnobValue]
+
+NAMED: Changes = {
+    "barriers": "named",
+    "ping_pong": True,
+    "conditional_rescale": True,
+    "exp_order": "data",
+    "max_tree": "chain",
+}
+FREE: Changes = {**NAMED, "exp_order": "free"}
+MBARRIER: Changes = {"barriers": "mbarrier", "exp_order": "free", "max_tree": "chain"}
+PLAIN: Changes = {**MBARRIER, "ping_pong": False, "conditional_rescale": False, "max_tree": "chains"}
+PATIENT: Changes = {**MBARRIER, "ping_pong": False, "conditional_rescale": True, "exp_order": "barrier"}
+
+FOUR: Changes = {"warpgroups": 4, "block_n": 64, "v_stages": 3, "ping_pong": True, "conditional_rescale": True}
+THREE: Changes = {"warpgroups": 3, "block_n": 128, "v_stages": 3}
+TWO: Changes = {"warpgroups": 2, "block_n": 128, "v_stages": 3}
+ONE: Changes = {
+    "warpgroups": 1,
+    "blocks_per_sm": 3,
+    "block_n": 64,
+    "v_stages": 3,
+    "ping_pong": False,
+    "conditional_rescale": True,
+}
+
+WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
+    (64, False): (
+        {**FOUR, **MBARRIER, "k_release": "with_v"},
+        {**THREE, **FREE},
+        {**FOUR, **FREE},
+    ),
+    (64, True): (
+        {**ONE, **MBARRIER, "masked_blocks": "one", "heads_per_group": 32},
+        {**FOUR, **FREE, "masked_blocks": "branch", "heads_per_group": 8},
+        {**TWO, **NAMED, "masked_blocks": "one", "heads_per_group": 8},
+        {**THREE, **NAMED, "masked_blocks": "branch", "heads_per_group": 8},
+        {**THREE, **NAMED, "masked_blocks": "branch", "heads_per_group": 2},
+    ),
+    (128, False): (
+        FREE,
+        {**NAMED, "conditional_rescale": False},
+        {**NAMED, "ping_pong": False},
+        {**THREE, **NAMED, "block_n": 64},
+    ),
+    (128, True): (
+        {**NAMED, "heads_per_group": 16},
+        {**NAMED, "heads_per_group": 2},
+        {**NAMED, "conditional_rescale": False, "heads_per_group": 4},
+        {**PLAIN, "heads_per_group": 4},
+        {**NAMED, "heads_per_group": 4, "masked_blocks": "branch"},
+    ),
+    (256, False): (FREE, {**NAMED, "ping_pong": False}),
+    (256, True): (
+        {**NAMED, "heads_per_group": 16},
+        {**NAMED, "heads_per_group": 4},
+        {**PATIENT, "heads_per_group": 8},
+        {**PATIENT, "heads_per_group": 4},
+    ),
+}
+"""By the larger padded head_dim and whether the mask is causal; those for short sequences first."""
