@@ -18,7 +18,7 @@ from benchmarks.flex import flex_module
 from benchmarks.impls import FA3_MODULE, cudnn_version, fa3_function, fa3_version
 from benchmarks.provenance import serve_generated
 from flashgen.codegen.build import compile_kernel, load_module
-from flashgen.codegen.families import default_config
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Measurement, TuningRecord
@@ -84,13 +84,13 @@ def common_cases() -> list[Case]:
 
 
 def cases_of(loads: str, folder: Path) -> list[Case]:
-    """The default kernel, called and launched in every way that flashgen has, with `loads` pointers or descriptors.
+    """The portable kernel, called and launched in every way that flashgen has, with `loads` pointers or descriptors.
 
     Raises:
         RuntimeError: the database made for it does not serve this kernel.
     """
     device = gpu.current_device()
-    config = default_config(SMALL.specialization, device).replace(loads=loads)
+    config = PORTABLE_FORWARD.default(SMALL.specialization, device).replace(loads=loads)
     database = folder / f"{loads}.sqlite3"
     write_records(database, config, device)
     serve_generated(database, folder)

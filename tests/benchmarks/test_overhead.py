@@ -10,7 +10,7 @@ import pytest
 from benchmarks import overhead
 from benchmarks.overhead import MOST_LOOPS, time_cases
 from benchmarks.overhead_cases import MOST_NEW_SEQLENS, SMALL, Arguments, Case, new_seqlens, write_records
-from flashgen.codegen.families import default_config
+from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.core.device import find_device
 from flashgen.db.layers import Layers
 from flashgen.runtime.dispatch import Records, resolve
@@ -52,7 +52,7 @@ def test_every_new_length_is_new() -> None:
 @pytest.mark.parametrize("loads", ["pointer", "descriptor"])
 def test_every_length_is_served_by_the_kernel_under_test(loads: str, tmp_path: Path) -> None:
     device = find_device("h200")
-    config = default_config(SMALL.specialization, device).replace(loads=loads)
+    config = PORTABLE_FORWARD.default(SMALL.specialization, device).replace(loads=loads)
     write_records(tmp_path / "records.sqlite3", config, device)
     records = Records(Layers.open([tmp_path / "records.sqlite3"]))
     for seqlen in [SMALL.seqlen_q, *(q.shape[2] for n in (0, 40, MOST_LOOPS) for q, _, _ in new_seqlens()(n, 20))]:
