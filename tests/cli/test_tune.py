@@ -138,9 +138,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(invoke: Invoke) -> None:
     assert "4 workloads, budget 20 s each, about 80 s in all" in result.stdout
     assert not settings().db_layers[0].exists()
     as_json = json.loads(
-        invoke("tune", "-m", "all", "--target", "h200", "--budget", "20s", "--dry-run", "--json").stdout
+        invoke("tune", "-m", "llama-3.1-8b", "-m", "gpt-oss-20b", "--target", "h200", "--dry-run", "--json").stdout
     )
-    assert len(as_json["workloads"]) <= 60
+    assert len(as_json["workloads"]) > 10
     assert all(row["status"] == "tune" and row["candidates"] > 100 for row in as_json["workloads"])
 
 

@@ -137,8 +137,8 @@ def test_nothing_to_attend_to() -> None:
     assert flashgen.attention(q, k, v).shape == (0, 2, 10, 64)
 
 
-def test_at_most_two_binaries_for_200_random_shapes() -> None:
-    generator = random.Random(0)
+def test_200_random_shapes_need_one_binary_for_each_config_that_serves_them() -> None:
+    generator, configs = random.Random(0), set()
     before = set(plan_module._FUNCTIONS)
     kernels = len(serve._KERNELS)
     for _ in range(200):
@@ -154,9 +154,11 @@ def test_at_most_two_binaries_for_200_random_shapes() -> None:
             layout,
         )
         flashgen.attention(q, k, v, layout=layout, softmax_scale=generator.random() + 0.1)
+        configs.add(flashgen.explain(q, k, v, layout=layout).served.config)
     torch.cuda.synchronize()
-    assert len(set(plan_module._FUNCTIONS) - before) <= 2
-    assert len(serve._KERNELS) - kernels <= 2
+    assert len(configs) < 20  # those of the nearest records of the class
+    assert len(set(plan_module._FUNCTIONS) - before) <= len(configs)
+    assert len(serve._KERNELS) - kernels <= len(configs)
 
 
 def all_features(q: torch.Tensor, k: torch.Tensor) -> Extras:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import suites
 from flashgen.core.errors import WorkloadError
 from flashgen.core.workload import Workload
 from flashgen.tuning.workloads import Preset, collect, load_file, preset, presets
@@ -15,7 +16,7 @@ from flashgen.tuning.workloads import Preset, collect, load_file, preset, preset
 
 def test_all_presets_fit_the_shipping_run() -> None:
     workloads = collect(models=["all"])
-    assert 110 <= len(workloads) <= 130
+    assert 110 <= len(workloads) <= 180
     assert set(workloads) == {workload for p in presets() for workload in p.workloads}
     assert all(p.source and p.title for p in presets())
 
@@ -28,6 +29,8 @@ def test_only_models_with_the_same_heads_share_shapes() -> None:
     shared = {tuple(names) for names in owners.values() if len(names) > 1}
     assert shared == {("llama-3.1-8b", "qwen3-8b"), ("llama-3.1-70b", "qwen3-32b")}
 
+
+GRIDS = {"paper", "features"}
 
 HEADS = {
     # nheads, nheads_k, head_dim, head_dim_v, causal, as the models' configs have them
@@ -60,7 +63,7 @@ HEADS = {
 
 
 def test_every_model_is_checked_against_its_config() -> None:
-    assert {p.name for p in presets()} == HEADS.keys() | {"paper"}
+    assert {p.name for p in presets()} == HEADS.keys() | GRIDS
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -85,7 +88,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("p", presets(), ids=lambda p: p.name)
+@pytest.mark.parametrize("p", [p for p in presets() if p.name != "features"], ids=lambda p: p.name)
 def test_presets_have_their_models_features(p: Preset) -> None:
     found = {(w.window_left, w.softcap, w.alibi, w.sink, w.bias, w.mask) for w in p.workloads}
     assert found == FEATURES.get(p.name, {(None, False, False, False, "", "")})
@@ -93,10 +96,18 @@ def test_presets_have_their_models_features(p: Preset) -> None:
 
 
 def test_a_window_of_a_preset_hides_something() -> None:
-    windowed = [w for p in presets() for w in p.workloads if w.window_left is not None]
+    windowed = [w for p in presets() if p.name != "features" for w in p.workloads if w.window_left is not None]
     assert windowed
     for workload in windowed:
-        assert workload.visible_pairs < dataclasses.replace(workload, window_left=None).visible_pairs
+        without = dataclasses.replace(workload, window_left=None, window_right=None)
+        assert workload.visible_pairs < without.visible_pairs
+
+
+def test_every_row_of_the_features_benchmark_is_tuned_exactly() -> None:
+    grid = {*suites.features_grid(), *suites.window_grid()}
+    named = {workload for p in presets() for workload in p.workloads}
+    # the widest window hides nothing: it is there to show that it costs what a causal mask does
+    assert {w.window_left for w in grid - named} <= {suites.TOKENS - 1}
 
 
 def test_lengths_are_the_models_own() -> None:
