@@ -7,6 +7,7 @@ from flashgen.codegen import hopper_scores
 from flashgen.codegen.family import CompileOptions, KernelFamily, Knob, Parameter
 from flashgen.codegen.hopper_favourites import NAMED, WON, Changes
 from flashgen.codegen.hopper_resources import ROWS
+from flashgen.codegen.score_parameters import score_parameters
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.workload import Specialization
@@ -311,7 +312,7 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     aligned = _is_aligned(spec, config)
     found += [Parameter(name="O", type=f"*{spec.dtype}", aligned16=True)] if aligned else []
     found += [Parameter(name="LSE", type="*fp32"), Parameter(name="Counter", type="*i32")]
-    found += hopper_scores.parameters(spec)
+    found += score_parameters(spec)
     names = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
     found += [Parameter(name=name, type="i32") for name in names]
     return (*found, *(Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if aligned else ())))

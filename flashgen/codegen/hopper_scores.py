@@ -1,35 +1,17 @@
-"""What the Hopper forward family does to a score: the parameters and the text of its features."""
+"""What the Hopper forward family does to a score: the text of its features."""
 
 from __future__ import annotations
 
-from flashgen.codegen.family import Parameter
 from flashgen.codegen.portable_text import bias_dtype, is_natural, is_positional, score_strides
+from flashgen.codegen.score_parameters import scales, window_edges
 from flashgen.core.workload import Specialization
-
-
-def parameters(spec: Specialization) -> list[Parameter]:
-    """What turns products into scores and hides them: scale, offset, and one group for each feature."""
-    names = [(name, "fp32") for name in _scales(spec)]
-    if is_positional(spec):
-        names.append(("QOffset", "*i32") if spec.offset_tensor else ("q_offset", "i32"))
-    names += [(name, "i32") for name in _window(spec)]
-    if spec.alibi:
-        names += [("AlibiSlopes", "*fp32"), ("stride_alibi_b", "i32")]
-    if spec.sink:
-        names.append(("Sinks", f"*{spec.sink_dtype or 'fp32'}"))
-    found = [Parameter(name=name, type=kind) for name, kind in names]
-    for name, kind, element in (("bias", spec.bias, bias_dtype(spec)), ("mask", spec.mask, "u8")):
-        if kind:
-            found.append(Parameter(name=name.capitalize(), type=f"*{element}", aligned16=spec.aligned_scores))
-            found += [Parameter(name=stride, type="i64") for stride in score_strides(spec, name, kind)]
-    return found
 
 
 def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
     """The values of the template that depend on the features; `aligned`: query blocks are cut along the diagonal."""
     offset = ("QOffset" if spec.offset_tensor else "q_offset") if is_positional(spec) else ""
     hides = spec.causal or spec.window
-    sizes = ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if offset else []), *_window(spec)]
+    sizes = ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if offset else []), *window_edges(spec)]
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
     return {
@@ -60,27 +42,17 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "schedule_arguments": ", ".join(["tile", "tiles", "nheads", "seqlen_q", *(["q_offset"] if aligned else [])]),
         "key_block_arguments": _key_block_arguments(spec),
         "features": _features(spec),
-        "kernel_features": _scales(spec)[-1:] + _features(spec)[1:],
+        "kernel_features": scales(spec)[-1:] + _features(spec)[1:],
         "rule": _rule(spec),
         "step_scale": "LOG2E" if is_natural(spec) else "rule[0]" if len(_rule(spec)) > 1 else "scale",
         "host_features": [name for name, present in host.items() if present],
     }
 
 
-def _scales(spec: Specialization) -> list[str]:
-    return ["softcap_rate", "softcap_scale_log2"] if spec.softcap else ["softmax_scale_log2"]
-
-
-def _window(spec: Specialization) -> list[str]:
-    if not spec.window:
-        return []
-    return ["window_left"] if spec.causal else ["window_left", "window_right"]
-
-
 def _key_block_arguments(spec: Specialization) -> str:
     if not (spec.causal or spec.window):
         return "seqlen_k"
-    return ", ".join(["tile_row", "offset", *_window(spec), "seqlen_q", "seqlen_k"])
+    return ", ".join(["tile_row", "offset", *window_edges(spec), "seqlen_q", "seqlen_k"])
 
 
 def _features(spec: Specialization) -> list[str]:

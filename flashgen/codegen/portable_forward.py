@@ -13,7 +13,8 @@ from flashgen.codegen.portable_limits import (
     why_too_large,
 )
 from flashgen.codegen.portable_mods import mod_parameters, why_mods_do_not_fit
-from flashgen.codegen.portable_text import bias_dtype, is_positional, score_strides, storage, values
+from flashgen.codegen.portable_text import storage, values
+from flashgen.codegen.score_parameters import score_parameters
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -122,7 +123,7 @@ def _rows_per_warp(block_m: int, num_warps: int, device: Device, *, wide: bool) 
 def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     descriptors = config["loads"] == "descriptor"
     found = _descriptors(spec, config) if descriptors else _pointers(spec)
-    found += [Parameter(name="LSE", type="*fp32"), *_score_parameters(spec)]
+    found += [Parameter(name="LSE", type="*fp32"), *score_parameters(spec), *mod_parameters(spec)]
     names = ("nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
     found += [Parameter(name=name, type="i32") for name in names]
     if not descriptors:
@@ -144,26 +145,6 @@ def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
 
 def _pointers(spec: Specialization) -> list[Parameter]:
     return [Parameter(name=name, type=f"*{storage(spec)}", aligned16=spec.aligned16) for name in "QKVO"]
-
-
-def _score_parameters(spec: Specialization) -> list[Parameter]:
-    """What turns products into scores and hides them: scale, offset, and one group for each feature."""
-    names = [("softcap_rate", "fp32"), ("softcap_scale_log2", "fp32")] if spec.softcap else []
-    names = names or [("softmax_scale_log2", "fp32")]
-    if is_positional(spec):
-        names.append(("QOffset", "*i32") if spec.offset_tensor else ("q_offset", "i32"))
-    if spec.window:
-        names += [("window_left", "i32")] + ([] if spec.causal else [("window_right", "i32")])
-    if spec.alibi:
-        names += [("AlibiSlopes", "*fp32"), ("stride_alibi_b", "i32")]
-    if spec.sink:
-        names.append(("Sinks", f"*{spec.sink_dtype or 'fp32'}"))
-    found = [Parameter(name=name, type=kind) for name, kind in names]
-    for name, kind, element in (("bias", spec.bias, bias_dtype(spec)), ("mask", spec.mask, "u8")):
-        if kind:
-            found.append(Parameter(name=name.capitalize(), type=f"*{element}", aligned16=spec.aligned_scores))
-            found += [Parameter(name=stride, type="i64") for stride in score_strides(spec, name, kind)]
-    return found + mod_parameters(spec)
 
 
 def _options(config: Config) -> CompileOptions:
