@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.forward import chosen, line_of, say, served_by
+from benchmarks.forward import chosen, run, say, served_by
 from benchmarks.impls import Impl
 from benchmarks.memory import extra_bytes
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
@@ -26,7 +26,7 @@ from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.measure import gpu
 from flashgen.measure.bench import INPUT_SEED
-from flashgen.measure.inputs import make_inputs
+from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.timing import CudaStopwatch
 
 PEERS = ("flashgen", "flex", "sdpa-masked", "fa3")
@@ -46,58 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
-        names = options.suite or list(SUITES)
-        jobs = [(name, workload) for name in names for workload in select(SUITES[name](), options.only)]
-        return run(jobs, impls, file, provenance, partial(measure, pace=pace), limit_s=options.limit_seconds)
+        suites = [(name, select(SUITES[name](), options.only)) for name in options.suite or SUITES]
+        racer = partial(measure, pace=pace)
+        return run(suites, impls, file, provenance, racer, limit_s=options.limit_seconds, say=say)
 
 
-Measured = tuple[list[Result], dict[str, int]]
-"""The result of every implementation, and the bytes beside inputs and output of those that could run."""
-
-
-def run(
-    jobs: Sequence[tuple[str, Workload]],
-    impls: Sequence[Impl],
-    file: ResultsFile,
-    provenance: Provenance,
-    measurer: Callable[[Workload, Sequence[Impl]], Measured],
-    *,
-    limit_s: float = float("inf"),
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
-    """Measure every workload that the file does not have yet; its rows are written together."""
-    started, longest, missing = clock(), 0.0, 0
-    done = file.done(provenance.commit)
-    jobs = [(s, w) for s, w in jobs if not any((s, w.key, impl.name) in done for impl in impls)]
-    for number, (suite, workload) in enumerate(jobs):
-        begun = clock()
-        if begun - started + longest > limit_s:
-            say(f"stopped at the time limit, {len(jobs) - number} workloads left: run again with --append")
-            break
-        say(f"[{number + 1}/{len(jobs)}] {workload.key}  ({begun - started:.0f} s)")
-        results, held = measurer(workload, impls)
-        file.write(
-            provenance.row(
-                suite,
-                workload,
-                result.impl.name,
-                result.impl.version(),
-                median_ms=result.median_ms,
-                extra_bytes=held.get(result.impl.name),
-            )
-            for result in results
-            if result.reason is None
-        )
-        for result in results:
-            size = held.get(result.impl.name)
-            say(f"  {line_of(workload, result)}" + ("" if size is None else f", {size / 2**20:.1f} MiB"))
-            missing += result.impl.name == "flashgen" and result.reason is not None
-        longest = max(longest, clock() - begun)
-    say(f"{file.path}: {len(file.rows)} rows")
-    return 1 if missing else 0
-
-
-def measure(workload: Workload, impls: Sequence[Impl], *, pace: Pace) -> Measured:
+def measure(workload: Workload, impls: Sequence[Impl], *, pace: Pace) -> list[Result]:
     """Race the implementations, then call those that ran once more for their memory."""
     where = torch.device("cuda", 0)
     say(f"  {served_by(workload)}")
@@ -111,11 +65,13 @@ def measure(workload: Workload, impls: Sequence[Impl], *, pace: Pace) -> Measure
     )
     torch.cuda.empty_cache()
     inputs = make_inputs(workload, copies=1, seed=INPUT_SEED, device=where)
-    held = {}
-    for impl in (result.impl for result in results if result.reason is None):
-        held[impl.name] = extra_bytes(impl.prepare(workload, inputs))
-        torch.cuda.empty_cache()
-    return results, held
+    return [result if result.reason is not None else _with_memory(result, workload, inputs) for result in results]
+
+
+def _with_memory(result: Result, workload: Workload, inputs: Inputs) -> Result:
+    held = extra_bytes(result.impl.prepare(workload, inputs))
+    torch.cuda.empty_cache()
+    return replace(result, extra_bytes=held)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -89,7 +89,14 @@ def run(
         say(f"[{number + 1}/{len(jobs)}] {workload.key}  ({begun - started:.0f} s)")
         results = racer(workload, impls)
         file.write(
-            provenance.row(suite, workload, result.impl.name, result.impl.version(), median_ms=result.median_ms)
+            provenance.row(
+                suite,
+                workload,
+                result.impl.name,
+                result.impl.version(),
+                median_ms=result.median_ms,
+                extra_bytes=result.extra_bytes,
+            )
             for result in results
             if result.reason is None
         )
@@ -107,6 +114,7 @@ def line_of(workload: Workload, result: Result) -> str:
         return f"{result.impl.name:12} no row: {result.reason}"
     clock = median_clock(result.windows)
     tail = f" at {clock:.0f} MHz" if clock else ""
+    tail += "" if result.extra_bytes is None else f", {result.extra_bytes / 2**20:.1f} MiB"
     rate = workload.flops / result.median_ms / 1e9
     return f"{result.impl.name:12} {result.median_ms:9.4f} ms {rate:6.1f} TFLOP/s, spread {result.spread:.1%}{tail}"
 

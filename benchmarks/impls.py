@@ -61,11 +61,6 @@ def _none(workload: Workload) -> None:
     return None
 
 
-def windowed(workload: Workload) -> bool:
-    """Whether a window hides any key."""
-    return workload.window_left is not None or workload.window_right is not None
-
-
 def _flashgen(workload: Workload, inputs: Inputs) -> Call:
     q, k, v, causal, extras = inputs.q, inputs.k, inputs.v, workload.causal, inputs.extras
     features = [flashgen_features(each) for each in extras]
@@ -115,7 +110,7 @@ def _flex(workload: Workload, inputs: Inputs) -> Call:
 def _why_not_sdpa_masked(workload: Workload) -> str | None:
     if workload.softcap or workload.sink or workload.varlen:
         return "scaled_dot_product_attention has no softcap, sinks or varlen"
-    if not (windowed(workload) or workload.alibi or workload.bias or workload.mask):
+    if not (workload.specialization.window or workload.alibi or workload.bias or workload.mask):
         return "there is nothing that needs a mask"
     return None
 
@@ -183,7 +178,7 @@ def fa3_function() -> Callable[..., Any]:
 def _fa3(workload: Workload, inputs: Inputs) -> Call:
     function, causal = fa3_function(), workload.causal
     options: dict[str, Any] = {}
-    if windowed(workload):
+    if workload.specialization.window:
         edges = (workload.window_left, 0 if causal else workload.window_right)
         options["window_size"] = tuple(-1 if edge is None else edge for edge in edges)
     if workload.softcap:
@@ -206,7 +201,10 @@ def standard_bytes(workload: Workload) -> int:
 
 
 def _why_not_standard(workload: Workload) -> str | None:
-    if any((workload.softcap, workload.alibi, workload.sink, workload.bias, workload.mask)) or windowed(workload):
+    if (
+        any((workload.softcap, workload.alibi, workload.sink, workload.bias, workload.mask))
+        or workload.specialization.window
+    ):
         return "it is here as the textbook's attention, without features"
     needed = standard_bytes(workload)
     if needed > STANDARD_LIMIT_BYTES:

@@ -32,10 +32,14 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The windows of one implementation, or the reason why it has none."""
+    """The windows of one implementation, or the reason why it has none.
+
+    `extra_bytes` is what a call held beside inputs and output, where that was asked for.
+    """
 
     impl: Impl
     windows: tuple[Window, ...] = ()
+    extra_bytes: int | None = None
     reason: str | None = None
 
     @property

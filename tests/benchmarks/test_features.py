@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.features import PEERS, Measured, run
-from benchmarks.forward import chosen
+from benchmarks.features import PEERS
+from benchmarks.forward import chosen, run
 from benchmarks.impls import Impl
 from benchmarks.race import Result
 from benchmarks.results import MEMORY_COLUMNS, ResultsFile, read_rows
@@ -19,19 +19,18 @@ from flashgen.core.workload import Workload
 from flashgen.measure.timing import Window
 from tests.benchmarks.rows import SHARED
 
-JOBS = [("features", workload) for workload in features_grid()[:2]]
+JOBS = [("features", features_grid()[:2])]
 
 
-def measurer(workload: Workload, impls: Sequence[Impl]) -> Measured:
-    """FlexAttention takes 2 ms, flashgen 1 ms; the rest refuses."""
-    fast = {"flashgen": 1.0, "flex": 2.0}
-    results = [
-        Result(impl=impl, windows=(Window(ms=fast[impl.name]),))
+def measurer(workload: Workload, impls: Sequence[Impl]) -> list[Result]:
+    """FlexAttention takes 2 ms and 4 KiB, flashgen 1 ms and nothing; the rest refuses."""
+    fast = {"flashgen": (1.0, 0), "flex": (2.0, 4096)}
+    return [
+        Result(impl=impl, windows=(Window(ms=fast[impl.name][0]),), extra_bytes=fast[impl.name][1])
         if impl.name in fast
         else Result(impl=impl, reason="no")
         for impl in impls
     ]
-    return results, {"flashgen": 0, "flex": 4096}
 
 
 def test_each_feature_is_there_at_4k_and_16k() -> None:
@@ -52,27 +51,27 @@ def test_every_row_has_a_kernel(workload: Workload) -> None:
 
 def test_rows_hold_time_and_memory(tmp_path: Path) -> None:
     file = ResultsFile(tmp_path / "features.csv", MEMORY_COLUMNS)
-    assert run(JOBS, chosen(",".join(PEERS)), file, SHARED, measurer) == 0
+    assert run(JOBS, chosen(",".join(PEERS)), file, SHARED, measurer, say=print) == 0
     rows = read_rows(file.path, MEMORY_COLUMNS)
     assert [(row.impl, row.median_ms, row.extra_bytes) for row in rows] == [
         ("flashgen", 1.0, 0),
         ("flex", 2.0, 4096),
     ] * 2
-    assert rows[0].tflops == pytest.approx(JOBS[0][1].flops / 1e9, rel=0.01)
-    assert run(JOBS, chosen(",".join(PEERS)), file, SHARED, measurer) == 0
+    assert rows[0].tflops == pytest.approx(JOBS[0][1][0].flops / 1e9, rel=0.01)
+    assert run(JOBS, chosen(",".join(PEERS)), file, SHARED, measurer, say=print) == 0
     assert len(read_rows(file.path, MEMORY_COLUMNS)) == 4  # all of this commit was there
 
 
 def test_a_missing_row_of_flashgen_is_a_failure(tmp_path: Path) -> None:
-    def refusing(workload: Workload, impls: Sequence[Impl]) -> Measured:
-        return [Result(impl=impl, reason="no") for impl in impls], {}
+    def refusing(workload: Workload, impls: Sequence[Impl]) -> list[Result]:
+        return [Result(impl=impl, reason="no") for impl in impls]
 
     file = ResultsFile(tmp_path / "features.csv", MEMORY_COLUMNS)
-    assert run(JOBS, chosen("flashgen,flex"), file, SHARED, refusing) == 1
+    assert run(JOBS, chosen("flashgen,flex"), file, SHARED, refusing, say=print) == 1
     assert read_rows(file.path, MEMORY_COLUMNS) == []
 
 
 def test_it_stops_at_the_time_limit(tmp_path: Path) -> None:
     file, ticks = ResultsFile(tmp_path / "features.csv", MEMORY_COLUMNS), iter(range(0, 1000, 100))
-    assert run(JOBS, chosen("flashgen"), file, SHARED, measurer, limit_s=250, clock=lambda: next(ticks)) == 0
+    assert run(JOBS, chosen("flashgen"), file, SHARED, measurer, limit_s=250, say=print, clock=lambda: next(ticks)) == 0
     assert len(read_rows(file.path, MEMORY_COLUMNS)) == 1
