@@ -18,6 +18,7 @@ from typing import Any
 
 from flashgen.codegen import inspect
 from flashgen.codegen.families import family
+from flashgen.codegen.family import Kernel
 from flashgen.codegen.render import KernelSource, render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -27,16 +28,15 @@ from flashgen.core.workload import Specialization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledKernel:
-    """A compiled kernel and what it takes of a multiprocessor.
+class CompiledPart:
+    """One compiled kernel of a config and what it takes of a multiprocessor.
 
     `registers` are per thread, `spills` are bytes of local memory per thread (0 is clean), `shared_bytes` are per
-    block, `num_warps` those of all roles together. `device` is what it was compiled for. `handle` is Triton's own
-    compiled kernel; nothing of it is loaded to a GPU before a launch.
+    block, `num_warps` those of all roles together. `handle` is Triton's own compiled kernel; nothing of it is loaded to
+    a GPU before a launch.
     """
 
-    source: KernelSource
-    device: Device
+    kernel: Kernel
     registers: int
     spills: int
     shared_bytes: int
@@ -56,21 +56,87 @@ class CompiledKernel:
         return min(by_registers, max(by_shared, 1), device.max_threads_per_sm // threads)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledKernel:
+    """The compiled kernels of a config, in the order of their launches; `device` is what they were compiled for.
+
+    The other attributes are those of `main`, the one that takes most shared memory, but for `spills` (the most of any)
+    and `compile_ms` (of all together).
+    """
+
+    source: KernelSource
+    device: Device
+    parts: tuple[CompiledPart, ...]
+
+    @property
+    def main(self) -> CompiledPart:
+        """The part that takes most shared memory: of a forward pass the only one."""
+        return max(self.parts, key=lambda part: part.shared_bytes)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread."""
+        return self.main.registers
+
+    @property
+    def spills(self) -> int:
+        """Bytes of local memory of a thread, the most of any part."""
+        return max(part.spills for part in self.parts)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        return self.main.shared_bytes
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of a block, those of all roles."""
+        return self.main.num_warps
+
+    @property
+    def compile_ms(self) -> float:
+        """What compiling all parts took."""
+        return sum(part.compile_ms for part in self.parts)
+
+    @property
+    def handle(self) -> Any:
+        """Triton's compiled kernel."""
+        return self.main.handle
+
+    def occupancy(self, device: Device) -> int:
+        """Blocks that run side by side on one multiprocessor of `device`; 0 if not even one fits."""
+        return self.main.occupancy(device)
+
+
 def compile_kernel(spec: Specialization, config: Config, device: Device) -> CompiledKernel:
-    """Render `config` for `spec` and compile it for `device`, present or not.
+    """Render `config` for `spec` and compile its kernels for `device`, present or not.
 
     Raises:
         ConfigError: the config did not pass `families.validate`.
         BuildError: Triton or ptxas refused it; the message has the first line of their reason.
     """
+    source = render(spec, config)
+    module = load_module(source)
+    _find_writable_cache()
+    kernels = family(config.family).kernels(spec, config)
+    try:
+        parts = [_compile_part(getattr(module, kernel.entry), kernel, device) for kernel in kernels]
+    except Exception as error:  # Triton raises its own, LLVM's and ptxas' errors, without a common base
+        if isinstance(error, BuildError):
+            raise
+        import triton
+
+        raise BuildError(
+            f"Triton {triton.__version__} cannot compile {config} for {spec.key} on {device.arch}: {reason_of(error)}"
+        ) from error
+    return CompiledKernel(source=source, device=device, parts=tuple(parts))
+
+
+def _compile_part(function: Any, kernel: Kernel, device: Device) -> CompiledPart:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    source = render(spec, config)
-    row = family(config.family)
-    options = row.options(config)
-    kernel = getattr(load_module(source), source.entry)
-    parameters = row.parameters(spec, config)
+    options, parameters = kernel.options, kernel.parameters
     signature = {parameter.name: parameter.type for parameter in parameters}
     aligned = {(i,): [["tt.divisibility", 16]] for i, parameter in enumerate(parameters) if parameter.aligned16}
     arch: int | str = device.capability if device.is_nvidia else device.arch
@@ -80,19 +146,12 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
     flags["enable_fp_fusion"] = True
     if options.maxnreg:
         flags["maxnreg"] = options.maxnreg
-    _find_writable_cache()
     started = time.perf_counter()
-    try:
-        handle = triton.compile(_ast(row.language)(kernel, signature, {}, aligned), target=target, options=flags)
-    except Exception as error:  # Triton raises its own, LLVM's and ptxas' errors, without a common base
-        raise BuildError(
-            f"Triton {triton.__version__} cannot compile {config} for {spec.key} on {device.arch}: {reason_of(error)}"
-        ) from error
+    handle = triton.compile(_ast(kernel.language)(function, signature, {}, aligned), target=target, options=flags)
     elapsed_ms = (time.perf_counter() - started) * 1e3
     used = inspect.resources(handle, device)
-    return CompiledKernel(
-        source=source,
-        device=device,
+    return CompiledPart(
+        kernel=kernel,
         registers=used.registers,
         spills=used.spills,
         shared_bytes=handle.metadata.shared,

@@ -57,6 +57,8 @@ def why_not(row: KernelFamily, spec: Specialization, device: Device) -> str | No
     """The reason why `row` does not serve `spec` on `device`, or None."""
     if spec.direction != row.direction:
         return f"it computes the {row.direction} pass, not {spec.direction}"
+    if spec.deterministic and not row.is_deterministic:
+        return "its sums have no fixed order, and the call is deterministic"
     return row.why_not(spec, device)
 
 

@@ -57,8 +57,65 @@ class CompileOptions:
     maxnreg: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of a launch that grids and scratch memory depend on."""
+
+    batch: int
+    nheads: int
+    nheads_k: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One kernel of a config; a launch of the config runs all of them, one after the other on a stream.
+
+    Attributes:
+        entry: the name of its function in the generated text.
+        parameters: the run-time parameters, in order.
+        options: what the compiler is told.
+        programs: the number of programs of a launch.
+        language: "triton" or "gluon".
+    """
+
+    entry: str
+    parameters: tuple[Parameter, ...]
+    options: CompileOptions
+    programs: Callable[[Device, Sizes], int]
+    language: str = "triton"
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters."""
+        return [parameter.name for parameter in self.parameters]
+
+    @property
+    def do_not_specialize(self) -> list[str]:
+        """Names of the parameters on whose values nothing that is compiled may depend."""
+        return [parameter.name for parameter in self.parameters if parameter.is_integer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scratch:
+    """Device memory that one kernel of a config leaves for the next; contiguous, its contents undefined at first.
+
+    `name` is lower case with underscores (`dq_acc`): kernels get it as a pointer in camel case (`DqAcc`) or as a tensor
+    descriptor with `_desc` behind it (`dq_acc_desc`). `dtype` is a name of `DTYPE_BYTES`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "fp32"
+
+
 TOLERATED_SPILLS = 64
 """Bytes of local memory of a thread: a few registers that are spilled outside of the loop cost nothing."""
+
+
+def _no_scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch, ...]:
+    return ()
 
 
 def _no_favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
@@ -76,10 +133,9 @@ class KernelFamily:
         why_invalid: the reason why a config of declared values cannot work there, or None.
         default: a config that is valid wherever the family applies, in constant time.
         values: what the template needs beside the parameters, by name.
-        parameters: the run-time parameters, in order.
-        options: what the compiler is told.
-        programs: the number of programs of a launch for (config, device, batch, nheads, seqlen_q).
-        language: "triton" or "gluon", the language of the template.
+        kernels: the kernels of a config, in the order of their launches.
+        scratch: the memory that they share.
+        is_deterministic: whether equal inputs give equal bits every time.
         favourites: valid configs that won before, for a search to begin with (beside the default).
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
     """
@@ -93,9 +149,12 @@ class KernelFamily:
     why_invalid: Callable[[Specialization, Config, Device], str | None]
     default: Callable[[Specialization, Device], Config]
     values: Callable[[Specialization, Config], dict[str, object]]
-    parameters: Callable[[Specialization, Config], tuple[Parameter, ...]]
-    options: Callable[[Config], CompileOptions]
-    programs: Callable[[Config, Device, int, int, int], int]
-    language: str = "triton"
+    kernels: Callable[[Specialization, Config], tuple[Kernel, ...]]
+    scratch: Callable[[Specialization, Config, Sizes], tuple[Scratch, ...]] = _no_scratch
+    is_deterministic: bool = True
     favourites: Callable[[Specialization, Device], tuple[Config, ...]] = _no_favourites
     tolerated_spills: int = TOLERATED_SPILLS
+
+    def parameters(self, spec: Specialization, config: Config) -> tuple[Parameter, ...]:
+        """The run-time parameters of the first kernel of a config, which is the only one of a forward pass."""
+        return self.kernels(spec, config)[0].parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen import hopper_resources as resources
 from flashgen.codegen import hopper_scores
-from flashgen.codegen.family import CompileOptions, KernelFamily, Knob, Parameter
+from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Sizes
 from flashgen.codegen.hopper_favourites import NAMED, WON, Changes
 from flashgen.codegen.hopper_resources import ROWS
 from flashgen.codegen.score_parameters import score_parameters
@@ -335,9 +335,13 @@ def _options(config: Config) -> CompileOptions:
     return CompileOptions(num_warps=4, num_stages=1, maxnreg=resources.maxnreg(config, HOPPER))
 
 
-def _programs(config: Config, device: Device, batch: int, nheads: int, seqlen_q: int) -> int:
-    tiles = -(-seqlen_q // resources.block_m(config)) * batch * nheads
-    return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
+def _kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+    def programs(device: Device, sizes: Sizes) -> int:
+        tiles = -(-sizes.seqlen_q // resources.block_m(config)) * sizes.batch * sizes.nheads
+        return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
+
+    parameters, options = _parameters(spec, config), _options(config)
+    return (Kernel(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs, language="gluon"),)
 
 
 HOPPER_FORWARD = KernelFamily(
@@ -350,10 +354,7 @@ HOPPER_FORWARD = KernelFamily(
     why_invalid=_why_invalid,
     default=_default,
     values=_values,
-    parameters=_parameters,
-    options=_options,
-    programs=_programs,
-    language="gluon",
+    kernels=_kernels,
     favourites=_favourites,
     tolerated_spills=resources.TOLERATED_SPILLS,
 )

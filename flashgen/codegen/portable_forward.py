@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.family import CompileOptions, KernelFamily, Knob, Parameter
+from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import can_split, head_parts, padded
 from flashgen.codegen.portable_defaults import FAMILY_ID, default_config
 from flashgen.codegen.portable_limits import (
@@ -155,8 +155,12 @@ def _options(config: Config) -> CompileOptions:
     )
 
 
-def _programs(config: Config, device: Device, batch: int, nheads: int, seqlen_q: int) -> int:
-    return -(-seqlen_q // config.integer("block_m")) * batch * nheads
+def _kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+    def programs(device: Device, sizes: Sizes) -> int:
+        return -(-sizes.seqlen_q // config.integer("block_m")) * sizes.batch * sizes.nheads
+
+    parameters, options = _parameters(spec, config), _options(config)
+    return (Kernel(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs),)
 
 
 PORTABLE_FORWARD = KernelFamily(
@@ -169,7 +173,5 @@ PORTABLE_FORWARD = KernelFamily(
     why_invalid=_why_invalid,
     default=default_config,
     values=values,
-    parameters=_parameters,
-    options=_options,
-    programs=_programs,
+    kernels=_kernels,
 )

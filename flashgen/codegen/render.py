@@ -20,7 +20,7 @@ DIGEST_LENGTH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSource:
-    """The text of one generated kernel: `entry` is the name of its `@triton.jit` function."""
+    """The text of one config: `entry` is the id of its family, and the name of a forward pass's one kernel."""
 
     entry: str
     text: str
@@ -44,15 +44,16 @@ def render(spec: Specialization, config: Config) -> KernelSource:
         BuildError: the template needs a value that its family does not give.
     """
     row = family(validate(config).family)
-    parameters = row.parameters(spec, config)
+    kernels = row.kernels(spec, config)
     text = render_template(
         row.template,
         f"{spec.key}, {config}",
         entry=row.id,
         title=row.title,
         command=render_command(spec, config),
-        parameters=[parameter.name for parameter in parameters],
-        do_not_specialize=[parameter.name for parameter in parameters if parameter.is_integer],
+        kernels={kernel.entry: kernel for kernel in kernels},
+        parameters=kernels[0].names,
+        do_not_specialize=kernels[0].do_not_specialize,
         **row.values(spec, config),
     )
     return KernelSource(entry=row.id, text=text)

@@ -29,6 +29,7 @@ class Workload:
     visible to query i iff `j <= i + seqlen_k - seqlen_q`. The softmax scale is an argument of a call,
     not part of its identity, and so are the values of softcap, slopes, sinks, bias and mask. `bias` and `mask` name
     a kind: "full" has a value for every query and key, "keys" one for every key alone (broadcast over the queries).
+    `deterministic` asks a backward pass for the same bits every time; forward passes always give them.
 
     Raises:
         WorkloadError: a field breaks a rule; the message names the rule and the value.
@@ -53,11 +54,14 @@ class Workload:
     mask: str = ""
     varlen: bool = False
     page_size: int | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _default(self, "nheads_k", 0, self.nheads)
         _default(self, "seqlen_k", -1, self.seqlen_q)
         _default(self, "head_dim_v", 0, self.head_dim)
+        if self.direction == "forward":
+            object.__setattr__(self, "deterministic", False)
         _canonical_window(self)
         _check(self)
 
@@ -136,16 +140,17 @@ class Workload:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-FLAGS = ("causal", "softcap", "alibi", "sink", "varlen")
+FLAGS = ("causal", "softcap", "alibi", "sink", "varlen", "deterministic")
 KINDS = {"bias": ("bias", "full"), "keybias": ("bias", "keys"), "mask": ("mask", "full"), "keymask": ("mask", "keys")}
 """Tokens of a key that name the kind of a bias or a mask."""
 
 
 def _flags(value: Workload | Specialization) -> list[str]:
     """The tokens of a key for what is there or not, in one order."""
-    found = [name for name in FLAGS[:-1] if getattr(value, name)]
+    scores, others = FLAGS[:4], FLAGS[4:]
+    found = [name for name in scores if getattr(value, name)]
     found += [token for token, (field, kind) in KINDS.items() if getattr(value, field) == kind]
-    return found + (["varlen"] if value.varlen else [])
+    return found + [name for name in others if getattr(value, name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +162,8 @@ class Specialization:
     read from an int32 device tensor of shape (batch,) instead of an integer argument. `aligned_scores` promises that
     bias and mask are contiguous along the keys, with every other stride a multiple of 16 bytes. `bias_dtype` and
     `sink_dtype` are empty where they are usual: that of q for a bias, fp32 for sinks. `mods` is the user's own code.
+    `bias_grad` says that a backward pass also computes the gradient of the bias. A backward kernel knows no sinks: they
+    are part of the LSE that it starts from, and their own gradient follows from that.
     """
 
     direction: str
@@ -172,14 +179,20 @@ class Specialization:
     mask: str = ""
     varlen: bool = False
     page_size: int | None = None
+    deterministic: bool = False
     aligned16: bool = True
     aligned_scores: bool = True
     offset_tensor: bool = False
     bias_dtype: str = ""
     sink_dtype: str = ""
+    bias_grad: bool = False
     mods: ScoreMods | None = None
 
     def __post_init__(self) -> None:
+        if self.direction == "backward":
+            object.__setattr__(self, "sink", False)
+        if self.direction == "forward" or not self.bias:
+            object.__setattr__(self, "bias_grad", False)
         storage = "fp32" if self.dtype == "tf32" else self.dtype
         if not self.bias or self.bias_dtype == storage:
             object.__setattr__(self, "bias_dtype", "")
@@ -198,6 +211,7 @@ class Specialization:
         offset_tensor: bool = False,
         bias_dtype: str = "",
         sink_dtype: str = "",
+        bias_grad: bool = False,
         mods: ScoreMods | None = None,
     ) -> Specialization:
         """The specialization that serves `workload`."""
@@ -211,6 +225,7 @@ class Specialization:
             offset_tensor=offset_tensor,
             bias_dtype=bias_dtype,
             sink_dtype=sink_dtype,
+            bias_grad=bias_grad,
             mods=mods,
         )
 
@@ -262,6 +277,7 @@ _VARIANTS: dict[str, dict[str, object]] = {
     "offset": {"offset_tensor": True},
     **{f"bias_{dtype}": {"bias_dtype": dtype} for dtype in ("bf16", "fp16", "fp32")},
     **{f"sink_{dtype}": {"sink_dtype": dtype} for dtype in ("bf16", "fp16")},
+    "dbias": {"bias_grad": True},
 }
 
 

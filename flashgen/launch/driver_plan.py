@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from flashgen.codegen.build import CompiledKernel
-from flashgen.codegen.families import family
 from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
@@ -78,9 +77,8 @@ class DriverPlan:
         self._addresses = (ctypes.c_uint64 * count).from_buffer(self._memory, SLOT_BYTES * count)
         self._addresses[:] = list(range(start, start + SLOT_BYTES * count, SLOT_BYTES))
         self._slots = self._bound_slots(layout)
-        batch, nheads, seqlen_q, _ = geometry.q_shape
         self._config = driver.LaunchConfig(
-            grid_x=family(config.family).programs(config, compiled.device, batch, nheads, seqlen_q),
+            grid_x=compiled.main.kernel.programs(compiled.device, geometry.sizes),
             grid_y=1,
             grid_z=1,
             block_x=metadata.num_warps * 32,  # of all partitions, where a kernel specialises its warps

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashgen.codegen.family import Sizes
 from flashgen.launch.extras import ALIGNMENT_BYTES, MAX_OFFSET, BlockMask, Extras, Shape4, broadcast_strides
 
 __all__ = ["ALIGNMENT_BYTES", "Geometry", "Shape4", "aligned16", "clamp_offset", "legal_strides", "scalars"]
@@ -73,6 +74,13 @@ class Geometry:
     def o_shape(self) -> Shape4:
         """Shape of the output: that of q with v's head_dim."""
         return (*self.q_shape[:3], self.v_shape[3])
+
+    @property
+    def sizes(self) -> Sizes:
+        """What grids depend on."""
+        batch, nheads, seqlen_q, _ = self.q_shape
+        _, nheads_k, seqlen_k, _ = self.k_shape
+        return Sizes(batch=batch, nheads=nheads, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
     @property
     def is_empty(self) -> bool:

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flashgen.codegen.build import CompiledKernel
-from flashgen.codegen.families import family
+from flashgen.codegen.build import CompiledKernel, CompiledPart
 from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
@@ -65,7 +64,7 @@ def make_plan(
     """
     if geometry.is_empty:
         return EmptyPlan()
-    layout = _layout(compiled, spec, config)
+    layout = known_layout(compiled.main)
     with torch.cuda.device(device_index):
         if layout is None:
             return TritonPlan(compiled, spec, config, geometry, device_index)
@@ -81,12 +80,12 @@ def make_plan(
         return plan.launch
 
 
-def _layout(compiled: CompiledKernel, spec: Specialization, config: Config) -> Layout | None:
+def known_layout(part: CompiledPart) -> Layout | None:
     """The known layout of a kernel's parameters, or None; found once a kernel, because a PTX text is long."""
-    handle = compiled.handle
+    handle = part.handle
     if handle in _LAYOUTS:
         return _LAYOUTS[handle]
-    parameters, found = family(config.family).parameters(spec, config), None
+    parameters, found = part.kernel.parameters, None
     metadata, ptx = handle.metadata, handle.asm.get("ptx")
     if getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, 0) for name in _UNUSUAL) and ptx:
         trailing = trailing_pointers(ptx, parameters)
@@ -99,21 +98,31 @@ _LAYOUTS: weakref.WeakKeyDictionary[Any, Layout | None] = weakref.WeakKeyDiction
 
 
 def load(compiled: CompiledKernel, device_index: int) -> int:
+    """Load all kernels of a config on a GPU; returns the handle of the main one.
+
+    Raises:
+        LaunchError: the driver refuses the binary, or a CUDA graph is being captured.
+    """
+    handles = {part.kernel.entry: load_part(part, device_index) for part in compiled.parts}
+    return handles[compiled.main.kernel.entry]
+
+
+def load_part(part: CompiledPart, device_index: int) -> int:
     """The handle of a kernel on a GPU, loaded there once a process.
 
     Raises:
         LaunchError: the driver refuses the binary, or a CUDA graph is being captured.
     """
-    metadata = compiled.handle.metadata
-    if "cubin" not in compiled.handle.asm:
+    metadata = part.handle.metadata
+    if "cubin" not in part.handle.asm:
         return 0  # not NVIDIA: Triton loads it at the first launch
-    key = (compiled.handle.hash, device_index)
+    key = (part.handle.hash, device_index)
     if key not in _FUNCTIONS:
-        check_capture(device_index, f"loading {compiled.source.module}")
+        check_capture(device_index, f"loading {part.kernel.entry}")
         with torch.cuda.device(device_index):
             torch.cuda.current_stream()  # torch starts the driver when it is first used
             driver.use_context(device_index)  # a warm-up is often the first thing a thread or a process does
-            _FUNCTIONS[key] = driver.load_function(compiled.handle.asm["cubin"], metadata.name, metadata.shared)
+            _FUNCTIONS[key] = driver.load_function(part.handle.asm["cubin"], metadata.name, metadata.shared)
     return _FUNCTIONS[key]
 
 
@@ -150,11 +159,10 @@ class TritonPlan:
     def __init__(
         self, compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
     ) -> None:
-        row = family(config.family)
-        batch, nheads, seqlen_q, _ = geometry.q_shape
-        programs = row.programs(config, compiled.device, batch, nheads, seqlen_q)
+        kernel = compiled.main.kernel
+        programs = kernel.programs(compiled.device, geometry.sizes)
         self._runner = compiled.handle[(programs, 1, 1)]
-        self._parameters = row.parameters(spec, config)
+        self._parameters = kernel.parameters
         self._names = {parameter.name for parameter in self._parameters}
         self._geometry = geometry
         self._scalars = scalars(geometry)

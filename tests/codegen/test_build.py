@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashgen.codegen import build
-from flashgen.codegen.build import CompiledKernel, compile_kernel, load_module
+from flashgen.codegen.build import CompiledPart, compile_kernel, load_module
 from flashgen.codegen.families import default_config, family
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.portable_forward import PORTABLE_FORWARD
@@ -66,11 +66,12 @@ def test_alignment_decides_the_width_of_loads() -> None:
 def test_occupancy_is_limited_by_each_resource() -> None:
     device = find_device("h200")
 
-    def kernel(registers: int, shared: int, warps: int) -> CompiledKernel:
-        source = KernelSource(entry="k", text="")
-        return CompiledKernel(
-            source=source,
-            device=device,
+    spec = Specialization.parse("fwd-fp16-d64")
+    only = PORTABLE_FORWARD.kernels(spec, PORTABLE_FORWARD.default(spec, device))[0]
+
+    def kernel(registers: int, shared: int, warps: int) -> CompiledPart:
+        return CompiledPart(
+            kernel=only,
             registers=registers,
             spills=0,
             shared_bytes=shared,

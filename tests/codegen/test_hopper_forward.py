@@ -12,6 +12,7 @@ import pytest
 
 from flashgen.codegen import families, hopper_favourites, hopper_resources
 from flashgen.codegen.build import CompiledKernel, compile_kernel
+from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import HEAD_DIMS, HOPPER_FORWARD, descriptor_type
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
@@ -252,8 +253,10 @@ def test_exponentials_stay_ahead_of_the_wait_for_the_product() -> None:
 
 def test_a_launch_has_no_more_programs_than_tiles() -> None:
     config = HOPPER_FORWARD.default(Specialization.parse("fwd-bf16-d128"), H200)
-    assert HOPPER_FORWARD.programs(config, H200, 1, 4, 129) == 8
-    assert HOPPER_FORWARD.programs(config, H200, 8, 16, 2048) == 132
+    kernel = HOPPER_FORWARD.kernels(Specialization.parse("fwd-bf16-d128"), config)[0]
+    for (batch, nheads, seqlen), programs in {(1, 4, 129): 8, (8, 16, 2048): 132}.items():
+        sizes = Sizes(batch=batch, nheads=nheads, nheads_k=nheads, seqlen_q=seqlen, seqlen_k=seqlen)
+        assert kernel.programs(H200, sizes) == programs
 
 
 def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) -> None:
