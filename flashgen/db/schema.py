@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sqlalchemy import CheckConstraint, Float, ForeignKey, MetaData, UniqueConstraint
+from sqlalchemy import CheckConstraint, Float, ForeignKey, MetaData, UniqueConstraint, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 APPLICATION_ID = 0x464C474E
 """`FLGN` in the header of every file of ours (PRAGMA application_id): tells a foreign SQLite file at once."""
 
-SCHEMA_VERSION = "0002"
+SCHEMA_VERSION = "0003"
 """The newest revision in `migrations/versions`; revisions are four digits and compare as numbers."""
 
 
@@ -82,6 +82,7 @@ class WorkloadRow(Base):
     mask: Mapped[str]
     varlen: Mapped[bool]
     page_size: Mapped[int | None]
+    deterministic: Mapped[bool] = mapped_column(server_default=false())
 
 
 class RecordRow(Base):

@@ -130,6 +130,15 @@ def test_a_bad_row_beside_it_spoils_a_record(path: Path, statement: str, value: 
         assert store.records() == [replace(MEASURED, workload=SHORT)]
 
 
+def test_a_record_cannot_be_made_to_promise_the_same_bits(path: Path) -> None:
+    backward = replace(MEASURED, workload=replace(CAUSAL, direction="backward"))
+    with Store.open(path) as store:
+        store.put_record(backward)
+    tamper(path, "UPDATE workloads SET deterministic = ? WHERE direction = 'backward'", 1)
+    with Store.open(path, read_only=True) as store, pytest.warns(UserWarning, match="key must be the one of its field"):
+        assert len(store.records()) == 2
+
+
 @pytest.mark.parametrize(
     ("column", "value", "rule"),
     [

@@ -12,9 +12,11 @@ import pytest
 
 from flashgen.core.errors import DatabaseError
 from flashgen.core.settings import settings
+from flashgen.db import files
 from flashgen.db import layers as module
 from flashgen.db.exchange import export_records
 from flashgen.db.layers import Layers
+from flashgen.db.schema import SCHEMA_VERSION
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL, H100, H200, MEASURED, PREDICTED, SHORT, WIDE, timed
 
@@ -160,6 +162,7 @@ def test_every_shipped_database_holds_valid_rows_only() -> None:
     from flashgen.core.settings import shipped
 
     for path in shipped("tuning_db").glob("*.sqlite3"):
+        assert files.read_version(path, "shipped") == SCHEMA_VERSION  # nobody's first look-up waits for a migration
         with Store.open(path, shipped=True) as store:
             records = store.all_records()
             assert records

@@ -153,20 +153,50 @@ def test_rows_that_point_nowhere_do_not_stop_a_migration(yes_and_no: Path) -> No
 
 
 def test_a_migration_can_be_taken_back(yes_and_no: Path) -> None:
-    old = sqlite3.connect(yes_and_no)
-    before = structure(old), old.execute("SELECT * FROM workloads").fetchall()
-    old.close()
-    engine = sa.create_engine(f"sqlite:///{yes_and_no}")
+    before = contents(yes_and_no)
+    assert taken_back(yes_and_no, "0002", "0001") == before
+
+
+def contents(path: Path) -> tuple[set[tuple[str, str, str]], list[tuple[object, ...]]]:
+    connection = sqlite3.connect(path)
+    found = structure(connection), connection.execute("SELECT * FROM workloads").fetchall()
+    connection.close()
+    return found
+
+
+def taken_back(path: Path, upgrade: str, downgrade: str) -> tuple[set[tuple[str, str, str]], list[tuple[object, ...]]]:
+    """What a file holds after going up one revision and down again."""
+    engine = sa.create_engine(f"sqlite:///{path}")
     config = AlembicConfig()
     config.set_main_option("script_location", str(files.MIGRATIONS))
     with engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.upgrade(config, "0002")
-        command.downgrade(config, "0001")
+        command.upgrade(config, upgrade)
+        command.downgrade(config, downgrade)
     engine.dispose()
-    old = sqlite3.connect(yes_and_no)
-    assert (structure(old), old.execute("SELECT * FROM workloads").fetchall()) == before
-    old.close()
+    return contents(path)
+
+
+# --- 0003: a workload may ask for the same bits every time -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"read_only": True}, {"shipped": True}], ids=["write", "read", "shipped"])
+def test_what_was_stored_before_never_asked_for_determinism(tmp_path: Path, how: dict[str, bool]) -> None:
+    path = tmp_path / "forward.sqlite3"
+    shutil.copyfile(DATA / "schema_0002.sqlite3", path)
+    with Store.open(path, **how) as store:
+        assert [workload.deterministic for workload in store.workloads()] == [False]
+    if not how:
+        connection = sqlite3.connect(path)
+        assert connection.execute("SELECT deterministic FROM workloads").fetchall() == [(0,)]
+        connection.close()
+
+
+def test_determinism_can_be_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "forward.sqlite3"
+    shutil.copyfile(DATA / "schema_0002.sqlite3", path)
+    before = contents(path)
+    assert taken_back(path, "0003", "0002") == before
 
 
 # --- a schema version that does not exist yet ---------------------------------------------------------------------

@@ -182,7 +182,9 @@ def test_any_workload_survives_the_round_trip(data: st.DataObject) -> None:
         page_size=data.draw(st.none() | st.integers(1, 256)),
         bias=data.draw(st.sampled_from(BROADCASTS)),
         mask=data.draw(st.sampled_from(BROADCASTS)),
-        **{name: data.draw(st.booleans()) for name in ("causal", "softcap", "alibi", "sink", "varlen")},
+        **{
+            name: data.draw(st.booleans()) for name in ("causal", "softcap", "alibi", "sink", "varlen", "deterministic")
+        },
     )
     with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder) / "x.sqlite3") as store:
         store.put_record(replace(MEASURED, workload=workload))
