@@ -5,20 +5,43 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from flashgen.codegen.build import CompiledKernel
-from flashgen.codegen.family import Parameter
+from flashgen.codegen.build import CompiledKernel, CompiledPart
+from flashgen.codegen.family import CompileOptions, Kernel, Parameter
+from flashgen.codegen.render import KernelSource
 from flashgen.core.config import Config
+from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
-from flashgen.launch import driver_plan, plan
+from flashgen.launch import driver_plan
 from flashgen.launch.geometry import Geometry
-from flashgen.launch.parameters import Layout
+from flashgen.launch.parameters import Layout, block_of
 from flashgen.launch.plan import Launch, TritonPlan
 from tests.launch.fake_driver import FakeDriver
 
 CONFIG = Config.of("imagined", {})
 ALWAYS = (Parameter(name="LSE", type="*fp32"), Parameter(name="lse_rows", type="i32"))
+
+
+def metadata_of(given: tuple[Parameter, ...]) -> SimpleNamespace:
+    """Triton's metadata: boxes of 64 rows for the first descriptor, 65 for the second and so on, to tell them apart."""
+    descriptors = [p for p in given if p.type.startswith("tensordesc")]
+    boxes = [[*block_of(p)[:-2], 64 + number, 64][-len(block_of(p)) :] for number, p in enumerate(descriptors)]
+    return SimpleNamespace(
+        num_warps=12, shared=1000, tensordesc_meta=[{"block_size": box, "swizzle": 3} for box in boxes]
+    )
+
+
+def part_of(entry: str, given: tuple[Parameter, ...], handle: object, *, programs: int = 7) -> CompiledPart:
+    """A kernel of these parameters, as if it had been compiled to `handle`."""
+    options = CompileOptions(num_warps=4, num_stages=1)
+    kernel = Kernel(entry=entry, parameters=given, options=options, programs=lambda device, sizes: programs)
+    return CompiledPart(
+        kernel=kernel, registers=32, spills=0, shared_bytes=1000, num_warps=12, compile_ms=0.0, handle=handle
+    )
+
+
+def compiled_of(*parts: CompiledPart) -> CompiledKernel:
+    """Kernels of one config, compiled for an H200."""
+    return CompiledKernel(source=KernelSource(entry="imagined", text=""), device=find_device("h200"), parts=parts)
 
 
 def parameters(*named: str) -> tuple[Parameter, ...]:
@@ -30,21 +53,12 @@ def parameters(*named: str) -> tuple[Parameter, ...]:
 class Imagined:
     """A kernel of the given parameters, launched through the driver or through Triton."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, given: tuple[Parameter, ...], key: str) -> None:
+    def __init__(self, given: tuple[Parameter, ...], key: str) -> None:
         self.parameters = given
         self.spec = Specialization.parse(key)
         self.seen: list[dict[str, Any]] = []
-        row = SimpleNamespace(parameters=lambda spec, config: given, programs=lambda *sizes: 7)
-        monkeypatch.setattr(driver_plan, "family", lambda name: row)
-        monkeypatch.setattr(plan, "family", lambda name: row)
-        boxes = [p for p in given if p.type.startswith("tensordesc")]
-        metadata = SimpleNamespace(
-            num_warps=12,
-            shared=1000,
-            tensordesc_meta=[{"block_size": [1, 1, 64 + number, 64], "swizzle": 3} for number in range(len(boxes))],
-        )
-        self.compiled: CompiledKernel = SimpleNamespace(handle=self, device=None)  # type: ignore[assignment]
-        self.metadata = metadata
+        self.metadata = metadata_of(given)
+        self.compiled = compiled_of(part_of("imagined", given, self))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         names = [parameter.name for parameter in self.parameters]

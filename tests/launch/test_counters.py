@@ -102,11 +102,9 @@ def test_a_plan_made_under_capture_leaves_the_gpu_alone(graphs: Graphs) -> None:
     assert (len(graphs.blocks), len(graphs.in_graph)) == (0, 1)
 
 
-def test_a_launch_gets_the_counter_of_its_stream(
-    graphs: Graphs, cuda: FakeDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_gets_the_counter_of_its_stream(graphs: Graphs, cuda: FakeDriver, streams: Streams) -> None:
     named = ("Q: *bf16", "K: *bf16", "V: *bf16", "O: *bf16", "Counter: *i32")
-    kernel = Imagined(monkeypatch, parameters(*named), "fwd-bf16-d64")
+    kernel = Imagined(parameters(*named), "fwd-bf16-d64")
     four = tensors(kernel.spec)
     launch, triton = kernel.through_the_driver(cuda, Geometry.of(*four)), kernel.through_triton(Geometry.of(*four))
     seen = []

@@ -47,9 +47,9 @@ class Both:
 
 
 @pytest.fixture
-def both(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Both]:
+def both(cuda: FakeDriver) -> Callable[..., Both]:
     def make(*named: str, key: str = "fwd-bf16-d64", extras: Extras | None = None) -> Both:
-        kernel = Imagined(monkeypatch, parameters(*named, "Q: *bf16", "K: *bf16", "V: *bf16", "O: *bf16"), key)
+        kernel = Imagined(parameters(*named, "Q: *bf16", "K: *bf16", "V: *bf16", "O: *bf16"), key)
         return Both(kernel, cuda, Geometry.of(*tensors(kernel.spec, SHAPE), extras))
 
     return make
@@ -170,13 +170,11 @@ def test_a_kernel_without_features_takes_any_extras(both: Callable[..., Both]) -
 
 
 @pytest.mark.parametrize("letter", "qkvo")
-def test_every_descriptor_of_a_tensor_follows_its_pointer(
-    letter: str, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_descriptor_of_a_tensor_follows_its_pointer(letter: str, cuda: FakeDriver) -> None:
     """A head_dim in two parts: two boxes over the same tensor, side by side in the signature or not."""
     descriptors = [f"{name}_desc: tensordesc<bf16[1, 1, 64, 64]>" for name in ("q", "k", "v", "o")]
     second = f"{letter}1_desc: tensordesc<bf16[1, 1, 64, 32],NVMMASharedLayout(a=128, b=16, c=4)>"
-    kernel = Imagined(monkeypatch, parameters(*descriptors, second), "fwd-bf16-d96")
+    kernel = Imagined(parameters(*descriptors, second), "fwd-bf16-d96")
     first, other = tensors(kernel.spec, SHAPE), tensors(kernel.spec, SHAPE)
     launch = kernel.through_the_driver(cuda, Geometry.of(*first))
     for given in (first, other, first):
