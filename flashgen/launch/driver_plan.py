@@ -13,17 +13,15 @@ from flashgen.codegen.build import CompiledKernel
 from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
-from flashgen.core.workload import DTYPE_BYTES, Specialization
+from flashgen.core.workload import Specialization
 from flashgen.launch import driver, features
 from flashgen.launch.counters import Counters
 from flashgen.launch.extras import Extras
+from flashgen.launch.feature_slots import extras_writer
 from flashgen.launch.features import LOG2E, NO_EXTRAS
 from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
-from flashgen.launch.parameters import SLOT_BYTES, Layout
-
-C_TYPES: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-
-WriteExtras = Callable[[Extras, float], None]
+from flashgen.launch.parameters import Layout, is_descriptor
+from flashgen.launch.prepared import Prepared, View
 
 
 class DriverPlan:
@@ -55,63 +53,36 @@ class DriverPlan:
             layout: of the kernel's parameters.
             device_index: torch's index of the GPU.
         """
-        metadata = compiled.handle.metadata
         self._geometry = geometry
         self._scalars = scalars(geometry)
         self._causal = spec.causal
         self._device_index = device_index
         self._function = function
         self._context = driver.use_context(device_index)
-        self._maps: dict[str, list[tuple[int, driver.TensorMaps]]] = {}  # by tensor: position of a parameter, its maps
-        boxes = iter(getattr(metadata, "tensordesc_meta", None) or ())
-        values: list[int] = []
-        for parameter in layout.parameters:
-            if parameter.type.startswith("tensordesc"):
-                values += self._described(parameter, spec, len(values), next(boxes))
-            else:
-                values.append(self._scalars.get(parameter.name, 0))
-        count = layout.count
-        self._memory = ctypes.create_string_buffer(2 * SLOT_BYTES * count)  # the parameters, and their addresses
-        layout.packed.pack_into(self._memory, 0, *values, *[0] * (count - len(values)))
-        start = ctypes.addressof(self._memory)
-        self._addresses = (ctypes.c_uint64 * count).from_buffer(self._memory, SLOT_BYTES * count)
-        self._addresses[:] = list(range(start, start + SLOT_BYTES * count, SLOT_BYTES))
-        self._slots = self._bound_slots(layout)
-        self._config = driver.LaunchConfig(
-            grid_x=compiled.main.kernel.programs(compiled.device, geometry.sizes),
-            grid_y=1,
-            grid_z=1,
-            block_x=metadata.num_warps * 32,  # of all partitions, where a kernel specialises its warps
-            block_y=1,
-            block_z=1,
-            shared_bytes=metadata.shared,
+        self._prepared = Prepared(
+            compiled.main,
+            layout,
+            programs=compiled.main.kernel.programs(compiled.device, geometry.sizes),
+            scalars=self._scalars,
+            view=self._view,
         )
+        self._maps: dict[str, list[tuple[int, driver.TensorMaps]]] = {}  # by tensor: position of a parameter, its maps
+        for one in self._prepared.descriptors:
+            self._maps.setdefault(one.parameter.name[0], []).append((one.position, one.maps()))
+        self._slots = self._bound_slots(layout)
         self.launch = self._bind()
 
-    def _described(self, parameter: Parameter, spec: Specialization, position: int, box: dict[str, Any]) -> list[int]:
-        """The kernel parameters of a descriptor: its map, whose address comes with a pointer, shape and strides."""
-        letter = parameter.name[0]
-        shape, strides = self._geometry.tensor(letter)[0], legal_strides(self._geometry, letter)
-        maps = driver.TensorMaps(
-            dtype=spec.dtype,
-            shape=shape,
-            strides=strides,
-            box=tuple(box["block_size"]),
-            swizzle=box["swizzle"],
-            element_bytes=DTYPE_BYTES[spec.dtype],
-        )
-        self._maps.setdefault(letter, []).append((position, maps))
-        return [0, *shape, *strides]
+    def _view(self, parameter: Parameter) -> View:
+        shape, strides = self._geometry.tensor(parameter.name[0])
+        return shape, legal_strides(shape, strides)
 
     def _bound_slots(self, layout: Layout) -> dict[str, Any]:
         """The parameters that launches write, by name: those that a geometry does not fix."""
         fixed = self._scalars.keys() - {"q_offset", "lse_rows"}
         return {
-            parameter.name: C_TYPES.get(parameter.type, ctypes.c_uint64).from_buffer(
-                self._memory, SLOT_BYTES * layout.positions[parameter.name]
-            )
+            parameter.name: self._prepared.slot(parameter)
             for parameter in layout.parameters
-            if parameter.name not in fixed and not parameter.type.startswith("tensordesc")
+            if parameter.name not in fixed and not is_descriptor(parameter)
         }
 
     def _bind(self) -> Callable[..., None]:  # noqa: C901, PLR0915
@@ -127,8 +98,8 @@ class DriverPlan:
         offset_slot = self._slots.get("q_offset", self._slots.get("QOffset", unused))
         counter_slot = self._slots.get("Counter")
         counters = None if counter_slot is None else Counters(self._device_index)
-        write_extras = self._extras_writer()
-        geometry, index, config, function = self._geometry, self._device_index, self._config, self._function
+        write_extras = extras_writer(self._slots, self._scalars, causal=self._causal)
+        geometry, index, config, function = self._geometry, self._device_index, self._prepared.config, self._function
         rows, default_offset = geometry.q_shape[2], self._scalars["q_offset"]
         is_far = not features.FAR_FEATURES.isdisjoint(self._slots)
         default_scale = geometry.q_shape[3] ** -0.5
@@ -138,7 +109,7 @@ class DriverPlan:
             torch._C._cuda_getDevice,
         )
         only_device, lock, plan = torch.cuda.device_count() == 1, threading.Lock(), self
-        config_address, parameters_address = ctypes.addressof(config), ctypes.addressof(self._addresses)
+        config_address, parameters_address = ctypes.addressof(config), ctypes.addressof(self._prepared.addresses)
         last_q = last_k = last_v = last_o = last_rows = 0
         last_scale, last_stream, last_offset = 0.0, -1, default_offset
         offset_slot.value = default_offset
@@ -233,7 +204,7 @@ class DriverPlan:
         return set_pointer
 
     def _maps_setter(self, placed: list[tuple[int, driver.TensorMaps]]) -> Callable[[int], None]:
-        parameters, (position, maps) = self._addresses, placed[0]
+        parameters, (position, maps) = self._prepared.addresses, placed[0]
         known, at = maps.known.get, maps.at
 
         def point_to(pointer: int) -> None:
@@ -245,54 +216,3 @@ class DriverPlan:
                 parameters[place] = address
 
         return point_to if len(placed) == 1 else point_all_to
-
-    def _extras_writer(self) -> WriteExtras | None:
-        """What writes the arguments of features, or None for a kernel that has none: plain calls pay nothing."""
-        writers = [*self._window_writers(), *self._softcap_writers(), *self._tensor_writers()]
-        if not writers:
-            return None
-
-        def write(extras: Extras, scale: float) -> None:
-            for writer in writers:
-                writer(extras, scale)
-
-        return write
-
-    def _window_writers(self) -> list[WriteExtras]:
-        if not any(name in self._slots for name in features.WINDOW):
-            return []
-        left_slot, right_slot = (self._slots.get(name, ctypes.c_int32(0)) for name in features.WINDOW)
-        seqlen_q, seqlen_k, causal = self._scalars["seqlen_q"], self._scalars["seqlen_k"], self._causal
-        last: tuple[int | None, int | None] | None = None
-
-        def write(extras: Extras, scale: float) -> None:
-            nonlocal last
-            if extras.window != last:
-                left_slot.value, right_slot.value = features.window_edges(extras, seqlen_q, seqlen_k, causal=causal)
-                last = extras.window
-
-        return [write]
-
-    def _softcap_writers(self) -> list[WriteExtras]:
-        if not any(name in self._slots for name in features.SOFTCAP):
-            return []
-        rate_slot, scale_slot = (self._slots.get(name, ctypes.c_float(0)) for name in features.SOFTCAP)
-        last = (0.0, 0.0)
-
-        def write(extras: Extras, scale: float) -> None:
-            nonlocal last
-            if (extras.softcap, scale) != last:
-                rate_slot.value, scale_slot.value = features.softcap_factors(extras, scale)
-                last = (extras.softcap, scale)
-
-        return [write]
-
-    def _tensor_writers(self) -> list[WriteExtras]:
-        def writer(slot: Any, find: Callable[[Extras], torch.Tensor]) -> WriteExtras:
-            def write(extras: Extras, scale: float) -> None:
-                slot.value = find(extras).data_ptr()
-
-            return write
-
-        named = [(name, slot) for name, slot in self._slots.items() if features.is_tensor(name)]
-        return [writer(slot, features.tensor_of(name)) for name, slot in named]

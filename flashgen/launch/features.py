@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
+from typing import Any
 
 import torch
 
@@ -46,6 +47,23 @@ def softcap_factors(extras: Extras, softmax_scale: float) -> tuple[float, float]
     if not extras.softcap:
         raise LaunchError(f"a kernel with a softcap is launched with one above 0, got {extras.softcap}")
     return 2 * LOG2E * softmax_scale / extras.softcap, 2 * LOG2E * extras.softcap
+
+
+def arguments(
+    names: Set[str], extras: Extras, softmax_scale: float, scalars: Mapping[str, int], *, causal: bool
+) -> dict[str, Any]:
+    """What the parameters of features among `names` are bound to; `scalars` has the lengths.
+
+    Raises:
+        LaunchError: the extras do not have what a kernel with these parameters reads.
+    """
+    found: dict[str, Any] = {name: tensor_of(name)(extras) for name in names if is_tensor(name)}
+    if not names.isdisjoint(WINDOW):
+        edges = window_edges(extras, scalars["seqlen_q"], scalars["seqlen_k"], causal=causal)
+        found |= zip(WINDOW, edges, strict=True)
+    if not names.isdisjoint(SOFTCAP):
+        found |= zip(SOFTCAP, softcap_factors(extras, softmax_scale), strict=True)
+    return found
 
 
 def is_tensor(name: str) -> bool:

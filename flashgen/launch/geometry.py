@@ -96,12 +96,13 @@ def aligned16(geometry: Geometry, pointers: int, element_bytes: int) -> bool:
     """Whether every pointer (or-ed together in `pointers`) and every stride in use is a multiple of 16 bytes."""
     if pointers % ALIGNMENT_BYTES:
         return False
+    return all(has_aligned_strides(*geometry.tensor(letter), element_bytes) for letter in "qkvo")
+
+
+def has_aligned_strides(shape: Shape4, strides: Shape4, element_bytes: int) -> bool:
+    """Whether every stride in use of a tensor is a multiple of 16 bytes."""
     step = ALIGNMENT_BYTES // element_bytes
-    for letter in "qkvo":
-        (batch, nheads, rows, _), (of_batch, of_head, of_row, _) = geometry.tensor(letter)
-        if (batch > 1 and of_batch % step) or (nheads > 1 and of_head % step) or (rows > 1 and of_row % step):
-            return False
-    return True
+    return not any(size > 1 and stride % step for size, stride in zip(shape[:3], strides, strict=False))
 
 
 def scalars(geometry: Geometry) -> dict[str, int]:
@@ -142,8 +143,7 @@ def clamp_offset(q_offset: int, geometry: Geometry, *, is_far: bool = False) -> 
     return max(-geometry.q_shape[2], min(q_offset, geometry.k_shape[2]))
 
 
-def legal_strides(geometry: Geometry, letter: str) -> Shape4:
+def legal_strides(shape: Shape4, strides: Shape4) -> Shape4:
     """Strides that a tensor descriptor takes: a dimension of size 1 is never stepped over, so any stride will do."""
-    shape, strides = geometry.tensor(letter)
     batch, head, row = (s if n > 1 else ALIGNMENT_BYTES for n, s in zip(shape[:3], strides, strict=False))
     return batch, head, row, 1

@@ -44,7 +44,7 @@ class Layout:
         positions, formats = {}, list[str]()
         for parameter in parameters:
             positions[parameter.name] = len(formats)
-            if parameter.type.startswith("tensordesc"):
+            if is_descriptor(parameter):
                 rank = len(block_of(parameter))
                 formats += ["Q", *[_FORMATS["i32"]] * rank, *[_FORMATS["i64"]] * rank]
             else:
@@ -65,6 +65,16 @@ SLOT_BYTES = 8
 _FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
 
 
+def is_descriptor(parameter: Parameter) -> bool:
+    """Whether a parameter is a tensor descriptor."""
+    return parameter.type.startswith("tensordesc")
+
+
+def element_of(parameter: Parameter) -> str:
+    """The element type of a tensor descriptor: `bf16` of `tensordesc<bf16[1, 1, 128, 64]>`."""
+    return parameter.type.split("<", 1)[1].split("[")[0]
+
+
 def block_of(parameter: Parameter) -> tuple[int, ...]:
     """The block of a tensor descriptor: the sizes in `tensordesc<bf16[1, 1, 128, 64]>`, a layout after them or not."""
     return tuple(int(size) for size in parameter.type.split("[")[1].split("]")[0].split(","))
@@ -72,7 +82,7 @@ def block_of(parameter: Parameter) -> tuple[int, ...]:
 
 def slot_sizes(parameter: Parameter) -> tuple[int, ...]:
     """The sizes in bytes of the kernel parameters that one parameter of a signature becomes."""
-    if parameter.type.startswith("tensordesc"):
+    if is_descriptor(parameter):
         rank = len(block_of(parameter))
         return (TENSOR_MAP_BYTES, *[4] * rank, *[8] * rank)
     if parameter.type.startswith("*"):

@@ -23,7 +23,7 @@ from flashgen.launch.driver_plan import DriverPlan
 from flashgen.launch.extras import Extras
 from flashgen.launch.features import LOG2E, NO_EXTRAS
 from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
-from flashgen.launch.parameters import Layout, block_of, trailing_pointers
+from flashgen.launch.parameters import Layout, block_of, is_descriptor, trailing_pointers
 
 _UNUSUAL = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
 """What the plan through the driver does not do, by its name in Triton's metadata."""
@@ -189,34 +189,23 @@ class TritonPlan:
         scale = self._geometry.q_shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         known |= {"QOffset": q_offset, "softmax_scale_log2": scale * LOG2E, "LSE": lse}
         known["lse_rows"] = self._geometry.q_shape[2] if lse is not None else 0
-        known |= self._feature_arguments(extras or NO_EXTRAS, scale)
+        known |= features.arguments(self._names, extras or NO_EXTRAS, scale, self._scalars, causal=self._causal)
         tensors = {"q": q, "k": k, "v": v, "o": out}
         with torch.cuda.device(self._device_index):
             if self._counters is not None:
                 known["Counter"] = self._counters.of(torch._C._cuda_getCurrentRawStream(self._device_index))
             self._runner(*(self._argument(parameter, tensors, known) for parameter in self._parameters))
 
-    def _feature_arguments(self, extras: Extras, scale: float) -> dict[str, Any]:
-        tensors = (name for name in self._names if features.is_tensor(name))
-        found: dict[str, Any] = {name: features.tensor_of(name)(extras) for name in tensors}
-        if not self._names.isdisjoint(features.WINDOW):
-            lengths = self._scalars["seqlen_q"], self._scalars["seqlen_k"]
-            edges = features.window_edges(extras, *lengths, causal=self._causal)
-            found |= zip(features.WINDOW, edges, strict=True)
-        if not self._names.isdisjoint(features.SOFTCAP):
-            found |= zip(features.SOFTCAP, features.softcap_factors(extras, scale), strict=True)
-        return found
-
     def _argument(self, parameter: Parameter, tensors: dict[str, torch.Tensor], known: dict[str, Any]) -> Any:
         if parameter.name in known:
             return known[parameter.name]
         letter = parameter.name[0].lower()
-        if not parameter.type.startswith("tensordesc"):
+        if not is_descriptor(parameter):
             return tensors[letter]
         # a launch reads no more than this of a descriptor, of Triton's or of Gluon's class
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        shape, strides = self._geometry.tensor(letter)[0], legal_strides(self._geometry, letter)
+        shape, strides = self._geometry.tensor(letter)[0], legal_strides(*self._geometry.tensor(letter))
         return TensorDescriptor(tensors[letter], list(shape), list(strides), list(block_of(parameter)))
 
 

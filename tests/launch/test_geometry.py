@@ -82,7 +82,7 @@ def test_an_aligned_tensor_has_legal_strides_that_address_the_same_elements(
     steps = tuple(8 * step if size > 1 else step for size, step in zip(shape, steps, strict=True))  # type: ignore[assignment]
     geometry = replace(contiguous(), q_shape=(*shape, 64), q_strides=(*steps, 1), o_strides=(*[64] * 3, 1))
     assert aligned16(geometry, 0, 2)
-    legal = legal_strides(geometry, "q")
+    legal = legal_strides(*geometry.tensor("q"))
     assert all(step * 2 % 16 == 0 for step in legal[:3])
     assert legal[3] == 1
     last = [size - 1 for size in shape]
