@@ -29,17 +29,21 @@ class Described:
     box: tuple[int, ...]
     swizzle: int
 
+    @property
+    def element(self) -> str:
+        """The element type."""
+        return element_of(self.parameter)
+
     def maps(self) -> driver.TensorMaps:
         """The descriptors of this tensor, none encoded yet."""
-        element = element_of(self.parameter)
         shape, strides = self.view
         return driver.TensorMaps(
-            dtype=element,
+            dtype=self.element,
             shape=shape,
             strides=strides,
             box=self.box,
             swizzle=self.swizzle,
-            element_bytes=DTYPE_BYTES[element],
+            element_bytes=DTYPE_BYTES[self.element],
         )
 
 
