@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fnmatch import fnmatch
 
 from flashgen.core.workload import Workload
@@ -22,6 +23,11 @@ def paper_grid() -> tuple[Workload, ...]:
         for causal in (False, True)
         for s in SEQLENS
     )
+
+
+def backward_grid() -> tuple[Workload, ...]:
+    """The backward passes of the same grid."""
+    return tuple(replace(workload, direction="backward") for workload in paper_grid())
 
 
 FEATURES: tuple[dict[str, object], ...] = (
@@ -72,11 +78,23 @@ def window_grid() -> tuple[Workload, ...]:
 
 
 def preset_workloads() -> tuple[Workload, ...]:
-    """Every workload of the model presets, each once."""
-    return tuple(dict.fromkeys(workload for preset in presets() for workload in preset.workloads))
+    """Every forward pass of the model presets, each once."""
+    every = dict.fromkeys(workload for preset in presets() for workload in preset.workloads)
+    return tuple(workload for workload in every if workload.direction == "forward")
 
 
 SUITES: dict[str, Callable[[], tuple[Workload, ...]]] = {"forward": paper_grid, "presets": preset_workloads}
+
+BOTH_PASSES = "forward_backward"
+"""The suite whose rows are a forward and a backward pass together; their workload is that of the backward pass."""
+
+
+def work_of(suite: str, workload: Workload) -> tuple[int, int]:
+    """Floating-point operations, and the fewest bytes moved, of what one row of a suite times."""
+    if suite != BOTH_PASSES:
+        return workload.flops, workload.bytes
+    forward = replace(workload, direction="forward")
+    return workload.flops + forward.flops, workload.bytes + forward.bytes
 
 
 def select(workloads: Iterable[Workload], patterns: Iterable[str]) -> tuple[Workload, ...]:

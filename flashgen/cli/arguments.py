@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,25 +26,38 @@ ConfigText = Annotated[
     str | None,
     typer.Option("--config", help="family:knob=value,... (knobs left out have their default).", metavar="CONFIG"),
 ]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="A backward pass that gives the same bits every time.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 FALLBACK_TARGET = "h100"
 
 
-def parse_shape(text: str) -> tuple[Workload | None, Specialization]:
+def parse_shape(text: str, *, deterministic: bool = False) -> tuple[Workload | None, Specialization]:
     """Read a workload, or the key of a specialization (`fwd-bf16-d128-causal`), which has no sizes.
 
+    `deterministic` says what the token of that name in a key does.
+
     Raises:
-        WorkloadError: it is neither.
+        WorkloadError: it is neither, or determinism is asked of a forward pass.
     """
     try:
         workload = Workload.parse(text)
     except WorkloadError as error:
         try:
-            return None, Specialization.parse(text)
+            spec = Specialization.parse(text)
         except WorkloadError:
             raise error from None
+        return None, replace(spec, deterministic=_determinism(spec, deterministic))
+    workload = replace(workload, deterministic=_determinism(workload, deterministic))
     return workload, workload.specialization
+
+
+def _determinism(asked: Workload | Specialization, deterministic: bool) -> bool:
+    if deterministic and asked.direction == "forward":
+        raise WorkloadError(f"--deterministic is about backward passes (bwd-...), and {asked.key} is a forward pass")
+    return deterministic or asked.deterministic
 
 
 def pick_device(target: str | None) -> tuple[Device, str]:

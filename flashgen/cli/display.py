@@ -32,7 +32,7 @@ QUIET_S = 10.0
 """Plain lines: a search without a new best says at least so often that it is alive."""
 
 STAGES = {"search": "searching", "near": "comparing the best", "last": "finals"}
-COLUMNS = ("workload", "features", "config", "ms", "TFLOP/s", "of peak", "vs SDPA", "spread", "source")
+COLUMNS = ("workload", "pass", "features", "config", "ms", "TFLOP/s", "of peak", "vs SDPA", "spread", "source")
 
 
 class Display(Protocol):
@@ -207,6 +207,7 @@ def _cells(row: ReportRow) -> tuple[output.Cell, ...]:
     ratio = None if row.sdpa_ratio is None else f"{row.sdpa_ratio:.2f}x {row.sdpa_impl.removeprefix('sdpa-')}"
     return (
         row.workload,
+        row.direction,
         row.features,
         row.config,
         row.ms,

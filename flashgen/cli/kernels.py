@@ -7,25 +7,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashgen.cli import arguments, output
-from flashgen.cli.arguments import ConfigText, Json, Shape, Target
+from flashgen.cli.arguments import ConfigText, Deterministic, Json, Shape, Target
 from flashgen.core.errors import WorkloadError
 
 if TYPE_CHECKING:
-    from flashgen.codegen.build import CompiledKernel
+    from flashgen.codegen.build import CompiledKernel, CompiledPart
     from flashgen.core.config import Config
     from flashgen.core.device import Device
     from flashgen.core.workload import Specialization, Workload
     from flashgen.runtime.dispatch import Explanation
 
 
-def render(shape: Shape, target: Target = None, config: ConfigText = None) -> None:
+def render(
+    shape: Shape, target: Target = None, config: ConfigText = None, deterministic: Deterministic = False
+) -> None:
     """Print a kernel: of a given config, or of the one that would serve the workload.
 
     The text runs with torch and triton alone.
     """
     from flashgen.codegen.render import render as render_source
 
-    workload, spec = arguments.parse_shape(shape)
+    workload, spec = arguments.parse_shape(shape, deterministic=deterministic)
     device, note = arguments.pick_device(target)
     # a complete config gives the same text for every GPU, so only a look-up or a default depends on one
     chosen = _config(workload, spec, device, config, shape, check=target is not None)
@@ -41,12 +43,13 @@ def compile_(
         typer.Option("--target", help="A GPU; repeat it for several. Default: the GPU here, else h100."),
     ] = None,
     config: ConfigText = None,
+    deterministic: Deterministic = False,
     json: Json = False,
 ) -> None:
-    """Compile a kernel for any GPU and print its registers, spills, shared memory and occupancy."""
+    """Compile a config for any GPU and print what each of its kernels takes: registers, spills, shared memory."""
     from flashgen.codegen.build import compile_kernel
 
-    workload, spec = arguments.parse_shape(shape)
+    workload, spec = arguments.parse_shape(shape, deterministic=deterministic)
     results = []
     names: list[str | None] = [*target] if target else [None]
     for name in names:
@@ -61,12 +64,12 @@ def compile_(
     for number, result in enumerate(results):
         if number:
             typer.echo("")
-        output.print_fields(_compiled_fields(*result))
+        _print_compiled(*result)
 
 
-def explain(shape: Shape, target: Target = None, json: Json = False) -> None:
+def explain(shape: Shape, target: Target = None, deterministic: Deterministic = False, json: Json = False) -> None:
     """Say which config serves a workload and why: the rung of the ladder, the record, and every family's reason."""
-    workload, _ = arguments.parse_shape(shape)
+    workload, _ = arguments.parse_shape(shape, deterministic=deterministic)
     if workload is None:
         raise WorkloadError(f"explain needs a workload with its sizes, e.g. b4-h32-s4096-d128, got {shape!r}")
     device, note = arguments.pick_device(target)
@@ -105,21 +108,37 @@ def _explanation(workload: Workload, device: Device) -> Explanation:
         return dispatch.explain(workload, workload.specialization, device, dispatch.Records(layers))
 
 
-def _compiled_fields(device: Device, config: Config, compiled: CompiledKernel) -> list[tuple[str, output.Cell]]:
-    blocks = compiled.occupancy(device)
-    threads = blocks * compiled.num_warps * device.warp_size
-    plural = "" if blocks == 1 else "s"
-    return [
-        ("target", f"{device.name} ({device.arch})"),
-        ("config", str(config)),
-        ("registers", f"{compiled.registers} a thread"),
-        ("spills", f"{compiled.spills} bytes a thread"),
-        ("shared memory", f"{compiled.shared_bytes} of {device.smem_per_block} bytes a block"),
-        ("warps", f"{compiled.num_warps} a block"),
-        ("occupancy", f"{blocks} block{plural} an SM ({threads / device.max_threads_per_sm:.0%} of its threads)"),
+def _print_compiled(device: Device, config: Config, compiled: CompiledKernel) -> None:
+    """Fields of the one kernel of a forward pass; a table of the kernels of a backward pass, in their order."""
+    head: list[tuple[str, output.Cell]] = [("target", f"{device.name} ({device.arch})"), ("config", str(config))]
+    tail: list[tuple[str, output.Cell]] = [
         ("compiled in", f"{compiled.compile_ms:.0f} ms"),
         ("source", f"{compiled.source.entry} {compiled.source.digest}"),
     ]
+    if len(compiled.parts) == 1:
+        output.print_fields([*head, *_part_fields(device, compiled.main), *tail])
+        return
+    output.print_fields([*head, *tail])
+    columns = ("kernel", "registers", "spills, bytes", "shared memory, bytes", "warps", "blocks an SM", "ms")
+    output.print_table(columns, [_part_row(device, part) for part in compiled.parts])
+
+
+def _part_fields(device: Device, part: CompiledPart) -> list[tuple[str, output.Cell]]:
+    blocks = part.occupancy(device)
+    threads = blocks * part.num_warps * device.warp_size
+    plural = "" if blocks == 1 else "s"
+    return [
+        ("registers", f"{part.registers} a thread"),
+        ("spills", f"{part.spills} bytes a thread"),
+        ("shared memory", f"{part.shared_bytes} of {device.smem_per_block} bytes a block"),
+        ("warps", f"{part.num_warps} a block"),
+        ("occupancy", f"{blocks} block{plural} an SM ({threads / device.max_threads_per_sm:.0%} of its threads)"),
+    ]
+
+
+def _part_row(device: Device, part: CompiledPart) -> tuple[output.Cell, ...]:
+    taken = (part.registers, part.spills, part.shared_bytes, part.num_warps, part.occupancy(device))
+    return (part.kernel.entry, *taken, round(part.compile_ms))
 
 
 def _compiled_json(device: Device, config: Config, compiled: CompiledKernel) -> dict[str, object]:
@@ -128,11 +147,20 @@ def _compiled_json(device: Device, config: Config, compiled: CompiledKernel) -> 
         "arch": device.arch,
         "family": config.family,
         "knobs": dict(config.knobs),
-        "registers": compiled.registers,
+        **_part_json(device, compiled.main),
         "spills_bytes": compiled.spills,
-        "shared_bytes": compiled.shared_bytes,
-        "num_warps": compiled.num_warps,
-        "blocks_per_sm": compiled.occupancy(device),
         "compile_ms": compiled.compile_ms,
         "digest": compiled.source.digest,
+        "kernels": {part.kernel.entry: _part_json(device, part) for part in compiled.parts},
+    }
+
+
+def _part_json(device: Device, part: CompiledPart) -> dict[str, object]:
+    return {
+        "registers": part.registers,
+        "spills_bytes": part.spills,
+        "shared_bytes": part.shared_bytes,
+        "num_warps": part.num_warps,
+        "blocks_per_sm": part.occupancy(device),
+        "compile_ms": part.compile_ms,
     }

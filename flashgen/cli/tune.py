@@ -48,7 +48,8 @@ class _Request:
 
 def tune(
     model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", help="A model preset, or all; repeatable.", metavar="NAME")
+        list[str] | None,
+        typer.Option("--model", "-m", help="A model preset, or all, or training; repeatable.", metavar="NAME"),
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -58,6 +59,17 @@ def tune(
         list[Path] | None,
         typer.Option("--file", "-f", help="A YAML or JSON file in the form of the presets; repeatable."),
     ] = None,
+    direction: Annotated[
+        str | None,
+        typer.Option(
+            "--direction",
+            help="forward, backward or both, of everything named. Default: as named, a shape without bwd forward.",
+            metavar="PASS",
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Backward passes that give the same bits every time.")
+    ] = False,
     target: Annotated[
         str | None,
         typer.Option(
@@ -120,7 +132,9 @@ def tune(
     if list_models:
         _list_models(as_json=as_json)
         return
-    workloads = collect(models=model or [], shapes=shape or [], paths=file or [])
+    workloads = collect(
+        models=model or [], shapes=shape or [], paths=file or [], direction=direction, deterministic=deterministic
+    )
     if not workloads:
         raise typer.BadParameter("name what to tune with --model, --shape or --file; --list-models shows the presets")
     part = Shard.parse(shard)
@@ -258,13 +272,15 @@ def _device_to_plan(request: _Request) -> Device:
 def _list_models(*, as_json: bool) -> None:
     from flashgen.tuning.workloads import presets
 
-    if as_json:
-        rows = {
-            p.name: {"title": p.title, "source": p.source, "workloads": [w.key for w in p.workloads]} for p in presets()
-        }
-        typer.echo(json.dumps(rows, indent=2))
+    if not as_json:
+        columns = ("model", "pass", "workloads", "what")
+        output.print_table(columns, [(p.name, p.direction, len(p.workloads), p.title) for p in presets()])
         return
-    output.print_table(("model", "workloads", "what"), [(p.name, len(p.workloads), p.title) for p in presets()])
+    listed = {}
+    for p in presets():
+        facts = {"title": p.title, "source": p.source, "direction": p.direction}
+        listed[p.name] = {**facts, "workloads": [workload.key for workload in p.workloads]}
+    typer.echo(json.dumps(listed, indent=2))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

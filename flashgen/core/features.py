@@ -19,6 +19,7 @@ def features(workload: Workload) -> tuple[str, ...]:
     found += [_KINDS[kind].format(name) for name, kind in (("bias", workload.bias), ("mask", workload.mask)) if kind]
     found += ["varlen"] if workload.varlen else []
     found += [f"pages of {workload.page_size}"] if workload.page_size is not None else []
+    found += ["deterministic"] if workload.deterministic else []
     return tuple(found)
 
 

@@ -21,6 +21,7 @@ class ReportRow:
     """
 
     workload: str
+    direction: str
     features: str
     status: str
     config: str
@@ -55,6 +56,7 @@ def _row(outcome: WorkloadFinished, device: Device) -> ReportRow:
     time_ms = record.time_ms if record else None
     return ReportRow(
         workload=outcome.workload.key,
+        direction=outcome.workload.direction,
         features=describe(outcome.workload),
         status=outcome.status,
         config=short_config(record) if record else "",

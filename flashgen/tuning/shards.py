@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flashgen.core.errors import TuningError
@@ -35,13 +35,19 @@ class Shard:
         return cls(index=int(match[1]), count=int(match[2]))
 
     def of(self, workloads: Iterable[Workload]) -> tuple[Workload, ...]:
-        """This part of the workloads: every one is in exactly one part, and sizes differ by one at the most.
+        """This part of the workloads: every one is in exactly one part.
 
-        Workloads of one specialization stay together where that is possible: they share compiled candidates and
-        winners.
+        Forward and backward passes, which take different times, are each divided into parts whose sizes differ by one
+        at the most. Workloads of one specialization stay together where that is possible: they share compiled
+        candidates and winners.
         """
         every = grouped(workloads)
-        start, end = (len(every) * position // self.count for position in (self.index, self.index + 1))
+        forward, backward = ([w for w in every if w.direction == name] for name in ("forward", "backward"))
+        # the last parts have one more of the forward passes, the first ones of the backward passes
+        return (*self._cut(forward, self.index), *self._cut(backward[::-1], self.count - 1 - self.index)[::-1])
+
+    def _cut(self, every: Sequence[Workload], index: int) -> Sequence[Workload]:
+        start, end = (len(every) * position // self.count for position in (index, index + 1))
         return every[start:end]
 
     def __str__(self) -> str:

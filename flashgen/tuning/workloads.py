@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,8 +14,11 @@ import yaml
 from flashgen.core.errors import WorkloadError
 from flashgen.core.workload import Workload
 
-ALL = "all"
-"""The model name that stands for every preset."""
+ALL, TRAINING = "all", "training"
+"""The names that stand for every preset, and for those of backward passes."""
+
+DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+"""What a request may ask for, and the passes that it means."""
 
 MAX_COMBINATIONS = 10_000
 """Workloads one entry may stand for; beyond it a list of values is a mistake, not a wish."""
@@ -32,6 +35,17 @@ class Preset:
     title: str
     source: str
     workloads: tuple[Workload, ...]
+
+    @property
+    def direction(self) -> str:
+        """`forward`, `backward` or `both`: the passes among its workloads."""
+        found = {workload.direction for workload in self.workloads}
+        return "both" if len(found) > 1 else found.pop()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether there are backward passes among its workloads."""
+        return self.direction != "forward"
 
 
 @functools.cache
@@ -50,7 +64,8 @@ def preset(name: str) -> Preset:
     for candidate in presets():
         if candidate.name == name.lower():
             return candidate
-    raise WorkloadError(f"a model is one of {', '.join(p.name for p in presets())} or {ALL}, got {name!r}")
+    known = ", ".join(p.name for p in presets())
+    raise WorkloadError(f"a model is one of {known}, or {ALL} or {TRAINING}, got {name!r}")
 
 
 def load_file(path: Path) -> tuple[Preset, ...]:
@@ -67,19 +82,52 @@ def load_file(path: Path) -> tuple[Preset, ...]:
 
 
 def collect(
-    *, models: Iterable[str] = (), shapes: Iterable[str] = (), paths: Iterable[Path] = ()
+    *,
+    models: Iterable[str] = (),
+    shapes: Iterable[str] = (),
+    paths: Iterable[Path] = (),
+    direction: str | None = None,
+    deterministic: bool = False,
 ) -> tuple[Workload, ...]:
     """All workloads that were asked for, each once, in the order they were first named.
 
+    Args:
+        models: names of presets, `all` or `training`.
+        shapes: keys or their shorthand.
+        paths: files in the form of the presets.
+        direction: a name of `DIRECTIONS`: the passes that are wanted of every shape that was named, whichever pass it
+            was named for. None leaves each as it was named; a shape without a direction is a forward pass.
+        deterministic: whether the backward passes must give the same bits every time.
+
     Raises:
-        WorkloadError: a model, shape or file is not valid.
+        WorkloadError: a model, shape, file or direction is not valid, or determinism is asked of forward passes alone.
     """
+    if direction is not None and direction not in DIRECTIONS:
+        raise WorkloadError(f"a direction is one of {', '.join(DIRECTIONS)}, got {direction!r}")
     groups: list[Iterable[Workload]] = []
     for model in models:
-        groups += [p.workloads for p in (presets() if model.lower() == ALL else (preset(model),))]
+        groups += [p.workloads for p in _named(model)]
     groups += [(Workload.parse(shape),) for shape in shapes]
     groups += [p.workloads for path in paths for p in load_file(path)]
-    return tuple(dict.fromkeys(itertools.chain.from_iterable(groups)))
+    found = list(itertools.chain.from_iterable(groups))
+    if direction is not None:
+        found = [replace(workload, direction=each) for workload in found for each in DIRECTIONS[direction]]
+    if deterministic:
+        if found and all(workload.direction == "forward" for workload in found):
+            raise WorkloadError(
+                "only a backward pass is asked for the same bits every time, a forward pass always gives them: "
+                "name a bwd- shape or the direction backward or both"
+            )
+        found = [replace(workload, deterministic=True) for workload in found]
+    return tuple(dict.fromkeys(found))
+
+
+def _named(model: str) -> tuple[Preset, ...]:
+    if model.lower() == ALL:
+        return presets()
+    if model.lower() == TRAINING:
+        return tuple(p for p in presets() if p.is_training)
+    return (preset(model),)
 
 
 def _presets_of(text: str, where: str) -> tuple[Preset, ...]:

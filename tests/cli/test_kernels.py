@@ -72,6 +72,7 @@ def test_a_rendered_kernel_runs_without_flashgen(invoke: Invoke, tmp_path: Path)
         (["fwd-bf16-d128-causal"], "no sizes to look up"),
         (["b4-h32-s4096"], "a shape needs b, h, s"),
         ([SHAPE + "-varlen"], "it has no varlen"),
+        ([SHAPE, "--deterministic"], "--deterministic is about backward passes"),
     ],
 )
 def test_a_wrong_argument_is_one_line_with_its_rule(invoke: Invoke, arguments: list[str], rule: str) -> None:
@@ -142,6 +143,14 @@ def test_shapes_are_workloads_or_specializations() -> None:
     assert (spec.aligned16, spec.offset_tensor, spec.causal) == (False, True, True)
     with pytest.raises(WorkloadError):
         parse_shape("fwd-bf16")
+
+
+def test_determinism_is_asked_for_in_the_key_or_beside_it() -> None:
+    for text in ("bwd-b1-h2-s64-d64", "bwd-bf16-d64"):
+        beside, named = parse_shape(text, deterministic=True), parse_shape(f"{text}-deterministic")
+        assert beside == named == parse_shape(f"{text}-deterministic", deterministic=True)
+        assert named[1].deterministic
+        assert not parse_shape(text)[1].deterministic
 
 
 def test_a_config_is_read_back_from_its_text() -> None:

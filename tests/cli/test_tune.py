@@ -149,6 +149,24 @@ def test_models_are_listed(invoke: Invoke) -> None:
     assert all(name in listed for name in ("gpt2", "llama-3.1-8b", "flux", "sdxl", "paper"))
     as_json = json.loads(invoke("tune", "--list-models", "--json").stdout)
     assert len(as_json["paper"]["workloads"]) == 36
+    assert (as_json["paper"]["direction"], as_json["paper-backward"]["direction"]) == ("forward", "backward")
+
+
+def test_a_direction_and_determinism_are_of_what_was_named(invoke: Invoke) -> None:
+    """Asked of the plan, which needs no GPU and no kernel."""
+
+    def planned(*arguments: str) -> list[str]:
+        result = invoke("tune", "--target", "h200", "--dry-run", "--json", *arguments)
+        assert result.exit_code == 0, result.output
+        return [row["workload"] for row in json.loads(result.stdout)["workloads"]]
+
+    forward = Workload.parse(SHAPE).key
+    backward = forward.replace("fwd-", "bwd-")
+    assert planned("--shape", SHAPE) == [forward]
+    assert planned("--shape", backward) == [backward]
+    assert planned("--shape", SHAPE, "--direction", "both") == [forward, backward]
+    assert planned("--shape", SHAPE, "--direction", "backward", "--deterministic") == [f"{backward}-deterministic"]
+    assert len(planned("--model", "gpt2-training", "--direction", "both")) == 12
 
 
 def test_a_file_of_workloads_and_a_database_of_choice(invoke: Invoke, measure: Measure, tmp_path: Path) -> None:
@@ -197,6 +215,8 @@ def test_a_shard_without_workloads_has_nothing_to_do(invoke: Invoke, measure: Me
         (("--shape", SHAPE, "--target", "h100", "--budget", "soon"), 1, "a budget is a time like"),
         (("--file", "nowhere.yaml"), 1, "readable"),
         (("--shape", SHAPE, "--shard", "4/4"), 1, "a shard is i/n"),
+        (("--shape", SHAPE, "--direction", "sideways"), 1, "a direction is one of forward, backward, both"),
+        (("--shape", SHAPE, "--deterministic"), 1, "only a backward pass is asked for the same bits"),
     ],
 )
 def test_bad_input_is_one_line(invoke: Invoke, arguments: tuple[str, ...], code: int, words: str) -> None:

@@ -21,6 +21,8 @@ from flashgen.core.workload import Workload
         ("bias-keymask", "bias, key mask"),
         ("keybias-mask", "key bias, mask"),
         ("varlen-page16", "varlen, pages of 16"),
+        ("bwd-causal", "causal"),
+        ("bwd-sink-deterministic", "sinks, deterministic"),
     ],
 )
 def test_features_are_named(tokens: str, words: str) -> None:

@@ -18,8 +18,19 @@ EVERY = collect(models=["all"])
 @given(count=st.integers(1, 9), taken=st.integers(0, len(EVERY)))
 def test_shards_are_balanced_and_complete(count: int, taken: int) -> None:
     parts = [Shard(index=index, count=count).of(EVERY[:taken]) for index in range(count)]
-    assert [workload for part in parts for workload in part] == list(grouped(EVERY[:taken]))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for direction in ("forward", "backward"):
+        own = [[workload for workload in part if workload.direction == direction] for part in parts]
+        assert [w for part in own for w in part] == [w for w in grouped(EVERY[:taken]) if w.direction == direction]
+        assert max(map(len, own)) - min(map(len, own)) <= 1
+    assert sum(map(len, parts)) == taken
+
+
+def test_remainders_of_the_two_directions_go_to_different_parts() -> None:
+    lengths = [f"b1-h2-s{length}-d64" for length in (64, 128, 192)]
+    passes = [Workload.parse(f"{name}-{shape}") for name in ("fwd", "bwd") for shape in lengths]
+    parts = [Shard(index=index, count=2).of(passes) for index in range(2)]
+    assert [len(part) for part in parts] == [3, 3]
+    assert [part[0].direction for part in parts] == ["forward", "forward"]
 
 
 def test_one_of_one_is_everything() -> None:
@@ -32,7 +43,8 @@ def test_specializations_are_cut_at_most_once_a_border() -> None:
     for index, part in enumerate(parts):
         for workload in part:
             owners.setdefault(workload.specialization.key, set()).add(index)
-    assert sum(len(found) > 1 for found in owners.values()) <= 3
+    for name in ("fwd", "bwd"):
+        assert sum(len(found) > 1 for key, found in owners.items() if key.startswith(name)) <= 3
 
 
 def test_the_order_of_the_command_line_decides_and_repeats_do_not_count() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from flashgen.tuning.workloads import Preset, collect, load_file, preset, preset
 
 def test_all_presets_fit_the_shipping_run() -> None:
     workloads = collect(models=["all"])
-    assert 110 <= len(workloads) <= 180
+    directions = Counter(workload.direction for workload in workloads)
+    assert 110 <= directions["forward"] <= 180
+    assert 60 <= directions["backward"] <= 80
     assert set(workloads) == {workload for p in presets() for workload in p.workloads}
     assert all(p.source and p.title for p in presets())
 
@@ -30,7 +33,7 @@ def test_only_models_with_the_same_heads_share_shapes() -> None:
     assert shared == {("llama-3.1-8b", "qwen3-8b"), ("llama-3.1-70b", "qwen3-32b")}
 
 
-GRIDS = {"paper", "features"}
+GRIDS = {"paper", "features", "paper-backward", "features-backward", "deterministic"}
 
 HEADS = {
     # nheads, nheads_k, head_dim, head_dim_v, causal, as the models' configs have them
@@ -59,6 +62,10 @@ HEADS = {
     "flan-t5-large": {(16, 16, 64, 64, causal) for causal in (False, True)},
     "masked-gqa": {(32, 8, 128, 128, causal) for causal in (False, True)},
     "single-precision": {(16, 16, d, d, True) for d in (64, 128)},
+    "gpt2-training": {(12, 12, 64, 64, True), (16, 16, 64, 64, True)},
+    "llama-3-8b-training": {(32, 8, 128, 128, True)},
+    "vit-l-training": {(16, 16, 64, 64, False)},
+    "gemma-training": {(8, 4, 256, 256, True), (16, 8, 256, 256, True)},
 }
 
 
@@ -85,10 +92,16 @@ FEATURES = {
     "bloom-7b1": {(None, False, True, False, "", "")},
     "flan-t5-large": {(None, False, False, False, "full", "")},
     "masked-gqa": {(None, False, False, False, "", "full"), (None, False, False, False, "", "keys")},
+    "gemma-training": {
+        (None, False, False, False, "", ""),
+        (1023, False, False, False, "", ""),
+        (None, True, False, False, "", ""),
+    },
 }
+FEATURE_GRIDS = ("features", "features-backward")
 
 
-@pytest.mark.parametrize("p", [p for p in presets() if p.name != "features"], ids=lambda p: p.name)
+@pytest.mark.parametrize("p", [p for p in presets() if p.name not in FEATURE_GRIDS], ids=lambda p: p.name)
 def test_presets_have_their_models_features(p: Preset) -> None:
     found = {(w.window_left, w.softcap, w.alibi, w.sink, w.bias, w.mask) for w in p.workloads}
     assert found == FEATURES.get(p.name, {(None, False, False, False, "", "")})
@@ -96,7 +109,7 @@ def test_presets_have_their_models_features(p: Preset) -> None:
 
 
 def test_a_window_of_a_preset_hides_something() -> None:
-    windowed = [w for p in presets() if p.name != "features" for w in p.workloads if w.window_left is not None]
+    windowed = [w for p in presets() if p.name not in FEATURE_GRIDS for w in p.workloads if w.window_left is not None]
     assert windowed
     for workload in windowed:
         without = dataclasses.replace(workload, window_left=None, window_right=None)
@@ -122,14 +135,77 @@ def test_lengths_are_the_models_own() -> None:
     assert {w.dtype for w in preset("single-precision").workloads} == {"fp32", "tf32"}
 
 
-def test_paper_grid_holds_tokens_and_hidden_size() -> None:
-    grid = preset("paper").workloads
+@pytest.mark.parametrize("name", ["paper", "paper-backward"])
+def test_paper_grid_holds_tokens_and_hidden_size(name: str) -> None:
+    grid = preset(name).workloads
     assert len(grid) == 36
     assert {w.batch * w.seqlen_q for w in grid} == {16384}
     assert {w.nheads * w.head_dim for w in grid} == {2048}
     assert {(w.head_dim, w.seqlen_q, w.causal) for w in grid} == {
         (d, 2**n, c) for d in (64, 128, 256) for n in range(9, 15) for c in (False, True)
     }
+
+
+def test_training_presets_are_backward_passes_and_the_others_forward() -> None:
+    training = {p.name for p in presets() if p.is_training}
+    assert training == {name for name in HEADS if name.endswith("-training")} | GRIDS - {"paper", "features"}
+    assert {p.direction for p in presets()} == {"forward", "backward"}
+    assert collect(models=["training"]) == tuple(w for w in collect(models=["all"]) if w.direction == "backward")
+    grids = (preset("paper").workloads, preset("paper-backward").workloads)
+    assert {dataclasses.replace(w, direction="backward") for w in grids[0]} == set(grids[1])
+
+
+def test_training_presets_are_what_is_trained() -> None:
+    assert {w.batch * w.seqlen_q for w in preset("gpt2-training").workloads} == {16384}
+    assert {w.seqlen_q for w in preset("llama-3-8b-training").workloads} == {4096, 8192}
+    assert all(w.seqlen_q % 2 for w in preset("vit-l-training").workloads)
+    assert {(w.head_dim, w.seqlen_q) for w in preset("deterministic").workloads} == {
+        (d, s) for d in (64, 128) for s in (2048, 8192)
+    }
+    for p in presets():
+        assert all(w.deterministic == (p.name == "deterministic") for w in p.workloads)
+
+
+def test_every_feature_has_a_backward_pass_among_the_presets() -> None:
+    found = preset("features-backward").workloads
+    for name in ("softcap", "alibi", "sink", "window_left", "window_right"):
+        assert any(getattr(w, name) for w in found), name
+    assert {w.bias for w in found} == {w.mask for w in found} == {"", "full", "keys"}
+    assert any(w.nheads != w.nheads_k for w in found)
+
+
+FORWARD, BACKWARD = (f"{name}-b1-h2-s64-d64" for name in ("fwd", "bwd"))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "direction", "names"),
+    [
+        (["b1-h2-s64-d64"], None, [FORWARD]),
+        ([BACKWARD], None, [BACKWARD]),
+        ([BACKWARD], "forward", [FORWARD]),
+        ([FORWARD], "backward", [BACKWARD]),
+        ([FORWARD], "both", [FORWARD, BACKWARD]),
+        ([FORWARD, BACKWARD], "both", [FORWARD, BACKWARD]),
+    ],
+)
+def test_a_direction_is_of_everything_that_was_named(shapes: list[str], direction: str, names: list[str]) -> None:
+    assert collect(shapes=shapes, direction=direction) == tuple(map(Workload.parse, names))
+
+
+def test_presets_are_tuned_in_the_direction_that_is_asked_for() -> None:
+    forward, backward = (collect(models=["gpt2-training"], direction=name) for name in ("forward", "backward"))
+    assert backward == preset("gpt2-training").workloads
+    assert [dataclasses.replace(w, direction="backward") for w in forward] == list(backward)
+    assert collect(models=["gpt2-training"], direction="both")[:2] == (forward[0], backward[0])
+
+
+def test_determinism_is_of_backward_passes() -> None:
+    both = collect(shapes=[FORWARD], direction="both", deterministic=True)
+    assert [(w.direction, w.deterministic) for w in both] == [("forward", False), ("backward", True)]
+    with pytest.raises(WorkloadError, match="only a backward pass is asked for the same bits"):
+        collect(shapes=[FORWARD], deterministic=True)
+    with pytest.raises(WorkloadError, match="a direction is one of forward, backward, both, got 'back'"):
+        collect(shapes=[FORWARD], direction="back")
 
 
 def test_collect_keeps_the_order_and_drops_repeats() -> None:
