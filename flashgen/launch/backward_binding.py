@@ -15,7 +15,7 @@ from flashgen.launch import features
 from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, backward_scalars
 from flashgen.launch.backward_scratch import ScratchPlan
 from flashgen.launch.geometry import clamp_offset, legal_strides
-from flashgen.launch.parameters import is_descriptor
+from flashgen.launch.parameters import block_of, is_descriptor
 from flashgen.launch.prepared import View
 
 POINTERS = {**{name.upper(): field for name, field in FIELDS.items()}, "LSE": "lse", "DLSE": "dlse", "DBias": "dbias"}
@@ -87,8 +87,7 @@ class BackwardBinding:
         if subject in FIELDS:
             shape, strides = self.geometry.tensor(subject)
             return shape, legal_strides(shape, strides)
-        piece = self.scratch.pieces[subject]
-        return piece.scratch.shape, piece.strides
+        return self.scratch.pieces[subject].view(len(block_of(parameter)))
 
     def offset(self, q_offset: int | torch.Tensor | None) -> int | torch.Tensor:
         """The argument for a query offset: an integer of 32 bits, or the tensor where kernels read one.
@@ -128,7 +127,9 @@ class BackwardBinding:
         name, pieces = parameter.name, self.scratch.pieces
         if is_descriptor(parameter):
             subject = self.subject(parameter)
-            return name.endswith("_desc") and (subject in FIELDS or subject in pieces)
+            rank = len(block_of(parameter))
+            fits = rank == 4 if subject in FIELDS else subject in pieces and rank <= len(pieces[subject].scratch.shape)
+            return name.endswith("_desc") and fits
         if parameter.type.startswith("*"):
             own = name in POINTERS or name in ("QOffset", OWN) or features.is_tensor(name)
             return own or any(name == piece.pointer for piece in pieces.values())

@@ -34,11 +34,15 @@ class Piece:
         """The parameter that points to it: `DqAcc` to `dq_acc`."""
         return "".join(word.capitalize() for word in self.scratch.name.split("_"))
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Contiguous strides in elements."""
+    def view(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides in elements for a descriptor of `rank` axes, the first of which holds all that go before.
+
+        Nothing lies between the rows of a piece, so (batch, nheads, rows) is (batch * nheads * rows,) as well.
+        """
         shape = self.scratch.shape
-        return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        merged = len(shape) - rank + 1
+        shape = (math.prod(shape[:merged]), *shape[merged:])
+        return shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(rank))
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """This piece of an allocation, as a tensor."""

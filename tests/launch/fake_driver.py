@@ -53,6 +53,8 @@ class FakeDriver:
     """Reads the parameters of a launch in the layout that PTX of this signature has."""
 
     parameters: tuple[Parameter, ...] = ()
+    named: dict[str, tuple[Parameter, ...]] = field(default_factory=dict)  # of several kernels, by name
+    kernels: dict[int, tuple[Parameter, ...]] = field(default_factory=dict)  # the same by handle, once they are loaded
     trailing: int = 2
     context: int = 0x1000
     primary: int = 0x1000
@@ -71,13 +73,14 @@ class FakeDriver:
         if self.code or (self.needs_context and not self.context):
             return self.code or INVALID_CONTEXT
         read = LaunchConfig.from_address(config)
-        sizes = [size for parameter in self.parameters for size in slot_sizes(parameter)] + [8] * self.trailing
+        parameters_of = self.kernels.get(function, self.parameters)
+        sizes = [size for parameter in parameters_of for size in slot_sizes(parameter)] + [8] * self.trailing
         addresses = (ctypes.c_void_p * len(sizes)).from_address(parameters)
         raw = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
         assert raw[len(raw) - self.trailing :] == [bytes(8)] * self.trailing, "scratch pointers are null"
         self.launches.append(
             Launched(
-                values=self._values(raw, list(addresses)),
+                values=self._values(parameters_of, raw, list(addresses)),
                 grid=(read.grid_x, read.grid_y, read.grid_z),
                 block=(read.block_x, read.block_y, read.block_z),
                 shared_bytes=read.shared_bytes,
@@ -88,10 +91,10 @@ class FakeDriver:
         assert not read.num_attributes
         return 0
 
-    def _values(self, raw: list[bytes], addresses: list[int]) -> dict[str, Any]:
+    def _values(self, parameters_of: tuple[Parameter, ...], raw: list[bytes], addresses: list[int]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         position = 0
-        for parameter in self.parameters:
+        for parameter in parameters_of:
             count = len(slot_sizes(parameter))
             parts, at = raw[position : position + count], addresses[position]
             position += count
@@ -99,7 +102,7 @@ class FakeDriver:
             if count > 1:
                 assert at % 64 == 0, "a descriptor lies at a multiple of 64 bytes"
                 values[parameter.name] = int.from_bytes(parts[0][:8], "little")
-                numbers = [int.from_bytes(part, "little") for part in parts[1:]]
+                numbers = [int.from_bytes(part, "little") for part in parts[1:]]  # sizes, then strides
                 values[f"{parameter.name}.shape"] = tuple(numbers[: len(numbers) // 2])
                 values[f"{parameter.name}.strides"] = tuple(numbers[len(numbers) // 2 :])
                 values[f"{parameter.name}.encoded"] = self._encoded_at(at)
@@ -185,15 +188,22 @@ class FakeDriver:
     def cuModuleGetFunction(self, function: Any, module: ctypes.c_void_p, name: bytes) -> int:
         assert module.value == 0x5000
         function._obj.value = 0x6000
+        if name.decode() in self.named:
+            function._obj.value = 0x6001 + list(self.named).index(name.decode())
+            self.kernels[function._obj.value] = self.named[name.decode()]
         self.loaded[-1] = (self.loaded[-1][0], name)
         return 0
 
+    def _is_loaded(self, function: ctypes.c_void_p) -> bool:
+        return function.value == 0x6000 or function.value in self.kernels
+
     def cuFuncSetCacheConfig(self, function: ctypes.c_void_p, preference: int) -> int:
-        assert (function.value, preference) == (0x6000, 1)
+        assert self._is_loaded(function)
+        assert preference == 1
         return 0
 
     def cuFuncSetAttribute(self, function: ctypes.c_void_p, attribute: int, value: int) -> int:
-        assert function.value == 0x6000
+        assert self._is_loaded(function)
         self.attributes.append((attribute, value))
         return INVALID_VALUE if value > 227 * 1024 else 0
 
