@@ -38,6 +38,7 @@ class BackwardBinding:
         geometry: shapes and strides of every call.
         scalars: the numbers that follow from them.
         scratch: the memory that the kernels share.
+        names: the parameters of all kernels together.
     """
 
     compiled: CompiledKernel
@@ -45,6 +46,7 @@ class BackwardBinding:
     geometry: BackwardGeometry
     scalars: dict[str, int]
     scratch: ScratchPlan
+    names: frozenset[str]
 
     @classmethod
     def of(
@@ -62,14 +64,10 @@ class BackwardBinding:
             geometry=geometry,
             scalars=backward_scalars(geometry),
             scratch=ScratchPlan.of(spec, config, geometry.sizes),
+            names=frozenset(name for part in compiled.parts for name in part.kernel.names),
         )
         found._check_parameters()
         return found
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The parameters of all kernels together."""
-        return frozenset(name for part in self.compiled.parts for name in part.kernel.names)
 
     @property
     def programs(self) -> tuple[int, ...]:
