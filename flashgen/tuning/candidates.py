@@ -6,7 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from flashgen.codegen.families import applicable
 from flashgen.core.config import Config
@@ -14,10 +14,10 @@ from flashgen.core.device import Device
 from flashgen.core.nearest import distance, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
+from flashgen.measure.protocol import specialization
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.lattice import FamilySpace
-from flashgen.tuning.predict import estimate, predict_ms
-from flashgen.tuning.tiling import RANKED_FAMILIES
+from flashgen.tuning.predict import RANKED_FAMILIES, predict_all
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config goes first."""
@@ -25,7 +25,13 @@ TIE = 0.005
 FAR = 1.5
 """A tile predicted to be slower than this many times the best waits until the others had several variants."""
 
-TILE_KNOBS = ("block_m", "block_n", "num_warps", "split_d")
+TILE_KNOBS = ("block_m", "block_n", "num_warps", "split_d", "dq_block_m", "dq_block_n", "dq_num_warps")
+STAGE_KNOBS = ("num_stages", "dq_num_stages")
+
+MANY = 10_000
+HOPELESS = 2.5
+"""Of a family with more than MANY valid configs, as two kernels with tiles of their own have, those that the model
+finds slower than so many times its best are left out: they would only make every step of a search slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ class Candidates:
         Raises:
             UnsupportedError: no family applies; the message has every family's reason.
         """
-        return _candidates(workload.specialization, device)
+        return _candidates(specialization(workload), device)
 
     @property
     def default(self) -> Config:
@@ -59,9 +65,34 @@ class Candidates:
 def _candidates(spec: Specialization, device: Device) -> Candidates:
     families = applicable(spec, device)
     return Candidates(
-        spaces=tuple(FamilySpace.of(family, spec, device) for family in families),
+        spaces=tuple(_hopeful(FamilySpace.of(family, spec, device), spec, device) for family in families),
         defaults=tuple(family.default(spec, device) for family in families),
     )
+
+
+def _hopeful(space: FamilySpace, spec: Specialization, device: Device) -> FamilySpace:
+    """The space without what is hopeless on a usual shape, where it is large; the default, its first, always stays."""
+    if space.family not in RANKED_FAMILIES or len(space.configs) <= MANY:
+        return space
+    times = predict_all(usual_shape(spec), space.configs, device)
+    limit = HOPELESS * min(times.values())
+    default = space.configs[0]
+    return replace(space, configs=tuple(c for c in space.configs if c == default or times[c] <= limit))
+
+
+def usual_shape(spec: Specialization) -> Workload:
+    """A workload of the class that fills any GPU, with a window of half of its keys if it has one."""
+    known = {field.name for field in fields(Workload)}
+    shared = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in known}
+    window = {"window_left": 1023} if spec.window else {}
+    return Workload(**{**shared, **window}, batch=8, nheads=16, seqlen_q=2048)
+
+
+def related(spec: Specialization) -> tuple[str, ...]:
+    """The classes whose records a search begins with: its own, and with or without determinism, which winners share."""
+    if spec.direction == "forward":
+        return (spec.family_key,)
+    return spec.family_key, replace(spec, deterministic=not spec.deterministic).family_key
 
 
 def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device, most: int) -> tuple[Config, ...]:
@@ -89,8 +120,7 @@ def by_prediction(configs: Sequence[Config], default: Config, workload: Workload
 
     The best variant of each tile comes before the second best of any, so that a small budget meets different kernels.
     """
-    spec_configs = [config for config in configs if config.family in RANKED_FAMILIES]
-    times = {c: predict_ms(workload, c, device, estimate(workload, c, device)) for c in spec_configs}
+    times = predict_all(workload, [config for config in configs if config.family in RANKED_FAMILIES], device)
     if not times:
         return []
     limit = FAR * min(times.values())
@@ -106,11 +136,11 @@ def by_prediction(configs: Sequence[Config], default: Config, workload: Workload
 
 def favourites(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[Config]:
     """Defaults of other families, what won before, then the model's: different tiles, else as their default."""
-    spec = workload.specialization
+    spec = specialization(workload)
     found = list(candidates.defaults[1:])
     found += [config for family in applicable(spec, device) for config in family.favourites(spec, device)]
     for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
-        rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, "num_stages")]
+        rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, *STAGE_KNOBS)]
         configs = [config for config in space.configs if all(config[name] == default[name] for name in rest)]
         found += by_prediction(configs, default, workload, device)[:most]
     return found

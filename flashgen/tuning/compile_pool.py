@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,15 +39,40 @@ class CompileJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    """What a candidate takes of a multiprocessor; registers and spills (bytes) are per thread, the rest per program."""
+class Taken:
+    """What a kernel takes of a multiprocessor; registers and spills (bytes) are per thread, the rest per program."""
 
     registers: int
     spills: int
     shared_bytes: int
     occupancy: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled(Taken):
+    """What a candidate takes: of each figure the worst of its kernels, and `parts` for each of several, by entry."""
+
     compile_ms: float = 0.0
     source_digest: str = ""
+    parts: tuple[tuple[str, Taken], ...] = ()
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Taken], *, compile_ms: float = 0.0, source_digest: str = "") -> Compiled:
+        """The sum of kernels by entry."""
+        taken = parts.values()
+        return cls(
+            registers=max(part.registers for part in taken),
+            spills=max(part.spills for part in taken),
+            shared_bytes=max(part.shared_bytes for part in taken),
+            occupancy=min(part.occupancy for part in taken),
+            compile_ms=compile_ms,
+            source_digest=source_digest,
+            parts=tuple(parts.items()),
+        )
+
+    def part(self, entry: str) -> Taken:
+        """What the kernel of this entry takes; where the kernels are not told apart, what the worst one does."""
+        return dict(self.parts).get(entry, self)
 
 
 class Compiler(Protocol):
@@ -157,25 +183,28 @@ class CompileService:
             kernel = compile_kernel(job.spec, job.config, job.device)
         except FlashgenError as error:
             return Failure(stage="build", reason=str(error))
-        return Compiled(
-            registers=kernel.registers,
-            spills=kernel.spills,
-            shared_bytes=kernel.shared_bytes,
-            occupancy=kernel.occupancy(job.device),
-            compile_ms=kernel.compile_ms,
-            source_digest=kernel.source.digest,
-        )
+        parts = {
+            part.kernel.entry: Taken(
+                registers=part.registers,
+                spills=part.spills,
+                shared_bytes=part.shared_bytes,
+                occupancy=part.occupancy(job.device),
+            )
+            for part in kernel.parts
+        }
+        return Compiled.of(parts, compile_ms=kernel.compile_ms, source_digest=kernel.source.digest)
 
 
 def rejected(compiled: Compiled | Failure, *, spill_limit_bytes: int) -> Failure | None:
     """Why a compiled candidate is not worth measuring, or None."""
     if isinstance(compiled, Failure):
         return compiled
-    if compiled.occupancy < 1:
-        return Failure(
-            stage="resources",
-            reason=f"it does not fit: {compiled.registers} registers, {compiled.shared_bytes} bytes of shared memory",
-        )
+    for name, part in compiled.parts or (("", compiled),):
+        if part.occupancy < 1:
+            reason = (
+                f"{name or 'it'} does not fit: {part.registers} registers, {part.shared_bytes} bytes of shared memory"
+            )
+            return Failure(stage="resources", reason=reason)
     if compiled.spills > spill_limit_bytes:
         return Failure(stage="resources", reason=f"it spills {compiled.spills} bytes, more than {spill_limit_bytes}")
     return None

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from flashgen.codegen.render import render
+from flashgen.core.config import Config
 from flashgen.core.record import Trial, TuningRecord
-from flashgen.core.workload import Workload
+from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning.context import Context, moment
+
+
+def source_digest(workload: Workload, config: Config) -> str:
+    """What a record keeps of its source: the digest of the kernel of aligned tensors, with the gradient of a bias."""
+    return render(Specialization.of(workload, bias_grad=True), config).digest
 
 
 def is_current(record: TuningRecord) -> bool:
     """Whether the template still gives the source that the record was made with."""
-    return render(record.workload.specialization, record.config).digest == record.source_digest
+    return source_digest(record.workload, record.config) == record.source_digest
 
 
 def current_record(context: Context, workload: Workload, *, predicted: bool = False) -> TuningRecord | None:

@@ -12,17 +12,16 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from flashgen.codegen.families import family
-from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob, specialization
-from flashgen.tuning.candidates import Candidates, favourites, nearest
+from flashgen.tuning.candidates import Candidates, favourites, nearest, related
 from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import choose, near_best, with_guards
-from flashgen.tuning.history import incumbent, unfinished_trials
+from flashgen.tuning.history import incumbent, source_digest, unfinished_trials
 from flashgen.tuning.search import Proposal, Search
 
 DROP_FACTOR = 2.0
@@ -95,7 +94,13 @@ class MeasuredSearch:
         first = [(self._candidates.default, "default")]
         if self._incumbent is not None:
             first.append((self._incumbent.config, "neighbour"))
-        known = self._context.neighbours(self._spec.family_key)
+        families = {space.family for space in self._candidates.spaces}
+        known = [
+            record
+            for name in related(self._spec)
+            for record in self._context.neighbours(name)
+            if record.config.family in families
+        ]
         options, device = self._context.options, self._context.device
         first += [(config, "neighbour") for config in nearest(known, self._workload, device, options.neighbours)]
         first += [
@@ -281,7 +286,7 @@ class MeasuredSearch:
                 max_error=max(measurement.max_error, errors.max_error),
                 mean_error=max(measurement.mean_error, errors.mean_error),
             ),
-            source_digest=render(self._workload.specialization, winner).digest,
+            source_digest=source_digest(self._workload, winner),
             versions=self._context.versions,
             anchors=anchors,
             created=timestamp(),

@@ -14,13 +14,14 @@ from flashgen.codegen.families import family
 from flashgen.core.config import Config
 from flashgen.core.record import Failure, TuningRecord
 from flashgen.core.workload import Workload
+from flashgen.measure.protocol import specialization
 from flashgen.tuning.candidates import Candidates, by_prediction
 from flashgen.tuning.compile_pool import Compiled, rejected
 from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import CandidateRanked, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import complexity
-from flashgen.tuning.predict import predict_ms
-from flashgen.tuning.tiling import is_modelled
+from flashgen.tuning.history import source_digest
+from flashgen.tuning.predict import is_modelled, predict_ms
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config is taken."""
@@ -39,7 +40,6 @@ class PredictedSearch:
         self._started = context.clock()
         self._candidates = Candidates.of(workload, context.device)
         self._predicted: dict[Config, float] = {}
-        self._compiled: dict[Config, Compiled] = {}
         self._failures: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
 
@@ -68,7 +68,7 @@ class PredictedSearch:
             config=best,
             provenance="predicted",
             predicted_ms=self._predicted[best],
-            source_digest=self._compiled[best].source_digest,
+            source_digest=source_digest(self._workload, best),
             versions=context.versions,
             created=timestamp(),
         )
@@ -77,7 +77,7 @@ class PredictedSearch:
 
     def _compile(self) -> Iterator[tuple[Config, Compiled | Failure]]:
         """Candidates with what they take, the families' defaults first, until the budget is spent."""
-        context, spec = self._context, self._workload.specialization
+        context, spec = self._context, specialization(self._workload)
         every = [config for space in self._candidates.spaces for config in space.configs]
         default = self._candidates.default
         known = [config for config in self._candidates.defaults if is_modelled(config)]
@@ -104,7 +104,6 @@ class PredictedSearch:
     def _rank(self, config: Config, compiled: Compiled | Failure) -> None:
         failure = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
         if failure is None and isinstance(compiled, Compiled):
-            self._compiled[config] = compiled
             self._predicted[config] = predict_ms(self._workload, config, self._context.device, compiled)
         elif failure is not None:
             self._failures[failure.stage] += 1

@@ -1,4 +1,4 @@
-"""`Tiling`: what the analytic model knows of a config, read from the knobs of the families that it covers."""
+"""`Tiling`: what the analytic model knows of a forward config, read from the knobs of the families that it covers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ from flashgen.core.workload import Specialization
 from flashgen.tuning.compile_pool import Compiled
 
 MAX_REGISTERS = 255
-
-RANKED_FAMILIES = (portable_defaults.FAMILY_ID,)
-"""Families whose candidates the model can tell apart. Of the others it knows the level of their defaults only: their
-knobs change the order of instructions, which it does not see."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +47,8 @@ class Tiling:
 
 
 def is_modelled(config: Config) -> bool:
-    """Whether the analytic model covers the family of `config`."""
-    return config.family in _TILINGS
+    """Whether the analytic model knows the tiling of the family of `config`."""
+    return config.family in FAMILIES
 
 
 def tiling(spec: Specialization, config: Config) -> Tiling:
@@ -62,8 +58,8 @@ def tiling(spec: Specialization, config: Config) -> Tiling:
         TuningError: the family is not modelled.
     """
     if not is_modelled(config):
-        raise TuningError(f"the analytic model covers {', '.join(_TILINGS)}, got {config.family}")
-    return _TILINGS[config.family](spec, config)
+        raise TuningError(f"a tiling is of {', '.join(FAMILIES)}, got {config.family}")
+    return FAMILIES[config.family](spec, config)
 
 
 def least_resources(spec: Specialization, config: Config, device: Device) -> Compiled:
@@ -120,7 +116,7 @@ def _hopper(spec: Specialization, config: Config) -> Tiling:
     )
 
 
-_TILINGS: dict[str, Callable[[Specialization, Config], Tiling]] = {
+FAMILIES: dict[str, Callable[[Specialization, Config], Tiling]] = {
     portable_defaults.FAMILY_ID: _portable,
     hopper_forward.FAMILY_ID: _hopper,
 }

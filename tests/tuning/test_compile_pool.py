@@ -14,7 +14,7 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
-from flashgen.tuning.compile_pool import Compiled, CompilePool, rejected
+from flashgen.tuning.compile_pool import Compiled, CompilePool, Taken, rejected
 
 H100 = find_device("h100")
 SPEC = Workload(batch=1, nheads=1, seqlen_q=128, head_dim=64).specialization
@@ -102,6 +102,22 @@ def test_spilling_and_oversized_candidates_are_rejected() -> None:
     assert rejected(compiled(64, 1), spill_limit_bytes=64) is None
     failure = Failure(stage="build", reason="x")
     assert rejected(failure, spill_limit_bytes=0) is failure
+
+
+def test_of_several_kernels_the_worst_counts() -> None:
+    light = Taken(registers=64, spills=0, shared_bytes=1024, occupancy=8)
+    heavy = Taken(registers=255, spills=80, shared_bytes=65536, occupancy=1)
+    both = Compiled.of({"f_prepare": light, "f_main": heavy}, compile_ms=7.0)
+    assert (both.registers, both.spills, both.shared_bytes, both.occupancy) == (255, 80, 65536, 1)
+    assert (both.part("f_prepare"), both.part("f_main")) == (light, heavy)
+    assert both.part("f_unknown") is both
+    spilling = rejected(both, spill_limit_bytes=64)
+    assert spilling is not None
+    assert "spills 80 bytes" in spilling.reason
+    too_many = Taken(registers=255, spills=0, shared_bytes=0, occupancy=0)
+    refused = rejected(Compiled.of({"f_main": light, "f_dq": too_many}), spill_limit_bytes=64)
+    assert refused is not None
+    assert refused.reason == "f_dq does not fit: 255 registers, 0 bytes of shared memory"
 
 
 def test_a_pool_needs_a_process() -> None:

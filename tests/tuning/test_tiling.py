@@ -12,8 +12,8 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import TuningError
 from flashgen.core.workload import Workload
 from flashgen.tuning.candidates import TILE_KNOBS, Candidates, by_prediction, favourites
-from flashgen.tuning.predict import predict_ms
-from flashgen.tuning.tiling import RANKED_FAMILIES, is_modelled, least_resources, tiling
+from flashgen.tuning.predict import RANKED_FAMILIES, predict_ms
+from flashgen.tuning.tiling import is_modelled, least_resources, tiling
 
 H200 = find_device("h200")
 PLAIN = Workload.parse("b1-h16-s8192-d128")
@@ -53,7 +53,7 @@ def test_a_hopper_default_is_predicted_from_what_it_takes() -> None:
 def test_other_families_are_refused() -> None:
     config = Config.of("another", {})
     assert not is_modelled(config)
-    with pytest.raises(TuningError, match="covers portable_forward, hopper_forward, got another"):
+    with pytest.raises(TuningError, match="a tiling is of portable_forward, hopper_forward, got another"):
         tiling(PLAIN.specialization, config)
 
 
@@ -62,7 +62,7 @@ def test_favourites_are_different_tiles_in_the_order_of_the_model(workload: Work
     found = Candidates.of(workload, H200)
     liked = [c for c in favourites(found, workload, H200, 6) if c.family == PORTABLE.id and c not in found.defaults]
     assert 4 <= len(liked) <= 6
-    tiles = [tuple(config[name] for name in TILE_KNOBS) for config in liked]
+    tiles = [tuple(v for name, v in config.knobs if name in TILE_KNOBS) for config in liked]
     assert len(set(tiles)) == len(tiles)
     times = [predict_ms(workload, c, H200, least_resources(workload.specialization, c, H200)) for c in liked]
     assert times[0] <= min(times) * 1.01

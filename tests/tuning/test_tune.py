@@ -27,8 +27,8 @@ from flashgen.tuning.candidates import Candidates, by_prediction, nearest
 from flashgen.tuning.context import Options, moment, timestamp
 from flashgen.tuning.events import Event, RunFinished, TrialFinished, Warned, WorkloadFinished, to_json
 from flashgen.tuning.finals import Finals
+from flashgen.tuning.predict import RANKED_FAMILIES
 from flashgen.tuning.report import report_rows
-from flashgen.tuning.tiling import RANKED_FAMILIES
 from flashgen.tuning.tune import grouped, plan, tune
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor, true_ms
 from tests.tuning.faulty_service import fault

@@ -1,0 +1,114 @@
+"""The kernels of a backward pass as the analytic model sees them: loops over tiles of scores, and streams of bytes.
+
+| kernel | a program owns, walks | products of a step | columns of all of them |
+|---|---|---|---|
+| dK and dV | keys, queries of every head that shares them | S, dP, dV, dK | 2 d + 2 dv |
+| dQ | queries, keys | S, dP, dQ | 2 d + dv |
+| all in one | keys, queries | S, dP, dV, dK, dQ | 3 d + 2 dv |
+
+Computing S and dP twice is what makes seven products of five. All in one step also adds a tile of dQ in fp32 to device
+memory, which reads and writes it in the L2. The first kernel reads O and dO, and writes zeros where sums follow; the
+last one reads these sums and writes dQ. The gradient of a bias for every query and key is left out: its kernel has no
+knobs, so it costs all configs of a family alike.
+"""
+
+from __future__ import annotations
+
+from flashgen.core.workload import DTYPE_BYTES, Workload
+from flashgen.tuning.loops import Loop
+from flashgen.tuning.steps import key_steps, steps
+from flashgen.tuning.tiling import Tiling
+
+SCORE_OPERATIONS = 7
+"""Of each score: scale and subtract, add and multiply for dS, pack P and dS, and a sum's place in the loop."""
+
+PROLOGUE = 5000
+"""Cycles of a program outside of its loop: launch, loads of two tiles, stores of two others."""
+
+FP32_BYTES = 4
+STATISTICS_BYTES = 2 * FP32_BYTES
+"""Of each query row: its LSE, and the sum over dO and O."""
+
+
+def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
+    """The kernel of dK and dV, and of dQ where `added_trips` (of `Loop`) says that it is added in memory."""
+    d, dv, size = tile.query_columns, tile.value_columns, DTYPE_BYTES[w.dtype]
+    added = d if added_trips else 0
+    walked = _query_rows(w) * ((w.head_dim + w.head_dim_v) * size + STATISTICS_BYTES)
+    return Loop(
+        rows=tile.block_n,
+        columns=tile.block_m,
+        steps=key_steps(w, tile.block_m, tile.block_n),
+        heads=w.batch * w.nheads_k,
+        repeats=w.nheads // w.nheads_k,
+        head_columns=2 * d + 2 * dv + added,
+        walked_columns=d + dv,
+        owned_columns=d + dv + added,
+        reads=2,
+        products_in_flight=True,
+        score_operations=SCORE_OPERATIONS,
+        row_operations=0,
+        prologue=PROLOGUE,
+        tensor_bytes=walked + 2 * _key_bytes(w) + (2 * sums_bytes(w) if added_trips else 0),
+        walked_bytes=walked,
+        added_bytes=tile.block_m * added * FP32_BYTES,
+        added_trips=added_trips,
+        through_smem=added_trips > 0,
+        warps=tile.warps,
+        stages=tile.stages,
+        pointer_loads=tile.pointer_loads,
+        heads_per_group=tile.heads_per_group,
+        heavy_first=tile.heavy_first,
+        steps_in_flight=tile.steps_in_flight,
+    )
+
+
+def owning_queries(w: Workload, tile: Tiling) -> Loop:
+    """The kernel of dQ, which is shaped as a forward pass."""
+    d, dv, size = tile.query_columns, tile.value_columns, DTYPE_BYTES[w.dtype]
+    return Loop(
+        rows=tile.block_m,
+        columns=tile.block_n,
+        steps=steps(w, tile.block_m, tile.block_n),
+        heads=w.batch * w.nheads,
+        repeats=1,
+        head_columns=2 * d + dv,
+        walked_columns=d + dv,
+        owned_columns=d + dv,
+        reads=1.5,  # K twice, V once
+        products_in_flight=True,
+        score_operations=SCORE_OPERATIONS - 1,  # P itself is not packed
+        row_operations=0,
+        prologue=PROLOGUE,
+        tensor_bytes=_key_bytes(w) + _query_rows(w) * ((2 * w.head_dim + w.head_dim_v) * size + STATISTICS_BYTES),
+        walked_bytes=_key_bytes(w),
+        warps=tile.warps,
+        stages=tile.stages,
+        pointer_loads=tile.pointer_loads,
+        heads_per_group=tile.heads_per_group,
+        heavy_first=tile.heavy_first,
+        steps_in_flight=tile.steps_in_flight,
+    )
+
+
+def streamed_bytes(w: Workload, *, adds_dq: bool) -> tuple[int, ...]:
+    """Bytes that each of the other kernels moves through device memory."""
+    size = DTYPE_BYTES[w.dtype]
+    prepare = _query_rows(w) * (2 * w.head_dim_v * size + STATISTICS_BYTES)
+    if not adds_dq:
+        return (prepare,)
+    return prepare + sums_bytes(w), sums_bytes(w) + _query_rows(w) * w.head_dim * size
+
+
+def sums_bytes(w: Workload) -> int:
+    """Of dQ in fp32."""
+    return _query_rows(w) * w.head_dim * FP32_BYTES
+
+
+def _query_rows(w: Workload) -> int:
+    return w.batch * w.nheads * w.seqlen_q
+
+
+def _key_bytes(w: Workload) -> int:
+    """Of K and V, and likewise of their gradients."""
+    return w.batch * w.nheads_k * w.seqlen_k * (w.head_dim + w.head_dim_v) * DTYPE_BYTES[w.dtype]
