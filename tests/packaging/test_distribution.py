@@ -77,7 +77,7 @@ def tracked(*folders: str) -> set[str]:
 
 def test_sdist_holds_all_that_is_needed_to_test_and_review(archives: Archives) -> None:
     names = archives.sdist_names()
-    missing = tracked("flashgen", "templates", "tuning_db", "tests", "docs", "benchmarks") - names
+    missing = tracked("flashgen", "templates", "tuning_db", "tests", "docs", "benchmarks", "examples") - names
     assert not {name for name in missing if not name.endswith(".pyc")}
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints/cpu.txt"} <= names
 
