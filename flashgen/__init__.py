@@ -26,8 +26,10 @@ from flashgen.core.workload import Workload
 
 if TYPE_CHECKING:
     from flashgen.launch.extras import BlockMask
-    from flashgen.runtime.api import attention, explain, reload, warmup
+    from flashgen.runtime.api import attention
     from flashgen.runtime.block_mask import block_mask
+    from flashgen.runtime.explanation import explain
+    from flashgen.runtime.warmup import reload, warmup
 
 __all__ = [
     "BlockMask",
@@ -58,9 +60,9 @@ _LATE = {
     "BlockMask": "flashgen.launch.extras",
     "attention": "flashgen.runtime.api",
     "block_mask": "flashgen.runtime.block_mask",
-    "explain": "flashgen.runtime.api",
-    "reload": "flashgen.runtime.api",
-    "warmup": "flashgen.runtime.api",
+    "explain": "flashgen.runtime.explanation",
+    "reload": "flashgen.runtime.warmup",
+    "warmup": "flashgen.runtime.warmup",
 }
 
 

@@ -57,12 +57,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A call whose rules hold: its workload, what is compiled in, and the shapes and strides of its tensors."""
+    """A call whose rules hold: its workload, what is compiled in, and the shapes and strides of its tensors.
+
+    `extras` are those of the call with bias and mask in four dimensions.
+    """
 
     call: Call
     workload: Workload
     spec: Specialization
     geometry: Geometry
+    extras: Extras | None = None
 
     @classmethod
     def of(cls, call: Call) -> Problem:
@@ -93,7 +97,7 @@ class Problem:
                 sink_dtype="" if extras.sinks is None else FLOATS[extras.sinks.dtype],
                 mods=call.mods,
             )
-        return cls(call=call, workload=workload, spec=spec, geometry=geometry)
+        return cls(call=call, workload=workload, spec=spec, geometry=geometry, extras=extras)
 
     def on(self, device: Device) -> Problem:
         """The problem on `device`: with exact products where no family has TF32, which is allowed but not asked for."""

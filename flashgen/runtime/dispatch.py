@@ -312,15 +312,17 @@ def explain(
 ) -> Explanation:
     """Walk the ladder and say which rung served, why the ones above did not, and what every family says.
 
-    `generated_only` is set for calls that SDPA would not compute identically (an LSE or a query offset is asked for).
+    `generated_only` is set for calls that SDPA would not compute identically (an LSE or a query offset is asked for, or
+    a gradient will be).
 
     Raises:
         ConfigError: the explicit config is not valid here.
         UnsupportedError: no family supports the workload.
     """
     served = resolve(workload, spec, device, records, config=config)
-    # a record's digest is of the kernel it was measured with: that of aligned tensors, whatever this call's are
-    timed = served.record.workload.specialization if served.record else spec
+    # a record's digest is of the kernel it was measured with: that of aligned tensors, with the gradient of a bias,
+    # whatever this call's are
+    timed = Specialization.of(served.record.workload, bias_grad=True) if served.record else spec
     return Explanation(
         workload=workload,
         specialization=spec,

@@ -10,8 +10,10 @@ import functools
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -19,6 +21,8 @@ from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.calls import Call, Problem
+
+T = TypeVar("T")
 
 MEMO_LIMIT = 65536
 """Plans kept; a process that sees more shapes than this starts over rather than growing for ever."""
@@ -28,24 +32,25 @@ TUNE_SECONDS_PER_WORKLOAD = 30
 
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel
+    from flashgen.runtime.backward_runs import BackwardRun
     from flashgen.runtime.dispatch import Records, Served
     from flashgen.runtime.runs import FeatureRun, Run
 
 MEMO: dict[tuple[Any, ...], Any] = {}
-"""Rung 2 of the ladder: a `Run`, or for keys with features a `FeatureRun`.
+"""Rung 2 of the ladder: a `Run`, for keys with features a `FeatureRun`, of backward passes a `BackwardRun`.
 
 Filled only after the slow path has succeeded, and never replaced, only cleared.
 """
 
 _KERNELS: dict[tuple[Specialization, Config, str], CompiledKernel] = {}
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 _STATE = threading.local()
 _NOTICED: set[str] = set()
 
 
-def remember(key: tuple[Any, ...], run: Run | FeatureRun) -> None:
+def remember(key: tuple[Any, ...], run: Run | FeatureRun | BackwardRun) -> None:
     """Fill the memo, once the slow path has succeeded."""
-    with _LOCK:
+    with LOCK:
         if len(MEMO) >= MEMO_LIMIT:
             MEMO.clear()
         MEMO[key] = run
@@ -56,7 +61,7 @@ def reload() -> None:
 
     Compiled kernels stay: a config that is still the best one costs no new compile.
     """
-    with _LOCK:
+    with LOCK:
         MEMO.clear()
         _NOTICED.clear()
         settings.cache_clear()
@@ -72,19 +77,14 @@ def prepare(call: Call) -> Run | FeatureRun:
         LaunchError: a kernel would have to be built while a CUDA graph is captured.
         BuildError: a compile is needed and the settings forbid it, or it failed.
     """
-    problem = Problem.of(call)
-    if not call.q.is_cuda:
-        raise UnsupportedError(not_on_gpu(problem.workload, call))
-    index = call.q.get_device()
-    device = device_at(index)
-    problem = problem.on(device)
+    problem, device, index = placed(call)
     workload = problem.workload
-    with _LOCK:
+    with LOCK:
         served = _served(problem, device)
-        _notice(workload, served, device)
+        notice(workload, served, device)
         backend = _sdpa_backend(problem, served)
         if backend is None:
-            return _generated_run(problem, served, device, index)
+            return built(problem.spec, served, device, index, lambda *kernel: _bound(problem, *kernel))
     from flashgen.runtime.runs import sdpa_run
 
     run: Run | FeatureRun = sdpa_run(
@@ -93,28 +93,57 @@ def prepare(call: Call) -> Run | FeatureRun:
     return run
 
 
+def placed(call: Call) -> tuple[Problem, Device, int]:
+    """A call as a problem of its GPU, the GPU, and torch's index of it.
+
+    Raises:
+        WorkloadError: shapes or dtypes do not fit together.
+        UnsupportedError: the tensors are not on a GPU; the message lists every family.
+    """
+    problem = Problem.of(call)
+    index = gpu_index(call.q)
+    if index is None:
+        raise UnsupportedError(not_on_gpu(problem.workload, call))
+    device = device_at(index)
+    return problem.on(device), device, index
+
+
 def _served(problem: Problem, device: Device) -> Served:
     from flashgen.runtime.dispatch import resolve
 
     return resolve(problem.workload, problem.spec, device, _records(), config=problem.call.config)
 
 
-def _generated_run(problem: Problem, served: Served, device: Device, index: int) -> Run | FeatureRun:
-    """The kernel of the ladder's answer, or of the default config where a record's does not build or load here.
+def built(
+    spec: Specialization, served: Served, device: Device, index: int, bind: Callable[[CompiledKernel, Config, int], T]
+) -> T:
+    """What `bind` makes of the kernel that the ladder answered, or of the default one where that fails here.
 
     A record may come from another Triton, under which its config still fitted.
+
+    Args:
+        spec: what is compiled in.
+        served: the ladder's answer.
+        device: the GPU.
+        index: torch's index of it.
+        bind: makes what the memo holds from a compiled kernel, its config and the index.
+
+    Raises:
+        BuildError: a compile is needed and the settings forbid it, or it failed.
+        LaunchError: the driver refuses the kernel, or a CUDA graph is being captured.
     """
     from flashgen.codegen.families import default_config
     from flashgen.launch.plan import check_capture
 
     try:
-        return _kernel_run(problem, served.config, device, index)
+        return bind(compiled(spec, served.config, device, index), served.config, index)
     except (BuildError, LaunchError) as error:
-        check_capture(index, f"building the kernel for {problem.spec.key}")
-        default = default_config(problem.spec, device)
+        check_capture(index, f"building the kernel for {spec.key}")
+        default = default_config(spec, device)
         if served.record is None or settings().no_compile or default == served.config:
             raise
-        run = _kernel_run(problem, default, device, index)  # if this fails, too, it is not for the record
+        # if this fails, too, it is not for the record
+        run = bind(compiled(spec, default, device, index), default, index)
         warnings.warn(
             f"the record {served.record.workload.key} of {served.layer} cannot serve here and the default config does; "
             f"tune again with this Triton: {error}",
@@ -129,12 +158,12 @@ def _sdpa_backend(problem: Problem, served: Served) -> str | None:
     return None if problem.call.generated_only else sdpa_backend(problem.workload, problem.spec, served)
 
 
-def _kernel_run(problem: Problem, config: Config, device: Device, index: int) -> Run | FeatureRun:
+def _bound(problem: Problem, kernel: CompiledKernel, config: Config, index: int) -> Run | FeatureRun:
     from flashgen.launch.plan import make_plan
     from flashgen.runtime.runs import feature_run, kernel_lse_run, kernel_run
 
-    call, spec = problem.call, problem.spec
-    launch = make_plan(compiled(spec, config, device, index), spec, config, problem.geometry, index)
+    call = problem.call
+    launch = make_plan(kernel, problem.spec, config, problem.geometry, index)
     if call.extras is not None:
         return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
     if call.with_lse:
@@ -163,6 +192,11 @@ def compiled(spec: Specialization, config: Config, device: Device, index: int) -
             )
         found = _KERNELS[key] = compile_kernel(spec, config, device)
     return found
+
+
+def gpu_index(tensor: torch.Tensor) -> int | None:
+    """Torch's index of the GPU that a tensor is on, or None if it is on none."""
+    return tensor.get_device() if tensor.is_cuda else None
 
 
 @functools.cache
@@ -194,14 +228,16 @@ def not_on_gpu(workload: Workload, call: Call) -> str:
     return f"no kernel family serves {workload.key} on {call.q.device}: {listed}"
 
 
-def _notice(workload: Workload, served: Served, device: Device) -> None:
-    """One line, once a device and process, where nothing measured serves."""
-    if served.record is not None or served.rung == 1 or settings().quiet or device.identity in _NOTICED:
+def notice(workload: Workload, served: Served, device: Device) -> None:
+    """One line, once a device, direction and process, where nothing measured serves."""
+    once = f"{device.identity} {workload.direction}"
+    if served.record is not None or served.rung == 1 or settings().quiet or once in _NOTICED:
         return
-    _NOTICED.add(device.identity)
-    shape = workload.key.removeprefix("fwd-")
+    _NOTICED.add(once)
+    is_forward = workload.direction == "forward"
+    about, shape = ("", workload.key.removeprefix("fwd-")) if is_forward else (" of a backward pass", workload.key)
     sys.stderr.write(
-        f"flashgen: no tuned record for {device.name} ({device.identity}); the default config serves. "
+        f"flashgen: no tuned record{about} for {device.name} ({device.identity}); the default config serves. "
         f"Tune with: flashgen tune --shape {shape}  (about {TUNE_SECONDS_PER_WORKLOAD} s)\n"
     )
 

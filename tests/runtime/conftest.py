@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 
 from flashgen.codegen import build
 from flashgen.db import layers
-from flashgen.launch import plan
+from flashgen.launch import backward_plan, plan
 from flashgen.runtime import serve
 from tests.db.samples import H200
+from tests.runtime.emulated_gpu import EmulatedGpu
 from tests.runtime.fake_gpu import FakeGpu
 from tests.runtime.ladders import Ladder
+
+AnyGpu = TypeVar("AnyGpu", bound=FakeGpu)
 
 
 @pytest.fixture
@@ -37,11 +41,22 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def gpu(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """An H200 on which nothing is compiled or launched; its databases are those of `ladder`."""
-    fake = FakeGpu()
+    return _installed(FakeGpu(), monkeypatch)
+
+
+@pytest.fixture
+def emulated(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    """An H200 that computes in torch, on tensors of the CPU."""
+    monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
+    return _installed(EmulatedGpu(), monkeypatch)
+
+
+def _installed(fake: AnyGpu, monkeypatch: pytest.MonkeyPatch) -> AnyGpu:
     monkeypatch.setattr(serve, "device_at", lambda index: H200)
     monkeypatch.setattr(serve, "prepare", fake.counting(serve.prepare))
     monkeypatch.setattr(build, "compile_kernel", fake.compile_kernel)
     monkeypatch.setattr(plan, "make_plan", fake.make_plan)
+    monkeypatch.setattr(backward_plan, "make_backward_plan", fake.make_backward_plan)
     monkeypatch.setattr(plan, "load", fake.load)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return fake

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
+from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, BackwardTensors
 from flashgen.launch.extras import Extras
 from flashgen.launch.geometry import Geometry
 from flashgen.runtime.calls import Call
@@ -60,12 +60,14 @@ class FakeGpu:
     prepared: list[Call] = field(default_factory=list)
     compiled: list[tuple[Specialization, Config]] = field(default_factory=list)
     planned: list[tuple[Specialization, Config, Geometry, int]] = field(default_factory=list)
+    planned_backward: list[tuple[Specialization, Config, BackwardGeometry, int]] = field(default_factory=list)
     loaded: list[tuple[Specialization, Config]] = field(default_factory=list)
     launched: list[SimpleNamespace] = field(default_factory=list)
+    launched_backward: list[SimpleNamespace] = field(default_factory=list)
 
     def compile_kernel(self, spec: Specialization, config: Config, device: Device) -> Any:
         self.compiled.append((spec, config))
-        return SimpleNamespace(spec=spec, config=config, source=render(spec, config))
+        return SimpleNamespace(spec=spec, config=config)
 
     def make_plan(self, kernel: Any, spec: Specialization, config: Config, geometry: Geometry, index: int) -> Any:
         assert (kernel.spec, kernel.config) == (spec, config)
@@ -87,6 +89,31 @@ class FakeGpu:
             self.launched.append(
                 SimpleNamespace(scale=softmax_scale, offset=q_offset, lse=lse, q=q.data_ptr(), extras=extras)
             )
+
+        return launch
+
+    def make_backward_plan(
+        self, kernel: Any, spec: Specialization, config: Config, geometry: BackwardGeometry, index: int
+    ) -> Any:
+        assert (kernel.spec, kernel.config) == (spec, config)
+        self.planned_backward.append((spec, config, geometry, index))
+
+        def launch(
+            tensors: BackwardTensors,
+            softmax_scale: float | None = None,
+            q_offset: int | torch.Tensor | None = None,
+            extras: Extras | None = None,
+        ) -> torch.Tensor:
+            for written in (tensors.dq, tensors.dk, tensors.dv, tensors.dbias):
+                if written is not None:
+                    written.fill_(MARK)
+            given = {name: getattr(tensors, name) for name in (*FIELDS.values(), "dlse", "dbias")}
+            pointers = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
+            # not the tensors: torch takes over a gradient that nobody else has
+            self.launched_backward.append(
+                SimpleNamespace(pointers=pointers, scale=softmax_scale, offset=q_offset, extras=extras)
+            )
+            return torch.full_like(tensors.lse, MARK)
 
         return launch
 

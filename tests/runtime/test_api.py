@@ -54,21 +54,6 @@ def test_a_rule_that_is_broken_is_said_before_what_is_not_supported() -> None:
         flashgen.explain(q, k, v.half())
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_an_input_that_needs_a_gradient_is_refused(which: int, gpu: FakeGpu) -> None:
-    inputs = list(qkv())
-    inputs[which].requires_grad_()
-    with pytest.raises(UnsupportedError, match="no backward pass yet"):
-        flashgen.attention(*inputs)
-    with torch.no_grad():
-        out = flashgen.attention(*inputs)
-    assert not out.requires_grad
-    flashgen.attention(*(x.detach() for x in inputs))
-    with torch.inference_mode():
-        flashgen.attention(*inputs)
-    assert len(gpu.launched) == 3
-
-
 def test_a_feature_that_is_off_is_no_feature(gpu: FakeGpu) -> None:
     flashgen.attention(*qkv(), window=(None, None), softcap=0.0, deterministic=True, mask=None)
     assert len(gpu.launched) == 1

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from flashgen.codegen.families import default_config, validate, why_invalid
+from flashgen.codegen.families import FAMILIES, default_config, validate, why_invalid
 from flashgen.codegen.render import render
 from flashgen.core.device import CATALOGUE, Device
 from flashgen.core.errors import ConfigError, UnsupportedError
@@ -329,6 +329,10 @@ def test_a_causal_mask_of_another_corner_is_not_handed_over(ladder: Ladder) -> N
     assert sdpa_backend(full, full.specialization, ladder.resolve(full)) == "sdpa-flash"
 
 
+BACKWARD_FAMILIES = [row.id for row in FAMILIES if row.direction == "backward"]
+BACKWARD_ALONE = "it computes the backward pass, not forward"
+
+
 def test_explain_names_the_rung_the_record_and_every_family(ladder: Ladder) -> None:
     made = (datetime.now(timezone.utc) - timedelta(days=3, hours=1)).isoformat()
     digest = render(CAUSAL.specialization, config()).digest
@@ -347,6 +351,7 @@ def test_explain_names_the_rung_the_record_and_every_family(ladder: Ladder) -> N
         "skipped    3. user database, exact: no such record",
         "family     hopper_forward: applies",
         "family     portable_forward: applies",
+        *(f"family     {name}: {BACKWARD_ALONE}" for name in BACKWARD_FAMILIES),
     ]
 
 
@@ -371,7 +376,11 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "record_ms": 1.5,
         "stale": True,
         "skipped": [f"{rung}. {RUNGS[rung]}: no such record" for rung in range(3, 7)],
-        "families": {"hopper_forward": None, "portable_forward": None},
+        "families": {
+            "hopper_forward": None,
+            "portable_forward": None,
+            **dict.fromkeys(BACKWARD_FAMILIES, BACKWARD_ALONE),
+        },
     }
 
 

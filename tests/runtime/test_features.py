@@ -224,16 +224,6 @@ def test_an_offset_goes_with_whatever_has_positions(feature: dict[str, Any], gpu
     assert [spec.offset_tensor for spec, *_ in gpu.planned] == [False, True]
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "bias"])
-def test_a_feature_that_needs_a_gradient_is_refused(name: str, gpu: FakeGpu) -> None:
-    given = {name: on_gpu(64 if name == "bias" else 4).requires_grad_()}
-    with pytest.raises(UnsupportedError, match="no backward pass yet"):
-        flashgen.attention(*qkv(), **given)
-    with torch.no_grad():
-        flashgen.attention(*qkv(), **given)
-    assert len(gpu.launched) == 1
-
-
 @pytest.mark.parametrize("name", FEATURES)
 def test_on_a_cpu_features_are_told_every_family_s_reason(name: str) -> None:
     q, k, v = (tensor(1, h, s, 64, on_gpu=False) for h, s in ((4, 48), (2, 64), (2, 64)))

@@ -1,0 +1,178 @@
+"""`BackwardCall`: what a backward pass was asked for; `BackwardProblem`: what that is for the ladder and for a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashgen.core.device import Device
+from flashgen.core.errors import WorkloadError
+from flashgen.core.workload import Specialization, Workload
+from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors, backward_aligned16
+from flashgen.launch.extras import Extras, aligned_scores, broadcast_kind
+from flashgen.runtime.calls import MAX_ROW_STRIDE, Call, Problem
+from flashgen.runtime.feature_rules import FLOATS
+from flashgen.runtime.gradients import BiasRule, bias_rule, empty_bias_gradient, empty_gradient
+from flashgen.runtime.runs import empty_lse, empty_output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardCall:
+    """The arguments of one backward pass that choose code; tensors are in the layout of the forward call.
+
+    `dout` and `out` of None are laid out as the forward pass allocates its output: so they are where a backward pass
+    is only asked about.
+    """
+
+    forward: Call
+    out: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
+    deterministic: bool = False
+    bias_grad: bool = False
+
+    @property
+    def is_bias_grad(self) -> bool:
+        """Whether there is a bias, and its gradient is asked for."""
+        extras = self.forward.extras
+        return self.bias_grad and extras is not None and extras.bias is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardProblem:
+    """A backward call whose rules hold.
+
+    Attributes:
+        call: the call.
+        workload: what is computed.
+        spec: what is compiled in.
+        geometry: shapes and strides of all tensors, `dout` being a copy where that is needed.
+        copies_dout: whether it is.
+        bias_rule: how the gradient of the bias is made.
+        copies_bias: whether the kernels get a copy of the bias, one with a value of its own for every query.
+    """
+
+    call: BackwardCall
+    workload: Workload
+    spec: Specialization
+    geometry: BackwardGeometry
+    copies_dout: bool
+    bias_rule: BiasRule
+    copies_bias: bool
+
+    @classmethod
+    def of(cls, call: BackwardCall) -> BackwardProblem:
+        """Check a call.
+
+        Raises:
+            WorkloadError: shapes, dtypes or arguments do not fit together; the message names the rule and the values.
+        """
+        forward = Problem.of(call.forward)
+        rule, extras, copies_bias = _bias(call, forward)
+        out = call.out if call.out is not None else _new_output(call.forward)
+        dout = call.dout if call.dout is not None else out
+        _check_outputs(out, dout, call.forward)
+        workload = replace(
+            forward.workload,
+            direction="backward",
+            deterministic=call.deterministic,
+            bias=broadcast_kind(extras.bias if extras else None),
+        )
+        copied = _Laid.of(call, out, torch.empty_like(out), extras, rule)
+        given = copied if _must_copy(dout, call.forward.bshd) else _Laid.of(call, out, dout, extras, rule)
+        # a kernel for odd tensors is slower than a copy of this one
+        laid = given if given.aligned16 or not copied.aligned16 else copied
+        spec = Specialization.of(
+            workload,
+            aligned16=laid.aligned16,
+            offset_tensor=call.forward.offset_tensor,
+            aligned_scores=aligned_scores((extras.bias, extras.mask)) if extras else True,
+            bias_dtype=FLOATS[extras.bias.dtype] if extras and extras.bias is not None else "",
+            bias_grad=rule in ("full", "keys"),
+        )
+        return cls(
+            call=call,
+            workload=workload,
+            spec=spec,
+            geometry=laid.geometry,
+            copies_dout=laid is copied,
+            bias_rule=rule,
+            copies_bias=copies_bias,
+        )
+
+    def on(self, device: Device) -> BackwardProblem:
+        """The problem on `device`: with exact products where no family has TF32, which is allowed but not asked for."""
+        if self.workload.dtype != "tf32":
+            return self
+        from flashgen.codegen.families import reasons
+
+        if None in reasons(self.spec, device).values():
+            return self
+        return BackwardProblem.of(replace(self.call, forward=replace(self.call.forward, tf32=False)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Laid:
+    """The geometry of a call with one choice of `dout`, and whether everything in it is aligned."""
+
+    geometry: BackwardGeometry
+    aligned16: bool
+
+    @classmethod
+    def of(
+        cls, call: BackwardCall, out: torch.Tensor, dout: torch.Tensor, extras: Extras | None, rule: BiasRule
+    ) -> _Laid:
+        forward = call.forward
+        inputs = (forward.q, forward.k, forward.v)
+        laid = [*inputs, out, dout, *(empty_gradient(tensor) for tensor in inputs)]
+        q, k, v, o, do, dq, dk, dv = (tensor.transpose(1, 2) if forward.bshd else tensor for tensor in laid)
+        bias = None if extras is None else extras.bias
+        tensors = BackwardTensors(
+            q=q,
+            k=k,
+            v=v,
+            out=o,
+            lse=empty_lse(forward.q, bshd=forward.bshd),
+            dout=do,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dbias=None if bias is None else empty_bias_gradient(bias, rule, (*q.shape[:2], k.shape[2])),
+        )
+        geometry = BackwardGeometry.of(tensors, extras)
+        pointers = 0
+        for tensor in laid:
+            pointers |= tensor.data_ptr()
+        return cls(geometry=geometry, aligned16=backward_aligned16(geometry, pointers, forward.q.element_size()))
+
+
+def _bias(call: BackwardCall, forward: Problem) -> tuple[BiasRule, Extras | None, bool]:
+    """How the gradient of the bias is made, the features that the kernels get, and whether their bias is a copy."""
+    extras = forward.extras
+    if extras is None or extras.bias is None or not call.is_bias_grad:
+        return "", extras, False
+    rule = bias_rule(extras.bias, forward.workload.seqlen_k)
+    is_shared = rule == "full" and broadcast_kind(extras.bias) == "keys"
+    return rule, replace(extras, bias=extras.bias.contiguous()) if is_shared else extras, is_shared
+
+
+def _new_output(forward: Call) -> torch.Tensor:
+    return empty_output(forward.q, forward.v, bshd=forward.bshd)
+
+
+def _must_copy(dout: torch.Tensor, bshd: bool) -> bool:
+    """Whether no kernel takes these strides: those of an expanded gradient, say, which `out.sum()` leaves."""
+    rows = dout.stride(1 if bshd else 2)
+    return (dout.shape[3] > 1 and dout.stride(3) != 1) or rows >= MAX_ROW_STRIDE
+
+
+def _check_outputs(out: torch.Tensor, dout: torch.Tensor, forward: Call) -> None:
+    expected = (*forward.q.shape[:3], forward.v.shape[3])
+    for name, tensor in (("out", out), ("dout", dout)):
+        if tuple(tensor.shape) != expected or tensor.dtype != forward.q.dtype or tensor.device != forward.q.device:
+            raise WorkloadError(
+                f"out and dout are {expected} in the dtype of q on its device, got {name} {tuple(tensor.shape)} in "
+                f"{tensor.dtype} on {tensor.device}"
+            )
+    if out.shape[3] > 1 and out.stride(3) != 1 and out.numel():
+        raise WorkloadError(f"the last dimension is contiguous, got out with strides {out.stride()}")

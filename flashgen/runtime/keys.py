@@ -1,0 +1,92 @@
+"""What the keys of the memo and the ops of both directions share: flags, torch's switches, and when an op is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from flashgen.core.errors import UnsupportedError
+
+WITH_LSE, EXPLICIT_OFFSET, OFFSET_TENSOR, BSHD, CAUSAL, TF32 = 16, 32, 64, 128, 256, 512
+"""Bits of a key's flags, above the four of the pointers' alignment."""
+
+TRAINS, BACKWARD, DETERMINISTIC, BIAS_GRAD, SINK_GRAD = 1024, 2048, 4096, 8192, 16384
+"""More of them: a forward pass whose gradients will be asked for, a backward pass, and what is asked of it."""
+
+DOUT_SHIFT = 16
+"""Where the alignment of the output's gradient lies, which may be copied where it alone is odd."""
+
+FLOAT32 = torch.float32
+
+
+def allows_tf32() -> bool:
+    """Whether torch may round the factors of float32 products to TF32 (`torch.backends.cuda.matmul`)."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def is_direct(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    # in variables of its own, because a look-up costs a third of each question
+    tensor: type = torch.Tensor,
+    dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack,
+    function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled,
+    transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack,
+    trace: Callable[[], object] = torch._C._get_tracing_state,
+) -> bool:
+    """Whether torch's dispatcher would do nothing but call the op, so that the call may save it (2 to 3 us).
+
+    It has more to do for subclasses of tensors, under modes, transforms (`vmap`, `grad`), traces and a profiler, and
+    for tensors without data.
+    """
+    return (
+        type(q) is tensor
+        and type(k) is tensor
+        and type(v) is tensor
+        and not q.is_meta
+        and not dispatch_modes()
+        and not function_mode()
+        and transform() is None
+        and trace() is None
+        and not profiler._is_profiler_enabled
+    )
+
+
+def are_plain(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether none of these is of a class that does more than to hold data."""
+    return all(one is None or type(one) in (torch.Tensor, torch.nn.Parameter) for one in tensors)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_tracked(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether a transform of `torch.func`, or autograd around it, asks for a gradient of one of these.
+
+    The tensors of `vmap` alone do not tell.
+
+    Raises:
+        UnsupportedError: a forward-mode derivative is asked for.
+    """
+    functorch = torch._C._functorch
+    for transform in functorch.get_interpreter_stack() or ():
+        if transform.key() == functorch.TransformType.Jvp:
+            raise UnsupportedError("flashgen.attention has no forward-mode derivative; use torch.func.vjp or grad")
+    for tensor in tensors:
+        inner = tensor
+        while inner is not None:
+            if inner.requires_grad:
+                return True
+            inner = functorch.get_unwrapped(inner) if functorch.is_functorch_wrapped_tensor(inner) else None
+    return False
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What of a tensor beside q, k and v may choose code."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15

@@ -1,0 +1,324 @@
+"""The torch.library ops of training: a forward pass that has a gradient, and the backward pass that it asks for.
+
+torch.compile, transforms, modes and tensor subclasses see these. Through the dispatcher they cost some 100 us more than
+`flashgen.runtime.training` does without it, most of it in torch's own wrapper for gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashgen.core.errors import UnsupportedError
+from flashgen.runtime import serve
+from flashgen.runtime.backward_calls import BackwardCall
+from flashgen.runtime.calls import Call
+from flashgen.runtime.gradients import empty_gradient
+from flashgen.runtime.keys import (
+    BACKWARD,
+    BIAS_GRAD,
+    BSHD,
+    CAUSAL,
+    DETERMINISTIC,
+    DOUT_SHIFT,
+    EXPLICIT_OFFSET,
+    FLOAT32,
+    OFFSET_TENSOR,
+    SINK_GRAD,
+    TF32,
+    TRAINS,
+    WITH_LSE,
+    allows_tf32,
+    layout,
+)
+from flashgen.runtime.op_arguments import extras_of
+from flashgen.runtime.ops import LIBRARY, PLAIN_FEATURES, SCHEMA, attention_features_kernel, attention_kernel
+from flashgen.runtime.runs import empty_lse, empty_output
+
+Tensor = torch.Tensor
+
+_TRAIN = f"attention_train({SCHEMA}, {PLAIN_FEATURES}, bool deterministic=False) -> (Tensor, Tensor)"
+_INPUTS, _OPTIONS = SCHEMA.split(", bool causal")
+_BACKWARD = (
+    f"attention_backward(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, bool causal{_OPTIONS}, "
+    f"{PLAIN_FEATURES}, bool deterministic=False, bool needs_bias_grad=False, bool needs_sink_grad=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+NO_DOUBLE_BACKWARD = (
+    "flashgen.attention has first derivatives only, and a gradient of its gradient is asked for; "
+    "call backward or torch.autograd.grad without create_graph for what goes through it"
+)
+
+_remembered = serve.MEMO.get
+
+
+def attention_train_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    bshd: bool = False,
+    q_offset: int | None = None,
+    q_offset_tensor: Tensor | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE by the plan of a call that returns both; it fails where there is no backward pass."""
+    asked = WITH_LSE | TRAINS
+    if deterministic or torch.are_deterministic_algorithms_enabled():
+        asked |= DETERMINISTIC
+    plain = (q, k, v, causal, softmax_scale, bshd, q_offset, q_offset_tensor)
+    features = (window_left, window_right, softcap, alibi_slopes, sinks, bias, mask)
+    found: tuple[Tensor, Tensor]
+    if _are_absent(*features):
+        found = attention_kernel(*plain, asked=asked)
+        return found
+    if bias is not None and bias.requires_grad:
+        asked |= BIAS_GRAD
+    found = attention_features_kernel(*plain, *features, asked=asked)
+    return found
+
+
+def attention_backward_kernel(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    bshd: bool = False,
+    q_offset: int | None = None,
+    q_offset_tensor: Tensor | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    deterministic: bool = False,
+    needs_bias_grad: bool = False,
+    needs_sink_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v, bias and sinks, the last two None where they were not asked for."""
+    flags = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15 | BACKWARD
+    flags |= (dout.data_ptr() & 15) << DOUT_SHIFT
+    if causal:
+        flags |= CAUSAL
+    if bshd:
+        flags |= BSHD
+    if q_offset is not None:
+        flags |= EXPLICIT_OFFSET
+    elif q_offset_tensor is not None:
+        flags |= OFFSET_TENSOR
+    if deterministic or torch.are_deterministic_algorithms_enabled():
+        flags |= DETERMINISTIC
+    dtype = q.dtype
+    if dtype is FLOAT32 and allows_tf32():
+        flags |= TF32
+    key: tuple[Any, ...] = (
+        flags,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        out.stride(),
+        dout.shape,
+        dout.stride(),
+        dtype,
+        k.dtype,
+        v.dtype,
+        dout.dtype,
+        q.get_device(),
+        k.get_device(),
+        v.get_device(),
+    )
+    extras = None
+    if not _are_absent(window_left, window_right, softcap, alibi_slopes, sinks, bias, mask):
+        flags |= BIAS_GRAD * needs_bias_grad | SINK_GRAD * needs_sink_grad
+        extras = extras_of(window_left, window_right, softcap, alibi_slopes, sinks, bias, mask)
+        tensors = (extras.alibi_slopes, extras.sinks, bias, mask)
+        numbers = (window_left, window_right, softcap > 0)
+        key = (flags, *key[1:], *numbers, *(None if tensor is None else layout(tensor) for tensor in tensors))
+    run = _remembered(key)
+    if run is None:
+        from flashgen.runtime.backward_serve import prepare_backward
+
+        forward = Call(
+            q=q,
+            k=k,
+            v=v,
+            causal=causal,
+            bshd=bshd,
+            with_lse=True,
+            explicit_offset=q_offset is not None,
+            offset_tensor=bool(flags & OFFSET_TENSOR),
+            tf32=bool(flags & TF32),
+            extras=extras,
+        )
+        call = BackwardCall(
+            forward=forward,
+            out=out,
+            dout=dout,
+            deterministic=bool(flags & DETERMINISTIC),
+            bias_grad=bool(flags & BIAS_GRAD),
+        )
+        run = prepare_backward(call, sink_grad=bool(flags & SINK_GRAD))
+        serve.remember(key, run)
+    offset = q_offset if q_offset is not None else q_offset_tensor
+    found: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+    found = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, extras)
+    return found
+
+
+def _are_absent(
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+) -> bool:
+    return (
+        window_left is None
+        and window_right is None
+        and not softcap
+        and alibi_slopes is None
+        and sinks is None
+        and bias is None
+        and mask is None
+    )
+
+
+def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """The op, which always returns five tensors: an empty one for what was not asked for."""
+    gradients, lse = attention_backward_kernel(*arguments), arguments[6]
+    return tuple(lse.new_empty(0) if one is None else one for one in gradients)
+
+
+def _fake_train(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    bshd: bool = False,
+    *others: Any,
+    **named: Any,
+) -> tuple[Tensor, Tensor]:
+    return empty_output(q, v, bshd=bshd), empty_lse(q, bshd=bshd)
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    _, _, q, k, v, _, lse, *_ = arguments
+    given = dict(zip(_NAMES, arguments, strict=False))
+    bias = given.get("bias") if given.get("needs_bias_grad") else None
+    sinks = given.get("sinks") if given.get("needs_sink_grad") else None
+    return (
+        *(empty_gradient(tensor) for tensor in (q, k, v)),
+        lse.new_empty(0) if bias is None else bias.new_empty(bias.shape),
+        lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),
+    )
+
+
+def save(
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+    options: tuple[Any, ...],
+    features: tuple[Any, ...],
+    deterministic: bool,
+) -> None:
+    """Keep what the backward pass needs, every tensor by way of torch's hooks for saved tensors.
+
+    Args:
+        ctx: of the autograd function.
+        inputs: q, k and v.
+        outputs: output and LSE.
+        options: causal, softmax_scale, bshd, q_offset and its tensor.
+        features: window_left, window_right, softcap, alibi_slopes, sinks, bias and mask.
+        deterministic: as the call said.
+    """
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *outputs, options[4], *features[3:])
+    ctx.numbers = (*options[:4], *features[:3], deterministic)
+
+
+def differentiate(
+    saved: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    gradients: tuple[Tensor | None, Tensor | None],
+    backward: Any,
+    *,
+    needs_bias: bool,
+    needs_sinks: bool,
+) -> Any:
+    """The gradients of q, k, v, bias and sinks.
+
+    Args:
+        saved: the tensors that `save` kept, unpacked (which torch's checkpoints allow once).
+        numbers: what else it kept.
+        gradients: of the output and of the LSE; None is 0.
+        backward: the op or its kernel.
+        needs_bias: whether the gradient of the bias is asked for.
+        needs_sinks: whether that of the sinks is.
+    """
+    q, k, v, out, lse, offset_tensor, *tensors = saved
+    dout, dlse = gradients
+    causal, scale, bshd, offset, left, right, softcap, deterministic = numbers
+    if dout is None:
+        dout = torch.zeros_like(out)
+    options = (causal, scale, bshd, offset, offset_tensor)
+    asked = (deterministic, needs_bias, needs_sinks)
+    return backward(dout, dlse, q, k, v, out, lse, *options, left, right, softcap, *tensors, *asked)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    save(ctx, inputs[:3], output, inputs[3:8], inputs[8:15], inputs[15])
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    # trailing arguments that equal their defaults are not among these
+    needs_sinks, needs_bias = (*ctx.needs_input_grad, *(False,) * 16)[12:14]
+    dq, dk, dv, dbias, dsinks = differentiate(
+        ctx.saved_tensors,
+        ctx.numbers,
+        (dout, dlse),
+        attention_backward_op,
+        needs_bias=needs_bias,
+        needs_sinks=needs_sinks,
+    )
+    absent = (None,) * 9
+    return (dq, dk, dv, *absent, dsinks if needs_sinks else None, dbias if needs_bias else None, None, None)
+
+
+def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
+    raise UnsupportedError(NO_DOUBLE_BACKWARD)
+
+
+for _schema in (_TRAIN, _BACKWARD):
+    LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
+for _key in ("CPU", "CUDA"):  # the CPU's raises the error that lists every family
+    LIBRARY.impl("attention_train", attention_train_kernel, _key)  # type: ignore[no-untyped-call]
+    LIBRARY.impl("attention_backward", _attention_backward, _key)  # type: ignore[no-untyped-call]
+attention_train_op = torch.ops.flashgen.attention_train.default
+attention_backward_op = torch.ops.flashgen.attention_backward.default
+_NAMES = [argument.name for argument in attention_backward_op._schema.arguments]
+torch.library.register_fake("flashgen::attention_train", _fake_train, lib=LIBRARY)
+torch.library.register_fake("flashgen::attention_backward", _fake_backward, lib=LIBRARY)
+torch.library.register_autograd("flashgen::attention_train", _differentiate, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd("flashgen::attention_backward", _refuse, lib=LIBRARY)

@@ -1,0 +1,96 @@
+"""The public calls `warmup` and `reload`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization, Workload
+from flashgen.runtime import serve
+
+
+def warmup(
+    workloads: Iterable[Workload | str],
+    *,
+    seqlens: Iterable[int] | None = None,
+    device: int | None = None,
+    offset_tensor: bool = False,
+    training: bool = False,
+) -> int:
+    """Compile and load every kernel that the ladder can return for these workloads, so that serving never compiles.
+
+    Args:
+        workloads: workloads or their keys: of forward passes (`b1-h32-hk8-s4096-d128-causal`) and of backward passes
+            (`bwd-b1-h32-hk8-s4096-d128-causal`, with `-deterministic` where that will be asked for).
+        seqlens: also these key lengths of each workload; None takes every config recorded for its specialization class
+            and the default one, which covers any length.
+        device: GPU index, None the current one. Tensors are taken to be aligned to 16 bytes, as torch's allocator
+            gives them; others have kernels of their own, which their first call compiles.
+        offset_tensor: also the kernels that read the query offset from a tensor.
+        training: also the backward pass of every workload of a forward pass; deterministic while
+            `torch.use_deterministic_algorithms(True)` is on.
+
+    Returns:
+        The number of kernels that are ready.
+
+    Raises:
+        WorkloadError: a key cannot be read.
+        UnsupportedError: no family supports a workload.
+        DeviceError: torch sees no such GPU.
+        BuildError: a kernel does not compile.
+    """
+    index = device if device is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0
+    where = serve.device_at(index)
+    lengths = None if seqlens is None else tuple(seqlens)
+    pairs = set()
+    for workload in _asked(workloads, training=training):
+        for spec in _variants(workload, offset_tensor=offset_tensor):
+            pairs |= {(spec, config) for config in _reachable(workload, spec, where, lengths)}
+    return serve.warm(pairs, where, index)
+
+
+def _asked(workloads: Iterable[Workload | str], *, training: bool) -> Iterator[Workload]:
+    for item in workloads:
+        workload = Workload.parse(item) if isinstance(item, str) else item
+        yield workload
+        if training and workload.direction == "forward":
+            fixed = torch.are_deterministic_algorithms_enabled()
+            yield replace(workload, direction="backward", deterministic=fixed)
+
+
+def _variants(workload: Workload, *, offset_tensor: bool) -> Iterator[Specialization]:
+    """What of the same workload is compiled by itself: a bias may have a gradient or not."""
+    offsets = (False, True) if offset_tensor and _has_positions(workload) else (False,)
+    bias_grads = (False, True) if workload.direction == "backward" and workload.bias else (False,)
+    for variant in offsets:
+        for bias_grad in bias_grads:
+            yield Specialization.of(workload, offset_tensor=variant, bias_grad=bias_grad)
+
+
+def _has_positions(workload: Workload) -> bool:
+    """Whether a query offset changes anything."""
+    has_window = workload.window_left is not None or workload.window_right is not None
+    return workload.causal or workload.alibi or has_window
+
+
+def _reachable(
+    workload: Workload, spec: Specialization, device: Device, lengths: tuple[int, ...] | None
+) -> set[Config]:
+    from flashgen.codegen.families import default_config, why_invalid
+    from flashgen.runtime.dispatch import resolve
+
+    records = serve.records()
+    if lengths is not None:
+        shapes = [workload, *(workload.with_shape(seqlen_k=n, seqlen_q=min(workload.seqlen_q, n)) for n in lengths)]
+        return {resolve(shape, spec, device, records).config for shape in shapes}
+    known = {record.config for record, _ in records.of(spec, device)}
+    return {default_config(spec, device)} | {config for config in known if why_invalid(config, spec, device) is None}
+
+
+def reload() -> None:
+    """Read settings and databases again at the next call, e.g. after tuning beside a running process."""
+    serve.reload()
