@@ -14,6 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 from flashgen.core.workload import Workload
 from flashgen.launch.extras import Extras
 from flashgen.measure.inputs import Inputs
+from flashgen.measure.problem import Problem
+from flashgen.measure.timing import Run
 from flashgen.measure.verify import Golden
 
 BACKENDS = {
@@ -44,16 +46,23 @@ class SdpaCall:
         return sdpa_kernel(BACKENDS[self.impl])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorCall:
+    """One of torch's backends on a problem: `run(n)` computes copy n, inside `context`."""
+
+    run: Run
+    context: Callable[[], contextlib.AbstractContextManager[object]]
+
+
 def why_not(impl: str, workload: Workload) -> str | None:
     """Why torch's backend cannot be asked for this workload, or None; whether it can run is seen by running it."""
     if workload.direction != "forward":
-        return "the backward pass is not timed here"
-    if any((workload.softcap, workload.alibi, workload.sink, workload.varlen)):
-        return "scaled_dot_product_attention has no such feature without a materialized mask"
-    if workload.page_size is not None or workload.window_left is not None or workload.window_right is not None:
-        return "scaled_dot_product_attention has no such feature without a materialized mask"
+        return "the backward pass has anchors of its own"
+    reason = features_without_mask(workload)
+    if reason is not None:
+        return reason
     if workload.bias or workload.mask:
-        return _why_not_masked(impl, workload)
+        return why_not_masked(impl, workload)
     if _needs_lower_right(workload) and impl == "sdpa-cudnn":
         return "torch reaches cuDNN with a causal mask to the top left only"
     if _needs_lower_right(workload) and impl == "sdpa-efficient" and workload.nheads != workload.nheads_k:
@@ -61,7 +70,17 @@ def why_not(impl: str, workload: Workload) -> str | None:
     return None
 
 
-def _why_not_masked(impl: str, workload: Workload) -> str | None:
+def features_without_mask(workload: Workload) -> str | None:
+    """Why no backend can be asked because of a feature, or None."""
+    if any((workload.softcap, workload.alibi, workload.sink, workload.varlen)):
+        return "scaled_dot_product_attention has no such feature without a materialized mask"
+    if workload.page_size is not None or workload.window_left is not None or workload.window_right is not None:
+        return "scaled_dot_product_attention has no such feature without a materialized mask"
+    return None
+
+
+def why_not_masked(impl: str, workload: Workload) -> str | None:
+    """Why a backend cannot be asked for this bias or mask, or None."""
     if workload.causal or (workload.bias and workload.mask):
         return "scaled_dot_product_attention takes one mask or bias and nothing beside it"
     if impl == "sdpa-flash":
@@ -88,6 +107,20 @@ def sdpa_call(impl: str, workload: Workload) -> SdpaCall:
         )
 
     return SdpaCall(impl=impl, run=run)
+
+
+def prepared(impl: str, workload: Workload, problem: Problem) -> AnchorCall | str:
+    """Torch's backend on all copies of a problem, once it has computed the same function, or why it cannot."""
+    reason = why_not(impl, workload)
+    if reason is not None:
+        return reason
+    call, inputs = sdpa_call(impl, workload), problem.inputs
+    reason = runs(call, inputs, problem.expected)
+    if reason is not None:
+        return reason
+    return AnchorCall(
+        run=lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n], inputs.extras[n]), context=call.context
+    )
 
 
 def runs(call: SdpaCall, inputs: Inputs, expected: Golden) -> str | None:

@@ -6,25 +6,30 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import default_config
+from flashgen.codegen.families import FAMILIES, default_config
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
+from flashgen.launch.backward_geometry import BackwardGeometry
+from flashgen.launch.backward_plan import make_backward_plan
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import make_plan
-from flashgen.measure import anchors
-from flashgen.measure.inputs import make_inputs, rotation_copies
-from flashgen.measure.odd_shapes import OddShape, Problem, check_odd, odd_problems
+from flashgen.measure.anchors import BACKENDS
+from flashgen.measure.backward_problem import BackwardFactory
+from flashgen.measure.directions import DIRECTIONS, Problem
+from flashgen.measure.inputs import rotation_copies
+from flashgen.measure.odd_shapes import Factory, OddShape, check_odd
 from flashgen.measure.protocol import specialization
 from flashgen.measure.timing import Run, Stopwatch, Unit, make_unit
-from flashgen.measure.verify import Errors, KernelFactory, golden
+from flashgen.measure.verify import Errors, KernelFactory
 
 INPUT_SEED = 20260102
 
@@ -41,12 +46,19 @@ Announce = Callable[[str], None]
 class Toolchain(Protocol):
     """How a config becomes something that runs; tests put something simpler in its place."""
 
-    def factory(self, spec: Specialization, config: Config) -> KernelFactory:
-        """Build the kernel of a config (a second time it is cheap).
+    def factory(self, spec: Specialization, config: Config) -> Factory:
+        """Build the kernels of a config (a second time it is cheap).
+
+        Returns:
+            A `KernelFactory`, or a `BackwardFactory` for the specialization of a backward pass.
 
         Raises:
             BuildError: it cannot be built.
         """
+        ...
+
+    def is_deterministic(self, config: Config) -> bool:
+        """Whether the config's family promises the same bits for equal inputs."""
         ...
 
     def default(self, spec: Specialization) -> Config:
@@ -66,7 +78,7 @@ class GpuToolchain:
         self._index = index
         self._kernels: OrderedDict[tuple[Specialization, Config], CompiledKernel] = OrderedDict()
 
-    def factory(self, spec: Specialization, config: Config) -> KernelFactory:
+    def factory(self, spec: Specialization, config: Config) -> Factory:
         """See `Toolchain`."""
         key = (spec, config)
         if key not in self._kernels:
@@ -74,14 +86,31 @@ class GpuToolchain:
             if len(self._kernels) > KEEP_KERNELS:
                 self._kernels.popitem(last=False)
         self._kernels.move_to_end(key)
-        compiled = self._kernels[key]
-        return lambda q, k, v, out, extras: make_plan(
-            compiled, spec, config, Geometry.of(q, k, v, out, extras), self._index
-        )
+        return _FACTORIES[spec.direction](self._kernels[key], spec, config, self._index)
+
+    def is_deterministic(self, config: Config) -> bool:
+        """See `Toolchain`."""
+        return any(row.id == config.family and row.is_deterministic for row in FAMILIES)
 
     def default(self, spec: Specialization) -> Config:
         """See `Toolchain`."""
         return default_config(spec, self._device)
+
+
+def _forward_factory(compiled: CompiledKernel, spec: Specialization, config: Config, index: int) -> KernelFactory:
+    return lambda q, k, v, out, extras: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, extras), index)
+
+
+def _backward_factory(compiled: CompiledKernel, spec: Specialization, config: Config, index: int) -> BackwardFactory:
+    return lambda tensors, extras: make_backward_plan(
+        compiled, spec, config, BackwardGeometry.of(tensors, extras), index
+    )
+
+
+_FACTORIES: dict[str, Callable[[CompiledKernel, Specialization, Config, int], Factory]] = {
+    "forward": _forward_factory,
+    "backward": _backward_factory,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,16 +128,16 @@ class State:
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
-        return self.problem.inputs.nbytes + self.problem.expected.nbytes
+        return self.problem.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A kernel that has passed the gate: its errors on the workload, and how to time and check it."""
+    """A kernel that has passed the gate: its errors on the workload, how to time it, and how to judge it again."""
 
     errors: Errors
     run: Run
-    factory: KernelFactory
+    check: Callable[[], Errors | Failure]
 
 
 class Bench:
@@ -164,20 +193,15 @@ class Bench:
         announce("build")
         factory = self._toolchain.factory(spec, config)
         announce("verify")
-        odd = self._odd_verdict(spec, config, factory)
+        repeats = DIRECTIONS[spec.direction].repeats if self._toolchain.is_deterministic(config) else 0
+        odd = self._odd_verdict(spec, config, factory, repeats)
         if odd is not None:
             return odd
-        verdict = state.problem.run(factory)
+        verdict = state.problem.run(factory, repeats)
         if isinstance(verdict, Failure):
             return verdict
-        inputs, scale, offset = state.problem.inputs, state.problem.softmax_scale, state.problem.q_offset
-        plan = factory(inputs.q[0], inputs.k[0], inputs.v[0], inputs.out[0], inputs.extras[0])
-
-        def run(n: int) -> None:
-            q, k, v, out, lse = inputs.q[n], inputs.k[n], inputs.v[n], inputs.out[n], inputs.lse[n]
-            plan(q, k, v, out, lse, scale, offset, inputs.extras[n])
-
-        return Candidate(errors=verdict, run=run, factory=factory)
+        check = partial(state.problem.run, factory, repeats)
+        return Candidate(errors=verdict, run=state.problem.timed(factory), check=check)
 
     def sdpa(self, state: State, impl: str) -> Unit | None:
         """One of torch's backends on the workload, or None if it cannot run it or computes something else."""
@@ -191,7 +215,7 @@ class Bench:
         It is the first of torch's backends that can run the workload (flash wherever it can), or else the default
         config, which is the same kernel in every session; None if that fails as well, and then times stay as they are.
         """
-        units = (self.sdpa(state, impl) for impl in anchors.BACKENDS)
+        units = (self.sdpa(state, impl) for impl in BACKENDS)
         return next((unit for unit in units if unit is not None), None) or self._default_unit(state)
 
     def release(self) -> None:
@@ -203,43 +227,25 @@ class Bench:
 
     def _make_state(self, workload: Workload) -> State:
         copies = rotation_copies(workload, self._device.l2_bytes)
-        inputs = make_inputs(workload, copies=copies, seed=INPUT_SEED, device=self._where)
-        scale, offset = workload.head_dim**-0.5, workload.seqlen_k - workload.seqlen_q
-        expected = golden(
-            inputs.q[0],
-            inputs.k[0],
-            inputs.v[0],
-            causal=workload.causal,
-            q_offset=offset,
-            softmax_scale=scale,
-            extras=inputs.extras[0],
-            tf32=workload.dtype == "tf32",
-        )
-        problem = Problem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
+        problem = DIRECTIONS[workload.direction].problem(workload, copies, INPUT_SEED, self._where)
         return State(workload=workload, problem=problem, anchors={})
 
-    def _odd_verdict(self, spec: Specialization, config: Config, factory: KernelFactory) -> Failure | None:
+    def _odd_verdict(self, spec: Specialization, config: Config, factory: Factory, repeats: int) -> Failure | None:
         key = (spec, config)
         if key not in self._odd_verdicts:
             if spec not in self._odd:
-                self._odd[spec] = odd_problems(spec, self._where)
-            self._odd_verdicts[key] = check_odd(factory, self._odd[spec])
+                self._odd[spec] = DIRECTIONS[spec.direction].odd_problems(spec, self._where)
+            self._odd_verdicts[key] = check_odd(factory, self._odd[spec], repeats)
         return self._odd_verdicts[key]
 
     def _sdpa_unit(self, state: State, impl: str) -> Unit | None:
-        if self._where.type != "cuda" or anchors.why_not(impl, state.workload) is not None:
+        if self._where.type != "cuda":
             return None
-        call = anchors.sdpa_call(impl, state.workload)
-        inputs = state.problem.inputs
-        if anchors.runs(call, inputs, state.problem.expected) is not None:
+        found = DIRECTIONS[state.workload.direction].anchor(impl, state.workload, state.problem)
+        if isinstance(found, str):
             return None
         try:
-            return make_unit(
-                lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n], inputs.extras[n]),
-                inputs.copies,
-                self._stopwatch,
-                call.context,
-            )
+            return make_unit(found.run, state.problem.copies, self._stopwatch, found.context)
         except RuntimeError:  # it cannot be recorded into a graph, and would be timed with the host's time
             return None
 
@@ -250,5 +256,5 @@ class Bench:
                 config = self._toolchain.default(specialization(state.workload))
                 candidate = self.candidate(state, config, lambda stage: None)
                 if isinstance(candidate, Candidate):
-                    state.anchors[DEFAULT] = make_unit(candidate.run, state.problem.inputs.copies, self._stopwatch)
+                    state.anchors[DEFAULT] = make_unit(candidate.run, state.problem.copies, self._stopwatch)
         return state.anchors[DEFAULT]

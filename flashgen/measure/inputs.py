@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,40 @@ class Inputs:
         return sum(tensor.numel() * tensor.element_size() for tensor in groups)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arena:
+    """Makes one operand of all copies at a time, with NaN behind the last position and where nothing is drawn."""
+
+    copies: int
+    batch: int
+    layout: str
+    padding: int
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def make(self, heads: int, length: int, width: int, *, random: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """(copies, batch, heads, length, width), standard normal if `random`, and its padding alone."""
+        shape = [self.copies, self.batch, heads, length + self.padding, width]
+        if self.layout == "bshd":
+            shape[2], shape[3] = shape[3], shape[2]
+        whole = torch.full(shape, float("nan"), dtype=self.dtype, device=self.generator.device)
+        whole = whole if self.layout == "bhsd" else whole.transpose(2, 3)
+        used = whole[:, :, :, :length]
+        if random:
+            used.normal_(generator=self.generator)
+        return used, whole[:, :, :, length:]
+
+    def flat(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *, random: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(copies, *shape), contiguous, standard normal if `random`, and the padding behind the last copy."""
+        size = self.copies * math.prod(shape)
+        whole = torch.full((size + self.padding,), float("nan"), dtype=dtype, device=self.generator.device)
+        if random:
+            whole[:size].normal_(generator=self.generator)
+        return whole[:size].view(self.copies, *shape), whole[size:]
+
+
 def make_inputs(
     workload: Workload,
     *,
@@ -88,31 +123,17 @@ def make_inputs(
     form = form or FeatureForm()
     w, dtype = workload, TORCH_DTYPES[workload.dtype]
     generator = torch.Generator(device=device).manual_seed(seed)
-
-    def arena(heads: int, length: int, width: int, *, random: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """All copies of one operand, (copies, batch, heads, length + padding, width), and its padding alone."""
-        shape = [copies, w.batch, heads, length + padding, width]
-        if layout == "bshd":
-            shape[2], shape[3] = shape[3], shape[2]
-        whole = torch.full(shape, float("nan"), dtype=dtype, device=device)
-        whole = whole if layout == "bhsd" else whole.transpose(2, 3)
-        used = whole[:, :, :, :length]
-        if random:
-            used.normal_(generator=generator)
-        return used, whole[:, :, :, length:]
-
-    q, _ = arena(w.nheads, w.seqlen_q, w.head_dim, random=True)
-    k, _ = arena(w.nheads_k, w.seqlen_k, w.head_dim, random=True)
-    v, _ = arena(w.nheads_k, w.seqlen_k, w.head_dim_v, random=True)
-    out, out_guard = arena(w.nheads, w.seqlen_q, w.head_dim_v, random=False)
+    arena = Arena(copies=copies, batch=w.batch, layout=layout, padding=padding, dtype=dtype, generator=generator)
+    q, _ = arena.make(w.nheads, w.seqlen_q, w.head_dim, random=True)
+    k, _ = arena.make(w.nheads_k, w.seqlen_k, w.head_dim, random=True)
+    v, _ = arena.make(w.nheads_k, w.seqlen_k, w.head_dim_v, random=True)
+    out, out_guard = arena.make(w.nheads, w.seqlen_q, w.head_dim_v, random=False)
     gain *= form.softcap / SOFTCAP_BEND if w.softcap else 1.0
     if gain != 1.0:
         q.mul_(gain)
     extras = make_extras(w, form, copies=copies, generator=generator, padding=padding)
-    rows = copies * w.batch * w.nheads * w.seqlen_q
-    flat_lse = torch.full((rows + padding,), float("nan"), dtype=torch.float32, device=device)
-    lse = flat_lse[:rows].view(copies, w.batch, w.nheads, w.seqlen_q)
-    guards = (out_guard, flat_lse[rows:]) if padding else ()
+    lse, lse_guard = arena.flat((w.batch, w.nheads, w.seqlen_q))
+    guards = (out_guard, lse_guard) if padding else ()
     return Inputs(
         q=q.unbind(),
         k=k.unbind(),

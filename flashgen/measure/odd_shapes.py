@@ -10,7 +10,9 @@ the specialization has the feature.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -18,9 +20,10 @@ from flashgen.core.errors import UnsupportedError
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.feature_inputs import FeatureForm
-from flashgen.measure.inputs import Inputs, make_inputs
+from flashgen.measure.inputs import make_inputs
+from flashgen.measure.problem import Problem
 from flashgen.measure.score_rule import ScoreRule
-from flashgen.measure.verify import Errors, Golden, KernelFactory, Offset, check, golden
+from flashgen.measure.verify import Errors, Offset, golden
 
 PADDING = 16
 """Positions behind the end; keeps every stride a multiple of 16 bytes when head_dim is."""
@@ -85,26 +88,16 @@ WINDOW_SHAPES = (
 """More of them where a window is compiled in."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Inputs with their right answer and the arguments of the call."""
+Factory = Callable[..., Any]
+"""Makes what a problem of its direction launches: a `verify.KernelFactory` or a `backward_problem.BackwardFactory`."""
 
-    inputs: Inputs
-    expected: Golden
-    softmax_scale: float
-    q_offset: Offset
 
-    def run(self, factory: KernelFactory, copy: int = 0) -> Errors | Failure:
-        """Poison the outputs of one set of inputs, run the kernel on it, and judge."""
-        i = self.inputs
-        q, k, v, out, lse, extras = i.q[copy], i.k[copy], i.v[copy], i.out[copy], i.lse[copy], i.extras[copy]
-        out.fill_(float("nan"))
-        lse.fill_(float("nan"))
-        factory(q, k, v, out, extras)(q, k, v, out, lse, self.softmax_scale, self.q_offset, extras)
-        verdict = check(out, lse, self.expected)
-        if isinstance(verdict, Errors) and not all(bool(torch.isnan(guard).all()) for guard in i.guards):
-            return Failure(stage="verify", reason="the kernel writes behind the end of out or lse")
-        return verdict
+class Runnable(Protocol):
+    """A problem of either direction."""
+
+    def run(self, factory: Any, repeats: int = 0) -> Errors | Failure:
+        """Run a kernel, judge what it wrote, and ask for the same bits so many times more."""
+        ...
 
 
 def odd_problems(spec: Specialization, device: torch.device | str) -> tuple[tuple[OddShape, Problem], ...]:
@@ -113,13 +106,17 @@ def odd_problems(spec: Specialization, device: torch.device | str) -> tuple[tupl
     Raises:
         UnsupportedError: the specialization has user-defined scores, which have no oracle.
     """
-    if spec.mods is not None:
-        raise UnsupportedError(f"user-defined scores have no oracle, got {spec.key}")
     return tuple((shape, odd_problem(spec, shape, device)) for shape in odd_shapes(spec))
 
 
 def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
-    """The shapes for a specialization, with what does not concern it left out."""
+    """The shapes for a specialization, with what does not concern it left out.
+
+    Raises:
+        UnsupportedError: the specialization has user-defined scores, which have no oracle.
+    """
+    if spec.mods is not None:
+        raise UnsupportedError(f"user-defined scores have no oracle, got {spec.key}")
     found = []
     for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ())):
         # a causal mask is the right edge
@@ -131,10 +128,10 @@ def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
     return tuple(found)
 
 
-def check_odd(factory: KernelFactory, problems: tuple[tuple[OddShape, Problem], ...]) -> Failure | None:
+def check_odd(factory: Factory, problems: Sequence[tuple[OddShape, Runnable]], repeats: int = 0) -> Failure | None:
     """Run a kernel on all odd shapes; the first failure, naming its shape, or None."""
     for shape, problem in problems:
-        verdict = problem.run(factory)
+        verdict = problem.run(factory, repeats)
         if isinstance(verdict, Failure):
             return Failure(stage=verdict.stage, reason=f"at {shape.title}: {verdict.reason}")
     return None
@@ -142,13 +139,8 @@ def check_odd(factory: KernelFactory, problems: tuple[tuple[OddShape, Problem], 
 
 def odd_problem(spec: Specialization, shape: OddShape, device: torch.device | str) -> Problem:
     """One shape with its right answer; `spec.aligned16` and `spec.aligned_scores` do not count, `shape.form` does."""
-    names = ("dtype", "head_dim", "head_dim_v", "causal", "softcap", "alibi", "sink", "bias", "mask")
-    sizes = ("batch", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
-    workload = Workload(
-        **{name: getattr(spec, name) for name in names}, **{name: getattr(shape, name) for name in sizes}
-    )
     inputs = make_inputs(
-        workload,
+        odd_workload(spec, shape),
         copies=1,
         seed=ODD_SEED,
         device=device,
@@ -159,13 +151,10 @@ def odd_problem(spec: Specialization, shape: OddShape, device: torch.device | st
     )
     extras = replace(inputs.extras[0], window=shape.window)
     q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
-    offset = _offset(spec, shape, device)
+    offset = odd_offset(spec, shape, device)
     scale = shape.scale_factor * spec.head_dim**-0.5
     rule = ScoreRule.of(q, k, causal=spec.causal, q_offset=offset, softmax_scale=scale, extras=extras)
-    unseen = rule.unseen_keys(q, k)
-    if unseen is not None:
-        for tensor in (k, v):
-            tensor.masked_fill_(unseen[..., None], float("nan"))
+    hide_unseen_keys(rule, q, k, v)
     expected = golden(
         q, k, v, causal=spec.causal, q_offset=offset, softmax_scale=scale, extras=extras, tf32=spec.dtype == "tf32"
     )
@@ -173,7 +162,23 @@ def odd_problem(spec: Specialization, shape: OddShape, device: torch.device | st
     return Problem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
 
 
-def _offset(spec: Specialization, shape: OddShape, device: torch.device | str) -> Offset:
+def odd_workload(spec: Specialization, shape: OddShape) -> Workload:
+    """The features of a specialization at an odd shape, without its window."""
+    names = ("direction", "dtype", "head_dim", "head_dim_v", "causal", "softcap", "alibi", "sink", "bias", "mask")
+    sizes = ("batch", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
+    return Workload(**{name: getattr(spec, name) for name in names}, **{name: getattr(shape, name) for name in sizes})
+
+
+def hide_unseen_keys(rule: ScoreRule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write NaN over the keys and values that no query sees."""
+    unseen = rule.unseen_keys(q, k)
+    if unseen is not None:
+        for tensor in (k, v):
+            tensor.masked_fill_(unseen[..., None], float("nan"))
+
+
+def odd_offset(spec: Specialization, shape: OddShape, device: torch.device | str) -> Offset:
+    """The query offset of a shape, a tensor where the specialization reads it from one."""
     offset = shape.seqlen_k - shape.seqlen_q if shape.q_offset is None else shape.q_offset
     if not spec.offset_tensor:
         return offset

@@ -22,13 +22,16 @@ ALIGNMENT_BYTES = 16
 
 
 def specialization(workload: Workload) -> Specialization:
-    """What an executor compiles and measures for a workload: that of packed tensors, as torch allocates them."""
+    """What an executor compiles and measures for a workload: that of packed tensors, as torch allocates them.
+
+    A backward pass also computes the gradient of a bias.
+    """
     size = DTYPE_BYTES[workload.dtype]
     aligned = all(width * size % ALIGNMENT_BYTES == 0 for width in (workload.head_dim, workload.head_dim_v))
     rows = [size] if _has_rows(workload, workload.bias) else []
     rows += [1] if _has_rows(workload, workload.mask) else []
     aligned_scores = all(workload.seqlen_k * each % ALIGNMENT_BYTES == 0 for each in rows)
-    return Specialization.of(workload, aligned16=aligned, aligned_scores=aligned_scores)
+    return Specialization.of(workload, aligned16=aligned, aligned_scores=aligned_scores, bias_grad=True)
 
 
 def _has_rows(workload: Workload, kind: str) -> bool:

@@ -108,10 +108,16 @@ def eager(
 
 
 def exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule, *, block_bytes: int | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rule: ScoreRule,
+    *,
+    dtype: torch.dtype = torch.float64,
+    block_bytes: int | None = None,
 ) -> Answer:
-    """The oracle's answer under a rule, float64."""
-    return _blockwise(_exact, q, k, v, rule=rule, dtype=torch.float64, block_bytes=block_bytes)
+    """The oracle's answer under a rule; in float32 it is no oracle, but costs less and is right to some 1e-6."""
+    return _blockwise(partial(_exact, dtype=dtype), q, k, v, rule=rule, dtype=dtype, block_bytes=block_bytes)
 
 
 def rounded(
@@ -131,11 +137,13 @@ _Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ScoreRule, Block], A
 """(q (units, group, rows, d), k, v (units, keys, d), rule, block) to the answer of (units, group, rows)."""
 
 
-def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule, block: Block) -> Answer:
-    scores = _scores(q.double() * rule.softmax_scale, k.double())
+def _exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule, block: Block, *, dtype: torch.dtype
+) -> Answer:
+    scores = scores_of(q.to(dtype) * rule.softmax_scale, k.to(dtype))
     magnitude = scores.abs()
     scores = rule.modify(scores, block, magnitude)
-    hidden, sink = rule.hidden(block), rule.sink(block, torch.float64)
+    hidden, sink = rule.hidden(block), rule.sink(block, dtype)
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
     top = scores.amax(-1, keepdim=True)
@@ -145,27 +153,33 @@ def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule, b
     total = weights.sum(-1, keepdim=True)
     total = total if sink is None else total + (sink - top).exp()
     safe = torch.where(total == 0, 1.0, total)
-    out = _values(weights, v.double()).div_(safe)
+    out = _values(weights, v.to(dtype)).div_(safe)
     size = magnitude.mul_(weights).nan_to_num_(0.0).sum(-1, keepdim=True).div_(safe)  # an invisible part may be NaN
     return Answer(out=out, lse=(top + total.log()).squeeze(-1), score_size=size.squeeze(-1))
 
 
 def _rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule, block: Block, *, tf32: bool) -> Answer:
-    product = _tf32 if tf32 else _as_it_is
-    scores = _scores(product(q), product(k * rule.softmax_scale))
-    scores = rule.modify(scores, block)
-    hidden, sink = rule.hidden(block), rule.sink(block, q.dtype)
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
-    blind = scores.amax(-1, keepdim=True) == float("-inf")
-    if sink is not None:
-        scores = torch.cat([scores, sink.expand(*scores.shape[:3], 1)], -1)
+    product = tf32_of if tf32 else as_it_is
+    scores = scores_of(product(q), product(k * rule.softmax_scale))
+    weights, scores = softmax_of(rule.modify(scores, block), rule, block)
     lse = torch.logsumexp(scores, -1) if tf32 else torch.zeros(q.shape[:-1], dtype=q.dtype, device=q.device)
-    weights = torch.softmax(scores, dim=-1).masked_fill_(blind, 0.0)[..., : k.shape[1]]
     return Answer(out=_values(product(weights), product(v)), lse=lse, score_size=torch.zeros_like(lse))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def softmax_of(scores: torch.Tensor, rule: ScoreRule, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """Torch's softmax of modified scores: the weights of the keys, and the scores with -inf and the sink's column."""
+    hidden, sink = rule.hidden(block), rule.sink(block, scores.dtype)
+    if hidden is not None:
+        scores.masked_fill_(hidden, float("-inf"))
+    blind = scores.amax(-1, keepdim=True) == float("-inf")
+    keys = scores.shape[3]
+    if sink is not None:
+        scores = torch.cat([scores, sink.expand(*scores.shape[:3], 1)], -1)
+    return torch.softmax(scores, dim=-1).masked_fill_(blind, 0.0)[..., :keys], scores
+
+
+def scores_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Products of (units, group, rows, d) and (units, keys, d): (units, group, rows, keys)."""
     units, group, rows, width = q.shape
     return torch.bmm(q.reshape(units, group * rows, width), k.mT).view(units, group, rows, k.shape[1])
 
@@ -173,15 +187,21 @@ def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def _values(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The weighted sums; a value without any weight takes no part, because 0 times NaN is NaN."""
     units, group, rows, keys = weights.shape
-    v = torch.where((weights.amax((1, 2)) == 0)[..., None], 0.0, v)
+    v = seen(weights, v)
     return torch.bmm(weights.reshape(units, group * rows, keys), v).view(units, group, rows, v.shape[2])
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def seen(weights: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Keys or values (units, keys, d), 0 where no row of the block has a weight for them."""
+    return torch.where((weights.amax((1, 2)) == 0)[..., None], 0.0, tensor)
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """An operand of a product whose inputs are not rounded."""
     return tensor
 
 
-def _tf32(tensor: torch.Tensor) -> torch.Tensor:
+def tf32_of(tensor: torch.Tensor) -> torch.Tensor:
     """An fp32 tensor as a matrix unit reads it for a TF32 product."""
     return (tensor.contiguous().view(torch.int32) & TF32_MASK).view(torch.float32)
 
@@ -196,39 +216,84 @@ def _blockwise(
     dtype: torch.dtype,
     block_bytes: int | None,
 ) -> Answer:
-    """Run `step` over blocks of units (a unit is one KV head of one batch element) and query rows."""
+    """Run `step` over blocks of units and query rows."""
     check_shapes(q, k, v)
-    batch, nheads, seqlen_q, width = q.shape
-    nheads_k, seqlen_k, width_v = k.shape[1], k.shape[2], v.shape[3]
-    units, group = batch * nheads_k, nheads // nheads_k
-    q4 = q.reshape(units, group, seqlen_q, width)
-    k3, v3 = k.reshape(units, seqlen_k, width), v.reshape(units, seqlen_k, width_v)
-    out = torch.zeros((units, group, seqlen_q, width_v), dtype=dtype, device=q.device)
-    size = torch.zeros((units, group, seqlen_q), dtype=dtype, device=q.device)
-    unit = torch.arange(units, device=q.device)
-    heads = (unit % nheads_k)[:, None] * group + torch.arange(group, device=q.device)
+    units = Units.of(q, k, v)
+    rows = (units.count, units.group, units.seqlen_q)
+    out = torch.zeros((*rows, v.shape[3]), dtype=dtype, device=q.device)
+    size = torch.zeros(rows, dtype=dtype, device=q.device)
     lse = torch.full_like(size, float("-inf"))
     if rule.sinks is not None:  # of the rows that no block below reaches
-        lse = rule.sinks[heads].to(dtype)[..., None].repeat(1, 1, seqlen_q)
-    limit = block_bytes or (BLOCK_BYTES_GPU if q.is_cuda else BLOCK_BYTES_CPU)
-    for some, rows in _blocks(units, seqlen_q, group, seqlen_k, width + width_v, rule.hides, limit):
-        keys = rule.key_range(rows, seqlen_k)
-        if not keys:
-            continue
-        u, r, c = slice(some.start, some.stop), slice(rows.start, rows.stop), slice(keys.start, keys.stop)
-        block = Block(batches=unit[u] // nheads_k, heads=heads[u], rows=rows, keys=keys)
+        lse = rule.sinks[units.heads].to(dtype)[..., None].repeat(1, 1, units.seqlen_q)
+    q4, k3, v3 = units.queries(q), units.keys(k), units.keys(v)
+    for (u, r, c), block in units.blocks(rule, block_bytes or default_block_bytes(q)):
         part = step(q4[u, :, r], k3[u, c], v3[u, c], rule, block)
         out[u, :, r], lse[u, :, r], size[u, :, r] = part.out, part.lse, part.score_size
-    shape = (batch, nheads, seqlen_q)
-    return Answer(out=out.view(*shape, width_v), lse=lse.view(*shape), score_size=size.view(*shape))
+    shape = q.shape[:3]
+    return Answer(out=out.view(*shape, v.shape[3]), lse=lse.view(shape), score_size=size.view(shape))
 
 
-def _blocks(
-    units: int, rows: int, group: int, keys: int, width: int, hides: bool, limit: int
-) -> Iterator[tuple[range, range]]:
-    """Ranges of units and rows whose float64 scores, keys and values fit in `limit` bytes (at least one row)."""
-    height = max(1, min(rows, limit // max(1, 8 * group * keys), ROWS_PER_BLOCK if hides else rows))
-    some = max(1, limit // max(1, 8 * keys * (group * height + width)))
-    for first in range(0, units, some):
-        for top in range(0, rows, height):
-            yield range(first, min(first + some, units)), range(top, min(top + height, rows))
+def default_block_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of one block on the device of `tensor`."""
+    return BLOCK_BYTES_GPU if tensor.is_cuda else BLOCK_BYTES_CPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """A problem taken apart: a unit is one KV head of one batch element with the query heads that read it.
+
+    `heads` (count, group) holds the query heads of each unit; `width` is head_dim and head_dim_v together.
+    """
+
+    heads: torch.Tensor
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    width: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Units:
+        """The units of tensors in (batch, heads, seqlen, width) order."""
+        (batch, nheads, seqlen_q, width), (_, nheads_k, seqlen_k, width_v) = q.shape, v.shape
+        group = nheads // nheads_k
+        unit = torch.arange(batch * nheads_k, device=q.device)
+        heads = (unit % nheads_k)[:, None] * group + torch.arange(group, device=q.device)
+        return cls(heads=heads, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, width=width + width_v)
+
+    @property
+    def count(self) -> int:
+        """How many units there are."""
+        return self.heads.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a unit."""
+        return self.heads.shape[1]
+
+    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(batch, nheads, seqlen_q, ...) as (count, group, seqlen_q, ...)."""
+        return tensor.reshape(self.count, self.group, *tensor.shape[2:])
+
+    def keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(batch, nheads_k, seqlen_k, ...) as (count, seqlen_k, ...)."""
+        return tensor.reshape(self.count, *tensor.shape[2:])
+
+    def blocks(self, rule: ScoreRule, limit: int) -> Iterator[tuple[tuple[slice, slice, slice], Block]]:
+        """Slices of units, query rows and keys whose float64 scores, keys and values fit in `limit` bytes.
+
+        A block has at least one row, and every key that its rows may see by their position; without any it is left out.
+        """
+        for some, rows in self._ranges(rule.hides, limit):
+            keys = rule.key_range(rows, self.seqlen_k)
+            if keys:
+                at = slice(some.start, some.stop), slice(rows.start, rows.stop), slice(keys.start, keys.stop)
+                batches = torch.arange(some.start, some.stop, device=self.heads.device) // (self.count // self.batch)
+                yield at, Block(batches=batches, heads=self.heads[at[0]], rows=rows, keys=keys)
+
+    def _ranges(self, hides: bool, limit: int) -> Iterator[tuple[range, range]]:
+        rows, keys = self.seqlen_q, self.seqlen_k
+        height = max(1, min(rows, limit // max(1, 8 * self.group * keys), ROWS_PER_BLOCK if hides else rows))
+        some = max(1, limit // max(1, 8 * keys * (self.group * height + self.width)))
+        for first in range(0, self.count, some):
+            for top in range(0, rows, height):
+                yield range(first, min(first + some, self.count)), range(top, min(top + height, rows))

@@ -161,7 +161,7 @@ class Judge:
         medians = {impl: _median(each) for impl, each in zip(others, windows[len(racers) :], strict=True)}
         reference_ms = next(iter(medians.values()), None)
         for (index, (candidate, _)), mine in zip(racers.items(), windows, strict=False):
-            wrong = self._attempt(partial(self._check_again, state, candidate, index))
+            wrong = self._attempt(partial(self._check_again, candidate, index))
             outcomes[index] = wrong or _measurement(candidate, mine, reference_ms)
         found = tuple(Anchor(impl=impl, median_ms=ms) for impl, ms in medians.items() if impl != REFERENCE)
         return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), anchors=found)
@@ -172,7 +172,7 @@ class Judge:
         if isinstance(candidate, Failure):
             return candidate
         self._announce("launch", subject)
-        return candidate, make_unit(candidate.run, state.problem.inputs.copies, self._stopwatch)
+        return candidate, make_unit(candidate.run, state.problem.copies, self._stopwatch)
 
     def _others(self, state: State, job: RaceJob) -> dict[str, Unit]:
         """The reference kernel first, and the other anchors if they are asked for and can run."""
@@ -182,10 +182,10 @@ class Judge:
         found = {impl: unit for impl, unit in units.items() if unit is not None}
         return found or ({} if reference is None else {REFERENCE: reference})
 
-    def _check_again(self, state: State, candidate: Candidate, subject: int) -> Failure | None:
+    def _check_again(self, candidate: Candidate, subject: int) -> Failure | None:
         """A kernel with a race condition may be right once; after thousands of calls it is asked again."""
         self._announce("verify", subject)
-        verdict = state.problem.run(candidate.factory)
+        verdict = candidate.check()
         if isinstance(verdict, Failure):
             return Failure(stage=verdict.stage, reason=f"right before the timing and wrong after it: {verdict.reason}")
         return None

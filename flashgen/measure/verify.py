@@ -22,6 +22,7 @@ Outputs are poisoned with NaN first, so that an unwritten one is seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -105,11 +106,11 @@ def golden(
     larger = (score_size / USUAL_SCORE_SIZE).clamp_min_(1.0)
     row_error, row_size = torch.zeros_like(right.lse), torch.zeros_like(right.lse)
     sums = torch.zeros(2, dtype=torch.float64, device=q.device)
-    for piece in _pieces(right.out):
+    for piece in pieces(right.out):
         # where eager attention overflows, it allows nothing
         error = (usual.out[piece].double() - right.out[piece]).abs_().nan_to_num_(0.0, posinf=0.0)
         size = right.out[piece].abs()
-        row_error[piece], row_size[piece] = _row_max(error), _row_max(size)
+        row_error[piece], row_size[piece] = row_max(error), row_max(size)
         sums += torch.stack([error.sum(), (size.sum(-1) * larger[piece]).sum()])
     fp32_ulp = torch.finfo(torch.float32).eps
     mean_error, mean_size = (sums / max(1, right.out.numel())).tolist()
@@ -167,7 +168,7 @@ def check(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -> Erro
         return Errors(max_error=0.0, mean_error=0.0, lse_error=0.0)
     unwritten, excess, largest, total, lse_excess, lse_largest = _statistics(out, lse, expected)
     if unwritten:
-        return _wrong(f"{_plural(unwritten, 'element')} of out or lse is NaN, infinite or unwritten{_where(out)}")
+        return _wrong(f"{plural(unwritten, 'element')} of out or lse is NaN, infinite or unwritten{_where(out)}")
     if excess > 0:
         return _wrong(_worst_row(out, expected))
     if lse_excess > 0:
@@ -189,10 +190,10 @@ def _statistics(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -
     zero = torch.zeros((), dtype=torch.float64, device=out.device)
     unwritten, total = zero.clone(), zero.clone()
     excess, largest = zero - 1, zero.clone()
-    for piece in _pieces(out):
+    for piece in pieces(out):
         error = (out[piece].double() - expected.out[piece]).abs_()
         unwritten += (~torch.isfinite(error)).sum()
-        row = _row_max(error)
+        row = row_max(error)
         excess = torch.maximum(excess, (row - expected.row_tolerance[piece]).max())
         largest = torch.maximum(largest, row.max())
         total += error.sum()
@@ -210,8 +211,8 @@ def _statistics(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -
 def _worst_row(out: torch.Tensor, expected: Golden) -> str:
     """Names the row that breaks the row rule most (computed only for a failure)."""
     worst = (0.0, 0.0, 0.0, (0, 0, 0))
-    for piece in _pieces(out):
-        row = _row_max((out[piece].double() - expected.out[piece]).abs_())
+    for piece in pieces(out):
+        row = row_max((out[piece].double() - expected.out[piece]).abs_())
         ratio = row / expected.row_tolerance[piece].clamp_min(1e-30)
         at = int(ratio.argmax())
         if float(ratio.flatten()[at]) > worst[0]:
@@ -231,11 +232,13 @@ def _where(out: torch.Tensor) -> str:
     return f", first in row (batch {b}, head {h}, query {i})"
 
 
-def _plural(count: float, noun: str) -> str:
+def plural(count: float, noun: str) -> str:
+    """A number with its noun, such as `2 elements`."""
     return f"{int(count)} {noun}{'' if count == 1 else 's'}"
 
 
-def _row_max(error: torch.Tensor) -> torch.Tensor:
+def row_max(error: torch.Tensor) -> torch.Tensor:
+    """The largest element of each row (the last dimension)."""
     return error.amax(-1) if error.shape[-1] else error.sum(-1)
 
 
@@ -243,10 +246,10 @@ def _wrong(reason: str) -> Failure:
     return Failure(stage="verify", reason=reason)
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+def pieces(tensor: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """Slices of batch and heads with at most `PIECE_ELEMENTS` elements (at least one head)."""
-    batch, heads, rows, width = tensor.shape
-    per_head = max(1, rows * width)
+    batch, heads, *rest = tensor.shape
+    per_head = max(1, math.prod(rest))
     some_heads = max(1, min(heads, PIECE_ELEMENTS // per_head))
     some_batches = max(1, PIECE_ELEMENTS // (per_head * heads)) if some_heads == heads else 1
     for b in range(0, batch, some_batches):

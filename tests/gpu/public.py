@@ -18,7 +18,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 from flashgen.launch.extras import Extras
-from flashgen.measure.odd_shapes import Problem
+from flashgen.measure.problem import Problem
 from flashgen.measure.verify import Kernel, Offset
 
 MOST_PROCESSES = 16

@@ -91,6 +91,9 @@ class EmulatedToolchain:
             self.kernels[config] = Clocked(inner=inner, ms=float(knobs["ms"]), **limits)
         return self.kernels[config].factory
 
+    def is_deterministic(self, config: Config) -> bool:
+        return True
+
     def default(self, spec: Specialization) -> Config:
         if self.default_config is None:
             raise UnsupportedError("nothing serves this")

@@ -6,7 +6,8 @@ import torch
 from flashgen.core.record import Failure
 from flashgen.core.workload import Workload
 from flashgen.measure.inputs import make_inputs
-from flashgen.measure.odd_shapes import ODD_SHAPES, Problem, check_odd, odd_problems
+from flashgen.measure.odd_shapes import ODD_SHAPES, check_odd, odd_problems
+from flashgen.measure.problem import Problem
 from flashgen.measure.verify import Errors, check, golden, ulp_of
 from tests.measure.emulated import Emulated
 

@@ -1,0 +1,70 @@
+"""What the bench needs to know of each direction: how to make its problems, and how torch computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from flashgen.core.record import Failure
+from flashgen.core.workload import Specialization, Workload
+from flashgen.measure import anchors, backward_anchors
+from flashgen.measure.anchors import AnchorCall
+from flashgen.measure.backward_problem import backward_odd_problems, backward_problem
+from flashgen.measure.odd_shapes import Factory, OddShape, odd_problems
+from flashgen.measure.problem import forward_problem
+from flashgen.measure.timing import Run
+from flashgen.measure.verify import Errors
+
+
+class Problem(Protocol):
+    """Inputs of one call with their right answer: `problem.Problem` or `backward_problem.BackwardProblem`.
+
+    A factory is what `Toolchain.factory` makes for a specialization of the same direction.
+    """
+
+    @property
+    def copies(self) -> int:
+        """Sets of inputs to rotate."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held, in bytes."""
+        ...
+
+    def run(self, factory: Factory, repeats: int = 0) -> Errors | Failure:
+        """Run a kernel, judge what it wrote, and ask for the same bits so many times more."""
+        ...
+
+    def timed(self, factory: Factory) -> Run:
+        """A launch that is ready for every copy."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Direction:
+    """One row of `DIRECTIONS`.
+
+    Attributes:
+        problem: from a workload, the number of copies, a seed and a device.
+        odd_problems: the odd shapes of a specialization.
+        anchor: one of torch's backends (its name) on a workload's problem, or why it cannot run.
+        repeats: how often a kernel that gives the same bits every time has to give them again.
+    """
+
+    problem: Callable[[Workload, int, int, torch.device], Problem]
+    odd_problems: Callable[[Specialization, torch.device], tuple[tuple[OddShape, Problem], ...]]
+    anchor: Callable[[str, Workload, Any], AnchorCall | str]
+    repeats: int
+
+
+DIRECTIONS = {
+    "forward": Direction(problem=forward_problem, odd_problems=odd_problems, anchor=anchors.prepared, repeats=0),
+    "backward": Direction(
+        problem=backward_problem, odd_problems=backward_odd_problems, anchor=backward_anchors.prepared, repeats=2
+    ),
+}
+"""By `Workload.direction`. No family of forward kernels has sums without a fixed order: nothing is repeated there."""
