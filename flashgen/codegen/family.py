@@ -14,13 +14,15 @@ from flashgen.core.workload import Specialization
 class Knob:
     """One dimension of a search space: its values in order, so that neighbours are one step apart.
 
-    `default` is for a knob that came later: configs that were stored before it existed mean this value.
+    `default` is for a knob that came later: configs that were stored before it existed mean this value. If it is
+    `implied`, the text of a kernel does not name it at its default: kernels rendered before keep their digests.
     """
 
     name: str
     values: tuple[KnobValue, ...]
     meaning: str
     default: KnobValue | None = None
+    implied: bool = False
 
     def allows(self, value: KnobValue) -> bool:
         """Whether `value` is declared; True is not 1 here."""

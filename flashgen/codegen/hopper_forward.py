@@ -5,12 +5,13 @@ from __future__ import annotations
 from flashgen.codegen import hopper_resources as resources
 from flashgen.codegen import hopper_scores
 from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Sizes
+from flashgen.codegen.head_parts import can_split
 from flashgen.codegen.hopper_favourites import NAMED, WON, Changes
 from flashgen.codegen.hopper_resources import ROWS
 from flashgen.codegen.score_parameters import score_parameters
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import DTYPE_BYTES, Specialization
 
 FAMILY_ID = "hopper_forward"
 
@@ -61,6 +62,13 @@ KNOBS = (
         meaning="causal: only the first block of keys has hidden ones, since query blocks are cut for it; "
         "or those that have a loop of their own; or a branch in the one loop",
     ),
+    Knob(
+        name="split_d",
+        values=(False, True),
+        meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
+        default=False,
+        implied=True,
+    ),
 )
 
 
@@ -71,8 +79,10 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return "it has no varlen"
     if spec.mods:
         return "it takes no functions of the caller"
-    if "full" in (spec.bias, spec.mask):
-        return "of a bias or a mask it reads one value a key, the same for all queries"
+    if resources.score_tiles(spec) and not spec.aligned_scores:
+        return (
+            "the copy engine needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
+        )
     if spec.page_size is not None:
         return "it reads no paged keys"
     if spec.dtype not in GL_DTYPES:
@@ -82,6 +92,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
             return f"its {name} is one of {', '.join(map(str, HEAD_DIMS))}, not {size}"
     if not spec.aligned16:
         return "the copy engine needs pointers and strides that are multiples of 16 bytes"
+    if _why_too_large(spec, _smallest(spec), device):
+        return "its tiles of bias and mask do not fit beside heads of this size"
     return None
 
 
@@ -102,13 +114,15 @@ def _why_too_large(spec: Specialization, config: Config, device: Device) -> str 
     shared, limit = resources.smem_bytes(spec, config, own_o=own_o), resources.smem_available(config, device)
     if shared > limit:
         return f"it needs {shared} bytes of shared memory and a block has {limit}"
-    barriers, left = resources.named_barriers(config), resources.NAMED_BARRIERS - resources.FIRST_NAMED_BARRIER
+    barriers, left = resources.named_barriers(spec, config), resources.NAMED_BARRIERS - resources.FIRST_NAMED_BARRIER
     if barriers > left:
         return f"it needs {barriers} named barriers and Triton leaves {left}"
     return None
 
 
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
+    if resources.is_split(config) and not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
+        return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
     if config["ping_pong"] and config["warpgroups"] == 1:
         return "one warpgroup has nobody to take turns with"
     if spec.causal and config["heads_per_group"] == 1:
@@ -169,23 +183,26 @@ _DEFAULTS: dict[tuple[int, bool], Changes] = {
 }
 
 
+USUAL: Changes = {
+    "warpgroups": 2,
+    "blocks_per_sm": 1,
+    "block_n": 128,
+    "v_stages": 2,
+    "k_release": "own",
+    "barriers": "mbarrier",
+    "ping_pong": False,
+    "conditional_rescale": False,
+    "exp_order": "free",
+    "max_tree": "chain",
+    "heads_per_group": 1,
+    "masked_blocks": "one",
+    "split_d": False,
+}
+
+
 def _default(spec: Specialization, device: Device) -> Config:
-    usual: Changes = {
-        "warpgroups": 2,
-        "blocks_per_sm": 1,
-        "block_n": 128,
-        "v_stages": 2,
-        "k_release": "own",
-        "barriers": "mbarrier",
-        "ping_pong": False,
-        "conditional_rescale": False,
-        "exp_order": "free",
-        "max_tree": "chain",
-        "heads_per_group": 1,
-        "masked_blocks": "one",
-    }
     width = _width(spec)
-    config = Config.of(FAMILY_ID, {**usual, **_DEFAULTS[width, spec.causal]})
+    config = Config.of(FAMILY_ID, {**USUAL, **_DEFAULTS[width, spec.causal]})
     if width == 64 and spec.window:
         # the windows of such models are as short as a block
         config = config.replace(warpgroups=2, block_n=64, **NAMED)
@@ -194,7 +211,24 @@ def _default(spec: Specialization, device: Device) -> Config:
         config = config.replace(**NAMED)
     if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
         config = config.replace(warpgroups=2, **NAMED)
+    if resources.score_tiles(spec):
+        config = _with_room_for_tiles(spec, config, device)
     return _masked(spec, config)
+
+
+def _with_room_for_tiles(spec: Specialization, config: Config, device: Device) -> Config:
+    """`config`, with fewer or smaller slots until the tiles of a bias and a mask fit beside them."""
+    for change in ({}, {"v_stages": 2}, {"warpgroups": 2, "v_stages": 2, **NAMED}):
+        smaller = config.replace(**change)
+        if _why_too_large(spec, smaller, device) is None:
+            return smaller
+    return _smallest(spec)
+
+
+def _smallest(spec: Specialization) -> Config:
+    """What takes the least registers and shared memory for a warpgroup's rows, of what is not pointless."""
+    changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED}
+    return Config.of(FAMILY_ID, {**USUAL, **changes})
 
 
 def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
@@ -216,13 +250,16 @@ def _width(spec: Specialization) -> int:
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
     own_o = resources.own_o(spec, config, HOPPER)
     aligned = _is_aligned(spec, config)
-    slots, arrivals = _barriers(config)
+    slots, arrivals = _barriers(spec, config)
+    d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
     return {
         **dict(config.knobs),
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
-        "block_d": resources.block(spec.head_dim),
-        "block_dv": resources.block(spec.head_dim_v),
+        "d_parts": d_parts,
+        "v_parts": v_parts,
+        "q_names": [f"q{part.suffix}" for part in d_parts],
+        "acc_names": [f"acc{part.suffix}" for part in v_parts],
         "rows": ROWS,
         "block_m": resources.block_m(config),
         "k_stages": resources.k_stages(config),
@@ -233,12 +270,15 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "gl_dtype": GL_DTYPES[spec.dtype],
         "torch_dtype": TORCH_DTYPES[spec.dtype],
         "own_o": own_o,
-        "buffers": ["q_tiles", "k_tiles", "v_tiles", *(["o_tiles"] if own_o else []), "next_tiles"],
+        "o_places": [f"{'o' if own_o else 'q'}{part.suffix}_tiles" for part in (v_parts if own_o else d_parts)],
+        "descs": [parameter.name for parameter in _descriptors(spec, config)],
+        "buffers": _buffers(spec, config, own_o=own_o),
         "named": config["barriers"] == "named",
         "k_empty": "K_EMPTY" if config["barriers"] == "named" else "k_empty",
         "v_empty": "V_EMPTY" if config["barriers"] == "named" else "v_empty",
         "first_barrier": resources.FIRST_NAMED_BARRIER,
         "ring_threads": resources.ring_threads(config),
+        "slot_threads": resources.THREADS_PER_WARPGROUP + 32,
         "barriers": list(slots),
         "barrier_slots": slots,
         "barrier_arrivals": arrivals,
@@ -255,7 +295,15 @@ def _is_aligned(spec: Specialization, config: Config) -> bool:
     return spec.causal and config["masked_blocks"] == "one"
 
 
-def _barriers(config: Config) -> tuple[dict[str, str], dict[str, str]]:
+def _buffers(spec: Specialization, config: Config, *, own_o: bool) -> list[str]:
+    """Names of the tiles in shared memory, in the order in which roles unpack them."""
+    dims = {"q": spec.head_dim, "k": spec.head_dim, "v": spec.head_dim_v} | ({"o": spec.head_dim_v} if own_o else {})
+    found = [f"{name}{part.suffix}_tiles" for name, size in dims.items() for part in resources.parts(size, config)]
+    found += [f"{name}_tiles" for name in resources.score_tiles(spec)]
+    return [*found, *(["verdicts"] if spec.mask == "full" else []), "next_tiles"]
+
+
+def _barriers(spec: Specialization, config: Config) -> tuple[dict[str, str], dict[str, str]]:
     """Number of slots and number of arrivals that complete a phase, by the name of a barrier in shared memory."""
     slots = {"q_full": "WARPGROUPS", "k_full": "K_STAGES", "v_full": "V_STAGES"}
     if config["barriers"] == "mbarrier":
@@ -264,8 +312,14 @@ def _barriers(config: Config) -> tuple[dict[str, str], dict[str, str]]:
             slots["k_empty"] = "K_STAGES"
         if config["ping_pong"]:
             slots["turn"] = "WARPGROUPS"
+    if resources.score_tiles(spec):
+        slots["score_full"] = "WARPGROUPS"
+        if config["barriers"] == "mbarrier":
+            slots["score_empty"] = "WARPGROUPS"
     slots |= {"q_empty": "WARPGROUPS", "tile_full": "2", "tile_empty": "2"}
-    shared = ("k_empty", "v_empty", "tile_empty")
+    if spec.mask == "full":
+        slots["judged"] = "2"
+    shared = ("k_empty", "v_empty", "tile_empty", "judged")
     return slots, {name: "WARPGROUPS" if name in shared else "1" for name in slots}
 
 
@@ -298,17 +352,7 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     `block_size` ends with one line of the swizzle (64 elements), and `num_warps` counts all roles: the block of a
     launch is 32 * num_warps threads, 128 for each warpgroup and as many for the producer.
     """
-    block_n = config.integer("block_n")
-    boxes = {
-        "q": (ROWS, spec.head_dim),
-        "k": (block_n, spec.head_dim),
-        "v": (block_n, spec.head_dim_v),
-        "o": (ROWS, spec.head_dim_v),
-    }
-    found = [
-        Parameter(name=f"{tensor}_desc", type=descriptor_type(spec.dtype, rows, resources.block(head_dim)))
-        for tensor, (rows, head_dim) in boxes.items()
-    ]
+    found = _descriptors(spec, config)
     aligned = _is_aligned(spec, config)
     found += [Parameter(name="O", type=f"*{spec.dtype}", aligned16=True)] if aligned else []
     found += [Parameter(name="LSE", type="*fp32"), Parameter(name="Counter", type="*i32")]
@@ -318,15 +362,33 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     return (*found, *(Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if aligned else ())))
 
 
+def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
+    block_n = config.integer("block_n")
+    boxes = {
+        "q": (ROWS, spec.head_dim),
+        "k": (block_n, spec.head_dim),
+        "v": (block_n, spec.head_dim_v),
+        "o": (ROWS, spec.head_dim_v),
+    }
+    found = [
+        Parameter(name=f"{tensor}{part.descriptor_suffix}_desc", type=descriptor_type(spec.dtype, rows, part.block))
+        for tensor, (rows, head_dim) in boxes.items()
+        for part in resources.parts(head_dim, config)
+    ]
+    tiles = resources.score_tiles(spec).items()
+    return found + [Parameter(name=f"{name}_desc", type=descriptor_type(dtype, ROWS, block_n)) for name, dtype in tiles]
+
+
 def descriptor_type(dtype: str, rows: int, columns: int) -> str:
     """The type of a descriptor in the signature of a Gluon kernel, which names the layout in shared memory as well.
 
-    Rows of 128 bytes and more are swizzled in lines of 128: `NVMMASharedLayout.get_default_for`, written out because
-    the table of families is read without Triton.
+    Rows of 128 bytes and more are swizzled in lines of 128, shorter ones in lines of 64: what
+    `NVMMASharedLayout.get_default_for` says, written out because the table of families is read without Triton.
     """
+    size = DTYPE_BYTES.get(dtype, 1)
     layout = (
-        "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4, transposed=False, "
-        "fp4_padded=False, cga_layout=[])"
+        f"NVMMASharedLayout(swizzle_byte_width={min(128, columns * size)}, element_bitwidth={8 * size}, rank=4, "
+        "transposed=False, fp4_padded=False, cga_layout=[])"
     )
     return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout}>"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.head_parts import HeadPart, can_split, head_parts
+from flashgen.codegen.portable_text import bias_dtype
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -28,6 +30,9 @@ and up to 330 under 3.9."""
 BARRIER_BYTES = 1024
 """Barriers, the next tile and alignment; 330 to 800 bytes were measured."""
 
+VERDICT_BYTES = 2048
+"""Where a mask hides single scores: what warpgroups say of two tiles, and what they add up for that."""
+
 NAMED_BARRIERS = 16
 """Barriers of a block in hardware (PTX: bar.sync 0 to 15)."""
 
@@ -35,9 +40,49 @@ FIRST_NAMED_BARRIER = 6
 """Triton takes 0, 1 and one for each role but the first, of which there are at most four."""
 
 
+LEAST_COLUMNS = 64
+"""Columns of a full swizzle: a head that lies in one part has no fewer."""
+
+
+def is_split(config: Config) -> bool:
+    """Whether heads lie in two parts; a config that is older than the knob means that they do not."""
+    return bool(dict(config.knobs).get("split_d", False))
+
+
+def parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
+    """The parts of a head: one, padded to the next power of two, or two: 96 = 64 + 32, 192 = 128 + 64."""
+    if is_split(config) and can_split(head_dim):
+        return head_parts(head_dim, split=True)
+    return (HeadPart(suffix="", start=0, size=head_dim, block=block(head_dim)),)
+
+
+def columns(head_dim: int, config: Config) -> int:
+    """Columns of all parts of a head together."""
+    return sum(part.block for part in parts(head_dim, config))
+
+
 def block(head_dim: int) -> int:
-    """Columns of a tile: the next power of two, at least the 64 of a full swizzle."""
-    return max(64, 1 << (head_dim - 1).bit_length())
+    """Columns of a head in one part: the next power of two, at least the 64 of a full swizzle."""
+    return max(LEAST_COLUMNS, 1 << (head_dim - 1).bit_length())
+
+
+def score_tiles(spec: Specialization) -> dict[str, str]:
+    """What has a value for every query and key, and is loaded a tile at a time: its element type by its name.
+
+    The copy engine brings a tile for each warpgroup and block of keys, [ROWS, block_n], into the warpgroup's own slot;
+    its warps take it to registers while the matrix unit computes the scores, and the next tile has the rest of the step
+    to arrive. Loads of each thread, a block ahead, were the other way: the threads of a row of scores hold four bytes
+    of eight columns in turn, so every load of a warp would touch eight lines of memory for half a sector each, 256 such
+    loads for 128 x 128 scores of a multiprocessor, through what shared memory leaves of the first cache (less than the
+    32 KB of one block); and an fp32 bias would need 64 registers more at head_dim 128, where 52 are left.
+    """
+    found = {"bias": bias_dtype(spec)} if spec.bias == "full" else {}
+    return found | ({"mask": "u8"} if spec.mask == "full" else {})
+
+
+def score_bytes(spec: Specialization, config: Config) -> int:
+    """Bytes of the tiles of one warpgroup and block of keys."""
+    return ROWS * config.integer("block_n") * sum(DTYPE_BYTES.get(dtype, 1) for dtype in score_tiles(spec).values())
 
 
 def block_m(config: Config) -> int:
@@ -50,12 +95,12 @@ def k_stages(config: Config) -> int:
     return config.integer("v_stages") + (config["k_release"] == "with_v")
 
 
-def named_barriers(config: Config) -> int:
+def named_barriers(spec: Specialization, config: Config) -> int:
     """Named barriers of a kernel: one for each slot that is released, and one for each warpgroup that takes turns."""
     if config["barriers"] != "named":
         return 0
     slots = config.integer("v_stages") + (k_stages(config) if config["k_release"] == "own" else 0)
-    return slots + (config.integer("warpgroups") if config["ping_pong"] else 0)
+    return slots + config.integer("warpgroups") * (bool(config["ping_pong"]) + bool(score_tiles(spec)))
 
 
 def ring_threads(config: Config) -> int:
@@ -85,16 +130,18 @@ def consumer_registers(config: Config, device: Device) -> int:
 def live_registers(spec: Specialization, config: Config) -> int:
     """Registers that a consumer thread needs: fp32 scores, 16-bit weights, fp32 output, bias, mask, the rest."""
     block_n = config.integer("block_n")
-    by_key = block_n // 4 * (bool(spec.bias) + bool(spec.mask))
-    return block_n // 2 + block_n // 4 + by_key + block(spec.head_dim_v) // 2 + OTHER_REGS
+    by_key = block_n // 4 * ((spec.bias == "keys") + (spec.mask == "keys"))
+    tiles = score_bytes(spec, config) // (4 * THREADS_PER_WARPGROUP)
+    return block_n // 2 + block_n // 4 + by_key + tiles + columns(spec.head_dim_v, config) // 2 + OTHER_REGS
 
 
 def smem_bytes(spec: Specialization, config: Config, *, own_o: bool) -> int:
-    """Shared memory of a block: Q, the rings of K and V, and a place of its own for the output if `own_o`."""
-    block_d, block_dv, block_n = block(spec.head_dim), block(spec.head_dim_v), config.integer("block_n")
-    elements = block_m(config) * (block_d + (block_dv if own_o else 0))
-    elements += block_n * (k_stages(config) * block_d + config.integer("v_stages") * block_dv)
-    return elements * DTYPE_BYTES[spec.dtype] + BARRIER_BYTES
+    """Shared memory of a block: Q, the rings of K and V, bias and mask, and the output's own place if `own_o`."""
+    d, dv, block_n = columns(spec.head_dim, config), columns(spec.head_dim_v, config), config.integer("block_n")
+    elements = block_m(config) * (d + (dv if own_o else 0))
+    elements += block_n * (k_stages(config) * d + config.integer("v_stages") * dv)
+    tiles = config.integer("warpgroups") * score_bytes(spec, config)
+    return elements * DTYPE_BYTES[spec.dtype] + tiles + BARRIER_BYTES + VERDICT_BYTES * (spec.mask == "full")
 
 
 def smem_available(config: Config, device: Device) -> int:
@@ -105,8 +152,9 @@ def smem_available(config: Config, device: Device) -> int:
 def own_o(spec: Specialization, config: Config, device: Device) -> bool:
     """Whether the output of a tile has its own place, so that Q of the next tile is loaded meanwhile.
 
-    Where head_dim and head_dim_v differ, Q's place has another shape.
+    Else its parts take the places of Q's parts, where those have the same shapes.
     """
-    if block(spec.head_dim) != block(spec.head_dim_v):
+    d, dv = parts(spec.head_dim, config), parts(spec.head_dim_v, config)
+    if [part.block for part in dv] != [part.block for part in d[: len(dv)]]:
         return True
     return smem_bytes(spec, config, own_o=True) <= smem_available(config, device)

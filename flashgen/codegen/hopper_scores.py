@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.hopper_resources import score_tiles
 from flashgen.codegen.portable_text import bias_dtype, is_natural, is_positional, score_strides
 from flashgen.codegen.score_parameters import scales, window_edges
 from flashgen.core.workload import Specialization
@@ -22,6 +23,10 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "bias": spec.bias,
         "mask": spec.mask,
         "sink": spec.sink,
+        "score_tiles": list(score_tiles(spec)),
+        "score_dtypes": {name: GL_SCORE_DTYPES[dtype] for name, dtype in score_tiles(spec).items()},
+        "score_axes": score_axes(spec),
+        "seen": _seen(spec),
         "bias_dtype": bias_dtype(spec),
         "sink_dtype": spec.sink_dtype or "fp32",
         "score_stride": not spec.aligned_scores,
@@ -44,9 +49,27 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "features": _features(spec),
         "kernel_features": scales(spec)[-1:] + _features(spec)[1:],
         "rule": _rule(spec),
+        # one number needs no tuple, unless a function takes it apart
+        "by_rule": len(_rule(spec)) > 1 or is_natural(spec),
         "step_scale": "LOG2E" if is_natural(spec) else "rule[0]" if len(_rule(spec)) > 1 else "scale",
         "host_features": [name for name, present in host.items() if present],
     }
+
+
+GL_SCORE_DTYPES = {"bf16": "gl.bfloat16", "fp16": "gl.float16", "fp32": "gl.float32", "u8": "gl.uint8"}
+
+
+def score_axes(spec: Specialization) -> list[str]:
+    """The strides of tiles of scores that are 0 where all batches or heads share a tile."""
+    return [f"stride_{name}_{axis}" for name in score_tiles(spec) for axis in "bh"]
+
+
+def _seen(spec: Specialization) -> list[str]:
+    """What tells which keys of a block some query of a tile sees, where a mask hides single scores."""
+    if spec.mask != "full":
+        return []
+    offset = ["offset"] if spec.causal or spec.window else []
+    return ["mask_base", "stride_mask_q", "tile_row", *offset, *window_edges(spec), "seqlen_q", "seqlen_k"]
 
 
 def _key_block_arguments(spec: Specialization) -> str:
@@ -60,7 +83,7 @@ def _features(spec: Specialization) -> list[str]:
     found = ["softcap_rate"] if spec.softcap else []
     found += ["AlibiSlopes", "stride_alibi_b"] if spec.alibi else []
     found += ["Sinks"] if spec.sink else []
-    found += ["Bias", *score_strides(spec, "bias", spec.bias)] if spec.bias else []
+    found += ["Bias", *score_strides(spec, "bias", spec.bias)] if spec.bias == "keys" else []
     found += ["Mask", *score_strides(spec, "mask", spec.mask)] if spec.mask else []
     return ["scale", *found] if found else []
 
@@ -71,6 +94,6 @@ def _rule(spec: Specialization) -> list[str]:
     found += ["softcap_rate"] if spec.softcap else []
     found += ["slope", "positions"] if spec.alibi else []
     for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
-        if kind:
+        if kind == "keys":
             found += [f"{name}_base", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
-    return [*found, "seqlen_k"] if spec.bias or spec.mask else found
+    return [*found, "seqlen_k"] if "keys" in (spec.bias, spec.mask) else found

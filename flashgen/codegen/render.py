@@ -73,7 +73,8 @@ def render_template(template: str, purpose: str, **values: object) -> str:
 
 def render_command(spec: Specialization, config: Config) -> str:
     """The canonical command that prints this kernel again; no command has the functions of a running program."""
-    knobs = ",".join(f"{name}={str(value).lower()}" for name, value in config.knobs)
+    implied = {(knob.name, knob.default) for knob in family(config.family).knobs if knob.implied}
+    knobs = ",".join(f"{name}={str(value).lower()}" for name, value in config.knobs if (name, value) not in implied)
     command = "flashgen.attention with functions of its caller:" if spec.mods else "flashgen render"
     return f"{command} {spec.key} --config {config.family}:{knobs}"
 

@@ -26,7 +26,7 @@ TENSOR_MAPS_KEPT = 64
 """Descriptors of one tensor of a plan, each for another pointer."""
 
 L2_PROMOTION_128B = 2
-TENSOR_MAP_DTYPES = {"fp16": 6, "fp32": 7, "tf32": 7, "bf16": 9}  # CUtensorMapDataType
+TENSOR_MAP_DTYPES = {"u8": 0, "fp16": 6, "fp32": 7, "tf32": 7, "bf16": 9}  # CUtensorMapDataType
 
 
 class LaunchConfig(Structure):

@@ -20,7 +20,7 @@ from flashgen.launch.extras import Extras
 from flashgen.launch.feature_slots import extras_writer
 from flashgen.launch.features import LOG2E, NO_EXTRAS
 from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
-from flashgen.launch.parameters import Layout, is_descriptor
+from flashgen.launch.parameters import Layout, is_descriptor, subject_of
 from flashgen.launch.prepared import Prepared, View
 
 
@@ -68,12 +68,12 @@ class DriverPlan:
         )
         self._maps: dict[str, list[tuple[int, driver.TensorMaps]]] = {}  # by tensor: position of a parameter, its maps
         for one in self._prepared.descriptors:
-            self._maps.setdefault(one.parameter.name[0], []).append((one.position, one.maps()))
+            self._maps.setdefault(subject_of(one.parameter), []).append((one.position, one.maps()))
         self._slots = self._bound_slots(layout)
         self.launch = self._bind()
 
     def _view(self, parameter: Parameter) -> View:
-        shape, strides = self._geometry.tensor(parameter.name[0])
+        shape, strides = self._geometry.tensor(subject_of(parameter))
         return shape, legal_strides(shape, strides)
 
     def _bound_slots(self, layout: Layout) -> dict[str, Any]:
@@ -98,7 +98,10 @@ class DriverPlan:
         offset_slot = self._slots.get("q_offset", self._slots.get("QOffset", unused))
         counter_slot = self._slots.get("Counter")
         counters = None if counter_slot is None else Counters(self._device_index)
-        write_extras = extras_writer(self._slots, self._scalars, causal=self._causal)
+        describe = {
+            name.capitalize(): self._maps_setter(maps) for name, maps in self._maps.items() if name not in "qkvo"
+        }
+        write_extras = extras_writer(self._slots, self._scalars, causal=self._causal, describe=describe)
         geometry, index, config, function = self._geometry, self._device_index, self._prepared.config, self._function
         rows, default_offset = geometry.q_shape[2], self._scalars["q_offset"]
         is_far = not features.FAR_FEATURES.isdisjoint(self._slots)

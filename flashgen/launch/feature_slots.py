@@ -15,15 +15,27 @@ WriteExtras = Callable[[Extras, float], None]
 """Writes what the extras and the softmax scale of a call ask for."""
 
 
-def extras_writer(slots: Mapping[str, Any], scalars: Mapping[str, int], *, causal: bool) -> WriteExtras | None:
+Describe = Callable[[int], None]
+"""Makes the descriptors of a tensor point to its memory."""
+
+
+def extras_writer(
+    slots: Mapping[str, Any],
+    scalars: Mapping[str, int],
+    *,
+    causal: bool,
+    describe: Mapping[str, Describe] | None = None,
+) -> WriteExtras | None:
     """What writes the arguments of features, or None for kernels that have none: plain calls pay nothing.
 
     Args:
         slots: the parameters that launches write, by name: ctypes values in the memory that the driver reads.
         scalars: the arguments that a geometry fixes.
         causal: whether a causal mask is compiled in.
+        describe: for those tensors of the extras that a kernel also has descriptors of, by the names of their slots.
     """
-    writers = [*_window_writers(slots, scalars, causal=causal), *_softcap_writers(slots), *_tensor_writers(slots)]
+    writers = [*_window_writers(slots, scalars, causal=causal), *_softcap_writers(slots)]
+    writers += _tensor_writers(slots, describe or {})
     if not writers:
         return None
 
@@ -65,7 +77,15 @@ def _softcap_writers(slots: Mapping[str, Any]) -> list[WriteExtras]:
     return [write]
 
 
-def _tensor_writers(slots: Mapping[str, Any]) -> list[WriteExtras]:
+def _tensor_writers(slots: Mapping[str, Any], describe: Mapping[str, Describe]) -> list[WriteExtras]:
+    def describing(slot: Any, find: Callable[[Extras], torch.Tensor], point_to: Describe) -> WriteExtras:
+        def write(extras: Extras, scale: float) -> None:
+            pointer = find(extras).data_ptr()
+            point_to(pointer)
+            slot.value = pointer
+
+        return write
+
     def writer(slot: Any, find: Callable[[Extras], torch.Tensor]) -> WriteExtras:
         def write(extras: Extras, scale: float) -> None:
             slot.value = find(extras).data_ptr()
@@ -73,4 +93,9 @@ def _tensor_writers(slots: Mapping[str, Any]) -> list[WriteExtras]:
         return write
 
     named = [(name, slot) for name, slot in slots.items() if features.is_tensor(name)]
-    return [writer(slot, features.tensor_of(name)) for name, slot in named]
+    return [
+        describing(slot, features.tensor_of(name), describe[name])
+        if name in describe
+        else writer(slot, features.tensor_of(name))
+        for name, slot in named
+    ]

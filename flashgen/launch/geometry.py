@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.codegen.family import Sizes
+from flashgen.core.errors import LaunchError
 from flashgen.launch.extras import ALIGNMENT_BYTES, MAX_OFFSET, BlockMask, Extras, Shape4, broadcast_strides
 
 __all__ = ["ALIGNMENT_BYTES", "Geometry", "Shape4", "aligned16", "clamp_offset", "legal_strides", "scalars"]
@@ -87,9 +88,24 @@ class Geometry:
         """Whether there is nothing to compute: no query row, or no key at all."""
         return 0 in self.q_shape or 0 in self.k_shape
 
-    def tensor(self, letter: str) -> tuple[Shape4, Shape4]:
-        """Shape and strides of the tensor named q, k, v or o."""
-        return getattr(self, f"{letter}_shape"), getattr(self, f"{letter}_strides")
+    def tensor(self, name: str) -> tuple[Shape4, Shape4]:
+        """Shape and strides of the tensor named q, k, v, o, bias or mask."""
+        if name in ("bias", "mask"):
+            return self._scores(name)
+        return getattr(self, f"{name}_shape"), getattr(self, f"{name}_strides")
+
+    def _scores(self, name: str) -> tuple[Shape4, Shape4]:
+        """Those of a bias or a mask of its own, in which every axis but the keys has size 1 where it is broadcast.
+
+        Raises:
+            LaunchError: the call has none.
+        """
+        strides = getattr(self, f"{name}_strides")
+        if strides is None:
+            raise LaunchError(f"the kernel reads {name.capitalize()}, and the extras of the call have none")
+        scores = (*self.q_shape[:3], self.k_shape[2])
+        batch, nheads, rows = (size if stride else 1 for size, stride in zip(scores[:3], strides, strict=False))
+        return (batch, nheads, rows, scores[3]), strides
 
 
 def aligned16(geometry: Geometry, pointers: int, element_bytes: int) -> bool:

@@ -23,7 +23,7 @@ from flashgen.launch.driver_plan import DriverPlan
 from flashgen.launch.extras import Extras
 from flashgen.launch.features import LOG2E, NO_EXTRAS
 from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
-from flashgen.launch.parameters import Layout, block_of, is_descriptor, trailing_pointers
+from flashgen.launch.parameters import Layout, block_of, is_descriptor, subject_of, trailing_pointers
 
 _UNUSUAL = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
 """What the plan through the driver does not do, by its name in Triton's metadata."""
@@ -199,14 +199,15 @@ class TritonPlan:
     def _argument(self, parameter: Parameter, tensors: dict[str, torch.Tensor], known: dict[str, Any]) -> Any:
         if parameter.name in known:
             return known[parameter.name]
-        letter = parameter.name[0].lower()
         if not is_descriptor(parameter):
-            return tensors[letter]
+            return tensors[parameter.name[0].lower()]
         # a launch reads no more than this of a descriptor, of Triton's or of Gluon's class
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        shape, strides = self._geometry.tensor(letter)[0], legal_strides(*self._geometry.tensor(letter))
-        return TensorDescriptor(tensors[letter], list(shape), list(strides), list(block_of(parameter)))
+        name = subject_of(parameter)
+        shape, strides = self._geometry.tensor(name)[0], legal_strides(*self._geometry.tensor(name))
+        tensor = tensors[name] if name in tensors else known[name.capitalize()]
+        return TensorDescriptor(tensor, list(shape), list(strides), list(block_of(parameter)))
 
 
 def check_capture(device_index: int, action: str) -> None:

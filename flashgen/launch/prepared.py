@@ -13,6 +13,9 @@ from flashgen.core.workload import DTYPE_BYTES
 from flashgen.launch import driver
 from flashgen.launch.parameters import SLOT_BYTES, Layout, element_of, is_descriptor
 
+ELEMENT_BYTES = {**DTYPE_BYTES, "u8": 1}
+"""Bytes of one element of what a tensor descriptor may be of: of a mask a byte."""
+
 C_TYPES: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 View = tuple[tuple[int, ...], tuple[int, ...]]
@@ -43,7 +46,7 @@ class Described:
             strides=strides,
             box=self.box,
             swizzle=self.swizzle,
-            element_bytes=DTYPE_BYTES[self.element],
+            element_bytes=ELEMENT_BYTES[self.element],
         )
 
 

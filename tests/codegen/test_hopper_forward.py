@@ -130,8 +130,9 @@ def test_restrictions_name_their_reason(change: dict[str, int | str | bool], rea
         ("fwd-fp32-d128", "h200", "fp32"),
         ("fwd-bf16-d80", "h200", "head_dim"),
         ("fwd-bf16-d128-unaligned", "h200", "16 bytes"),
-        ("fwd-bf16-d128-bias", "h200", "one value a key"),
-        ("fwd-bf16-d128-mask", "h200", "one value a key"),
+        ("fwd-bf16-d128-bias-scattered", "h200", "1 along the keys"),
+        ("fwd-bf16-d128-keybias-mask-scattered", "h200", "1 along the keys"),
+        ("fwd-bf16-d256-bias-mask-bias_fp32", "h200", "do not fit"),
         ("fwd-bf16-d128-page16", "h200", "paged"),
     ],
 )

@@ -37,6 +37,12 @@ KERNELS = {
     ),
     "gluon, and a pointer to O": ("fwd-bf16-d128-causal", HOPPER_FORWARD, "h200", {}),
     "gluon, descriptors alone": ("fwd-bf16-d128", HOPPER_FORWARD, "h200", {}),
+    "gluon, two parts, tiles of scores": (
+        "fwd-bf16-d96-bias-mask-bias_fp32",
+        HOPPER_FORWARD,
+        "h200",
+        {"split_d": True, "block_n": 64},
+    ),
 }
 
 
@@ -113,5 +119,9 @@ def test_every_parameter_has_the_value_of_the_call(name: str, cuda: FakeDriver) 
     if "split_d" in KERNELS[name][3]:
         widths = [values[f"k{part}_desc.encoded"].box[0] for part in ("", "1")]
         assert widths == [64, 32], "64 and 32 of 96"
+    for tensor, shape in (("bias", (333, 200, 1, 2)), ("mask", (333, 200, 6, 1))):
+        if f"{tensor}_desc" in values:
+            assert values[f"{tensor}_desc"] == values[tensor.capitalize()]
+            assert values[f"{tensor}_desc.encoded"].shape == shape, "what heads or batches share is there once"
     if "Counter" in values:
         assert values["Counter"] != 0
