@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flashgen.codegen import hopper_backward_resources as hopper
 from flashgen.codegen.head_parts import padded
-from flashgen.codegen.hopper_resources import block
+from flashgen.codegen.hopper_resources import ROWS, block
 from flashgen.codegen.portable_limits import MAX_REGS_PER_THREAD, OTHER_REGS, is_split
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -23,6 +22,9 @@ ATOMIC_TRIPS, COPY_ENGINE_TRIPS = 6, 2
 of that rate, or by the copy engine, for which nobody waits."""
 
 HOPPER_WARPS = 8
+HOPPER_REGISTERS = 168
+HOPPER_WIDEST = 128
+"""Two warpgroups of 64 keys or queries each; heads of more columns leave both of them the same 64 keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +98,15 @@ def _portable_taken(spec: Specialization, config: Config, device: Device, *, par
 
 
 def _hopper_tile(spec: Specialization, config: Config, part: str) -> Tiling:
-    queries = part == "dq"
+    queries, d, dv = part == "dq", block(spec.head_dim), block(spec.head_dim_v)
+    keys = 2 * ROWS if max(d, dv) <= HOPPER_WIDEST else ROWS
     return Tiling(
-        block_m=hopper.BLOCK_N if queries else config.integer("block_m"),
-        block_n=config.integer("dq_block_n") if queries else hopper.BLOCK_N,
+        block_m=2 * ROWS if queries else config.integer("block_m"),
+        block_n=config.integer("dq_block_n") if queries else keys,
         warps=HOPPER_WARPS,
         stages=config.integer("dq_stages" if queries else "q_stages"),
-        query_columns=block(spec.head_dim),
-        value_columns=block(spec.head_dim_v),
+        query_columns=d,
+        value_columns=dv,
         pointer_loads=False,
         heads_per_group=config.integer("heads_per_group"),
         heavy_first=spec.causal,
@@ -111,9 +114,9 @@ def _hopper_tile(spec: Specialization, config: Config, part: str) -> Tiling:
     )
 
 
-def _hopper_taken(spec: Specialization, config: Config, device: Device, *, part: str) -> Taken:
-    shared = hopper.dq_bytes(spec, config) if part == "dq" else hopper.main_bytes(spec, config)
-    return Taken(registers=hopper.MAXNREG, spills=0, shared_bytes=shared, occupancy=1)
+def _hopper_taken(spec: Specialization, config: Config, device: Device) -> Taken:
+    """One program takes a multiprocessor: nearly all of its shared memory, and all of its registers."""
+    return Taken(registers=HOPPER_REGISTERS, spills=0, shared_bytes=device.smem_per_block, occupancy=1)
 
 
 _TILE = ("block_m", "block_n", "num_warps", "num_stages")
@@ -149,14 +152,14 @@ _HOPPER_SPLIT = (
         knobs=_HOPPER,
         tile=functools.partial(_hopper_tile, part="dkdv"),
         loop=owning_keys,
-        taken=functools.partial(_hopper_taken, part="dkdv"),
+        taken=_hopper_taken,
     ),
     Part(
         name="dq",
         knobs=("dq_block_n", "dq_stages", "heads_per_group"),
         tile=functools.partial(_hopper_tile, part="dq"),
         loop=owning_queries,
-        taken=functools.partial(_hopper_taken, part="dq"),
+        taken=_hopper_taken,
     ),
 )
 _HOPPER_FUSED = Part(
@@ -164,7 +167,7 @@ _HOPPER_FUSED = Part(
     knobs=_HOPPER,
     tile=functools.partial(_hopper_tile, part="main"),
     loop=functools.partial(owning_keys, added_trips=COPY_ENGINE_TRIPS),
-    taken=functools.partial(_hopper_taken, part="main"),
+    taken=_hopper_taken,
 )
 
 FAMILIES: dict[str, tuple[Part, ...]] = {

@@ -9,7 +9,8 @@ cycles of a multiprocessor:
 | exponentials | rows columns / 16 | CUDA Programming Guide: 16 special functions a clock; a soft cap adds 2 |
 | other arithmetic | operations of every score and row / fp32 lanes | what the kernel's loop does; masks add 3, |
 | | | and the score's own features what FEATURE_OPERATIONS counts |
-| shared memory | bytes / 128 | 128 bytes a clock; a walked tile is written once, read per warpgroup (wgmma) or warp |
+| shared memory | bytes / 128 | 128 bytes a clock; a walked tile is written once, read per warpgroup (wgmma) or warp; |
+| | | with several products a step, warps share tiles in the grid that reads least |
 | spills | 2 x spilled bytes x threads / 128 | every step stores and reloads them |
 | sums in memory | trips x added bytes / 128 | through shared memory into a layout of whole rows, then out |
 | addresses | 8 operations for 16 bytes of a walked tile | counted; none with tensor descriptors |
@@ -78,7 +79,7 @@ class Loop:
         repeats: times that a program walks: the query heads that share a head of keys, one after the other.
         head_columns: columns of all products of a step together, padding included.
         walked_columns: columns of the tiles that a step loads, padding included.
-        owned_columns: columns of the tiles of the program's own that a step reads again.
+        owned_columns: columns of the tiles of the program's own that a step reads again from shared memory.
         reads: how often the products of a step read what it loaded.
         score_operations: operations on each score beside the exponential.
         row_operations: operations of a step for each owned row.
@@ -193,12 +194,17 @@ class LoopModel:
         return self.loop.columns * self.loop.walked_columns * self.size
 
     def _smem_bytes(self) -> float:
-        loop = self.loop
-        rows = self.rates.rows_per_read or max(16, loop.rows // loop.warps)
-        readers = max(1, loop.rows // rows)
-        own = loop.rows * loop.owned_columns * self.size if self.rates.rows_per_read else 0
+        """Bytes of a step that go through shared memory: stores of what it loads, and reads by those who multiply."""
+        loop, walked = self.loop, self._walked_tile_bytes()
+        own = loop.rows * loop.owned_columns * self.size
         exchanged = 2 * loop.rows * loop.columns * self.size if loop.through_smem else 0
-        return self._walked_tile_bytes() * (readers * loop.reads + 1) + own + exchanged
+        if self.rates.rows_per_read:
+            return walked * (max(1, loop.rows // self.rates.rows_per_read) * loop.reads + 1) + own + exchanged
+        if not loop.products_in_flight:  # warps keep rows of their own, and those in registers
+            return walked * (max(1, loop.rows // max(MMA_ROWS, loop.rows // loop.warps)) * loop.reads + 1) + exchanged
+        grids = [(rows, loop.warps // rows) for rows in (1, 2, 4, 8, 16) if loop.warps % rows == 0]
+        reading = min(walked * loop.reads * rows + own * columns for rows, columns in grids)
+        return walked + reading + exchanged
 
     def _equal_waves(self, programs: int, slots: int, cycles: float) -> float:
         whole, rest = divmod(programs, slots)
