@@ -7,7 +7,6 @@ from collections.abc import Callable
 from flashgen.codegen import hopper_backward_resources as resources
 from flashgen.codegen import hopper_backward_text as text
 from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Scratch, Sizes
-from flashgen.codegen.hopper_backward_resources import BLOCK_N
 from flashgen.codegen.hopper_forward import GL_DTYPES, HEAD_DIMS, descriptor_type
 from flashgen.codegen.hopper_resources import ROWS, block
 from flashgen.codegen.score_parameters import score_parameters
@@ -69,16 +68,22 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
     if spec.dtype not in GL_DTYPES:
         return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
     for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
-        if size not in HEAD_DIMS or size > resources.WIDEST:
-            return f"its {name} is one of 64, 96, 128, not {size}"
+        if size not in HEAD_DIMS:
+            return f"its {name} is one of {', '.join(map(str, HEAD_DIMS))}, not {size}"
     if not spec.aligned16:
         return "the copy engine needs pointers and strides that are multiples of 16 bytes"
     return None
 
 
+def _why_not_fused(spec: Specialization, device: Device) -> str | None:
+    if resources.is_wide(spec):
+        return "heads of more than 128 columns leave no registers for a block of dq beside dk and dv"
+    return _why_not(spec, device)
+
+
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     width = max(block(spec.head_dim), block(spec.head_dim_v))
-    if config["block_m"] == BLOCK_N and width > ROWS:
+    if config["block_m"] == 2 * ROWS and width > ROWS:
         return "dk, dv and scores of 128 queries take more registers than a thread has at heads of more than 64 columns"
     if spec.causal and config["heads_per_group"] == 1:
         return "programs with the most queries start first, and only groups of heads have an order for that"
@@ -86,9 +91,11 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
         return "without a mask all blocks of keys are equally heavy"
     if dict(config.knobs).get("dq_path") == "writer" and config["barriers"] != "named":
         return "a warp that writes dq is told so by named barriers"
+    if resources.is_wide(spec) and config["barriers"] != "named":
+        return "warpgroups that hand weights to each other do so by named barriers"
     shared = resources.main_bytes(spec, config)
     if config.family == SPLIT_ID:
-        shared = max(shared, resources.dq_bytes(spec, config))
+        shared = max(shared, resources.dq_bytes(spec, config, resources.dq_v_stages(spec, config, device)))
     if shared > device.smem_per_block:
         return f"it needs {shared} bytes of shared memory and a block has {device.smem_per_block}"
     return None
@@ -108,6 +115,8 @@ def _default(family_id: str, own: dict[str, KnobValue]) -> Callable[[Specializat
         }
         if family_id == SPLIT_ID and not wide:
             knobs["dq_stages"] = 3
+        if resources.is_wide(spec):
+            knobs |= {"barriers": "named", "dq_block_n": 64}
         return Config.of(family_id, knobs)
 
     return default
@@ -189,7 +198,7 @@ def _owning_keys(spec: Specialization, config: Config) -> Kernel:
     names += ["dk_desc", "dv_desc", "scores", *_SIZES]
 
     def programs(device: Device, sizes: Sizes) -> int:
-        return -(-sizes.seqlen_k // BLOCK_N) * sizes.batch * sizes.nheads_k
+        return -(-sizes.seqlen_k // resources.block_n(spec)) * sizes.batch * sizes.nheads_k
 
     return _gluon(config, "dkdv" if path is None else "main", _parameters(spec, names, boxes), programs)
 
@@ -252,7 +261,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     template="hopper_backward.py.jinja",
     direction="backward",
     knobs=FUSED_KNOBS,
-    why_not=_why_not,
+    why_not=_why_not_fused,
     why_invalid=_why_invalid,
     default=_default(FUSED_ID, {"dq_path": "inline"}),
     values=lambda spec, config: text.values(spec, config, FUSED_ID),

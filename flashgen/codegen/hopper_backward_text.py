@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen import hopper_backward_resources as resources
-from flashgen.codegen.hopper_forward import GL_DTYPES, TORCH_DTYPES
+from flashgen.codegen.hopper_forward import GL_DTYPES, HOPPER, TORCH_DTYPES
 from flashgen.codegen.hopper_resources import FIRST_NAMED_BARRIER, ROWS, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.portable_text import is_positional
 from flashgen.codegen.score_parameters import window_edges
@@ -27,7 +27,6 @@ STARTS_TEXTS = {
 def values(spec: Specialization, config: Config, entry: str) -> dict[str, object]:
     """The values of the template for the kernels of a config, by name."""
     dq_path = str(dict(config.knobs).get("dq_path", ""))
-    named = config["barriers"] == "named"
     block_d, block_dv = block(spec.head_dim), block(spec.head_dim_v)
     dq_columns = resources.dq_columns(spec, config)
     return {
@@ -40,9 +39,11 @@ def values(spec: Specialization, config: Config, entry: str) -> dict[str, object
         "block_d": block_d,
         "block_dv": block_dv,
         "rows": ROWS,
-        "block_n": resources.BLOCK_N,
+        "block_n": resources.block_n(spec),
+        "wide": resources.is_wide(spec),
         "dq_columns": dq_columns,
         "dq_chunk": ROWS * dq_columns,
+        "dq_v_stages": 0 if dq_path else resources.dq_v_stages(spec, config, HOPPER),
         "prepare_rows": PREPARE_ROWS,
         "maxnreg": resources.MAXNREG,
         "consumer_registers": resources.CONSUMER_REGISTERS,
@@ -54,8 +55,8 @@ def values(spec: Specialization, config: Config, entry: str) -> dict[str, object
         "starts_text": STARTS_TEXTS[str(config["starts"])],
         "dq_text": DQ_TEXTS.get(dq_path, ""),
         **_features(spec),
-        **_names(dq_path),
-        **_synchronisation(config, dq_path, named=named),
+        **_names(spec, dq_path),
+        **_synchronisation(spec, config, dq_path),
     }
 
 
@@ -82,32 +83,44 @@ def _features(spec: Specialization) -> dict[str, object]:
         "query_block_arguments": (["first_key", *seen] if positional else [])
         + ["seqlen_q", *(["seqlen_k"] if spec.window else [])],
         "key_block_arguments": (["first_row", *seen, "seqlen_q"] if positional else []) + ["seqlen_k"],
+        "seen_arguments": [*seen, "seqlen_q", "seqlen_k"],
+        "visibility": _visibility(spec),
+        "visibility_arguments": ["own_key", *seen, "seqlen_k"],
         "host_features": ["window"] if spec.window else [],
     }
 
 
-def _names(dq_path: str) -> dict[str, object]:
+def _visibility(spec: Specialization) -> list[str]:
+    """What hides scores of a warpgroup's keys: by key, and for all of them at once."""
+    if spec.window:
+        return ["from_query", "all_from", "to_query", "all_to"]
+    return ["from_query", "all_from"] if spec.causal else ["exists", "all_exist"]
+
+
+def _names(spec: Specialization, dq_path: str) -> dict[str, object]:
     descs = ["q_desc", "k_desc", "v_desc", "do_desc", "lse_start_desc", "neg_delta_desc"]
     descs += ["dq_acc_desc"] if dq_path in ("inline", "writer") else []
     buffers = ["q_tiles", "k_tiles", "v_tiles", "do_tiles", "lse_tiles", "delta_tiles"]
-    buffers += ["ds_tiles"] if dq_path else []
+    buffers += ["p_tiles"] if resources.is_wide(spec) else ["ds_tiles"] if dq_path else []
     buffers += ["dq_tiles"] if dq_path in ("inline", "writer") else []
     return {"descs": [*descs, "dk_desc", "dv_desc"], "buffers": buffers}
 
 
-def _synchronisation(config: Config, dq_path: str, *, named: bool) -> dict[str, object]:
+def _synchronisation(spec: Specialization, config: Config, dq_path: str) -> dict[str, object]:
     """Barriers by name: slots of a group (0: it is a single one) and arrivals that complete a phase."""
+    named = config["barriers"] == "named"
     slots = {"k_full": (0, 1), "v_full": (0, 1), "q_full": ("Q_STAGES", 1), "do_full": ("DO_STAGES", 1)}
-    dq_slots = {"q_full": (2, 1), "k_full": ("DQ_STAGES", 1), "v_full": ("DQ_STAGES", 1)}
+    dq_slots = {"q_full": (2, 1), "k_full": ("DQ_STAGES", 1), "v_full": ("DQ_V_STAGES", 1)}
     if not named:
         slots |= {"q_empty": ("Q_STAGES", 2), "do_empty": ("DO_STAGES", 2)}
         slots |= {"ds_full": (2, 2), "all_done": (0, 2)} if dq_path else {}
-        dq_slots |= {"k_empty": ("DQ_STAGES", 2), "v_empty": ("DQ_STAGES", 2)}
+        dq_slots |= {"k_empty": ("DQ_STAGES", 2), "v_empty": ("DQ_V_STAGES", 2)}
     return {
         "named": named,
-        "named_barriers": resources.named_barriers(config),
+        "named_barriers": resources.named_barriers(spec, config),
         "first_barrier": FIRST_NAMED_BARRIER,
         "ring_threads": 2 * THREADS_PER_WARPGROUP + 32,
+        "hand_over_threads": THREADS_PER_WARPGROUP + (32 if dq_path else THREADS_PER_WARPGROUP),
         "q_empty": "Q_EMPTY" if named else "q_empty",
         "do_empty": "DO_EMPTY" if named else "do_empty",
         "barriers": list(slots),
