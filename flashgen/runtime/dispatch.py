@@ -11,6 +11,10 @@ It never searches, and never fails on a workload that some family supports.
 7. a predicted record of this device, exact or nearest
 8. the default config of the first family that applies
 
+A backward class has a twin that differs in determinism alone. Where rung 5 has no record of its own class, it takes the
+nearest one of the twin that is of the family whose default would serve: tuned for the same kernel, it is better than
+the default, while a record of another family may be slower.
+
 Every config that a rung offers is checked again against the families' restrictions; one that cannot serve (a tensor
 descriptor for unaligned tensors, say) leaves the call to the next candidate. "Nearest" is what `flashgen.core.nearest`
 says. A call with a user's score functions is served from the records of its class without them, none of which is exact.
@@ -20,8 +24,9 @@ Where torch's own attention was measured faster beside the exact record, the pol
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.codegen.families import default_config, reasons, validate, why_invalid
 from flashgen.codegen.render import render
@@ -89,23 +94,19 @@ class Choices:
     default: Config
     exact: dict[Workload, tuple[Candidate, ...]]
     here: tuple[Candidate, ...]
+    twins: tuple[Candidate, ...]
     elsewhere: tuple[Candidate, ...]
     predicted: tuple[Candidate, ...]
 
     @classmethod
-    def of(cls, spec: Specialization, device: Device, default: Config, found: Iterable[Found]) -> Choices:
+    def of(
+        cls, spec: Specialization, device: Device, default: Config, found: Iterable[Found], twins: Iterable[Found] = ()
+    ) -> Choices:
         """Check every record once, so that a look-up of another shape only compares positions."""
         own: dict[str, list[Candidate]] = {"measured": [], "predicted": []}
         elsewhere, exact = [], dict[Workload, tuple[Candidate, ...]]()
         for record, layer in found:
-            workload = record.workload
-            candidate = Candidate(
-                record=record,
-                layer=layer,
-                reason=why_invalid(record.config, spec, device),
-                position=position(workload),
-                key=workload.key,
-            )
+            candidate = _candidate(record, layer, spec, device)
             if record.device.identity == device.identity:
                 own.setdefault(record.provenance, []).append(candidate)
             elif record.provenance == "measured":
@@ -118,9 +119,26 @@ class Choices:
             default=default,
             exact=exact,
             here=tuple(own["measured"]),
+            twins=tuple(
+                _candidate(record, layer, spec, device)
+                for record, layer in twins
+                if record.device.identity == device.identity
+                and record.provenance == "measured"
+                and record.config.family == default.family
+            ),
             elsewhere=tuple(elsewhere),
             predicted=tuple(own["predicted"]),
         )
+
+
+def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: Device) -> Candidate:
+    return Candidate(
+        record=record,
+        layer=layer,
+        reason=why_invalid(record.config, spec, device),
+        position=position(record.workload),
+        key=record.workload.key,
+    )
 
 
 class Records:
@@ -150,7 +168,10 @@ class Records:
             default = default_config(
                 spec, device
             )  # before any look-up: what nobody supports is an error, record or not
-            found = self._choices[spec, device] = Choices.of(spec, device, default, self.of(spec, device))
+            twins: tuple[Found, ...] = ()
+            if spec.direction == "backward":
+                twins = self.of(replace(spec, deterministic=not spec.deterministic), device)
+            found = self._choices[spec, device] = Choices.of(spec, device, default, self.of(spec, device), twins)
         return found
 
 
@@ -211,7 +232,8 @@ def _rungs(workload: Workload, choices: Choices) -> Iterator[tuple[int, Iterable
     exact = choices.exact.get(workload, ())
     yield 3, (one for one in exact if not one.layer.startswith(SHIPPED_PREFIX))
     yield 4, (one for one in exact if one.layer.startswith(SHIPPED_PREFIX))
-    for rung, candidates in ((5, choices.here), (6, choices.elsewhere), (7, choices.predicted)):
+    yield 5, itertools.chain(_nearest(workload, choices.here), _nearest(workload, choices.twins))
+    for rung, candidates in ((6, choices.elsewhere), (7, choices.predicted)):
         yield rung, _nearest(workload, candidates)
 
 
