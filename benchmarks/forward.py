@@ -16,10 +16,11 @@ import torch
 
 import flashgen
 from benchmarks.impls import IMPLS, Impl, flashgen_features
+from benchmarks.problems import forward_of
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, race
 from benchmarks.results import ResultsFile
-from benchmarks.suites import SUITES, select
+from benchmarks.suites import SUITES, select, work_of
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.measure import gpu
@@ -41,6 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = ResultsFile(options.results / provenance.slug / "forward.csv", append=options.append)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        serve_generated(options.db, Path(scratch))
+        runs = [(name, select(SUITES[name](), options.only)) for name in options.suite or DEFAULT_SUITES]
+        racer = racer_of(options, provenance)
+        return run(runs, impls, file, provenance, racer, limit_s=options.limit_seconds, say=say)
+
+
+def racer_of(options: argparse.Namespace, provenance: Provenance) -> Racer:
+    """Races on this process's first GPU, as the options say; prints what serves flashgen's call."""
     device = gpu.current_device()
     pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
     stopwatch, where = CudaStopwatch(gpu.sm_clock_mhz), torch.device("cuda", 0)
@@ -55,10 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         return found
 
-    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
-        serve_generated(options.db, Path(scratch))
-        runs = [(name, select(SUITES[name](), options.only)) for name in options.suite or DEFAULT_SUITES]
-        return run(runs, impls, file, provenance, racer, limit_s=options.limit_seconds, say=say)
+    return racer
 
 
 def run(
@@ -101,40 +108,42 @@ def run(
             if result.reason is None
         )
         for result in results:
-            say(f"  {line_of(workload, result)}")
+            say(f"  {line_of(workload, result, suite)}")
             missing += result.impl.name == "flashgen" and result.reason is not None
         longest = max(longest, clock() - begun)
     say(f"{file.path}: {len(file.rows)} rows")
     return 1 if missing else 0
 
 
-def line_of(workload: Workload, result: Result) -> str:
+def line_of(workload: Workload, result: Result, suite: str = "") -> str:
     """One implementation's result for people."""
     if result.reason is not None:
         return f"{result.impl.name:12} no row: {result.reason}"
     clock = median_clock(result.windows)
     tail = f" at {clock:.0f} MHz" if clock else ""
     tail += "" if result.extra_bytes is None else f", {result.extra_bytes / 2**20:.1f} MiB"
-    rate = workload.flops / result.median_ms / 1e9
+    rate = work_of(suite, workload)[0] / result.median_ms / 1e9
     return f"{result.impl.name:12} {result.median_ms:9.4f} ms {rate:6.1f} TFLOP/s, spread {result.spread:.1%}{tail}"
 
 
 def served_by(workload: Workload) -> str:
     """Which rung of the ladder serves this workload, so that an untuned row does not pass for a tuned one."""
-    inputs = make_inputs(workload, copies=1, seed=0, device="cuda")
-    features = flashgen_features(inputs.extras[0])
-    found = flashgen.explain(inputs.q[0], inputs.k[0], inputs.v[0], causal=workload.causal, **features)
+    inputs = make_inputs(forward_of(workload), copies=1, seed=0, device="cuda")
+    options = flashgen_features(inputs.extras[0])
+    if workload.direction == "backward":
+        options |= {"direction": "backward", "deterministic": workload.deterministic}
+    found = flashgen.explain(inputs.q[0], inputs.k[0], inputs.v[0], causal=workload.causal, **options)
     tail = "" if found.served.is_exact else "  (NOT tuned for exactly this workload)"
     return f"rung {found.served.rung}: {found.served.config}{tail}"
 
 
-def chosen(names: str) -> tuple[Impl, ...]:
+def chosen(names: str, among: Sequence[Impl] = IMPLS) -> tuple[Impl, ...]:
     """Implementations by name, separated by commas.
 
     Raises:
         ValueError: a name is unknown.
     """
-    known = {impl.name: impl for impl in IMPLS}
+    known = {impl.name: impl for impl in among}
     unknown = [name for name in names.split(",") if name not in known]
     if unknown:
         raise ValueError(f"an implementation is one of {', '.join(known)}, got {', '.join(unknown)}")
@@ -150,14 +159,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forward", description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
     parser.add_argument("--suite", action="append", choices=sorted(SUITES), help="default: forward")
+    add_race_arguments(parser, IMPLS)
+    return parser
+
+
+def add_race_arguments(parser: argparse.ArgumentParser, impls: Sequence[Impl]) -> None:
+    """The options of benchmarks that race implementations on workloads."""
     parser.add_argument("--only", action="append", default=[], help="pattern of workload keys, e.g. '*-d128-causal'")
-    parser.add_argument("--impls", default=",".join(impl.name for impl in IMPLS), help="default: %(default)s")
+    parser.add_argument("--impls", default=",".join(impl.name for impl in impls), help="default: %(default)s")
     parser.add_argument("--warm", type=float, default=0.1, help="seconds of a visit before its window (%(default)s)")
     parser.add_argument("--window", type=float, default=0.25, help="seconds of a window (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="visits of each implementation (%(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
     parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The implementations that are timed side by side, each called as its users call it.
 
-Every one gets the layout it is made for: FlashAttention-3 (batch, seqlen, nheads, head_dim), all others
+Every one gets the layout it is made for: FlashAttention-3 and -4 (batch, seqlen, nheads, head_dim), all others
 (batch, nheads, seqlen, head_dim); the numbers in the tensors are the same.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import flashgen
+from benchmarks import fa4
 from benchmarks.flex import compiled_flex, flex_call
 from flashgen.core.workload import DTYPE_BYTES, Workload
 from flashgen.launch.extras import Extras
@@ -34,14 +35,23 @@ STANDARD_SHARE = 1 / 3
 """It is many times slower, so shorter windows tell as much."""
 
 
+Results = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def results_of(found: Results) -> tuple[torch.Tensor, ...]:
+    """What a call returned, as a tuple in any case."""
+    return found if isinstance(found, tuple) else (found,)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One workload made ready: `run(n)` launches on the n-th inputs and returns the output, viewed as bhsd.
 
+    A backward pass returns (dq, dk, dv), and one that begins with its forward pass (dq, dk, dv, out).
     `held_bytes` are those of tensors that it had to build beside the inputs, such as a mask for a window.
     """
 
-    run: Callable[[int], torch.Tensor]
+    run: Callable[[int], Results]
     held_bytes: int = 0
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
@@ -194,10 +204,15 @@ def _fa3(workload: Workload, inputs: Inputs) -> Call:
     return Call(run=run)
 
 
+def _fa4(workload: Workload, inputs: Inputs) -> Call:
+    return Call(run=fa4.forward(inputs.q, inputs.k, inputs.v, causal=workload.causal))
+
+
 def standard_bytes(workload: Workload) -> int:
-    """Bytes that standard attention holds at once: the scores and the probabilities."""
+    """Bytes that standard attention holds at once: scores and probabilities, backward also the gradients of both."""
     pairs = workload.batch * workload.nheads * workload.seqlen_q * workload.seqlen_k
-    return 2 * pairs * DTYPE_BYTES[workload.dtype]
+    matrices = 2 if workload.direction == "forward" else 4
+    return matrices * pairs * DTYPE_BYTES[workload.dtype]
 
 
 def _why_not_standard(workload: Workload) -> str | None:
@@ -208,9 +223,8 @@ def _why_not_standard(workload: Workload) -> str | None:
         return "it is here as the textbook's attention, without features"
     needed = standard_bytes(workload)
     if needed > STANDARD_LIMIT_BYTES:
-        return (
-            f"its scores and probabilities take {needed / 2**30:.0f} GiB, the limit is {STANDARD_LIMIT_BYTES >> 30} GiB"
-        )
+        what = "scores and probabilities" if workload.direction == "forward" else "scores, probabilities and gradients"
+        return f"its {what} take {needed / 2**30:.0f} GiB, the limit is {STANDARD_LIMIT_BYTES >> 30} GiB"
     return None
 
 
@@ -233,7 +247,8 @@ def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden
     return torch.softmax(scores, dim=-1) @ v
 
 
-def _torch_version() -> str:
+def torch_version() -> str:
+    """The torch of this process."""
     return torch.__version__
 
 
@@ -255,7 +270,7 @@ IMPLS: tuple[Impl, ...] = (
     Impl(name="flashgen", version=lambda: flashgen.__version__, why_not=_none, prepare=_flashgen),
     Impl(
         name="sdpa-flash",
-        version=_torch_version,
+        version=torch_version,
         why_not=partial(anchors.why_not, "sdpa-flash"),
         prepare=partial(_sdpa, "sdpa-flash"),
     ),
@@ -265,12 +280,13 @@ IMPLS: tuple[Impl, ...] = (
         why_not=partial(anchors.why_not, "sdpa-cudnn"),
         prepare=partial(_sdpa, "sdpa-cudnn"),
     ),
-    Impl(name="sdpa-masked", version=_torch_version, why_not=_why_not_sdpa_masked, prepare=_sdpa_masked),
-    Impl(name="flex", version=_torch_version, why_not=_why_not_flex, prepare=_flex),
+    Impl(name="sdpa-masked", version=torch_version, why_not=_why_not_sdpa_masked, prepare=_sdpa_masked),
+    Impl(name="flex", version=torch_version, why_not=_why_not_flex, prepare=_flex),
     Impl(name="fa3", version=fa3_version, why_not=_why_not_fa3, prepare=_fa3),
+    Impl(name="fa4", version=fa4.version, why_not=fa4.why_not, prepare=_fa4),
     Impl(
         name="standard",
-        version=_torch_version,
+        version=torch_version,
         why_not=_why_not_standard,
         prepare=_standard,
         share=STANDARD_SHARE,

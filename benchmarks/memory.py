@@ -2,7 +2,8 @@
 
     python -m benchmarks.memory
 
-Memory is what `torch.cuda.max_memory_allocated` saw during one call, less what was there before and less the output.
+Memory is what `torch.cuda.max_memory_allocated` saw during one call, less what was there before and less what the call
+returns: the output, of a forward and a backward pass together also dq, dk and dv.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 import flashgen
 from benchmarks.forward import chosen, line_of, say
-from benchmarks.impls import IMPLS, Call, Impl, standard_bytes
+from benchmarks.impls import IMPLS, Call, Impl, results_of, standard_bytes
+from benchmarks.problems import training_inputs
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, race
 from benchmarks.results import MEMORY_COLUMNS, ResultsFile, Row
+from benchmarks.training_impls import FORWARD_BACKWARD
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.measure import gpu
@@ -30,10 +33,13 @@ from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.timing import CudaStopwatch
 
-MEMORY_SUITE, SPEEDUP_SUITE = "memory", "speedup"
+MEMORY_SUITE, TRAINING_SUITE, SPEEDUP_SUITE = "memory", "training_memory", "speedup"
 SEQLENS = tuple(1024 << n for n in range(7))
 SPEEDUP_SEQLENS = (2048, 16384)
 """The lengths of the papers' claims: 2 to 4 times as fast as standard attention at 2k, 5 to 7 times at 16k."""
+
+TRAINING_HEAD_DIMS = (64, 128)
+"""GPT-2's, which FlashAttention's claims of memory are about, and that of the other memory rows."""
 
 SPARE = 1.1
 """Free memory wanted for a call, relative to the arithmetic of it."""
@@ -62,12 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(None, Path(scratch))
-        measured = [_memory(workload, impl, file, provenance) for workload in memory_grid() for impl in memory_impls()]
+        measured = [
+            _memory(suite, workload, impl, file, provenance)
+            for suite, grid, impls in (
+                (MEMORY_SUITE, memory_grid(), memory_impls()),
+                (TRAINING_SUITE, training_grid(), training_impls()),
+            )
+            for workload in grid
+            for impl in impls
+        ]
         pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
         measured += [_speedup(workload, file, provenance, pace) for workload in speedup_grid()]
     for impl in memory_impls():
         fit = fit_of(file.rows, impl.name)
         say(f"{impl.name:14} {fit or 'too few lengths for a line'}")
+    for workload, saving in savings(file.rows).items():
+        say(f"{workload.key}: both passes of standard attention hold {saving:.1f} times the memory of flashgen's")
     for name, ratio in speedups(file.rows).items():
         say(f"{name}: {ratio:.1f} times as fast as standard attention")
     return 0 if all(measured) else 1
@@ -76,6 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def memory_grid() -> tuple[Workload, ...]:
     """One sequence of 16 heads of 128, 1k to 64k tokens."""
     return tuple(Workload(batch=1, nheads=16, seqlen_q=s, head_dim=128) for s in SEQLENS)
+
+
+def training_grid() -> tuple[Workload, ...]:
+    """One sequence of 16 heads of 64 or 128, 1k to 64k tokens, forward and backward."""
+    return tuple(
+        Workload(direction="backward", batch=1, nheads=16, seqlen_q=s, head_dim=d)
+        for d in TRAINING_HEAD_DIMS
+        for s in SEQLENS
+    )
 
 
 def speedup_grid() -> tuple[Workload, ...]:
@@ -95,8 +120,14 @@ def memory_impls() -> tuple[Impl, ...]:
     return plain, with_lse, known["sdpa-flash"], known["standard"]
 
 
+def training_impls() -> tuple[Impl, ...]:
+    """What is asked for the memory of a forward and a backward pass together."""
+    wanted = ("flashgen", "sdpa-flash", "standard")
+    return tuple(impl for impl in FORWARD_BACKWARD if impl.name in wanted)
+
+
 def extra_bytes(call: Call) -> int:
-    """Most memory that one call held at a time, beside its inputs and its output, in bytes."""
+    """Most memory that one call held at a time, beside its inputs and what it returns, in bytes."""
     with call.context():
         call.run(0)  # compiles, and makes the libraries allocate what they keep
         torch.cuda.synchronize()
@@ -104,7 +135,9 @@ def extra_bytes(call: Call) -> int:
         torch.cuda.reset_peak_memory_stats()
         out = call.run(0)
         torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size() + call.held_bytes
+    results = sum(tensor.numel() * tensor.element_size() for tensor in results_of(out))
+    held: int = torch.cuda.max_memory_allocated() - before - results
+    return held + call.held_bytes
 
 
 def fit_of(rows: Sequence[Row], impl: str) -> Fit | None:
@@ -136,14 +169,34 @@ def speedups(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def _memory(workload: Workload, impl: Impl, file: ResultsFile, provenance: Provenance) -> bool:
+def savings(rows: Sequence[Row]) -> dict[Workload, float]:
+    """All memory of a forward and a backward pass of standard attention over that of flashgen's, by workload.
+
+    All is what the papers compare: q, k, v, the output and the gradients of these four, and what is held beside them.
+    """
+    held = {(row.workload, row.impl): row.extra_bytes for row in rows if row.suite == TRAINING_SUITE}
+    found = {}
+    for (key, impl), theirs in held.items():
+        mine = held.get((key, "flashgen"))
+        if impl == "standard" and theirs is not None and mine is not None:
+            workload = Workload.parse(key)
+            found[workload] = (theirs + tensors_bytes(workload)) / (mine + tensors_bytes(workload))
+    return found
+
+
+def tensors_bytes(workload: Workload) -> int:
+    """q, k, v, out and the gradients of these four."""
+    return 2 * (replace(workload, direction="forward").bytes - 4 * workload.batch * workload.nheads * workload.seqlen_q)
+
+
+def _memory(suite: str, workload: Workload, impl: Impl, file: ResultsFile, provenance: Provenance) -> bool:
     """One row; False if flashgen has none."""
-    if (MEMORY_SUITE, workload.key, impl.name) in file.done(provenance.commit):
+    if (suite, workload.key, impl.name) in file.done(provenance.commit):
         return True
     torch.cuda.empty_cache()
     reason = _why_too_large(workload, impl)
     if reason is None:
-        inputs = make_inputs(workload, copies=1, seed=INPUT_SEED, device="cuda")
+        inputs = _inputs(workload)
         try:
             size = extra_bytes(impl.prepare(workload, inputs))
         except (FlashgenError, RuntimeError) as error:
@@ -151,9 +204,16 @@ def _memory(workload: Workload, impl: Impl, file: ResultsFile, provenance: Prove
     if reason is not None:
         say(f"{workload.key} {impl.name}: no row: {reason}")
         return not impl.name.startswith("flashgen")
-    file.write([provenance.row(MEMORY_SUITE, workload, impl.name, impl.version(), extra_bytes=size)])
+    file.write([provenance.row(suite, workload, impl.name, impl.version(), extra_bytes=size)])
     say(f"{workload.key} {impl.name}: {size / 2**20:.2f} MiB")
     return True
+
+
+def _inputs(workload: Workload) -> Inputs:
+    where = torch.device("cuda", 0)
+    if workload.direction == "backward":
+        return training_inputs(workload, copies=1, where=where)
+    return make_inputs(workload, copies=1, seed=INPUT_SEED, device=where)
 
 
 def _why_too_large(workload: Workload, impl: Impl) -> str | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.overhead_cases import Arguments, Case, cases_of, common_cases
+from benchmarks.overhead_cases import Arguments, Case, cases_of, common_cases, training_cases
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import ResultsFile
 from flashgen.core.errors import FlashgenError
@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # made one after the other, because each of flashgen's groups is served from a database of its own
         for make in (
             common_cases,
+            training_cases,
             partial(cases_of, "pointer", Path(folder)),
             partial(cases_of, "descriptor", Path(folder)),
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,12 @@ POOL = 64
 MOST_NEW_SEQLENS = 20
 """Calls of one loop that each have a length of their own; a loop never meets a length again."""
 
+MOST_TRAINING_CALLS = 100
+"""Calls of one loop with a backward pass, each of which launches up to six kernels: fewer than the queue holds."""
+
 Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +124,46 @@ def cases_of(loads: str, folder: Path) -> list[Case]:
         ),
         *_launches(config, device),
     ]
+
+
+def training_cases() -> list[Case]:
+    """Calls of training: a forward pass whose gradient will be asked for, and forward and backward pass together.
+
+    Flashgen serves them from the shipped databases. Tensors are leaves; graphs are let go of at once.
+    """
+    leaves = _same(tuple(tensor.requires_grad_() for tensor in _tensors()))  # type: ignore[arg-type]
+    dout = _tensors()[0]
+    calls: list[tuple[str, str, Attend, Context]] = [
+        ("flashgen", flashgen.__version__, _attention, contextlib.nullcontext)
+    ]
+    for impl, version in (("sdpa-flash", torch.__version__), ("sdpa-cudnn", cudnn_version())):
+        call = anchors.sdpa_call(impl, SMALL)
+        calls.append((impl, version, call.run, call.context))
+    cases = []
+    for impl, version, attend, context in calls:
+        both = partial(_forward_backward, attend, dout)
+        for name, way in (("train-forward", attend), ("train-forward-backward", both)):
+            case = Case(
+                name=f"{impl}/{name}",
+                version=version,
+                call=way,
+                arguments=leaves,
+                most_calls=MOST_TRAINING_CALLS,
+                context=partial(_with_grad, context),
+            )
+            cases.append(case)
+    return cases
+
+
+def _forward_backward(attend: Attend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+    out: Any = attend(q, k, v)
+    return torch.autograd.grad(out, (q, k, v), dout)
+
+
+@contextlib.contextmanager
+def _with_grad(context: Context) -> Iterator[None]:
+    with torch.enable_grad(), context():
+        yield
 
 
 def write_records(path: Path, config: Config, device: Device) -> None:

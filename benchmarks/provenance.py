@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.results import RESULTS, Row
+from benchmarks.suites import work_of
 from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
 from flashgen.measure import gpu
@@ -59,6 +60,7 @@ class Provenance:
     ) -> Row:
         """A row of today; with `rates`, its TFLOP/s and its GB/s (fewest bytes that the workload can move)."""
         timed = median_ms if rates else None
+        flops, moved = work_of(suite, workload)
         return Row(
             suite=suite,
             workload=workload.key,
@@ -66,8 +68,8 @@ class Provenance:
             impl_version=version,
             extra_bytes=extra_bytes,
             median_ms=median_ms,
-            tflops=workload.flops / timed / 1e9 if timed else None,
-            gbps=workload.bytes / timed / 1e6 if timed else None,
+            tflops=flops / timed / 1e9 if timed else None,
+            gbps=moved / timed / 1e6 if timed else None,
             device=self.device,
             torch=self.torch,
             triton=self.triton,

@@ -5,19 +5,17 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from benchmarks.impls import Call, Impl
+from benchmarks.impls import Call, Impl, results_of
+from benchmarks.problems import Problem, problem
 from flashgen.core.device import Device
 from flashgen.core.workload import Workload
-from flashgen.launch.extras import Extras
 from flashgen.measure.anchors import SAME_FUNCTION
-from flashgen.measure.bench import INPUT_SEED
-from flashgen.measure.inputs import Inputs, make_inputs, rotation_copies
-from flashgen.measure.reference import oracle
+from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.timing import Stopwatch, Unit, Window, make_unit, measure, orders
 
 
@@ -67,13 +65,11 @@ def race(
 
     An implementation that refuses the workload, fails, or computes something else gets no time but a reason.
     """
-    copies = rotation_copies(workload, device.l2_bytes)
-    inputs = make_inputs(workload, copies=copies, seed=INPUT_SEED, device=where)
-    expected = _one_head(workload, inputs)
+    task = problem(workload, copies=rotation_copies(workload, device.l2_bytes), where=where)
     units: dict[str, Unit] = {}
     reasons: dict[str, str] = {}
     for impl in impls:
-        made = _attempt(partial(_unit, impl, workload, inputs, expected, stopwatch))
+        made = _attempt(partial(_unit, impl, workload, task, stopwatch))
         if isinstance(made, Unit):
             units[impl.name] = made
         else:
@@ -99,45 +95,32 @@ def _visit(impl: Impl, unit: Unit, stopwatch: Stopwatch, pace: Pace) -> Window:
     return measure(unit, stopwatch, warm_ms=impl.share * pace.warm_ms, window_ms=impl.share * pace.window_ms)
 
 
-def _unit(impl: Impl, workload: Workload, inputs: Inputs, expected: torch.Tensor, stopwatch: Stopwatch) -> Unit | str:
-    """What a window of `impl` repeats, once its output has been checked; or the reason why there is none."""
+def _unit(impl: Impl, workload: Workload, task: Problem, stopwatch: Stopwatch) -> Unit | str:
+    """What a window of `impl` repeats, once its results have been checked; or the reason why there is none."""
     reason = impl.why_not(workload)
     if reason is not None:
         return reason
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch explains at length why a backend was left out
-        call = impl.prepare(workload, inputs)
-        wrong = _why_wrong(call, expected)
+        call = impl.prepare(workload, task.inputs)
+        wrong = _why_wrong(call, task.expected)
         if wrong is not None:
             return wrong
-        return make_unit(call.run, inputs.copies, stopwatch, call.context)
+        return make_unit(call.run, task.inputs.copies, stopwatch, call.context)
 
 
-def _why_wrong(call: Call, expected: torch.Tensor) -> str | None:
+def _why_wrong(call: Call, expected: Sequence[torch.Tensor]) -> str | None:
+    """Compare each result with what its last heads must be; a call may return fewer of them than are known."""
     with call.context():
-        out = call.run(0)
-    if not bool(torch.isfinite(out).all()):
-        return "its output is not finite everywhere"
-    distance = float((out[:1, -1:].double() - expected).norm() / expected.norm().clamp_min(1e-30))
-    return None if distance <= SAME_FUNCTION else f"it computes something else (relative error {distance:.3g})"
-
-
-def _one_head(workload: Workload, inputs: Inputs) -> torch.Tensor:
-    """The right answer of the last head of the first batch, in float64: enough to see that all compute one function."""
-    q, k, v = inputs.q[0][:1, -1:], inputs.k[0][:1, -1:], inputs.v[0][:1, -1:]
-    return oracle(q, k, v, causal=workload.causal, extras=last_head(inputs.extras[0]))[0]
-
-
-def last_head(extras: Extras) -> Extras:
-    """The extras of the last head of the first batch; what is broadcast has one head or batch and keeps it."""
-    slopes, bias, mask = extras.alibi_slopes, extras.bias, extras.mask
-    return replace(
-        extras,
-        alibi_slopes=None if slopes is None else (slopes if slopes.dim() == 1 else slopes[0])[-1:],
-        sinks=None if extras.sinks is None else extras.sinks[-1:],
-        bias=None if bias is None else bias[:1, -1:],
-        mask=None if mask is None else mask[:1, -1:],
-    )
+        found = call.run(0)
+    for result, right in zip(results_of(found), expected, strict=False):
+        if not bool(torch.isfinite(result).all()):
+            return "its output is not finite everywhere"
+        part = result[:1, -right.shape[1] :].double()
+        distance = float((part - right).norm() / right.norm().clamp_min(1e-30))
+        if not distance <= SAME_FUNCTION:
+            return f"it computes something else (relative error {distance:.3g})"
+    return None
 
 
 def _attempt(work: Callable[[], Unit | Window | str]) -> Unit | Window | str:

@@ -23,21 +23,41 @@ COLUMNS = (
     "commit",
     "date",
 )
-"""Columns of every file but `memory.csv`."""
+"""Columns of every file that is not named below."""
 
 MEMORY_COLUMNS = (*COLUMNS[:4], "extra_bytes", *COLUMNS[4:])
+"""Columns of `memory.csv` and `features.csv`."""
+
+TRAINING_NUMBERS = ("steps", "tokens_per_s", "peak_gib", "loss_first", "loss_last", "loss_deviation")
+TRAINING_COLUMNS = (*COLUMNS[:4], "outcome", "median_ms", *TRAINING_NUMBERS, *COLUMNS[7:])
+"""Columns of `training.csv`."""
 
 RESULTS = Path(__file__).resolve().parent / "results"
 """Where results live: one folder per device, named by its slug."""
 
-FORMATS = {"median_ms": ".6g", "tflops": ".1f", "gbps": ".1f", "extra_bytes": "d"}
+FORMATS = {
+    "median_ms": ".6g",
+    "tflops": ".1f",
+    "gbps": ".1f",
+    "extra_bytes": "d",
+    "steps": "d",
+    "tokens_per_s": ".0f",
+    "peak_gib": ".2f",
+    "loss_first": ".5f",
+    "loss_last": ".5f",
+    "loss_deviation": ".3g",
+}
+"""How numbers are written; the other columns are text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One result. `median_ms` is the median over windows; `tflops` and `gbps` follow from it; None is an empty cell.
 
-    `device`, `torch`, `triton`, `commit` and `date` (UTC) say what it was measured on and with.
+    Of a run of training, `median_ms` is the median step, `tokens_per_s` follows from it, `peak_gib` is the most memory
+    that was allocated, `loss_deviation` the mean distance from the losses of the run that it is compared with, and
+    `outcome` says whether it came to its end. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was
+    measured on and with.
     """
 
     suite: str
@@ -48,6 +68,13 @@ class Row:
     median_ms: float | None = None
     tflops: float | None = None
     gbps: float | None = None
+    outcome: str = ""
+    steps: int | None = None
+    tokens_per_s: float | None = None
+    peak_gib: float | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    loss_deviation: float | None = None
     device: str
     torch: str
     triton: str
@@ -81,7 +108,7 @@ def _value(name: str, cell: str) -> str | int | float | None:
         return cell
     if not cell:
         return None
-    return int(cell) if name == "extra_bytes" else float(cell)
+    return int(cell) if FORMATS[name] == "d" else float(cell)
 
 
 class ResultsFile:

@@ -85,8 +85,8 @@ def preset_workloads() -> tuple[Workload, ...]:
 
 SUITES: dict[str, Callable[[], tuple[Workload, ...]]] = {"forward": paper_grid, "presets": preset_workloads}
 
-BOTH_PASSES = "forward_backward"
-"""The suite whose rows are a forward and a backward pass together; their workload is that of the backward pass."""
+BACKWARD_SUITE, BOTH_PASSES = "backward", "forward_backward"
+"""Suites of training; a row of the second is a forward and a backward pass, and its workload the backward pass's."""
 
 
 def work_of(suite: str, workload: Workload) -> tuple[int, int]:

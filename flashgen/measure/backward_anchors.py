@@ -96,7 +96,7 @@ def prepared(impl: str, workload: Workload, problem: BackwardProblem) -> AnchorC
             warnings.simplefilter("ignore")
             pairs = zip(inputs.tensors, inputs.extras, strict=True)
             calls = [
-                _call(BACKENDS[impl], workload, tensors, extras, problem.softmax_scale) for tensors, extras in pairs
+                gradients_call(impl, workload, tensors, extras, problem.softmax_scale) for tensors, extras in pairs
             ]
             reason = _difference(calls[0](), problem)
     except (RuntimeError, TypeError, AttributeError, LookupError) as error:  # another torch, or no memory for it
@@ -107,10 +107,11 @@ def prepared(impl: str, workload: Workload, problem: BackwardProblem) -> AnchorC
 Gradients = tuple[torch.Tensor, ...]
 
 
-def _call(
-    backend: Backend, workload: Workload, tensors: BackwardTensors, extras: Extras, scale: float
+def gradients_call(
+    impl: str, workload: Workload, tensors: BackwardTensors, extras: Extras, scale: float
 ) -> Callable[[], Gradients]:
-    """Runs the forward operator; the result runs the backward one."""
+    """Runs the forward operator on q, k and v; the result runs the backward one, which writes tensors of its own."""
+    backend = BACKENDS[impl]
     bias = _bias(tensors, extras)
     has_gradient = extras.bias is not None
     known: dict[str, Any] = {

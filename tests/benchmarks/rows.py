@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.memory import memory_grid, speedup_grid
+from benchmarks import curves
+from benchmarks.memory import memory_grid, speedup_grid, tensors_bytes, training_grid
 from benchmarks.provenance import Provenance
-from benchmarks.results import MEMORY_COLUMNS, ResultsFile, Row
-from benchmarks.suites import paper_grid
+from benchmarks.results import MEMORY_COLUMNS, TRAINING_COLUMNS, ResultsFile, Row
+from benchmarks.suites import backward_grid, paper_grid
+from benchmarks.training import workload_of
 from flashgen.core.workload import Workload
 
 SHARED = Provenance(device="Test GPU", slug="test_gpu", torch="2.11.0", triton="3.6.0", commit="0123456789ab")
@@ -34,10 +37,10 @@ def row(workload: Workload, impl: str, tflops: float, *, suite: str = "forward",
     )
 
 
-def memory_row(workload: Workload, impl: str, extra_bytes: int) -> Row:
-    """A row of the memory suite."""
+def memory_row(workload: Workload, impl: str, extra_bytes: int, *, suite: str = "memory") -> Row:
+    """A row of a memory suite."""
     return Row(
-        suite="memory",
+        suite=suite,
         workload=workload.key,
         impl=impl,
         impl_version="1.0",
@@ -69,3 +72,41 @@ def write_results(results: Path) -> None:
     small = Workload(batch=1, nheads=8, seqlen_q=128, head_dim=128, causal=True)
     for impl in ("sdpa-flash", "flashgen/same-pointers/pointer", "flashgen/same-pointers/descriptor"):
         overhead.write([row(small, impl, 1.5, suite="overhead")])
+
+
+def write_training(results: Path) -> None:
+    """The files of training: one shape of each race, both modes of GPT-2 (16k eager only), memory of both passes."""
+    folder = results / SHARED.slug
+    speeds = SPEED | {"flashgen-deterministic": 400.0, "fa4": 500.0}
+    for suite in ("backward", "forward_backward"):
+        rows = [row(backward_grid()[9], impl, speed, suite=suite) for impl, speed in speeds.items()]
+        ResultsFile(folder / f"{suite}.csv").write(rows)
+    training = ResultsFile(folder / "training.csv", TRAINING_COLUMNS)
+    for suite, seqlen in (("training", 1024), ("training", 16384), ("training_compiled", 1024)):
+        for impl, rate in {"sdpa-flash": 300e3, "sdpa-cudnn": 320e3, "flashgen": 400e3, "standard": 160e3}.items():
+            one = training_row(suite, seqlen, impl, None if (impl, seqlen) == ("standard", 16384) else rate)
+            training.write([one])
+            if one.tokens_per_s:
+                curves.append(folder / "training_loss.csv", one.subject, SHARED.commit, [9.0, 5.0 + rate * 1e-9, 3.0])
+    memory = ResultsFile(folder / "memory.csv", MEMORY_COLUMNS)
+    for workload in training_grid()[1:3]:
+        sizes = {"flashgen": 0, "standard": 8 * tensors_bytes(workload)}
+        memory.write(memory_row(workload, impl, size, suite="training_memory") for impl, size in sizes.items())
+
+
+def training_row(suite: str, seqlen: int, impl: str, tokens_per_s: float | None) -> Row:
+    """A row of the training benchmark; None ran out of memory."""
+    found = row(workload_of(seqlen), impl, 1.0, suite=suite)
+    deviation = {"sdpa-cudnn": 0.001, "flashgen": 0.002, "standard": 0.003}.get(impl)
+    return replace(
+        found,
+        tflops=None,
+        gbps=None,
+        outcome="done" if tokens_per_s else "out of memory",
+        steps=3 if tokens_per_s else 0,
+        tokens_per_s=tokens_per_s,
+        median_ms=16384e3 / tokens_per_s if tokens_per_s else None,
+        peak_gib=40.0 if impl == "standard" else 20.0,
+        loss_last=3.0 if tokens_per_s else None,
+        loss_deviation=deviation if tokens_per_s else None,
+    )

@@ -127,6 +127,7 @@ def test_names_of_implementations() -> None:
         "sdpa-masked",
         "flex",
         "fa3",
+        "fa4",
         "standard",
     ]
     assert [impl.name for impl in chosen("fa3,flashgen")] == ["fa3", "flashgen"]

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.memory import fit_of, memory_grid, memory_impls, speedup_grid, speedups
+from benchmarks.memory import (
+    fit_of,
+    memory_grid,
+    memory_impls,
+    savings,
+    speedup_grid,
+    speedups,
+    tensors_bytes,
+    training_grid,
+    training_impls,
+)
 from tests.benchmarks.rows import memory_row, row
 
 
@@ -39,3 +49,19 @@ def test_speedups_are_of_the_same_workload_and_suite() -> None:
     rows = [row(one, "flashgen", 500.0, suite="speedup"), row(one, "standard", 100.0, suite="speedup")]
     rows += [row(two, "standard", 100.0, suite="speedup"), row(two, "flashgen", 500.0)]
     assert speedups(rows) == {one.key: pytest.approx(5.0)}
+
+
+def test_both_passes_are_measured_at_the_lengths_of_the_claims() -> None:
+    grid = training_grid()
+    assert {w.seqlen_k for w in grid} >= {2048, 4096}
+    assert {(w.direction, w.batch, w.nheads) for w in grid} == {("backward", 1, 16)}
+    assert [impl.name for impl in training_impls()] == ["flashgen", "sdpa-flash", "standard"]
+
+
+def test_a_saving_is_of_all_memory_of_one_workload() -> None:
+    one, two = training_grid()[1:3]
+    assert tensors_bytes(one) == 8 * 16 * 2048 * 64 * 2
+    rows = [memory_row(one, "standard", 9 * tensors_bytes(one), suite="training_memory")]
+    rows += [memory_row(one, "flashgen", 0, suite="training_memory"), memory_row(two, "flashgen", 0)]
+    rows += [memory_row(two, "standard", 1, suite="training_memory")]
+    assert savings(rows) == {one: pytest.approx(10.0)}

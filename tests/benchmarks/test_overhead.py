@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import overhead
+from benchmarks import overhead, overhead_cases
 from benchmarks.overhead import MOST_LOOPS, time_cases
 from benchmarks.overhead_cases import MOST_NEW_SEQLENS, SMALL, Arguments, Case, new_seqlens, write_records
 from flashgen.codegen.portable_forward import PORTABLE_FORWARD
@@ -65,3 +66,21 @@ def test_the_launch_queue_never_fills(argument: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         overhead.main([argument])
     assert argument.split("=", maxsplit=1)[0] in capsys.readouterr().err
+
+
+def test_calls_of_training_have_gradients_and_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(overhead_cases, "_attention", lambda q, k, v: attend(q, k, v, is_causal=True))
+    cases = overhead_cases.training_cases()
+    names = [case.name for case in cases]
+    assert names[:2] == ["flashgen/train-forward", "flashgen/train-forward-backward"]
+    assert len(names) == 6
+    assert all(case.most_calls * 6 < 1024 for case in cases)
+    q, k, v = cases[0].arguments(0, 1)[0]
+    with torch.no_grad(), cases[0].context():
+        out = cases[0].call(q, k, v)
+        dq, dk, dv = cases[1].call(q, k, v)  # type: ignore[misc]
+    assert isinstance(out, torch.Tensor)
+    assert out.requires_grad
+    assert q.grad is None
+    assert [tensor.shape for tensor in (dq, dk, dv)] == [q.shape] * 3

@@ -14,7 +14,8 @@ import torch
 
 from benchmarks import flex, impls
 from benchmarks.impls import IMPLS, Call, Impl
-from benchmarks.race import Pace, Result, last_head, race
+from benchmarks.problems import last_heads
+from benchmarks.race import Pace, Result, race
 from flashgen.core.device import CATALOGUE
 from flashgen.core.workload import Workload
 from flashgen.measure.inputs import Inputs, make_inputs
@@ -194,7 +195,7 @@ def test_the_last_head_alone_has_the_extras_of_the_last_head(workload: Workload)
     inputs = make_inputs(workload, copies=1, seed=1, device=CPU)
     q, k, v, extras = inputs.q[0], inputs.k[0], inputs.v[0], inputs.extras[0]
     whole = oracle(q, k, v, causal=workload.causal, extras=extras)[0]
-    alone = oracle(q[:1, -1:], k[:1, -1:], v[:1, -1:], causal=workload.causal, extras=last_head(extras))[0]
+    alone = oracle(q[:1, -1:], k[:1, -1:], v[:1, -1:], causal=workload.causal, extras=last_heads(extras, 1))[0]
     torch.testing.assert_close(alone, whole[:1, -1:])
 
 

@@ -1,0 +1,58 @@
+"""Backward pass beside other implementations, sustained: writes `results/<device>/backward.csv`.
+
+python -m benchmarks.backward [--only '*-d128-causal'] [--impls flashgen,flex] [--append]
+
+The forward pass has run before and is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
+from benchmarks.impls import Impl
+from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.results import ResultsFile
+from benchmarks.suites import BACKWARD_SUITE, backward_grid, select
+from benchmarks.training_impls import BACKWARD
+from flashgen.core.errors import FlashgenError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRace:
+    """What one benchmark of training races: `suite` also names its file and its module."""
+
+    suite: str
+    about: str
+    impls: tuple[Impl, ...]
+
+
+RACE = TrainingRace(suite=BACKWARD_SUITE, about=(__doc__ or "").split("\n", maxsplit=1)[0], impls=BACKWARD)
+
+
+def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> int:
+    """Run; 0 is done (or stopped at the time limit), 1 if flashgen has no row where it should have one."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{what.suite}", description=what.about)
+    add_arguments(parser)
+    add_race_arguments(parser, what.impls)
+    options = parser.parse_args(arguments)
+    try:
+        impls, provenance = chosen(options.impls, what.impls), Provenance.here(options.commit)
+        path = options.results / provenance.slug / f"{what.suite}.csv"
+        file = ResultsFile(path, append=options.append)
+    except (FlashgenError, ValueError) as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as scratch:
+        serve_generated(options.db, Path(scratch))
+        jobs = [(what.suite, select(backward_grid(), options.only))]
+        racer = racer_of(options, provenance)
+        return run(jobs, impls, file, provenance, racer, limit_s=options.limit_seconds, say=say)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
