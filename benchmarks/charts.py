@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 
+from benchmarks.curves import Curves, of_workload
 from benchmarks.memory import MEMORY_SUITE
+from benchmarks.race_tables import TITLES, Line, lines_of, present
 from benchmarks.results import Row
-from benchmarks.tables import MEMORY_TITLES, TITLES, Line, forward_lines, present
+from benchmarks.tables import MEMORY_TITLES
+from benchmarks.training import EAGER_SUITE, REFERENCE
+from benchmarks.training_tables import MODES
+from benchmarks.training_tables import TITLES as TRAINING_TITLES
 from flashgen.core.workload import Workload
 
 COLORS = {
     "flashgen": "#d1495b",
     "flashgen-lse": "#d1495b",
+    "flashgen-deterministic": "#e8a0aa",
     "flex": "#edae49",
     "sdpa-flash": "#66a182",
     "sdpa-cudnn": "#2e4057",
     "fa3": "#8d96a3",
+    "fa4": "#5b7fb4",
     "standard": "#c4c4c4",
 }
 STYLE: dict[Any, Any] = {
@@ -33,13 +41,16 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e6e6e6",
 }
 DPI = 130
+SMOOTH = 20
+"""Steps of a mean: single losses of a batch scatter too much to be seen beside each other."""
+
 GROUP_WIDTH = 0.84
 """Of the distance between two groups of bars; the rest is air."""
 
 
-def forward_chart(path: Path, rows: Sequence[Row]) -> None:
+def race_chart(path: Path, rows: Sequence[Row], suite: str) -> None:
     """Bars of TFLOP/s: a column of panels per head_dim, a row per mask, a group of bars per length."""
-    lines = forward_lines(rows)
+    lines = lines_of(rows, suite)
     impls = present(lines)
     dims = sorted({line.workload.head_dim for line in lines})
     masks = sorted({line.workload.causal for line in lines})
@@ -87,6 +98,65 @@ def memory_chart(path: Path, rows: Sequence[Row]) -> None:
         _save(figure, path, top=1.0)
 
 
+def training_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
+    """Tokens per second for each mode; below, the losses of each length and how far they are from the reference's."""
+    with _figure(2, 2, size=(11.5, 8.2), sharey=False) as (figure, axes):
+        for axis, (suite, mode) in zip(axes[0], MODES.items(), strict=True):
+            _rates(axis, [row for row in rows if row.suite == suite])
+            axis.set_title(f"GPT-2 124M, {mode}", fontsize=13)
+            axis.set_ylabel("thousand tokens per second")
+            axis.set_xlabel("sequence length (16k tokens a step)")
+        top = max(axis.get_ylim()[1] for axis in axes[0])
+        for axis in axes[0]:
+            axis.set_ylim(0, top)
+        _losses(axes[1][0], axes[1][1], curves)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper center", ncols=len(labels) or 1, frameon=False, fontsize=12)
+        _save(figure, path, top=0.94)
+
+
+def _rates(axis: Any, rows: Sequence[Row]) -> None:
+    lengths = sorted({Workload.parse(row.workload).seqlen_k for row in rows})
+    width = GROUP_WIDTH / len(TRAINING_TITLES)
+    for number, (impl, title) in enumerate(TRAINING_TITLES.items()):
+        shift = (number - (len(TRAINING_TITLES) - 1) / 2) * width
+        found = {Workload.parse(row.workload).seqlen_k: row for row in rows if row.impl == impl}
+        places = {length: group + shift for group, length in enumerate(lengths) if length in found}
+        heights = {length: (found[length].tokens_per_s or 0.0) / 1e3 for length in places}
+        axis.bar(places.values(), heights.values(), width=width * 0.94, color=COLORS[impl], label=title)
+        for length, place in places.items():
+            height = heights[length]
+            text = f"{height:.0f}" if height else found[length].outcome
+            axis.annotate(text, (place, height), ha="center", va="bottom", fontsize=9, rotation=0 if height else 90)
+    axis.set_xticks(range(len(lengths)), [_length(length) for length in lengths])
+
+
+def _losses(left: Any, right: Any, curves: Curves) -> None:
+    """Losses without compilation, one style of line per length, and their distances from the reference's."""
+    styles = ("-", "--", ":")
+    workloads = sorted({w for suite, w, _ in curves if suite == EAGER_SUITE}, key=lambda w: Workload.parse(w).seqlen_k)
+    for workload, style in zip(workloads, styles, strict=False):
+        found, length = of_workload(curves, EAGER_SUITE, workload), _length(Workload.parse(workload).seqlen_k)
+        for impl in TRAINING_TITLES:
+            curve, reference = found.get(impl, []), found.get(REFERENCE, [])
+            looks = {"color": COLORS[impl], "linestyle": style, "zorder": 3 if impl == "flashgen" else 2}
+            left.plot(range(len(curve)), curve, **looks, label=length if impl == "flashgen" else None)
+            if impl != REFERENCE:
+                distances = _smooth([abs(a - b) for a, b in zip(curve, reference, strict=False)])
+                right.plot(range(len(distances)), distances, **looks)
+    left.set_ylabel("loss (nats a byte)")
+    right.set_ylabel(f"distance from {TRAINING_TITLES[REFERENCE]}, mean of {SMOOTH} steps", fontsize=11)
+    right.set_ylim(bottom=0)
+    for axis in (left, right):
+        axis.set_xlabel("step, eager")
+    if workloads:
+        left.legend(frameon=False, title="sequence length")
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    return [statistics.fmean(values[max(0, end - SMOOTH) : end]) for end in range(1, len(values) + 1)]
+
+
 def _bars(axis: Any, lines: Sequence[Line], impls: Sequence[str]) -> None:
     width = GROUP_WIDTH / len(impls)
     for number, impl in enumerate(impls):
@@ -108,7 +178,9 @@ def _length(seqlen: int) -> str:
 
 
 @contextlib.contextmanager
-def _figure(rows: int, columns: int, *, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
+def _figure(
+    rows: int, columns: int, *, size: tuple[float, float], sharey: Literal["row"] | bool = "row"
+) -> Iterator[tuple[Any, Any]]:
     """A grid of panels in this module's style, without a window and whatever the reader's own settings are."""
     from matplotlib.figure import Figure
 
@@ -116,7 +188,7 @@ def _figure(rows: int, columns: int, *, size: tuple[float, float]) -> Iterator[t
         mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
         figure = Figure(figsize=size, dpi=DPI)
-        yield figure, figure.subplots(rows, columns, squeeze=False, sharey="row")
+        yield figure, figure.subplots(rows, columns, squeeze=False, sharey=sharey)
 
 
 def _save(figure: Any, path: Path, *, top: float) -> None:

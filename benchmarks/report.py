@@ -11,13 +11,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import curves
 from benchmarks.memory import MEMORY_SUITE
+from benchmarks.race_tables import RACES
 from benchmarks.results import RESULTS, Row, latest, read_rows
-from benchmarks.tables import SUITE, block
+from benchmarks.tables import block
+from benchmarks.training import EAGER_SUITE
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
-FILES = ("forward.csv", "features.csv", "memory.csv", "overhead.csv")
+FILES = (
+    "forward.csv",
+    "backward.csv",
+    "forward_backward.csv",
+    "features.csv",
+    "memory.csv",
+    "overhead.csv",
+    "training.csv",
+)
+CHARTS = {**{suite: suite for suite in RACES}, "memory": MEMORY_SUITE, "training": EAGER_SUITE}
+"""Charts by their names, and the suite that must be there for each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     images = options.images or options.readme.parent / "docs" / "img"
     devices = load(options.results)
     if not options.check:
-        draw(devices, images)
+        draw(devices, images, options.results)
     before = options.readme.read_text(encoding="utf-8")
     after = insert(before, text_of(devices, _relative(images, options.readme.parent)))
     if options.check:
@@ -59,17 +72,26 @@ def load(results: Path) -> dict[str, list[Row]]:
 def charts_of(slug: str, rows: Sequence[Row]) -> list[str]:
     """The file names of the charts that these rows give."""
     suites = {row.suite for row in rows}
-    return [f"{stem}_{slug}.png" for stem, suite in (("forward", SUITE), ("memory", MEMORY_SUITE)) if suite in suites]
+    return [f"{stem}_{slug}.png" for stem, suite in CHARTS.items() if suite in suites]
 
 
-def draw(devices: dict[str, list[Row]], images: Path) -> None:
-    """Write every chart."""
+def draw(devices: dict[str, list[Row]], images: Path, results: Path) -> None:
+    """Write every chart.
+
+    Raises:
+        ValueError: the file of losses is damaged.
+    """
     from benchmarks import charts
 
-    drawers = {"forward": charts.forward_chart, "memory": charts.memory_chart}
     for slug, rows in devices.items():
         for name in charts_of(slug, rows):
-            drawers[name.split("_")[0]](images / name, rows)
+            stem = name.removesuffix(f"_{slug}.png")
+            if stem in RACES:
+                charts.race_chart(images / name, rows, stem)
+            elif stem == "training":
+                charts.training_chart(images / name, rows, curves.read(results / slug / "training_loss.csv"))
+            else:
+                charts.memory_chart(images / name, rows)
 
 
 def text_of(devices: dict[str, list[Row]], images: str) -> str:

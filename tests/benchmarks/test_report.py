@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
+from benchmarks.race_tables import lines_of
 from benchmarks.results import ResultsFile, latest, read_rows
 from benchmarks.suites import paper_grid
-from benchmarks.tables import forward_lines
-from tests.benchmarks.rows import SHARED, row, write_results
+from tests.benchmarks.rows import SHARED, row, write_results, write_training
 
 ROOT = Path(__file__).resolve().parents[2]
 README = f"# Title\n\n{report.START}\nstale\n{report.END}\n\n## More\n"
@@ -75,7 +75,7 @@ def test_a_later_commit_replaces_a_workload_as_a_whole(place: Path) -> None:
     path = place / "results" / SHARED.slug / "forward.csv"
     workload = paper_grid()[-1]
     ResultsFile(path, append=True).write([row(workload, "flashgen", 500.0, commit="new")])
-    last = forward_lines(latest(read_rows(path)))[-1]
+    last = lines_of(latest(read_rows(path)), "forward")[-1]
     assert (last.workload, last.tflops) == (workload, {"flashgen": 500.0})
     run(place)
     text = (place / "README.md").read_text()
@@ -87,6 +87,35 @@ def test_without_results_the_block_is_empty(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(README)
     assert run(tmp_path) == 0
     assert (tmp_path / "README.md").read_text() == README.replace("stale\n", "")
+
+
+def test_training_is_reported_beside_what_the_papers_claim(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(README)
+    write_training(tmp_path / "results")
+    assert run(tmp_path) == 0
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    head = "| seqlen | mode | flashgen | SDPA flash | SDPA cuDNN | standard | vs standard | vs better SDPA | GiB "
+    at = next(n for n, line in enumerate(lines) if line.startswith(head))
+    assert (
+        lines[at + 2] == "| 1024 | eager | 400 | 300 | 320 | 160 | 2.50 | 1.25 | 20.0 | 40.0 | 3.0000 | 0.002 | 0.001 |"
+    )
+    assert lines[at + 3] == (
+        "| 16384 | eager | 400 | 300 | 320 | out of memory | - | 1.25 | 20.0 | 40.0 | 3.0000 | 0.002 | 0.001 |"
+    )
+    claims = [line for line in lines if line.startswith("| GPT-2 trains up to 3 times")]
+    assert claims == [
+        "| GPT-2 trains up to 3 times as fast as with standard attention, at 1k | 2.5 at 1024, 2.5 at 1024 compiled |"
+    ]
+    memory = "9 times at 2048, 9 times at 4096; beside q, k, v, out and gradients 0.0 MiB against 512 MiB at 4096 |"
+    assert any(line.endswith(memory) for line in lines)
+    assert "| attention is 2 to 4 times as fast as standard attention | 8.0 to 8.0 times over 1 shapes, " in "\n".join(
+        lines
+    )
+    assert "<details><summary>All 1 shapes</summary>" in lines
+    assert "| flashgen, deterministic | 1.10 | 1.10 | 1.10 | 1 of 1 |" in lines
+    names = {path.name for path in (tmp_path / "docs/img").iterdir()}
+    assert names == {f"{stem}_test_gpu.png" for stem in ("backward", "forward_backward", "training")}
+    assert run(tmp_path, "--check") == 0
 
 
 @pytest.mark.parametrize("text", ["nothing", f"{report.END}{report.START}", README + README])

@@ -1,0 +1,50 @@
+"""Pieces of text that all tables of README are made of."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from benchmarks.results import Row
+from flashgen.core.workload import Workload
+
+VERSIONED = (("sdpa-cudnn", "cuDNN"), ("fa3", "FA3"), ("fa4", "FA4"))
+"""Implementations that have a version of their own, beside torch's."""
+
+
+def table_row(cells: Iterable[str]) -> str:
+    """One line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def listed(values: Iterable[str]) -> str:
+    """Each value once, in order."""
+    return " and ".join(sorted({value for value in values if value}))
+
+
+def image(charts: Sequence[str], stem: str, text: str) -> list[str]:
+    """The chart with this stem, if there is one."""
+    return [f"![{text}]({path})" for path in charts if path.endswith(f"/{stem}.png")]
+
+
+def mean(ratios: Sequence[float]) -> str:
+    """The geometric mean."""
+    return f"{statistics.geometric_mean(ratios):.2f}" if ratios else "-"
+
+
+def provenance(rows: Sequence[Row]) -> str:
+    """Where and with what these rows were measured."""
+    parts = [f"torch {listed(row.torch for row in rows)}", f"Triton {listed(row.triton for row in rows)}"]
+    for impl, name in VERSIONED:
+        version = listed(row.impl_version for row in rows if row.impl == impl)
+        parts += [f"{name} {version}"] if version else []
+    parts += [f"commit {listed(row.commit for row in rows)}", listed(row.date for row in rows)]
+    return f"Measured on {rows[0].device} with {', '.join(parts)}."
+
+
+def by_workload(rows: Iterable[Row]) -> list[tuple[Workload, dict[str, Row]]]:
+    """The rows of each workload by implementation, in the order of the file."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row.workload, {})[row.impl] = row
+    return [(Workload.parse(key), by_impl) for key, by_impl in found.items()]

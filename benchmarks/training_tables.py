@@ -1,0 +1,116 @@
+"""What README says of training: GPT-2 step by step, and what the papers claim beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.markdown import by_workload, image, provenance, table_row
+from benchmarks.memory import TRAINING_SUITE, savings
+from benchmarks.race_tables import lines_of
+from benchmarks.results import Row
+from benchmarks.suites import BOTH_PASSES
+from benchmarks.training import COMPILED_SUITE, EAGER_SUITE, NOISE, REFERENCE
+from flashgen.core.workload import Workload
+
+MODES = {EAGER_SUITE: "eager", COMPILED_SUITE: "torch.compile"}
+TITLES = {
+    "flashgen": "flashgen",
+    "sdpa-flash": "SDPA flash",
+    "sdpa-cudnn": "SDPA cuDNN",
+    "standard": "standard",
+}
+CLAIM_HEAD_DIM = 64
+"""Of GPT-2, and of the figure of FlashAttention's README that shows memory."""
+
+
+def training_parts(device_slug: str, rows: Sequence[Row], charts: Sequence[str]) -> list[str]:
+    """All that README says of training, or nothing if it has no rows."""
+    used = [row for row in rows if row.suite in MODES]
+    parts = []
+    if used:
+        parts = [_text(used), *image(charts, f"training_{device_slug}", "GPT-2 in training"), _table(used)]
+    claims = list(_claims(rows))
+    if claims:
+        head = [table_row(["the papers' claim", "measured here"]), table_row(["---", "---"])]
+        parts.append("\n".join([*head, *(table_row(claim) for claim in claims)]))
+    return parts
+
+
+def _text(used: Sequence[Row]) -> str:
+    steps = max(row.steps or 0 for row in used)
+    return (
+        "Training GPT-2 (124M parameters) with `examples/train_gpt2.py`: thousands of tokens per second at the median "
+        "step, 16k tokens a step, causal attention with 12 heads of 64, bf16 autocast, fused AdamW. All train from the "
+        f"same weights on the same batches, {steps} steps without torch.compile. The loss column is flashgen's last; "
+        f"beside it stand the mean distances in nats of flashgen's losses, and of cuDNN's, from those of SDPA flash. "
+        f"{provenance(used)}"
+    )
+
+
+def _table(used: Sequence[Row]) -> str:
+    head = ["seqlen", "mode", *TITLES.values(), "vs standard", "vs better SDPA", "GiB", "GiB, standard", "loss"]
+    head += ["flashgen from SDPA flash", "cuDNN from SDPA flash"]
+    table = [table_row(head), table_row(["---:", "---", *("---:" for _ in head[2:])])]
+    for suite, mode in MODES.items():
+        for workload, by_impl in by_workload(row for row in used if row.suite == suite):
+            mine = by_impl.get("flashgen")
+            cells = [str(workload.seqlen_k), mode, *(_rate(by_impl.get(impl)) for impl in TITLES)]
+            cells += [_ratio(by_impl, ("standard",)), _ratio(by_impl, (REFERENCE, NOISE))]
+            cells += [_number(by_impl.get(impl), "peak_gib", ".1f") for impl in ("flashgen", "standard")]
+            cells.append(_number(mine, "loss_last", ".4f"))
+            cells += [_number(by_impl.get(impl), "loss_deviation", ".2g") for impl in ("flashgen", NOISE)]
+            table.append(table_row(cells))
+    return "\n".join(table)
+
+
+def _rate(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row.tokens_per_s / 1e3:.0f}" if row.tokens_per_s else row.outcome
+
+
+def _number(row: Row | None, field: str, form: str) -> str:
+    value = None if row is None else getattr(row, field)
+    return "-" if value is None else format(value, form)
+
+
+def _speedup(by_impl: dict[str, Row], others: Sequence[str]) -> float | None:
+    """The speed of flashgen over that of the fastest of `others`."""
+    mine = by_impl.get("flashgen")
+    theirs = [rate for impl in others if impl in by_impl and (rate := by_impl[impl].tokens_per_s)]
+    return mine.tokens_per_s / max(theirs) if mine and mine.tokens_per_s and theirs else None
+
+
+def _ratio(by_impl: dict[str, Row], others: Sequence[str]) -> str:
+    ratio = _speedup(by_impl, others)
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _claims(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Claims of FlashAttention (Dao et al. 2022 and its README), each with what the rows say of it."""
+    faster = [
+        f"{ratio:.1f} at {workload.seqlen_k}{' compiled' if suite == COMPILED_SUITE else ''}"
+        for suite in MODES
+        for workload, by_impl in by_workload(row for row in rows if row.suite == suite)
+        if (ratio := _speedup(by_impl, ("standard",))) is not None
+    ]
+    if faster:
+        yield "GPT-2 trains up to 3 times as fast as with standard attention, at 1k", f"{', '.join(faster)}"
+    ratios = [r for line in lines_of(rows, BOTH_PASSES) if (r := line.ratio(("standard",))) is not None]
+    if ratios:
+        said = f"{min(ratios):.1f} to {max(ratios):.1f} times over {len(ratios)} shapes, forward and backward"
+        yield "attention is 2 to 4 times as fast as standard attention", said
+    saved = {w.seqlen_k: s for w, s in savings(rows).items() if w.head_dim == CLAIM_HEAD_DIM}
+    if saved:
+        said = ", ".join(f"{saving:.0f} times at {seqlen}" for seqlen, saving in sorted(saved.items()))
+        yield "10 times less memory at 2k and 20 times at 4k, forward and backward", f"{said}{_beside(rows)}"
+
+
+def _beside(rows: Sequence[Row]) -> str:
+    """How much both of them hold beside the tensors of the call, at 4k."""
+    wanted = ((row, Workload.parse(row.workload)) for row in rows if row.suite == TRAINING_SUITE)
+    sizes = {r.impl: r.extra_bytes for r, w in wanted if (w.seqlen_k, w.head_dim) == (4096, CLAIM_HEAD_DIM)}
+    mine, theirs = sizes.get("flashgen"), sizes.get("standard")
+    if mine is None or theirs is None:
+        return ""
+    return f"; beside q, k, v, out and gradients {mine / 2**20:.1f} MiB against {theirs / 2**20:.0f} MiB at 4096"
