@@ -28,6 +28,9 @@ EVALUATE_S = 0.5
 COMPILE_S = 1.0
 """Typical seconds of one compile on one CPU: 0.5 to 1.3 s on average, by architecture and head dimension."""
 
+BACKWARD_FACTOR = 3.0
+"""A backward pass has three or four kernels to compile, three gradients to verify, and takes 2.5 times as long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
@@ -225,14 +228,16 @@ def _planned(
         status="tune",
         candidates=candidates.count,
         stored_trials=trials,
-        expected_s=_expected_s(candidates.count, budget, measured, jobs, options),
+        expected_s=_expected_s(workload, candidates.count, budget, measured, jobs, options),
     )
 
 
-def _expected_s(candidates: int, budget: Budget, measured: bool, jobs: int, options: Options) -> float:
+def _expected_s(
+    workload: Workload, candidates: int, budget: Budget, measured: bool, jobs: int, options: Options
+) -> float:
     if budget.seconds is not None:
         return budget.seconds
-    trials = min(budget.trials or candidates, candidates)
+    trials = min(budget.trials or candidates, candidates) * (1 if workload.direction == "forward" else BACKWARD_FACTOR)
     if not measured:
         return trials * COMPILE_S / jobs
     return trials * max(EVALUATE_S, COMPILE_S / jobs) + options.finals.expected_s

@@ -13,8 +13,9 @@ from flashgen.core.device import Device, find_device
 from flashgen.core.record import Anchor, Failure, Measurement, Versions
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
+from flashgen.tuning import backward_tiling
 from flashgen.tuning.compile_pool import Compiled
-from flashgen.tuning.tiling import tiling
+from flashgen.tuning.tiling import Tiling, tiling
 
 H200 = find_device("h200")
 REFERENCE_MS = 0.7
@@ -27,13 +28,19 @@ def chance(*parts: object) -> float:
 
 def true_ms(workload: Workload, config: Config) -> float:
     """The time without noise: a smooth best near 128 x 64 with 8 warps and 3 stages, and 20 per cent of ruggedness."""
-    tile = tiling(workload.specialization, config)
-    block_m, block_n, warps = tile.block_m, tile.block_n, tile.warps
-    ideal = workload.flops / 500e9
-    factor = 1 + 0.4 * abs(math.log2(block_m / 128)) + 0.3 * abs(math.log2(block_n / 64))
-    factor *= 1 + 0.2 * abs(math.log2(warps * 16 / block_m)) + 0.05 * abs(tile.stages - 3)
-    factor *= 1.1 if tile.pointer_loads else 1.0
-    return ideal * factor * (1 + 0.2 * chance("rugged", workload.specialization.key, config))
+    spec = workload.specialization
+    if workload.direction == "backward":
+        tiles = [part.tile(spec, config) for part in backward_tiling.parts(config)]
+    else:
+        tiles = [tiling(spec, config)]
+    factor = math.prod(_slower(tile) ** (1 / len(tiles)) for tile in tiles)
+    return workload.flops / 500e9 * factor * (1 + 0.2 * chance("rugged", spec.key, config))
+
+
+def _slower(tile: Tiling) -> float:
+    factor = 1 + 0.4 * abs(math.log2(tile.block_m / 128)) + 0.3 * abs(math.log2(tile.block_n / 64))
+    factor *= 1 + 0.2 * abs(math.log2(tile.warps * 16 / tile.block_m)) + 0.05 * abs(tile.stages - 3)
+    return factor * (1.1 if tile.pointer_loads else 1.0)
 
 
 @dataclass
