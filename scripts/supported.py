@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,8 +91,15 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         row("packed sequences of different lengths (varlen)", varlen=True),
         row("paged keys and values", page_size=16),
     ),
-    "Direction": (row("backward pass", direction="backward"),),
 }
+GRADIENTS = (
+    row("the same bits every time (`deterministic`)", deterministic=True),
+    row("gradient of a bias for every query and key", bias="full", bias_grad=True),
+    row("gradient of a bias for every key", bias="keys", bias_grad=True),
+)
+"""What only a backward pass is asked for."""
+
+TITLES = {"forward": "Forward pass", "backward": "Backward pass"}
 
 INTRODUCTION = """\
 # What is supported where
@@ -101,34 +109,49 @@ INTRODUCTION = """\
 A cell is `yes` where a kernel family serves the row on that architecture, else the number of its reason below the
 table. Each row is asked alone, in bf16 with heads of 128 columns where it does not say otherwise; rows combine unless a
 reason forbids it, and `flashgen explain <shape> --target <gpu>` answers for any combination. Grouped heads, any
-sequence lengths, any batch, any strides and the LSE are in every kernel. `yes` means that there is a kernel and a
-default configuration for it; the devices on which kernels have been run are those of the README's benchmarks.
+sequence lengths, any batch, any strides and the LSE are in every kernel, and backward passes also take the gradient of
+the LSE. `yes` means that there is a kernel and a default configuration for it; the devices on which kernels have been
+run are those of the README's benchmarks.
 """
+
+
+def groups(direction: str) -> dict[str, tuple[Row, ...]]:
+    """The rows of a pass, by the title of their group."""
+    asked = GROUPS if direction == "forward" else {**GROUPS, "Gradients": GRADIENTS}
+    return {
+        title: tuple(Row(name=r.name, spec=replace(r.spec, direction=direction)) for r in rows)
+        for title, rows in asked.items()
+    }
 
 
 def page() -> str:
     """The whole page."""
-    tables = [_family_section(family) for family in FAMILIES]
-    return "\n".join([INTRODUCTION, "## Any family", "", *_any_table(), "", *tables])
+    parts = [INTRODUCTION]
+    for direction, title in TITLES.items():
+        parts += [f"## {title}, any family", "", *_any_table(direction), ""]
+    return "\n".join([*parts, *(_family_section(family) for family in FAMILIES)])
 
 
-def _any_table() -> list[str]:
+def _any_table(direction: str) -> list[str]:
     def cell(spec: Specialization, device: Device) -> str:
         return "yes" if any(why_not(family, spec, device) is None for family in FAMILIES) else "no"
 
-    return _table(DEVICES, cell)
+    return _table(groups(direction), DEVICES, cell)
 
 
 def _family_section(family: KernelFamily) -> str:
     """The table of one family over the devices that it serves at all, then its reasons."""
-    devices = tuple(device for device in DEVICES if any(why_not(family, r.spec, device) is None for r in _rows()))
+    asked = groups(family.direction)
+    rows = [entry for group in asked.values() for entry in group]
+    devices = tuple(device for device in DEVICES if any(why_not(family, r.spec, device) is None for r in rows))
     reasons: dict[str, int] = {}
 
     def cell(spec: Specialization, device: Device) -> str:
         reason = why_not(family, spec, device)
         return "yes" if reason is None else str(reasons.setdefault(_rule(reason), len(reasons) + 1))
 
-    lines = [f"## {family.title}", "", f"`{family.id}`", "", *_table(devices, cell), ""]
+    lines = [f"## `{family.id}`", "", f"{family.title}: {family.direction} pass", ""]
+    lines += [*_table(asked, devices, cell), ""]
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     lines += [f"\nNot on {', '.join(names)}: {rule}." for rule, names in _elsewhere(family, devices).items()]
     return "\n".join([*lines, ""])
@@ -137,9 +160,10 @@ def _family_section(family: KernelFamily) -> str:
 def _elsewhere(family: KernelFamily, devices: tuple[Device, ...]) -> dict[str, list[str]]:
     """The other architectures by the rule that leaves them out."""
     found: dict[str, list[str]] = {}
+    base = replace(BASE, direction=family.direction)
     for device in DEVICES:
         if device not in devices:
-            found.setdefault(_rule(why_not(family, BASE, device) or ""), []).append(device.arch)
+            found.setdefault(_rule(why_not(family, base, device) or ""), []).append(device.arch)
     return found
 
 
@@ -148,13 +172,11 @@ def _rule(reason: str) -> str:
     return re.sub(r", not \S+$", "", reason)
 
 
-def _rows() -> list[Row]:
-    return [entry for group in GROUPS.values() for entry in group]
-
-
-def _table(devices: tuple[Device, ...], cell) -> list[str]:  # type: ignore[no-untyped-def]
+def _table(
+    asked: dict[str, tuple[Row, ...]], devices: tuple[Device, ...], cell: Callable[[Specialization, Device], str]
+) -> list[str]:
     lines = [f"| | {' | '.join(device.arch for device in devices)} |", f"|---|{'---|' * len(devices)}"]
-    for title, group in GROUPS.items():
+    for title, group in asked.items():
         lines.append(f"| **{title}** |{' |' * len(devices)}")
         lines += [f"| {r.name} | {' | '.join(cell(r.spec, device) for device in devices)} |" for r in group]
     return lines

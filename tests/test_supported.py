@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flashgen.codegen.families import FAMILIES, why_invalid, why_not
-from scripts.supported import DEVICES, GROUPS, PAGE, page
+from scripts.supported import DEVICES, PAGE, groups, page
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -24,14 +24,24 @@ def test_every_architecture_of_the_catalogue_has_a_column() -> None:
 def test_a_yes_has_a_default_configuration() -> None:
     for family in FAMILIES:
         for device in DEVICES:
-            for row in (row for group in GROUPS.values() for row in group):
+            for row in (row for group in groups(family.direction).values() for row in group):
                 if why_not(family, row.spec, device) is None:
                     default = family.default(row.spec, device)
                     assert why_invalid(default, row.spec, device) is None, (row.name, device.arch, default)
 
 
+def test_both_passes_have_a_table_and_a_family_is_asked_for_its_own() -> None:
+    text = page()
+    assert [text.count(f"## {name} pass, any family") for name in ("Forward", "Backward")] == [1, 1]
+    for family in FAMILIES:
+        section = text.split(f"## `{family.id}`")[1].split("\n## ")[0]
+        assert f"{family.title}: {family.direction} pass" in section
+        assert ("the same bits every time" in section) == (family.direction == "backward")
+    assert "computes the" not in text  # the other pass is no row
+
+
 def test_every_number_has_its_reason() -> None:
-    for section in page().split("\n## ")[2:]:
+    for section in page().split("\n## ")[3:]:
         cells = [cell for line in section.splitlines() if line[:1] == "|" for cell in line.split("|")[2:]]
         numbers = {int(cell) for cell in cells if cell.strip().isdecimal()}
         listed = {int(match) for match in re.findall(r"^(\d+)\. \w", section, re.MULTILINE)}
