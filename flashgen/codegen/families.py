@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from flashgen.codegen.family import KernelFamily
+from flashgen.codegen.hopper_backward import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
 from flashgen.codegen.hopper_forward import HOPPER_FORWARD
+from flashgen.codegen.portable_backward import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.workload import Specialization
 
-FAMILIES: tuple[KernelFamily, ...] = (HOPPER_FORWARD, PORTABLE_FORWARD)
+FAMILIES: tuple[KernelFamily, ...] = (
+    HOPPER_FORWARD,
+    PORTABLE_FORWARD,
+    HOPPER_BACKWARD_FUSED,
+    HOPPER_BACKWARD_SPLIT,
+    PORTABLE_BACKWARD_FUSED,
+    PORTABLE_BACKWARD_SPLIT,
+)
 """Every kernel family, in the order in which their defaults are preferred."""
 
 

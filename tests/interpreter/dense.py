@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,11 @@ def attention(
     return weights @ v, lse
 
 
+def unseen_keys(q: torch.Tensor, k: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """Which keys no query of their group sees, (batch, nheads_k, seqlen_k, 1)."""
+    return ~_visible(q, k, rules).any(2).unflatten(1, (k.shape[1], -1)).any(2)[..., None]
+
+
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     if sinks is not None:
         column = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
@@ -73,3 +78,32 @@ def _visible(q: torch.Tensor, k: torch.Tensor, rules: Rules) -> torch.Tensor:
     if right is not None:
         seen = seen & (distance >= -right)
     return seen if rules.mask is None else seen & rules.mask
+
+
+def gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    rules: Rules,
+) -> dict[str, torch.Tensor]:
+    """What a backward pass takes and returns, by name: out, lse, and dq, dk, dv and dbias by autograd, in float64.
+
+    Keys and values that no row sees are 0 here; they may hold anything in what the kernel gets.
+    """
+    hidden = unseen_keys(q, k, rules)
+    leaves = [q.double(), *(x.double().masked_fill(hidden, 0.0) for x in (k, v))]
+    if rules.bias is not None:
+        leaves.append(rules.bias.double())
+        rules = replace(rules, bias=leaves[3])
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out, lse = attention(*leaves[:3], rules)
+    blind = ~_visible(q, k, rules).any(3)
+    share = dout.double().masked_fill(blind[..., None], 0.0)
+    total = (out * share).sum()
+    if dlse is not None:
+        total = total + (lse.masked_fill(blind, 0.0) * dlse.double()).sum()
+    found = dict(zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(total, leaves), strict=False))
+    return {"out": out.detach(), "lse": lse.detach(), **found}

@@ -1,0 +1,241 @@
+"""The portable backward families: FlashAttention-2's Algorithm 2 in plain Triton, for every GPU Triton compiles for.
+
+`portable_backward_split` computes dK and dV in one kernel and dQ in another: seven products instead of five, all sums in
+a fixed order. `portable_backward_fused` computes all in one pass over the keys, and adds dQ in fp32 with atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from flashgen.codegen import portable_backward_parameters as parameters
+from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Scratch, Sizes
+from flashgen.codegen.head_parts import can_split
+from flashgen.codegen.portable_backward_defaults import default_fused, default_split
+from flashgen.codegen.portable_backward_limits import (
+    FUSED_ID,
+    SPLIT_ID,
+    Loop,
+    dbias_block,
+    dq_columns,
+    is_fused,
+    loops,
+    prepare_rows,
+    row_block,
+    smem_needed,
+    why_too_large,
+)
+from flashgen.codegen.portable_backward_text import has_dbias, values
+from flashgen.codegen.portable_limits import is_split
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
+
+LEAST_ROWS_PER_WARP = 8
+"""Two warps may share the 16 rows of a product, no more: each loads all of them."""
+
+WIDE_COLUMNS = 512
+"""Of K and V together. From here on many warps share few rows, because one cannot hold the sums of whole ones."""
+
+LEAST_BLOCK = 32
+
+ROW_WARPS = 4
+"""Of the kernels that work on rows, which wait for memory alone."""
+
+DBIAS_WARPS = 4
+DBIAS_PROGRAMS_PER_SM = 8
+"""Enough for all that a multiprocessor holds at once; each walks more blocks where there are more."""
+
+_SHARED = (
+    Knob(name="loads", values=("pointer", "descriptor"), meaning="pointers with masks, or tensor descriptors (TMA)"),
+    Knob(
+        name="heads_per_group",
+        values=(1, 8),
+        meaning="program order: 1 blocks fastest, n heads fastest in groups of n",
+    ),
+    Knob(
+        name="split_d",
+        values=(False, True),
+        meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
+    ),
+)
+_DKDV = (
+    Knob(name="block_m", values=(16, 32, 64, 128), meaning="queries of a step of dK and dV"),
+    Knob(name="block_n", values=(16, 32, 64, 128), meaning="keys of a program of dK and dV"),
+    Knob(name="num_warps", values=(4, 8), meaning="warps of a program of dK and dV"),
+    Knob(name="num_stages", values=(1, 2, 3), meaning="depth of its software pipeline over Q and dO"),
+)
+_DQ = (
+    Knob(name="dq_block_m", values=(16, 32, 64, 128), meaning="queries of a program of dQ"),
+    Knob(name="dq_block_n", values=(16, 32, 64, 128), meaning="keys of a step of dQ"),
+    Knob(name="dq_num_warps", values=(4, 8), meaning="warps of a program of dQ"),
+    Knob(name="dq_num_stages", values=(1, 2, 3), meaning="depth of its software pipeline over K and V"),
+)
+
+
+def _why_not(spec: Specialization, device: Device) -> str | None:
+    if spec.mods is not None:
+        return "no gradient through functions of the caller"
+    if spec.varlen:
+        return "it has no varlen"
+    if spec.page_size is not None:
+        return "it reads no paged keys"
+    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
+    if spec.dtype == "tf32" and not (device.is_nvidia or device.arch == "gfx942"):
+        return f"the matrix unit of {device.arch} multiplies no TF32"
+    if device.is_nvidia and device.capability < 80:
+        return f"it needs sm80 or newer, not {device.arch}"
+    return None
+
+
+def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
+    found = loops(spec, config)
+    return (
+        _why_meaningless(spec, config, device)
+        or next(filter(None, (_why_loop(spec, loop, device) for loop in found)), None)
+        or next(filter(None, (_why_pointless(spec, loop, device) for loop in found)), None)
+    )
+
+
+def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
+    """What Triton would refuse or silently turn into another config of the space."""
+    descriptor = config["loads"] == "descriptor"
+    if descriptor and not device.has_tma:
+        return f"descriptors are turned into pointers on {device.arch}: the same kernel twice"
+    if descriptor and not spec.aligned16:
+        return "descriptors need pointers and strides that are multiples of 16 bytes"
+    if config["heads_per_group"] != 1 and not spec.causal:
+        return "without a causal mask all programs are equally heavy"
+    if is_split(config) and not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
+        return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
+    return None
+
+
+def _why_loop(spec: Specialization, loop: Loop, device: Device) -> str | None:
+    """What one of its kernels cannot do."""
+    if loop.stages > 2 and not device.is_nvidia:
+        return "the AMD pipeliner has two stages"
+    if loop.warps > loop.own // LEAST_ROWS_PER_WARP and loop.columns < WIDE_COLUMNS:
+        return f"{loop.warps} warps have less than {LEAST_ROWS_PER_WARP} of {loop.own} rows each"
+    return why_too_large(spec, loop, device)
+
+
+def _why_pointless(spec: Specialization, loop: Loop, device: Device) -> str | None:
+    """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
+    if spec.dtype not in ("fp32", "tf32") and loop.columns < WIDE_COLUMNS and min(loop.own, loop.walk) < LEAST_BLOCK:
+        return f"blocks of less than {LEAST_BLOCK} are for heads that leave no room for more"
+    if loop.stages == 1 and device.is_nvidia:
+        # without a pipeline only other blocks of the multiprocessor work while one waits for its loads
+        deeper = device.smem_per_sm // smem_needed(replace(loop, stages=2), device)
+        if deeper >= device.smem_per_sm // smem_needed(loop, device):
+            return "without a pipeline every load is waited for, and two stages let as many blocks run side by side"
+    return None
+
+
+def _kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+    fused, name = is_fused(config), config.family
+    rows = CompileOptions(num_warps=ROW_WARPS, num_stages=1)
+    by_rows = _programs_of_rows(spec, config)
+    found = [_kernel(f"{name}_prepare", parameters.prepare_parameters(spec, config), rows, by_rows)]
+    found.append(
+        _kernel(
+            f"{name}_{'main' if fused else 'dkdv'}",
+            parameters.dkdv_parameters(spec, config),
+            _options(config, ""),
+            lambda device, sizes: _blocks(sizes.seqlen_k, config, "block_n") * sizes.batch * sizes.nheads_k,
+        )
+    )
+    if fused:
+        found.append(_kernel(f"{name}_finish", parameters.finish_parameters(spec), rows, by_rows))
+    else:
+        found.append(
+            _kernel(
+                f"{name}_dq",
+                parameters.dq_parameters(spec, config),
+                _options(config, "dq_"),
+                lambda device, sizes: _blocks(sizes.seqlen_q, config, "dq_block_m") * sizes.batch * sizes.nheads,
+            )
+        )
+    if has_dbias(spec):
+        options = CompileOptions(num_warps=DBIAS_WARPS, num_stages=1)
+        found.append(_kernel(f"{name}_dbias", parameters.dbias_parameters(spec), options, _programs_of_dbias(spec)))
+    return tuple(found)
+
+
+def _kernel(
+    entry: str,
+    parameters_: tuple[Parameter, ...],
+    options: CompileOptions,
+    programs: Callable[[Device, Sizes], int],
+) -> Kernel:
+    return Kernel(entry=entry, parameters=parameters_, options=options, programs=programs)
+
+
+def _options(config: Config, prefix: str) -> CompileOptions:
+    return CompileOptions(
+        num_warps=config.integer(f"{prefix}num_warps"), num_stages=config.integer(f"{prefix}num_stages")
+    )
+
+
+def _blocks(seqlen: int, config: Config, knob: str) -> int:
+    return -(-seqlen // config.integer(knob))
+
+
+def _programs_of_rows(spec: Specialization, config: Config) -> Callable[[Device, Sizes], int]:
+    padding, rows = row_block(spec, config), prepare_rows(spec)
+    return lambda device, sizes: -(-sizes.seqlen_q // padding) * (padding // rows) * sizes.batch * sizes.nheads
+
+
+def _programs_of_dbias(spec: Specialization) -> Callable[[Device, Sizes], int]:
+    """As many as there may be blocks: no size of a launch says how many heads and sequences the bias has of its own."""
+    block = dbias_block(spec)
+
+    def programs(device: Device, sizes: Sizes) -> int:
+        blocks = -(-sizes.seqlen_q // block) * -(-sizes.seqlen_k // block) * sizes.batch * sizes.nheads
+        return min(blocks, device.num_sms * DBIAS_PROGRAMS_PER_SM)
+
+    return programs
+
+
+def _scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch, ...]:
+    padding = row_block(spec, config)
+    rows = (sizes.batch, sizes.nheads, -(-sizes.seqlen_q // padding) * padding)
+    found = [Scratch(name="neg_delta", shape=rows), Scratch(name="lse_log2", shape=rows)]
+    if is_fused(config):
+        found.append(Scratch(name="dq_acc", shape=(*rows, dq_columns(spec, config))))
+    return tuple(found)
+
+
+PORTABLE_BACKWARD_FUSED = KernelFamily(
+    id=FUSED_ID,
+    title="Portable FlashAttention in plain Triton, backward in one pass",
+    template="portable_backward.py.jinja",
+    direction="backward",
+    knobs=(*_DKDV, *_SHARED),
+    why_not=_why_not,
+    why_invalid=_why_invalid,
+    default=default_fused,
+    values=values,
+    kernels=_kernels,
+    scratch=_scratch,
+    is_deterministic=False,
+)
+
+PORTABLE_BACKWARD_SPLIT = KernelFamily(
+    id=SPLIT_ID,
+    title="Portable FlashAttention in plain Triton, backward in two passes",
+    template="portable_backward.py.jinja",
+    direction="backward",
+    knobs=(*_DKDV, *_DQ, *_SHARED),
+    why_not=_why_not,
+    why_invalid=_why_invalid,
+    default=default_split,
+    values=values,
+    kernels=_kernels,
+    scratch=_scratch,
+)

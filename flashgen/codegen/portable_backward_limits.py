@@ -1,0 +1,169 @@
+"""What a config of the portable backward families needs of a multiprocessor at least; what could run needs no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.codegen.head_parts import padded
+from flashgen.codegen.portable_limits import (
+    MAX_REGS_PER_THREAD,
+    MIN_WARPGROUP_ROWS,
+    OTHER_REGS,
+    TENSOR_MEMORY_COLUMNS,
+    TENSOR_MEMORY_ROWS,
+    is_split,
+)
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+SPLIT_ID, FUSED_ID = "portable_backward_split", "portable_backward_fused"
+
+PREPARE_ELEMENTS = 8192
+"""Of one tensor in a program that works on rows: 64 of each of its 128 threads, loaded 16 bytes at a time."""
+
+CDNA_REGS_PER_THREAD = 512
+
+DBIAS_TILE_BYTES = 16 * 1024
+"""Of one input in a program of the gradient of a bias; two of them lie beside each other in 64 KB."""
+
+
+def is_fused(config: Config) -> bool:
+    """Whether dQ is added by the kernel of dK and dV."""
+    return config.family == FUSED_ID
+
+
+def prepare_rows(spec: Specialization) -> int:
+    """Query rows of a program of the first and the last kernel."""
+    width = max(padded(spec.head_dim, False), padded(spec.head_dim_v, False))
+    return max(16, min(64, PREPARE_ELEMENTS // width))
+
+
+def dbias_block(spec: Specialization) -> int:
+    """Queries and keys of a block of the kernel for the gradient of a bias."""
+    width = max(padded(spec.head_dim, False), padded(spec.head_dim_v, False))
+    largest = 32 if spec.dtype == "fp32" else 64  # without a matrix unit a tile takes more registers
+    return max(16, min(largest, DBIAS_TILE_BYTES // (width * DTYPE_BYTES[spec.dtype])))
+
+
+def row_block(spec: Specialization, config: Config) -> int:
+    """Query rows of scratch memory are padded to a multiple of it: the largest block of any kernel."""
+    blocks = [config.integer("block_m"), prepare_rows(spec), dbias_block(spec) if spec.bias_grad else 16]
+    return max(blocks if is_fused(config) else [*blocks, config.integer("dq_block_m")])
+
+
+def dq_columns(spec: Specialization, config: Config) -> int:
+    """Columns of dQ in fp32: those of its tiles."""
+    return padded(spec.head_dim, is_split(config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """A kernel that owns rows of one side of the scores and walks those of the other.
+
+    `acc` are the fp32 columns that it adds up for each of its rows, `added` those that it adds to memory for each row
+    of a step; `columns` are those of the two tensors that each side brings, of `element_bytes` each.
+    """
+
+    own: int
+    walk: int
+    acc: int
+    added: int
+    columns: int
+    element_bytes: int
+    warps: int
+    stages: int
+
+    @property
+    def step_bytes(self) -> int:
+        """What one step loads."""
+        return self.walk * self.columns * self.element_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """What it loads once."""
+        return self.own * self.columns * self.element_bytes
+
+
+def loops(spec: Specialization, config: Config) -> tuple[Loop, ...]:
+    """The kernels of a config that are worth counting: that of dK and dV, and that of dQ where there is one."""
+    split = is_split(config)
+    d, dv = padded(spec.head_dim, split), padded(spec.head_dim_v, split)
+
+    def loop(own: str, walk: str, prefix: str, acc: int, added: int) -> Loop:
+        return Loop(
+            own=config.integer(own),
+            walk=config.integer(walk),
+            acc=acc,
+            added=added,
+            columns=d + dv,
+            element_bytes=DTYPE_BYTES[spec.dtype],
+            warps=config.integer(f"{prefix}num_warps"),
+            stages=config.integer(f"{prefix}num_stages"),
+        )
+
+    if is_fused(config):
+        return (loop("block_n", "block_m", "", d + dv, d),)
+    return loop("block_n", "block_m", "", d + dv, 0), loop("dq_block_m", "dq_block_n", "dq_", d, 0)
+
+
+def why_too_large(spec: Specialization, loop: Loop, device: Device) -> str | None:
+    """The resource that a kernel cannot have on `device`, or None."""
+    threads = loop.warps * device.warp_size
+    needed = registers_needed(spec, loop, device)
+    available = min(_most_registers(device), device.regs_per_sm // threads)
+    if needed > available:
+        return f"a thread needs about {needed} registers and has {available}"
+    columns = tensor_columns(loop)
+    if device.arch == "sm100" and columns > TENSOR_MEMORY_COLUMNS:
+        return f"it needs {columns} columns of tensor memory and there are {TENSOR_MEMORY_COLUMNS}"
+    shared = smem_needed(loop, device)
+    if shared > device.smem_per_block:
+        return f"it needs at least {shared} bytes of shared memory and a block has {device.smem_per_block}"
+    return None
+
+
+def registers_needed(spec: Specialization, loop: Loop, device: Device) -> int:
+    """A lower bound of the 32-bit registers of a thread: the sums, p and dp, and its own rows where they stay in them.
+
+    Matrix units before Hopper's (and consumer Blackwell's) multiply from registers, and what a program loads once is
+    kept there over the loop; sm100 adds up in tensor memory.
+    """
+    words = loop.own * 2 * loop.walk
+    if not (device.arch == "sm100" and loop.own >= MIN_WARPGROUP_ROWS):
+        words += loop.own * loop.acc
+    if spec.dtype != "fp32" and not _is_warpgroup(loop, device):
+        words += loop.own_bytes // 4
+    return words // (loop.warps * device.warp_size) + OTHER_REGS
+
+
+def tensor_columns(loop: Loop) -> int:
+    """Columns of tensor memory on sm100: the sums, s and dp, p or ds as an operand, and what is added to memory."""
+    if loop.own < MIN_WARPGROUP_ROWS:
+        return 0
+    columns = loop.own * (loop.acc + 2 * loop.walk + loop.walk // 2) // TENSOR_MEMORY_ROWS
+    return columns + (loop.added if loop.walk >= MIN_WARPGROUP_ROWS else 0)
+
+
+def smem_needed(loop: Loop, device: Device) -> int:
+    """A lower bound of shared memory in bytes: the stages of a step, and its own rows if a matrix unit reads them.
+
+    One that multiplies from registers needs a place for what it loads once just before the loop.
+    """
+    if _is_warpgroup(loop, device):
+        operand = loop.own * loop.walk * loop.element_bytes if loop.added else 0
+        return loop.own_bytes + loop.stages * loop.step_bytes + operand
+    if loop.stages == 1:
+        return loop.step_bytes // 2  # without a pipeline one tensor takes the place of the other
+    # a pipeline of copies keeps a buffer for each stage, one of ordinary loads a buffer less
+    return (loop.stages if device.is_nvidia else loop.stages - 1) * loop.step_bytes
+
+
+def _is_warpgroup(loop: Loop, device: Device) -> bool:
+    """Whether the matrix unit reads what a program owns from shared memory."""
+    return device.arch in ("sm90", "sm100") and loop.own >= MIN_WARPGROUP_ROWS
+
+
+def _most_registers(device: Device) -> int:
+    """Of one thread: CDNA has vector and accumulation registers."""
+    return CDNA_REGS_PER_THREAD if not device.is_nvidia and device.warp_size == 64 else MAX_REGS_PER_THREAD
