@@ -101,6 +101,46 @@ def test_compile_for_several_targets_as_json(invoke: Invoke) -> None:
     assert first["digest"] == second["digest"]
 
 
+BACKWARD = "bwd-b1-h4-hk2-s512-d64-causal"
+TWO_TILES = "block_m=32,block_n=64,num_warps=4,num_stages=2,dq_block_m=64,dq_block_n=32,dq_num_warps=4,dq_num_stages=2"
+
+
+def test_compile_lists_every_kernel_of_a_backward_pass(invoke: Invoke) -> None:
+    line = ("compile", BACKWARD, "--target", "a100", "--config", f"portable_backward_split:{TWO_TILES}")
+    (facts,) = json.loads(invoke(*line, "--json").stdout)
+    kernels = facts["kernels"]
+    assert list(kernels) == [f"portable_backward_split_{name}" for name in ("prepare", "dkdv", "dq")]
+    assert facts["shared_bytes"] == max(kernel["shared_bytes"] for kernel in kernels.values()) > 0
+    assert facts["spills_bytes"] == max(kernel["spills_bytes"] for kernel in kernels.values())
+    shown = invoke(*line)
+    assert shown.exit_code == 0, shown.stderr
+    assert "NVIDIA A100 (sm80)" in shown.stdout
+    for name, kernel in kernels.items():
+        row = next(text.split() for text in shown.stdout.splitlines() if text.startswith(f"{name} "))
+        assert [int(cell) for cell in row[1:4]] == [kernel[k] for k in ("registers", "spills_bytes", "shared_bytes")]
+
+
+def test_a_backward_kernel_prints_itself_again(invoke: Invoke) -> None:
+    text = invoke("render", BACKWARD, "--target", "a100", "--deterministic").stdout
+    line = text.splitlines()[0].split("flashgen ")[1].split()
+    assert "portable_backward_split" in line[-1]
+    assert invoke(*line).stdout == text
+
+
+def test_explain_of_a_backward_pass_says_what_determinism_leaves_out(invoke: Invoke) -> None:
+    plain, same_bits = (
+        json.loads(invoke("explain", BACKWARD, "--target", "h100", "--json", *more).stdout)
+        for more in ((), ("--deterministic",))
+    )
+    assert plain["workload"].startswith("bwd-")
+    assert (plain["family"], same_bits["family"]) == ("hopper_backward_fused", "hopper_backward_split")
+    assert same_bits["workload"] == plain["workload"] + "-deterministic"
+    assert same_bits["features"] == ["causal", "deterministic"]
+    assert plain["families"]["hopper_backward_fused"] is None
+    assert "no fixed order" in same_bits["families"]["hopper_backward_fused"]
+    assert "forward pass" in plain["families"]["hopper_forward"]
+
+
 def test_explain_names_the_rung_and_the_record(invoke: Invoke, tuned: Path) -> None:
     shown = invoke("explain", SHAPE, "--target", "h200").stdout
     assert "3. user database, exact" in shown

@@ -152,23 +152,6 @@ def test_models_are_listed(invoke: Invoke) -> None:
     assert (as_json["paper"]["direction"], as_json["paper-backward"]["direction"]) == ("forward", "backward")
 
 
-def test_a_direction_and_determinism_are_of_what_was_named(invoke: Invoke) -> None:
-    """Asked of the plan, which needs no GPU and no kernel."""
-
-    def planned(*arguments: str) -> list[str]:
-        result = invoke("tune", "--target", "h200", "--dry-run", "--json", *arguments)
-        assert result.exit_code == 0, result.output
-        return [row["workload"] for row in json.loads(result.stdout)["workloads"]]
-
-    forward = Workload.parse(SHAPE).key
-    backward = forward.replace("fwd-", "bwd-")
-    assert planned("--shape", SHAPE) == [forward]
-    assert planned("--shape", backward) == [backward]
-    assert planned("--shape", SHAPE, "--direction", "both") == [forward, backward]
-    assert planned("--shape", SHAPE, "--direction", "backward", "--deterministic") == [f"{backward}-deterministic"]
-    assert len(planned("--model", "gpt2-training", "--direction", "both")) == 12
-
-
 def test_a_file_of_workloads_and_a_database_of_choice(invoke: Invoke, measure: Measure, tmp_path: Path) -> None:
     measure(FakeExecutor())
     (tmp_path / "mine.yaml").write_text(f"mine: {{workloads: [{SHAPE}]}}")
@@ -253,6 +236,32 @@ def test_a_target_is_compiled_for_ranked_and_said_not_to_be_measured(invoke: Inv
         assert record.provenance == "predicted"
         assert record.versions.triton
         assert record.source_digest
+
+
+def test_both_passes_are_measured_and_named_in_the_table(invoke: Invoke, measure: Measure) -> None:
+    measure(FakeExecutor())
+    result = invoke("tune", "--shape", SHAPE, "--direction", "both", "--deterministic", "--budget", "6")
+    assert result.exit_code == 0, result.output
+    forward = Workload.parse(SHAPE).key
+    keys = (forward, forward.replace("fwd-", "bwd-") + "-deterministic")
+    rows = [next(row for row in result.stdout.splitlines() if row.startswith(f"{key} ")) for key in keys]
+    assert [row.split()[1] for row in rows] == ["forward", "backward"]
+    assert "causal, deterministic" in rows[1]
+    listed = invoke("db", "list", "--device", "h200").stdout
+    assert all(key in listed for key in keys)
+    shown = invoke("db", "show", keys[1]).stdout
+    assert "features" in shown
+    assert "_backward_split(" in shown
+
+
+def test_a_backward_pass_is_predicted_from_real_compiles(invoke: Invoke) -> None:
+    shape = "bwd-b1-h12-s1024-d64-causal"
+    result = invoke("tune", "--shape", shape, "--target", "h100", "--budget", "1", "--jobs", "1")
+    assert result.exit_code == 0, result.output
+    with Store.open(settings().db_layers[0], read_only=True) as store:
+        (record,) = store.records()
+    assert (record.workload, record.provenance) == (Workload.parse(shape), "predicted")
+    assert record.config.family == "hopper_backward_fused"
 
 
 def test_a_process_that_is_interrupted_ends_with_130_and_leaves_nothing_running(tmp_path: Path) -> None:
