@@ -156,6 +156,7 @@ def rounded_gradients(
         ds = _softmax_backward(scores_of(douts, vs), weights, None if dlse4 is None else dlse4[u, :, r])
         sums.add_bias(at, block, ds)
         if bent is not None:
+            bent.masked_fill_(weights == 0, 0.0)  # keys that nobody sees may be NaN
             ds = (ds * rule.softcap * (1 - bent.to(wide).square()).to(wide)).to(q.dtype) / rule.softcap
         ds, weights = product(ds), product(weights)
         dk, dv = _to_keys(ds.to(wide), qs.to(wide)), _to_keys(weights.to(wide), douts.to(wide))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.launch.extras import Extras
@@ -44,6 +45,7 @@ def autograd(
     }
 
 
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 1000),
     group=st.integers(1, 3),
@@ -106,3 +108,66 @@ def test_every_feature_in_any_combination(
         close = rounded_gradients(*single, rule, dlse=dlses, bias_shape=shape, block_bytes=block_bytes)
         for name, right in expected.items():
             torch.testing.assert_close(close[name].double(), right, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_eager_gradients_are_as_inexact_as_torchs(dtype: torch.dtype, softcap: float) -> None:
+    """Standard attention written with torch's operators in the dtype, through torch's autograd, scale in k."""
+    q, k, v, dout = (random(2, 2, 96, 32, seed=n, dtype=dtype) for n in range(4))
+    bias = random(1, 2, 96, 96, seed=5, dtype=dtype)
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v, bias)]
+    scores = leaves[0] @ (leaves[1] * 0.2).mT
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    out = torch.softmax(scores + leaves[3], -1) @ leaves[2]
+    theirs = dict(zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(out, leaves, dout), strict=True))
+    extras = Extras(bias=bias, softcap=softcap)
+    rule = ScoreRule.of(q, k, causal=False, q_offset=None, softmax_scale=0.2, extras=extras)
+    right = exact_gradients(q, k, v, dout, rule, bias_shape=(1, 2, 96, 96)).gradients
+    mine = rounded_gradients(q, k, v, dout, rule, bias_shape=(1, 2, 96, 96))
+    for name, gradient in theirs.items():
+        errors = [float((found.double() - right[name]).abs().mean()) for found in (gradient, mine[name].to(dtype))]
+        assert errors[1] == pytest.approx(errors[0], rel=0.1), name
+
+
+@pytest.mark.parametrize("block_bytes", [20_000, None])
+def test_keys_that_nobody_sees_may_be_anything(block_bytes: int | None) -> None:
+    q, k, v, dout = (random(2, 2, 30, 8, seed=n, dtype=torch.float32) for n in range(4))
+    mask = torch.ones(2, 1, 30, 30, dtype=torch.bool)
+    mask[0, :, :, 2] = False
+    extras = Extras(mask=mask, window=(None, 1), softcap=3.0)
+
+    def found() -> list[Gradients]:
+        rule = ScoreRule.of(q, k, causal=False, q_offset=-2, softmax_scale=0.3, extras=extras)
+        return [
+            exact_gradients(q, k, v, dout, rule, block_bytes=block_bytes).gradients,
+            exact_gradients(q, k, v, dout, rule, block_bytes=block_bytes).noise,
+            rounded_gradients(q, k, v, dout, rule, block_bytes=block_bytes),
+        ]
+
+    usual = found()
+    for tensor, value in ((k, float("nan")), (v, float("inf"))):
+        tensor[0, :, 2] = value
+        tensor[:, :, 29] = value
+    for one, other in zip(usual, found(), strict=True):
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
+    assert not usual[1]["dk"][0, :, 2].any()
+    assert not usual[1]["dv"][:, :, 29].any()
+
+
+def test_noise_is_what_one_rounding_of_every_factor_moves_a_gradient_by() -> None:
+    """Weights and dP disturbed by a relative 1e-3 at random; noise counts with the largest element of a vector."""
+    q, k, v, dout = (random(1, 1, 400, 16, seed=n) for n in range(4))
+    rule = ScoreRule.of(q, k, causal=True, q_offset=None, softmax_scale=0.25, extras=None)
+    found = exact_gradients(q, k, v, dout, rule)
+    behind = torch.ones(400, 400, dtype=torch.bool).tril()
+    weights = torch.softmax((0.25 * q @ k.mT).masked_fill(~behind, -torch.inf), -1)
+    weights = weights * (1 + 1e-3 * random(1, 1, 400, 400, seed=8))
+    dp = (dout @ v.mT) * (1 + 1e-3 * random(1, 1, 400, 400, seed=9))
+    ds = weights * (dp + found.neg_delta[..., None])
+    disturbed = {"dq": 0.25 * ds @ k, "dk": 0.25 * ds.mT @ q, "dv": weights.mT @ dout}
+    for name, gradient in disturbed.items():
+        units = (gradient - found.gradients[name]).abs().amax(-1) / found.noise[name] / 1e-3
+        assert 0.5 < float(units.median()) < 2.0, name
+        assert float(units.max()) < 5.0, name
