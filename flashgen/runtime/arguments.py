@@ -85,11 +85,18 @@ def requires_gradient(
     Raises:
         UnsupportedError: it is, and what requires a gradient, or stands between, has no derivative.
     """
-    _, _, _, slopes, sinks, bias, *_ = features
-    tensors = (q, k, v, sinks, bias, *aux)
+    slopes, sinks, bias = features[3], features[4], features[5]
     if slopes is not None and (slopes.requires_grad or (is_hidden and is_tracked((slopes,)))):
         raise UnsupportedError(NO_GRADIENT_OF_SLOPES)
-    trains = any(one is not None and one.requires_grad for one in tensors) or (is_hidden and is_tracked(tensors))
+    trains = (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (bool(aux) and any(tensor.requires_grad for tensor in aux))
+        or (is_hidden and is_tracked((q, k, v, sinks, bias, *aux)))
+    )
     if trains and len(features) > FEATURES_WITHOUT_MODS:
         raise UnsupportedError(NO_GRADIENT_OF_FUNCTIONS)
     return trains

@@ -13,14 +13,8 @@ from torch.compiler import is_dynamo_compiling
 
 from flashgen.runtime import transforms
 from flashgen.runtime.keys import is_direct, is_transformed
-from flashgen.runtime.training_ops import (
-    attention_backward_kernel,
-    attention_backward_op,
-    attention_train_kernel,
-    attention_train_op,
-    differentiate,
-    save,
-)
+from flashgen.runtime.training_kernels import attention_backward_kernel, attention_train_kernel
+from flashgen.runtime.training_ops import attention_backward_op, attention_train_op, differentiate, save
 
 Tensor = torch.Tensor
 NO_FEATURES: tuple[Any, ...] = (None, None, 0.0, None, None, None, None)

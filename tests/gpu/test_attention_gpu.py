@@ -307,12 +307,10 @@ def test_threads_share_a_plan() -> None:
 
 def test_what_is_not_supported_is_said_with_every_family_s_reason() -> None:
     q, k, v = tensors(1, 2, 2, 64, 64, 64)
-    with pytest.raises(UnsupportedError, match="no backward"):
-        flashgen.attention(q.requires_grad_(), k, v)
     with pytest.raises(UnsupportedError, match="portable_forward: its head_dim is 16 to 512, not 520"):
         flashgen.attention(*tensors(1, 2, 2, 64, 64, 520))
     with pytest.raises(WorkloadError, match="int32"):
-        flashgen.attention(q.detach(), k, v, causal=True, q_offset=torch.zeros(1, device="cuda"))
+        flashgen.attention(q, k, v, causal=True, q_offset=torch.zeros(1, device="cuda"))
 
 
 def test_explain_says_which_rung_serves() -> None:

@@ -44,7 +44,7 @@ def dense(
     seen = seen if window[1] is None else seen & (ahead <= window[1])
     seen = seen if mask is None else seen & mask
     # -inf for scores would give NaN in the gradient of a row that sees no key
-    scores = torch.where(seen, scores, -1e30)
+    scores = torch.where(seen, scores, torch.finfo(scores.dtype).min / 2)
     columns = [scores]
     if sinks is not None:
         columns.append(sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype))
