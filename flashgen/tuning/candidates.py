@@ -6,19 +6,18 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from flashgen.codegen.families import applicable
-from flashgen.core.config import Config, KnobValue
+from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import distance, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import specialization
-from flashgen.tuning import backward_tiling
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.lattice import FamilySpace
-from flashgen.tuning.predict import RANKED_FAMILIES, Kernels, predict_all
+from flashgen.tuning.predict import RANKED_FAMILIES, predict_all
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config goes first."""
@@ -28,10 +27,6 @@ FAR = 1.5
 
 TILE_KNOBS = ("block_m", "block_n", "num_warps", "split_d", "dq_block_m", "dq_block_n", "dq_num_warps")
 STAGE_KNOBS = ("num_stages", "dq_num_stages")
-
-MANY, TILES = 10_000, 10
-"""A family whose kernels have tiles of their own has configs for every pair of them. Where there are more than MANY,
-those stay in which each kernel has one of the TILES tiles that the model likes best for it, in all variants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,43 +60,9 @@ class Candidates:
 def _candidates(spec: Specialization, device: Device) -> Candidates:
     families = applicable(spec, device)
     return Candidates(
-        spaces=tuple(_hopeful(FamilySpace.of(family, spec, device), spec, device) for family in families),
+        spaces=tuple(FamilySpace.of(family, spec, device) for family in families),
         defaults=tuple(family.default(spec, device) for family in families),
     )
-
-
-def _hopeful(space: FamilySpace, spec: Specialization, device: Device) -> FamilySpace:
-    """The space without hopeless tiles where it is large; the default, its first, always stays."""
-    if space.family not in backward_tiling.FAMILIES or len(space.configs) <= MANY:
-        return space
-    kernels = Kernels(usual_shape(spec), device)
-    best: dict[tuple[str, ...], dict[tuple[KnobValue, ...], float]] = {}
-    for config in space.configs:
-        for knobs, time in zip(_tile_knobs(config), kernels.times_ms(config), strict=True):
-            tiles, tile = best.setdefault(knobs, {}), _values(config, knobs)
-            tiles[tile] = min(time, tiles.get(tile, math.inf))
-    kept = {knobs: set(sorted(tiles, key=lambda tile: tiles[tile])[:TILES]) for knobs, tiles in best.items()}
-    default, *rest = space.configs
-    hopeful = (c for c in rest if all(_values(c, knobs) in kept[knobs] for knobs in kept))
-    return replace(space, configs=(default, *hopeful))
-
-
-def _tile_knobs(config: Config) -> list[tuple[str, ...]]:
-    """Of each looping kernel, the knobs that make its tile."""
-    return [tuple(name for name in part.knobs if name in TILE_KNOBS) for part in backward_tiling.parts(config)]
-
-
-def _values(config: Config, knobs: tuple[str, ...]) -> tuple[KnobValue, ...]:
-    values = dict(config.knobs)
-    return tuple(values[name] for name in knobs)
-
-
-def usual_shape(spec: Specialization) -> Workload:
-    """A workload of the class that fills any GPU, with a window of half of its keys if it has one."""
-    known = {field.name for field in fields(Workload)}
-    shared = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in known}
-    window = {"window_left": 1023} if spec.window else {}
-    return Workload(**{**shared, **window}, batch=8, nheads=16, seqlen_q=2048)
 
 
 def related(spec: Specialization) -> tuple[str, ...]:

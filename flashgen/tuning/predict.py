@@ -67,34 +67,24 @@ def predict_ms(workload: Workload, config: Config, device: Device, compiled: Com
 
 def predict_all(workload: Workload, configs: Iterable[Config], device: Device) -> dict[Config, float]:
     """`predict_ms` of many modelled configs before any is compiled; a kernel that several share is predicted once."""
-    kernels = Kernels(workload, device)
+    known: dict[tuple[object, ...], float] = {}
+
+    def part_ms(part: Part, config: Config) -> float:
+        values = dict(config.knobs)
+        key = (config.family, part.name, *(values[name] for name in part.knobs))
+        if key not in known:
+            taken = part.taken(workload.specialization, config, device)
+            known[key] = _part_ms(part, workload, config, device, taken)
+        return known[key]
+
     times = {}
     for config in configs:
         if backward_tiling.is_modelled(config) and workload.flops:
-            times[config] = sum(kernels.times_ms(config)) + _streams_ms(workload, config, device)
+            looping = sum(part_ms(part, config) for part in backward_tiling.parts(config))
+            times[config] = looping + _streams_ms(workload, config, device)
         else:
             times[config] = predict_ms(workload, config, device, estimate(workload, config, device))
     return times
-
-
-class Kernels:
-    """The looping kernels of backward configs on a workload, before any is compiled, each predicted once."""
-
-    def __init__(self, workload: Workload, device: Device) -> None:
-        self._workload, self._device = workload, device
-        self._known: dict[tuple[object, ...], float] = {}
-
-    def times_ms(self, config: Config) -> list[float]:
-        """Milliseconds of each looping kernel of a config, in the order of `backward_tiling.parts`."""
-        return [self._ms(part, config) for part in backward_tiling.parts(config)]
-
-    def _ms(self, part: Part, config: Config) -> float:
-        values = dict(config.knobs)
-        key = (config.family, part.name, *(values[name] for name in part.knobs))
-        if key not in self._known:
-            taken = part.taken(self._workload.specialization, config, self._device)
-            self._known[key] = _part_ms(part, self._workload, config, self._device, taken)
-        return self._known[key]
 
 
 def estimate(workload: Workload, config: Config, device: Device) -> Compiled:

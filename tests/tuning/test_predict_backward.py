@@ -14,7 +14,7 @@ from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Workload
 from flashgen.tuning.backward_tiling import adds_dq, parts
-from flashgen.tuning.candidates import MANY, TILE_KNOBS, TILES, Candidates, favourites, related, usual_shape
+from flashgen.tuning.candidates import TILE_KNOBS, Candidates, by_prediction, favourites, related
 from flashgen.tuning.compile_pool import Compiled, Taken
 from flashgen.tuning.predict import LAUNCH_MS, estimate, is_modelled, predict_all, predict_ms
 from flashgen.tuning.workloads import collect
@@ -23,7 +23,6 @@ H200 = find_device("h200")
 LONG = Workload.parse("bwd-b2-h16-s8192-d128")
 SPLIT, FUSED = family("portable_backward_split"), family("portable_backward_fused")
 FAST = {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2, "loads": "descriptor", "split_d": False}
-TILE, DQ_TILE = (tuple(f"{of}{name}" for name in ("block_m", "block_n", "num_warps")) for of in ("", "dq_"))
 FAST_DQ = {"dq_block_m": 128, "dq_block_n": 64, "dq_num_warps": 8, "dq_num_stages": 3}
 
 
@@ -170,24 +169,14 @@ def test_favourites_of_two_kernels_are_different_tiles() -> None:
     assert len(set(tiles)) == len(tiles) >= 4
 
 
-def test_a_space_of_two_kernels_is_searched_without_what_is_hopeless() -> None:
-    """Of both kernels the best tiles of their own stay, in every variant, and the default whatever it is."""
-    space = next(space for space in Candidates.of(LONG, H200).spaces if space.family == SPLIT.id)
-    every = candidates(SPLIT, LONG.specialization, H200)
-    default = SPLIT.default(LONG.specialization, H200)
-    assert space.configs[0] == default
-    assert set(space.configs) <= set(every)
-    tiles = [{tuple(config[name] for name in names) for config in space.configs[1:]} for names in (TILE, DQ_TILE)]
-    assert len(every) <= MANY or max(map(len, tiles)) <= 2 * TILES  # heads in one part and in two
-    best = min(predict_all(LONG, every, H200).items(), key=lambda item: item[1])[0]
-    assert best in space.configs
-    assert {config["loads"] for config in space.configs} == {config["loads"] for config in every}
-
-
-def test_a_usual_shape_is_of_the_class() -> None:
-    for workload in collect(models=["training"]):
-        spec = workload.specialization
-        assert usual_shape(spec).specialization == spec
+def test_the_model_ranks_every_config_of_both_portable_families() -> None:
+    for row in (SPLIT, FUSED):
+        configs = candidates(row, LONG.specialization, H200)
+        default = row.default(LONG.specialization, H200)
+        order = by_prediction(configs, default, LONG, H200)
+        assert set(order) == set(configs)
+        best = {tuple(value for name, value in config.knobs if name in TILE_KNOBS) for config in order[:8]}
+        assert len(best) >= 6
 
 
 def test_a_search_begins_with_winners_of_both_kinds_of_backward_passes() -> None:
