@@ -13,7 +13,7 @@ from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors,
 from flashgen.launch.extras import Extras, aligned_scores, broadcast_kind
 from flashgen.runtime.calls import MAX_ROW_STRIDE, Call, Problem
 from flashgen.runtime.feature_rules import FLOATS
-from flashgen.runtime.gradients import BiasRule, bias_rule, empty_bias_gradient, empty_gradient
+from flashgen.runtime.gradients import META, BiasRule, bias_rule, empty_bias_gradient, empty_gradient
 from flashgen.runtime.runs import empty_lse, empty_output
 
 
@@ -78,7 +78,7 @@ class BackwardProblem:
             deterministic=call.deterministic,
             bias=broadcast_kind(extras.bias if extras else None),
         )
-        copied = _Laid.of(call, out, torch.empty_like(out), extras, rule)
+        copied = _Laid.of(call, out, torch.empty_like(out, device=META), extras, rule)
         given = copied if _must_copy(dout, call.forward.bshd) else _Laid.of(call, out, dout, extras, rule)
         # a kernel for odd tensors is slower than a copy of this one
         laid = given if given.aligned16 or not copied.aligned16 else copied
@@ -89,6 +89,7 @@ class BackwardProblem:
             aligned_scores=aligned_scores((extras.bias, extras.mask)) if extras else True,
             bias_dtype=FLOATS[extras.bias.dtype] if extras and extras.bias is not None else "",
             bias_grad=rule in ("full", "keys"),
+            mods=call.forward.mods,
         )
         return cls(
             call=call,
@@ -113,7 +114,10 @@ class BackwardProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Laid:
-    """The geometry of a call with one choice of `dout`, and whether everything in it is aligned."""
+    """The geometry of a call with one choice of `dout`, and whether everything in it is aligned.
+
+    What is yet to be allocated, which torch does at multiples of 512 bytes, is on the meta device.
+    """
 
     geometry: BackwardGeometry
     aligned16: bool
@@ -124,7 +128,7 @@ class _Laid:
     ) -> _Laid:
         forward = call.forward
         inputs = (forward.q, forward.k, forward.v)
-        laid = [*inputs, out, dout, *(empty_gradient(tensor) for tensor in inputs)]
+        laid = [*inputs, out, dout, *(empty_gradient(tensor, META) for tensor in inputs)]
         q, k, v, o, do, dq, dk, dv = (tensor.transpose(1, 2) if forward.bshd else tensor for tensor in laid)
         bias = None if extras is None else extras.bias
         tensors = BackwardTensors(
@@ -137,7 +141,7 @@ class _Laid:
             dq=dq,
             dk=dk,
             dv=dv,
-            dbias=None if bias is None else empty_bias_gradient(bias, rule, (*q.shape[:2], k.shape[2])),
+            dbias=None if bias is None else empty_bias_gradient(bias, rule, (*q.shape[:2], k.shape[2]), META),
         )
         geometry = BackwardGeometry.of(tensors, extras)
         pointers = 0

@@ -11,14 +11,18 @@ BiasRule = Literal["", "full", "keys", "rows"]
 queries; or, where it has one number for all keys of a row, by a formula."""
 
 
-def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
+META = torch.device("meta")
+"""Where tensors have strides and no memory."""
+
+
+def empty_gradient(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """The uninitialised gradient of q, k or v: dense, in the memory order of its tensor, the last dimension contiguous.
 
-    So torch's accumulation of gradients never has to copy it.
+    So torch's accumulation of gradients never has to copy it. `device` None is that of the tensor.
     """
-    found = torch.empty_like(tensor)
+    found = torch.empty_like(tensor, device=device)
     # of an expanded tensor, whose strides have no order, any may come out
-    return found if found.stride(-1) == 1 else tensor.new_empty(tensor.shape)
+    return found if found.stride(-1) == 1 else torch.empty_like(found, memory_format=torch.contiguous_format)
 
 
 def bias_rule(bias: torch.Tensor, seqlen_k: int) -> BiasRule:
@@ -28,11 +32,13 @@ def bias_rule(bias: torch.Tensor, seqlen_k: int) -> BiasRule:
     return "keys" if bias.shape[2] == 1 else "full"
 
 
-def empty_bias_gradient(bias: torch.Tensor, rule: BiasRule, sizes: tuple[int, int, int]) -> torch.Tensor | None:
+def empty_bias_gradient(
+    bias: torch.Tensor, rule: BiasRule, sizes: tuple[int, int, int], device: torch.device | None = None
+) -> torch.Tensor | None:
     """What a kernel writes of the gradient of a bias, uninitialised; `sizes` are batch, nheads and seqlen_k."""
     if rule == "full":
-        return bias.new_empty((1,) * (4 - bias.dim()) + tuple(bias.shape))
-    return bias.new_empty(sizes, dtype=torch.float32) if rule == "keys" else None
+        return bias.new_empty((1,) * (4 - bias.dim()) + tuple(bias.shape), device=device)
+    return bias.new_empty(sizes, dtype=torch.float32, device=device) if rule == "keys" else None
 
 
 def bias_gradient(

@@ -314,6 +314,10 @@ def test_tf32_products_where_a_family_has_them(gpu: EmulatedGpu) -> None:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+def lower(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return q_idx >= k_idx
+
+
 def test_explain_answers_for_a_backward_pass(gpu: EmulatedGpu, ladder: Ladder) -> None:
     ladder.user(recorded(anchors=faster("sdpa-cudnn")))
     q, k, v = plain()
@@ -332,6 +336,8 @@ def test_explain_answers_for_a_backward_pass(gpu: EmulatedGpu, ladder: Ladder) -
     assert chosen.served.rung == 1
     with pytest.raises(flashgen.ConfigError, match="computes the backward pass, not forward"):
         flashgen.explain(q, k, v, config=backward_default())
+    with pytest.raises(UnsupportedError, match="no gradient through functions of the caller"):
+        flashgen.explain(q, k, v, direction="backward", mask_mod=lower)
     with pytest.raises(WorkloadError, match="direction is forward or backward, got 'both'"):
         flashgen.explain(q, k, v, direction="both")
     assert gpu.compiled == []

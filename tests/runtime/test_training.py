@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flashgen
 from flashgen.core.errors import UnsupportedError
@@ -364,6 +364,21 @@ def test_activation_checkpointing(use_reentrant: bool, emulated: EmulatedGpu) ->
     assert_gradients(qkv(), constant, lse=True, call=call)
     assert len(emulated.launched) == 2
     assert len(emulated.launched_backward) == 1
+
+
+def test_a_selective_checkpoint_may_keep_attention(emulated: EmulatedGpu) -> None:
+    keeps = functools.partial(create_selective_checkpoint_contexts, [torch.ops.flashgen.attention_train.default])
+    inputs = qkv()
+
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        return flashgen.attention(*given, causal=True).tanh()
+
+    out = checkpoint(call, *inputs, use_reentrant=False, context_fn=keeps)
+    found = torch.autograd.grad(out.square().sum(), inputs)
+    assert len(emulated.launched) == 1, "the rest is computed again, attention is not"
+    expected = torch.autograd.grad(call(*inputs).square().sum(), inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
