@@ -82,9 +82,10 @@ def exact_gradients(
         rule: what happens to a score.
         dlse: gradient of the LSE, (batch, nheads, seqlen_q); None is 0.
         bias_shape: four sizes, each 1 or the full one, to which dS is summed as `dbias`; None leaves it out.
-        least: for the noise: the smallest normal number of the dtype; below it, rounding errors shrink no more.
+        least: for the noise: numbers below this one count as much, because their rounding errors shrink no more.
         usual_score: for the noise: where the parts of a score and its LSE are larger, its weight counts so many times
-            as much; and a dP that is small because parts cancel counts as this part of the lengths of its vectors.
+            as much, and a dP that is small because parts cancel counts as this part of the lengths of its vectors. It
+            is for dtypes whose rounding is not far above that of the scores.
         block_bytes: bytes of one block of scores; None is chosen by the device.
     """
     forward = exact(q, k, v, rule, block_bytes=block_bytes)
@@ -99,11 +100,15 @@ def exact_gradients(
     for at, block in units.blocks(rule, block_bytes or int(BLOCK_SHARE * default_block_bytes(q))):
         u, r, c = at
         qs, ks, vs, douts = q4[u, :, r].double(), k3[u, c].double(), v3[u, c].double(), dout4[u, :, r].double()
-        weights, slope, score_size = _exact_weights(qs, ks, lse4[u, :, r], rule, block)
+        weights, slope, score_size = _exact_weights(
+            qs, ks, lse4[u, :, r], rule, block, with_size=usual_score < math.inf
+        )
         ks, vs = seen(weights, ks) * rule.softmax_scale, seen(weights, vs)
         dp = scores_of(douts, vs)
-        noisy = weights * (score_size / usual_score).clamp_min_(1.0)
-        dp_size = _lengths_of(douts, vs).div_(usual_score).add_(dp.abs()).add_(size4[u, :, r])
+        noisy, dp_size = weights, dp.abs().add_(size4[u, :, r])
+        if score_size is not None:
+            noisy = weights * (score_size / usual_score).clamp_min_(1.0)
+            dp_size.add_(_lengths_of(douts, vs), alpha=1 / usual_score)
         parts = _square_noise(dp_size.mul_(noisy), weights, least)
         ds = dp.add_(delta4[u, :, r]).mul_(weights)
         sums.add_bias(at, block, ds)
@@ -208,24 +213,26 @@ class _Sums:
 
 
 def _exact_weights(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, rule: ScoreRule, block: Block
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, rule: ScoreRule, block: Block, *, with_size: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The weights, 0 where a key is invisible, the derivative of the softcap, and the size of the scores' parts.
 
     A product of q and k counts as the product of their lengths: it may be small because parts cancel.
     """
     scores = scores_of(q * rule.softmax_scale, k)
-    size = scores.abs()
-    products = _lengths_of(q, k).mul_(abs(rule.softmax_scale))
     slope = 1.0 - (scores / rule.softcap).tanh_().square_() if rule.softcap else None
+    size = scores.abs() if with_size else None
     scores = rule.modify(scores, block, size)
     hidden = rule.hidden(block)
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
         slope = slope if slope is None else slope.masked_fill_(hidden, 0.0)  # keys that nobody sees may be NaN
     lse = lse.masked_fill(lse == float("-inf"), 0.0)  # -inf - -inf would be NaN
-    size = torch.maximum(size, products if slope is None else products.mul_(slope))
-    return scores.sub_(lse).exp_(), slope, torch.maximum(size, lse.abs())
+    if size is not None:
+        products = _lengths_of(q, k).mul_(abs(rule.softmax_scale))
+        products = products if slope is None else products.mul_(slope)
+        size = torch.maximum(torch.maximum(size, products), lse.abs())
+    return scores.sub_(lse).exp_(), slope, size
 
 
 def _lengths_of(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ Outputs are poisoned with NaN first, so that an unwritten one is seen.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -109,9 +110,7 @@ def backward_golden(
     """
     t, shape = tensors, dbias_shape(tensors)
     rule = ScoreRule.of(t.q, t.k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, extras=extras)
-    least = torch.finfo(t.q.dtype).smallest_normal
-    unit = TF32_UNIT if tf32 else torch.finfo(t.q.dtype).eps / 2
-    usual_score = TF32_SCORE_SIZE if tf32 else USUAL_SCORE_SIZE * unit / (FP32_ULP / 2)
+    unit, usual_score, least = _precision(t.q.dtype, tf32=tf32)
     right = exact_gradients(
         t.q, t.k, t.v, t.dout, rule, dlse=t.dlse, bias_shape=shape, least=least, usual_score=usual_score
     )
@@ -125,6 +124,19 @@ def backward_golden(
         noise = right.noise[name].reshape(values.shape[:-1])
         found[name] = _expected(values, eager, noise, unit)
     return BackwardGolden(gradients=found, neg_delta=_expected_delta(t))
+
+
+def _precision(dtype: torch.dtype, *, tf32: bool) -> tuple[float, float, float]:
+    """What one rounding is, and for the noise the usual size of a score and the smallest number.
+
+    Below its smallest normal number, a GPU takes fp32 for 0; fp16 goes on down there, in steps that shrink no more.
+    """
+    info, smallest = torch.finfo(dtype), torch.finfo(torch.float32).smallest_normal
+    if tf32:
+        return TF32_UNIT, TF32_SCORE_SIZE, smallest / TF32_UNIT
+    unit = info.eps / 2
+    usual_score = USUAL_SCORE_SIZE if dtype == torch.float32 else math.inf  # fp32 scores are exact beside 16 bits
+    return unit, usual_score, info.smallest_normal if dtype == torch.float16 else smallest / unit
 
 
 def check_backward(

@@ -225,3 +225,9 @@ def test_user_defined_scores_have_no_oracle() -> None:
     mods = ScoreMods(score_mod=UserFunction(name="twice", source="def twice(s, b, h, i, j):\n    return 2 * s\n"))
     with pytest.raises(UnsupportedError, match="user-defined"):
         backward_odd_problems(replace(spec_of(""), mods=mods), "cpu")
+
+
+def test_tf32_products_are_rejected_for_fp32() -> None:
+    spec = spec_of(EVERYTHING, "fp32")
+    kernel = EmulatedBackward(scores=Emulated(causal=False, tf32=True))
+    assert isinstance(check_odd(kernel.factory, problems_of(spec)), Failure)
