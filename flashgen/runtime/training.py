@@ -1,7 +1,8 @@
 """Calls whose gradients will be asked for: without torch's dispatcher where that would do nothing but call the op.
 
-An `autograd.Function` with few arguments costs 5 us a call beside its kernels, forward and backward together; the op of
-`flashgen.runtime.training_ops` about 100 us, which is why it is left to torch.compile, modes and transforms.
+An `autograd.Function` of our own costs some 30 us beside its kernels, forward and backward together and with torch's
+engine in them. The op of `flashgen.runtime.training_ops` costs three times the whole of such a call, most of it in
+torch's wrapper for gradients, which is why it is left to torch.compile and to modes.
 """
 
 from __future__ import annotations

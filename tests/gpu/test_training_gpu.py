@@ -63,7 +63,7 @@ def leaves_of(inputs: Tensors, arguments: dict[str, Any]) -> Tensors:
 
 
 def copied(value: Any, dtype: torch.dtype) -> Any:
-    """A leaf of its own in another dtype, for floating-point tensors; slopes stay float32."""
+    """A leaf of its own in another dtype, of floating-point tensors."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return value.detach().to(dtype).requires_grad_(value.requires_grad)
