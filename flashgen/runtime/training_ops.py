@@ -1,7 +1,7 @@
 """The torch.library ops of training: a forward pass that has a gradient, and the backward pass that it asks for.
 
-torch.compile, modes and tensor subclasses see these; a call without any of them goes by `flashgen.runtime.training`, one
-under transforms of functions by `flashgen.runtime.transforms`.
+torch.compile, modes and tensor subclasses see these; a call without any of them goes by `flashgen.runtime.training`,
+one under transforms of functions by `flashgen.runtime.transforms`.
 """
 
 from __future__ import annotations
