@@ -1,6 +1,6 @@
 """The portable backward families: FlashAttention-2's Algorithm 2 in plain Triton, for every GPU Triton compiles for.
 
-`portable_backward_split` computes dK and dV in one kernel and dQ in another: seven products instead of five, all sums in
+`portable_backward_split` computes dK and dV in one kernel and dQ in another: seven products instead of five, sums in
 a fixed order. `portable_backward_fused` computes all in one pass over the keys, and adds dQ in fp32 with atomics.
 """
 
@@ -34,13 +34,13 @@ from flashgen.core.workload import Specialization
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 
-LEAST_ROWS_PER_WARP = 8
-"""Two warps may share the 16 rows of a product, no more: each loads all of them."""
+LEAST_ROWS = 16
+"""Of a warp, the height of a product: others would compute the same again. Two warpgroups may share what one reads."""
 
 WIDE_COLUMNS = 512
 """Of K and V together. From here on many warps share few rows, because one cannot hold the sums of whole ones."""
 
-LEAST_BLOCK = 32
+LEAST_OWN = 32
 
 ROW_WARPS = 4
 """Of the kernels that work on rows, which wait for memory alone."""
@@ -60,6 +60,13 @@ _SHARED = (
         name="split_d",
         values=(False, True),
         meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
+    ),
+)
+_FUSED = (
+    Knob(
+        name="dq_transposed",
+        values=(False, True),
+        meaning="dQ as a product of rows of K and ds, instead of rows of ds and K: which one comes from registers",
     ),
 )
 _DKDV = (
@@ -120,15 +127,16 @@ def _why_loop(spec: Specialization, loop: Loop, device: Device) -> str | None:
     """What one of its kernels cannot do."""
     if loop.stages > 2 and not device.is_nvidia:
         return "the AMD pipeliner has two stages"
-    if loop.warps > loop.own // LEAST_ROWS_PER_WARP and loop.columns < WIDE_COLUMNS:
-        return f"{loop.warps} warps have less than {LEAST_ROWS_PER_WARP} of {loop.own} rows each"
-    return why_too_large(spec, loop, device)
+    least = LEAST_ROWS // 2 if device.arch in ("sm90", "sm100") else LEAST_ROWS
+    if loop.own < least * loop.warps and spec.dtype != "fp32" and loop.columns < WIDE_COLUMNS:
+        return f"{loop.warps} warps have less than {least} of {loop.own} rows each"
+    return why_too_large(loop, device)
 
 
 def _why_pointless(spec: Specialization, loop: Loop, device: Device) -> str | None:
     """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
-    if spec.dtype not in ("fp32", "tf32") and loop.columns < WIDE_COLUMNS and min(loop.own, loop.walk) < LEAST_BLOCK:
-        return f"blocks of less than {LEAST_BLOCK} are for heads that leave no room for more"
+    if spec.dtype not in ("fp32", "tf32") and loop.columns < WIDE_COLUMNS and loop.own < LEAST_OWN:
+        return f"blocks of less than {LEAST_OWN} are for heads that leave no room for more"
     if loop.stages == 1 and device.is_nvidia:
         # without a pipeline only other blocks of the multiprocessor work while one waits for its loads
         deeper = device.smem_per_sm // smem_needed(replace(loop, stages=2), device)
@@ -216,7 +224,7 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     title="Portable FlashAttention in plain Triton, backward in one pass",
     template="portable_backward.py.jinja",
     direction="backward",
-    knobs=(*_DKDV, *_SHARED),
+    knobs=(*_DKDV, *_FUSED, *_SHARED),
     why_not=_why_not,
     why_invalid=_why_invalid,
     default=default_fused,

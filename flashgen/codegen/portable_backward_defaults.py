@@ -10,7 +10,7 @@ from flashgen.core.workload import Specialization
 
 def default_fused(spec: Specialization, device: Device) -> Config:
     """The default config of the fused family, in constant time."""
-    return Config.of(FUSED_ID, _dkdv(spec))
+    return Config.of(FUSED_ID, _dkdv(spec) | {"dq_transposed": False})
 
 
 def default_split(spec: Specialization, device: Device) -> Config:

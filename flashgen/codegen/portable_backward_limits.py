@@ -107,10 +107,10 @@ def loops(spec: Specialization, config: Config) -> tuple[Loop, ...]:
     return loop("block_n", "block_m", "", d + dv, 0), loop("dq_block_m", "dq_block_n", "dq_", d, 0)
 
 
-def why_too_large(spec: Specialization, loop: Loop, device: Device) -> str | None:
+def why_too_large(loop: Loop, device: Device) -> str | None:
     """The resource that a kernel cannot have on `device`, or None."""
     threads = loop.warps * device.warp_size
-    needed = registers_needed(spec, loop, device)
+    needed = registers_needed(loop, device)
     available = min(_most_registers(device), device.regs_per_sm // threads)
     if needed > available:
         return f"a thread needs about {needed} registers and has {available}"
@@ -123,17 +123,11 @@ def why_too_large(spec: Specialization, loop: Loop, device: Device) -> str | Non
     return None
 
 
-def registers_needed(spec: Specialization, loop: Loop, device: Device) -> int:
-    """A lower bound of the 32-bit registers of a thread: the sums, p and dp, and its own rows where they stay in them.
-
-    Matrix units before Hopper's (and consumer Blackwell's) multiply from registers, and what a program loads once is
-    kept there over the loop; sm100 adds up in tensor memory.
-    """
+def registers_needed(loop: Loop, device: Device) -> int:
+    """A lower bound of the registers of a thread: p and dp, and the sums where tensor memory does not hold them."""
     words = loop.own * 2 * loop.walk
     if not (device.arch == "sm100" and loop.own >= MIN_WARPGROUP_ROWS):
         words += loop.own * loop.acc
-    if spec.dtype != "fp32" and not _is_warpgroup(loop, device):
-        words += loop.own_bytes // 4
     return words // (loop.warps * device.warp_size) + OTHER_REGS
 
 
@@ -146,17 +140,16 @@ def tensor_columns(loop: Loop) -> int:
 
 
 def smem_needed(loop: Loop, device: Device) -> int:
-    """A lower bound of shared memory in bytes: the stages of a step, and its own rows if a matrix unit reads them.
+    """A lower bound of shared memory in bytes: what a program loads once, and the stages of what it walks.
 
-    One that multiplies from registers needs a place for what it loads once just before the loop.
+    A loop for Hopper's matrix unit has a buffer for each stage, another one less. On AMD its own rows are in registers.
     """
-    if _is_warpgroup(loop, device):
-        operand = loop.own * loop.walk * loop.element_bytes if loop.added else 0
-        return loop.own_bytes + loop.stages * loop.step_bytes + operand
-    if loop.stages == 1:
-        return loop.step_bytes // 2  # without a pipeline one tensor takes the place of the other
-    # a pipeline of copies keeps a buffer for each stage, one of ordinary loads a buffer less
-    return (loop.stages if device.is_nvidia else loop.stages - 1) * loop.step_bytes
+    if not device.is_nvidia:
+        return loop.step_bytes * max(loop.stages - 1, 1) // (2 if loop.stages == 1 else 1)
+    if not _is_warpgroup(loop, device):
+        return loop.own_bytes + max(loop.stages - 1, 1) * loop.step_bytes
+    operand = loop.own * loop.walk * loop.element_bytes if loop.added else 0
+    return loop.own_bytes + loop.stages * loop.step_bytes + operand
 
 
 def _is_warpgroup(loop: Loop, device: Device) -> bool:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -24,7 +26,6 @@ TOLERANCE = {torch.float16: 5e-3, torch.float32: 1e-5}
 """Of the largest value of a gradient, or of 1 where that is less."""
 
 FAMILY = pytest.mark.parametrize("row", [PORTABLE_BACKWARD_SPLIT, PORTABLE_BACKWARD_FUSED], ids=lambda row: row.id[18:])
-LOADS = pytest.mark.parametrize("loads", ["descriptor", "pointer"])
 
 
 def check(
@@ -34,6 +35,7 @@ def check(
     rules: Rules,
     *,
     layout: str = "bshd",
+    gain: float = 1.0,
     garbage: float | None = None,
     with_dlse: bool = True,
     host: dict[str, object] | None = None,
@@ -43,6 +45,7 @@ def check(
     spec = Specialization.parse(key)
     dtype = torch.float16 if spec.dtype == "fp16" else torch.float32
     q, k, v = tensors(shape, spec.head_dim, spec.head_dim_v, dtype, layout)
+    q, k = (q, k) if gain == 1.0 else (q.abs() * gain, -k.abs())
     generator = torch.Generator().manual_seed(5)
     dout = torch.randn(*q.shape[:3], spec.head_dim_v, generator=generator).to(dtype)
     dlse = torch.randn(q.shape[:3], generator=generator) if with_dlse else None
@@ -50,14 +53,24 @@ def check(
     if garbage is not None:
         hidden = unseen_keys(q, k, rules)
         k, v = k.masked_fill(hidden, garbage), v.masked_fill(hidden, garbage)
-    small = SMALL | (SMALL_DQ if row is PORTABLE_BACKWARD_SPLIT else {})
-    source = render(spec, row.default(spec, H200).replace(**{**small, **knobs}))
-    kernel = getattr(load_module(source), f"{source.entry}_call")
     out, lse = expected["out"].to(dtype), expected["lse"].float()
     names = ["dq", "dk", "dv", "neg_delta", "dbias"]
-    got = dict(zip(names, kernel(q, k, v, out, lse, dout, dlse=dlse, **(host or {})), strict=False))
+    got = dict(zip(names, run(row, spec, knobs, q, k, v, out, lse, dout, dlse=dlse, **(host or {})), strict=False))
     compare(got, expected, TOLERANCE[dtype])
     return got
+
+
+def run(
+    row: KernelFamily,
+    spec: Specialization,
+    knobs: dict[str, int | str | bool],
+    *arguments: torch.Tensor,
+    **options: object,
+) -> tuple[torch.Tensor, ...]:
+    small = SMALL | (SMALL_DQ if row is PORTABLE_BACKWARD_SPLIT else {})
+    source = render(spec, row.default(spec, H200).replace(**{**small, "loads": "pointer", **knobs}))
+    result: tuple[torch.Tensor, ...] = getattr(load_module(source), f"{source.entry}_call")(*arguments, **options)
+    return result
 
 
 def compare(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -77,9 +90,85 @@ def _summed(heads: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return heads.double().sum(axes, keepdim=True) if axes else heads
 
 
-@FAMILY
-@LOADS
+@pytest.mark.parametrize(
+    ("row", "loads", "layout"),
+    [(PORTABLE_BACKWARD_SPLIT, "descriptor", "bhsd"), (PORTABLE_BACKWARD_FUSED, "pointer", "bshd")],
+    ids=["split", "fused"],
+)
 @pytest.mark.parametrize("causal", ["", "-causal"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 4, 2, 33, 70), (1, 2, 1, 64, 64), (1, 3, 3, 40, 17)])
-def test_shapes(row: KernelFamily, loads: str, causal: str, shape: tuple[int, ...]) -> None:
-    check(row, f"bwd-fp16-d32{causal}", shape, Rules(causal=bool(causal)), loads=loads)
+def test_shapes(row: KernelFamily, loads: str, layout: str, causal: str, shape: tuple[int, ...]) -> None:
+    check(row, f"bwd-fp16-d32{causal}", shape, Rules(causal=bool(causal)), loads=loads, layout=layout)
+
+
+@FAMILY
+@pytest.mark.parametrize(("head_dims", "split"), [((192, 128), True), ((72, 72), True), ((40, 96), False)])
+def test_head_dimensions(row: KernelFamily, head_dims: tuple[int, int], split: bool) -> None:
+    key = f"bwd-fp16-d{head_dims[0]}-dv{head_dims[1]}-causal"
+    check(row, key, (1, 2, 1, 40, 50), Rules(causal=True), split_d=split, loads="descriptor" if split else "pointer")
+
+
+@FAMILY
+@pytest.mark.parametrize("offset", [-40, -3, 30, 1000])
+def test_rows_that_see_no_key_have_no_gradient(row: KernelFamily, offset: int) -> None:
+    rules = Rules(causal=True, q_offset=offset)
+    host = {"q_offset": offset}
+    got = check(row, "bwd-fp32-d16-causal", (1, 2, 1, 40, 70), rules, host=host, garbage=math.nan, with_dlse=False)
+    blind = torch.arange(40) + offset < 0
+    assert torch.all(got["dq"][:, :, blind] == 0)
+    assert torch.all(got["neg_delta"][:, :, blind] == 0)
+    unseen = torch.arange(70) > 39 + offset
+    assert torch.all(got["dk"][:, :, unseen] == 0)
+    assert torch.all(got["dv"][:, :, unseen] == 0)
+
+
+@FAMILY
+def test_a_sink_is_part_of_the_lse_alone(row: KernelFamily) -> None:
+    """Rows that see no key have the LSE of the sink, which is finite."""
+    sinks = torch.tensor([0.5, -20.0])
+    rules = Rules(causal=True, q_offset=-5, sinks=sinks)
+    check(row, "bwd-fp32-d16-causal", (1, 2, 1, 40, 40), rules, host={"q_offset": -5}, garbage=math.inf)
+
+
+@FAMILY
+@pytest.mark.parametrize("seqlen_k", [33, 64])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of infinities that are not stored
+def test_scores_far_below_0_leave_no_infinity_behind_the_last_key(row: KernelFamily, seqlen_k: int) -> None:
+    """There the products are 0, and the exponential of 0 minus such an LSE overflows."""
+    got = check(row, "bwd-fp16-d16", (1, 1, 1, 40, seqlen_k), Rules(), gain=60.0)
+    assert torch.isfinite(got["dq"]).all()
+
+
+@FAMILY
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_bias_of_minus_infinity_hides_like_a_mask(row: KernelFamily) -> None:
+    spec = Specialization.parse("bwd-fp32-d16-bias-dbias")
+    q, k, v = tensors((1, 2, 1, 40, 70), 16, 16, torch.float32, "bhsd")
+    mask = torch.rand(1, 2, 40, 72, generator=torch.Generator().manual_seed(0))[..., :70] > 0.5
+    mask[:, :, 7] = False
+    dout = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(1))
+    expected = gradients(q, k, v, dout, None, Rules(mask=mask))
+    bias = torch.zeros(1, 2, 40, 72)[..., :70].masked_fill_(~mask, -math.inf)
+    out, lse = expected["out"].float(), expected["lse"].float()
+    dq, dk, dv, _, dbias = run(row, spec, {}, q, k, v, out, lse, dout, bias=bias)
+    compare({"dq": dq, "dk": dk, "dv": dv}, expected, TOLERANCE[torch.float32])
+    assert torch.all(dbias[~mask] == 0)
+
+
+@FAMILY
+def test_every_program_order_computes_every_block_once(row: KernelFamily) -> None:
+    for group in (1, 8):
+        check(row, "bwd-fp16-d16-causal", (3, 3, 3, 40, 40), Rules(causal=True), heads_per_group=group)
+
+
+@FAMILY
+def test_any_strides_with_a_contiguous_last_dimension(row: KernelFamily) -> None:
+    spec = Specialization.parse("bwd-fp16-d16-unaligned")
+    base = torch.randn(2, 30, 3, 3, 17, generator=torch.Generator().manual_seed(0)).half()
+    q, k, v = (base[:, :, i, :, 1:].transpose(1, 2) for i in range(3))
+    k, v = k[:, :1].expand(2, 3, 30, 16), v[:, :1].expand(2, 3, 30, 16)
+    dout = torch.ones(1, 1, 1, 16, dtype=torch.float16).expand(2, 3, 30, 16)  # as the gradient of a sum is
+    expected = gradients(q, k, v, dout, None, Rules())
+    names = ("dq", "dk", "dv")
+    got = run(row, spec, {}, q, k, v, expected["out"].half(), expected["lse"].float(), dout)
+    compare(dict(zip(names, got, strict=False)), expected, TOLERANCE[torch.float16])
