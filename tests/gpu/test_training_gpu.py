@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 B, H, HK, SQ, SK, D = 2, 4, 2, 203, 331, 64
+FEW_KEYS = 16
 
 Tensors = list[torch.Tensor]
 
@@ -106,7 +107,9 @@ def assert_gradients(
         error, allowed = (found.double() - expected).abs(), (plain.double() - expected).abs()
         ulp = 2 * torch.finfo(found.dtype).eps * expected.abs().max()
         assert error.max() <= 3 * allowed.max() + ulp
-        assert error.mean() <= 1.5 * allowed.mean() + ulp / 64
+        # beside few keys little is left of what cancels, and eager's softmax is exact where a kernel's output was rounded
+        floor = ulp / 64 if inputs[1].shape[2] > FEW_KEYS else 2 * ulp
+        assert error.mean() <= 1.5 * allowed.mean() + floor
     return [x.grad for x in leaves if x.grad is not None]
 
 
@@ -464,7 +467,8 @@ def test_a_cold_backward_pass_during_capture_is_refused_and_warmup_makes_it_warm
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(LaunchError, match="warmup"), torch.cuda.graph(graph):
-        torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        # a backward pass runs on the stream of its forward pass, so that is captured as well
+        torch.autograd.grad(flashgen.attention(*inputs), inputs, dout)
     torch.cuda.synchronize()
     flashgen.warmup([shape], training=True)
     monkeypatch.setenv("FLASHGEN_NO_COMPILE", "1")
