@@ -34,6 +34,17 @@ ONE: Changes = {
     "conditional_rescale": True,
 }
 
+SPLIT: tuple[Changes, ...] = (
+    {"split_d": True},
+    {"split_d": True, "block_n": 128, "v_stages": 2},
+    {"split_d": True, "v_stages": 3},
+)
+"""Of heads of 96 and 192 columns: a quarter less to multiply and to keep than of padded ones. They have not been raced;
+a search tries what the room that two parts leave is good for."""
+
+SMALLER: tuple[Changes, ...] = ({"block_n": 64, "v_stages": 2}, {"block_n": 64, "v_stages": 3})
+"""Where tiles of a bias or a mask take room, likewise."""
+
 WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
     (64, False): (
         {**FOUR, **MBARRIER, "k_release": "with_v"},

@@ -6,7 +6,7 @@ from flashgen.codegen import hopper_resources as resources
 from flashgen.codegen import hopper_scores
 from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import can_split
-from flashgen.codegen.hopper_favourites import NAMED, WON, Changes
+from flashgen.codegen.hopper_favourites import NAMED, SMALLER, SPLIT, WON, Changes
 from flashgen.codegen.hopper_resources import ROWS
 from flashgen.codegen.score_parameters import score_parameters
 from flashgen.core.config import Config
@@ -92,7 +92,7 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
             return f"its {name} is one of {', '.join(map(str, HEAD_DIMS))}, not {size}"
     if not spec.aligned16:
         return "the copy engine needs pointers and strides that are multiples of 16 bytes"
-    if _why_too_large(spec, _smallest(spec), device):
+    if _why_too_large(spec, _smallest(spec, device), device):
         return "its tiles of bias and mask do not fit beside heads of this size"
     return None
 
@@ -166,6 +166,7 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
     if (
         config["block_n"] == 64
         and not spec.window
+        and not resources.score_tiles(spec)  # smaller tiles of them leave registers, and the output a place of its own
         and _why_too_large(spec, config.replace(block_n=128, v_stages=2), device) is None
     ):
         return "steps of 128 keys fit, and have half as many waits"
@@ -211,29 +212,27 @@ def _default(spec: Specialization, device: Device) -> Config:
         config = config.replace(**NAMED)
     if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
         config = config.replace(warpgroups=2, **NAMED)
-    if resources.score_tiles(spec):
-        config = _with_room_for_tiles(spec, config, device)
-    return _masked(spec, config)
+    changes: tuple[Changes, ...] = ({}, {"v_stages": 2}, {"warpgroups": 2, "v_stages": 2, **NAMED})
+    smaller = (config.replace(**change) for change in changes)
+    fitting = (each for each in smaller if _why_too_large(spec, each, device) is None)
+    return _masked(spec, next(fitting, None) or _smallest(spec, device))
 
 
-def _with_room_for_tiles(spec: Specialization, config: Config, device: Device) -> Config:
-    """`config`, with fewer or smaller slots until the tiles of a bias and a mask fit beside them."""
-    for change in ({}, {"v_stages": 2}, {"warpgroups": 2, "v_stages": 2, **NAMED}):
-        smaller = config.replace(**change)
-        if _why_too_large(spec, smaller, device) is None:
-            return smaller
-    return _smallest(spec)
-
-
-def _smallest(spec: Specialization) -> Config:
+def _smallest(spec: Specialization, device: Device) -> Config:
     """What takes the least registers and shared memory for a warpgroup's rows, of what is not pointless."""
-    changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED}
-    return Config.of(FAMILY_ID, {**USUAL, **changes})
+    changes: Changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED}
+    config = Config.of(FAMILY_ID, {**USUAL, **changes})
+    parts = can_split(spec.head_dim) or can_split(spec.head_dim_v)
+    return config.replace(split_d=parts and _why_too_large(spec, config, device) is not None)
 
 
 def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     default = _default(spec, device)
     found = [_masked(spec, default.replace(**changes)) for changes in WON[_width(spec), spec.causal]]
+    if resources.score_tiles(spec):
+        found += [_masked(spec, config.replace(**change)) for config in (default, found[0]) for change in SMALLER]
+    if can_split(spec.head_dim) or can_split(spec.head_dim_v):
+        found += [_masked(spec, config.replace(**change)) for config in (default, found[0]) for change in SPLIT]
     others = (config for config in dict.fromkeys(found) if config != default)
     return tuple(config for config in others if _why_invalid(spec, config, device) is None)
 

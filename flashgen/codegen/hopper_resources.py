@@ -30,8 +30,8 @@ and up to 330 under 3.9."""
 BARRIER_BYTES = 1024
 """Barriers, the next tile and alignment; 330 to 800 bytes were measured."""
 
-VERDICT_BYTES = 2048
-"""Where a mask hides single scores: what warpgroups say of two tiles, and what they add up for that."""
+VERDICT_BYTES = 512
+"""Where a mask hides single scores: what a warpgroup says of two tiles; and as much again as barriers for the rest."""
 
 NAMED_BARRIERS = 16
 """Barriers of a block in hardware (PTX: bar.sync 0 to 15)."""
@@ -141,7 +141,10 @@ def smem_bytes(spec: Specialization, config: Config, *, own_o: bool) -> int:
     elements = block_m(config) * (d + (dv if own_o else 0))
     elements += block_n * (k_stages(config) * d + config.integer("v_stages") * dv)
     tiles = config.integer("warpgroups") * score_bytes(spec, config)
-    return elements * DTYPE_BYTES[spec.dtype] + tiles + BARRIER_BYTES + VERDICT_BYTES * (spec.mask == "full")
+    barriers = BARRIER_BYTES
+    if spec.mask == "full":
+        barriers += BARRIER_BYTES + VERDICT_BYTES * config.integer("warpgroups")
+    return elements * DTYPE_BYTES[spec.dtype] + tiles + barriers
 
 
 def smem_available(config: Config, device: Device) -> int:

@@ -9,6 +9,7 @@ from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import why_invalid
 from flashgen.codegen.hopper_forward import HOPPER_FORWARD
 from flashgen.core.workload import Specialization
+from flashgen.launch.extras import Extras
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import Launch, make_plan
 from flashgen.measure import gpu
@@ -31,6 +32,29 @@ VARIANTS = (
     ("fwd-bf16-d256-causal-softcap-window", {}),
     ("fwd-bf16-d64-causal-sink-window", {}),
     ("fwd-fp16-d128-keymask", {}),
+    ("fwd-bf16-d128-bias", {}),
+    ("fwd-fp16-d128-causal-bias-bias_fp32", {}),
+    ("fwd-bf16-d64-bias-window-offset", {"block_n": 64}),
+    ("fwd-bf16-d64-bias-keymask", {"barriers": "mbarrier", "exp_order": "free"}),
+    ("fwd-bf16-d128-mask", {}),
+    ("fwd-fp16-d128-causal-mask", {"masked_blocks": "one"}),
+    ("fwd-bf16-d128-causal-mask-offset", {}),
+    ("fwd-bf16-d64-mask-window", {"warpgroups": 3, "block_n": 64, "v_stages": 2}),
+    ("fwd-bf16-d64-mask", {"warpgroups": 3, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
+    ("fwd-fp16-d64-causal-mask", {"warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
+    ("fwd-bf16-d256-keybias-mask", {}),
+    ("fwd-bf16-d128-bias-mask", {}),
+    ("fwd-bf16-d64-causal-softcap-alibi-sink-bias-mask-window-bias_fp32", {}),
+    ("fwd-bf16-d96", {"split_d": True}),
+    ("fwd-bf16-d96", {"split_d": True, "warpgroups": 3, "block_n": 64, "v_stages": 3}),
+    ("fwd-fp16-d96-causal", {"split_d": True, "masked_blocks": "one"}),
+    ("fwd-bf16-d96-dv192-causal-window", {"split_d": True, "block_n": 64}),
+    ("fwd-bf16-d96-keymask-offset", {"split_d": True, "barriers": "mbarrier", "exp_order": "free"}),
+    ("fwd-bf16-d192-causal-offset", {"split_d": True}),
+    ("fwd-fp16-d192", {"split_d": True, "v_stages": 3, "conditional_rescale": False}),
+    ("fwd-bf16-d192-dv128-causal", {"split_d": True, "block_n": 128}),
+    ("fwd-bf16-d128-dv96-mask", {"split_d": True}),
+    ("fwd-bf16-d192-bias-mask", {"split_d": True}),
 )
 
 
@@ -97,3 +121,30 @@ def test_two_streams_without_graphs() -> None:
     torch.cuda.synchronize()
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[1], outs[2])
+
+
+@pytest.mark.parametrize("key", ["fwd-bf16-d64-mask", "fwd-bf16-d96-causal-mask"])
+def test_tiles_that_hidden_values_spoil_come_again(key: str) -> None:
+    """More tiles than multiprocessors, of which those of one batch element are spoilt, or all, the last included."""
+    spec = Specialization.parse(key)
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    shape = (2, 24, 1500, spec.head_dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
+    mask = (torch.rand(2, 1, 1500, 1504, device="cuda", generator=generator) < 0.5)[..., :1500]
+    mask[1, :, :, 100:300] = False
+    mask[0, :, :, 700:710] = False
+    extras, out = Extras(mask=mask), torch.empty_like(q)
+    device = gpu.current_device()
+    config = HOPPER_FORWARD.default(spec, device)
+    launch = make_plan(compile_kernel(spec, config, device), spec, config, Geometry.of(q, k, v, out, extras), 0)
+    v[1, :, 100:300], v[0, :, 700:710] = 0, 0
+    launch(q, k, v, out, extras=extras)
+    expected = out.clone()
+    for spoilt in ([(1, 100, 300)], [(0, 700, 710)], [(1, 100, 300), (0, 700, 710)]):
+        hidden = v.clone()
+        for b, first, last in spoilt:
+            hidden[b, :, first:last] = float("nan")
+        for _ in range(3):
+            out.fill_(float("nan"))
+            launch(q, k, hidden, out, extras=extras)
+            assert torch.equal(out, expected)

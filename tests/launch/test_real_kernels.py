@@ -14,6 +14,7 @@ from flashgen.codegen.hopper_forward import HOPPER_FORWARD
 from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
+from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
 from flashgen.launch import counters
 from flashgen.launch.extras import MAX_OFFSET, Extras
@@ -125,3 +126,20 @@ def test_every_parameter_has_the_value_of_the_call(name: str, cuda: FakeDriver) 
             assert values[f"{tensor}_desc.encoded"].shape == shape, "what heads or batches share is there once"
     if "Counter" in values:
         assert values["Counter"] != 0
+
+
+def test_descriptors_of_scores_follow_the_tensors_of_each_call(cuda: FakeDriver) -> None:
+    spec, config, compiled = kernel("gluon, two parts, tiles of scores")
+    q, k, v, out = tensors(spec)
+    calls = [
+        Extras(bias=torch.zeros(6, 200, 336)[None, ..., :333], mask=torch.ones(1, 1, 200, 336).bool()[..., :333])
+        for _ in range(2)
+    ]
+    cuda.parameters = families.family(config.family).parameters(spec, config)
+    launch = make_plan(compiled, spec, config, Geometry.of(q, k, v, out, calls[0]), 0)
+    for extras in (*calls, calls[0]):
+        launch(q, k, v, out, extras=extras)
+        values = cuda.launches[-1].values
+        assert (values["bias_desc"], values["mask_desc"]) == (extras.bias.data_ptr(), extras.mask.data_ptr())  # type: ignore[union-attr]
+    with pytest.raises(LaunchError, match="reads Bias"):
+        make_plan(compiled, spec, config, Geometry.of(q, k, v, out), 0)
