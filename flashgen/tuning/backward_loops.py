@@ -19,8 +19,8 @@ from flashgen.tuning.loops import Loop
 from flashgen.tuning.steps import key_steps, steps
 from flashgen.tuning.tiling import Tiling
 
-SCORE_OPERATIONS = 7
-"""Of each score: scale and subtract, add and multiply for dS, pack P and dS, and a sum's place in the loop."""
+SCORE_OPERATIONS = 5
+"""Of each score: scale and subtract in one, add and multiply for dS, pack P and dS."""
 
 PROLOGUE = 5000
 """Cycles of a program outside of its loop: launch, loads of two tiles, stores of two others."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flashgen.codegen.head_parts import padded
 from flashgen.codegen.hopper_resources import ROWS, block
-from flashgen.codegen.portable_limits import MAX_REGS_PER_THREAD, OTHER_REGS, is_split
+from flashgen.codegen.portable_limits import MAX_REGS_PER_THREAD, is_split
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
@@ -17,10 +17,14 @@ from flashgen.tuning.compile_pool import Compiled, Taken
 from flashgen.tuning.loops import Loop
 from flashgen.tuning.tiling import Tiling
 
-ATOMIC_TRIPS, COPY_ENGINE_TRIPS = 6, 2
-"""dQ goes into shared memory and is read again in whole rows: by the warps, which send it out as atomics at a quarter
+ATOMIC_TRIPS, COPY_ENGINE_TRIPS = 10, 2
+"""dQ goes into shared memory and is read again in whole rows: by the warps, which send it out as atomics at an eighth
 of that rate, or by the copy engine, for which nobody waits."""
 
+OTHER_REGS = {"dkdv": 90, "dq": 90, "main": 140}
+"""Registers of a thread beside sums and scores, as compiled for sm80 to sm90: operands, addresses, statistics."""
+
+REGISTER_BYTES = 4
 HOPPER_WARPS = 8
 HOPPER_REGISTERS = 168
 HOPPER_WIDEST = 128
@@ -36,7 +40,7 @@ class Part:
         knobs: all that its time depends on, so that configs that agree in them share it.
         tile: its tile; `block_m` are always queries and `block_n` keys, whichever a program owns.
         loop: what it does for a workload.
-        taken: the least that it takes of a multiprocessor, before it is compiled.
+        taken: about what it takes of a multiprocessor, before it is compiled.
     """
 
     name: str
@@ -61,8 +65,8 @@ def adds_dq(config: Config) -> bool:
     return any(part.name == "main" for part in parts(config))
 
 
-def least_resources(spec: Specialization, config: Config, device: Device) -> Compiled:
-    """The least that the kernels of a config take of a multiprocessor, before they are compiled."""
+def expected_resources(spec: Specialization, config: Config, device: Device) -> Compiled:
+    """About what the kernels of a config take of a multiprocessor, before they are compiled."""
     return Compiled.of({f"{config.family}_{part.name}": part.taken(spec, config, device) for part in parts(config)})
 
 
@@ -86,15 +90,16 @@ def _portable_taken(spec: Specialization, config: Config, device: Device, *, par
     d, dv, threads = tile.query_columns, tile.value_columns, tile.warps * device.warp_size
     owned, walked = (tile.block_m, tile.block_n) if part == "dq" else (tile.block_n, tile.block_m)
     sums = {"dq": d, "dkdv": d + dv, "main": d + dv}[part] * owned + (walked * d if part == "main" else 0)
-    registers = (sums + 2 * owned * walked) // threads + OTHER_REGS
-    registers = min(max(registers, 32), MAX_REGS_PER_THREAD)
+    needed = (sums + 2 * owned * walked) // threads + OTHER_REGS[part]
+    registers = min(needed, MAX_REGS_PER_THREAD)
     shared = (owned + max(tile.stages - 1, 1) * walked) * (d + dv) * DTYPE_BYTES[spec.dtype]
     fits = (
         device.regs_per_sm // (registers * threads),
         device.smem_per_sm // (shared + 1024),
         device.max_threads_per_sm // threads,
     )
-    return Taken(registers=registers, spills=0, shared_bytes=shared, occupancy=max(min(fits), 1))
+    spills = REGISTER_BYTES * (needed - registers)
+    return Taken(registers=registers, spills=spills, shared_bytes=shared, occupancy=max(min(fits), 1))
 
 
 def _hopper_tile(spec: Specialization, config: Config, part: str) -> Tiling:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import applicable
+from flashgen.codegen.families import applicable, family
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import distance, position
@@ -17,13 +17,13 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import specialization
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.lattice import FamilySpace
-from flashgen.tuning.predict import RANKED_FAMILIES, predict_all
+from flashgen.tuning.predict import RANKED_FAMILIES, estimate, predict_all
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config goes first."""
 
 FAR = 1.5
-"""A tile predicted to be slower than this many times the best waits until the others had several variants."""
+"""A tile predicted to be slower than this many times the best, or to spill, waits until others had several variants."""
 
 TILE_KNOBS = ("block_m", "block_n", "num_warps", "split_d", "dq_block_m", "dq_block_n", "dq_num_warps")
 STAGE_KNOBS = ("num_stages", "dq_num_stages")
@@ -106,16 +106,22 @@ def by_prediction(configs: Sequence[Config], default: Config, workload: Workload
     turn: dict[Config, int] = {}
     for config in sorted(times, key=lambda c: ranks[c]):
         tile = tuple(value for name, value in config.knobs if name in TILE_KNOBS)
-        turn[config] = variants[tile] + (8 if times[config] > limit else 0)
+        later = 8 if times[config] > limit else 3 if _spills(config, workload, device) else 0
+        turn[config] = variants[tile] + later
         variants[tile] += 1
     return sorted(times, key=lambda c: (turn[c], ranks[c]))
+
+
+def _spills(config: Config, workload: Workload, device: Device) -> bool:
+    """Whether a config is expected to be rejected once it is compiled."""
+    return estimate(workload, config, device).spills > family(config.family).tolerated_spills
 
 
 def favourites(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[Config]:
     """Defaults of other families, what won before, then the model's: different tiles, else as their default."""
     spec = specialization(workload)
     found = list(candidates.defaults[1:])
-    found += [config for family in applicable(spec, device) for config in family.favourites(spec, device)]
+    found += [config for row in applicable(spec, device) for config in row.favourites(spec, device)]
     for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
         rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, *STAGE_KNOBS)]
         configs = [config for config in space.configs if all(config[name] == default[name] for name in rest)]

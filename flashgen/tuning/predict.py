@@ -88,9 +88,9 @@ def predict_all(workload: Workload, configs: Iterable[Config], device: Device) -
 
 
 def estimate(workload: Workload, config: Config, device: Device) -> Compiled:
-    """The least its kernels take of a multiprocessor, before they are compiled: enough to choose what to compile."""
+    """About what its kernels take of a multiprocessor, before they are compiled: enough to choose what to compile."""
     if backward_tiling.is_modelled(config):
-        return backward_tiling.least_resources(workload.specialization, config, device)
+        return backward_tiling.expected_resources(workload.specialization, config, device)
     return tiling.least_resources(workload.specialization, config, device)
 
 

@@ -117,7 +117,7 @@ def test_a_kernel_of_its_own_for_dq_depends_on_its_own_knobs() -> None:
         assert not adds_dq(config)
     names = {name for part in parts(base) for name in part.knobs}
     assert names == {knob.name for knob in SPLIT.knobs} == dict(base.knobs).keys()
-    assert {knob.name for knob in FUSED.knobs} == {name for part in parts(portable(fused=True)) for name in part.knobs}
+    assert {name for part in parts(portable(fused=True)) for name in part.knobs} <= {knob.name for knob in FUSED.knobs}
 
 
 def test_masks_windows_and_groups_cost_what_they_show() -> None:
@@ -175,8 +175,9 @@ def test_the_model_ranks_every_config_of_both_portable_families() -> None:
         default = row.default(LONG.specialization, H200)
         order = by_prediction(configs, default, LONG, H200)
         assert set(order) == set(configs)
-        best = {tuple(value for name, value in config.knobs if name in TILE_KNOBS) for config in order[:8]}
-        assert len(best) >= 6
+        spills = [estimate(LONG, config, H200).spills for config in order]
+        assert not any(spills[:3])  # what is expected to be rejected waits
+        assert max(spills) > 64
 
 
 def test_a_search_begins_with_winners_of_both_kinds_of_backward_passes() -> None:

@@ -123,6 +123,10 @@ def test_every_row_of_the_features_benchmark_is_tuned_exactly() -> None:
     assert {w.window_left for w in grid - named} <= {suites.TOKENS - 1}
 
 
+def test_every_row_of_the_backward_benchmark_is_tuned_exactly() -> None:
+    assert set(suites.backward_grid()) == set(preset("paper-backward").workloads)
+
+
 def test_lengths_are_the_models_own() -> None:
     lengths = {p.name: {(w.seqlen_q, w.seqlen_k) for w in p.workloads} for p in presets()}
     assert max(lengths["gpt2"]) == (1024, 1024)
