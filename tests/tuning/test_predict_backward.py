@@ -176,8 +176,8 @@ def test_the_model_ranks_every_config_of_both_portable_families() -> None:
         order = by_prediction(configs, default, LONG, H200)
         assert set(order) == set(configs)
         spills = [estimate(LONG, config, H200).spills for config in order]
-        assert not any(spills[:3])  # what is expected to be rejected waits
-        assert max(spills) > 64
+        assert max(spills[:3]) <= row.tolerated_spills  # what is expected to be rejected waits
+        assert max(spills) > row.tolerated_spills
 
 
 def test_a_search_begins_with_winners_of_both_kinds_of_backward_passes() -> None:
