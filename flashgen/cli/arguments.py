@@ -37,7 +37,8 @@ FALLBACK_TARGET = "h100"
 def parse_shape(text: str, *, deterministic: bool = False) -> tuple[Workload | None, Specialization]:
     """Read a workload, or the key of a specialization (`fwd-bf16-d128-causal`), which has no sizes.
 
-    `deterministic` says what the token of that name in a key does.
+    `deterministic` says what the token of that name in a key does. A backward workload with a bias is meant with the
+    gradient of the bias, as it is tuned.
 
     Raises:
         WorkloadError: it is neither, or determinism is asked of a forward pass.
@@ -51,7 +52,7 @@ def parse_shape(text: str, *, deterministic: bool = False) -> tuple[Workload | N
             raise error from None
         return None, replace(spec, deterministic=_determinism(spec, deterministic))
     workload = replace(workload, deterministic=_determinism(workload, deterministic))
-    return workload, workload.specialization
+    return workload, Specialization.of(workload, bias_grad=True)
 
 
 def _determinism(asked: Workload | Specialization, deterministic: bool) -> bool:

@@ -69,13 +69,13 @@ def compile_(
 
 def explain(shape: Shape, target: Target = None, deterministic: Deterministic = False, json: Json = False) -> None:
     """Say which config serves a workload and why: the rung of the ladder, the record, and every family's reason."""
-    workload, _ = arguments.parse_shape(shape, deterministic=deterministic)
+    workload, spec = arguments.parse_shape(shape, deterministic=deterministic)
     if workload is None:
         raise WorkloadError(f"explain needs a workload with its sizes, e.g. b4-h32-s4096-d128, got {shape!r}")
     device, note = arguments.pick_device(target)
     if note:
         output.note(note)
-    explanation = _explanation(workload, device)
+    explanation = _explanation(workload, spec, device)
     if json:
         output.print_json(explanation.to_dict())
     else:
@@ -92,7 +92,7 @@ def _config(
     if text is None:
         if workload is None:
             raise WorkloadError(f"{shape!r} has no sizes to look up: give a workload, or a --config")
-        return _explanation(workload, device).served.config
+        return _explanation(workload, spec, device).served.config
     config = arguments.parse_config(text, spec, device)
     reason = why_invalid(config, spec, device) if check else None
     if reason is not None:
@@ -100,12 +100,12 @@ def _config(
     return config
 
 
-def _explanation(workload: Workload, device: Device) -> Explanation:
+def _explanation(workload: Workload, spec: Specialization, device: Device) -> Explanation:
     from flashgen.db.layers import Layers
     from flashgen.runtime import dispatch
 
     with Layers.open() as layers:
-        return dispatch.explain(workload, workload.specialization, device, dispatch.Records(layers))
+        return dispatch.explain(workload, spec, device, dispatch.Records(layers))
 
 
 def _print_compiled(device: Device, config: Config, compiled: CompiledKernel) -> None:

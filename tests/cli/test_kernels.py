@@ -193,6 +193,12 @@ def test_determinism_is_asked_for_in_the_key_or_beside_it() -> None:
         assert not parse_shape(text)[1].deterministic
 
 
+def test_a_backward_pass_with_a_bias_is_meant_with_its_gradient(invoke: Invoke) -> None:
+    for text, there in (("bwd-b1-h2-s64-d64-bias", True), ("bwd-b1-h2-s64-d64", False), ("b1-h2-s64-d64-bias", False)):
+        assert parse_shape(text)[1].bias_grad is there
+    assert "def portable_backward_fused_dbias(" in invoke("render", "bwd-b1-h2-s64-d64-bias", "--target", "a100").stdout
+
+
 def test_a_config_is_read_back_from_its_text() -> None:
     knobs = ",".join(f"{name}={value}" for name, value in CONFIG.knobs)
     assert parse_config(f"portable_forward:{knobs}", CAUSAL.specialization, H200) == CONFIG
