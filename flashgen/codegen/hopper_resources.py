@@ -69,12 +69,9 @@ def block(head_dim: int) -> int:
 def score_tiles(spec: Specialization) -> dict[str, str]:
     """What has a value for every query and key, and is loaded a tile at a time: its element type by its name.
 
-    The copy engine brings a tile for each warpgroup and block of keys, [ROWS, block_n], into the warpgroup's own slot;
-    its warps take it to registers while the matrix unit computes the scores, and the next tile has the rest of the step
-    to arrive. Loads of each thread, a block ahead, were the other way: the threads of a row of scores hold four bytes
-    of eight columns in turn, so every load of a warp would touch eight lines of memory for half a sector each, 256 such
-    loads for 128 x 128 scores of a multiprocessor, through what shared memory leaves of the first cache (less than the
-    32 KB of one block); and an fp32 bias would need 64 registers more at head_dim 128, where 52 are left.
+    The copy engine brings a tile for each warpgroup and block of keys, [ROWS, block_n], into the warpgroup's own slot.
+    Its warps take it to registers while the matrix unit computes the scores, and the next tile has the rest of the step
+    to arrive (docs/decisions/tiles-of-scores-on-hopper.md).
     """
     found = {"bias": bias_dtype(spec)} if spec.bias == "full" else {}
     return found | ({"mask": "u8"} if spec.mask == "full" else {})
@@ -131,7 +128,8 @@ def live_registers(spec: Specialization, config: Config) -> int:
     """Registers that a consumer thread needs: fp32 scores, 16-bit weights, fp32 output, bias, mask, the rest."""
     block_n = config.integer("block_n")
     by_key = block_n // 4 * ((spec.bias == "keys") + (spec.mask == "keys"))
-    tiles = score_bytes(spec, config) // (4 * THREADS_PER_WARPGROUP)
+    # a thread has block_n / 2 scores; the bytes of a mask come by twos, each pair in a register of its own
+    tiles = block_n // 8 * sum(max(2, DTYPE_BYTES.get(dtype, 1)) for dtype in score_tiles(spec).values())
     return block_n // 2 + block_n // 4 + by_key + tiles + columns(spec.head_dim_v, config) // 2 + OTHER_REGS
 
 
