@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from flashgen.codegen.hopper_backward import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
 from flashgen.codegen.hopper_forward import HOPPER_FORWARD
+from flashgen.codegen.portable_backward import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
@@ -76,6 +78,19 @@ def hopper_golden(name: str) -> tuple[Specialization, Config]:
     return spec, HOPPER_FORWARD.default(spec, find_device("h200")).replace(**changes)  # type: ignore[arg-type]
 
 
+HOPPER_BACKWARD_GOLDENS = {
+    "hopper_backward_d128_causal": ("bwd-bf16-d128-causal", HOPPER_BACKWARD_FUSED),
+    "hopper_backward_d256_offset": ("bwd-fp16-d256-causal-offset", HOPPER_BACKWARD_SPLIT),
+}
+"""Kernels of the Hopper backward families: specialization, family whose default it is."""
+
+
+def hopper_backward_golden(name: str) -> tuple[Specialization, Config]:
+    key, row = HOPPER_BACKWARD_GOLDENS[name]
+    spec = Specialization.parse(key)
+    return spec, row.default(spec, find_device("h200"))
+
+
 DOCUMENT = UserFunction(
     name="mask_mod",
     source="def mask_mod(b, h, q_idx, k_idx, doc, slopes):\n    return tl.load(doc + q_idx) == tl.load(doc + k_idx)\n",
@@ -100,3 +115,21 @@ def mods_golden(name: str) -> tuple[Specialization, Config]:
     key, device, mods = MODS_GOLDENS[name]
     spec = replace(Specialization.parse(key), mods=mods)
     return spec, PORTABLE_FORWARD.default(spec, find_device(device))
+
+
+BACKWARD_GOLDENS = {
+    "backward_split_d128_causal_h200": (PORTABLE_BACKWARD_SPLIT, "bwd-bf16-d128-causal", "h200"),
+    "backward_fused_d64_a100": (PORTABLE_BACKWARD_FUSED, "bwd-fp16-d64", "a100"),
+    "backward_split_d64_bias_softcap_window_4090": (
+        PORTABLE_BACKWARD_SPLIT,
+        "bwd-bf16-d64-softcap-bias-window-dbias",
+        "rtx 4090",
+    ),
+}
+"""Kernels of the portable backward families: family, specialization, device whose default it is."""
+
+
+def backward_golden(name: str) -> tuple[Specialization, Config]:
+    row, key, device = BACKWARD_GOLDENS[name]
+    spec = Specialization.parse(key)
+    return spec, row.default(spec, find_device(device))

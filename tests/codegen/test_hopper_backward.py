@@ -1,0 +1,260 @@
+"""The Hopper backward families without a GPU: arithmetic of resources, order of tiles, text, and what is compiled."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashgen.codegen import families, hopper_backward_resources, hopper_resources
+from flashgen.codegen.build import CompiledKernel, compile_kernel
+from flashgen.codegen.family import KernelFamily, Sizes
+from flashgen.codegen.hopper_backward import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+from flashgen.codegen.hopper_forward import HEAD_DIMS
+from flashgen.codegen.inspect import sass
+from flashgen.codegen.render import render
+from flashgen.codegen.space import candidates
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import find_device
+from flashgen.core.workload import Specialization
+from flashgen.launch.parameters import trailing_pointers
+from tests.codegen.goldens import GOLDEN, HOPPER_BACKWARD_GOLDENS, hopper_backward_golden
+
+H200 = find_device("h200")
+FUSED, SPLIT = HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+BOTH = (FUSED, SPLIT)
+
+
+def spec_of(key: str) -> Specialization:
+    return Specialization.parse(f"bwd-{key}")
+
+
+@pytest.mark.parametrize("name", HOPPER_BACKWARD_GOLDENS)
+def test_goldens(name: str, update_golden: bool) -> None:
+    text = render(*hopper_backward_golden(name)).text
+    path = GOLDEN / f"{name}.py"
+    if update_golden:
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name} differs; look at it, then rewrite it with --update-golden"
+
+
+@pytest.mark.parametrize("mask", ["", "-causal", "-causal-window-offset", "-window"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_defaults_and_favourites_are_valid_wherever_a_family_applies(head_dim: int, mask: str) -> None:
+    for head_dim_v in HEAD_DIMS:
+        spec = spec_of(f"bf16-d{head_dim}-dv{head_dim_v}{mask}")
+        rows = [row for row in BOTH if families.why_not(row, spec, H200) is None]
+        assert rows == [*([FUSED] if max(head_dim, head_dim_v) <= 128 else []), SPLIT]
+        assert families.default_config(spec, H200) == rows[0].default(spec, H200)
+        for row in rows:
+            default = row.default(spec, H200)
+            found = (default, *row.favourites(spec, H200))
+            assert len(set(found)) == len(found) > 1
+            assert all(families.validate(each) and families.why_invalid(each, spec, H200) is None for each in found)
+
+
+def test_a_deterministic_pass_has_fixed_sums() -> None:
+    found = families.reasons(spec_of("bf16-d128-deterministic"), H200)
+    assert found["hopper_backward_split"] is None
+    assert "order" in str(found["hopper_backward_fused"])
+    config = SPLIT.default(spec_of("bf16-d128"), H200)
+    text = render(spec_of("bf16-d128"), config).text
+    assert "add_out" not in text
+    assert "atomic_add(Counter, 1)" in text  # which tile is next, and nothing that is summed
+    assert text.count("atomic") == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "change", "reason"),
+    [
+        (FUSED, "d128", {"block_m": 128}, "registers"),
+        (FUSED, "d128-causal", {"heads_per_group": 1}, "most queries"),
+        (FUSED, "d128", {"heads_per_group": 2}, "equally heavy"),
+        (FUSED, "d128", {"persistent": False, "dq_conversion": "tiles"}, "two kinds"),
+        (FUSED, "d64", {"block_m": 64, "dq_conversion": "tiles"}, "swizzle"),
+        (FUSED, "d64", {"q_stages": 3, "block_m": 128}, None),
+        (SPLIT, "d256", {"q_stages": 3}, "shared memory"),
+        (SPLIT, "d256", {"dq_block_n": 128}, "shared memory"),
+        (SPLIT, "d128", {"dq_block_n": 64}, "128 keys"),
+    ],
+)
+def test_restrictions_name_their_reason(
+    row: KernelFamily, key: str, change: dict[str, KnobValue], reason: str | None
+) -> None:
+    spec = spec_of(f"bf16-{key}")
+    found = families.why_invalid(row.default(spec, H200).replace(**change), spec, H200)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("key", "device", "reason"),
+    [
+        ("bf16-d128", "a100", "sm90"),
+        ("tf32-d128", "h200", "tf32"),
+        ("bf16-d80", "h200", "head_dim"),
+        ("bf16-d128-unaligned", "h200", "16 bytes"),
+        ("bf16-d128-softcap", "h200", "softcap"),
+        ("bf16-d128-alibi", "h200", "alibi"),
+        ("bf16-d128-keybias", "h200", "bias"),
+        ("bf16-d128-mask", "h200", "mask"),
+        ("bf16-d128-page16", "h200", "paged"),
+    ],
+)
+def test_the_portable_families_serve_the_rest(key: str, device: str, reason: str) -> None:
+    found = families.reasons(spec_of(key), find_device(device))
+    assert all(reason in str(found[row.id]) for row in BOTH)
+
+
+def test_no_config_takes_more_named_barriers_than_triton_leaves() -> None:
+    left = hopper_resources.NAMED_BARRIERS - hopper_resources.FIRST_NAMED_BARRIER
+    most = 0
+    for key in ("d64", "d128", "d256"):
+        spec = spec_of(f"bf16-{key}")
+        for row in BOTH:
+            for config in candidates(row, spec, H200):
+                found = hopper_backward_resources.named_barriers(spec, config)
+                assert sum(hopper_backward_resources.dq_named_barriers(config).values()) <= left
+                most = max(most, sum(found.values()))
+    assert most == left
+
+
+SIZES = Sizes(batch=3, nheads=8, nheads_k=2, seqlen_q=300, seqlen_k=1000)
+
+
+def test_scratch_memory_is_padded_to_whole_query_blocks() -> None:
+    for key, rows in (("d64", 384), ("d128", 320)):
+        spec = spec_of(f"bf16-{key}")
+        default = FUSED.default(spec, H200)
+        found = {piece.name: piece.shape for piece in FUSED.scratch(spec, default, SIZES)}
+        assert found["neg_delta"] == found["lse_start"] == (3, 8, rows)
+        assert found["dq_acc"] == (3 * 8 * rows * spec.head_dim // 32, 32)
+        assert "tiles_done" not in found
+        tiles = FUSED.scratch(spec, default.replace(dq_conversion="tiles"), SIZES)
+        assert {piece.name: piece.shape for piece in tiles}["tiles_done"] == (24,)
+        split = SPLIT.scratch(spec, SPLIT.default(spec, H200), SIZES)
+        assert {piece.name for piece in split} == {"neg_delta", "lse_start"}
+
+
+def test_programs_cover_every_tile() -> None:
+    spec = spec_of("bf16-d128")
+    config = FUSED.default(spec, H200).replace(persistent=False)
+    prepare, main, finish = (kernel.programs(H200, SIZES) for kernel in FUSED.kernels(spec, config))
+    assert (prepare, main, finish) == (3 * 8 * 320 // 32, 3 * 2 * 8, 3 * 8 * 5 * 2)
+    large = Sizes(batch=8, nheads=16, nheads_k=16, seqlen_q=2048, seqlen_k=2048)
+    persistent = FUSED.kernels(spec, config.replace(persistent=True))[1]
+    assert persistent.programs(H200, large) == H200.num_sms
+    wide = spec_of("bf16-d256")
+    _, dkdv, dq = SPLIT.kernels(wide, SPLIT.default(wide, H200).replace(persistent=False))
+    assert (dkdv.programs(H200, SIZES), dq.programs(H200, SIZES)) == (3 * 2 * 16, 3 * 8 * 3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "parts", "group"),
+    [(128, 4, 1, 1), (128, 4, 1, 8), (16, 128, 32, 8), (5, 3, 2, 8), (1, 1, 1, 1), (300, 1, 1, 1), (33, 8, 2, 16)],
+)
+def test_every_head_is_converted_once_all_of_its_tiles_have_started(
+    heads: int, blocks: int, parts: int, group: int
+) -> None:
+    """A program waits for the tiles of a head: those must have been fetched before, or nobody would ever run them."""
+    causal = "-causal" if group > 1 else ""
+    spec = spec_of(f"bf16-d128{causal}")
+    config = FUSED.default(spec, H200).replace(dq_conversion="tiles", heads_per_group=group)
+    plan = gluon_function(render(spec, config).text, "_plan")
+    keys, converted = [], []
+    for tile in range(heads * (blocks + parts)):
+        is_key, key_tile, head, part = plan(tile, 1, heads, 1, 8 * 64 * parts, 128 * blocks)
+        if is_key:
+            keys.append(key_tile)
+        else:
+            # heads of a group have their tiles in turn
+            assert len(keys) >= min((head // group + 1) * group, heads) * blocks
+            converted.append((head, part))
+    assert keys == list(range(heads * blocks))
+    assert sorted(converted) == [(head, part) for head in range(heads) for part in range(parts)]
+
+
+def gluon_function(text: str, name: str) -> Any:
+    """A function of a rendered kernel that has only integers, in plain Python."""
+    source = re.search(rf"def {name}\(.*?\n\n\n", text, re.DOTALL)
+    assert source is not None
+    constants = dict(re.findall(r"^([A-Z_]+) = gl.constexpr\((\d+)\)$", text, re.MULTILINE))
+    gl = SimpleNamespace(
+        cdiv=lambda a, b: -(-a // b), minimum=min, where=lambda condition, yes, no: yes if condition else no
+    )
+    scope: dict[str, Any] = {"gl": gl, **{key: int(value) for key, value in constants.items()}}
+    exec(source[0], scope)
+    return scope[name]
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "changes"),
+    [
+        (FUSED, "bf16-d128-causal", {}),
+        (FUSED, "fp16-d64-window-offset", {"dq_conversion": "tiles"}),
+        (SPLIT, "bf16-d256-causal", {}),
+        (SPLIT, "bf16-d96-dv64", {"persistent": False}),
+    ],
+)
+def test_kernels_compile_without_serialised_products(
+    row: KernelFamily, key: str, changes: dict[str, KnobValue]
+) -> None:
+    spec = spec_of(key)
+    config = row.default(spec, H200).replace(**changes)
+    assert families.why_invalid(config, spec, H200) is None
+    kernel = compile_kernel(spec, config, H200)
+    for part in kernel.parts:
+        assert trailing_pointers(part.handle.asm["ptx"], part.kernel.parameters) == 2
+        if part.kernel.language == "gluon":
+            code = sass(part.handle)
+            assert code.count("WARPGROUP.DEPBAR") * 4 < code.count("HGMMA")
+            assert (part.num_warps, part.occupancy(H200)) == (12, 1)
+        else:
+            assert part.spills == 0
+    assert kernel.spills <= hopper_backward_resources.TOLERATED_SPILLS
+    check_shared_memory(spec, config, kernel)
+    check_named_barriers(kernel)
+
+
+def check_shared_memory(spec: Specialization, config: Config, kernel: CompiledKernel) -> None:
+    shared = [part.shared_bytes for part in kernel.parts if part.kernel.language == "gluon"]
+    expected = [hopper_backward_resources.main_bytes(spec, config)]
+    if config.family == SPLIT.id:
+        v_stages = hopper_backward_resources.dq_v_stages(spec, config, H200)
+        expected.append(hopper_backward_resources.dq_bytes(spec, config, v_stages))
+    assert all(actual <= limit < actual + 2048 for actual, limit in zip(shared, expected, strict=True))
+
+
+def check_named_barriers(kernel: CompiledKernel) -> None:
+    """Triton's own are those before the first that the kernels take."""
+    for part in kernel.parts:
+        if part.kernel.language == "gluon":
+            ids = {int(number) for number in re.findall(r"\bbar(?:rier)?\.sync\S*\s+(\d+)", part.handle.asm["ptx"])}
+            assert ids
+            assert max(ids) < hopper_resources.FIRST_NAMED_BARRIER
+
+
+def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) -> None:
+    ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
+    for key in ("d64", "d128-causal", "d96-dv64-causal-window-offset", "d256-offset-window", "d192-dv128-causal"):
+        spec = spec_of(f"fp16-{key}")
+        for row in BOTH:
+            space = candidates(row, spec, H200)
+            for config in space[:: max(1, len(space) // 6)]:
+                source = render(spec, config)
+                (tmp_path / f"{source.module}.py").write_text(source.text)
+                packed = re.search(r"    barriers = \((.*)\)", source.text)
+                assert packed is not None
+                assert source.text.count(f"    {packed[1]} = barriers") >= 2
+    done = subprocess.run(
+        [ruff, "format", "--isolated", "--line-length", "120", "--check", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
