@@ -25,6 +25,7 @@ from flashgen.codegen.portable_backward_limits import (
     row_block,
     smem_needed,
     why_too_large,
+    why_too_wide,
 )
 from flashgen.codegen.portable_backward_text import has_dbias, values
 from flashgen.codegen.portable_limits import is_split
@@ -34,13 +35,11 @@ from flashgen.core.workload import Specialization
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 
-LEAST_ROWS = 16
-"""Of a warp, the height of a product: others would compute the same again. Two warpgroups may share what one reads."""
+LEAST_ROWS = 8
+"""Of a warp. Products are 16 rows high, so more than two warps would compute the same scores."""
 
-WIDE_COLUMNS = 512
+WIDE_COLUMNS = 384
 """Of K and V together. From here on many warps share few rows, because one cannot hold the sums of whole ones."""
-
-LEAST_OWN = 32
 
 ROW_WARPS = 4
 """Of the kernels that work on rows, which wait for memory alone."""
@@ -83,6 +82,14 @@ _DQ = (
 )
 
 
+def _why_not_split(spec: Specialization, device: Device) -> str | None:
+    return _why_not(spec, device) or why_too_wide(spec, device, fused=False)
+
+
+def _why_not_fused(spec: Specialization, device: Device) -> str | None:
+    return _why_not(spec, device) or why_too_wide(spec, device, fused=True)
+
+
 def _why_not(spec: Specialization, device: Device) -> str | None:
     if spec.mods is not None:
         return "no gradient through functions of the caller"
@@ -105,7 +112,7 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
     return (
         _why_meaningless(spec, config, device)
         or next(filter(None, (_why_loop(spec, loop, device) for loop in found)), None)
-        or next(filter(None, (_why_pointless(spec, loop, device) for loop in found)), None)
+        or next(filter(None, (_why_pointless(loop, device) for loop in found)), None)
     )
 
 
@@ -127,17 +134,14 @@ def _why_loop(spec: Specialization, loop: Loop, device: Device) -> str | None:
     """What one of its kernels cannot do."""
     if loop.stages > 2 and not device.is_nvidia:
         return "the AMD pipeliner has two stages"
-    least = LEAST_ROWS // 2 if device.arch in ("sm90", "sm100") else LEAST_ROWS
-    if loop.own < least * loop.warps and spec.dtype != "fp32" and loop.columns < WIDE_COLUMNS:
-        return f"{loop.warps} warps have less than {least} of {loop.own} rows each"
+    if loop.own < LEAST_ROWS * loop.warps and spec.dtype != "fp32" and loop.columns < WIDE_COLUMNS:
+        return f"{loop.warps} warps have less than {LEAST_ROWS} of {loop.own} rows each"
     return why_too_large(loop, device)
 
 
-def _why_pointless(spec: Specialization, loop: Loop, device: Device) -> str | None:
+def _why_pointless(loop: Loop, device: Device) -> str | None:
     """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
-    if spec.dtype not in ("fp32", "tf32") and loop.columns < WIDE_COLUMNS and loop.own < LEAST_OWN:
-        return f"blocks of less than {LEAST_OWN} are for heads that leave no room for more"
-    if loop.stages == 1 and device.is_nvidia:
+    if loop.stages == 1 and device.is_nvidia and loop.columns < WIDE_COLUMNS:
         # without a pipeline only other blocks of the multiprocessor work while one waits for its loads
         deeper = device.smem_per_sm // smem_needed(replace(loop, stages=2), device)
         if deeper >= device.smem_per_sm // smem_needed(loop, device):
@@ -225,7 +229,7 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     template="portable_backward.py.jinja",
     direction="backward",
     knobs=(*_DKDV, *_FUSED, *_SHARED),
-    why_not=_why_not,
+    why_not=_why_not_fused,
     why_invalid=_why_invalid,
     default=default_fused,
     values=values,
@@ -240,7 +244,7 @@ PORTABLE_BACKWARD_SPLIT = KernelFamily(
     template="portable_backward.py.jinja",
     direction="backward",
     knobs=(*_DKDV, *_DQ, *_SHARED),
-    why_not=_why_not,
+    why_not=_why_not_split,
     why_invalid=_why_invalid,
     default=default_split,
     values=values,

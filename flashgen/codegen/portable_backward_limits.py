@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.codegen.head_parts import padded
+from flashgen.codegen.head_parts import LEAST_BLOCK, padded
 from flashgen.codegen.portable_limits import (
     MAX_REGS_PER_THREAD,
     MIN_WARPGROUP_ROWS,
@@ -23,6 +23,9 @@ PREPARE_ELEMENTS = 8192
 """Of one tensor in a program that works on rows: 64 of each of its 128 threads, loaded 16 bytes at a time."""
 
 CDNA_REGS_PER_THREAD = 512
+
+VECTORS_BYTES = 2048
+"""Of what has one value a row."""
 
 DBIAS_TILE_BYTES = 16 * 1024
 """Of one input in a program of the gradient of a bias; two of them lie beside each other in 64 KB."""
@@ -107,6 +110,19 @@ def loops(spec: Specialization, config: Config) -> tuple[Loop, ...]:
     return loop("block_n", "block_m", "", d + dv, 0), loop("dq_block_m", "dq_block_n", "dq_", d, 0)
 
 
+def why_too_wide(spec: Specialization, device: Device, *, fused: bool) -> str | None:
+    """The reason why not even blocks of 16 fit into the shared memory of an NVIDIA device, or None.
+
+    That is Q, K, V and dO; where products of a matrix unit change their layouts once more, also K and what becomes dQ.
+    """
+    d, dv = padded(spec.head_dim, False), padded(spec.head_dim_v, False)
+    columns = 2 * (d + dv) + (0 if spec.dtype == "fp32" else d + d * fused)
+    needed = LEAST_BLOCK * columns * DTYPE_BYTES[spec.dtype] + VECTORS_BYTES
+    if device.is_nvidia and needed > device.smem_per_block:
+        return f"blocks of {LEAST_BLOCK} need {needed} bytes of shared memory and a block has {device.smem_per_block}"
+    return None
+
+
 def why_too_large(loop: Loop, device: Device) -> str | None:
     """The resource that a kernel cannot have on `device`, or None."""
     threads = loop.warps * device.warp_size
@@ -153,8 +169,9 @@ def smem_needed(loop: Loop, device: Device) -> int:
 
 
 def _is_warpgroup(loop: Loop, device: Device) -> bool:
-    """Whether the matrix unit reads what a program owns from shared memory."""
-    return device.arch in ("sm90", "sm100") and loop.own >= MIN_WARPGROUP_ROWS
+    """Whether the matrix unit reads what a program owns from shared memory; it transposes no operand of 32 bits."""
+    transposes = bool(loop.added) and loop.element_bytes == 4
+    return device.arch in ("sm90", "sm100") and loop.own >= MIN_WARPGROUP_ROWS and not transposes
 
 
 def _most_registers(device: Device) -> int:

@@ -29,7 +29,14 @@ KEYS = (
 def test_ids_are_unique_and_permanent() -> None:
     ids = [row.id for row in FAMILIES]
     assert len(set(ids)) == len(ids)
-    assert ids == ["hopper_forward", "portable_forward"]  # databases name them: they may never change
+    assert ids == [  # databases name them: they may never change
+        "hopper_forward",
+        "portable_forward",
+        "hopper_backward_fused",
+        "hopper_backward_split",
+        "portable_backward_fused",
+        "portable_backward_split",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,7 @@ def test_ids_are_unique_and_permanent() -> None:
     [
         ("fwd-bf16-d128-causal", "h200", "hopper_forward"),
         ("fwd-fp16-d64-keymask-sink", "h100", "hopper_forward"),
-        ("fwd-bf16-d128-mask", "h200", "portable_forward"),
+        ("fwd-bf16-d128-mask-scattered", "h200", "portable_forward"),
         ("fwd-fp32-d64", "h200", "portable_forward"),
         ("fwd-bf16-d128-causal", "a100", "portable_forward"),
         ("fwd-bf16-d128-causal", "b200", "portable_forward"),
@@ -115,7 +122,7 @@ def test_missing_knobs_repeated_knobs_and_unknown_families_are_refused() -> None
         ("fwd-bf16-d64-varlen", "no varlen"),
         ("fwd-bf16-d528", "16 to 512, not 528"),
         ("fwd-bf16-d64-page16", "paged"),
-        ("bwd-bf16-d64", "forward pass, not backward"),
+        ("bwd-bf16-d64-varlen", "forward pass, not backward"),
     ],
 )
 def test_not_applicable_is_an_answer_with_a_reason(key: str, reason: str) -> None:

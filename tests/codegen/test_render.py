@@ -17,7 +17,15 @@ from flashgen.codegen.space import candidates
 from flashgen.core.device import find_device
 from flashgen.core.errors import ConfigError
 from flashgen.core.workload import Specialization, Workload
-from tests.codegen.goldens import GOLDEN, GOLDENS, HOPPER_GOLDENS, MODS_GOLDENS, golden
+from tests.codegen.goldens import (
+    BACKWARD_GOLDENS,
+    GOLDEN,
+    GOLDENS,
+    HOPPER_BACKWARD_GOLDENS,
+    HOPPER_GOLDENS,
+    MODS_GOLDENS,
+    golden,
+)
 
 FEATURES = (
     "fwd-bf16-d192-causal-softcap-alibi-sink-bias-mask-window-scattered",
@@ -37,7 +45,13 @@ def test_goldens(name: str, update_golden: bool) -> None:
 
 
 def test_there_is_no_golden_without_a_test() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.py")} == {*GOLDENS, *HOPPER_GOLDENS, *MODS_GOLDENS}
+    assert {path.stem for path in GOLDEN.glob("*.py")} == {
+        *GOLDENS,
+        *HOPPER_GOLDENS,
+        *MODS_GOLDENS,
+        *BACKWARD_GOLDENS,
+        *HOPPER_BACKWARD_GOLDENS,
+    }
 
 
 def test_equal_specialization_and_config_give_identical_text() -> None:
