@@ -27,6 +27,8 @@ from flashgen.core.workload import Specialization
 
 TARGETS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx1200")
 HEAD_DIMS = (64, 128, 256)
+BACKWARD_SHAPES = (("bf16", 64, False), ("bf16", 128, True), ("fp16", 256, True))
+"""Of a backward pass, which is several kernels: each head_dim once, with and without a mask, in both dtypes."""
 
 FEATURES = (
     "fwd-bf16-d64-causal-sink-window",
@@ -136,10 +138,11 @@ def with_functions(device: Device) -> list[Job]:
 def specializations() -> list[Specialization]:
     """What is compiled for each target; fp16 differs from bf16 in conversions alone, so it is compiled once."""
     shapes = [("bf16", head_dim, causal) for head_dim in HEAD_DIMS for causal in (False, True)]
+    passes = {"forward": (*shapes, ("fp16", 128, True)), "backward": BACKWARD_SHAPES}
     return [
         Specialization(direction=direction, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
-        for direction in ("forward", "backward")
-        for dtype, head_dim, causal in [*shapes, ("fp16", 128, True)]
+        for direction, found in passes.items()
+        for dtype, head_dim, causal in found
     ]
 
 

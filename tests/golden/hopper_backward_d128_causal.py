@@ -98,6 +98,7 @@ TAKE_OVER_ASM = gl.constexpr("bar.sync $1, 160; mov.u32 $0, $1;")
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 warpgroup_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
 else:
@@ -533,8 +534,8 @@ def _consume(wg: gl.constexpr, tile, count, step, descs, buffers, barriers, size
 
     mbarrier.arrive(kv_empty, count=1)
     # dk takes the place of dq, and dv that of ds once nobody reads it any more
-    dk_tile = dq_tiles.index(wg)._reinterpret(gl.bfloat16, [1, 1, ROWS, BLOCK_D], dk_desc.layout)
-    dv_tiles = ds_tiles._reinterpret(gl.bfloat16, [2, 1, 1, ROWS, BLOCK_DV], dv_desc.layout)
+    dk_tile = reinterpret(dq_tiles.index(wg), gl.bfloat16, [1, 1, ROWS, BLOCK_D], dk_desc.layout)
+    dv_tiles = reinterpret(ds_tiles, gl.bfloat16, [2, 1, 1, ROWS, BLOCK_DV], dv_desc.layout)
     dv_tile = dv_tiles.index(wg)
     _take_over(DQ_EMPTY, wg)
     dk_tile.reshape([ROWS, BLOCK_D]).store((dk * softmax_scale).to(gl.bfloat16))
