@@ -17,7 +17,7 @@ from flashgen.codegen.portable_backward_limits import (
     FUSED_ID,
     SPLIT_ID,
     Loop,
-    dbias_block,
+    dbias_blocks,
     dq_columns,
     is_fused,
     loops,
@@ -205,10 +205,10 @@ def _programs_of_rows(spec: Specialization, config: Config) -> Callable[[Device,
 
 def _programs_of_dbias(spec: Specialization) -> Callable[[Device, Sizes], int]:
     """As many as there may be blocks: no size of a launch says how many heads and sequences the bias has of its own."""
-    block = dbias_block(spec)
+    rows, keys = dbias_blocks(spec)
 
     def programs(device: Device, sizes: Sizes) -> int:
-        blocks = -(-sizes.seqlen_q // block) * -(-sizes.seqlen_k // block) * sizes.batch * sizes.nheads
+        blocks = -(-sizes.seqlen_q // rows) * -(-sizes.seqlen_k // keys) * sizes.batch * sizes.nheads
         return min(blocks, device.num_sms * DBIAS_PROGRAMS_PER_SM)
 
     return programs

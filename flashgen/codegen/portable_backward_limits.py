@@ -42,16 +42,17 @@ def prepare_rows(spec: Specialization) -> int:
     return max(16, min(64, PREPARE_ELEMENTS // width))
 
 
-def dbias_block(spec: Specialization) -> int:
+def dbias_blocks(spec: Specialization) -> tuple[int, int]:
     """Queries and keys of a block of the kernel for the gradient of a bias."""
     width = max(padded(spec.head_dim, False), padded(spec.head_dim_v, False))
     largest = 32 if spec.dtype == "fp32" else 64  # without a matrix unit a tile takes more registers
-    return max(16, min(largest, DBIAS_TILE_BYTES // (width * DTYPE_BYTES[spec.dtype])))
+    rows = max(LEAST_BLOCK, min(largest, DBIAS_TILE_BYTES // (width * DTYPE_BYTES[spec.dtype])))
+    return rows, max(LEAST_BLOCK, rows // 2)  # the sum is one more tile in registers
 
 
 def row_block(spec: Specialization, config: Config) -> int:
     """Query rows of scratch memory are padded to a multiple of it: the largest block of any kernel."""
-    blocks = [config.integer("block_m"), prepare_rows(spec), dbias_block(spec) if spec.bias_grad else 16]
+    blocks = [config.integer("block_m"), prepare_rows(spec), dbias_blocks(spec)[0]]
     return max(blocks if is_fused(config) else [*blocks, config.integer("dq_block_m")])
 
 

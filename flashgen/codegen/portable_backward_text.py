@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.head_parts import HeadPart, head_parts
-from flashgen.codegen.portable_backward_limits import dbias_block, is_fused, prepare_rows, row_block
+from flashgen.codegen.portable_backward_limits import dbias_blocks, is_fused, prepare_rows, row_block
 from flashgen.codegen.portable_limits import is_split
 from flashgen.codegen.portable_text import (
     ALIGNMENT_BYTES,
@@ -43,7 +43,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "dkdv_entry": f"{config.family}_{'main' if fused else 'dkdv'}",
         "row_block": row_block(spec, config),
         "prepare_rows": prepare_rows(spec),
-        "dbias_block": dbias_block(spec),
+        "dbias_block_m": dbias_blocks(spec)[0],
+        "dbias_block_n": dbias_blocks(spec)[1],
         "zero_parts": d_parts if fused else (),
         "order_text": _order_text(config),
         **_features(spec, config),

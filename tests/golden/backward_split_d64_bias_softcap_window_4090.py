@@ -42,7 +42,8 @@ BLOCK_M = tl.constexpr(16)
 BLOCK_N = tl.constexpr(128)
 DQ_BLOCK_M = tl.constexpr(128)
 DQ_BLOCK_N = tl.constexpr(32)
-DBIAS_BLOCK = tl.constexpr(64)
+DBIAS_BLOCK_M = tl.constexpr(64)
+DBIAS_BLOCK_N = tl.constexpr(32)
 PREPARE_ROWS = tl.constexpr(64)
 ROW_BLOCK = tl.constexpr(128)
 HEAD_DIM = tl.constexpr(64)
@@ -681,8 +682,8 @@ def _dbias_step(
     stride_doh,
     stride_dos,
 ):
-    rows = m + tl.arange(0, DBIAS_BLOCK)
-    keys = n + tl.arange(0, DBIAS_BLOCK)
+    rows = m + tl.arange(0, DBIAS_BLOCK_M)
+    keys = n + tl.arange(0, DBIAS_BLOCK_N)
     h_k = h // group_size
     masked: tl.constexpr = True
     key_end = tl.maximum(tl.minimum(seqlen_q + reach - 1, seqlen_k), 0)
@@ -702,8 +703,8 @@ def _dbias_step(
     do_base = DO + b * stride_dob + h * stride_doh
     k_base = K + b * stride_kb + h_k * stride_kh
     v_base = V + b * stride_vb + h_k * stride_vh
-    q = _load_tile(q_base, m, 0, seqlen_q, stride_qs, DBIAS_BLOCK, BLOCK_D, HEAD_DIM, True)
-    k = _load_tile(k_base, n, key_start, key_end, stride_ks, DBIAS_BLOCK, BLOCK_D, HEAD_DIM, True)
+    q = _load_tile(q_base, m, 0, seqlen_q, stride_qs, DBIAS_BLOCK_M, BLOCK_D, HEAD_DIM, True)
+    k = _load_tile(k_base, n, key_start, key_end, stride_ks, DBIAS_BLOCK_N, BLOCK_D, HEAD_DIM, True)
     s = tl.dot(q, k.T)
     s = _softcap(s, softcap_rate)
     # the derivative of the cap, 1 - tanh^2: s is half of the tanh here; 0 where a hidden key made it NaN
@@ -715,8 +716,8 @@ def _dbias_step(
         visible = (keys[None, :] >= first[:, None]) & (keys[None, :] < limit[:, None])
         s = tl.where(visible, s, NEG_INF)
     p = tl.exp2(s * LOG2E - lse[:, None])
-    do = _load_tile(do_base, m, 0, seqlen_q, stride_dos, DBIAS_BLOCK, BLOCK_DV, HEAD_DIM_V, True)
-    v = _load_tile(v_base, n, key_start, key_end, stride_vs, DBIAS_BLOCK, BLOCK_DV, HEAD_DIM_V, True)
+    do = _load_tile(do_base, m, 0, seqlen_q, stride_dos, DBIAS_BLOCK_M, BLOCK_DV, HEAD_DIM_V, True)
+    v = _load_tile(v_base, n, key_start, key_end, stride_vs, DBIAS_BLOCK_N, BLOCK_DV, HEAD_DIM_V, True)
     dp = tl.dot(do, v.T)
     ds = p * (dp + neg_delta[:, None])
     if masked:
@@ -814,23 +815,23 @@ def portable_backward_split_dbias(
     stride_dbias_b = stride_dbias_b.to(tl.int64)
     stride_dbias_h = stride_dbias_h.to(tl.int64)
     stride_dbias_q = stride_dbias_q.to(tl.int64)
-    n_blocks = tl.cdiv(seqlen_k, DBIAS_BLOCK)
-    blocks = tl.cdiv(seqlen_q, DBIAS_BLOCK) * n_blocks
+    n_blocks = tl.cdiv(seqlen_k, DBIAS_BLOCK_N)
+    blocks = tl.cdiv(seqlen_q, DBIAS_BLOCK_M) * n_blocks
     score_scale = softcap_scale_log2 * LN2
     for block in tl.range(tl.program_id(0), bias_batch * bias_heads * blocks, tl.num_programs(0)):
-        m = block % blocks // n_blocks * DBIAS_BLOCK
-        n = block % n_blocks * DBIAS_BLOCK
+        m = block % blocks // n_blocks * DBIAS_BLOCK_M
+        n = block % n_blocks * DBIAS_BLOCK_N
         own_b = block // blocks // bias_heads
         own_h = block // blocks % bias_heads
-        dbias = tl.zeros([DBIAS_BLOCK, DBIAS_BLOCK], tl.float32)
+        dbias = tl.zeros([DBIAS_BLOCK_M, DBIAS_BLOCK_N], tl.float32)
         # a bias of one sequence or head is that of all where it has just one
         for b in tl.range(own_b, batch, bias_batch):
             offset = q_offset
             # key j is visible to query i iff i + q_offset - window_left <= j <= i + q_offset + window_right
             reach = offset + window_right + 1
             # a block that is hidden altogether has no part in it
-            seen = n < tl.minimum(m + DBIAS_BLOCK, seqlen_q) - 1 + reach
-            seen = seen & (n + DBIAS_BLOCK > m + offset - window_left)
+            seen = n < tl.minimum(m + DBIAS_BLOCK_M, seqlen_q) - 1 + reach
+            seen = seen & (n + DBIAS_BLOCK_N > m + offset - window_left)
             for h in tl.range(own_h, tl.where(seen, nheads, 0), bias_heads):
                 dbias = _dbias_step(
                     dbias,
@@ -871,8 +872,8 @@ def portable_backward_split_dbias(
                     stride_doh,
                     stride_dos,
                 )
-        rows = m + tl.arange(0, DBIAS_BLOCK)
-        keys = n + tl.arange(0, DBIAS_BLOCK)
+        rows = m + tl.arange(0, DBIAS_BLOCK_M)
+        keys = n + tl.arange(0, DBIAS_BLOCK_N)
         dbias_base = DBias + own_b * stride_dbias_b + own_h * stride_dbias_h
         place = dbias_base + ((rows * stride_dbias_q)[:, None] + keys[None, :])
         tl.store(place, dbias.to(DBias.dtype.element_ty), mask=(rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :])
@@ -957,6 +958,6 @@ def portable_backward_split_call(
     launch(portable_backward_split_dkdv, key_programs, NUM_WARPS, NUM_STAGES)
     query_programs = triton.cdiv(seqlen_q, DQ_BLOCK_M.value) * batch * nheads
     launch(portable_backward_split_dq, query_programs, DQ_NUM_WARPS, DQ_NUM_STAGES)
-    blocks = triton.cdiv(seqlen_q, DBIAS_BLOCK.value) * triton.cdiv(seqlen_k, DBIAS_BLOCK.value)
+    blocks = triton.cdiv(seqlen_q, DBIAS_BLOCK_M.value) * triton.cdiv(seqlen_k, DBIAS_BLOCK_N.value)
     launch(portable_backward_split_dbias, blocks * bias_batch * bias_heads, 4, 1)
     return dq, dk, dv, neg_delta[:, :, :seqlen_q], dbias
