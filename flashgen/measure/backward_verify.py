@@ -59,6 +59,9 @@ DELTA_ULPS = 32.0
 TF32_LEAST_MEAN_UNITS = 0.5
 """Eager attention normalises its weights by sums of the same inexact scores; a kernel starts from an exact LSE."""
 
+FLUSHED = 4.0
+"""A weight below fp32's smallest normal number counts as 0, and so does what a few factors make of it."""
+
 FP32_ULP = torch.finfo(torch.float32).eps
 TF32_UNIT = 2.0**-10
 """A matrix unit drops bits of fp32 data instead of rounding: a whole unit of the last of 10 bits."""
@@ -134,7 +137,7 @@ def _precision(dtype: torch.dtype, *, tf32: bool) -> tuple[float, float, float]:
 
     Below its smallest normal number, a GPU takes fp32 for 0; fp16 goes on down there, in steps that shrink no more.
     """
-    info, smallest = torch.finfo(dtype), torch.finfo(torch.float32).smallest_normal
+    info, smallest = torch.finfo(dtype), FLUSHED * torch.finfo(torch.float32).smallest_normal
     if tf32:
         return TF32_UNIT, TF32_SCORE_SIZE, smallest / TF32_UNIT
     unit = info.eps / 2

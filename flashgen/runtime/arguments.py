@@ -94,7 +94,7 @@ def requires_gradient(
         or v.requires_grad
         or (sinks is not None and sinks.requires_grad)
         or (bias is not None and bias.requires_grad)
-        or (bool(aux) and any(tensor.requires_grad for tensor in aux))
+        or (len(aux) > 0 and any(tensor.requires_grad for tensor in aux))
         or (is_hidden and is_tracked((q, k, v, sinks, bias, *aux)))
     )
     if trains and len(features) > FEATURES_WITHOUT_MODS:
