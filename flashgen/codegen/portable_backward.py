@@ -12,7 +12,7 @@ from dataclasses import replace
 from flashgen.codegen import portable_backward_parameters as parameters
 from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Scratch, Sizes
 from flashgen.codegen.head_parts import can_split
-from flashgen.codegen.portable_backward_defaults import default_fused, default_split
+from flashgen.codegen.portable_backward_defaults import default_fused, default_split, favourites
 from flashgen.codegen.portable_backward_limits import (
     FUSED_ID,
     SPLIT_ID,
@@ -40,6 +40,10 @@ LEAST_ROWS = 8
 
 WIDE_COLUMNS = 384
 """Of K and V together. From here on many warps share few rows, because one cannot hold the sums of whole ones."""
+
+TOLERATED_SPILLS = 320
+"""Bytes of a thread. On an H200 the fastest tile of one pass over heads of 128 spills 120 and more: with four tiles of
+sums and scores the registers are full, and what is spilled is needed once a step."""
 
 ROW_WARPS = 4
 """Of the kernels that work on rows, which wait for memory alone."""
@@ -114,6 +118,18 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
         or next(filter(None, (_why_loop(spec, loop, device) for loop in found)), None)
         or next(filter(None, (_why_pointless(loop, device) for loop in found)), None)
     )
+
+
+def _favourites_split(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    return _valid(favourites(default_split(spec, device), spec, device), spec, device)
+
+
+def _favourites_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    return _valid(favourites(default_fused(spec, device), spec, device), spec, device)
+
+
+def _valid(configs: tuple[Config, ...], spec: Specialization, device: Device) -> tuple[Config, ...]:
+    return tuple(config for config in configs if _why_invalid(spec, config, device) is None)
 
 
 def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
@@ -236,6 +252,8 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     kernels=_kernels,
     scratch=_scratch,
     is_deterministic=False,
+    favourites=_favourites_fused,
+    tolerated_spills=TOLERATED_SPILLS,
 )
 
 PORTABLE_BACKWARD_SPLIT = KernelFamily(
@@ -250,4 +268,6 @@ PORTABLE_BACKWARD_SPLIT = KernelFamily(
     values=values,
     kernels=_kernels,
     scratch=_scratch,
+    favourites=_favourites_split,
+    tolerated_spills=TOLERATED_SPILLS,
 )

@@ -65,12 +65,22 @@ _DEFAULTS_FP32: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
 }
 
 
+# by larger block_d: neighbours of the defaults of sm90 that its registers just hold
+_FAVOURITES_SPLIT: dict[int, tuple[tuple[Tile, Tile], ...]] = {
+    64: (((128, 128, 8, 2), (128, 128, 8, 2)), ((128, 64, 8, 2), (128, 64, 8, 2))),
+    128: (((128, 64, 8, 2), (128, 64, 8, 2)), ((128, 32, 8, 2), (128, 64, 8, 2))),
+}
+_FAVOURITES_FUSED: dict[int, tuple[Tile, ...]] = {
+    64: ((128, 64, 8, 3), (128, 128, 8, 2)),
+    128: ((128, 64, 8, 3), (128, 64, 8, 2)),
+}
+
+
 def default_split(spec: Specialization, device: Device) -> Config:
     """The default config of the split family, in constant time."""
     dkdv, dq, _ = _tiles(spec, device)
-    walked = {f"dq_{name}": value for name, value in _knobs(dq, "block_m", "block_n").items()}
     shared = _shared(spec, device, dkdv, dq)
-    return Config.of(SPLIT_ID, {**_knobs(dkdv, "block_n", "block_m"), **walked, **shared})
+    return Config.of(SPLIT_ID, {**_knobs(dkdv, "block_n", "block_m"), **_dq_knobs(dq), **shared})
 
 
 def default_fused(spec: Specialization, device: Device) -> Config:
@@ -80,8 +90,25 @@ def default_fused(spec: Specialization, device: Device) -> Config:
     return Config.of(FUSED_ID, {**knobs, "dq_transposed": False})
 
 
+def favourites(config: Config, spec: Specialization, device: Device) -> tuple[Config, ...]:
+    """Other configs for a search to begin with, as changes of a default `config`; some may be invalid."""
+    block = _block(spec)
+    if device.arch != "sm90" or spec.dtype in ("fp32", "tf32"):
+        return ()
+    if config.family == FUSED_ID:
+        return tuple(config.replace(**_knobs(tile, "block_n", "block_m")) for tile in _FAVOURITES_FUSED.get(block, ()))
+    return tuple(
+        config.replace(**_knobs(dkdv, "block_n", "block_m"), **_dq_knobs(dq))
+        for dkdv, dq in _FAVOURITES_SPLIT.get(block, ())
+    )
+
+
 def _knobs(tile: Tile, own: str, walk: str) -> dict[str, KnobValue]:
     return dict(zip((own, walk, "num_warps", "num_stages"), tile, strict=True))
+
+
+def _dq_knobs(tile: Tile) -> dict[str, KnobValue]:
+    return {f"dq_{name}": value for name, value in _knobs(tile, "block_m", "block_n").items()}
 
 
 def _shared(spec: Specialization, device: Device, *tiles: Tile) -> dict[str, KnobValue]:
@@ -96,13 +123,17 @@ def _shared(spec: Specialization, device: Device, *tiles: Tile) -> dict[str, Kno
 
 
 def _tiles(spec: Specialization, device: Device) -> tuple[Tile, Tile, Tile]:
-    block = max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
+    block = _block(spec)
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype, _DEFAULTS)
     kinds = (_kind(device), "nvidia")
     dkdv, dq, fused = next(table[kind, block] for kind in kinds if (kind, block) in table)
     if not is_heavy(spec):
         return dkdv, dq, fused
     return _lighter(dkdv, device), _lighter(dq, device), _lighter(fused, device)
+
+
+def _block(spec: Specialization) -> int:
+    return max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
 
 
 def _lighter(tile: Tile, device: Device) -> Tile:

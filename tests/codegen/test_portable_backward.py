@@ -63,6 +63,15 @@ def test_every_default_is_valid(row: KernelFamily, key: str, device: Device) -> 
 
 
 @FAMILY
+@pytest.mark.parametrize("key", ["d64", "d64-causal", "d128-causal"])
+def test_favourites_are_other_valid_configs(row: KernelFamily, key: str) -> None:
+    spec, device = Specialization.parse(f"bwd-bf16-{key}"), find_device("h200")
+    found = row.favourites(spec, device)
+    assert len({*found, row.default(spec, device)}) == 3
+    assert all(families.validate(config) and families.why_invalid(config, spec, device) is None for config in found)
+
+
+@FAMILY
 @pytest.mark.parametrize("device", ["h200", "rtx 4090", "mi300x"])
 def test_a_space_has_only_what_fits(row: KernelFamily, device: str) -> None:
     spec, target = Specialization.parse("bwd-bf16-d128-causal"), find_device(device)
