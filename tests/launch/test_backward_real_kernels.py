@@ -25,8 +25,8 @@ from tests.launch.fake_driver import FakeDriver
 
 PLAIN = "bwd-bf16-d64-causal"
 FEATURES = "causal-softcap-alibi-bias-mask-window-bias_fp32-dbias"
-SMALL: dict[str, KnobValue] = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
-SMALL_DQ: dict[str, KnobValue] = {"dq_block_m": 32, "dq_block_n": 32, "dq_num_warps": 4, "dq_num_stages": 1}
+SMALL: dict[str, KnobValue] = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
+SMALL_DQ: dict[str, KnobValue] = {"dq_block_m": 32, "dq_block_n": 32, "dq_num_warps": 4, "dq_num_stages": 2}
 # by family: specialization, knobs that differ from the default (small blocks compile in half the time)
 CASES: dict[str, tuple[str, dict[str, KnobValue]]] = {
     "hopper_backward_fused": (PLAIN, {}),
