@@ -12,7 +12,7 @@ from dataclasses import replace
 from flashgen.codegen import portable_backward_parameters as parameters
 from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Scratch, Sizes
 from flashgen.codegen.head_parts import can_split
-from flashgen.codegen.portable_backward_defaults import default_fused, default_split, favourites
+from flashgen.codegen.portable_backward_defaults import default_fused, default_split, favourites_fused
 from flashgen.codegen.portable_backward_limits import (
     FUSED_ID,
     SPLIT_ID,
@@ -120,16 +120,9 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
     )
 
 
-def _favourites_split(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    return _valid(favourites(default_split(spec, device), spec, device), spec, device)
-
-
 def _favourites_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    return _valid(favourites(default_fused(spec, device), spec, device), spec, device)
-
-
-def _valid(configs: tuple[Config, ...], spec: Specialization, device: Device) -> tuple[Config, ...]:
-    return tuple(config for config in configs if _why_invalid(spec, config, device) is None)
+    found = favourites_fused(spec, device)
+    return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
 
 def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
@@ -268,6 +261,5 @@ PORTABLE_BACKWARD_SPLIT = KernelFamily(
     values=values,
     kernels=_kernels,
     scratch=_scratch,
-    favourites=_favourites_split,
     tolerated_spills=TOLERATED_SPILLS,
 )

@@ -65,13 +65,9 @@ _DEFAULTS_FP32: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
 }
 
 
-# by larger block_d: neighbours of the defaults of sm90 that its registers just hold
-_FAVOURITES_SPLIT: dict[int, tuple[tuple[Tile, Tile], ...]] = {
-    64: (((128, 128, 8, 2), (128, 128, 8, 2)), ((128, 64, 8, 2), (128, 64, 8, 2))),
-    128: (((128, 64, 8, 2), (128, 64, 8, 2)), ((128, 32, 8, 2), (128, 64, 8, 2))),
-}
+# by larger block_d: tiles that were faster on an H200 than smaller ones that spill nothing
 _FAVOURITES_FUSED: dict[int, tuple[Tile, ...]] = {
-    64: ((128, 64, 8, 3), (128, 128, 8, 2)),
+    64: ((128, 128, 8, 2),),
     128: ((128, 64, 8, 3), (128, 64, 8, 2)),
 }
 
@@ -90,17 +86,13 @@ def default_fused(spec: Specialization, device: Device) -> Config:
     return Config.of(FUSED_ID, {**knobs, "dq_transposed": False})
 
 
-def favourites(config: Config, spec: Specialization, device: Device) -> tuple[Config, ...]:
-    """Other configs for a search to begin with, as changes of a default `config`; some may be invalid."""
-    block = _block(spec)
-    if device.arch != "sm90" or spec.dtype in ("fp32", "tf32"):
+def favourites_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    """Configs of the fused family for a search to begin with, beside its default; some may be invalid."""
+    if device.arch != "sm90" or spec.dtype in ("fp32", "tf32") or is_heavy(spec):
         return ()
-    if config.family == FUSED_ID:
-        return tuple(config.replace(**_knobs(tile, "block_n", "block_m")) for tile in _FAVOURITES_FUSED.get(block, ()))
-    return tuple(
-        config.replace(**_knobs(dkdv, "block_n", "block_m"), **_dq_knobs(dq))
-        for dkdv, dq in _FAVOURITES_SPLIT.get(block, ())
-    )
+    default = default_fused(spec, device)
+    tiles = _FAVOURITES_FUSED.get(_block(spec), ())
+    return tuple(default.replace(**_knobs(tile, "block_n", "block_m")) for tile in tiles)
 
 
 def _knobs(tile: Tile, own: str, walk: str) -> dict[str, KnobValue]:

@@ -62,12 +62,11 @@ def test_every_default_is_valid(row: KernelFamily, key: str, device: Device) -> 
         assert key == "bwd-fp32-d512" or (spec.dtype, device.arch) == ("tf32", "gfx1200")
 
 
-@FAMILY
-@pytest.mark.parametrize("key", ["d64", "d64-causal", "d128-causal"])
-def test_favourites_are_other_valid_configs(row: KernelFamily, key: str) -> None:
-    spec, device = Specialization.parse(f"bwd-bf16-{key}"), find_device("h200")
+@pytest.mark.parametrize(("key", "count"), [("d64", 1), ("d128-causal", 2), ("d128-window", 0), ("d256", 0)])
+def test_favourites_are_other_valid_configs(key: str, count: int) -> None:
+    spec, device, row = Specialization.parse(f"bwd-bf16-{key}"), find_device("h200"), PORTABLE_BACKWARD_FUSED
     found = row.favourites(spec, device)
-    assert len({*found, row.default(spec, device)}) == 3
+    assert len({*found, row.default(spec, device)}) == count + 1
     assert all(families.validate(config) and families.why_invalid(config, spec, device) is None for config in found)
 
 
