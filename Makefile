@@ -44,12 +44,13 @@ format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# One test process a core leaves none for the threads that torch would start in each of them.
 pytest: venv
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 # Triton reads TRITON_INTERPRET when a kernel is defined, so interpreted numerics need a process of their own.
 interpreter: venv
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/interpreter
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/interpreter
 
 crosscompile: $(TRITONS:%=crosscompile-%)
 

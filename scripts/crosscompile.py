@@ -30,7 +30,7 @@ HEAD_DIMS = (64, 128, 256)
 BACKWARD_SHAPES = (("bf16", 64, False), ("bf16", 128, True), ("fp16", 256, True))
 """Of a backward pass, which is several kernels: each head_dim once, with and without a mask, in both dtypes.
 
-All of them for sm90, which has families of its own, and two of them for each other target, in turn.
+All of them for sm90, which has families of its own, and one of them for each other target, in turn.
 """
 
 FEATURES = (
@@ -141,12 +141,12 @@ def with_functions(device: Device) -> list[Job]:
     return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True) for row in rows]
 
 
-def specializations(left_out: int | None) -> list[Specialization]:
-    """What is compiled for each target, but for one backward shape; fp16 differs from bf16 in conversions alone."""
+def specializations(backward: int | None) -> list[Specialization]:
+    """What is compiled for a target, with one backward shape or all; fp16 differs from bf16 in conversions alone."""
     shapes = [("bf16", head_dim, causal) for head_dim in HEAD_DIMS for causal in (False, True)]
     passes = {"forward": (*shapes, ("fp16", 128, True)), "backward": BACKWARD_SHAPES}
-    if left_out is not None:
-        passes["backward"] = BACKWARD_SHAPES[:left_out] + BACKWARD_SHAPES[left_out + 1 :]
+    if backward is not None:
+        passes["backward"] = (BACKWARD_SHAPES[backward],)
     return [
         Specialization(direction=direction, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
         for direction, found in passes.items()
