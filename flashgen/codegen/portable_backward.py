@@ -28,12 +28,10 @@ from flashgen.codegen.portable_backward_limits import (
     why_too_wide,
 )
 from flashgen.codegen.portable_backward_text import has_dbias, values
-from flashgen.codegen.portable_limits import is_split
+from flashgen.codegen.portable_limits import is_split, why_not_portable
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
-
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 
 LEAST_ROWS = 8
 """Of a warp. Products are 16 rows high, so more than two warps would compute the same scores."""
@@ -97,18 +95,7 @@ def _why_not_fused(spec: Specialization, device: Device) -> str | None:
 def _why_not(spec: Specialization, device: Device) -> str | None:
     if spec.mods is not None:
         return "no gradient through functions of the caller"
-    if spec.varlen:
-        return "it has no varlen"
-    if spec.page_size is not None:
-        return "it reads no paged keys"
-    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
-        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
-    if spec.dtype == "tf32" and not (device.is_nvidia or device.arch == "gfx942"):
-        return f"the matrix unit of {device.arch} multiplies no TF32"
-    if device.is_nvidia and device.capability < 80:
-        return f"it needs sm80 or newer, not {device.arch}"
-    return None
+    return why_not_portable(spec, device)
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:

@@ -10,6 +10,7 @@ from flashgen.codegen.portable_limits import (
     MIN_WARPGROUP_ROWS,
     is_split,
     smem_needed,
+    why_not_portable,
     why_too_large,
 )
 from flashgen.codegen.portable_mods import mod_parameters, why_mods_do_not_fit
@@ -19,7 +20,6 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 WIDE_HEAD = 256
 """From here on warps may share rows, because one cannot hold the queries and outputs of whole ones."""
 
@@ -43,21 +43,6 @@ KNOBS = (
         default=False,
     ),
 )
-
-
-def _why_not(spec: Specialization, device: Device) -> str | None:
-    if spec.varlen:
-        return "it has no varlen"
-    if spec.page_size is not None:
-        return "it reads no paged keys"
-    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
-        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
-    if spec.dtype == "tf32" and not (device.is_nvidia or device.arch == "gfx942"):
-        return f"the matrix unit of {device.arch} multiplies no TF32"
-    if device.is_nvidia and device.capability < 80:
-        return f"it needs sm80 or newer, not {device.arch}"
-    return None
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
@@ -169,7 +154,7 @@ PORTABLE_FORWARD = KernelFamily(
     template="portable_forward.py.jinja",
     direction="forward",
     knobs=KNOBS,
-    why_not=_why_not,
+    why_not=why_not_portable,
     why_invalid=_why_invalid,
     default=default_config,
     values=values,

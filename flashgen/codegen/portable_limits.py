@@ -7,6 +7,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 MAX_THREADS = 1024
 MAX_REGS_PER_THREAD = 255
 """The most registers that one thread can address, on NVIDIA and (in vector registers of a wave) close to it on AMD."""
@@ -19,6 +20,22 @@ MIN_WARPGROUP_ROWS = 64
 
 TENSOR_MEMORY_ROWS, TENSOR_MEMORY_COLUMNS = 128, 512
 """Where sm100 accumulates: 32-bit words of a multiprocessor."""
+
+
+def why_not_portable(spec: Specialization, device: Device) -> str | None:
+    """What no portable family does, in either direction: the reason, or None."""
+    if spec.varlen:
+        return "it has no varlen"
+    if spec.page_size is not None:
+        return "it reads no paged keys"
+    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
+    if spec.dtype == "tf32" and not (device.is_nvidia or device.arch == "gfx942"):
+        return f"the matrix unit of {device.arch} multiplies no TF32"
+    if device.is_nvidia and device.capability < 80:
+        return f"it needs sm80 or newer, not {device.arch}"
+    return None
 
 
 def is_split(config: Config) -> bool:
