@@ -512,6 +512,8 @@ def _step(
     mbarrier.wait(score_full.index(wg), now & 1)
     bias = bias_tiles.index(wg).reshape([ROWS, BLOCK_N]).load(S_LAYOUT)
     mask = _load_pairs(mask_tiles.index(wg))
+    # a barrier does not wait for loads on their way, behind which the copy engine would write the next tile
+    fence_async_shared()
     _release_scores(wg)
     s = warpgroup_mma_wait(2, (s,))
     s = _score(s, bias, rule)
@@ -596,6 +598,8 @@ def _attend(
     mbarrier.wait(score_full.index(wg), step & 1)
     bias = bias_tiles.index(wg).reshape([ROWS, BLOCK_N]).load(S_LAYOUT)
     mask = _load_pairs(mask_tiles.index(wg))
+    # a barrier does not wait for loads on their way, behind which the copy engine would write the next tile
+    fence_async_shared()
     _release_scores(wg)
     s = warpgroup_mma_wait(0, (s,))
     _release(K_EMPTY, slot)
