@@ -39,7 +39,7 @@ class Archives:
             return set(archive.namelist())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Archives:
     """The sdist of this tree, and the wheel that is built from it (not from the tree)."""
     out = tmp_path_factory.mktemp("dist")
@@ -49,7 +49,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Archives:
     return Archives(sdist=sdist, wheel=wheel)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def installed(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of a new environment with the wheel and what it declares to need."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
