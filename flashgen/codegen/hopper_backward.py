@@ -12,8 +12,9 @@ from flashgen.codegen import hopper_backward_resources as resources
 from flashgen.codegen import hopper_backward_text as text
 from flashgen.codegen.family import KernelFamily, Knob
 from flashgen.codegen.hopper_backward_resources import FUSED_ID, SPLIT_ID
-from flashgen.codegen.hopper_forward import GL_DTYPES, HEAD_DIMS
+from flashgen.codegen.hopper_forward import HEAD_DIMS
 from flashgen.codegen.hopper_resources import ROWS, block
+from flashgen.codegen.hopper_text import GL_DTYPES
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization

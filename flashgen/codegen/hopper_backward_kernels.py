@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from flashgen.codegen import hopper_backward_resources as resources
 from flashgen.codegen.family import CompileOptions, Kernel, Parameter, Scratch, Sizes
-from flashgen.codegen.hopper_forward import descriptor_type
 from flashgen.codegen.hopper_resources import ROWS, block
+from flashgen.codegen.hopper_text import descriptor_type
 from flashgen.codegen.score_parameters import score_parameters
 from flashgen.core.config import Config
 from flashgen.core.device import Device

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flashgen.codegen import hopper_backward_resources as resources
 from flashgen.codegen.hopper_backward_kernels import PREPARE_ROWS
-from flashgen.codegen.hopper_forward import GL_DTYPES, HOPPER, TORCH_DTYPES
 from flashgen.codegen.hopper_resources import FIRST_NAMED_BARRIER, ROWS, THREADS_PER_WARPGROUP, block
+from flashgen.codegen.hopper_text import GL_DTYPES, HOPPER, TORCH_DTYPES
 from flashgen.codegen.portable_text import is_positional
 from flashgen.codegen.score_parameters import window_edges
 from flashgen.core.config import Config

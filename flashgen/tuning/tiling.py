@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flashgen.codegen import hopper_forward, hopper_resources, portable_defaults
+from flashgen.codegen import hopper_resources, hopper_text, portable_defaults
 from flashgen.codegen.head_parts import padded
 from flashgen.codegen.portable_limits import is_split, registers_needed, smem_needed
 from flashgen.core.config import Config
@@ -69,7 +69,7 @@ def least_resources(spec: Specialization, config: Config, device: Device) -> Com
         TuningError: the family is not modelled.
     """
     tile = tiling(spec, config)
-    if config.family == hopper_forward.FAMILY_ID:
+    if config.family == hopper_text.FAMILY_ID:
         own_o = hopper_resources.own_o(spec, config, device)
         return Compiled(
             registers=hopper_resources.maxnreg(config, device),
@@ -118,5 +118,5 @@ def _hopper(spec: Specialization, config: Config) -> Tiling:
 
 FAMILIES: dict[str, Callable[[Specialization, Config], Tiling]] = {
     portable_defaults.FAMILY_ID: _portable,
-    hopper_forward.FAMILY_ID: _hopper,
+    hopper_text.FAMILY_ID: _hopper,
 }

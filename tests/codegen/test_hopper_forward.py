@@ -14,7 +14,8 @@ import pytest
 from flashgen.codegen import families, hopper_favourites, hopper_forward, hopper_resources
 from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_forward import HEAD_DIMS, HOPPER_FORWARD, descriptor_type
+from flashgen.codegen.hopper_forward import HEAD_DIMS, HOPPER_FORWARD
+from flashgen.codegen.hopper_text import descriptor_type
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.codegen.space import candidates
