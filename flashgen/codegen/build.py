@@ -115,6 +115,8 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
         ConfigError: the config did not pass `families.validate`.
         BuildError: Triton or ptxas refused it; the message has the first line of their reason.
     """
+    import triton
+
     source = render(spec, config)
     module = load_module(source)
     _find_writable_cache()
@@ -124,8 +126,6 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
     except Exception as error:  # Triton raises its own, LLVM's and ptxas' errors, without a common base
         if isinstance(error, BuildError):
             raise
-        import triton
-
         raise BuildError(
             f"Triton {triton.__version__} cannot compile {config} for {spec.key} on {device.arch}: {reason_of(error)}"
         ) from error

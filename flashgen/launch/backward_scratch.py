@@ -12,14 +12,13 @@ from flashgen.codegen.family import Scratch, Sizes
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import DTYPE_BYTES, Specialization
+from flashgen.launch.extras import TORCH_DTYPES
 
 PIECE_ALIGNMENT_BYTES = 256
 """Every piece begins at a multiple of this: what vector loads, the copy engine and whole cache lines ask for."""
 
 NEG_DELTA = "neg_delta"
 """The piece that every family leaves: fp32 (batch, nheads, padded rows), gradient of the LSE minus rowsum(dO * O)."""
-
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

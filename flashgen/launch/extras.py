@@ -12,6 +12,9 @@ ALIGNMENT_BYTES = 16
 MAX_OFFSET = 1 << 28
 """Query offsets reach this far to both sides, so that sums with lengths and windows stay within 32 bits."""
 
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+"""Element types by the names of `core.workload.DTYPE_BYTES`."""
+
 Shape4 = tuple[int, int, int, int]
 
 

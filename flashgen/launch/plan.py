@@ -103,8 +103,9 @@ def load(compiled: CompiledKernel, device_index: int) -> int:
     Raises:
         LaunchError: the driver refuses the binary, or a CUDA graph is being captured.
     """
-    handles = {part.kernel.entry: load_part(part, device_index) for part in compiled.parts}
-    return handles[compiled.main.kernel.entry]
+    for part in compiled.parts:
+        load_part(part, device_index)
+    return load_part(compiled.main, device_index)
 
 
 def load_part(part: CompiledPart, device_index: int) -> int:

@@ -8,9 +8,9 @@ import torch
 
 from flashgen.core.workload import Workload
 from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.extras import Extras, Shape4
+from flashgen.launch.extras import TORCH_DTYPES, Extras, Shape4
 from flashgen.measure.feature_inputs import FeatureForm
-from flashgen.measure.inputs import LAYOUTS, TORCH_DTYPES, Arena, make_inputs
+from flashgen.measure.inputs import LAYOUTS, Arena, make_inputs
 
 SEED_STEP = 1
 """Gradients are drawn apart from q, k and v, which are those of the forward workload with the same seed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flashgen.core.workload import DTYPE_BYTES, Workload
-from flashgen.launch.extras import ALIGNMENT_BYTES, Extras
+from flashgen.launch.extras import ALIGNMENT_BYTES, TORCH_DTYPES, Extras
 
 SOFTCAP = 50.0
 """Gemma-2's."""
@@ -22,7 +22,6 @@ HIDDEN_KEYS = 32
 BLIND_ROWS = 11
 """In the form `blind`, one row of so many sees no key."""
 
-FEATURE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 
 Axes = tuple[bool, bool]
 
@@ -70,7 +69,7 @@ def make_extras(
             slopes = slopes * (0.5 + torch.rand((w.batch, 1), generator=generator, device=device))
     if w.sink:
         sinks = torch.randn(w.nheads, generator=generator, device=device)
-        sinks = sinks.to(FEATURE_DTYPES[form.sink_dtype or "fp32"])
+        sinks = sinks.to(TORCH_DTYPES[form.sink_dtype or "fp32"])
     return tuple(
         Extras(
             window=(w.window_left, w.window_right),
@@ -99,7 +98,7 @@ def feature_bytes(workload: Workload) -> int:
 
 def _bias(w: Workload, form: FeatureForm, generator: torch.Generator, padding: int) -> torch.Tensor:
     axes = form.bias_axes or ((False, True) if w.bias == "full" else (True, False))
-    dtype = FEATURE_DTYPES[form.bias_dtype or w.dtype]
+    dtype = TORCH_DTYPES[form.bias_dtype or w.dtype]
     bias = _slice(w, w.bias, axes, form, dtype, float("nan"), generator.device, padding)
     return bias.normal_(generator=generator)
 

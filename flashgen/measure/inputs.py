@@ -9,10 +9,9 @@ import torch
 
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.workload import Workload
-from flashgen.launch.extras import Extras
-from flashgen.measure.feature_inputs import FEATURE_DTYPES, SOFTCAP_BEND, FeatureForm, feature_bytes, make_extras
+from flashgen.launch.extras import TORCH_DTYPES, Extras
+from flashgen.measure.feature_inputs import SOFTCAP_BEND, FeatureForm, feature_bytes, make_extras
 
-TORCH_DTYPES = FEATURE_DTYPES
 LAYOUTS = ("bhsd", "bshd")
 
 MAX_COPIES = 256
