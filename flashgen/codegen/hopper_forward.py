@@ -22,6 +22,13 @@ KNOBS = (
     Knob(name="block_n", values=(64, 128), meaning="keys of a step"),
     Knob(name="v_stages", values=(2, 3), meaning="slots for blocks of V, and of K"),
     Knob(
+        name="q_stages",
+        values=(1, 2),
+        meaning="tiles that Q has room for: with two, Q and the first keys of the next tile are there when it begins",
+        default=1,
+        implied=True,
+    ),
+    Knob(
         name="k_release",
         values=("own", "with_v"),
         meaning="a slot of K is released by a barrier of its own, or with V's by having one slot more",
@@ -53,6 +60,13 @@ KNOBS = (
         values=("one", "peeled", "branch"),
         meaning="causal: only the first block of keys has hidden ones, since query blocks are cut for it; "
         "or those that have a loop of their own; or a branch in the one loop",
+    ),
+    Knob(
+        name="hidden_blocks",
+        values=("computed", "skipped"),
+        meaning="causal: a warpgroup computes the last blocks of a tile of several, of which it sees no key, or not",
+        default="computed",
+        implied=True,
     ),
     Knob(
         name="split_d",
@@ -105,6 +119,8 @@ def _why_too_large(spec: Specialization, config: Config, device: Device) -> str 
     if needed > available:
         return f"a consumer thread needs about {needed} registers and gets {available}"
     own_o = resources.own_o(spec, config, device)
+    if resources.q_stages(config) > 1 and not own_o:
+        return "two tiles of Q leave no place for the output"
     shared, limit = resources.smem_bytes(spec, config, own_o=own_o), resources.smem_available(config, device)
     if shared > limit:
         return f"it needs {shared} bytes of shared memory and a block has {limit}"
@@ -123,9 +139,21 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
     if not spec.causal and config["heads_per_group"] != 1:
         return "without a causal mask all tiles are equally heavy"
+    if config["hidden_blocks"] == "skipped" and not _hides_whole_blocks(spec, config):
+        return "every warpgroup sees keys of every block that its tile sees"
     if config["exp_order"] == "data" and (config["barriers"], config["k_release"]) != ("named", "own"):
         return "the release that needs the exponentials is that of K, by a named barrier"
     return None
+
+
+def _hides_whole_blocks(spec: Specialization, config: Config) -> bool:
+    """Whether the first warpgroup may see no key of a tile's last block, and the kernel can start without it."""
+    return (
+        spec.causal
+        and config["masked_blocks"] == "branch"
+        and resources.block_m(config) - resources.ROWS >= config.integer("block_n")
+        and not resources.score_tiles(spec)
+    )
 
 
 def _why_impossible_mask(spec: Specialization, config: Config) -> str | None:
@@ -192,6 +220,8 @@ USUAL: Changes = {
     "heads_per_group": 1,
     "masked_blocks": "one",
     "split_d": False,
+    "q_stages": 1,
+    "hidden_blocks": "computed",
 }
 
 

@@ -87,6 +87,11 @@ def block_m(config: Config) -> int:
     return config.integer("warpgroups") * ROWS
 
 
+def q_stages(config: Config) -> int:
+    """Tiles that Q has room for; a config that is older than the knob means one."""
+    return int(dict(config.knobs).get("q_stages", 1))
+
+
 def k_stages(config: Config) -> int:
     """Slots for K: one more than for V where a slot of K is released together with one of V."""
     return config.integer("v_stages") + (config["k_release"] == "with_v")
@@ -136,7 +141,7 @@ def live_registers(spec: Specialization, config: Config) -> int:
 def smem_bytes(spec: Specialization, config: Config, *, own_o: bool) -> int:
     """Shared memory of a block: Q, the rings of K and V, bias and mask, and the output's own place if `own_o`."""
     d, dv, block_n = columns(spec.head_dim, config), columns(spec.head_dim_v, config), config.integer("block_n")
-    elements = block_m(config) * (d + (dv if own_o else 0))
+    elements = block_m(config) * (q_stages(config) * d + (dv if own_o else 0))
     elements += block_n * (k_stages(config) * d + config.integer("v_stages") * dv)
     tiles = config.integer("warpgroups") * score_bytes(spec, config)
     barriers = BARRIER_BYTES

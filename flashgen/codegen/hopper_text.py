@@ -37,6 +37,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "acc_names": [f"acc{part.suffix}" for part in v_parts],
         "rows": ROWS,
         "block_m": resources.block_m(config),
+        "q_stages": resources.q_stages(config),
         "k_stages": resources.k_stages(config),
         "maxnreg": resources.maxnreg(config, HOPPER),
         "consumer_registers": resources.consumer_registers(config, HOPPER),
@@ -80,7 +81,8 @@ def _buffers(spec: Specialization, config: Config, *, own_o: bool) -> list[str]:
 
 def _barriers(spec: Specialization, config: Config) -> tuple[dict[str, str], dict[str, str]]:
     """Number of slots and number of arrivals that complete a phase, by the name of a barrier in shared memory."""
-    slots = {"q_full": "WARPGROUPS", "k_full": "K_STAGES", "v_full": "V_STAGES"}
+    q_slots = "WARPGROUPS" if resources.q_stages(config) == 1 else f"{resources.q_stages(config)} * WARPGROUPS"
+    slots = {"q_full": q_slots, "k_full": "K_STAGES", "v_full": "V_STAGES"}
     if config["barriers"] == "mbarrier":
         slots["v_empty"] = "V_STAGES"
         if config["k_release"] == "own":
@@ -91,7 +93,7 @@ def _barriers(spec: Specialization, config: Config) -> tuple[dict[str, str], dic
         slots["score_full"] = "WARPGROUPS"
         if config["barriers"] == "mbarrier":
             slots["score_empty"] = "WARPGROUPS"
-    slots |= {"q_empty": "WARPGROUPS", "tile_full": "2", "tile_empty": "2"}
+    slots |= {"q_empty": q_slots, "tile_full": "2", "tile_empty": "2"}
     if spec.mask == "full":
         slots["judged"] = "2"
     shared = ("k_empty", "v_empty", "tile_empty", "judged")
