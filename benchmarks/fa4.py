@@ -16,9 +16,10 @@ import torch
 
 from flashgen.core.features import features
 from flashgen.core.workload import Workload
+from flashgen.launch.extras import Extras
 
 MODULE, PACKAGE = "flash_attn.cute", "flash-attn-4"
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
 DTYPES = ("bf16", "fp16")
 
 Run = Callable[[int], Any]
@@ -45,20 +46,41 @@ def why_not(workload: Workload) -> str | None:
     """Why it is not asked for this workload, forward or backward, or None."""
     if not is_installed():
         return f"{MODULE} is not installed"
-    if set(features(workload)) - {"causal"}:
+    if workload.direction == "backward" and set(features(workload)) - {"causal"}:
         return "it is timed without features here"
-    if max(workload.head_dim, workload.head_dim_v) > MAX_HEAD_DIM:
+    if workload.alibi or workload.bias or workload.mask:
+        return "ALiBi, a bias or a mask would have to be written in the CuTe DSL"
+    dims = (workload.head_dim, workload.head_dim_v)
+    if max(dims) > MAX_HEAD_DIM:
         return f"its head_dim ends at {MAX_HEAD_DIM}"
+    if any(dim % HEAD_DIM_STEP for dim in dims):
+        return f"its head_dim is a multiple of {HEAD_DIM_STEP}"
     return None if workload.dtype in DTYPES else f"it computes in bf16 and fp16, not {workload.dtype}"
 
 
-def forward(q: Tensors, k: Tensors, v: Tensors, *, causal: bool) -> Run:
+def feature_options(workload: Workload, extras: Extras) -> dict[str, Any]:
+    """Its arguments for a window, a softcap and sinks (nheads,); empty where a workload has none of them.
+
+    Its own function for a softcap is made here, once: made anew in every call, as `softcap=` does, it costs the host
+    longer than a short kernel runs.
+    """
+    given: dict[str, Any] = {}
+    if workload.specialization.window:
+        given["window_size"] = (workload.window_left, 0 if workload.causal else workload.window_right)
+    if workload.softcap:
+        given["score_mod"] = importlib.import_module(f"{MODULE}.utils").create_softcap_scoremod(extras.softcap)
+    if workload.sink:
+        given["learnable_sink"] = extras.sinks
+    return given
+
+
+def forward(q: Tensors, k: Tensors, v: Tensors, *, causal: bool, **options: Any) -> Run:
     """Its public call on the n-th tensors, with an autograd graph where they require a gradient."""
     function = importlib.import_module(MODULE).flash_attn_func
     q, k, v = (tuple(_bshd(tensor) for tensor in group) for group in (q, k, v))
 
     def run(n: int) -> torch.Tensor:
-        out: torch.Tensor = function(q[n], k[n], v[n], causal=causal)[0]
+        out: torch.Tensor = function(q[n], k[n], v[n], causal=causal, **options)[0]
         return out.transpose(1, 2)
 
     return run

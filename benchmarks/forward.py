@@ -19,7 +19,7 @@ from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.problems import forward_of
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, race
-from benchmarks.results import ResultsFile
+from benchmarks.results import ResultsFile, Row
 from benchmarks.suites import SUITES, select, work_of
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
@@ -28,6 +28,9 @@ from flashgen.measure.inputs import make_inputs
 from flashgen.measure.timing import CudaStopwatch, median_clock
 
 DEFAULT_SUITES = ("forward",)
+
+REASON_LENGTH = 160
+"""Of a reason in a file; some projects explain at length."""
 
 Racer = Callable[[Workload, Sequence[Impl]], list[Result]]
 Say = Callable[[str], None]
@@ -75,6 +78,7 @@ def run(
     provenance: Provenance,
     racer: Racer,
     *,
+    reasons: bool = False,
     limit_s: float = float("inf"),
     say: Say,
     clock: Callable[[], float] = time.monotonic,
@@ -82,7 +86,8 @@ def run(
     """Race every workload that the file does not have yet, and write its rows together.
 
     A workload is skipped as soon as one of the wanted implementations has a row of this commit: rows that are compared
-    come from one race. No new race starts if the longest one so far would end after `limit_s` seconds.
+    come from one race. No new race starts if the longest one so far would end after `limit_s` seconds. With `reasons`,
+    an implementation that has no time has a row as well.
     """
     started, longest, missing = clock(), 0.0, 0
     jobs = [(suite, workload) for suite, workloads in suites for workload in workloads]
@@ -95,24 +100,26 @@ def run(
             break
         say(f"[{number + 1}/{len(jobs)}] {workload.key}  ({begun - started:.0f} s)")
         results = racer(workload, impls)
-        file.write(
-            provenance.row(
-                suite,
-                workload,
-                result.impl.name,
-                result.impl.version(),
-                median_ms=result.median_ms,
-                extra_bytes=result.extra_bytes,
-            )
-            for result in results
-            if result.reason is None
-        )
+        file.write(_row(provenance, suite, workload, each) for each in results if reasons or each.reason is None)
         for result in results:
             say(f"  {line_of(workload, result, suite)}")
             missing += result.impl.name == "flashgen" and result.reason is not None
         longest = max(longest, clock() - begun)
     say(f"{file.path}: {len(file.rows)} rows")
     return 1 if missing else 0
+
+
+def _row(provenance: Provenance, suite: str, workload: Workload, result: Result) -> Row:
+    timed = result.reason is None
+    return provenance.row(
+        suite,
+        workload,
+        result.impl.name,
+        result.impl.version(),
+        median_ms=result.median_ms if timed else None,
+        extra_bytes=result.extra_bytes,
+        outcome=(result.reason or "")[:REASON_LENGTH],
+    )
 
 
 def line_of(workload: Workload, result: Result, suite: str = "") -> str:

@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,13 @@ import torch
 import flashgen
 from benchmarks import fa4
 from benchmarks.flex import compiled_flex, flex_call
+from benchmarks.masks import dense_mask
 from flashgen.core.workload import DTYPE_BYTES, Workload
 from flashgen.launch.extras import Extras
 from flashgen.measure import anchors
 from flashgen.measure.inputs import Inputs
 
-FA3_MODULE, FA3_PACKAGE = "fa3_fwd_interface", "fa3_fwd"
+FA3_MODULE, FA3_CONFIG, FA3_PACKAGE = "fa3_fwd_interface", "fa3_fwd_config", "fa3_fwd"
 FA3_MAX_HEAD_DIM = 256
 
 STANDARD_LIMIT_BYTES = 64 * 2**30
@@ -138,37 +139,6 @@ def _sdpa_masked(workload: Workload, inputs: Inputs) -> Call:
     return Call(run=run, held_bytes=held)
 
 
-def dense_mask(workload: Workload, inputs: Inputs) -> tuple[torch.Tensor, int]:
-    """One mask for all that a workload hides and adds, and how many bytes of it are no input of the workload.
-
-    A user's own mask or bias is taken as it is; with a causal mask, a window or ALiBi it is combined with them.
-    """
-    w, extras, device = workload, inputs.extras[0], inputs.q[0].device
-    rows = torch.arange(w.seqlen_q, device=device)[:, None] + (w.seqlen_k - w.seqlen_q)
-    keys = torch.arange(w.seqlen_k, device=device)[None, :]
-    hidden = None
-    for wanted, edge in ((w.causal, keys > rows), (w.window_left is not None, keys < rows - (w.window_left or 0))):
-        if wanted:
-            hidden = edge if hidden is None else hidden | edge
-    if w.window_right is not None:
-        edge = keys > rows + w.window_right
-        hidden = edge if hidden is None else hidden | edge
-    if extras.mask is not None and hidden is None and extras.bias is None and not w.alibi:
-        return extras.mask, 0
-    if extras.bias is not None and hidden is None and extras.mask is None and not w.alibi:
-        return extras.bias, 0
-    mask = extras.mask if hidden is None else (~hidden if extras.mask is None else extras.mask & ~hidden)
-    added = extras.bias
-    if w.alibi and extras.alibi_slopes is not None:
-        slopes = extras.alibi_slopes.view(-1, w.nheads, 1, 1)
-        alibi = (-slopes * (rows - keys).abs()).to(inputs.q[0].dtype)
-        added = alibi if added is None else added + alibi
-    if added is not None:
-        mask = added if mask is None else added.masked_fill(~mask, float("-inf"))
-    assert mask is not None
-    return mask, mask.numel() * mask.element_size()
-
-
 def _why_not_fa3(workload: Workload) -> str | None:
     if importlib.util.find_spec(FA3_MODULE) is None:
         return f"{FA3_MODULE} is not installed"
@@ -176,7 +146,26 @@ def _why_not_fa3(workload: Workload) -> str | None:
         return "FlashAttention-3 has no ALiBi, sinks, bias or mask"
     if max(workload.head_dim, workload.head_dim_v) > FA3_MAX_HEAD_DIM:
         return f"its head_dim ends at {FA3_MAX_HEAD_DIM}"
-    return None if workload.dtype == "bf16" else f"this build computes in bf16, not {workload.dtype}"
+    if workload.dtype not in ("bf16", "fp16") or (workload.dtype == "fp16" and _fa3_lacks("FP16")):
+        return f"this build does not compute in {workload.dtype}"
+    if workload.softcap and _fa3_lacks("SOFTCAP"):
+        return "this build has no softcap"
+    return "this build has no windows" if _window_hides(workload) and _fa3_lacks("LOCAL") else None
+
+
+def _fa3_lacks(part: str) -> bool:
+    """Whether the installed build left this part out to be smaller; one without a list of its parts has them all."""
+    try:
+        flags = importlib.import_module(FA3_CONFIG).CONFIG["build_flags"]
+    except ModuleNotFoundError:
+        return False
+    return bool(flags.get(f"FLASHATTENTION_DISABLE_{part}", False))
+
+
+def _window_hides(workload: Workload) -> bool:
+    """Whether the window hides a key that a causal mask leaves visible; if not, FlashAttention drops it."""
+    without = replace(workload, window_left=None, window_right=None)
+    return workload.visible_pairs < without.visible_pairs
 
 
 def fa3_function() -> Callable[..., Any]:
@@ -205,7 +194,8 @@ def _fa3(workload: Workload, inputs: Inputs) -> Call:
 
 
 def _fa4(workload: Workload, inputs: Inputs) -> Call:
-    return Call(run=fa4.forward(inputs.q, inputs.k, inputs.v, causal=workload.causal))
+    options = fa4.feature_options(workload, inputs.extras[0])
+    return Call(run=fa4.forward(inputs.q, inputs.k, inputs.v, causal=workload.causal, **options))
 
 
 def standard_bytes(workload: Workload) -> int:

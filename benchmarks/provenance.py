@@ -56,6 +56,7 @@ class Provenance:
         *,
         median_ms: float | None = None,
         extra_bytes: int | None = None,
+        outcome: str = "",
         rates: bool = True,
     ) -> Row:
         """A row of today; with `rates`, its TFLOP/s and its GB/s (fewest bytes that the workload can move)."""
@@ -67,6 +68,7 @@ class Provenance:
             impl=impl,
             impl_version=version,
             extra_bytes=extra_bytes,
+            outcome=outcome,
             median_ms=median_ms,
             tflops=flops / timed / 1e9 if timed else None,
             gbps=moved / timed / 1e6 if timed else None,

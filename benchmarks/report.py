@@ -24,6 +24,7 @@ FILES = (
     "forward.csv",
     "backward.csv",
     "forward_backward.csv",
+    "models.csv",
     "features.csv",
     "memory.csv",
     "overhead.csv",

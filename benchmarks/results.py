@@ -28,6 +28,9 @@ COLUMNS = (
 MEMORY_COLUMNS = (*COLUMNS[:4], "extra_bytes", *COLUMNS[4:])
 """Columns of `memory.csv` and `features.csv`."""
 
+OUTCOME_COLUMNS = (*COLUMNS[:4], "outcome", *COLUMNS[4:])
+"""Columns of `models.csv`, which has a row for what could not run, too."""
+
 TRAINING_NUMBERS = ("steps", "tokens_per_s", "peak_gib", "loss_first", "loss_last", "loss_deviation")
 TRAINING_COLUMNS = (*COLUMNS[:4], "outcome", "median_ms", *TRAINING_NUMBERS, *COLUMNS[7:])
 """Columns of `training.csv`."""
@@ -56,8 +59,8 @@ class Row:
 
     Of a run of training, `median_ms` is the median step, `tokens_per_s` follows from it, `peak_gib` is the most memory
     that was allocated, `loss_deviation` the mean distance from the losses of the run that it is compared with, and
-    `outcome` says whether it came to its end. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was
-    measured on and with.
+    `outcome` says whether it came to its end. Of a race, `outcome` is the reason why an implementation has no time.
+    `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was measured on and with.
     """
 
     suite: str

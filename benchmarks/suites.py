@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 
 from flashgen.core.workload import Workload
-from flashgen.tuning.workloads import presets
+from flashgen.tuning.workloads import preset, presets
 
 TOKENS = 16384
 HIDDEN = 2048
@@ -81,6 +81,24 @@ def preset_workloads() -> tuple[Workload, ...]:
     """Every forward pass of the model presets, each once."""
     every = dict.fromkeys(workload for preset in presets() for workload in preset.workloads)
     return tuple(workload for workload in every if workload.direction == "forward")
+
+
+MODELS = {
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "gemma-2-9b": "Gemma-2 9B",
+    "gemma-3-12b": "Gemma-3 12B",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "deepseek-v3": "DeepSeek-V3",
+    "vit-l": "ViT-L/16",
+    "sdxl": "SD-XL",
+    "flux": "FLUX.1",
+}
+"""Presets of the models that are raced as they are run, which are the suites of that race, by their short titles."""
+
+
+def model_workloads(name: str) -> tuple[Workload, ...]:
+    """The forward passes of one model's preset."""
+    return tuple(workload for workload in preset(name).workloads if workload.direction == "forward")
 
 
 SUITES: dict[str, Callable[[], tuple[Workload, ...]]] = {"forward": paper_grid, "presets": preset_workloads}

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from benchmarks.markdown import by_workload, image, mean, provenance, table_row
 from benchmarks.memory import MEMORY_SUITE, fit_of, speedups
+from benchmarks.model_tables import model_parts
 from benchmarks.race_tables import RACES, race_parts
 from benchmarks.results import Row
 from benchmarks.training_tables import training_parts
@@ -36,6 +37,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
     for suite in RACES:
         parts += race_parts(device_slug, rows, suite, charts)
     parts += training_parts(device_slug, rows, charts)
+    parts += model_parts(rows)
     if any(row.suite == FEATURES_SUITE for row in rows):
         parts += [_features_text(rows), _features_table(rows)]
     if any(row.suite == WINDOW_SUITE for row in rows):

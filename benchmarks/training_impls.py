@@ -85,8 +85,8 @@ def _training(inputs: Inputs) -> TrainingInputs:
 def _why_not(impl: Impl, workload: Workload) -> str | None:
     if workload.direction != "backward":
         return NOT_TRAINING
-    # standard attention is asked for the memory of both passes, the others for what their forward pass can do
-    return impl.why_not(workload if impl.name == "standard" else forward_of(workload))
+    # standard attention is asked for the memory, FA4 for the features of both passes; the others for their forward pass
+    return impl.why_not(workload if impl.name in ("standard", "fa4") else forward_of(workload))
 
 
 def _attend_deterministic(workload: Workload, inputs: Inputs) -> Call:

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import flex, impls
+from benchmarks import fa4, flex, impls
 from benchmarks.impls import IMPLS, Call, Impl
 from benchmarks.problems import last_heads
 from benchmarks.race import Pace, Result, race
 from flashgen.core.device import CATALOGUE
 from flashgen.core.workload import Workload
+from flashgen.launch.extras import Extras
+from flashgen.measure.feature_inputs import SOFTCAP
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.reference import oracle
 from flashgen.measure.timing import orders
@@ -199,23 +201,87 @@ def test_the_last_head_alone_has_the_extras_of_the_last_head(workload: Workload)
     torch.testing.assert_close(alone, whole[:1, -1:])
 
 
+LEFT = replace(SQUARE, window_left=40)
+BOTH_SIDES = replace(SQUARE, causal=False, window_left=40, window_right=7)
+
+
+def fake_module(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
+    """An empty module that is found under this name."""
+    module = types.ModuleType(name)
+    module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, extras: Extras) -> torch.Tensor:
+    """What the oracle says of tensors in bshd order."""
+    views = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return oracle(*views, causal=causal, extras=extras)[0].to(q.dtype).transpose(1, 2)
+
+
 @pytest.mark.parametrize("as_tuple", [False, True])
 def test_fa3_is_called_in_its_own_layout(as_tuple: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
+    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool, **options: Any) -> Any:
         assert all(t.is_contiguous() and t.shape == (2, 96, 2, 32) for t in (q, k, v))
-        views = (t.transpose(1, 2) for t in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(*views, is_causal=causal).transpose(1, 2)
+        assert options.keys() <= {"window_size", "softcap"}
+        left, right = options.get("window_size", (-1, -1))
+        window = (None if left < 0 else left, None if right < 0 else right)
+        out = answer(q, k, v, causal, Extras(window=window, softcap=options.get("softcap", 0.0)))
         return (out, None) if as_tuple else out
 
-    fake = types.ModuleType(impls.FA3_MODULE)
-    fake.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    fake = fake_module(monkeypatch, impls.FA3_MODULE)
     fake.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     fa3 = next(impl for impl in IMPLS if impl.name == "fa3")
-    monkeypatch.setitem(sys.modules, impls.FA3_MODULE, fake)
-    inputs = make_inputs(SQUARE, copies=2, seed=1, device=CPU)
-    assert fa3.why_not(SQUARE) is None
-    assert fa3.why_not(replace(SQUARE, dtype="fp16")) == "this build computes in bf16, not fp16"
-    close(fa3.prepare(SQUARE, inputs), SQUARE, inputs)
+    for workload in (SQUARE, LEFT, BOTH_SIDES, replace(SQUARE, softcap=True)):
+        assert fa3.why_not(workload) is None
+        close(fa3.prepare(workload, inputs := make_inputs(workload, copies=2, seed=1, device=CPU)), workload, inputs)
+
+
+def test_a_build_of_fa3_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fa3 = next(impl for impl in IMPLS if impl.name == "fa3")
+    assert fa3.why_not(SQUARE) == "fa3_fwd_interface is not installed"
+    fake_module(monkeypatch, impls.FA3_MODULE)
+    halves = replace(SQUARE, dtype="fp16")
+    assert [fa3.why_not(w) for w in (halves, LEFT, replace(SQUARE, softcap=True))] == [None] * 3
+    flags = {f"FLASHATTENTION_DISABLE_{part}": True for part in ("FP16", "LOCAL", "SOFTCAP")}
+    fake_module(monkeypatch, impls.FA3_CONFIG).CONFIG = {"build_flags": flags}  # type: ignore[attr-defined]
+    assert fa3.why_not(halves) == "this build does not compute in fp16"
+    assert fa3.why_not(replace(SQUARE, softcap=True)) == "this build has no softcap"
+    assert fa3.why_not(LEFT) == "this build has no windows"
+    assert fa3.why_not(replace(LEFT, window_left=95)) is None  # it hides nothing
+    assert fa3.why_not(replace(SQUARE, dtype="fp32")) == "this build does not compute in fp32"
+    assert fa3.why_not(replace(SQUARE, sink=True)) == "FlashAttention-3 has no ALiBi, sinks, bias or mask"
+
+
+def test_fa4_gets_every_feature_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    caps: list[float] = []
+
+    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool, **options: Any) -> Any:
+        assert options.keys() <= {"window_size", "score_mod", "learnable_sink"}
+        softcap = options.get("score_mod", 0.0)  # the function itself is stood in for by its cap
+        window, sinks = options.get("window_size", (None, None)), options.get("learnable_sink")
+        return answer(q, k, v, causal, Extras(window=window, softcap=softcap, sinks=sinks)), None
+
+    def create_softcap_scoremod(cap: float) -> float:
+        caps.append(cap)
+        return cap
+
+    fake_module(monkeypatch, "flash_attn")
+    fake_module(monkeypatch, fa4.MODULE).flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    utils = fake_module(monkeypatch, f"{fa4.MODULE}.utils")
+    utils.create_softcap_scoremod = create_softcap_scoremod  # type: ignore[attr-defined]
+    theirs = next(impl for impl in IMPLS if impl.name == "fa4")
+    odd = Workload.parse("b1-h4-hk2-sq40-sk77-d32-dv16-fp16")
+    capped = replace(SQUARE, softcap=True)
+    for workload in (SQUARE, odd, LEFT, BOTH_SIDES, capped, replace(LEFT, sink=True, nheads_k=1)):
+        assert theirs.why_not(workload) is None
+        call = theirs.prepare(workload, inputs := make_inputs(workload, copies=2, seed=1, device=CPU))
+        close(call, workload, inputs)
+    assert caps == [SOFTCAP]
+    reason = "ALiBi, a bias or a mask would have to be written in the CuTe DSL"
+    assert {theirs.why_not(replace(SQUARE, **more)) for more in ({"alibi": True}, {"mask": "keys"})} == {reason}
+    assert theirs.why_not(replace(SQUARE, head_dim=36)) == "its head_dim is a multiple of 8"
+    assert theirs.why_not(replace(SQUARE, head_dim=512)) == "its head_dim ends at 256"
 
 
 def test_standard_attention_says_when_its_scores_are_too_large() -> None:

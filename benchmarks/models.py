@@ -1,0 +1,55 @@
+"""Attention of models as they run it, sustained, beside other implementations: writes `results/<device>/models.csv`.
+
+python -m benchmarks.models [--model gemma-2-9b] [--only '*-wl1023-*'] [--impls flashgen,fa3] [--append]
+
+An implementation that cannot run a workload has a row that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
+from benchmarks.impls import IMPLS
+from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.results import OUTCOME_COLUMNS, ResultsFile
+from benchmarks.suites import MODELS, model_workloads, select
+from flashgen.core.errors import FlashgenError
+
+NAMES = ("flashgen", "flex", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
+PEERS = tuple(impl for impl in IMPLS if impl.name in NAMES)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done (or stopped at the time limit), 1 if flashgen has no time where it should have one."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        impls, provenance = chosen(options.impls, PEERS), Provenance.here(options.commit)
+        path = options.results / provenance.slug / "models.csv"
+        file = ResultsFile(path, OUTCOME_COLUMNS, append=options.append)
+    except (FlashgenError, ValueError) as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        serve_generated(options.db, Path(scratch))
+        suites = [(name, select(model_workloads(name), options.only)) for name in options.model or MODELS]
+        racer = racer_of(options, provenance)
+        return run(suites, impls, file, provenance, racer, reasons=True, limit_s=options.limit_seconds, say=say)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=(__doc__ or "").split("\n")[0])
+    add_arguments(parser)
+    parser.add_argument("--model", action="append", choices=list(MODELS), help="a preset; default: all of these")
+    add_race_arguments(parser, PEERS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
