@@ -12,6 +12,7 @@ import matplotlib as mpl
 
 from benchmarks.curves import Curves, of_workload
 from benchmarks.memory import MEMORY_SUITE
+from benchmarks.memory import TRAINING_SUITE as MEMORY_OF_TRAINING
 from benchmarks.race_tables import TITLES, Line, lines_of, present
 from benchmarks.results import Row
 from benchmarks.tables import MEMORY_TITLES
@@ -73,29 +74,46 @@ def race_chart(path: Path, rows: Sequence[Row], suite: str) -> None:
 def memory_chart(path: Path, rows: Sequence[Row]) -> None:
     """Bytes beside inputs and output against the length, both logarithmic."""
     with _figure(1, 1, size=(8.6, 4.6)) as (figure, axes):
-        axis = axes[0][0]
-        for impl, title in MEMORY_TITLES.items():
-            points = sorted(
-                (Workload.parse(row.workload).seqlen_k, row.extra_bytes / 2**20)
-                for row in rows
-                if row.suite == MEMORY_SUITE and row.impl == impl and row.extra_bytes is not None
-            )
-            if not points:
-                continue
-            lengths, sizes = [n for n, _ in points], [size for _, size in points]
-            if not any(sizes):  # a logarithmic axis has no zero
-                axis.plot([], [], color=COLORS[impl], linestyle=":", label=f"{title}: none at any length")
-                continue
-            ours = impl == "flashgen-lse"  # drawn above SDPA's line, which it may lie on
-            style = {"linestyle": "--", "marker": "o", "zorder": 3} if ours else {"linewidth": 4, "alpha": 0.7}
-            axis.plot(lengths, sizes, color=COLORS[impl], label=title, **style)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(lambda value, _: _length(int(value)))
-        axis.set_xlabel("sequence length (1 sequence, 16 heads of 128, bf16)")
-        axis.set_ylabel("MiB beside inputs and output")
-        axis.legend(frameon=False)
+        _memory_lines(axes[0][0], [row for row in rows if row.suite == MEMORY_SUITE], MEMORY_TITLES)
+        axes[0][0].set_xlabel("sequence length (1 sequence, 16 heads of 128, bf16)")
+        axes[0][0].set_ylabel("MiB beside inputs and output")
+        axes[0][0].legend(frameon=False)
         _save(figure, path, top=1.0)
+
+
+def training_memory_chart(path: Path, rows: Sequence[Row]) -> None:
+    """The same for a forward and a backward pass together: a panel per head_dim."""
+    found = [(Workload.parse(row.workload).head_dim, row) for row in rows if row.suite == MEMORY_OF_TRAINING]
+    dims = sorted({dim for dim, _ in found})
+    with _figure(1, len(dims), size=(4.6 * len(dims) + 0.6, 4.6)) as (figure, axes):
+        for axis, dim in zip(axes[0], dims, strict=True):
+            _memory_lines(axis, [row for width, row in found if width == dim], TRAINING_TITLES)
+            axis.set_title(f"forward and backward, head_dim {dim}", fontsize=13)
+            axis.set_xlabel("sequence length (1 sequence, 16 heads, bf16)")
+        axes[0][0].set_ylabel("MiB beside the tensors of the call")
+        axes[0][0].legend(frameon=False)
+        _save(figure, path, top=1.0)
+
+
+def _memory_lines(axis: Any, rows: Sequence[Row], titles: dict[str, str]) -> None:
+    for impl, title in titles.items():
+        points = sorted(
+            (Workload.parse(row.workload).seqlen_k, row.extra_bytes / 2**20)
+            for row in rows
+            if row.impl == impl and row.extra_bytes is not None
+        )
+        if not points:
+            continue
+        lengths, sizes = [n for n, _ in points], [size for _, size in points]
+        if not any(sizes):  # a logarithmic axis has no zero
+            axis.plot([], [], color=COLORS[impl], linestyle=":", label=f"{title}: none at any length")
+            continue
+        ours = impl.startswith("flashgen")  # drawn above SDPA's line, which it may lie on
+        style = {"linestyle": "--", "marker": "o", "zorder": 3} if ours else {"linewidth": 4, "alpha": 0.7}
+        axis.plot(lengths, sizes, color=COLORS[impl], label=title, **style)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter(lambda value, _: _length(int(value)))
 
 
 def training_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:

@@ -1,6 +1,6 @@
 """Memory beside inputs and output, and the speed-up over standard attention: writes `results/<device>/memory.csv`.
 
-    python -m benchmarks.memory
+    python -m benchmarks.memory [--suite training_memory --append]
 
 Memory is what `torch.cuda.max_memory_allocated` saw during one call, less what was there before and less what the call
 returns: the output, of a forward and a backward pass together also dq, dk and dv.
@@ -34,6 +34,7 @@ from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.timing import CudaStopwatch
 
 MEMORY_SUITE, TRAINING_SUITE, SPEEDUP_SUITE = "memory", "training_memory", "speedup"
+SUITES = (MEMORY_SUITE, TRAINING_SUITE, SPEEDUP_SUITE)
 SEQLENS = tuple(1024 << n for n in range(7))
 SPEEDUP_SEQLENS = (2048, 16384)
 """The lengths of the papers' claims: 2 to 4 times as fast as standard attention at 2k, 5 to 7 times at 16k."""
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = ResultsFile(options.results / provenance.slug / "memory.csv", MEMORY_COLUMNS, append=options.append)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
+    suites = options.suite or SUITES
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(None, Path(scratch))
         measured = [
@@ -74,11 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 (MEMORY_SUITE, memory_grid(), memory_impls()),
                 (TRAINING_SUITE, training_grid(), training_impls()),
             )
+            if suite in suites
             for workload in grid
             for impl in impls
         ]
-        pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
-        measured += [_speedup(workload, file, provenance, pace) for workload in speedup_grid()]
+        if SPEEDUP_SUITE in suites:
+            pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
+            measured += [_speedup(workload, file, provenance, pace) for workload in speedup_grid()]
     for impl in memory_impls():
         fit = fit_of(file.rows, impl.name)
         say(f"{impl.name:14} {fit or 'too few lengths for a line'}")
@@ -257,6 +261,7 @@ def _flashgen_lse(workload: Workload, inputs: Inputs) -> Call:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
+    parser.add_argument("--suite", action="append", choices=SUITES, help="default: all")
     parser.add_argument("--warm", type=float, default=0.1, help="seconds of a visit before its window (%(default)s)")
     parser.add_argument("--window", type=float, default=0.3, help="seconds of a window (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="visits of each implementation (%(default)s)")

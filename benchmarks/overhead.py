@@ -1,9 +1,9 @@
 """Host time of one call on a small shape: writes `results/<device>/overhead.csv`.
 
-    python -m benchmarks.overhead [--calls 100] [--loops 30]
+    python -m benchmarks.overhead [--calls 100] [--loops 20]
 
 A loop makes some calls without waiting for any, few enough for the launch queue to hold them all, so the host never
-waits for the device. The loops of all cases take turns.
+waits for the device. The loops of all cases of a group take turns; flashgen's come first, the slowest peer last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.overhead_cases import Arguments, Case, cases_of, common_cases, training_cases
+import flashgen
+from benchmarks.overhead_cases import Arguments, Case, cases_of, compiled_cases, peer_cases, training_cases
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import ResultsFile
 from flashgen.core.errors import FlashgenError
@@ -34,6 +35,9 @@ MOST_CALLS = 256
 
 MOST_LOOPS = 90
 """The cases with new lengths have no more of them."""
+
+CASE_SECONDS, FEWEST_LOOPS = 1.0, 5
+"""A case of slow calls has fewer loops: none more after so much time, once it has a few."""
 
 Loop = Callable[[Case, Sequence[Arguments]], float]
 
@@ -75,10 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serve_generated(None, Path(folder))
         # made one after the other, because each of flashgen's groups is served from a database of its own
         for make in (
-            common_cases,
-            training_cases,
-            partial(cases_of, "pointer", Path(folder)),
             partial(cases_of, "descriptor", Path(folder)),
+            partial(cases_of, "pointer", Path(folder)),
+            partial(_served_as_shipped, Path(folder)),
+            peer_cases,
+            compiled_cases,
         ):
             done = file.done(provenance.commit)
             cases = [case for case in make() if (SUITE, case.workload.key, case.name) not in done]
@@ -88,10 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def _served_as_shipped(folder: Path) -> list[Case]:
+    serve_generated(None, folder)
+    flashgen.reload()
+    return training_cases()
+
+
 def time_cases(cases: Sequence[Case], loop: Loop, *, calls: int, loops: int) -> list[Timing]:
     """Let the cases take turns, `loops` times each, after one loop that does not count.
 
-    A case whose first loop fails gets a reason instead of times.
+    A case whose first loop fails gets a reason instead of times, one of slow calls gets fewer loops.
     """
     reasons: dict[str, str] = {}
     times: dict[str, list[float]] = {case.name: [] for case in cases}
@@ -101,9 +112,14 @@ def time_cases(cases: Sequence[Case], loop: Loop, *, calls: int, loops: int) -> 
         except Exception as error:  # noqa: BLE001, PERF203 - whatever another project raises is why a row is missing
             reasons[case.name] = f"{type(error).__name__}: {error}".splitlines()[0]
     runners = [case for case in cases if case.name not in reasons]
+    gc.collect()
+    gc.freeze()  # what there is now is never looked through again, which would take longer than the loops
     for number, order in enumerate(orders(len(runners), loops), start=1):
         for case in (runners[turn] for turn in order):
-            times[case.name].append(loop(case, case.arguments(number, min(calls, case.most_calls))))
+            taken, count = times[case.name], min(calls, case.most_calls)
+            if len(taken) < FEWEST_LOOPS or sum(taken) * count < CASE_SECONDS * 1e6:
+                taken.append(loop(case, case.arguments(number, count)))
+    gc.unfreeze()
     return [Timing(case=c, loops_us=tuple(times[c.name]), reason=reasons.get(c.name)) for c in cases]
 
 
@@ -152,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
     parser.add_argument("--calls", type=int, default=100, help="calls of a loop (%(default)s)")
-    parser.add_argument("--loops", type=int, default=30, help="loops of a case (%(default)s)")
+    parser.add_argument("--loops", type=int, default=20, help="loops of a case (%(default)s)")
     return parser
 
 

@@ -60,8 +60,8 @@ class Case:
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
-def common_cases() -> list[Case]:
-    """The other implementations, and the least that any call of torch costs."""
+def peer_cases() -> list[Case]:
+    """The other implementations that are there when they are imported, and the least that any call of torch costs."""
     same, bshd = _same(_tensors()), _same(_tensors(bshd=True))
     cases = [Case(name="torch-empty-like", version=torch.__version__, call=_empty_like, arguments=same)]
     versions = {"sdpa-flash": torch.__version__, "sdpa-cudnn": cudnn_version()}
@@ -78,7 +78,6 @@ def common_cases() -> list[Case]:
                 context=call.context,
             ),
         ]
-    cases.append(Case(name="flex", version=torch.__version__, call=_flex(), arguments=same))
     if importlib.util.find_spec(FA3_MODULE) is None:
         print(f"fa3: no row: {FA3_MODULE} is not installed")
     else:
@@ -86,6 +85,11 @@ def common_cases() -> list[Case]:
         call_fa3 = partial(function, causal=True)
         cases.append(Case(name="fa3", version=fa3_version(), call=call_fa3, arguments=bshd))
     return cases
+
+
+def compiled_cases() -> list[Case]:
+    """FlexAttention, which compiles longer than all others together are timed."""
+    return [Case(name="flex", version=torch.__version__, call=_flex(), arguments=_same(_tensors()))]
 
 
 def cases_of(loads: str, folder: Path) -> list[Case]:

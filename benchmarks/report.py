@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import curves
-from benchmarks.memory import MEMORY_SUITE
+from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE
 from benchmarks.race_tables import RACES
 from benchmarks.results import RESULTS, Row, latest, read_rows
 from benchmarks.tables import block
 from benchmarks.training import EAGER_SUITE
+from benchmarks.training_tables import compared
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
@@ -30,7 +31,12 @@ FILES = (
     "overhead.csv",
     "training.csv",
 )
-CHARTS = {**{suite: suite for suite in RACES}, "memory": MEMORY_SUITE, "training": EAGER_SUITE}
+CHARTS = {
+    **{suite: suite for suite in RACES},
+    "memory": MEMORY_SUITE,
+    "training": EAGER_SUITE,
+    "training_memory": TRAINING_SUITE,
+}
 """Charts by their names, and the suite that must be there for each."""
 
 
@@ -66,7 +72,7 @@ def load(results: Path) -> dict[str, list[Row]]:
     for folder in sorted(path for path in results.glob("*") if path.is_dir()):
         rows = [row for name in FILES if (folder / name).is_file() for row in latest(read_rows(folder / name))]
         if rows:
-            found[folder.name] = rows
+            found[folder.name] = compared(rows, curves.read(folder / "training_loss.csv"))
     return found
 
 
@@ -91,6 +97,8 @@ def draw(devices: dict[str, list[Row]], images: Path, results: Path) -> None:
                 charts.race_chart(images / name, rows, stem)
             elif stem == "training":
                 charts.training_chart(images / name, rows, curves.read(results / slug / "training_loss.csv"))
+            elif stem == "training_memory":
+                charts.training_memory_chart(images / name, rows)
             else:
                 charts.memory_chart(images / name, rows)
 

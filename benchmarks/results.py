@@ -31,7 +31,7 @@ MEMORY_COLUMNS = (*COLUMNS[:4], "extra_bytes", *COLUMNS[4:])
 OUTCOME_COLUMNS = (*COLUMNS[:4], "outcome", *COLUMNS[4:])
 """Columns of `models.csv`, which has a row for what could not run, too."""
 
-TRAINING_NUMBERS = ("steps", "tokens_per_s", "peak_gib", "loss_first", "loss_last", "loss_deviation")
+TRAINING_NUMBERS = ("steps", "tokens_per_s", "peak_gib", "loss_first", "loss_last")
 TRAINING_COLUMNS = (*COLUMNS[:4], "outcome", "median_ms", *TRAINING_NUMBERS, *COLUMNS[7:])
 """Columns of `training.csv`."""
 
@@ -48,7 +48,6 @@ FORMATS = {
     "peak_gib": ".2f",
     "loss_first": ".5f",
     "loss_last": ".5f",
-    "loss_deviation": ".3g",
 }
 """How numbers are written; the other columns are text."""
 
@@ -58,9 +57,10 @@ class Row:
     """One result. `median_ms` is the median over windows; `tflops` and `gbps` follow from it; None is an empty cell.
 
     Of a run of training, `median_ms` is the median step, `tokens_per_s` follows from it, `peak_gib` is the most memory
-    that was allocated, `loss_deviation` the mean distance from the losses of the run that it is compared with, and
-    `outcome` says whether it came to its end. Of a race, `outcome` is the reason why an implementation has no time.
-    `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was measured on and with.
+    that was allocated, and `outcome` says whether it came to its end; `loss_deviation`, the mean distance from the
+    losses of the run that it is compared with, is in no file: `training_tables` finds it in the curves. Of a race,
+    `outcome` is the reason why an implementation has no time. `device`, `torch`, `triton`, `commit` and `date` (UTC)
+    say what a row was measured on and with.
     """
 
     suite: str

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from benchmarks import curves
+from benchmarks.curves import Curves
 from benchmarks.markdown import by_workload, image, provenance, table_row
 from benchmarks.memory import TRAINING_SUITE, savings
 from benchmarks.race_tables import lines_of
@@ -29,6 +32,9 @@ def training_parts(device_slug: str, rows: Sequence[Row], charts: Sequence[str])
     parts = []
     if used:
         parts = [_text(used), *image(charts, f"training_{device_slug}", "GPT-2 in training"), _table(used)]
+    if any(row.suite == TRAINING_SUITE for row in rows):
+        parts += [_memory_text(rows), *image(charts, f"training_memory_{device_slug}", "Memory of both passes")]
+        parts.append(_memory_table(rows))
     claims = list(_claims(rows))
     if claims:
         head = [table_row(["the papers' claim", "measured here"]), table_row(["---", "---"])]
@@ -36,13 +42,26 @@ def training_parts(device_slug: str, rows: Sequence[Row], charts: Sequence[str])
     return parts
 
 
+def compared(rows: Sequence[Row], found: Curves) -> list[Row]:
+    """The rows, those of training with the mean distance of their losses from the reference's."""
+    return [
+        replace(row, loss_deviation=_distance(row, found)) if row.suite in MODES and row.impl != REFERENCE else row
+        for row in rows
+    ]
+
+
+def _distance(row: Row, found: Curves) -> float | None:
+    return curves.deviation(found.get(row.subject, []), found.get((row.suite, row.workload, REFERENCE), []))
+
+
 def _text(used: Sequence[Row]) -> str:
     steps = max(row.steps or 0 for row in used)
     return (
         "Training GPT-2 (124M parameters) with `examples/train_gpt2.py`: thousands of tokens per second at the median "
         "step, 16k tokens a step, causal attention with 12 heads of 64, bf16 autocast, fused AdamW. All train from the "
-        f"same weights on the same batches, {steps} steps without torch.compile. The loss column is flashgen's last; "
-        f"beside it stand the mean distances in nats of flashgen's losses, and of cuDNN's, from those of SDPA flash. "
+        f"same weights on the same batches for {steps} steps, or for those that stand beside a rate. The loss column "
+        "is flashgen's last; beside it stand the mean distances in nats of flashgen's losses, and of cuDNN's, from "
+        "those of SDPA flash. "
         f"{provenance(used)}"
     )
 
@@ -51,10 +70,11 @@ def _table(used: Sequence[Row]) -> str:
     head = ["seqlen", "mode", *TITLES.values(), "vs standard", "vs better SDPA", "GiB", "GiB, standard", "loss"]
     head += ["flashgen from SDPA flash", "cuDNN from SDPA flash"]
     table = [table_row(head), table_row(["---:", "---", *("---:" for _ in head[2:])])]
+    most_steps = max(row.steps or 0 for row in used)
     for suite, mode in MODES.items():
         for workload, by_impl in by_workload(row for row in used if row.suite == suite):
             mine = by_impl.get("flashgen")
-            cells = [str(workload.seqlen_k), mode, *(_rate(by_impl.get(impl)) for impl in TITLES)]
+            cells = [str(workload.seqlen_k), mode, *(_rate(by_impl.get(impl), most_steps) for impl in TITLES)]
             cells += [_ratio(by_impl, ("standard",)), _ratio(by_impl, (REFERENCE, NOISE))]
             cells += [_number(by_impl.get(impl), "peak_gib", ".1f") for impl in ("flashgen", "standard")]
             cells.append(_number(mine, "loss_last", ".4f"))
@@ -63,10 +83,40 @@ def _table(used: Sequence[Row]) -> str:
     return "\n".join(table)
 
 
-def _rate(row: Row | None) -> str:
+def _memory_text(rows: Sequence[Row]) -> str:
+    return (
+        "Memory of a forward and a backward pass together, in MiB beside q, k, v, the output and the gradients of "
+        "these four: one sequence, 16 heads, bf16, no mask. The last column is what the papers compare: all memory of "
+        f"standard attention, these tensors included, over that of flashgen. {provenance(_of_memory(rows))}"
+    )
+
+
+def _memory_table(rows: Sequence[Row]) -> str:
+    titles = {impl: title for impl, title in TITLES.items() if any(row.impl == impl for row in _of_memory(rows))}
+    saved = savings(rows)
+    head = ["head_dim", "seqlen", *titles.values(), "standard over flashgen"]
+    table = [table_row(head), table_row(["---:"] * len(head))]
+    for workload, by_impl in by_workload(_of_memory(rows)):
+        cells = [str(workload.head_dim), str(workload.seqlen_k), *(_mib(by_impl.get(impl)) for impl in titles)]
+        table.append(table_row([*cells, f"{saved[workload]:.1f}" if workload in saved else "-"]))
+    return "\n".join(table)
+
+
+def _of_memory(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.suite == TRAINING_SUITE]
+
+
+def _mib(row: Row | None) -> str:
+    return "-" if row is None or row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}"
+
+
+def _rate(row: Row | None, most_steps: int) -> str:
     if row is None:
         return "-"
-    return f"{row.tokens_per_s / 1e3:.0f}" if row.tokens_per_s else row.outcome
+    if not row.tokens_per_s:
+        return row.outcome
+    cut = f" ({row.steps} steps)" if row.steps != most_steps else ""
+    return f"{row.tokens_per_s / 1e3:.0f}{cut}"
 
 
 def _number(row: Row | None, field: str, form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,19 @@ def test_cases_take_turns_and_a_failing_one_gets_a_reason() -> None:
     assert {tuple(seen[2 + 2 * n : 4 + 2 * n]) for n in range(4)} == {("good", "other"), ("other", "good")}
     assert len(good.loops_us) == len(other.loops_us) == 4
     assert good.best_us <= good.median_us
+
+
+def test_slow_calls_have_fewer_loops_and_garbage_is_collected_again() -> None:
+    def loop(which: Case, arguments: Sequence[Arguments]) -> float:
+        assert gc.get_freeze_count() > 0 or not seen[which.name]
+        seen[which.name] += 1
+        return 1e4 if which.name == "slow" else 1.0
+
+    seen = dict.fromkeys(("fast", "slow"), 0)
+    fast, slow = time_cases([case("fast"), case("slow", most_calls=20)], loop, calls=100, loops=9)
+    assert (len(fast.loops_us), len(slow.loops_us)) == (9, 5)
+    assert seen == {"fast": 10, "slow": 6}
+    assert gc.get_freeze_count() == 0
 
 
 def test_every_new_length_is_new() -> None:

@@ -114,7 +114,8 @@ def test_training_is_reported_beside_what_the_papers_claim(tmp_path: Path) -> No
     assert "<details><summary>All 1 shapes</summary>" in lines
     assert "| flashgen, deterministic | 1.10 | 1.10 | 1.10 | 1 of 1 |" in lines
     names = {path.name for path in (tmp_path / "docs/img").iterdir()}
-    assert names == {f"{stem}_test_gpu.png" for stem in ("backward", "forward_backward", "training")}
+    assert names == {f"{stem}_test_gpu.png" for stem in ("backward", "forward_backward", "training", "training_memory")}
+    assert "| 64 | 2048 | 0.0 | 256.0 | 9.0 |" in lines, "32 MiB of tensors, 8 times as much beside them"
     assert run(tmp_path, "--check") == 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 
 from benchmarks import curves, training, training_worker
 from benchmarks.results import TRAINING_COLUMNS, ResultsFile, read_rows
-from benchmarks.training import COMPILED_SUITE, EAGER_SUITE, run, workload_of
+from benchmarks.training import COMPILED_SUITE, EAGER_SUITE, CrashError, Job, jobs_of, run, workload_of
+from benchmarks.training_tables import compared
 from benchmarks.training_worker import train_gpt2
 from tests.benchmarks.rows import SHARED
 
@@ -88,13 +89,13 @@ def test_a_run_ends_early_with_what_it_has(text: torch.Tensor, monkeypatch: pyte
     assert train_gpt2.train(TINY).outcome == "out of memory"
 
 
-def result(impl: str, seqlen: int, *, compiled: bool, shift: float = 0.0, outcome: str = "done") -> dict[str, Any]:
+def result(job: Job, *, shift: float = 0.0, outcome: str = "done") -> dict[str, Any]:
     losses = [10.0 - step + shift for step in range(3)] if outcome == "done" else []
     return {
-        "attention": impl,
-        "backend": impl,
-        "seqlen": seqlen,
-        "compiled": compiled,
+        "attention": job.impl,
+        "backend": job.impl,
+        "seqlen": job.seqlen,
+        "compiled": job.mode == "compiled",
         "outcome": outcome,
         "losses": losses,
         "steps_ms": [],
@@ -104,25 +105,32 @@ def result(impl: str, seqlen: int, *, compiled: bool, shift: float = 0.0, outcom
     }
 
 
-def trainer(impl: str, seqlen: int) -> list[dict[str, Any]]:
-    """cuDNN is 0.01 from the reference, flashgen 0.02; standard attention runs out of memory, or crashes at 16k."""
-    if impl == "standard":
-        return [] if seqlen == 16384 else [result(impl, seqlen, compiled=c, outcome="out of memory") for c in (0, 1)]
-    shift = {"sdpa-flash": 0.0, "sdpa-cudnn": 0.01, "flashgen": 0.02}[impl]
-    return [result(impl, seqlen, compiled=compiled, shift=shift) for compiled in (False, True)]
+def trainer(jobs: Sequence[Job], limit_s: float) -> Iterator[dict[str, Any]]:
+    """cuDNN is 0.01 from the reference, flashgen 0.02; standard attention runs out of memory, and crashes at 16k."""
+    for job in jobs:
+        if (job.impl, job.seqlen) == ("standard", 16384):
+            raise CrashError("its process ended with 9")
+        shift = {"sdpa-flash": 0.0, "sdpa-cudnn": 0.01}.get(job.impl, 0.02)
+        yield result(job, shift=shift, outcome="out of memory" if job.impl == "standard" else "done")
 
 
 def runs(folder: Path, train: training.Trainer = trainer, *, append: bool = False, **options: Any) -> int:
     file = ResultsFile(folder / "training.csv", TRAINING_COLUMNS, append=append)
-    jobs = [(impl, seqlen) for seqlen in (1024, 16384) for impl in training.IMPLS]
-    return run(jobs, train, file, folder / "training_loss.csv", SHARED, say=print, **options)
+    return run(
+        jobs_of(["1024", "16384"]), train, file, folder / "training_loss.csv", SHARED, **({"say": print} | options)
+    )
 
 
 def test_rows_have_speed_memory_and_the_distance_of_losses(tmp_path: Path) -> None:
-    assert runs(tmp_path) == 0
+    said: list[str] = []
+    assert runs(tmp_path, say=said.append) == 0
     rows = read_rows(tmp_path / "training.csv", TRAINING_COLUMNS)
     assert len(rows) == 2 * 2 * 3 + 2
-    by_subject = {row.subject: row for row in rows}
+    assert [line for line in said if "no row" in line] == [
+        f"16384:standard:{mode} has no row: its process ended with 9" for mode in ("eager", "compiled")
+    ]
+    found = curves.read(tmp_path / "training_loss.csv")
+    by_subject = {row.subject: row for row in compared(rows, found)}
     key = workload_of(1024).key
     mine = by_subject[EAGER_SUITE, key, "flashgen"]
     assert (mine.median_ms, mine.tokens_per_s, mine.peak_gib, mine.steps) == (50.0, 327680, 12.5, 3)
@@ -132,30 +140,53 @@ def test_rows_have_speed_memory_and_the_distance_of_losses(tmp_path: Path) -> No
     assert by_subject[EAGER_SUITE, key, "sdpa-flash"].loss_deviation is None
     exhausted = by_subject[EAGER_SUITE, key, "standard"]
     assert (exhausted.outcome, exhausted.tokens_per_s, exhausted.loss_last) == ("out of memory", None, None)
-    found = curves.read(tmp_path / "training_loss.csv")
     assert found[mine.subject] == [10.02, 9.02, 8.02]
 
 
-def test_a_later_run_goes_on_and_a_limit_ends_it(tmp_path: Path) -> None:
-    ticks = iter(range(0, 10_000, 10))
-    assert runs(tmp_path, limit_s=45, clock=lambda: float(next(ticks))) == 0
-    assert {row.impl for row in read_rows(tmp_path / "training.csv")} == {"sdpa-flash", "sdpa-cudnn"}
-    seen: list[tuple[str, int]] = []
+def test_another_process_goes_on_behind_a_crash(tmp_path: Path) -> None:
+    asked: list[list[str]] = []
 
-    def watched(impl: str, seqlen: int) -> list[dict[str, Any]]:
-        seen.append((impl, seqlen))
-        return trainer(impl, seqlen)
+    def fragile(jobs: Sequence[Job], limit_s: float) -> Iterator[dict[str, Any]]:
+        asked.append([str(job) for job in jobs])
+        for job in jobs:
+            if str(job) == "1024:flashgen:compiled":
+                raise CrashError("gone")
+            yield result(job)
+
+    assert runs(tmp_path, fragile) == 1, "flashgen has no time"
+    assert [(len(jobs), jobs[0]) for jobs in asked] == [(16, "1024:sdpa-flash:eager"), (10, "1024:standard:eager")]
+    assert len(read_rows(tmp_path / "training.csv")) == 15
+
+
+def test_a_later_run_goes_on_where_a_limit_ended_the_first(tmp_path: Path) -> None:
+    limits: list[float] = []
+
+    def limited(jobs: Sequence[Job], limit_s: float) -> Iterator[dict[str, Any]]:
+        limits.append(limit_s)
+        yield from map(result, jobs[:3])
+
+    ticks = iter(range(0, 10_000, 10))
+    said: list[str] = []
+    assert runs(tmp_path, limited, limit_s=45, clock=lambda: float(next(ticks)), say=said.append) == 0
+    assert limits == [25.0]
+    assert said[-2] == "stopped at the time limit, 13 runs left: run again with --append"
+    seen: list[Job] = []
+
+    def watched(jobs: Sequence[Job], limit_s: float) -> Iterator[dict[str, Any]]:
+        seen.extend(jobs)
+        yield from map(result, jobs)
 
     assert runs(tmp_path, watched, append=True) == 0
-    assert seen[0] == ("flashgen", 1024)
-    assert len(seen) == 6
+    assert str(seen[0]) == "1024:sdpa-cudnn:compiled"
+    assert len(seen) == 13
 
 
 def test_flashgen_without_a_time_is_an_error(tmp_path: Path) -> None:
-    def crashing(impl: str, seqlen: int) -> list[dict[str, Any]]:
-        return [] if impl == "flashgen" else trainer(impl, seqlen)
+    def exhausted(jobs: Sequence[Job], limit_s: float) -> Iterator[dict[str, Any]]:
+        for job in jobs:
+            yield result(job, outcome="out of memory" if job.impl == "flashgen" else "done")
 
-    assert runs(tmp_path, crashing) == 1
+    assert runs(tmp_path, exhausted) == 1
 
 
 def test_curves_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -173,45 +204,76 @@ def test_curves_are_read_as_they_were_written(tmp_path: Path) -> None:
         curves.read(path)
 
 
-def test_a_process_trains_without_and_with_compilation(tmp_path: Path) -> None:
+def test_a_process_makes_the_runs_that_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
+    ticks = iter((0, 0, 50, 50, 60, 60))
 
     def train(options: Any, say: Any) -> Any:
         asked.append(options)
+        say("step 1")
         return train_gpt2.Result(attention="flashgen", backend="flashgen", seqlen=4096, compiled=options.compile)
 
-    report = tmp_path / "report.jsonl"
-    command = ["--attention", "flashgen", "--seqlen", "4096", "--steps", "9", "--compiled-steps", "4"]
-    assert training_worker.main([*command, "--limit-seconds", "30", "--report", str(report)], train) == 0
-    assert [(o.compile, o.steps, o.shape.seqlen, o.limit_s) for o in asked] == [
-        (False, 9, 4096, 30.0),
-        (True, 4, 4096, 30.0),
-    ]
-    assert [json.loads(line)["compiled"] for line in report.read_text().splitlines()] == [False, True]
+    command = ["4096:flashgen:eager", "1024:standard:compiled", "1024:flashgen:eager", "--limit-seconds", "105"]
+    command += ["--steps", "9", "--compiled-steps", "4", "--run-seconds", "30"]
+    assert training_worker.main(command, train, clock=lambda: float(next(ticks))) == 0
+    assert [(o.attention, o.compile, o.steps, o.shape.seqlen, o.limit_s) for o in asked] == [
+        ("flashgen", False, 9, 4096, 30.0),
+        ("standard", True, 4, 1024, 30.0),
+    ], "a third one as long as the first would end too late"
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["compiled"] for line in lines if line.startswith("{")] == [False, True]
+    assert lines.count("    step 1") == 2
+
+
+START = training.subprocess.Popen
+CHILD = """
+import sys, time
+print('    step 1'); print('{"losses": []}', flush=True)
+time.sleep(float(sys.argv[1])); sys.exit(int(sys.argv[2]))
+"""
+
+
+def child(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Iterator[dict[str, Any]]:
+    """What the parent gets of a process that reports one run, waits and ends with a code."""
+
+    def standing_in(command: list[str], **options: Any) -> Any:
+        assert command[3:5] == ["1024:flashgen:eager", "1024:flashgen:compiled"]
+        assert command[-4:] == ["--run-seconds", "0.1", "--limit-seconds", "280.0"]
+        return START([training.sys.executable, "-c", CHILD, *arguments], **options)
+
+    monkeypatch.setattr(training.subprocess, "Popen", standing_in)
+    return training._in_a_process(
+        jobs_of(["1024:flashgen"]), 280.0, training._parser().parse_args(["--run-seconds=0.1"])
+    )
 
 
 def test_a_child_that_fails_has_the_runs_that_it_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, report = training._parser().parse_args([]), tmp_path / "report.jsonl"
-    monkeypatch.setattr(training.sys, "executable", "/bin/false")
-    assert training._in_a_process("flashgen", 1024, options, report) == []
-    assert "flashgen at 1024 ended with 1" in capsys.readouterr().out
-
-    def dying(command: list[str], timeout: float, **_: Any) -> None:
-        assert command[-2:] == ["--report", str(report)]
-        report.write_text(json.dumps({"outcome": "done"}) + '\n{"outco')
-        raise training.subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(training.subprocess, "run", dying)
-    assert training._in_a_process("flashgen", 1024, options, report) == [{"outcome": "done"}]
-    assert "was ended after 240 s" in capsys.readouterr().out
+    assert list(child(monkeypatch, "0", "0")) == [{"losses": []}]
+    assert "    step 1" in capsys.readouterr().out
+    results = child(monkeypatch, "0", "3")
+    assert next(results) == {"losses": []}
+    with pytest.raises(CrashError, match="its process ended with 3"):
+        next(results)
 
 
-def test_the_reference_is_trained_first() -> None:
-    assert training._chosen("flashgen,sdpa-flash") == ("sdpa-flash", "flashgen")
-    with pytest.raises(ValueError, match=r"an attention is one of sdpa-flash, .*, got fa3"):
-        training._chosen("fa3")
+def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "START_SECONDS", 0.4)
+    results = child(monkeypatch, "60", "0")
+    assert next(results) == {"losses": []}
+    with pytest.raises(CrashError, match="its process ended with -9"):
+        next(results)
+
+
+def test_a_command_line_names_runs() -> None:
+    names = [str(job) for job in jobs_of(["4096:flashgen,standard", "1024"], ["eager"])]
+    assert names[:2] == ["4096:flashgen:eager", "4096:standard:eager"]
+    assert names[2:] == [f"1024:{impl}:eager" for impl in training.IMPLS]
+    assert len(jobs_of([])) == 2 * 3 * 4
+    for wrong in ("512", "1024:fa3", "flashgen"):
+        with pytest.raises(ValueError, match=r"a run is a length of 1024, 4096, 16384, .*, got"):
+            jobs_of([wrong])
 
 
 @pytest.mark.parametrize("arguments", [["--seqlen", "3"], ["--attention", "none"]])
