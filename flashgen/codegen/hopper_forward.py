@@ -6,15 +6,12 @@ from flashgen.codegen import hopper_resources as resources
 from flashgen.codegen import hopper_text as text
 from flashgen.codegen.family import KernelFamily, Knob
 from flashgen.codegen.head_parts import can_split
-from flashgen.codegen.hopper_favourites import NAMED, SMALLER, SPLIT, WON, Changes
+from flashgen.codegen.hopper_favourites import MBARRIER, NAMED, SMALLER, SPLIT, WON, Changes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-
-SERVES_SCORE_TILES = False
-"""On an H200 outputs with tiles of a bias, and of some masks, were wrong; until they are right, no call meets them."""
 
 KNOBS = (
     Knob(name="warpgroups", values=(1, 2, 3, 4), meaning="consumer warpgroups of a program, each of 64 query rows"),
@@ -89,8 +86,6 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return (
             "the copy engine needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
         )
-    if resources.score_tiles(spec) and not SERVES_SCORE_TILES:
-        return "its tiles of a bias or a mask with a value for every query did not pass the gate on a GPU"
     if spec.page_size is not None:
         return "it reads no paged keys"
     if spec.dtype not in text.GL_DTYPES:
@@ -198,7 +193,16 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
 # by (larger padded head_dim, causal): the winner of long sequences on an H200
 _DEFAULTS: dict[tuple[int, bool], Changes] = {
     (64, False): {"warpgroups": 3, "v_stages": 3, "ping_pong": True},
-    (64, True): {"warpgroups": 3, "v_stages": 3, "heads_per_group": 8, **NAMED},
+    (64, True): {
+        "warpgroups": 3,
+        "v_stages": 3,
+        "heads_per_group": 8,
+        "ping_pong": True,
+        "conditional_rescale": True,
+        "q_stages": 2,
+        "hidden_blocks": "skipped",
+        **MBARRIER,
+    },
     (128, False): NAMED,
     (128, True): {"heads_per_group": 4, **NAMED},
     (256, False): {"block_n": 64, **NAMED},
@@ -236,34 +240,49 @@ def _default(spec: Specialization, device: Device) -> Config:
         config = config.replace(**NAMED)
     if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
         config = config.replace(warpgroups=2, **NAMED)
+    config = _in_parts(spec, config, device)
     changes: tuple[Changes, ...] = ({}, {"v_stages": 2}, {"warpgroups": 2, "v_stages": 2, **NAMED})
-    smaller = (config.replace(**change) for change in changes)
-    fitting = (each for each in smaller if _why_too_large(spec, each, device) is None)
-    return _masked(spec, next(fitting, None) or _smallest(spec, device))
+    smaller = (_tidy(spec, config.replace(**change), device) for change in changes)
+    return next((each for each in smaller if _why_too_large(spec, each, device) is None), _smallest(spec, device))
+
+
+def _in_parts(spec: Specialization, config: Config, device: Device) -> Config:
+    """`config` with heads in two parts where that is less, and steps of 128 keys where there is room then."""
+    if not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
+        return config
+    parts = config.replace(split_d=True)
+    wide = parts.replace(block_n=128, v_stages=2)
+    return wide if _why_too_large(spec, wide, device) is None else parts
 
 
 def _smallest(spec: Specialization, device: Device) -> Config:
     """What takes the least registers and shared memory for a warpgroup's rows, of what is not pointless."""
     changes: Changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED}
     config = Config.of(text.FAMILY_ID, {**USUAL, **changes})
-    parts = can_split(spec.head_dim) or can_split(spec.head_dim_v)
-    return config.replace(split_d=parts and _why_too_large(spec, config, device) is not None)
+    config = config.replace(split_d=can_split(spec.head_dim) or can_split(spec.head_dim_v))
+    return _tidy(spec, config, device)
 
 
 def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     default = _default(spec, device)
-    found = [_masked(spec, default.replace(**changes)) for changes in WON[_width(spec), spec.causal]]
+    found = [default.replace(**changes) for changes in WON[_width(spec), spec.causal]]
     if resources.score_tiles(spec):
-        found += [_masked(spec, config.replace(**change)) for config in (default, found[0]) for change in SMALLER]
+        found += [config.replace(**change) for config in (default, found[0]) for change in SMALLER]
     if can_split(spec.head_dim) or can_split(spec.head_dim_v):
-        found += [_masked(spec, config.replace(**change)) for config in (default, found[0]) for change in SPLIT]
-    others = (config for config in dict.fromkeys(found) if config != default)
+        found += [config.replace(**change) for config in (default, found[0]) for change in SPLIT]
+    others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != default)
     return tuple(config for config in others if _why_invalid(spec, config, device) is None)
 
 
-def _masked(spec: Specialization, config: Config) -> Config:
-    """`config`, with a branch for what its kind of masked blocks cannot do."""
-    return config if _why_impossible_mask(spec, config) is None else config.replace(masked_blocks="branch")
+def _tidy(spec: Specialization, config: Config, device: Device) -> Config:
+    """`config` without what its tiles leave no sense or no room for: a kind of masked blocks, a second place for Q."""
+    if _why_impossible_mask(spec, config) is not None:
+        config = config.replace(masked_blocks="branch")
+    if not _hides_whole_blocks(spec, config):
+        config = config.replace(hidden_blocks="computed")
+    if resources.q_stages(config) > 1 and _why_too_large(spec, config, device) is not None:
+        config = config.replace(q_stages=1)
+    return config
 
 
 def _width(spec: Specialization) -> int:

@@ -64,8 +64,11 @@ HOPPER_GOLDENS = {
             "blocks_per_sm": 3,
             "block_n": 64,
             "ping_pong": False,
+            "barriers": "named",
             "exp_order": "free",
             "masked_blocks": "one",
+            "q_stages": 1,
+            "hidden_blocks": "computed",
         },
     ),
 }

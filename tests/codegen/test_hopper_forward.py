@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.codegen import families, hopper_favourites, hopper_forward, hopper_resources
+from flashgen.codegen import families, hopper_favourites, hopper_resources
 from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import HEAD_DIMS, HOPPER_FORWARD
@@ -26,12 +26,6 @@ from flashgen.launch.parameters import trailing_pointers
 from tests.codegen.goldens import GOLDEN, HOPPER_GOLDENS, hopper_golden
 
 H200 = find_device("h200")
-
-
-@pytest.fixture(autouse=True)
-def with_score_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their kernels compile, whether calls meet them or not."""
-    monkeypatch.setattr(hopper_forward, "SERVES_SCORE_TILES", True)
 
 
 def compiled(key: str, **changes: int | str | bool) -> CompiledKernel:
@@ -268,16 +262,18 @@ def test_triton_leaves_the_named_barriers_that_a_kernel_takes() -> None:
 
 
 NAMED = {"barriers": "named", "conditional_rescale": True, "exp_order": "data"}
+ONCE = {"q_stages": 1, "hidden_blocks": "computed"}
 
 
 @pytest.mark.parametrize(
     ("key", "changes"),
     [
         ("d64-causal", {"warpgroups": 4, "block_n": 64, "exp_order": "free", "k_release": "with_v"}),
+        ("d64-causal", {"barriers": "named"}),
         ("d64-causal", {"warpgroups": 4, "block_n": 64, "heads_per_group": 32}),
-        ("d64-causal", {**NAMED, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
-        ("d64-causal", {"warpgroups": 2, "masked_blocks": "one", "heads_per_group": 2}),
-        ("d64-causal-offset", {"warpgroups": 2, "masked_blocks": "peeled"}),
+        ("d64-causal", {**NAMED, **ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
+        ("d64-causal", {**ONCE, "warpgroups": 2, "masked_blocks": "one", "heads_per_group": 2}),
+        ("d64-causal-offset", {**ONCE, "warpgroups": 2, "masked_blocks": "peeled"}),
         ("d128", {"barriers": "mbarrier", "exp_order": "barrier", "max_tree": "chains"}),
         ("d128", {"conditional_rescale": False, "exp_order": "free"}),
         ("d96-causal-keymask", {"split_d": True}),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashgen.codegen import hopper_forward
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import why_invalid
 from flashgen.codegen.hopper_forward import HOPPER_FORWARD
-from flashgen.codegen.hopper_resources import score_tiles
 from flashgen.core.workload import Specialization
 from flashgen.launch.extras import Extras
 from flashgen.launch.geometry import Geometry
@@ -88,13 +86,8 @@ def launch_of(key: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: 
 
 
 @pytest.mark.parametrize(("key", "changes"), VARIANTS, ids=str)
-def test_every_kind_of_kernel_passes_the_gate(
-    key: str, changes: dict[str, int | str | bool], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_kernel_passes_the_gate(key: str, changes: dict[str, int | str | bool]) -> None:
     spec, device = Specialization.parse(key), gpu.current_device()
-    if score_tiles(spec) and not hopper_forward.SERVES_SCORE_TILES:
-        monkeypatch.setattr(hopper_forward, "SERVES_SCORE_TILES", True)
-        request.applymarker(pytest.mark.xfail(reason="tiles of scores are not served yet", strict=False))
     config = HOPPER_FORWARD.default(spec, device).replace(**changes)
     assert why_invalid(config, spec, device) is None
     compiled = compile_kernel(spec, config, device)
@@ -150,7 +143,6 @@ def test_two_streams_without_graphs() -> None:
     assert torch.equal(outs[1], outs[2])
 
 
-@pytest.mark.skipif(not hopper_forward.SERVES_SCORE_TILES, reason="tiles of scores are not served yet")
 @pytest.mark.parametrize("key", ["fwd-bf16-d64-mask", "fwd-bf16-d96-causal-mask"])
 def test_tiles_that_hidden_values_spoil_come_again(key: str) -> None:
     """More tiles than multiprocessors, of which those of one batch element are spoilt, or all, the last included."""
