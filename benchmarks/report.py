@@ -1,7 +1,7 @@
-"""From the results files to `docs/img/` and the benchmark block of README (needs the extra `report` for the charts).
+"""From the results files to `docs/img/`, the benchmark block of README and what docs/attention.md says of repeats.
 
-python -m benchmarks.report            # rewrites both
-python -m benchmarks.report --check    # changes nothing; 1 if README is not what the files give
+python -m benchmarks.report            # rewrites them; charts need the extra `report`
+python -m benchmarks.report --check    # changes nothing; 1 if a text is not what the files give
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import curves
+from benchmarks import curves, spread_tables
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE
 from benchmarks.race_tables import RACES
 from benchmarks.results import RESULTS, Row, latest, read_rows
@@ -20,6 +20,9 @@ from benchmarks.training import EAGER_SUITE
 from benchmarks.training_tables import compared
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path("docs") / "attention.md"
+"""The page on gradients, beside the README."""
+
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 FILES = (
     "forward.csv",
@@ -30,6 +33,7 @@ FILES = (
     "memory.csv",
     "overhead.csv",
     "training.csv",
+    "spread.csv",
 )
 CHARTS = {
     **{suite: suite for suite in RACES},
@@ -52,14 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     devices = load(options.results)
     if not options.check:
         draw(devices, images, options.results)
-    before = options.readme.read_text(encoding="utf-8")
-    after = insert(before, text_of(devices, _relative(images, options.readme.parent)))
-    if options.check:
-        print("README is up to date" if before == after else "README differs: run python -m benchmarks.report")
-        return int(before != after)
-    options.readme.write_text(after, encoding="utf-8")
-    print(f"{options.readme}: {sum(map(len, devices.values()))} rows of {len(devices)} devices")
-    return 0
+    changed = [
+        path
+        for path, text, marks in (
+            (options.readme, text_of(devices, _relative(images, options.readme.parent)), (START, END)),
+            (options.readme.parent / PAGE, spread_tables.page(devices), (spread_tables.START, spread_tables.END)),
+        )
+        if path.is_file() and _is_changed(path, text, marks, write=not options.check)
+    ]
+    print(f"{sum(map(len, devices.values()))} rows of {len(devices)} devices")
+    for path in changed:
+        print(f"{path} differs: run python -m benchmarks.report" if options.check else f"{path} was rewritten")
+    return int(bool(changed) and options.check)
 
 
 def load(results: Path) -> dict[str, list[Row]]:
@@ -111,17 +119,26 @@ def text_of(devices: dict[str, list[Row]], images: str) -> str:
     )
 
 
-def insert(readme: str, text: str) -> str:
-    """`readme` with `text` between its markers.
+def insert(page: str, text: str, marks: tuple[str, str] = (START, END)) -> str:
+    """`page` with `text` between its markers.
 
     Raises:
         ValueError: the markers are not there exactly once each, in order.
     """
-    head, start, rest = readme.partition(START)
-    _, end, tail = rest.partition(END)
-    if not start or not end or START in rest or END in tail:
-        raise ValueError(f"README has the markers {START} and {END} once each, in this order")
-    return f"{head}{START}\n{text}{END}{tail}"
+    first, last = marks
+    head, start, rest = page.partition(first)
+    _, end, tail = rest.partition(last)
+    if not start or not end or first in rest or last in tail:
+        raise ValueError(f"the page has the markers {first} and {last} once each, in this order")
+    return f"{head}{first}\n{text}{last}{tail}"
+
+
+def _is_changed(path: Path, text: str, marks: tuple[str, str], *, write: bool) -> bool:
+    before = path.read_text(encoding="utf-8")
+    after = insert(before, text, marks)
+    if write and before != after:
+        path.write_text(after, encoding="utf-8")
+    return before != after
 
 
 def _relative(images: Path, folder: Path) -> str:

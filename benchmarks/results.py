@@ -35,6 +35,20 @@ TRAINING_NUMBERS = ("steps", "tokens_per_s", "peak_gib", "loss_first", "loss_las
 TRAINING_COLUMNS = (*COLUMNS[:4], "outcome", "median_ms", *TRAINING_NUMBERS, *COLUMNS[7:])
 """Columns of `training.csv`."""
 
+SPREAD_NUMBERS = (
+    "repeats",
+    "differing",
+    "spread_max",
+    "spread_mean",
+    "error_max",
+    "error_mean",
+    "ulps_max",
+    "ulps_mean",
+    "others_differing",
+)
+SPREAD_COLUMNS = (*COLUMNS[:4], *SPREAD_NUMBERS, *COLUMNS[7:])
+"""Columns of `spread.csv`."""
+
 RESULTS = Path(__file__).resolve().parent / "results"
 """Where results live: one folder per device, named by its slug."""
 
@@ -48,6 +62,15 @@ FORMATS = {
     "peak_gib": ".2f",
     "loss_first": ".5f",
     "loss_last": ".5f",
+    "repeats": "d",
+    "differing": ".4g",
+    "spread_max": ".3g",
+    "spread_mean": ".3g",
+    "error_max": ".3g",
+    "error_mean": ".3g",
+    "ulps_max": ".4g",
+    "ulps_mean": ".3g",
+    "others_differing": "d",
 }
 """How numbers are written; the other columns are text."""
 
@@ -59,8 +82,8 @@ class Row:
     Of a run of training, `median_ms` is the median step, `tokens_per_s` follows from it, `peak_gib` is the most memory
     that was allocated, and `outcome` says whether it came to its end; `loss_deviation`, the mean distance from the
     losses of the run that it is compared with, is in no file: `training_tables` finds it in the curves. Of a race,
-    `outcome` is the reason why an implementation has no time. `device`, `torch`, `triton`, `commit` and `date` (UTC)
-    say what a row was measured on and with.
+    `outcome` is the reason why an implementation has no time. What repeats of one call differ by is explained in
+    `spread.Spread`. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was measured on and with.
     """
 
     suite: str
@@ -78,6 +101,15 @@ class Row:
     loss_first: float | None = None
     loss_last: float | None = None
     loss_deviation: float | None = None
+    repeats: int | None = None
+    differing: float | None = None
+    spread_max: float | None = None
+    spread_mean: float | None = None
+    error_max: float | None = None
+    error_mean: float | None = None
+    ulps_max: float | None = None
+    ulps_mean: float | None = None
+    others_differing: int | None = None
     device: str
     torch: str
     triton: str

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import report, spread_tables
 from benchmarks.race_tables import lines_of
 from benchmarks.results import ResultsFile, latest, read_rows
 from benchmarks.suites import paper_grid
@@ -129,6 +129,8 @@ def test_readme_is_what_the_committed_results_give() -> None:
     devices = report.load(report.RESULTS)
     readme = (ROOT / "README.md").read_text()
     assert report.insert(readme, report.text_of(devices, "docs/img")) == readme, "run python -m benchmarks.report"
+    page, marks = (ROOT / report.PAGE).read_text(), (spread_tables.START, spread_tables.END)
+    assert report.insert(page, spread_tables.page(devices), marks) == page, "run python -m benchmarks.report"
     for slug, rows in devices.items():
         for name in report.charts_of(slug, rows):
             assert (ROOT / "docs/img" / name).is_file()
