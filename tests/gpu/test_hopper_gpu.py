@@ -50,6 +50,8 @@ VARIANTS = (
     ("fwd-bf16-d128-causal", {"q_stages": 2}),
     ("fwd-fp16-d64", {"q_stages": 2, "warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
     ("fwd-bf16-d256-causal-softcap-window", {}),
+    ("fwd-bf16-d256-causal-softcap-window", {"tanh": "approx"}),
+    ("fwd-fp16-d64-softcap-alibi", {"tanh": "approx"}),
     ("fwd-bf16-d64-causal-sink-window", {}),
     ("fwd-fp16-d128-keymask", {}),
     ("fwd-bf16-d128-bias", {}),
