@@ -45,6 +45,20 @@ FUSED_KNOBS = (
         values=("kernel", "tiles"),
         meaning="sums of dq are converted by a kernel after all tiles, or by tiles of their own between the others",
     ),
+    Knob(
+        name="pace",
+        values=("abreast", "staggered"),
+        meaning="both warpgroups are in the same part of a step, or the first is half a step ahead of the second",
+        default="abreast",
+        implied=True,
+    ),
+    Knob(
+        name="scores",
+        values=("now", "ahead"),
+        meaning="s of a step is computed at its beginning, or beside dq and dk of the step before",
+        default="now",
+        implied=True,
+    ),
 )
 SPLIT_KNOBS = (
     *_COMMON,
@@ -88,6 +102,7 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
     return (
         _why_meaningless(spec, config)
         or (_why_impossible_conversion if resources.is_fused(config) else _why_pointless_step)(spec, config, device)
+        or _why_impossible_order(spec, config)
         or _why_too_large(spec, config, device)
     )
 
@@ -112,6 +127,18 @@ def _why_impossible_conversion(spec: Specialization, config: Config, device: Dev
     return None
 
 
+def _why_impossible_order(spec: Specialization, config: Config) -> str | None:
+    if not resources.is_ahead(config):
+        return None
+    if _width(spec) > ROWS:
+        return "s of the next step takes the registers that dk and dv of heads of more than 64 columns need"
+    if config["starts"] == "early":
+        return "s that is computed a step ahead has its start long before dp"
+    if resources.is_staggered(config) and (spec.causal or spec.window):
+        return "the loop of the warpgroup that is ahead would spill what it hides scores by"
+    return None
+
+
 def _why_pointless_step(spec: Specialization, config: Config, device: Device) -> str | None:
     if config["dq_block_n"] == 128:
         return None
@@ -131,7 +158,7 @@ def _why_too_large(spec: Specialization, config: Config, device: Device) -> str 
 
 
 def _fused_default(spec: Specialization, device: Device) -> Config:
-    return Config.of(FUSED_ID, {**_common_default(spec), "dq_conversion": "kernel"})
+    return Config.of(FUSED_ID, {**_common_default(spec), "dq_conversion": "kernel", "pace": "abreast", "scores": "now"})
 
 
 def _split_default(spec: Specialization, device: Device) -> Config:
@@ -171,9 +198,21 @@ _WON: tuple[Changes, ...] = (
 """Changes of a default that won at some length on an H200, or were within 1% of the winner."""
 
 
+_STAGGERED: Changes = {"pace": "staggered"}
+_AHEAD: Changes = {"scores": "ahead", "starts": "late"}
+_ORDERS: tuple[Changes, ...] = (
+    _STAGGERED,
+    {**_STAGGERED, "starts": "early"},
+    {**_STAGGERED, "q_stages": 3},
+    _AHEAD,
+    {**_STAGGERED, **_AHEAD},
+)
+"""Orders of a step that are newer than what won: a search of any length begins with them."""
+
+
 def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     default = _fused_default(spec, device)
-    found = [default.replace(**changes) for changes in _WON]
+    found = dict.fromkeys(default.replace(**changes) for changes in (*_WON, *_ORDERS))
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
 

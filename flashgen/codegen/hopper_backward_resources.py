@@ -56,6 +56,16 @@ def converts(config: Config) -> bool:
     return is_fused(config) and config["dq_conversion"] == "tiles"
 
 
+def is_staggered(config: Config) -> bool:
+    """Whether one warpgroup is half a step ahead; a config that is older than the knob means that none is."""
+    return dict(config.knobs).get("pace") == "staggered"
+
+
+def is_ahead(config: Config) -> bool:
+    """Whether s is computed a step ahead; a config that is older than the knob means that it is not."""
+    return dict(config.knobs).get("scores") == "ahead"
+
+
 def dq_columns(spec: Specialization, config: Config) -> int:
     """Columns of dq of a warpgroup: all of them for its half of 128 queries, or half of them for all of 64."""
     columns = block(spec.head_dim)

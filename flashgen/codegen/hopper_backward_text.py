@@ -13,6 +13,7 @@ from flashgen.core.workload import Specialization
 
 STARTS_TEXTS = {
     "late": "dp gets its start while s is computed",
+    "ahead": "s gets its start a step ahead, dp at the beginning of its own",
     "early": "both products get their start before the first begins, each sum in a register of its own",
 }
 
@@ -26,6 +27,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         **dict(config.knobs),
         "fused": fused,
         "converts": resources.converts(config),
+        "staggered": resources.is_staggered(config),
+        "ahead": resources.is_ahead(config),
         "part_blocks": resources.PART_BLOCKS,
         "multiprocessors": resources.MULTIPROCESSORS,
         "main": f"{config.family}_{'main' if fused else 'dkdv'}",
@@ -51,7 +54,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "torch_dtype": TORCH_DTYPES[spec.dtype],
         "schedule_text": _schedule_text(config),
         "order_text": _order_text(config),
-        "starts_text": STARTS_TEXTS[str(config["starts"])],
+        "starts_text": STARTS_TEXTS["ahead" if resources.is_ahead(config) else str(config["starts"])],
         **_features(spec),
         **_names(spec, config),
         **_synchronisation(spec, config),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import FAMILIES, family, why_not
-from flashgen.core.config import Config
+from flashgen.codegen.families import FAMILIES, family, why_invalid, why_not
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward_binding import BackwardBinding
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
@@ -114,6 +114,40 @@ def test_both_ways_to_launch_give_the_gradients(family_id: str, key: str) -> Non
     same = GRADIENTS if family_id in DETERMINISTIC else ("dk", "dv")
     for name, through_driver, through_triton in zip(GRADIENTS, *found, strict=True):
         assert name not in same or torch.equal(through_driver, through_triton), name
+
+
+@pytest.mark.parametrize("key", ["bwd-bf16-d64", "bwd-bf16-d64-causal", "bwd-bf16-d128-causal"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pace": "staggered"},
+        {"pace": "staggered", "q_stages": 3, "persistent": False},
+        {"pace": "staggered", "dq_conversion": "tiles"},
+        {"scores": "ahead", "starts": "late"},
+        {"scores": "ahead", "starts": "late", "block_m": 64},
+        {"scores": "ahead", "starts": "late", "pace": "staggered"},
+    ],
+    ids=str,
+)
+def test_every_order_of_a_step_gives_the_gradients(key: str, changes: dict[str, KnobValue]) -> None:
+    spec, device = Specialization.parse(key), gpu.current_device()
+    row = family("hopper_backward_fused")
+    if why_not(row, spec, device) is not None:
+        pytest.skip("needs a Hopper GPU")
+    config = row.default(spec, device).replace(**changes)
+    if (reason := why_invalid(config, spec, device)) is not None:
+        pytest.skip(reason)
+    compiled = compile_kernel(spec, config, device)
+    # many steps a tile, one step a tile, many tiles a program
+    for shape in (SHAPE, (1, 3, 3, 60, 130), (5, 16, 8, 700, 900)):
+        given = random_tensors(shape, spec.head_dim)
+        expected = expected_gradients(given, causal=spec.causal)
+        launch = make_backward_plan(compiled, spec, config, BackwardGeometry.of(given), 0)
+        for _ in range(3):
+            launch(given)
+            for name, mine, wanted in zip(GRADIENTS, gradients(given), expected, strict=True):
+                error = (mine - wanted).norm() / wanted.norm()
+                assert error < 1e-2, f"{name} of {shape} differs by {error:.2g} of its norm"
 
 
 @pytest.mark.parametrize("family_id", DETERMINISTIC)
