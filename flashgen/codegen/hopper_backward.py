@@ -12,8 +12,7 @@ from flashgen.codegen import hopper_backward_resources as resources
 from flashgen.codegen import hopper_backward_text as text
 from flashgen.codegen.family import KernelFamily, Knob
 from flashgen.codegen.hopper_backward_resources import FUSED_ID, SPLIT_ID
-from flashgen.codegen.hopper_forward import HEAD_DIMS
-from flashgen.codegen.hopper_resources import ROWS, block
+from flashgen.codegen.hopper_resources import ROWS, block, why_not_head_dim
 from flashgen.codegen.hopper_text import GL_DTYPES
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -84,9 +83,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return "it reads no paged keys"
     if spec.dtype not in GL_DTYPES:
         return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
-    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
-        if size not in HEAD_DIMS:
-            return f"its {name} is one of {', '.join(map(str, HEAD_DIMS))}, not {size}"
+    if why_not_head_dim(spec):
+        return why_not_head_dim(spec)
     if not spec.aligned16:
         return "the copy engine needs pointers and strides that are multiples of 16 bytes"
     return None

@@ -11,8 +11,6 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
-
 KNOBS = (
     Knob(name="warpgroups", values=(1, 2, 3, 4), meaning="consumer warpgroups of a program, each of 64 query rows"),
     Knob(name="blocks_per_sm", values=(1, 2, 3), meaning="programs side by side, between which registers are divided"),
@@ -97,9 +95,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return "it reads no paged keys"
     if spec.dtype not in text.GL_DTYPES:
         return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
-    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
-        if size not in HEAD_DIMS:
-            return f"its {name} is one of {', '.join(map(str, HEAD_DIMS))}, not {size}"
+    if resources.why_not_head_dim(spec):
+        return resources.why_not_head_dim(spec)
     if not spec.aligned16:
         return "the copy engine needs pointers and strides that are multiples of 16 bytes"
     if _why_too_large(spec, _smallest(spec, device), device):
@@ -258,7 +255,7 @@ def _default(spec: Specialization, device: Device) -> Config:
 
 def _in_parts(spec: Specialization, config: Config, device: Device) -> Config:
     """`config` with heads in two parts where that is less, and steps of 128 keys where there is room then."""
-    if not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
+    if _width(spec) == resources.LEAST_COLUMNS or not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
         return config
     parts = config.replace(split_d=True)
     wide = parts.replace(block_n=128, v_stages=2)

@@ -43,6 +43,23 @@ FIRST_NAMED_BARRIER = 6
 LEAST_COLUMNS = 64
 """Columns of a full swizzle: a head that lies in one part has no fewer."""
 
+LEAST_HEAD_DIM = 40
+"""Smaller heads than this would be padded to twice their size and more."""
+
+MOST_HEAD_DIM = 256
+"""Of larger ones the output of 64 rows leaves no registers for scores."""
+
+HEAD_DIM_STEP = 8
+"""Rows of a multiple of 16 bytes, for the copy engine."""
+
+
+def why_not_head_dim(spec: Specialization) -> str | None:
+    """Why heads of this size are left to the portable families, or None."""
+    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if not LEAST_HEAD_DIM <= size <= MOST_HEAD_DIM or size % HEAD_DIM_STEP:
+            return f"its {name} is a multiple of 8 from {LEAST_HEAD_DIM} to {MOST_HEAD_DIM}, not {size}"
+    return None
+
 
 def is_split(config: Config) -> bool:
     """Whether heads lie in two parts; a config that is older than the knob means that they do not."""

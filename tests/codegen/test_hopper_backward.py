@@ -16,7 +16,6 @@ from flashgen.codegen import families, hopper_backward_resources, hopper_resourc
 from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.hopper_backward import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
-from flashgen.codegen.hopper_forward import HEAD_DIMS
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.codegen.space import candidates
@@ -27,6 +26,7 @@ from flashgen.launch.parameters import trailing_pointers
 from tests.codegen.goldens import GOLDEN, HOPPER_BACKWARD_GOLDENS, hopper_backward_golden
 
 H200 = find_device("h200")
+HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 216, 256)
 FUSED, SPLIT = HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
 BOTH = (FUSED, SPLIT)
 

@@ -14,7 +14,7 @@ import pytest
 from flashgen.codegen import families, hopper_favourites, hopper_resources
 from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_forward import HEAD_DIMS, HOPPER_FORWARD
+from flashgen.codegen.hopper_forward import HOPPER_FORWARD
 from flashgen.codegen.hopper_text import descriptor_type
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
@@ -26,6 +26,7 @@ from flashgen.launch.parameters import trailing_pointers
 from tests.codegen.goldens import GOLDEN, HOPPER_GOLDENS, hopper_golden
 
 H200 = find_device("h200")
+HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 216, 256)
 
 
 def compiled(key: str, **changes: int | str | bool) -> CompiledKernel:

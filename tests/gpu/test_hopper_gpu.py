@@ -77,6 +77,12 @@ VARIANTS = (
     ("fwd-bf16-d192-dv128-causal", {"split_d": True, "block_n": 128}),
     ("fwd-bf16-d128-dv96-mask", {"split_d": True}),
     ("fwd-bf16-d192-bias-mask", {"split_d": True}),
+    ("fwd-bf16-d40-causal", {}),
+    ("fwd-fp16-d72", {}),
+    ("fwd-bf16-d80-causal-mask", {}),
+    ("fwd-bf16-d80-dv40-window", {}),
+    ("fwd-fp16-d160-causal", {}),
+    ("fwd-bf16-d216", {}),
 )
 
 
