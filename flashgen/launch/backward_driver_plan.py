@@ -110,7 +110,12 @@ class DriverBackwardPlan:
         """What makes every parameter point to the memory of a call."""
         pieces = [piece.offset_bytes for piece in self._binding.scratch.pieces.values()]
         write_all = struct.Struct(f"<{1 + len(POINTERS) + len(pieces)}Q").pack_into
-        memory, maps = self._memory, self._maps
+        memory = self._memory
+        described = [
+            (number, offset, maps.known.get, maps.at, addresses, position)
+            for number, offset, places, maps in self._maps
+            for addresses, position in places
+        ]
         rows_slot = self._slots.get("dlse_rows", ctypes.c_int32(0))
         rows, dlse = self._binding.scalars["seqlen_q"], _PLACES["DLSE"]
 
@@ -118,11 +123,9 @@ class DriverBackwardPlan:
             scratch = pointers[0]
             write_all(memory, 0, *pointers, *[scratch + offset for offset in pieces])
             rows_slot.value = rows if pointers[dlse] else 0
-            for number, offset, places, described in maps:
+            for number, offset, known, at, addresses, position in described:
                 pointer = pointers[number] + offset
-                address = described.known.get(pointer) or described.at(pointer)
-                for addresses, position in places:
-                    addresses[position] = address
+                addresses[position] = known(pointer) or at(pointer)
 
         return write
 
@@ -164,11 +167,12 @@ class DriverBackwardPlan:
             softmax_scale: float | None = None,
             q_offset: int | torch.Tensor | None = None,
             extras: Extras | None = None,
+            with_neg_delta: bool = True,
         ) -> torch.Tensor:
             nonlocal last_pointers, last_scale, last_stream, last_offset
             if not only_device and current() != index:
                 with torch.cuda.device(index):
-                    return launch(tensors, softmax_scale, q_offset, extras)
+                    return launch(tensors, softmax_scale, q_offset, extras, with_neg_delta)
             lse, dlse, dbias = tensors.lse, tensors.dlse, tensors.dbias
             scratch = lse.new_empty(floats, dtype=fp32)
             pointers = (
@@ -219,12 +223,12 @@ class DriverBackwardPlan:
             except LaunchError:
                 if not plan._adopt():
                     raise
-                return launch(tensors, softmax_scale, q_offset, extras)
+                return launch(tensors, softmax_scale, q_offset, extras, with_neg_delta)
             if code == 0:
-                return scratch.as_strided(sizes, strides)
+                return scratch.as_strided(sizes, strides) if with_neg_delta else scratch
             if not plan._adopt():
                 plan._fail(code, calls.index(call))
-            return launch(tensors, softmax_scale, q_offset, extras)
+            return launch(tensors, softmax_scale, q_offset, extras, with_neg_delta)
 
         return launch
 

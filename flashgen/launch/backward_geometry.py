@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +20,10 @@ _FORWARD_ONLY = ("lse_rows", "num_q_blocks", "num_k_blocks", "stride_block_b", "
 """Scalars of a forward geometry that no backward kernel has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardTensors:
+class BackwardTensors(NamedTuple):
     """The tensors of one backward call, in (batch, head, sequence, head_dim) order where they have four dimensions.
+
+    A tuple, because every call makes one, and a frozen dataclass takes four times as long to make.
 
     Attributes:
         q: (batch, nheads, seqlen_q, head_dim).

@@ -36,6 +36,7 @@ class BackwardLaunch(Protocol):
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
         extras: Extras | None = None,
+        with_neg_delta: bool = True,
     ) -> torch.Tensor:
         """Launch on the current stream of the plan's device; dq, dk, dv and dbias are completely overwritten.
 
@@ -45,7 +46,8 @@ class BackwardLaunch(Protocol):
 
         Returns:
             neg_delta, fp32 (batch, nheads, seqlen_q): dlse minus the row sums of dout * out. It is a view of the
-            scratch memory of this call and keeps all of that alive.
+            scratch memory of this call and keeps all of that alive. With `with_neg_delta` False it may be the memory as
+            it is, which saves the time of making a view that nobody asked for.
 
         Raises:
             LaunchError: the driver refuses, or a kernel needs what the call does not have.
@@ -82,6 +84,7 @@ class EmptyBackwardPlan:
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
         extras: Extras | None = None,
+        with_neg_delta: bool = True,
     ) -> torch.Tensor:
         """Fill the gradients with 0; `out` is 0, so neg_delta is `dlse`, or zeros."""
         for gradient in (tensors.dq, tensors.dk, tensors.dv, tensors.dbias):
@@ -112,6 +115,7 @@ class TritonBackwardPlan:
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
         extras: Extras | None = None,
+        with_neg_delta: bool = True,
     ) -> torch.Tensor:
         """See `BackwardLaunch`."""
         binding, index = self._binding, self._device_index

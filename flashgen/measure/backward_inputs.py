@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,7 +39,7 @@ class BackwardInputs:
     @property
     def nbytes(self) -> int:
         """Device memory held by all sets, without padding, in bytes."""
-        found = [getattr(each, field.name) for each in self.tensors for field in fields(each)]
+        found = [tensor for each in self.tensors for tensor in each]
         found += [tensor for each in self.extras for tensor in (each.bias, each.mask)]
         return sum(tensor.numel() * tensor.element_size() for tensor in found if tensor is not None)
 

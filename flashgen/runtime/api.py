@@ -218,10 +218,9 @@ def attention(
         q.requires_grad or k.requires_grad or v.requires_grad or (not (is_saved or is_traced) and is_tracked((q, k, v)))
     ):
         options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=causal))
-        plain = training.NO_FEATURES
-        return training.attention(
-            q, k, v, options, plain, deterministic=deterministic, return_lse=return_lse, is_direct=is_saved
-        )
+        train = training.direct_attention if is_saved else training.plain_attention
+        result = train(q, k, v, options, deterministic, return_lse)
+        return result
     if is_saved:
         op = ops.attention_lse_kernel if return_lse else ops.attention_kernel
     else:

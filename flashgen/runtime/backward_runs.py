@@ -10,7 +10,7 @@ import torch
 
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.extras import Extras
-from flashgen.runtime.gradients import bias_gradient, empty_bias_gradient, empty_gradient, sink_gradient
+from flashgen.runtime.gradients import META, bias_gradient, empty_bias_gradient, empty_gradient, sink_gradient
 from flashgen.runtime.runs import Offset
 
 if TYPE_CHECKING:
@@ -32,9 +32,54 @@ Tensors are in the layout of the call: a launch uses only their memory.
 
 def backward_run(launch: BackwardLaunch, problem: BackwardProblem, *, sink_grad: bool) -> BackwardRun:
     """Allocate the gradients, launch the kernels of a config, and add what needs no kernel."""
+    if problem.call.forward.extras is None:
+        return _plain_run(launch, problem)
     copies_dout, copies_bias, rule = problem.copies_dout, problem.copies_bias, problem.bias_rule
     sizes = problem.geometry.sizes
     per_key = (sizes.batch, sizes.nheads, sizes.seqlen_k)
+
+    def run(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float | None,
+        offset: Offset,
+        extras: Extras | None,
+    ) -> Gradients:
+        assert extras is not None
+        bias, sinks = extras.bias, extras.sinks
+        dbias = None if bias is None else empty_bias_gradient(bias, rule, per_key)
+        tensors = BackwardTensors(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            dout=torch.empty_like(out).copy_(dout) if copies_dout else dout,
+            dq=empty_gradient(q),
+            dk=empty_gradient(k),
+            dv=empty_gradient(v),
+            dlse=None if dlse is None else dlse.contiguous(),
+            dbias=dbias,
+        )
+        given = replace(extras, bias=bias.contiguous()) if copies_bias and bias is not None else extras
+        neg_delta = launch(tensors, scale, offset, given)
+        if rule and bias is not None:
+            dbias = bias_gradient(bias, rule, dbias, lse=lse, dlse=tensors.dlse, neg_delta=neg_delta, sinks=sinks)
+        dsinks = sink_gradient(sinks, lse, neg_delta) if sink_grad and sinks is not None else None
+        return tensors.dq, tensors.dk, tensors.dv, dbias, dsinks
+
+    return run
+
+
+def _plain_run(launch: BackwardLaunch, problem: BackwardProblem) -> BackwardRun:
+    """The same without features: no more than a training step of most models needs, since every call pays for it."""
+    copies_dout, forward = problem.copies_dout, problem.call.forward
+    empty_q, empty_k, empty_v = (_allocator(tensor) for tensor in (forward.q, forward.k, forward.v))
 
     def run(
         dout: Tensor,
@@ -52,24 +97,13 @@ def backward_run(launch: BackwardLaunch, problem: BackwardProblem, *, sink_grad:
             dout = torch.empty_like(out).copy_(dout)
         if dlse is not None:
             dlse = dlse.contiguous()
-        dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
-        dbias = dsinks = None
-        if extras is None:
-            tensors = BackwardTensors(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, dlse=dlse)
-            launch(tensors, scale, offset)
-            return dq, dk, dv, None, None
-        bias, sinks = extras.bias, extras.sinks
-        if bias is not None:
-            dbias = empty_bias_gradient(bias, rule, per_key)
-        tensors = BackwardTensors(
-            q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, dlse=dlse, dbias=dbias
-        )
-        given = replace(extras, bias=bias.contiguous()) if copies_bias and bias is not None else extras
-        neg_delta = launch(tensors, scale, offset, given)
-        if rule and bias is not None:
-            dbias = bias_gradient(bias, rule, dbias, lse=lse, dlse=dlse, neg_delta=neg_delta, sinks=sinks)
-        if sink_grad and sinks is not None:
-            dsinks = sink_gradient(sinks, lse, neg_delta)
-        return dq, dk, dv, dbias, dsinks
+        dq, dk, dv = empty_q(q), empty_k(k), empty_v(v)
+        launch(BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse), scale, offset, None, False)
+        return dq, dk, dv, None, None
 
     return run
+
+
+def _allocator(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """`empty_gradient` for tensors of this shape and these strides."""
+    return torch.empty_like if torch.empty_like(tensor, device=META).stride(-1) == 1 else empty_gradient

@@ -33,16 +33,18 @@ def kernel_run(launch: Launch, *, bshd: bool, same_head_dim: bool) -> Run:
     return run
 
 
-def kernel_lse_run(launch: Launch, *, bshd: bool) -> Run:
-    """Allocate an output and an LSE, and launch a generated kernel."""
+def kernel_lse_run(launch: Launch, *, bshd: bool, same_head_dim: bool, lse_shape: tuple[int, ...]) -> Run:
+    """Allocate an output and an LSE of this shape, and launch a generated kernel."""
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = empty_output(q, v, bshd=bshd), empty_lse(q, bshd=bshd)
+        out = empty_like(q) if same_head_dim else empty_output(q, v, bshd=bshd)
+        lse = q.new_empty(lse_shape, dtype=fp32)
         launch(q, k, v, out, lse, scale, offset)
         return out, lse
 
+    empty_like, fp32 = torch.empty_like, torch.float32
     return run
 
 

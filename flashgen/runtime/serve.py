@@ -166,9 +166,11 @@ def _bound(problem: Problem, kernel: CompiledKernel, config: Config, index: int)
     launch = make_plan(kernel, problem.spec, config, problem.geometry, index)
     if call.extras is not None:
         return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
+    same_head_dim = call.q.shape[-1] == call.v.shape[-1]
     if call.with_lse:
-        return kernel_lse_run(launch, bshd=call.bshd)
-    return kernel_run(launch, bshd=call.bshd, same_head_dim=call.q.shape[-1] == call.v.shape[-1])
+        lse_shape = problem.geometry.q_shape[:3]
+        return kernel_lse_run(launch, bshd=call.bshd, same_head_dim=same_head_dim, lse_shape=lse_shape)
+    return kernel_run(launch, bshd=call.bshd, same_head_dim=same_head_dim)
 
 
 def compiled(spec: Specialization, config: Config, device: Device, index: int) -> CompiledKernel:

@@ -14,7 +14,13 @@ from torch.compiler import is_dynamo_compiling
 
 from flashgen.runtime import transforms
 from flashgen.runtime.keys import is_direct, is_transformed
-from flashgen.runtime.training_kernels import attention_backward_kernel, attention_train_kernel
+from flashgen.runtime.ops import attention_kernel
+from flashgen.runtime.training_kernels import (
+    asked_of,
+    attention_backward_kernel,
+    attention_train_kernel,
+    plain_backward_kernel,
+)
 from flashgen.runtime.training_ops import attention_backward_op, attention_train_op, differentiate, save
 
 Tensor = torch.Tensor
@@ -55,6 +61,53 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], deterministic: bool, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same without features, for calls that are not direct."""
+    return attention(q, k, v, options, NO_FEATURES, deterministic=deterministic, return_lse=return_lse, is_direct=False)
+
+
+class _Plain(torch.autograd.Function):
+    """Without features: what most models train with has fewer tensors to keep and arguments to pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: tuple[Any, ...],
+        deterministic: bool,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        causal, scale, bshd, offset, offset_tensor = options
+        asked = asked_of(deterministic)
+        out, lse = attention_kernel(q, k, v, causal, scale, bshd, offset, offset_tensor, asked)
+        if return_lse:
+            ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, offset_tensor)
+        ctx.numbers = causal, scale, bshd, offset, deterministic
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, offset_tensor = ctx.saved_tensors
+        causal, scale, bshd, offset, deterministic = ctx.numbers
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if torch.is_grad_enabled() or not is_direct(q, k, v):  # the op says that there is no second derivative
+            options = (causal, scale, bshd, offset, offset_tensor)
+            dq, dk, dv, _, _ = attention_backward_op(
+                dout, dlse, q, k, v, out, lse, *options, *NO_FEATURES, deterministic
+            )
+        else:
+            dq, dk, dv, _, _ = plain_backward_kernel(
+                dout, dlse, q, k, v, out, lse, causal, scale, bshd, offset, offset_tensor, deterministic
+            )
+        return dq, dk, dv, None, None, None
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -78,16 +131,16 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         _, _, _, needs_sinks, needs_bias, *_ = ctx.needs_input_grad
         saved = ctx.saved_tensors
-        q, k, v, *_ = saved
-        # the op says that there is no second derivative
-        backward = (
-            attention_backward_op if torch.is_grad_enabled() or not is_direct(q, k, v) else attention_backward_kernel
-        )
+        is_plain = not torch.is_grad_enabled() and is_direct(*saved[:3])
+        backward = attention_backward_kernel if is_plain else attention_backward_op
         dq, dk, dv, dbias, dsinks = differentiate(
             saved, ctx.numbers, (dout, dlse), backward, needs_bias=needs_bias, needs_sinks=needs_sinks
         )
         return dq, dk, dv, dsinks if needs_sinks else None, dbias if needs_bias else None, None, None, None, None
 
 
+direct_attention: Any = super(torch.autograd.Function, _Plain).apply
+"""`plain_attention` for calls that are direct."""
+
 _apply: Any = super(torch.autograd.Function, _Attention).apply
-"""`_Attention.apply` without the questions about transforms, to which `is_direct` has the answers."""
+"""`apply` without the questions about transforms, to which `is_direct` has the answers."""

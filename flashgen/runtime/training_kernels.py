@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashgen.launch.extras import Extras
 from flashgen.runtime import serve
 from flashgen.runtime.backward_calls import BackwardCall
 from flashgen.runtime.calls import Call
@@ -31,7 +32,11 @@ from flashgen.runtime.ops import attention_features_kernel, attention_kernel
 
 Tensor = torch.Tensor
 
+_TRAINS = WITH_LSE | TRAINS
+_TRAINS_THE_SAME_BITS = _TRAINS | DETERMINISTIC
 _remembered = serve.MEMO.get
+_is_deterministic = torch._C._get_deterministic_algorithms
+"""`torch.are_deterministic_algorithms_enabled` without a call around it."""
 
 
 def attention_train_kernel(
@@ -53,19 +58,22 @@ def attention_train_kernel(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE by the plan of a call that returns both; it fails where there is no backward pass."""
-    asked = WITH_LSE | TRAINS
-    if deterministic or torch.are_deterministic_algorithms_enabled():
-        asked |= DETERMINISTIC
     plain = (q, k, v, causal, softmax_scale, bshd, q_offset, q_offset_tensor)
     features = (window_left, window_right, softcap, alibi_slopes, sinks, bias, mask)
+    asked = asked_of(deterministic)
     found: tuple[Tensor, Tensor]
     if _are_absent(*features):
-        found = attention_kernel(*plain, asked=asked)
+        found = attention_kernel(*plain, asked)
         return found
     if bias is not None and bias.requires_grad:
         asked |= BIAS_GRAD
     found = attention_features_kernel(*plain, *features, asked=asked)
     return found
+
+
+def asked_of(deterministic: bool) -> int:
+    """The flags of a forward pass whose gradients will be asked for."""
+    return _TRAINS_THE_SAME_BITS if deterministic or _is_deterministic() else _TRAINS
 
 
 def attention_backward_kernel(
@@ -93,17 +101,49 @@ def attention_backward_kernel(
     needs_sink_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k, v, bias and sinks, the last two None where they were not asked for."""
-    flags = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15 | BACKWARD
+    plain = (dout, dlse, q, k, v, out, lse, causal, softmax_scale, bshd, q_offset, q_offset_tensor, deterministic)
+    if _are_absent(window_left, window_right, softcap, alibi_slopes, sinks, bias, mask):
+        return plain_backward_kernel(*plain)
+    extras = extras_of(window_left, window_right, softcap, alibi_slopes, sinks, bias, mask)
+    tensors = (extras.alibi_slopes, extras.sinks, bias, mask)
+    layouts = (None if tensor is None else layout(tensor) for tensor in tensors)
+    asked = BIAS_GRAD * needs_bias_grad | SINK_GRAD * needs_sink_grad
+    return plain_backward_kernel(*plain, extras, asked, (window_left, window_right, softcap > 0, *layouts))
+
+
+def plain_backward_kernel(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    bshd: bool,
+    q_offset: int | None,
+    q_offset_tensor: Tensor | None,
+    deterministic: bool,
+    extras: Extras | None = None,
+    asked: int = 0,
+    features: tuple[Any, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The same by fewer arguments; `extras` come with flags of what is asked of them, and what of them is in a key."""
+    flags = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15 | BACKWARD | asked
     flags |= (dout.data_ptr() & 15) << DOUT_SHIFT
     if causal:
         flags |= CAUSAL
     if bshd:
         flags |= BSHD
+    offset: int | Tensor | None = None
     if q_offset is not None:
+        offset = q_offset
         flags |= EXPLICIT_OFFSET
     elif q_offset_tensor is not None:
+        offset = q_offset_tensor
         flags |= OFFSET_TENSOR
-    if deterministic or torch.are_deterministic_algorithms_enabled():
+    if deterministic or _is_deterministic():
         flags |= DETERMINISTIC
     dtype = q.dtype
     if dtype is FLOAT32 and allows_tf32():
@@ -126,43 +166,49 @@ def attention_backward_kernel(
         q.get_device(),
         k.get_device(),
         v.get_device(),
+        *features,
     )
-    extras = None
-    if not _are_absent(window_left, window_right, softcap, alibi_slopes, sinks, bias, mask):
-        flags |= BIAS_GRAD * needs_bias_grad | SINK_GRAD * needs_sink_grad
-        extras = extras_of(window_left, window_right, softcap, alibi_slopes, sinks, bias, mask)
-        tensors = (extras.alibi_slopes, extras.sinks, bias, mask)
-        numbers = (window_left, window_right, softcap > 0)
-        key = (flags, *key[1:], *numbers, *(None if tensor is None else layout(tensor) for tensor in tensors))
     run = _remembered(key)
     if run is None:
-        from flashgen.runtime.backward_serve import prepare_backward
-
-        forward = Call(
-            q=q,
-            k=k,
-            v=v,
-            causal=causal,
-            bshd=bshd,
-            with_lse=True,
-            explicit_offset=q_offset is not None,
-            offset_tensor=bool(flags & OFFSET_TENSOR),
-            tf32=bool(flags & TF32),
-            extras=extras,
-        )
-        call = BackwardCall(
-            forward=forward,
-            out=out,
-            dout=dout,
-            deterministic=bool(flags & DETERMINISTIC),
-            bias_grad=bool(flags & BIAS_GRAD),
-        )
-        run = prepare_backward(call, sink_grad=bool(flags & SINK_GRAD))
-        serve.remember(key, run)
-    offset = q_offset if q_offset is not None else q_offset_tensor
+        run = _prepared(key, (q, k, v), out, dout, flags, extras)
     found: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
     found = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, extras)
     return found
+
+
+def _prepared(
+    key: tuple[Any, ...],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    dout: Tensor,
+    flags: int,
+    extras: Extras | None,
+) -> Any:
+    from flashgen.runtime.backward_serve import prepare_backward
+
+    q, k, v = inputs
+    forward = Call(
+        q=q,
+        k=k,
+        v=v,
+        causal=bool(flags & CAUSAL),
+        bshd=bool(flags & BSHD),
+        with_lse=True,
+        explicit_offset=bool(flags & EXPLICIT_OFFSET),
+        offset_tensor=bool(flags & OFFSET_TENSOR),
+        tf32=bool(flags & TF32),
+        extras=extras,
+    )
+    call = BackwardCall(
+        forward=forward,
+        out=out,
+        dout=dout,
+        deterministic=bool(flags & DETERMINISTIC),
+        bias_grad=bool(flags & BIAS_GRAD),
+    )
+    run = prepare_backward(call, sink_grad=bool(flags & SINK_GRAD))
+    serve.remember(key, run)
+    return run
 
 
 def _are_absent(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import threading
@@ -101,6 +100,15 @@ def test_a_call_has_scratch_memory_of_its_own_and_returns_neg_delta(
     for _, _, arguments in imagined.seen:
         for name, shape in shapes.items():
             assert name not in arguments or arguments[name].shape == shape
+
+
+def test_a_view_that_nobody_asks_for_is_not_made(imagined: ImaginedBackward, cuda: FakeDriver) -> None:
+    given = backward_tensors()
+    launch = planned(imagined, cuda, given)
+    memory = launch(given, with_neg_delta=False)
+    assert scratch_of(cuda.launches) == memory.data_ptr()
+    assert (memory.dtype, memory.dim()) == (torch.float32, 1)
+    assert memory.numel() == imagined.binding(BackwardGeometry.of(given)).scratch.floats
 
 
 def test_later_calls_write_what_changed_and_nothing_stale_stays(imagined: ImaginedBackward, cuda: FakeDriver) -> None:
@@ -339,7 +347,7 @@ def test_nothing_to_compute_launches_nothing(
         one.fill_(float("nan"))  # type: ignore[union-attr]
     assert plan(given) is given.dlse
     assert all(torch.all(one == 0) for one in gradients)  # type: ignore[arg-type]
-    zeros = plan(dataclasses.replace(given, dlse=None, dbias=None))
+    zeros = plan(given._replace(dlse=None, dbias=None))
     assert zeros.shape == given.lse.shape
     assert torch.all(zeros == 0)
     assert (cuda.launches, imagined.seen) == ([], [])

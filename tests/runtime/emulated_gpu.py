@@ -107,6 +107,7 @@ class EmulatedGpu(FakeGpu):
             softmax_scale: float | None = None,
             q_offset: Offset = None,
             extras: Extras | None = None,
+            with_neg_delta: bool = True,
         ) -> torch.Tensor:
             mark(tensors, softmax_scale, q_offset, extras)
             views = {n: getattr(tensors, f).as_strided(*geometry.tensor(n)) for n, f in FIELDS.items()}

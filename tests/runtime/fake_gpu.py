@@ -103,6 +103,7 @@ class FakeGpu:
             softmax_scale: float | None = None,
             q_offset: int | torch.Tensor | None = None,
             extras: Extras | None = None,
+            with_neg_delta: bool = True,
         ) -> torch.Tensor:
             for written in (tensors.dq, tensors.dk, tensors.dv, tensors.dbias):
                 if written is not None:

@@ -168,10 +168,12 @@ def test_the_ops_have_the_same_gradients(name: str) -> None:
         assert seen.names == ["attention_train", "attention_backward"]
 
 
-def test_a_plain_call_saves_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["plain", "offset tensor", "everything"])
+def test_a_plain_call_saves_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashgen.runtime.training.attention_train_op", None)
     monkeypatch.setattr("flashgen.runtime.training.attention_backward_op", None)
-    assert_gradients(qkv(), FEATURES["everything"]())
+    for lse in (False, True):
+        assert_gradients(qkv(), FEATURES[name](), lse=lse)
 
 
 def test_who_asks_for_no_gradient_gets_a_forward_pass_without_one(emulated: EmulatedGpu) -> None:
