@@ -65,8 +65,8 @@ KNOBS = (
     ),
     Knob(
         name="tanh",
-        values=("exp2", "approx"),
-        meaning="softcap: tanh from an exponential and a reciprocal, or the unit's own, to 11 bits",
+        values=("exp2", "series"),
+        meaning="softcap: tanh by an exponential and a reciprocal, or by a polynomial where a warp has small scores",
         default="exp2",
         implied=True,
     ),
@@ -274,7 +274,7 @@ def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     default = _default(spec, device)
     found = [default.replace(**changes) for changes in WON[_width(spec), spec.causal]]
     if spec.softcap:
-        found = [config.replace(tanh="approx") for config in (default, *found[:2])] + found
+        found = [config.replace(tanh="series") for config in (default, *found[:2])] + found
     if resources.score_tiles(spec):
         found += [config.replace(**change) for config in (default, found[0]) for change in SMALLER]
     if can_split(spec.head_dim) or can_split(spec.head_dim_v):

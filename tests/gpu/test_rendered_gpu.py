@@ -114,5 +114,5 @@ def test_a_rendered_backward_pass_runs_by_itself(key: str, family: str, tmp_path
     dout = torch.randn_like(out).to(q.dtype)
     right = torch.autograd.grad(out, leaves, dout.double())
     call = getattr(standalone(key, family, tmp_path), f"{family}_call")
-    found = call(q, k, v, out.detach().to(q.dtype), lse.detach().float(), dout)
+    found = call(q, k, v, out.detach().to(q.dtype), lse.detach().float(), dout)[:3]
     assert max(distance(gradient, known) for gradient, known in zip(found, right, strict=True)) < 1e-2
