@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from flashgen.codegen import families
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.families import FAMILIES, why_invalid, why_not
+from flashgen.codegen.families import FAMILIES, fitted, why_invalid, why_not
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import BuildError
@@ -66,6 +67,9 @@ FUNCTIONS = ScoreMods(
 )
 
 
+DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One kernel for one device."""
@@ -110,7 +114,7 @@ def jobs(targets: list[str]) -> list[Job]:
             for family in rows:
                 config = family.default(spec, device)
                 found.append(Job(spec=spec, config=config, device=device, may_spill=False))
-                other = other_loads(config, spec, device)
+                other = other_loads(config, spec, device) + for_short_queries(config, spec, device)
                 found += [Job(spec=spec, config=each, device=device, may_spill=True) for each in other]
         found += with_functions(device)
     return found + with_features([find_device(target) for target in targets])
@@ -164,6 +168,12 @@ def other_loads(config: Config, spec: Specialization, device: Device) -> list[Co
         return []
     other = config.replace(loads="pointer" if loads == "descriptor" else "descriptor")
     return [] if why_invalid(other, spec, device) else [other]
+
+
+def for_short_queries(config: Config, spec: Specialization, device: Device) -> list[Config]:
+    """At one head dimension, what the config becomes for a decoding step of heads in groups."""
+    short = fitted(config, spec, DECODE, device)
+    return [short] if spec.head_dim == 128 and short != config else []
 
 
 def compile_one(job: Job) -> tuple[bool, str]:

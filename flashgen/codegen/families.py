@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.family import KernelFamily
+from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.hopper_backward import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
 from flashgen.codegen.hopper_forward import HOPPER_FORWARD
 from flashgen.codegen.portable_backward import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
@@ -90,8 +90,18 @@ def applicable(spec: Specialization, device: Device) -> tuple[KernelFamily, ...]
     return rows
 
 
+def fitted(config: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:
+    """A valid config as it is best at sizes that a specialization does not know; most families have one for all."""
+    return family(config.family).fitted(spec, config, sizes, device)
+
+
+def why_unfit(config: Config, sizes: Sizes) -> str | None:
+    """The reason why a valid config that was not measured at these sizes is far from the best there, or None."""
+    return family(config.family).why_unfit(config, sizes)
+
+
 def default_config(spec: Specialization, device: Device) -> Config:
-    """The config that serves without any record: the first applicable family's default.
+    """The config that serves without any record, for sizes that nothing is known of: the first applicable default.
 
     Raises:
         UnsupportedError: no family applies.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import Specialization, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,7 @@ class Knob:
 
     `default` is for a knob that came later: configs that were stored before it existed mean this value. If it is
     `implied`, the text of a kernel does not name it at its default: kernels rendered before keep their digests.
+    What is good `by_sizes`, which a specialization does not know, is not enumerated but left to `KernelFamily.fitted`.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Knob:
     meaning: str
     default: KnobValue | None = None
     implied: bool = False
+    by_sizes: bool = False
 
     def allows(self, value: KnobValue) -> bool:
         """Whether `value` is declared; True is not 1 here."""
@@ -69,6 +71,11 @@ class Sizes:
     nheads_k: int
     seqlen_q: int
     seqlen_k: int
+
+    @classmethod
+    def of(cls, workload: Workload) -> Sizes:
+        """Those of a workload."""
+        return cls(**{name: getattr(workload, name) for name in cls.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +132,14 @@ def _no_favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     return ()
 
 
+def _as_it_is(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    return config
+
+
+def _always_fit(config: Config, sizes: Sizes) -> str | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFamily:
     """One way to compute attention: a template, the workloads it applies to, its knobs and how it is launched.
@@ -140,6 +155,8 @@ class KernelFamily:
         scratch: the memory that they share.
         is_deterministic: whether equal inputs give equal bits every time.
         favourites: valid configs that won before, for a search to begin with (beside the default).
+        fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
+        why_unfit: the reason why a valid config is far from the best at some sizes, or None.
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
     """
 
@@ -156,6 +173,8 @@ class KernelFamily:
     scratch: Callable[[Specialization, Config, Sizes], tuple[Scratch, ...]] = _no_scratch
     is_deterministic: bool = True
     favourites: Callable[[Specialization, Device], tuple[Config, ...]] = _no_favourites
+    fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
+    why_unfit: Callable[[Config, Sizes], str | None] = _always_fit
     tolerated_spills: int = TOLERATED_SPILLS
 
     def parameters(self, spec: Specialization, config: Config) -> tuple[Parameter, ...]:

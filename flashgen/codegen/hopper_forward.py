@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from flashgen.codegen import head_packing
 from flashgen.codegen import hopper_resources as resources
 from flashgen.codegen import hopper_text as text
-from flashgen.codegen.family import KernelFamily, Knob
+from flashgen.codegen.family import KernelFamily, Knob, Sizes
 from flashgen.codegen.head_parts import can_split
 from flashgen.codegen.hopper_favourites import MBARRIER, NAMED, SMALLER, SPLIT, WON, Changes
 from flashgen.core.config import Config
@@ -77,6 +78,14 @@ KNOBS = (
         default=False,
         implied=True,
     ),
+    Knob(
+        name="packed_heads",
+        values=head_packing.PACKED_HEADS,
+        meaning="heads of a group side by side in the rows of a warpgroup, whose keys are read once for all of them",
+        default=1,
+        implied=True,
+        by_sizes=True,
+    ),
 )
 
 
@@ -107,6 +116,7 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     return (
         _why_meaningless(spec, config)
+        or _why_not_packed(spec, config)
         or _why_impossible_mask(spec, config)
         or _why_too_large(spec, config, device)
         or _why_pointless(spec, config, device)
@@ -152,9 +162,15 @@ def _hides_whole_blocks(spec: Specialization, config: Config) -> bool:
     return (
         spec.causal
         and config["masked_blocks"] == "branch"
-        and resources.block_m(config) - resources.ROWS >= config.integer("block_n")
+        and resources.block_m(config) - resources.ROWS >= resources.packed_heads(config) * config.integer("block_n")
         and not resources.score_tiles(spec)
     )
+
+
+def _why_not_packed(spec: Specialization, config: Config) -> str | None:
+    if resources.packed_heads(config) > 1 and (spec.bias or spec.mask):
+        return "heads side by side may have different biases or masks, and a step loads those of one"
+    return None
 
 
 def _why_impossible_mask(spec: Specialization, config: Config) -> str | None:
@@ -165,6 +181,8 @@ def _why_impossible_mask(spec: Specialization, config: Config) -> str | None:
         )
     if not spec.causal:
         return None if kind == "one" else "without a causal mask only the first block of a tile may need a mask"
+    if resources.packed_heads(config) > 1:
+        return None if kind == "branch" else "few query positions of packed heads are not cut along the diagonal"
     one = resources.block_m(config) <= config.integer("block_n") and not spec.offset_tensor
     if kind == "one" and not one:
         return (
@@ -233,6 +251,7 @@ USUAL: Changes = {
     "q_stages": 1,
     "hidden_blocks": "computed",
     "tanh": "exp2",
+    "packed_heads": 1,
 }
 
 
@@ -294,6 +313,19 @@ def _tidy(spec: Specialization, config: Config, device: Device) -> Config:
     return config
 
 
+def _fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    """`config` with so many heads in a tile as the query length and the group ask for."""
+    heads = head_packing.packing(sizes, resources.block_m(config))
+    if heads == resources.packed_heads(config):
+        return config
+    found = _tidy(spec, config.replace(packed_heads=heads), device)
+    return found if _why_invalid(spec, found, device) is None else config
+
+
+def _why_unfit(config: Config, sizes: Sizes) -> str | None:
+    return head_packing.why_unfit(sizes, resources.block_m(config), resources.packed_heads(config))
+
+
 def _width(spec: Specialization) -> int:
     return max(resources.block(spec.head_dim), resources.block(spec.head_dim_v))
 
@@ -310,5 +342,7 @@ HOPPER_FORWARD = KernelFamily(
     values=text.values,
     kernels=text.kernels,
     favourites=_favourites,
+    fitted=_fitted,
+    why_unfit=_why_unfit,
     tolerated_spills=resources.TOLERATED_SPILLS,
 )

@@ -109,6 +109,16 @@ def q_stages(config: Config) -> int:
     return int(dict(config.knobs).get("q_stages", 1))
 
 
+def packed_heads(config: Config) -> int:
+    """Heads that share keys in the rows of a warpgroup; a config that is older than the knob means one."""
+    return int(dict(config.knobs).get("packed_heads", 1))
+
+
+def positions(config: Config) -> int:
+    """Query positions of a program: as many as rows, but for heads that lie side by side in them."""
+    return block_m(config) // packed_heads(config)
+
+
 def k_stages(config: Config) -> int:
     """Slots for K: one more than for V where a slot of K is released together with one of V."""
     return config.integer("v_stages") + (config["k_release"] == "with_v")

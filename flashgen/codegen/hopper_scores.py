@@ -44,7 +44,6 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "offset_name": offset,
         "sizes": sizes,
         "reach": "offset + 1" if spec.causal else "offset + window_right + 1",
-        "schedule_arguments": ", ".join(["tile", "tiles", "nheads", "seqlen_q", *(["q_offset"] if aligned else [])]),
         "key_block_arguments": _key_block_arguments(spec),
         "features": _features(spec),
         "kernel_features": scales(spec)[-1:] + _features(spec)[1:],

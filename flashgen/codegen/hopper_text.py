@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flashgen.codegen import head_packing, hopper_scores
 from flashgen.codegen import hopper_resources as resources
-from flashgen.codegen import hopper_scores
 from flashgen.codegen.family import CompileOptions, Kernel, Parameter, Sizes
 from flashgen.codegen.hopper_resources import ROWS
 from flashgen.codegen.score_parameters import score_parameters
@@ -36,8 +36,11 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "q_names": [f"q{part.suffix}" for part in d_parts],
         "acc_names": [f"acc{part.suffix}" for part in v_parts],
         "rows": ROWS,
-        "block_m": resources.block_m(config),
         "q_stages": resources.q_stages(config),
+        "block_m": resources.positions(config),
+        "packed_heads": resources.packed_heads(config),
+        "q_descs": [f"q{part.descriptor_suffix}_desc" for part in d_parts],
+        "q_places": [f"q{part.suffix}_tiles" for part in d_parts],
         "k_stages": resources.k_stages(config),
         "maxnreg": resources.maxnreg(config, HOPPER),
         "consumer_registers": resources.consumer_registers(config, HOPPER),
@@ -63,12 +66,19 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "softmax_text": _softmax_text(config),
         "outputs": ["LSE", "lse_rows", *(["O", *OUTPUT_STRIDES] if aligned else [])],
         **hopper_scores.values(spec, aligned=aligned),
+        "schedule_arguments": ", ".join(_schedule_arguments(config, aligned=aligned)),
     }
 
 
 def is_aligned(spec: Specialization, config: Config) -> bool:
     """Whether query blocks are cut along the diagonal; the first of a head may then begin before the first row."""
     return spec.causal and config["masked_blocks"] == "one"
+
+
+def _schedule_arguments(config: Config, *, aligned: bool) -> list[str]:
+    """What tells the first row, batch and heads of a tile."""
+    group = ["group_size"] if resources.packed_heads(config) > 1 else []
+    return ["tile", "tiles", "nheads", *group, "seqlen_q", *(["q_offset"] if aligned else [])]
 
 
 def _buffers(spec: Specialization, config: Config, *, own_o: bool) -> list[str]:
@@ -110,7 +120,8 @@ def _order_text(config: Config) -> str:
     group = config.integer("heads_per_group")
     if group == 1:
         return "query blocks fastest"
-    return f"heads fastest, in groups of {group}, most keys first"
+    unit = "packs of heads" if resources.packed_heads(config) > 1 else "heads"
+    return f"{unit} fastest, in groups of {group}, most keys first"
 
 
 def _softmax_text(config: Config) -> str:
@@ -141,14 +152,16 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
 
 def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
     block_n = config.integer("block_n")
+    packed = resources.packed_heads(config)
+    query_rows = (ROWS,) if packed == 1 else (packed, ROWS // packed)
     boxes = {
-        "q": (ROWS, spec.head_dim),
-        "k": (block_n, spec.head_dim),
-        "v": (block_n, spec.head_dim_v),
-        "o": (ROWS, spec.head_dim_v),
+        "q": (query_rows, spec.head_dim),
+        "k": ((block_n,), spec.head_dim),
+        "v": ((block_n,), spec.head_dim_v),
+        "o": (query_rows, spec.head_dim_v),
     }
     found = [
-        Parameter(name=f"{tensor}{part.descriptor_suffix}_desc", type=descriptor_type(spec.dtype, rows, part.block))
+        Parameter(name=f"{tensor}{part.descriptor_suffix}_desc", type=descriptor_type(spec.dtype, *rows, part.block))
         for tensor, (rows, head_dim) in boxes.items()
         for part in resources.parts(head_dim, config)
     ]
@@ -156,18 +169,21 @@ def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
     return found + [Parameter(name=f"{name}_desc", type=descriptor_type(dtype, ROWS, block_n)) for name, dtype in tiles]
 
 
-def descriptor_type(dtype: str, rows: int, columns: int) -> str:
+def descriptor_type(dtype: str, *box: int) -> str:
     """The type of a descriptor in the signature of a Gluon kernel, which names the layout in shared memory as well.
 
+    `box` is (rows, columns) of one head, or (heads, positions, columns) of several that share keys: these have an axis
+    of their own behind that of the heads of keys, so that the copy engine clips at the end of a group.
     Rows of 128 bytes and more are swizzled in lines of 128, shorter ones in lines of 64: what
     `NVMMASharedLayout.get_default_for` says, written out because the table of families is read without Triton.
     """
     size = DTYPE_BYTES.get(dtype, 1)
     layout = (
-        f"NVMMASharedLayout(swizzle_byte_width={min(128, columns * size)}, element_bitwidth={8 * size}, rank=4, "
+        f"NVMMASharedLayout(swizzle_byte_width={min(128, box[-1] * size)}, element_bitwidth={8 * size}, "
+        f"rank={2 + len(box)}, "
         "transposed=False, fp4_padded=False, cga_layout=[])"
     )
-    return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout}>"
+    return f"tensordesc<{dtype}[1, 1, {', '.join(map(str, box))}],{layout}>"
 
 
 def _options(config: Config) -> CompileOptions:
@@ -178,7 +194,7 @@ def kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
     """The one kernel of a config, with the programs of a launch: no more than tiles, nor than run side by side."""
 
     def programs(device: Device, sizes: Sizes) -> int:
-        tiles = -(-sizes.seqlen_q // resources.block_m(config)) * sizes.batch * sizes.nheads
+        tiles = head_packing.tiles(sizes, resources.block_m(config), resources.packed_heads(config))
         return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
 
     parameters, options = _parameters(spec, config), _options(config)

@@ -14,6 +14,8 @@ from flashgen.core.workload import Specialization
 def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tuple[Config, ...]:
     """All valid configs of `family` for `spec` on `device`, the default first, then in knob order.
 
+    Knobs whose values follow from the sizes of a workload stay at their defaults (`KernelFamily.fitted` sets them).
+
     The valid set is enumerated so that a sampler never proposes an invalid point. It is empty where the
     family does not apply.
     """
@@ -26,5 +28,8 @@ def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tu
 
 def _all(family: KernelFamily) -> Iterator[Config]:
     names = [knob.name for knob in family.knobs]
-    for values in itertools.product(*(knob.values for knob in family.knobs)):
+    values_of = [
+        (knob.default,) if knob.by_sizes and knob.default is not None else knob.values for knob in family.knobs
+    ]
+    for values in itertools.product(*values_of):
         yield Config.of(family.id, dict(zip(names, values, strict=True)))

@@ -19,8 +19,8 @@ from flashgen.launch.counters import Counters
 from flashgen.launch.extras import Extras
 from flashgen.launch.feature_slots import extras_writer
 from flashgen.launch.features import LOG2E, NO_EXTRAS
-from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
-from flashgen.launch.parameters import Layout, is_descriptor, subject_of
+from flashgen.launch.geometry import Geometry, clamp_offset, scalars
+from flashgen.launch.parameters import Layout, block_of, is_descriptor, subject_of
 from flashgen.launch.prepared import Prepared, View
 
 
@@ -73,8 +73,7 @@ class DriverPlan:
         self.launch = self._bind()
 
     def _view(self, parameter: Parameter) -> View:
-        shape, strides = self._geometry.tensor(subject_of(parameter))
-        return shape, legal_strides(shape, strides)
+        return self._geometry.described(subject_of(parameter), len(block_of(parameter)))
 
     def _bound_slots(self, layout: Layout) -> dict[str, Any]:
         """The parameters that launches write, by name: those that a geometry does not fix."""

@@ -94,6 +94,20 @@ class Geometry:
             return self._scores(name)
         return getattr(self, f"{name}_shape"), getattr(self, f"{name}_strides")
 
+    def described(self, name: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of a tensor as a descriptor of some rank describes it.
+
+        Of rank 5 it has the heads that share keys in an axis of their own: (batch, nheads_k, group, seqlen, head_dim).
+        """
+        shape, strides = self.tensor(name)
+        if rank == len(shape):
+            return shape, legal_strides(shape, strides)
+        (batch, nheads, *rest), (stride_b, *inner) = shape, strides
+        nheads_k = self.k_shape[1]
+        group = nheads // nheads_k
+        grouped = (batch, nheads_k, group, *rest)
+        return grouped, legal_strides(grouped, (stride_b, group * inner[0], *inner))
+
     def _scores(self, name: str) -> tuple[Shape4, Shape4]:
         """Those of a bias or a mask of its own, in which every axis but the keys has size 1 where it is broadcast.
 
@@ -159,7 +173,6 @@ def clamp_offset(q_offset: int, geometry: Geometry, *, is_far: bool = False) -> 
     return max(-geometry.q_shape[2], min(q_offset, geometry.k_shape[2]))
 
 
-def legal_strides(shape: Shape4, strides: Shape4) -> Shape4:
+def legal_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides that a tensor descriptor takes: a dimension of size 1 is never stepped over, so any stride will do."""
-    batch, head, row = (s if n > 1 else ALIGNMENT_BYTES for n, s in zip(shape[:3], strides, strict=False))
-    return batch, head, row, 1
+    return (*(s if n > 1 else ALIGNMENT_BYTES for n, s in zip(shape[:-1], strides, strict=False)), 1)

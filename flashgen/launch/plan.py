@@ -22,7 +22,7 @@ from flashgen.launch.counters import Counters
 from flashgen.launch.driver_plan import DriverPlan
 from flashgen.launch.extras import Extras
 from flashgen.launch.features import LOG2E, NO_EXTRAS
-from flashgen.launch.geometry import Geometry, clamp_offset, legal_strides, scalars
+from flashgen.launch.geometry import Geometry, clamp_offset, scalars
 from flashgen.launch.parameters import Layout, block_of, is_descriptor, subject_of, trailing_pointers
 
 _UNUSUAL = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
@@ -206,7 +206,7 @@ class TritonPlan:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         name = subject_of(parameter)
-        shape, strides = self._geometry.tensor(name)[0], legal_strides(*self._geometry.tensor(name))
+        shape, strides = self._geometry.described(name, len(block_of(parameter)))
         tensor = tensors[name] if name in tensors else known[name.capitalize()]
         return TensorDescriptor(tensor, list(shape), list(strides), list(block_of(parameter)))
 

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import FAMILIES, default_config
+from flashgen.codegen.families import FAMILIES, default_config, fitted
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
@@ -61,8 +62,8 @@ class Toolchain(Protocol):
         """Whether the config's family promises the same bits for equal inputs."""
         ...
 
-    def default(self, spec: Specialization) -> Config:
-        """The config that serves a specialization without any tuning.
+    def default(self, workload: Workload) -> Config:
+        """The config that serves a workload without any tuning.
 
         Raises:
             UnsupportedError: there is none.
@@ -92,9 +93,10 @@ class GpuToolchain:
         """See `Toolchain`."""
         return any(row.id == config.family and row.is_deterministic for row in FAMILIES)
 
-    def default(self, spec: Specialization) -> Config:
+    def default(self, workload: Workload) -> Config:
         """See `Toolchain`."""
-        return default_config(spec, self._device)
+        spec = specialization(workload)
+        return fitted(default_config(spec, self._device), spec, Sizes.of(workload), self._device)
 
 
 def _forward_factory(compiled: CompiledKernel, spec: Specialization, config: Config, index: int) -> KernelFactory:
@@ -253,7 +255,7 @@ class Bench:
         if DEFAULT not in state.anchors:
             state.anchors[DEFAULT] = None
             with contextlib.suppress(FlashgenError, RuntimeError):  # it has its turn as a candidate, and fails there
-                config = self._toolchain.default(specialization(state.workload))
+                config = self._toolchain.default(state.workload)
                 candidate = self.candidate(state, config, lambda stage: None)
                 if isinstance(candidate, Candidate):
                     state.anchors[DEFAULT] = make_unit(candidate.run, state.problem.copies, self._stopwatch)

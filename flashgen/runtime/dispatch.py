@@ -9,15 +9,18 @@ It never searches, and never fails on a workload that some family supports.
 5. the nearest measured record of the same specialization class on this device
 6. the nearest measured record of the same class on another device of the same architecture
 7. a predicted record of this device, exact or nearest
-8. the default config of the first family that applies
+8. the default config of the first family that applies, as it fits the sizes of the call
 
 A backward class has a twin that differs in determinism alone. Where rung 5 has no record of its own class, it takes the
 nearest one of the twin that is of the family whose default would serve: tuned for the same kernel, it is better than
 the default, while a record of another family may be slower.
 
 Every config that a rung offers is checked again against the families' restrictions; one that cannot serve (a tensor
-descriptor for unaligned tensors, say) leaves the call to the next candidate. "Nearest" is what `flashgen.core.nearest`
-says. A call with a user's score functions is served from the records of its class without them, none of which is exact.
+descriptor for unaligned tensors, say) leaves the call to the next candidate. So does one of rungs 5 to 7 that does not
+fit the sizes of the call: that packs heads of a group into a tile where there are none, or does not where that would
+save most of the work.
+"Nearest" is what `flashgen.core.nearest` says. A call with a user's score functions is served from the records of its
+class without them, none of which is exact.
 
 Where torch's own attention was measured faster beside the exact record, the policy `fastest` hands the call to it.
 """
@@ -28,7 +31,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import default_config, reasons, validate, why_invalid
+from flashgen.codegen.families import default_config, fitted, reasons, validate, why_invalid, why_unfit
+from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -50,6 +54,9 @@ RUNGS = {
     7: "predicted record",
     8: "default config",
 }
+
+LAST_EXACT = 4
+"""Records of the rungs up to this one were measured at the sizes of the call."""
 
 SHIPPED_PREFIX = "shipped/"
 SDPA_IMPLS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
@@ -73,7 +80,7 @@ class Served:
     @property
     def is_exact(self) -> bool:
         """Whether the record was measured for exactly this workload on this device."""
-        return self.rung in (3, 4)
+        return self.rung in (3, LAST_EXACT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,16 +197,18 @@ def resolve(
             raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
         return Served(config=config, rung=1)
     choices = records.choices(spec, device)
+    sizes = Sizes.of(workload)
     skipped: list[str] = []
     for rung, candidates in _rungs(workload, choices):
         why_none = "no such record"
         for candidate in candidates:
             record, layer = candidate.record, candidate.layer
-            if candidate.reason is None:
+            reason = candidate.reason or (why_unfit(record.config, sizes) if rung > LAST_EXACT else None)
+            if reason is None:
                 return Served(config=record.config, rung=rung, record=record, layer=layer, skipped=tuple(skipped))
-            why_none = f"{record.config} cannot serve: {candidate.reason}"
+            why_none = f"{record.config} cannot serve: {reason}"
         skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
-    return Served(config=choices.default, rung=8, skipped=tuple(skipped))
+    return Served(config=fitted(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
 
 
 def sdpa_backend(workload: Workload, spec: Specialization, served: Served) -> str | None:

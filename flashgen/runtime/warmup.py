@@ -12,6 +12,9 @@ from flashgen.core.device import Device
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime import serve
 
+SHORT_QUERIES = 1024
+"""From this query length on the default config is the same for all lengths."""
+
 
 def warmup(
     workloads: Iterable[Workload | str],
@@ -80,7 +83,8 @@ def _has_positions(workload: Workload) -> bool:
 def _reachable(
     workload: Workload, spec: Specialization, device: Device, lengths: tuple[int, ...] | None
 ) -> set[Config]:
-    from flashgen.codegen.families import default_config, why_invalid
+    from flashgen.codegen.families import default_config, fitted, why_invalid
+    from flashgen.codegen.family import Sizes
     from flashgen.runtime.dispatch import resolve
 
     records = serve.records()
@@ -88,7 +92,10 @@ def _reachable(
         shapes = [workload, *(workload.with_shape(seqlen_k=n, seqlen_q=min(workload.seqlen_q, n)) for n in lengths)]
         return {resolve(shape, spec, device, records).config for shape in shapes}
     known = {record.config for record, _ in records.of(spec, device)}
-    return {default_config(spec, device)} | {config for config in known if why_invalid(config, spec, device) is None}
+    default, sizes = default_config(spec, device), Sizes.of(workload)
+    rows = {sizes.seqlen_q, *range(1, min(sizes.seqlen_q, SHORT_QUERIES))}
+    defaults = {fitted(default, spec, replace(sizes, seqlen_q=n), device) for n in rows}
+    return defaults | {config for config in known if why_invalid(config, spec, device) is None}
 
 
 def reload() -> None:

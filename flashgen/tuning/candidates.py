@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import applicable, family
+from flashgen.codegen.families import applicable, family, fitted
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import distance, position
@@ -43,7 +44,20 @@ class Candidates:
         Raises:
             UnsupportedError: no family applies; the message has every family's reason.
         """
-        return _candidates(specialization(workload), device)
+        return _candidates(specialization(workload), device).fitted_to(workload, device)
+
+    def fitted_to(self, workload: Workload, device: Device) -> Candidates:
+        """The same with what becomes of each config at the sizes of a workload, where that is another one."""
+        spec, sizes = specialization(workload), Sizes.of(workload)
+
+        def all_fitted(configs: Iterable[Config]) -> tuple[Config, ...]:
+            return tuple(fitted(config, spec, sizes, device) for config in configs)
+
+        spaces = (
+            replace(space, configs=tuple(dict.fromkeys((*all_fitted(space.configs), *space.configs))))
+            for space in self.spaces
+        )
+        return Candidates(spaces=tuple(spaces), defaults=all_fitted(self.defaults))
 
     @property
     def default(self) -> Config:
@@ -75,9 +89,10 @@ def related(spec: Specialization) -> tuple[str, ...]:
 def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device, most: int) -> tuple[Config, ...]:
     """Different configs of the records nearest to `workload`: this device first, then its architecture, then the rest.
 
-    Shapes are compared as `flashgen.core.nearest` says; measured records go before predicted ones.
+    Shapes are compared as `flashgen.core.nearest` says; measured records go before predicted ones. Configs
+    are fitted to the sizes of the workload.
     """
-    here = position(workload)
+    here, spec, sizes = position(workload), specialization(workload), Sizes.of(workload)
 
     def far(record: TuningRecord) -> tuple[object, ...]:
         same_device = record.device.identity == device.identity
@@ -89,7 +104,8 @@ def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device,
             record.workload.key,
         )
 
-    return tuple(dict.fromkeys(record.config for record in sorted(records, key=far)))[:most]
+    found = (fitted(record.config, spec, sizes, device) for record in sorted(records, key=far))
+    return tuple(dict.fromkeys(found))[:most]
 
 
 def by_prediction(configs: Sequence[Config], default: Config, workload: Workload, device: Device) -> list[Config]:
@@ -119,9 +135,10 @@ def _spills(config: Config, workload: Workload, device: Device) -> bool:
 
 def favourites(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[Config]:
     """Defaults of other families, what won before, then the model's: different tiles, else as their default."""
-    spec = specialization(workload)
+    spec, sizes = specialization(workload), Sizes.of(workload)
     found = list(candidates.defaults[1:])
-    found += [config for row in applicable(spec, device) for config in row.favourites(spec, device)]
+    known = (config for row in applicable(spec, device) for config in row.favourites(spec, device))
+    found += [fitted(config, spec, sizes, device) for config in known]
     for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
         rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, *STAGE_KNOBS)]
         configs = [config for config in space.configs if all(config[name] == default[name] for name in rest)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flashgen.codegen import head_packing
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import TuningError
@@ -111,8 +113,8 @@ def _forward_loop(w: Workload, config: Config) -> Loop:
     return Loop(
         rows=tile.block_m,
         columns=tile.block_n,
-        steps=steps(w, tile.block_m, tile.block_n),
-        heads=w.batch * w.nheads,
+        steps=steps(w, tile.block_m // tile.packed_heads, tile.block_n),
+        heads=head_packing.packs(Sizes.of(w), tile.packed_heads),
         repeats=1,
         head_columns=columns,
         walked_columns=columns,

@@ -23,6 +23,7 @@ class Tiling:
 
     Attributes:
         block_m: query rows of a program.
+        packed_heads: heads that share keys, whose rows these are.
         block_n: keys of a step.
         warps: warps that compute.
         stages: depth of the pipeline of loads.
@@ -44,6 +45,7 @@ class Tiling:
     heads_per_group: int
     heavy_first: bool
     steps_in_flight: int = 1
+    packed_heads: int = 1
 
 
 def is_modelled(config: Config) -> bool:
@@ -113,6 +115,7 @@ def _hopper(spec: Specialization, config: Config) -> Tiling:
         heads_per_group=config.integer("heads_per_group"),
         heavy_first=spec.causal,
         steps_in_flight=2,
+        packed_heads=hopper_resources.packed_heads(config),
     )
 
 

@@ -56,6 +56,7 @@ HOPPER_GOLDENS = {
     "hopper_d256_causal_offset": ("fwd-fp16-d256-causal-offset", {}),
     "hopper_d256_gemma": ("fwd-bf16-d256-causal-softcap-window", {}),
     "hopper_d64_gpt_oss": ("fwd-bf16-d64-causal-sink-window", {}),
+    "hopper_d128_causal_packed": ("fwd-bf16-d128-causal", {"packed_heads": 4, "masked_blocks": "branch"}),
     "hopper_d96_bias_mask": ("fwd-bf16-d96-bias-mask", {"split_d": True}),
     "hopper_d64_short": (
         "fwd-bf16-d64-causal",

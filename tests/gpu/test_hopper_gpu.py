@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.families import why_invalid
+from flashgen.codegen.families import fitted, why_invalid
+from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import HOPPER_FORWARD
+from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 from flashgen.launch.extras import Extras
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import Launch, make_plan
 from flashgen.measure import gpu
-from flashgen.measure.odd_shapes import check_odd, odd_problems
+from flashgen.measure.odd_shapes import PER_HEAD, OddShape, check_odd, odd_problem, odd_problems
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,9 +91,11 @@ VARIANTS = (
 )
 
 
-def launch_of(key: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Launch:
+def launch_of(
+    key: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, config: Config | None = None
+) -> Launch:
     spec, device = Specialization.parse(key), gpu.current_device()
-    config = HOPPER_FORWARD.default(spec, device)
+    config = config or HOPPER_FORWARD.default(spec, device)
     compiled = compile_kernel(spec, config, device)
     return make_plan(compiled, spec, config, Geometry.of(q, k, v, out), 0)
 
@@ -105,6 +111,69 @@ def test_every_kind_of_kernel_passes_the_gate(key: str, changes: dict[str, int |
         odd_problems(spec, "cuda"),
     )
     assert verdict is None, str(verdict)
+
+
+# specialization, packed heads, knobs: each at every shape of PACKED_SHAPES
+PACKED = (
+    ("fwd-bf16-d128-causal", 4, {}),
+    ("fwd-bf16-d128-causal", 8, {"warpgroups": 1, "blocks_per_sm": 2, "block_n": 64, "ping_pong": False}),
+    ("fwd-fp16-d64", 2, {}),
+    ("fwd-fp16-d64-causal-offset", 16, {"q_stages": 2}),
+    ("fwd-bf16-d256-causal-softcap-window", 4, {}),
+    ("fwd-bf16-d64-causal-sink-window-sink_bf16", 8, {}),
+    ("fwd-bf16-d128-alibi-sink", 4, {"barriers": "mbarrier", "exp_order": "free"}),
+    ("fwd-bf16-d192-dv128-causal", 4, {"split_d": True, "block_n": 128}),
+)
+PACKED_SHAPES = (
+    OddShape(seqlen_q=1, seqlen_k=1023, nheads=8, nheads_k=2, batch=3, window=(200, None)),
+    OddShape(seqlen_q=5, seqlen_k=333, nheads=8, nheads_k=1, layout="bshd", window=(100, 50)),
+    OddShape(seqlen_q=16, seqlen_k=400, nheads=14, nheads_k=2, window=(17, None), form=PER_HEAD),  # groups of seven
+    OddShape(seqlen_q=64, seqlen_k=64, nheads=3, nheads_k=3, layout="bshd", form=PER_HEAD),  # no groups at all
+    OddShape(seqlen_q=100, seqlen_k=77, nheads=8, nheads_k=2, layout="bshd", window=(64, 0)),  # some rows see no key
+    OddShape(seqlen_q=128, seqlen_k=640, nheads=40, nheads_k=2, q_offset=300, window=(129, 3)),
+)
+
+
+@pytest.mark.parametrize(("key", "heads", "changes"), PACKED, ids=str)
+def test_packed_heads_pass_the_gate(key: str, heads: int, changes: dict[str, int | str | bool]) -> None:
+    spec, device = Specialization.parse(key), gpu.current_device()
+    config = HOPPER_FORWARD.default(spec, device).replace(packed_heads=heads, **changes)
+    kind = "branch" if spec.causal or spec.window else "one"
+    config = config.replace(masked_blocks=kind, hidden_blocks="computed")
+    assert why_invalid(config, spec, device) is None
+    compiled = compile_kernel(spec, config, device)
+    problems = []
+    for shape in PACKED_SHAPES:
+        left, right = shape.window if spec.window else (None, None)
+        form = replace(shape.form, sink_dtype=spec.sink_dtype)
+        seen = replace(shape, window=(left, None if spec.causal else right), form=form)
+        problems.append((seen, odd_problem(spec, seen, "cuda")))
+    verdict = check_odd(
+        lambda q, k, v, out, extras: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, extras), 0),
+        problems,
+        repeats=2,
+    )
+    assert verdict is None, str(verdict)
+
+
+def test_a_decoding_step_is_served_with_packed_heads() -> None:
+    """What equal heads of a group get is what one of them gets alone, from a kernel that packs none."""
+    generator = torch.Generator(device="cuda").manual_seed(7)
+    k, v = (torch.randn(4, 8, 3000, 128, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(2))
+    q = torch.randn(4, 8, 1, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+    grouped = q.repeat_interleave(4, 1)
+    out, alone = torch.empty_like(grouped), torch.empty_like(q)
+    lse, lse_alone = (torch.empty(4, heads, 1, device="cuda") for heads in (32, 8))
+    spec, device = Specialization.parse("fwd-bf16-d128-causal"), gpu.current_device()
+    default = HOPPER_FORWARD.default(spec, device)
+    sizes = Sizes(batch=4, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=3000)
+    config = fitted(default, spec, sizes, device)
+    assert config["packed_heads"] == 4
+    launch_of("fwd-bf16-d128-causal", grouped, k, v, out, config)(grouped, k, v, out, lse)
+    launch_of("fwd-bf16-d128-causal", q, k, v, alone)(q, k, v, alone, lse_alone)
+    assert torch.equal(out, out[:, ::4].repeat_interleave(4, 1))
+    torch.testing.assert_close(out[:, ::4], alone, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(lse[:, ::4], lse_alone, rtol=1e-5, atol=1e-5)
 
 
 def test_two_graphs_on_two_streams_at_once() -> None:

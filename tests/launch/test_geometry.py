@@ -31,6 +31,15 @@ def test_a_geometry_is_that_of_the_tensors() -> None:
     assert [found[f"stride_o{axis}"] for axis in "bhs"] == [1024, 256, 32]
 
 
+def test_heads_that_share_keys_have_an_axis_of_their_own() -> None:
+    q, k = torch.empty(2, 8, 6, 64).transpose(1, 2), torch.empty(2, 2, 9, 64)
+    geometry = Geometry.of(q, k, k, torch.empty(2, 6, 8, 64))
+    assert geometry.described("q", 5) == ((2, 2, 3, 8, 64), (3072, 192, 64, 384, 1))
+    assert geometry.described("o", 5) == ((2, 2, 3, 8, 64), (3072, 1536, 512, 64, 1))
+    assert geometry.described("k", 4) == ((2, 2, 9, 64), (1152, 576, 64, 1))
+    assert contiguous(batch=1, nheads=2, nheads_k=2, sq=1).described("q", 5)[1] == (16, 64, 16, 16, 1)
+
+
 @pytest.mark.parametrize(("sizes", "empty"), [({}, False), ({"sq": 0}, True), ({"sk": 0}, True), ({"batch": 0}, True)])
 def test_nothing_to_compute_is_seen(sizes: dict[str, int], empty: bool) -> None:
     assert contiguous(**sizes).is_empty is empty

@@ -38,6 +38,7 @@ KERNELS = {
     ),
     "gluon, and a pointer to O": ("fwd-bf16-d128-causal", HOPPER_FORWARD, "h200", {}),
     "gluon, descriptors alone": ("fwd-bf16-d128", HOPPER_FORWARD, "h200", {}),
+    "gluon, packed heads": ("fwd-bf16-d128-alibi-sink", HOPPER_FORWARD, "h200", {"packed_heads": 4}),
     "gluon, two parts, tiles of scores": (
         "fwd-bf16-d96-bias-mask-bias_fp32",
         HOPPER_FORWARD,
@@ -120,6 +121,11 @@ def test_every_parameter_has_the_value_of_the_call(name: str, cuda: FakeDriver) 
     if "split_d" in KERNELS[name][3]:
         widths = [values[f"k{part}_desc.encoded"].box[0] for part in ("", "1")]
         assert widths == [64, 32], "64 and 32 of 96"
+    if "packed_heads" in KERNELS[name][3]:
+        for letter in "qo":
+            encoded = values[f"{letter}_desc.encoded"]
+            assert (encoded.shape, encoded.box[1:]) == ((128, 200, 2, 3, 2), (16, 4, 1, 1))
+            assert encoded.byte_strides == (256, 256 * 200, 2 * 256 * 200, 6 * 256 * 200)
     for tensor, shape in (("bias", (333, 200, 1, 2)), ("mask", (333, 200, 6, 1))):
         if f"{tensor}_desc" in values:
             assert values[f"{tensor}_desc"] == values[tensor.capitalize()]

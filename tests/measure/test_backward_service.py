@@ -74,7 +74,7 @@ class EmulatedToolchain:
     def is_deterministic(self, config: Config) -> bool:
         return "atomic" not in dict(config.knobs)
 
-    def default(self, spec: Specialization) -> Config:
+    def default(self, workload: Workload) -> Config:
         raise UnsupportedError("nothing serves this")
 
 

@@ -94,7 +94,7 @@ class EmulatedToolchain:
     def is_deterministic(self, config: Config) -> bool:
         return True
 
-    def default(self, spec: Specialization) -> Config:
+    def default(self, workload: Workload) -> Config:
         if self.default_config is None:
             raise UnsupportedError("nothing serves this")
         return self.default_config

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flashgen.codegen.families import default_config, validate
+from flashgen.codegen.families import default_config, fitted, validate
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Anchor, TuningRecord
@@ -73,4 +74,5 @@ class Ladder:
 
 
 def default(workload: Workload = CAUSAL, device: Device = H200) -> Config:
-    return default_config(workload.specialization, device)
+    spec = workload.specialization
+    return fitted(default_config(spec, device), spec, Sizes.of(workload), device)

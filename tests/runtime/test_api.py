@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashgen
 from flashgen.core.config import Config
 from flashgen.core.errors import DeviceError, UnsupportedError, WorkloadError
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime import ops, runs, serve
 from flashgen.runtime.calls import Call
 from flashgen.runtime.mods import handle_for
@@ -124,6 +124,10 @@ def test_explain_and_attention_agree_on_the_backend(gpu: FakeGpu, ladder: Ladder
 
 
 KEY = "b4-h32-hk8-s4096-d128-causal"
+PACKED = [default().replace(packed_heads=heads, masked_blocks="branch") for heads in (2, 4)]
+"""What the default becomes where queries are short."""
+
+FULL = "b1-h2-s64-d64"
 
 
 def test_a_warm_up_makes_ready_whatever_the_ladder_can_return(gpu: FakeGpu, ladder: Ladder) -> None:
@@ -131,11 +135,11 @@ def test_a_warm_up_makes_ready_whatever_the_ladder_can_return(gpu: FakeGpu, ladd
     ladder.user(measured(config=config(32)), measured(short, config=config(1)), predicted(long, config=config(0)))
     ladder.user(measured(replace(CAUSAL, head_dim=64, head_dim_v=64)), measured(device=RTX_4090, config=config(1)))
     ladder.ship(measured(short, H100, config=config(0, "pointer")))
-    expected = {default(), config(32), config(1), config(0), config(0, "pointer")}
+    expected = {default(), *PACKED, config(32), config(1), config(0), config(0, "pointer")}
     assert flashgen.warmup([KEY]) == len(expected)
     assert {chosen for _, chosen in gpu.compiled} == {chosen for _, chosen in gpu.loaded} == expected
     assert {spec for spec, _ in gpu.compiled} == {CAUSAL.specialization}
-    for shape in (CAUSAL, short, long, CAUSAL.with_shape(seqlen_k=1), CAUSAL.with_shape(batch=64)):
+    for shape in (CAUSAL, short, long, CAUSAL.with_shape(seqlen_k=1), CAUSAL.with_shape(seqlen_q=60)):
         assert ladder.resolve(shape).config in expected
 
 
@@ -150,17 +154,16 @@ def test_a_warm_up_for_lengths_takes_what_serves_them(gpu: FakeGpu, ladder: Ladd
 
 
 def test_a_warm_up_can_include_offset_tensors(gpu: FakeGpu) -> None:
-    full = "b1-h2-s64-d64"
-    assert flashgen.warmup([KEY, full], offset_tensor=True) == 3
-    keys = sorted(spec.key for spec, _ in gpu.compiled)
+    assert flashgen.warmup([KEY, FULL], offset_tensor=True) == 2 * len([default(), *PACKED]) + 1
+    keys = sorted({spec.key for spec, _ in gpu.compiled})
     assert keys == ["fwd-bf16-d128-causal", "fwd-bf16-d128-causal-offset", "fwd-bf16-d64"]
 
 
 def test_a_warm_up_leaves_out_records_that_cannot_serve(gpu: FakeGpu, ladder: Ladder) -> None:
     too_large = config().replace(block_n=256, num_stages=5)
     ladder.user(measured(config=too_large))
-    assert flashgen.warmup([KEY]) == 1
-    assert gpu.compiled == [(CAUSAL.specialization, default())]
+    assert flashgen.warmup([KEY]) == 3
+    assert {chosen for _, chosen in gpu.compiled} == {default(), *PACKED}
 
 
 def test_a_warm_up_of_what_nobody_supports_is_an_error(gpu: FakeGpu) -> None:
@@ -451,7 +454,7 @@ def test_the_ops_with_features_keep_what_torch_asks_of_ops() -> None:
 
 
 def test_configs_of_a_warm_up_are_values(gpu: FakeGpu) -> None:
-    flashgen.warmup([KEY, KEY, CAUSAL])
+    flashgen.warmup([FULL, FULL, Workload.parse(FULL)])
     ((spec, chosen),) = gpu.compiled
     assert isinstance(spec, Specialization)
     assert isinstance(chosen, Config)

@@ -77,6 +77,28 @@ def test_the_nearest_record_of_this_device_is_above_any_other_device_s(ladder: L
     assert ladder.resolve().config == config(0)
 
 
+DECODE = CAUSAL.with_shape(seqlen_q=1)
+
+
+def of_hopper(workload: Workload, **changes: int | str) -> TuningRecord:
+    return measured(workload, config=default().replace(masked_blocks="branch", **changes))
+
+
+def test_a_record_that_does_not_fit_the_sizes_leaves_the_call_to_the_next(ladder: Ladder) -> None:
+    """One query position of four heads a group: a tile for each head would do four times the work of one for four."""
+    ladder.user(of_hopper(DECODE.with_shape(batch=5), heads_per_group=8))
+    served = ladder.resolve(DECODE)
+    assert (served.rung, served.config) == (8, default().replace(packed_heads=4, masked_blocks="branch"))
+    assert "in a tile it computes 128 tiles, where 32 would do" in served.skipped[2]
+    packed = of_hopper(DECODE.with_shape(seqlen_q=3, nheads=64), packed_heads=8)
+    ladder.user(packed)
+    assert (ladder.resolve(DECODE).rung, ladder.resolve(DECODE).config) == (5, packed.config)
+    assert ladder.resolve(CAUSAL).config["packed_heads"] == 1
+    exact = of_hopper(DECODE, heads_per_group=8)
+    ladder.user(exact)
+    assert (ladder.resolve(DECODE).rung, ladder.resolve(DECODE).config) == (3, exact.config), "it was measured here"
+
+
 # --- backward classes that differ in determinism alone --------------------------------------------------------------
 
 PLAIN_GRADIENT = replace(CAUSAL, direction="backward")

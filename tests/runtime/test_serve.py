@@ -266,7 +266,7 @@ def test_there_is_no_notice_where_a_record_serves_or_nobody_wants_it(
     else:
         ladder.user(record)
     flashgen.attention(*qkv(dim=128), causal=True)
-    assert gpu.planned[0][1] == (record.config if record else default())
+    assert gpu.planned[0][1] == (record.config if record else default(shape))
     assert capsys.readouterr().err == ""
 
 

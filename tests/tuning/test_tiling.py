@@ -80,6 +80,33 @@ def test_what_won_before_comes_before_what_the_model_likes(key: str) -> None:
     assert set(won) <= set(space.configs)
 
 
+def test_short_queries_of_groups_are_searched_with_packed_heads_as_well() -> None:
+    long = Workload.parse("b4-h16-hk4-s4096-d128-causal")
+    short = long.with_shape(seqlen_q=4)
+    spec = long.specialization
+    unpacked = next(space for space in Candidates.of(long, H200).spaces if space.family == "hopper_forward")
+    assert {config["packed_heads"] for config in unpacked.configs} == {1}
+    found = Candidates.of(short, H200)
+    space = next(space for space in found.spaces if space.family == "hopper_forward")
+    assert set(unpacked.configs) < set(space.configs)
+    assert {config["packed_heads"] for config in space.configs} == {1, 4}
+    assert found.default["packed_heads"] == 4
+    won = hopper_forward.HOPPER_FORWARD.favourites(spec, H200)
+    liked = favourites(found, short, H200, 6)
+    assert {config["packed_heads"] for config in liked[1 : 1 + len(won)]} == {4}
+    assert {found.default, *liked[1 : 1 + len(won)]} <= set(space.configs)
+
+
+def test_packed_heads_are_predicted_to_save_tiles() -> None:
+    decode = Workload.parse("b32-h64-hk8-sq1-sk8192-d128-causal")
+    spec = decode.specialization
+    packed = Candidates.of(decode, H200).default
+    alone = packed.replace(packed_heads=1)
+    assert packed["packed_heads"] == 8
+    times = [predict_ms(decode, c, H200, least_resources(spec, c, H200)) for c in (packed, alone)]
+    assert 4 * times[0] < times[1]
+
+
 def test_a_family_without_favourites_has_none() -> None:
     assert PORTABLE.favourites(PLAIN.specialization, H200) == ()
 

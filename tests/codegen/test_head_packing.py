@@ -1,0 +1,205 @@
+"""Packed heads: how many, which tile computes which rows, and what the family and its kernels make of them."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flashgen.codegen import families, hopper_resources
+from flashgen.codegen.build import compile_kernel
+from flashgen.codegen.family import Sizes
+from flashgen.codegen.head_packing import PACKED_HEADS, packing, tiles, why_unfit
+from flashgen.codegen.hopper_forward import HOPPER_FORWARD
+from flashgen.codegen.hopper_text import descriptor_type
+from flashgen.codegen.render import render
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.core.workload import Specialization
+from flashgen.launch.parameters import trailing_pointers
+
+H200 = find_device("h200")
+
+
+def sizes(seqlen_q: int, group: int, nheads_k: int = 8, batch: int = 1) -> Sizes:
+    return Sizes(batch=batch, nheads=group * nheads_k, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=1000)
+
+
+def packed(key: str, heads: int, **changes: int | str | bool) -> tuple[Specialization, Config]:
+    spec = Specialization.parse(key)
+    config = HOPPER_FORWARD.default(spec, H200).replace(packed_heads=heads, **changes)
+    return spec, config.replace(masked_blocks="branch", hidden_blocks="computed") if spec.causal else config
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "group", "heads"),
+    [
+        (1, 1, 1),
+        (1, 4, 4),
+        (1, 8, 8),
+        (1, 7, 8),  # seven heads fill seven eighths of one tile, or two tiles by fours
+        (1, 40, 16),
+        (8, 16, 16),
+        (9, 16, 8),
+        (16, 4, 4),
+        (64, 4, 2),
+        (65, 4, 4),  # three tiles where two packs or four heads took four
+        (100, 4, 1),
+        (128, 8, 1),
+        (8192, 8, 1),
+        (0, 4, 1),
+    ],
+)
+def test_heads_are_packed_as_far_as_it_saves_tiles(seqlen_q: int, group: int, heads: int) -> None:
+    assert packing(sizes(seqlen_q, group), rows=128) == heads
+
+
+def test_no_other_packing_has_fewer_tiles_unless_little_is_saved() -> None:
+    for seqlen_q, group, rows in itertools.product((1, 3, 16, 17, 63, 64, 130, 300), (1, 2, 3, 8, 12), (64, 192)):
+        case = sizes(seqlen_q, group)
+        chosen, fewest = packing(case, rows), min(tiles(case, rows, heads) for heads in PACKED_HEADS)
+        assert tiles(case, rows, chosen) == fewest or (chosen == 1 and fewest > 0.75 * tiles(case, rows, 1))
+
+
+def test_what_computes_twice_the_tiles_is_unfit() -> None:
+    assert "computes 32 tiles, where 8" in str(why_unfit(sizes(1, 4), 128, 1))
+    assert why_unfit(sizes(1, 4), 128, 4) is None
+    assert why_unfit(sizes(1, 4), 128, 8) is None, "rows that stay empty cost nothing where there is room"
+    assert "computes 32 tiles, where 8" in str(why_unfit(sizes(128, 1), 128, 4))
+    assert why_unfit(sizes(4096, 8), 128, 1) is None
+
+
+@pytest.mark.parametrize("key", ["d64-causal", "d128", "d128-causal-window", "d256-causal-offset", "d192-dv128-alibi"])
+def test_a_default_is_fitted_to_short_queries_and_back(key: str) -> None:
+    spec = Specialization.parse(f"fwd-bf16-{key}")
+    default = HOPPER_FORWARD.default(spec, H200)
+    short = families.fitted(default, spec, sizes(1, 8), H200)
+    assert short["packed_heads"] == 8
+    assert families.why_invalid(short, spec, H200) is None
+    assert families.fitted(short, spec, sizes(1, 8), H200) is short
+    back = families.fitted(short, spec, sizes(4096, 8), H200)
+    assert back["packed_heads"] == 1
+    assert families.why_invalid(back, spec, H200) is None
+    assert families.fitted(default, spec, sizes(4096, 8), H200) is default
+
+
+@pytest.mark.parametrize("key", ["d128-keybias", "d128-causal-keymask"])
+def test_heads_with_a_bias_or_a_mask_are_not_packed(key: str) -> None:
+    spec, config = packed(f"fwd-bf16-{key}", 4)
+    assert "different biases or masks" in str(families.why_invalid(config, spec, H200))
+    default = HOPPER_FORWARD.default(spec, H200)
+    assert families.fitted(default, spec, sizes(1, 8), H200) is default
+
+
+def test_packed_query_blocks_are_not_cut_along_the_diagonal() -> None:
+    spec, config = packed("fwd-bf16-d128-causal", 4)
+    assert "diagonal" in str(families.why_invalid(config.replace(masked_blocks="one"), spec, H200))
+
+
+def test_a_config_of_one_head_a_tile_says_nothing_of_packing() -> None:
+    """Records that are older than the knob keep their digests."""
+    spec = Specialization.parse("fwd-bf16-d128-causal")
+    config = HOPPER_FORWARD.default(spec, H200)
+    older = Config.of(config.family, {name: value for name, value in config.knobs if name != "packed_heads"})
+    assert families.validate(older) == config
+    text = render(spec, config).text
+    assert "packed" not in text.lower()
+    assert "packed_heads=4" in render(*packed("fwd-bf16-d128-causal", 4)).text
+
+
+def test_query_tiles_have_an_axis_for_the_heads_of_a_group() -> None:
+    spec, config = packed("fwd-bf16-d192-dv128-causal", 8, split_d=True)
+    types = {parameter.name: parameter.type for parameter in HOPPER_FORWARD.parameters(spec, config)}
+    block_n = config["block_n"]
+    assert types["q_desc"].startswith("tensordesc<bf16[1, 1, 8, 8, 128],")
+    assert types["q1_desc"].startswith("tensordesc<bf16[1, 1, 8, 8, 64],")
+    assert types["o_desc"].startswith("tensordesc<bf16[1, 1, 8, 8, 128],")
+    assert types["k_desc"].startswith(f"tensordesc<bf16[1, 1, {block_n}, 128],")
+    gl = pytest.importorskip("triton.experimental.gluon.language")
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, 16, 4, 64], gl.bfloat16)
+    assert descriptor_type("bf16", 16, 4, 64) == f"tensordesc<bf16[1, 1, 16, 4, 64],{layout!r}>"
+
+
+class Language:
+    """What the schedule of a kernel takes from Gluon, for integers."""
+
+    constexpr = staticmethod(lambda value: value)
+    minimum, maximum = staticmethod(min), staticmethod(max)
+    cdiv = staticmethod(lambda a, b: -(-a // b))
+
+
+def schedule_of(spec: Specialization, config: Config) -> SimpleNamespace:
+    """The functions and constants of a rendered kernel that say which rows a tile has, as Python."""
+    wanted = ("_query_blocks", "_packs", "_schedule")
+    constants = ("ROWS", "WARPGROUPS", "BLOCK_M", "PACKED_HEADS", "POSITIONS", "HEADS_PER_GROUP")
+    body = []
+    for node in ast.parse(render(spec, config).text).body:
+        if isinstance(node, ast.FunctionDef) and node.name in wanted:
+            node.decorator_list = []
+            body.append(node)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in constants:
+            body.append(node)  # type: ignore[arg-type]
+    names: dict[str, object] = {"gl": Language}
+    exec(compile(ast.Module(body=body, type_ignores=[]), "schedule", "exec"), names)
+    return SimpleNamespace(**names)
+
+
+@pytest.mark.parametrize("key", ["fwd-bf16-d128", "fwd-bf16-d64-causal"])
+@pytest.mark.parametrize(("batch", "nheads_k", "group", "seqlen_q"), [(2, 3, 7, 5), (1, 2, 4, 65), (3, 1, 16, 1)])
+def test_every_row_of_every_head_has_one_tile(key: str, batch: int, nheads_k: int, group: int, seqlen_q: int) -> None:
+    for heads in (2, 4, 16):
+        spec, config = packed(key, heads)
+        schedule, case = schedule_of(spec, config), sizes(seqlen_q, group, nheads_k, batch)
+        nheads = group * nheads_k
+        count = schedule._query_blocks(seqlen_q) * schedule._packs(nheads, group) * batch
+        assert count == tiles(case, hopper_resources.block_m(config), heads)
+        kernel = HOPPER_FORWARD.kernels(spec, config)[0]
+        assert kernel.programs(H200, case) == min(count, H200.num_sms * config.integer("blocks_per_sm"))
+        found = []
+        for tile in range(count):
+            first_row, b, h_k, first_head = schedule._schedule(tile, count, nheads, group, seqlen_q)
+            for wg, row in itertools.product(range(schedule.WARPGROUPS), range(schedule.ROWS)):
+                position = first_row + wg * schedule.POSITIONS + row % schedule.POSITIONS
+                head = first_head + row // schedule.POSITIONS
+                if position < seqlen_q and head < group:
+                    found.append((b, h_k, head, position))
+        assert sorted(found) == list(itertools.product(range(batch), range(nheads_k), range(group), range(seqlen_q)))
+
+
+def test_packed_kernels_are_formatted(tmp_path: Path) -> None:
+    keys = ("d128", "d64-causal-sink-window-offset", "d256-softcap-alibi-sink", "d96-dv192-causal-window")
+    for key, stages in itertools.product(keys, (1, 2)):
+        source = render(*packed(f"fwd-fp16-{key}", 4, q_stages=stages))
+        (tmp_path / f"{source.module}.py").write_text(source.text)
+    ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
+    command = [ruff, "format", "--isolated", "--line-length", "120", "--check", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "heads", "changes"),
+    [
+        ("fwd-bf16-d128-causal-alibi-sink-window", 4, {}),
+        ("fwd-fp16-d96", 16, {"split_d": True, "barriers": "mbarrier", "exp_order": "free", "q_stages": 2}),
+    ],
+)
+def test_packed_kernels_compile_to_the_same_loop(key: str, heads: int, changes: dict[str, int | str | bool]) -> None:
+    spec, config = packed(key, heads, **changes)
+    assert families.why_invalid(config, spec, H200) is None
+    kernel = compile_kernel(spec, config, H200)
+    ptx = kernel.handle.asm["ptx"]
+    assert trailing_pointers(ptx, HOPPER_FORWARD.parameters(spec, config)) == 2
+    assert kernel.spills <= 192
+    own_o = hopper_resources.own_o(spec, config, H200)
+    assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, own_o=own_o)
+    parts = len(hopper_resources.parts(spec.head_dim, config))
+    boxes = -(-spec.head_dim // 64)  # one copy brings 128 bytes of a row
+    assert parts <= ptx.count("cp.async.bulk.tensor.5d.shared") // config.integer("warpgroups") <= boxes
+    assert "cp.async.bulk.tensor.5d.global" in ptx
