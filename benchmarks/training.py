@@ -102,21 +102,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def jobs_of(runs: Sequence[str], modes: Sequence[str] = tuple(MODES)) -> list[Job]:
-    """What a command line names, as `4096` or `4096:flashgen,standard`; everything if it names nothing.
+    """What a command line names: `4096`, `4096:flashgen,standard` or `4096:standard:eager`; everything if nothing.
 
     Raises:
-        ValueError: a length or an attention is not one of those that are measured.
+        ValueError: a length, an attention or a mode is not one of those that are measured.
     """
     found = []
     for text in runs or map(str, SEQLENS):
-        seqlen, _, names = text.partition(":")
-        impls = names.split(",") if names else list(IMPLS)
-        if seqlen not in map(str, SEQLENS) or not set(impls) <= set(IMPLS):
+        seqlen, *more = text.split(":")
+        impls = more[0].split(",") if more else list(IMPLS)
+        named = more[1].split(",") if len(more) > 1 else list(MODES)
+        if seqlen not in map(str, SEQLENS) or not set(impls) <= set(IMPLS) or not set(named) <= set(MODES):
             raise ValueError(
-                f"a run is a length of {', '.join(map(str, SEQLENS))}, and behind a colon attentions of "
-                f"{', '.join(IMPLS)}, got {text!r}"
+                f"a run is a length of {', '.join(map(str, SEQLENS))}, behind a colon attentions of "
+                f"{', '.join(IMPLS)}, and behind another one {' or '.join(MODES)}, got {text!r}"
             )
-        found += [Job(seqlen=int(seqlen), impl=impl, mode=mode) for impl in impls for mode in modes]
+        found += [Job(seqlen=int(seqlen), impl=impl, mode=mode) for impl in impls for mode in modes if mode in named]
     return found
 
 
@@ -232,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.training", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("runs", nargs="*", metavar="SEQLEN[:ATTENTION,...]", help="default: all")
+    parser.add_argument("runs", nargs="*", metavar="SEQLEN[:ATTENTION,...[:MODE]]", help="default: all")
     add_arguments(parser)
     parser.add_argument("--steps", type=int, default=200, help="without torch.compile, 0 for none (%(default)s)")
     parser.add_argument("--compiled-steps", type=int, default=200, help="with it, 0 for none (%(default)s)")

@@ -270,8 +270,9 @@ def test_a_command_line_names_runs() -> None:
     names = [str(job) for job in jobs_of(["4096:flashgen,standard", "1024"], ["eager"])]
     assert names[:2] == ["4096:flashgen:eager", "4096:standard:eager"]
     assert names[2:] == [f"1024:{impl}:eager" for impl in training.IMPLS]
+    assert [str(job) for job in jobs_of(["4096:standard:eager"])] == ["4096:standard:eager"]
     assert len(jobs_of([])) == 2 * 3 * 4
-    for wrong in ("512", "1024:fa3", "flashgen"):
+    for wrong in ("512", "1024:fa3", "flashgen", "1024:flashgen:fast"):
         with pytest.raises(ValueError, match=r"a run is a length of 1024, 4096, 16384, .*, got"):
             jobs_of([wrong])
 
