@@ -16,7 +16,6 @@ class Knob:
 
     `default` is for a knob that came later: configs that were stored before it existed mean this value. If it is
     `implied`, the text of a kernel does not name it at its default: kernels rendered before keep their digests.
-    What is good `by_sizes`, which a specialization does not know, is not enumerated but left to `KernelFamily.fitted`.
     """
 
     name: str
@@ -24,7 +23,6 @@ class Knob:
     meaning: str
     default: KnobValue | None = None
     implied: bool = False
-    by_sizes: bool = False
 
     def allows(self, value: KnobValue) -> bool:
         """Whether `value` is declared; True is not 1 here."""
@@ -132,6 +130,10 @@ def _no_favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     return ()
 
 
+def _all_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    return {}
+
+
 def _as_it_is(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     return config
 
@@ -155,6 +157,8 @@ class KernelFamily:
         scratch: the memory that they share.
         is_deterministic: whether equal inputs give equal bits every time.
         favourites: valid configs that won before, for a search to begin with (beside the default).
+        choices: the values that some knobs are enumerated with, where the others are never valid for a specialization,
+            or follow from sizes that it does not know.
         fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
         why_unfit: the reason why a valid config is far from the best at some sizes, or None.
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
@@ -173,6 +177,7 @@ class KernelFamily:
     scratch: Callable[[Specialization, Config, Sizes], tuple[Scratch, ...]] = _no_scratch
     is_deterministic: bool = True
     favourites: Callable[[Specialization, Device], tuple[Config, ...]] = _no_favourites
+    choices: Callable[[Specialization], dict[str, tuple[KnobValue, ...]]] = _all_values
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     why_unfit: Callable[[Config, Sizes], str | None] = _always_fit
     tolerated_spills: int = TOLERATED_SPILLS

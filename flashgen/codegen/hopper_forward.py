@@ -8,7 +8,7 @@ from flashgen.codegen import hopper_text as text
 from flashgen.codegen.family import KernelFamily, Knob, Sizes
 from flashgen.codegen.head_parts import can_split
 from flashgen.codegen.hopper_favourites import MBARRIER, NAMED, SMALLER, SPLIT, WON, Changes
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -84,7 +84,6 @@ KNOBS = (
         meaning="heads of a group side by side in the rows of a warpgroup, whose keys are read once for all of them",
         default=1,
         implied=True,
-        by_sizes=True,
     ),
 )
 
@@ -212,6 +211,19 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
     ):
         return "steps of 128 keys fit, and have half as many waits"
     return None
+
+
+def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
+    if not spec.softcap:
+        found["tanh"] = ("exp2",)
+    if not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
+        found["split_d"] = (False,)
+    if not spec.causal:
+        found |= {"heads_per_group": (1,), "hidden_blocks": ("computed",)}
+    if spec.window or not spec.causal:
+        found["masked_blocks"] = ("branch",) if spec.window else ("one",)
+    return found
 
 
 # by (larger padded head_dim, causal): the winner of long sequences on an H200
@@ -342,6 +354,7 @@ HOPPER_FORWARD = KernelFamily(
     values=text.values,
     kernels=text.kernels,
     favourites=_favourites,
+    choices=_choices,
     fitted=_fitted,
     why_unfit=_why_unfit,
     tolerated_spills=resources.TOLERATED_SPILLS,

@@ -14,7 +14,7 @@ from flashgen.core.workload import Specialization
 def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tuple[Config, ...]:
     """All valid configs of `family` for `spec` on `device`, the default first, then in knob order.
 
-    Knobs whose values follow from the sizes of a workload stay at their defaults (`KernelFamily.fitted` sets them).
+    What follows from the sizes of a workload is left to `KernelFamily.fitted`.
 
     The valid set is enumerated so that a sampler never proposes an invalid point. It is empty where the
     family does not apply.
@@ -22,14 +22,16 @@ def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tu
     if family.why_not(spec, device) is not None or spec.direction != family.direction:
         return ()
     default = family.default(spec, device)
-    rest = (config for config in _all(family) if config != default and family.why_invalid(spec, config, device) is None)
+    rest = (
+        config
+        for config in _all(family, spec)
+        if config != default and family.why_invalid(spec, config, device) is None
+    )
     return (default, *rest)
 
 
-def _all(family: KernelFamily) -> Iterator[Config]:
+def _all(family: KernelFamily, spec: Specialization) -> Iterator[Config]:
     names = [knob.name for knob in family.knobs]
-    values_of = [
-        (knob.default,) if knob.by_sizes and knob.default is not None else knob.values for knob in family.knobs
-    ]
-    for values in itertools.product(*values_of):
+    choices = family.choices(spec)
+    for values in itertools.product(*(choices.get(knob.name, knob.values) for knob in family.knobs)):
         yield Config.of(family.id, dict(zip(names, values, strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import random
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,22 @@ def test_what_computes_twice_the_tiles_is_unfit() -> None:
     assert why_unfit(sizes(1, 4), 128, 8) is None, "rows that stay empty cost nothing where there is room"
     assert "computes 32 tiles, where 8" in str(why_unfit(sizes(128, 1), 128, 4))
     assert why_unfit(sizes(4096, 8), 128, 1) is None
+
+
+@pytest.mark.parametrize("key", ["d64", "d128-causal-window", "d192-dv128-causal", "d256-softcap-offset"])
+def test_values_that_are_not_enumerated_are_never_valid(key: str) -> None:
+    spec, drawn = Specialization.parse(f"fwd-bf16-{key}"), random.Random(0)
+    choices = HOPPER_FORWARD.choices(spec)
+    assert choices["packed_heads"] == (1,), "which the sizes decide"
+    default, left_out = HOPPER_FORWARD.default(spec, H200), 0
+    for _ in range(400):
+        knob = drawn.choice([knob for knob in HOPPER_FORWARD.knobs if knob.name != "packed_heads"])
+        other = drawn.choice([knob for knob in HOPPER_FORWARD.knobs if knob.name in choices.keys() - {"packed_heads"}])
+        changes = {each.name: drawn.choice(each.values) for each in (knob, other)}
+        if any(value not in choices.get(name, (value,)) for name, value in changes.items()):
+            left_out += 1
+            assert families.why_invalid(default.replace(**changes), spec, H200) is not None, changes
+    assert left_out > 50
 
 
 @pytest.mark.parametrize("key", ["d64-causal", "d128", "d128-causal-window", "d256-causal-offset", "d192-dv128-alibi"])
