@@ -156,7 +156,8 @@ def _why_too_large(spec: Specialization, config: Config, device: Device) -> str 
 
 
 def _fused_default(spec: Specialization, device: Device) -> Config:
-    return Config.of(FUSED_ID, {**_common_default(spec), "dq_conversion": "kernel", "pace": "abreast", "scores": "now"})
+    own: dict[str, KnobValue] = {"dq_conversion": "kernel", "pace": "staggered", "scores": "now", "starts": "early"}
+    return Config.of(FUSED_ID, {**_common_default(spec), **own})
 
 
 def _split_default(spec: Specialization, device: Device) -> Config:
@@ -196,21 +197,20 @@ _WON: tuple[Changes, ...] = (
 """Changes of a default that won at some length on an H200, or were within 1% of the winner."""
 
 
-_STAGGERED: Changes = {"pace": "staggered"}
-_AHEAD: Changes = {"scores": "ahead", "starts": "late"}
+_ABREAST: Changes = {"pace": "abreast"}
 _ORDERS: tuple[Changes, ...] = (
-    _STAGGERED,
-    {**_STAGGERED, "starts": "early"},
-    {**_STAGGERED, "q_stages": 3},
-    _AHEAD,
-    {**_STAGGERED, **_AHEAD},
+    {"q_stages": 3},
+    {"scores": "ahead", "starts": "late"},
+    _ABREAST,
+    {**_ABREAST, "dq_conversion": "tiles"},
+    {"starts": "late"},
 )
-"""Orders of a step that are newer than what won: a search of any length begins with them."""
+"""Other orders of a step, of which each won at some length."""
 
 
 def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     default = _fused_default(spec, device)
-    found = dict.fromkeys(default.replace(**changes) for changes in (*_WON, *_ORDERS))
+    found = dict.fromkeys(default.replace(**changes) for changes in (*_ORDERS, *_WON))
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
 

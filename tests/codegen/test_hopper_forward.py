@@ -132,7 +132,7 @@ def test_restrictions_name_their_reason(change: dict[str, int | str | bool], rea
     [
         ("fwd-bf16-d128", "a100", "sm90"),
         ("fwd-fp32-d128", "h200", "fp32"),
-        ("fwd-bf16-d80", "h200", "head_dim"),
+        ("fwd-bf16-d36", "h200", "head_dim"),
         ("fwd-bf16-d128-unaligned", "h200", "16 bytes"),
         ("fwd-bf16-d128-bias-scattered", "h200", "1 along the keys"),
         ("fwd-bf16-d128-keybias-mask-scattered", "h200", "1 along the keys"),

@@ -120,12 +120,13 @@ def test_both_ways_to_launch_give_the_gradients(family_id: str, key: str) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pace": "staggered"},
-        {"pace": "staggered", "q_stages": 3, "persistent": False},
-        {"pace": "staggered", "dq_conversion": "tiles"},
+        {"pace": "abreast"},
+        {"pace": "abreast", "q_stages": 3, "persistent": False},
+        {"dq_conversion": "tiles"},
+        {"q_stages": 3, "persistent": False},
         {"scores": "ahead", "starts": "late"},
-        {"scores": "ahead", "starts": "late", "block_m": 64},
-        {"scores": "ahead", "starts": "late", "pace": "staggered"},
+        {"scores": "ahead", "starts": "late", "block_m": 64, "pace": "abreast"},
+        {"scores": "ahead", "starts": "late", "pace": "abreast"},
     ],
     ids=str,
 )
