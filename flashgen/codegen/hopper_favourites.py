@@ -56,9 +56,9 @@ WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
     (64, True): (
         {**ONE, **MBARRIER, **ONCE, "masked_blocks": "one", "heads_per_group": 32},
         {**FOUR, **FREE, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
+        {**FOUR, **FREE, **AHEAD, "masked_blocks": "branch", "heads_per_group": 32},
         {**THREE, **FREE, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
         {**THREE, **NAMED, **ONCE, "masked_blocks": "branch", "heads_per_group": 8},
-        {**FOUR, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
     ),
     (128, False): (
         FREE,

@@ -65,13 +65,6 @@ KNOBS = (
         implied=True,
     ),
     Knob(
-        name="tanh",
-        values=("exp2", "series"),
-        meaning="softcap: tanh by an exponential and a reciprocal, or by a polynomial where a warp has small scores",
-        default="exp2",
-        implied=True,
-    ),
-    Knob(
         name="split_d",
         values=(False, True),
         meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
@@ -147,8 +140,6 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
     if not spec.causal and config["heads_per_group"] != 1:
         return "without a causal mask all tiles are equally heavy"
-    if config["tanh"] != "exp2" and not spec.softcap:
-        return "only a softcap needs a tanh"
     if config["hidden_blocks"] == "skipped" and not _hides_whole_blocks(spec, config):
         return "every warpgroup sees keys of every block that its tile sees"
     if config["exp_order"] == "data" and (config["barriers"], config["k_release"]) != ("named", "own"):
@@ -215,8 +206,6 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
 
 def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
-    if not spec.softcap:
-        found["tanh"] = ("exp2",)
     if not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
         found["split_d"] = (False,)
     if not spec.causal:
@@ -262,7 +251,6 @@ USUAL: Changes = {
     "split_d": False,
     "q_stages": 1,
     "hidden_blocks": "computed",
-    "tanh": "exp2",
     "packed_heads": 1,
 }
 
@@ -304,8 +292,6 @@ def _smallest(spec: Specialization, device: Device) -> Config:
 def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     default = _default(spec, device)
     found = [default.replace(**changes) for changes in WON[_width(spec), spec.causal]]
-    if spec.softcap:
-        found = [config.replace(tanh="series") for config in (default, *found[:2])] + found
     if resources.score_tiles(spec):
         found += [config.replace(**change) for config in (default, found[0]) for change in SMALLER]
     if can_split(spec.head_dim) or can_split(spec.head_dim_v):

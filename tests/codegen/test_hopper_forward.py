@@ -279,7 +279,6 @@ ONCE = {"q_stages": 1, "hidden_blocks": "computed"}
         ("d128", {"conditional_rescale": False, "exp_order": "free"}),
         ("d96-causal-keymask", {"split_d": True}),
         ("d192-dv128-causal", {"split_d": True, "block_n": 128}),
-        ("d128-softcap-alibi", {"tanh": "series"}),
         ("d64-mask", {"warpgroups": 3, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
     ],
 )

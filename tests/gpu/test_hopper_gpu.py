@@ -55,8 +55,6 @@ VARIANTS = (
     ("fwd-bf16-d128-causal", {"q_stages": 2}),
     ("fwd-fp16-d64", {"q_stages": 2, "warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
     ("fwd-bf16-d256-causal-softcap-window", {}),
-    ("fwd-bf16-d256-causal-softcap-window", {"tanh": "series"}),
-    ("fwd-fp16-d64-softcap-alibi", {"tanh": "series"}),
     ("fwd-bf16-d64-causal-sink-window", {}),
     ("fwd-fp16-d128-keymask", {}),
     ("fwd-bf16-d128-bias", {}),
