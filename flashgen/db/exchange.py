@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from flashgen.core.errors import DatabaseError
-from flashgen.core.record import TuningRecord
+from flashgen.core.record import Measurement, TuningRecord
 from flashgen.db import files
 from flashgen.db.store import Store
 from flashgen.db.writing import Merged
@@ -71,18 +71,30 @@ def import_records(store: Store, path: Path | str) -> Merged:
 def better(theirs: TuningRecord, ours: TuningRecord) -> bool:
     """Whether an imported record replaces ours of the same workload, device identity and provenance.
 
-    1. Measured: the faster one, by the ratio to the reference kernel of the same round where both know it (absolute
-       times of different rounds do not compare on a card that changes its clock), else by the median, if the two
-       differ by more than `NOISE`.
+    1. Measured: the faster one, by the ratio to the reference kernel of the same round where that was the same for both
+       (absolute times of different rounds do not compare on a card that changes its clock), else by the median, if the
+       two differ by more than `NOISE`.
     2. Otherwise (nearly as fast, or both predicted): the newer one.
     """
     if theirs.measurement and ours.measurement:
-        theirs_ms, ours_ms = theirs.measurement.median_ms, ours.measurement.median_ms
-        ratios = (theirs.measurement.reference_ratio, ours.measurement.reference_ratio)
-        gain = ratios[1] / ratios[0] - 1 if ratios[0] and ratios[1] else ours_ms / theirs_ms - 1
+        gain = _gain(theirs, theirs.measurement, ours, ours.measurement)
         if abs(gain) > NOISE:
             return gain > 0
     return theirs.created > ours.created
+
+
+def _gain(theirs: TuningRecord, measured: Measurement, ours: TuningRecord, ours_measured: Measurement) -> float:
+    """How much faster theirs is than ours.
+
+    The reference is a backend of torch wherever one can run, and then a record names those that ran. Else it is the
+    default config, which is another kernel in another version: a default that became twice as fast would make every
+    config beside it look twice as slow.
+    """
+    ran = {anchor.impl for anchor in theirs.anchors}
+    ratio, our_ratio = measured.reference_ratio, ours_measured.reference_ratio
+    if ratio and our_ratio and ran and ran == {anchor.impl for anchor in ours.anchors}:
+        return our_ratio / ratio - 1
+    return ours_measured.median_ms / measured.median_ms - 1
 
 
 def to_csv(records: Sequence[TuningRecord], path: Path | str) -> None:
