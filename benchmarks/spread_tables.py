@@ -46,9 +46,14 @@ def _text(used: Sequence[Row], varying: Sequence[Row]) -> str:
         f"({', '.join(dict.fromkeys(f'`{row.impl}`' for row in fixed))}) gave other bits in {changed} of {len(fixed)} "
         f"shapes; {others} elements of dk and dv differed in all families together. Where dq is summed by atomics, "
         f"equal calls lie up to {max(row.spread_max or 0 for row in varying):.1e} of the largest |dq| apart, which is "
-        f"{_most(varying, 'max'):.0%} of the largest rounding error that one call has against a float64 oracle; in the "
-        f"mean over all elements {_most(varying, 'mean'):.0%} of the mean error at most. {provenance(used)}"
+        f"{percent(_most(varying, 'max'))} of the largest rounding error that one call has against a float64 oracle; "
+        f"in the mean over all elements {percent(_most(varying, 'mean'))} of the mean error at most. {provenance(used)}"
     )
+
+
+def percent(share: float) -> str:
+    """Whole percents, or two digits of less than ten: few elements differ, and by little."""
+    return f"{share:.0%}" if share >= 0.1 else f"{float(f'{100 * share:.2g}'):g}%"
 
 
 def _most(rows: Sequence[Row], which: str) -> float:
@@ -66,7 +71,7 @@ def _table(varying: Sequence[Row]) -> str:
     for row in varying:
         w = Workload.parse(row.workload)
         cells = [f"`{row.impl}`", str(w.head_dim), str(w.seqlen_k), "yes" if w.causal else "no"]
-        cells += [f"{row.differing:.0%}", f"{row.spread_max:.1e}", f"{row.spread_mean:.1e}"]
-        cells += [f"{_share(row, 'max'):.0%}", f"{_share(row, 'mean'):.0%}", f"{row.ulps_mean:.2f}"]
+        cells += [percent(row.differing or 0.0), f"{row.spread_max:.1e}", f"{row.spread_mean:.1e}"]
+        cells += [percent(_share(row, "max")), percent(_share(row, "mean")), f"{row.ulps_mean:.1e}"]
         lines.append(table_row(cells))
     return "\n".join(lines)

@@ -92,6 +92,12 @@ def favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs that won at other lengths, for a search to begin with."""
     usual = default(spec, device)
     found = [usual.replace(**changes) for changes in WON[_width(spec), spec.causal]]
+    if spec.window:
+        # a tile of a few steps waits for its Q longest
+        found += [
+            config.replace(q_stages=2)
+            for config in (found[0], found[0].replace(**{**NAMED, "ping_pong": found[0]["ping_pong"]}))
+        ]
     if resources.score_tiles(spec):
         found += [config.replace(**change) for config in (usual, found[0]) for change in SMALLER]
     if can_split(spec.head_dim) or can_split(spec.head_dim_v):

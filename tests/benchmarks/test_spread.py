@@ -108,7 +108,7 @@ def test_a_run_writes_rows_and_refuses_a_broken_promise(
     assert (row.suite, row.workload, row.impl, row.commit, row.repeats) == ("spread", SMALL.key, family, "abc", 3)
     assert row.differing == pytest.approx(1 / (2 * 48 * 64), rel=1e-3)
     page = spread_tables.page(report.load(tmp_path))
-    assert (f"| `{family}` | 64 | 48 | yes | 0% |" in page) is (family == FUSED)
+    assert (f"| `{family}` | 64 | 48 | yes | 0.016% |" in page) is (family == FUSED)
 
 
 def test_the_page_says_what_the_rows_say(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_page_says_what_the_rows_say(tmp_path: Path) -> None:
     varying = replace(base, **numbers, differing=0.31, ulps_max=3.0, ulps_mean=0.25, others_differing=0)
     fixed = replace(base, impl=SPLIT, **(numbers | {"spread_max": 0.0}), differing=0.0, others_differing=0)
     text = spread_tables.page({"test_gpu": [varying, fixed]})
-    assert f"| `{FUSED}` | 64 | 48 | yes | 31% | 2.0e-03 | 1.0e-06 | 50% | 10% | 0.25 |" in text
+    assert f"| `{FUSED}` | 64 | 48 | yes | 31% | 2.0e-03 | 1.0e-06 | 50% | 10% | 2.5e-01 |" in text
     assert f"(`{SPLIT}`) gave other bits in 0 of 1 shapes; 0 elements of dk and dv differed" in text
     assert "up to 2.0e-03 of the largest |dq| apart, which is 50% of the largest rounding error" in text
     page = f"# Page\n{spread_tables.START}\nold\n{spread_tables.END}\nmore\n"
