@@ -134,6 +134,18 @@ def _all_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     return {}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """Knobs whose values only work in some combinations, whatever the specialization: enumerated as rows of them."""
+
+    names: tuple[str, ...] = ()
+    rows: tuple[tuple[KnobValue, ...], ...] = ((),)
+
+
+def _no_joint() -> Joint:
+    return Joint()
+
+
 def _as_it_is(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     return config
 
@@ -159,6 +171,7 @@ class KernelFamily:
         favourites: valid configs that won before, for a search to begin with (beside the default).
         choices: the values that some knobs are enumerated with, where the others are never valid for a specialization,
             or follow from sizes that it does not know.
+        joint: knobs that are enumerated together, because most combinations of their values are never valid.
         fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
         why_unfit: the reason why a valid config is far from the best at some sizes, or None.
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
@@ -178,6 +191,7 @@ class KernelFamily:
     is_deterministic: bool = True
     favourites: Callable[[Specialization, Device], tuple[Config, ...]] = _no_favourites
     choices: Callable[[Specialization], dict[str, tuple[KnobValue, ...]]] = _all_values
+    joint: Callable[[], Joint] = _no_joint
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     why_unfit: Callable[[Config, Sizes], str | None] = _always_fit
     tolerated_spills: int = TOLERATED_SPILLS

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from flashgen.codegen import head_packing
 from flashgen.codegen import hopper_defaults as defaults
 from flashgen.codegen import hopper_resources as resources
 from flashgen.codegen import hopper_rules as rules
 from flashgen.codegen import hopper_text as text
-from flashgen.codegen.family import KernelFamily, Knob
+from flashgen.codegen.family import Joint, KernelFamily, Knob
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -104,6 +106,11 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
     return None
 
 
+@functools.cache
+def _joint() -> Joint:
+    return Joint(names=rules.TOGETHER, rows=rules.joint_rows(KNOBS))
+
+
 HOPPER_FORWARD = KernelFamily(
     id=text.FAMILY_ID,
     title="Warp-specialised FlashAttention for Hopper in Gluon",
@@ -117,6 +124,7 @@ HOPPER_FORWARD = KernelFamily(
     kernels=text.kernels,
     favourites=defaults.favourites,
     choices=rules.choices,
+    joint=_joint,
     fitted=defaults.fitted,
     why_unfit=defaults.why_unfit,
     tolerated_spills=resources.TOLERATED_SPILLS,

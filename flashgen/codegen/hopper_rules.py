@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
+
 from flashgen.codegen import hopper_resources as resources
+from flashgen.codegen.family import Knob
 from flashgen.codegen.head_parts import can_split
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -12,7 +16,8 @@ from flashgen.core.workload import Specialization
 def why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     """The reason why a config of declared values cannot work, or was never the fastest; None if it is worth a try."""
     return (
-        _why_meaningless(spec, config)
+        _why_not_together(dict(config.knobs))
+        or _why_meaningless(spec, config)
         or _why_not_packed(spec, config)
         or why_impossible_mask(spec, config)
         or why_too_large(spec, config, device)
@@ -37,19 +42,47 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
     return None
 
 
+TOGETHER = (
+    *("warpgroups", "blocks_per_sm", "v_stages", "k_release", "barriers"),
+    *("ping_pong", "conditional_rescale", "exp_order", "max_tree"),
+)
+"""Knobs of a program's warps and their order. Of 2304 combinations of their values 176 are worth a try."""
+
+
+def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
+    """What makes no sense, and then what was never the fastest on an H200, whatever is computed."""
+    named = values["barriers"] == "named"
+    if values["ping_pong"] and values["warpgroups"] == 1:
+        return "one warpgroup has nobody to take turns with"
+    if values["exp_order"] == "data" and (values["barriers"], values["k_release"]) != ("named", "own"):
+        return "the release that needs the exponentials is that of K, by a named barrier"
+    if values["exp_order"] == "barrier" and (named or not values["conditional_rescale"]):
+        return "a wait for their sake only pays together with the conditional rescale, and data does it where it can"
+    if values["max_tree"] == "chains" and named:
+        return "four chains of maxima are slower than one where little else waits"
+    if (values["warpgroups"] == 1) != (values["blocks_per_sm"] != 1):
+        return "blocks side by side are for those of one warpgroup, which leave the matrix unit idle during a softmax"
+    if values["k_release"] == "with_v" and (values["warpgroups"], values["v_stages"]) != (4, 3):
+        return "releasing K with V only pays in a long ring that four warpgroups release"
+    return None
+
+
+def joint_rows(knobs: Sequence[Knob]) -> tuple[tuple[KnobValue, ...], ...]:
+    """The combinations of values of `TOGETHER` that a search enumerates."""
+    known = {knob.name: knob.values for knob in knobs}
+    rows = itertools.product(*(known[name] for name in TOGETHER))
+    return tuple(row for row in rows if _why_not_together(dict(zip(TOGETHER, row, strict=True))) is None)
+
+
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
     if resources.is_split(config) and not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
         return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
-    if config["ping_pong"] and config["warpgroups"] == 1:
-        return "one warpgroup has nobody to take turns with"
     if spec.causal and config["heads_per_group"] == 1:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
     if not spec.causal and config["heads_per_group"] != 1:
         return "without a causal mask all tiles are equally heavy"
     if config["hidden_blocks"] == "skipped" and not hides_whole_blocks(spec, config):
         return "every warpgroup sees keys of every block that its tile sees"
-    if config["exp_order"] == "data" and (config["barriers"], config["k_release"]) != ("named", "own"):
-        return "the release that needs the exponentials is that of K, by a named barrier"
     return None
 
 
@@ -91,16 +124,7 @@ def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
 
 
 def _why_pointless(spec: Specialization, config: Config, device: Device) -> str | None:
-    """What was never the fastest on an H200: a search does not spend its time on it."""
-    named = config["barriers"] == "named"
-    if config["exp_order"] == "barrier" and (named or not config["conditional_rescale"]):
-        return "a wait for their sake only pays together with the conditional rescale, and data does it where it can"
-    if config["max_tree"] == "chains" and named:
-        return "four chains of maxima are slower than one where little else waits"
-    if (config["warpgroups"] == 1) != (config.integer("blocks_per_sm") > 1):
-        return "blocks side by side are for those of one warpgroup, which leave the matrix unit idle during a softmax"
-    if config["k_release"] == "with_v" and (config["warpgroups"], config["v_stages"]) != (4, 3):
-        return "releasing K with V only pays in a long ring that four warpgroups release"
+    """Like the second half of `_why_not_together`."""
     if (
         config["block_n"] == 64
         and not spec.window

@@ -22,16 +22,24 @@ def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tu
     if family.why_not(spec, device) is not None or spec.direction != family.direction:
         return ()
     default = family.default(spec, device)
+    steps = [{value: step for step, value in enumerate(knob.values)} for knob in family.knobs]
+    names = [knob.name for knob in family.knobs]
+
+    def place(config: Config) -> list[int]:
+        return [step[config[name]] for name, step in zip(names, steps, strict=True)]
+
     rest = (
         config
         for config in _all(family, spec)
         if config != default and family.why_invalid(spec, config, device) is None
     )
-    return (default, *rest)
+    return (default, *sorted(rest, key=place))
 
 
 def _all(family: KernelFamily, spec: Specialization) -> Iterator[Config]:
-    names = [knob.name for knob in family.knobs]
-    choices = family.choices(spec)
-    for values in itertools.product(*(choices.get(knob.name, knob.values) for knob in family.knobs)):
-        yield Config.of(family.id, dict(zip(names, values, strict=True)))
+    choices, joint = family.choices(spec), family.joint()
+    single = [knob for knob in family.knobs if knob.name not in joint.names]
+    names = (*joint.names, *(knob.name for knob in single))
+    for row in joint.rows:
+        for values in itertools.product(*(choices.get(knob.name, knob.values) for knob in single)):
+            yield Config.of(family.id, dict(zip(names, (*row, *values), strict=True)))

@@ -115,7 +115,7 @@ def test_the_registers_of_the_roles_are_what_was_measured() -> None:
         ({"barriers": "mbarrier", "exp_order": "barrier", "conditional_rescale": False}, "conditional rescale"),
         ({"max_tree": "chains"}, "one"),
         ({"masked_blocks": "one"}, "diagonal"),
-        ({"blocks_per_sm": 2, "block_n": 64, "warpgroups": 2}, "registers"),
+        ({"blocks_per_sm": 2, "block_n": 64, "warpgroups": 2}, "side by side"),
         ({"warpgroups": 1}, "take turns"),
         ({"masked_blocks": "peeled", "warpgroups": 3}, "second loop"),
         ({"split_d": True}, "no smaller"),
