@@ -83,8 +83,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return "it reads no paged keys"
     if spec.dtype not in GL_DTYPES:
         return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
-    if why_not_head_dim(spec):
-        return why_not_head_dim(spec)
+    if reason := why_not_head_dim(spec):
+        return reason
     if not spec.aligned16:
         return "the copy engine needs pointers and strides that are multiples of 16 bytes"
     return None
@@ -162,6 +162,8 @@ def _fused_default(spec: Specialization, device: Device) -> Config:
 
 def _split_default(spec: Specialization, device: Device) -> Config:
     own: dict[str, KnobValue] = {
+        # with scores of 128 queries the starts of all sums do not fit beside the mask of none
+        "starts": "early" if _width(spec) > ROWS or spec.causal else "late",
         "dq_block_n": ROWS if resources.is_wide(spec) else 2 * ROWS,
         "dq_stages": 2 if _width(spec) > ROWS else 3,
     }
@@ -169,12 +171,9 @@ def _split_default(spec: Specialization, device: Device) -> Config:
 
 
 def _common_default(spec: Specialization) -> dict[str, KnobValue]:
-    large = _width(spec) > ROWS
     return {
-        "block_m": ROWS if large else 2 * ROWS,
+        "block_m": ROWS if _width(spec) > ROWS else 2 * ROWS,
         "q_stages": 2,
-        # with scores of 128 queries the starts of all sums do not fit beside the mask of none
-        "starts": "early" if large or spec.causal else "late",
         "persistent": True,
         "heads_per_group": 8 if spec.causal else 1,
     }

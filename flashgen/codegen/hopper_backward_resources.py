@@ -58,12 +58,12 @@ def converts(config: Config) -> bool:
 
 def is_staggered(config: Config) -> bool:
     """Whether one warpgroup is half a step ahead; a config that is older than the knob means that none is."""
-    return dict(config.knobs).get("pace") == "staggered"
+    return config.get("pace", "abreast") == "staggered"
 
 
 def is_ahead(config: Config) -> bool:
     """Whether s is computed a step ahead; a config that is older than the knob means that it is not."""
-    return dict(config.knobs).get("scores") == "ahead"
+    return config.get("scores", "now") == "ahead"
 
 
 def dq_columns(spec: Specialization, config: Config) -> int:

@@ -97,8 +97,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return "it reads no paged keys"
     if spec.dtype not in text.GL_DTYPES:
         return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
-    if resources.why_not_head_dim(spec):
-        return resources.why_not_head_dim(spec)
+    if reason := resources.why_not_head_dim(spec):
+        return reason
     if not spec.aligned16:
         return "the copy engine needs pointers and strides that are multiples of 16 bytes"
     if rules.why_too_large(spec, defaults.smallest(spec, device), device):

@@ -63,7 +63,7 @@ def why_not_head_dim(spec: Specialization) -> str | None:
 
 def is_split(config: Config) -> bool:
     """Whether heads lie in two parts; a config that is older than the knob means that they do not."""
-    return bool(dict(config.knobs).get("split_d", False))
+    return bool(config.get("split_d", False))
 
 
 def parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
@@ -106,12 +106,12 @@ def block_m(config: Config) -> int:
 
 def q_stages(config: Config) -> int:
     """Tiles that Q has room for; a config that is older than the knob means one."""
-    return int(dict(config.knobs).get("q_stages", 1))
+    return int(config.get("q_stages", 1))
 
 
 def packed_heads(config: Config) -> int:
     """Heads that share keys in the rows of a warpgroup; a config that is older than the knob means one."""
-    return int(dict(config.knobs).get("packed_heads", 1))
+    return int(config.get("packed_heads", 1))
 
 
 def positions(config: Config) -> int:

@@ -40,7 +40,7 @@ def why_not_portable(spec: Specialization, device: Device) -> str | None:
 
 def is_split(config: Config) -> bool:
     """Whether heads lie in two parts; a config that is older than the knob means that they do not."""
-    return bool(dict(config.knobs).get("split_d", False))
+    return bool(config.get("split_d", False))
 
 
 def why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:

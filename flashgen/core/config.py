@@ -56,6 +56,10 @@ class Config:
                 return value
         raise ConfigError(f"{self.family} config has the knobs {[n for n, _ in self.knobs]}, not {knob!r}")
 
+    def get(self, knob: str, default: KnobValue) -> KnobValue:
+        """The value of a knob that a config may be older than, or what such a config means by it."""
+        return next((value for name, value in self.knobs if name == knob), default)
+
     def integer(self, knob: str) -> int:
         """The value of a knob that holds an integer.
 
