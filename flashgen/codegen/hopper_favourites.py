@@ -19,7 +19,6 @@ NAMED: Changes = {
 }
 FREE: Changes = {**NAMED, "exp_order": "free"}
 MBARRIER: Changes = {"barriers": "mbarrier", "exp_order": "free", "max_tree": "chain"}
-PLAIN: Changes = {**MBARRIER, "ping_pong": False, "conditional_rescale": False, "max_tree": "chains"}
 PATIENT: Changes = {**MBARRIER, "ping_pong": False, "conditional_rescale": True, "exp_order": "barrier"}
 
 FOUR: Changes = {"warpgroups": 4, "block_n": 64, "v_stages": 3, "ping_pong": True, "conditional_rescale": True}
@@ -50,27 +49,26 @@ SMALLER: tuple[Changes, ...] = ({"block_n": 64, "v_stages": 2}, {"block_n": 64, 
 WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
     (64, False): (
         {**FOUR, **MBARRIER, "k_release": "with_v"},
+        {**FOUR, **MBARRIER, "q_stages": 2},
+        {**THREE, **MBARRIER, "q_stages": 2},
+        {**THREE, **MBARRIER, "conditional_rescale": True},
         {**THREE, **FREE},
-        {**FOUR, **FREE},
     ),
     (64, True): (
         {**ONE, **MBARRIER, **ONCE, "masked_blocks": "one", "heads_per_group": 32},
-        {**FOUR, **FREE, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
-        {**FOUR, **FREE, **AHEAD, "masked_blocks": "branch", "heads_per_group": 32},
+        {**ONE, **MBARRIER, **ONCE, "q_stages": 2, "v_stages": 2, "masked_blocks": "one", "heads_per_group": 32},
+        {**FOUR, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 32},
+        {**FOUR, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
+        {**THREE, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 4},
         {**THREE, **FREE, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
-        {**THREE, **NAMED, **ONCE, "masked_blocks": "branch", "heads_per_group": 8},
     ),
-    (128, False): (
-        FREE,
-        {**NAMED, "conditional_rescale": False},
-        {**NAMED, "ping_pong": False},
-        {**THREE, **NAMED, "block_n": 64},
-    ),
+    (128, False): (FREE, {**NAMED, "q_stages": 2}, {**NAMED, "ping_pong": False}),
     (128, True): (
-        {**NAMED, "heads_per_group": 16, "q_stages": 2},
         {**NAMED, "heads_per_group": 2},
-        {**NAMED, "conditional_rescale": False, "heads_per_group": 4},
-        {**PLAIN, "heads_per_group": 4},
+        {**NAMED, "heads_per_group": 4, "ping_pong": False},
+        {**NAMED, "heads_per_group": 8},
+        {**NAMED, "heads_per_group": 16, "q_stages": 2},
+        {**FREE, "heads_per_group": 4},
         {**NAMED, "heads_per_group": 4, "masked_blocks": "branch"},
     ),
     (256, False): (FREE, {**NAMED, "ping_pong": False}),

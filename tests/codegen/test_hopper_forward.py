@@ -60,7 +60,7 @@ def test_defaults_are_valid_wherever_the_family_applies(head_dim: int, causal: s
         ("d64", 3),
         ("d64-causal", 4),
         ("d64-causal-sink-window", 4),
-        ("d128", 4),
+        ("d128", 3),
         ("d128-causal", 5),
         ("d128-causal-offset", 4),
         ("d128-window", 2),

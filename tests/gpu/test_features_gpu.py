@@ -18,7 +18,6 @@ from flashgen.measure import gpu
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain
 from flashgen.measure.feature_inputs import alibi_slopes
 from flashgen.measure.odd_shapes import check_odd, odd_problem, odd_problems
-from flashgen.measure.protocol import specialization
 from flashgen.measure.reference import oracle
 from flashgen.measure.timing import CudaStopwatch
 from flashgen.measure.verify import check, golden
@@ -315,7 +314,7 @@ def test_a_workload_with_features_is_measured(key: str) -> None:
     toolchain = GpuToolchain(device, 0)
     bench = Bench(device, torch.device("cuda", 0), toolchain, CudaStopwatch(), 8e9)
     state = bench.state(workload)
-    config = toolchain.default(specialization(workload))
+    config = toolchain.default(workload)
     candidate = bench.candidate(state, config, lambda stage: None)
     assert isinstance(candidate, Candidate), candidate
     reference = bench.reference(state)

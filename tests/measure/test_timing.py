@@ -98,11 +98,27 @@ def test_a_graph_holds_whole_rotations(ms: float, copies: int) -> None:
     assert unit.ms >= 0.5 * GRAPH_MS
 
 
-def test_a_slow_call_is_estimated_once() -> None:
+def test_a_slow_call_is_estimated_twice_and_no_more() -> None:
     gpu = FakeGpu()
     slow = Kernel(gpu, 500.0)
     assert make_unit(slow, 2, gpu).ms == 500.0
-    assert len(slow.sets) == 1
+    assert len(slow.sets) == 2
+
+
+def test_a_first_call_that_builds_a_plan_does_not_make_a_short_call_long() -> None:
+    gpu = FakeGpu()
+    short = Kernel(gpu, 0.02)
+    first = [True]
+
+    def run(n: int) -> None:
+        if first:
+            gpu.kernel(4.0)
+            first.clear()
+        short(n)
+
+    unit = make_unit(run, 2, gpu)
+    assert unit.calls > 1
+    assert unit.call_ms == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(("warm_ms", "window_ms", "calls"), [(0.0, 300.0, 30), (100.0, 300.0, 40), (1.0, 1.0, 2)])

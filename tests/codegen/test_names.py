@@ -1,0 +1,57 @@
+"""Every name in a rendered kernel is defined: Triton finds that out only when it compiles the very text."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen import families
+from flashgen.codegen.render import render
+from flashgen.core.device import find_device
+from flashgen.core.workload import Specialization
+
+H200 = find_device("h200")
+HEAD_DIMS = (40, *range(64, 257, 8))
+MASKS = ("", "-causal", "-causal-window-sink", "-causal-bias-keymask", "-mask-alibi", "-causal-softcap-offset")
+DIRECTIONS = ("fwd", "bwd")
+
+
+def rendered(direction: str, folder: Path) -> int:
+    """Write the kernels of every head dimension, mask and family, by their defaults and favourites; their number."""
+    count = 0
+    for head_dim in HEAD_DIMS:
+        for mask in MASKS:
+            spec = Specialization.parse(f"{direction}-bf16-d{head_dim}{mask}")
+            for row in families.FAMILIES:
+                if row.direction != spec.direction or row.why_not(spec, H200) is not None:
+                    continue
+                # favourites differ by head dimension only where the padded size does
+                favourites = row.favourites(spec, H200) if head_dim in (64, 72, 128, 192, 256) else ()
+                for config in (row.default(spec, H200), *favourites):
+                    (folder / f"{row.id}_{head_dim}_{count}.py").write_text(render(spec, config).text)
+                    count += 1
+    return count
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_name_of_a_rendered_kernel_is_defined(direction: str, tmp_path: Path) -> None:
+    assert rendered(direction, tmp_path) > 2 * len(HEAD_DIMS) * len(MASKS)
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
+    assert ruff is not None, "ruff is one of the tools for development"
+    command = [
+        ruff,
+        "check",
+        "--isolated",
+        "--no-cache",
+        "--select",
+        "F821",
+        "--output-format",
+        "concise",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[:2000]
