@@ -82,13 +82,16 @@ class CudaStopwatch:
 class Unit:
     """What a window repeats: one call, or one graph of many. `ms` is the estimated time of one unit.
 
-    `context` surrounds every window (it chooses a backend of torch, for one) and costs nothing per call.
+    `context` surrounds every window (it chooses a backend of torch, for one) and costs nothing per call. `keeps` is what
+    was recorded: a graph knows addresses only, and the tensors behind them (workspaces, what a forward pass left) must
+    live as long as it does. Torch unmaps freed memory at each capture.
     """
 
     run: Callable[[], object]
     calls: int
     ms: float
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    keeps: object = None
 
     @property
     def call_ms(self) -> float:
@@ -137,7 +140,7 @@ def make_unit(
 
         replay = stopwatch.capture(all_calls)
         ms = stopwatch.elapsed_ms(replay, replay)
-    return Unit(run=replay, calls=calls, ms=max(ms, 1e-6), context=context)
+    return Unit(run=replay, calls=calls, ms=max(ms, 1e-6), context=context, keeps=run)
 
 
 def measure(unit: Unit, stopwatch: Stopwatch, *, warm_ms: float, window_ms: float) -> Window:

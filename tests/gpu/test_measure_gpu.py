@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -107,6 +107,23 @@ def test_the_default_config_is_measured(executor: LocalExecutor, key: str) -> No
     assert 0 < found.mean_error < found.max_error < 0.1
     assert found.reference_ms is not None
     assert 0.05 < found.median_ms / found.reference_ms < 20
+
+
+def test_a_recorded_graph_keeps_its_workspace() -> None:
+    """At the next capture torch unmaps memory that is free: a replay would then be an illegal access."""
+
+    def with_workspace() -> Callable[[int], object]:
+        mine = torch.ones(1 << 26, device="cuda")  # large enough to be a segment of its own
+        return lambda n: mine[: 1 << 10].add_(1)
+
+    stopwatch = CudaStopwatch()
+    first = make_unit(with_workspace(), 2, stopwatch)
+    second = make_unit(with_workspace(), 2, stopwatch)
+    assert first.calls > 1
+    torch.cuda.empty_cache()
+    for unit in (first, second, first):
+        assert measure(unit, stopwatch, warm_ms=1.0, window_ms=5.0).ms > 0
+    torch.cuda.synchronize()
 
 
 def test_verifying_another_candidate_is_cheap(bench: Bench) -> None:

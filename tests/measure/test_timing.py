@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -96,6 +98,36 @@ def test_a_graph_holds_whole_rotations(ms: float, copies: int) -> None:
     assert all(short.sets.count(n) == unit.calls // copies for n in range(copies))
     assert unit.ms == pytest.approx(unit.calls * ms)
     assert unit.ms >= 0.5 * GRAPH_MS
+
+
+class AddressesOnly(FakeGpu):
+    """A graph of it knows what to do and holds nothing, as CUDA's."""
+
+    def capture(self, calls: Callable[[], object]) -> Callable[[], object]:
+        before, self.in_graph = self.now_ms, True
+        calls()
+        self.in_graph, ms, self.now_ms = False, self.now_ms - before, before
+
+        def replay() -> None:
+            self.now_ms += ms
+
+        return replay
+
+
+def test_what_a_graph_recorded_lives_as_long_as_its_unit() -> None:
+    """A workspace that is freed may be unmapped before the next replay, or become another tensor."""
+    gpu = AddressesOnly()
+    kernel = Kernel(gpu, 0.02)
+    owner = weakref.ref(kernel)
+    unit = make_unit(kernel, 2, gpu)
+    assert unit.calls > 1
+    del kernel
+    gc.collect()
+    assert owner() is not None
+    unit.run()
+    del unit
+    gc.collect()
+    assert owner() is None
 
 
 def test_a_slow_call_is_estimated_twice_and_no_more() -> None:

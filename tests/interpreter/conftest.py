@@ -1,0 +1,86 @@
+"""Every address that an interpreted kernel reads or writes lies in a tensor it was given.
+
+On a GPU a read past the end of a tensor mostly goes unseen, and sometimes is an illegal access: it depends on what lies
+behind. Here numpy's addresses are the tensors' own, so each access is compared with the bounds of the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from triton.runtime import interpreter
+
+
+class Bounds:
+    """First and last byte, exclusive, of every tensor that the kernel under way was given."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, int] = {}
+
+    def add(self, tensor: Any) -> None:
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            end = tensor.data_ptr() + (last + 1) * tensor.element_size()
+            self.spans[tensor.data_ptr()] = max(end, self.spans.get(tensor.data_ptr(), 0))
+
+    def check(self, addresses: np.ndarray, mask: np.ndarray, nbytes: int, what: str) -> None:
+        used = addresses[np.broadcast_to(mask, addresses.shape)]
+        if used.size == 0:
+            return
+        starts = np.array(sorted(self.spans), dtype=np.uint64)
+        ends = np.array([self.spans[int(start)] for start in starts], dtype=np.uint64)
+        # a tensor may lie inside another one: as far as any that begins at or before reaches
+        reach = np.maximum.accumulate(ends)
+        place = np.searchsorted(starts, used, side="right").astype(np.int64) - 1
+        outside = (place < 0) | (used + np.uint64(nbytes) > reach[np.maximum(place, 0)])
+        if outside.any():
+            first = int(used[outside][0])
+            behind = int(reach[max(0, int(place[outside][0]))])
+            raise AssertionError(
+                f"{what} of {int(outside.sum())} of {used.size} addresses outside every argument; "
+                f"the first {first - behind} bytes behind the end of the one before it"
+            )
+
+
+@pytest.fixture(autouse=True)
+def in_bounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bounds]:
+    bounds = Bounds()
+    native = interpreter._interpreter
+    convert, executor = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
+    builder = interpreter.InterpreterBuilder
+    load, store, rmw = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+    assert native is not None
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bounds.spans.clear()
+        return executor(self, *args, **kwargs)
+
+    def implicit(arg: Any) -> Any:
+        if hasattr(arg, "data_ptr"):
+            bounds.add(arg)
+        return convert(arg)
+
+    def element(pointers: Any) -> int:
+        return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+    def checked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        bounds.check(ptrs.data, mask.data, element(ptrs), "a read")
+        return load(self, ptrs, mask, *rest, **named)
+
+    def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        bounds.check(ptrs.data, mask.data, element(ptrs), "a write")
+        return store(self, ptrs, value, mask, *rest)
+
+    def checked_rmw(self: Any, op: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        bounds.check(ptr.data, mask.data, element(ptr), "an atomic")
+        return rmw(self, op, ptr, value, mask, *rest)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", implicit)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+    monkeypatch.setattr(builder, "create_masked_load", checked_load)
+    monkeypatch.setattr(builder, "create_masked_store", checked_store)
+    monkeypatch.setattr(builder, "create_atomic_rmw", checked_rmw)
+    yield bounds
