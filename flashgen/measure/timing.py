@@ -82,9 +82,9 @@ class CudaStopwatch:
 class Unit:
     """What a window repeats: one call, or one graph of many. `ms` is the estimated time of one unit.
 
-    `context` surrounds every window (it chooses a backend of torch, for one) and costs nothing per call. `keeps` is what
-    was recorded: a graph knows addresses only, and the tensors behind them (workspaces, what a forward pass left) must
-    live as long as it does. Torch unmaps freed memory at each capture.
+    `context` surrounds every window (it chooses a backend of torch, for one) and costs nothing per call. `keeps` is
+    what was recorded: a graph knows only addresses, and the tensors behind them (workspaces, what a forward pass left)
+    must live as long as it does. Torch unmaps freed memory at each capture.
     """
 
     run: Callable[[], object]

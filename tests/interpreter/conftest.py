@@ -6,7 +6,6 @@ behind. Here numpy's addresses are the tensors' own, so each access is compared 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ class Bounds:
 
 
 @pytest.fixture(autouse=True)
-def in_bounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bounds]:
+def in_bounds(monkeypatch: pytest.MonkeyPatch) -> Bounds:
     bounds = Bounds()
     native = interpreter._interpreter
     convert, executor = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
@@ -83,4 +82,4 @@ def in_bounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bounds]:
     monkeypatch.setattr(builder, "create_masked_load", checked_load)
     monkeypatch.setattr(builder, "create_masked_store", checked_store)
     monkeypatch.setattr(builder, "create_atomic_rmw", checked_rmw)
-    yield bounds
+    return bounds
