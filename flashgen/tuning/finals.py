@@ -44,7 +44,7 @@ class Finals:
     warm_s: float = 0.1
     rounds: int = 4
     last: int = 5
-    near_share: float = 0.06
+    near_share: float = 0.1
     near_most: int = 12
     near_window_s: float = 0.03
     near_warm_s: float = 0.01

@@ -22,6 +22,7 @@ from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import choose, near_best, with_guards
 from flashgen.tuning.history import incumbent, source_digest, unfinished_trials
+from flashgen.tuning.levels import Levels
 from flashgen.tuning.search import Proposal, Search
 
 DROP_FACTOR = 2.0
@@ -51,10 +52,10 @@ class MeasuredSearch:
         self._started = context.clock()
         self._candidates = Candidates.of(workload, context.device)
         self._incumbent = incumbent(context, workload)
-        self._measured: dict[Config, Measurement] = {}
+        self._outcomes: dict[Config, tuple[Measurement, tuple[int, int] | None]] = {}
+        self._levels = Levels()
         self._failures: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
-        self._reference_ms: float | None = None
         self._resumed = unfinished_trials(context, workload)
         self._search = self._new_search()
 
@@ -108,12 +109,16 @@ class MeasuredSearch:
         ]
         for trial in self._resumed:
             self._count(trial.config, trial.outcome)
+        self._levels.resume()
         return Search(
             self._candidates.spaces,
             first=first,
             seed=options.seed,
             name=self._spec.key,
-            trials=[dataclasses.replace(trial, outcome=self._levelled(trial.outcome)) for trial in self._resumed],
+            trials=[
+                dataclasses.replace(trial, outcome=self._levelled(trial.config, trial.outcome))
+                for trial in self._resumed
+            ],
         )
 
     def _search_within_budget(self) -> None:
@@ -134,7 +139,7 @@ class MeasuredSearch:
             proposal = waiting.popleft()
             outcome = self._evaluate(proposal.config)
             self._count(proposal.config, outcome)
-            self._search.tell(proposal.config, self._levelled(outcome))
+            self._search.tell(proposal.config, self._levelled(proposal.config, outcome))
             self._keep(proposal, outcome)
 
     def _time_is_up(self) -> bool:
@@ -144,7 +149,7 @@ class MeasuredSearch:
         if seconds is None:
             return False
         spent = self._context.clock() - self._started
-        if self._measured:
+        if self._outcomes:
             return spent >= seconds
         return bool(self._failures) and spent >= GRACE * seconds
 
@@ -153,8 +158,8 @@ class MeasuredSearch:
         reason = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
         if reason is not None:
             return reason
-        best = self._best()
-        drop = DROP_FACTOR * self._measured[best].median_ms if best else None
+        best_ms = min((each.median_ms for each in self._measured().values()), default=None)
+        drop = None if best_ms is None else DROP_FACTOR * best_ms
         return self._executor.evaluate(EvaluateJob(workload=self._workload, config=config, drop_above_ms=drop))
 
     def _count(self, config: Config, outcome: Outcome) -> None:
@@ -162,28 +167,32 @@ class MeasuredSearch:
             self._failures[outcome.stage] += 1
             self._reasons.setdefault(outcome.stage, outcome.reason)
             return
-        if self._reference_ms is None:
-            self._reference_ms = outcome.reference_ms
-        levelled = self._levelled(outcome)
-        assert isinstance(levelled, Measurement)
-        self._measured[config] = levelled
+        place = None if outcome.reference_ms is None else self._levels.add(outcome.reference_ms)
+        self._outcomes[config] = outcome, place
 
-    def _levelled(self, outcome: Outcome) -> Outcome:
-        """A time as it would be in the first round: clocks change, the ratio to the reference of a round stays."""
-        if isinstance(outcome, Failure) or outcome.reference_ms is None or self._reference_ms is None:
+    def _levelled(self, config: Config, outcome: Outcome) -> Outcome:
+        """The outcome that was counted for `config`, its time as it would be at the clocks of the first evaluations."""
+        if isinstance(outcome, Failure) or config not in self._outcomes:
             return outcome
-        level = self._reference_ms / outcome.reference_ms
-        return dataclasses.replace(outcome, times_ms=tuple(level * time for time in outcome.times_ms))
+        measurement, place = self._outcomes[config]
+        factor = 1.0 if place is None else self._levels.factor(place)
+        return dataclasses.replace(measurement, times_ms=tuple(factor * time for time in measurement.times_ms))
+
+    def _measured(self) -> dict[Config, Measurement]:
+        """All valid candidates with times that compare."""
+        levelled = ((config, self._levelled(config, outcome)) for config, (outcome, _) in self._outcomes.items())
+        return {config: outcome for config, outcome in levelled if not isinstance(outcome, Failure)}
 
     def _keep(self, proposal: Proposal, outcome: Outcome) -> None:
         trial = self._trial(proposal.config, proposal.source, outcome)
         self._context.store.put_trial(trial)
-        best = self._best()
+        measured = self._measured()
+        best = min(measured, key=lambda config: measured[config].median_ms, default=None)
         self._context.emit(
             TrialFinished(
                 trial=trial,
-                number=len(self._measured) + sum(self._failures.values()),
-                best_ms=self._measured[best].median_ms if best else None,
+                number=len(measured) + sum(self._failures.values()),
+                best_ms=measured[best].median_ms if best else None,
                 best_config=best,
             )
         )
@@ -197,9 +206,6 @@ class MeasuredSearch:
             outcome=outcome,
             created=timestamp(),
         )
-
-    def _best(self) -> Config | None:
-        return min(self._measured, key=lambda config: self._measured[config].median_ms, default=None)
 
     def _decide(self) -> TuningRecord | None:
         """Both races of the finals; None if no candidate is left."""
@@ -236,17 +242,15 @@ class MeasuredSearch:
 
     def _near_best(self) -> tuple[Config, ...]:
         finals = self._context.options.finals
-        return near_best(self._measured, share=finals.near_share, most=finals.near_most)
+        return near_best(self._measured(), share=finals.near_share, most=finals.near_most)
 
     def _guards(self) -> tuple[Config, ...]:
         """The default and the incumbent, unless the search found them so far behind that no noise can explain it."""
         usual = (self._candidates.default, *([self._incumbent.config] if self._incumbent else []))
         limit = 1 + self._context.options.finals.guard_share
-        best = self._best()
-        if best is None:
-            return ()
-        limit_ms = limit * self._measured[best].median_ms
-        return tuple(c for c in usual if c in self._measured and self._measured[c].median_ms <= limit_ms)
+        measured = self._measured()
+        limit_ms = limit * min((each.median_ms for each in measured.values()), default=0.0)
+        return tuple(c for c in usual if c in measured and measured[c].median_ms <= limit_ms)
 
     def _rounds(self, configs: int) -> int:
         """Rounds of the last race that fit what is left of the budget, at least two where the plan has them."""
@@ -267,7 +271,7 @@ class MeasuredSearch:
         for config, outcome in zip(job.configs, answer.outcomes, strict=True):
             if isinstance(outcome, Failure):
                 # what fails under long load must not be served, nor be tried again by a resumed search
-                del self._measured[config]
+                del self._outcomes[config]
                 self._count(config, outcome)
                 self._context.store.put_trial(self._trial(config, "finals", outcome))
             else:
@@ -275,7 +279,7 @@ class MeasuredSearch:
         return results, answer.anchors
 
     def _record(self, winner: Config, measurement: Measurement, anchors: tuple[Anchor, ...]) -> TuningRecord:
-        errors = self._measured[winner]
+        errors, _ = self._outcomes[winner]
         return TuningRecord(
             workload=self._workload,
             device=self._context.device,
@@ -303,7 +307,7 @@ class MeasuredSearch:
             workload=self._workload,
             status=status,
             record=record,
-            trials=len(self._measured) + sum(self._failures.values()),
+            trials=len(self._outcomes) + sum(self._failures.values()),
             failures=tuple(sorted(self._failures.items())),
             reason=reason,
             seconds=self._context.clock() - self._started,
