@@ -52,7 +52,7 @@ class MeasuredSearch:
         self._started = context.clock()
         self._candidates = Candidates.of(workload, context.device)
         self._incumbent = incumbent(context, workload)
-        self._outcomes: dict[Config, tuple[Measurement, tuple[int, int] | None]] = {}
+        self._valid: dict[Config, tuple[Measurement, tuple[int, int] | None]] = {}  # and the place among the levels
         self._levels = Levels()
         self._failures: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
@@ -149,7 +149,7 @@ class MeasuredSearch:
         if seconds is None:
             return False
         spent = self._context.clock() - self._started
-        if self._outcomes:
+        if self._valid:
             return spent >= seconds
         return bool(self._failures) and spent >= GRACE * seconds
 
@@ -168,20 +168,21 @@ class MeasuredSearch:
             self._reasons.setdefault(outcome.stage, outcome.reason)
             return
         place = None if outcome.reference_ms is None else self._levels.add(outcome.reference_ms)
-        self._outcomes[config] = outcome, place
+        self._valid[config] = outcome, place
 
     def _levelled(self, config: Config, outcome: Outcome) -> Outcome:
-        """The outcome that was counted for `config`, its time as it would be at the clocks of the first evaluations."""
-        if isinstance(outcome, Failure) or config not in self._outcomes:
-            return outcome
-        measurement, place = self._outcomes[config]
+        """An outcome that was counted, with a time that compares."""
+        return outcome if isinstance(outcome, Failure) else self._measurement(config)
+
+    def _measurement(self, config: Config) -> Measurement:
+        """What was measured, as it would be at the clocks of the first evaluations."""
+        measurement, place = self._valid[config]
         factor = 1.0 if place is None else self._levels.factor(place)
         return dataclasses.replace(measurement, times_ms=tuple(factor * time for time in measurement.times_ms))
 
     def _measured(self) -> dict[Config, Measurement]:
         """All valid candidates with times that compare."""
-        levelled = ((config, self._levelled(config, outcome)) for config, (outcome, _) in self._outcomes.items())
-        return {config: outcome for config, outcome in levelled if not isinstance(outcome, Failure)}
+        return {config: self._measurement(config) for config in self._valid}
 
     def _keep(self, proposal: Proposal, outcome: Outcome) -> None:
         trial = self._trial(proposal.config, proposal.source, outcome)
@@ -271,7 +272,7 @@ class MeasuredSearch:
         for config, outcome in zip(job.configs, answer.outcomes, strict=True):
             if isinstance(outcome, Failure):
                 # what fails under long load must not be served, nor be tried again by a resumed search
-                del self._outcomes[config]
+                del self._valid[config]
                 self._count(config, outcome)
                 self._context.store.put_trial(self._trial(config, "finals", outcome))
             else:
@@ -279,7 +280,7 @@ class MeasuredSearch:
         return results, answer.anchors
 
     def _record(self, winner: Config, measurement: Measurement, anchors: tuple[Anchor, ...]) -> TuningRecord:
-        errors, _ = self._outcomes[winner]
+        errors, _ = self._valid[winner]
         return TuningRecord(
             workload=self._workload,
             device=self._context.device,
@@ -307,7 +308,7 @@ class MeasuredSearch:
             workload=self._workload,
             status=status,
             record=record,
-            trials=len(self._outcomes) + sum(self._failures.values()),
+            trials=len(self._valid) + sum(self._failures.values()),
             failures=tuple(sorted(self._failures.items())),
             reason=reason,
             seconds=self._context.clock() - self._started,
