@@ -22,11 +22,14 @@ from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import choose, near_best, with_guards
 from flashgen.tuning.history import incumbent, source_digest, unfinished_trials
-from flashgen.tuning.levels import Levels
+from flashgen.tuning.levels import WINDOW, Levels
 from flashgen.tuning.search import Proposal, Search
 
 DROP_FACTOR = 2.0
 """A probe slower than so many times the best ends an evaluation: it will not be in the finals."""
+
+UNSETTLED = WINDOW // 2 + 1
+"""The last evaluations, whose levels the next one may still change."""
 
 GRACE = 3.0
 """A search without any valid candidate goes on for so many times its share of a budget in seconds."""
@@ -52,8 +55,9 @@ class MeasuredSearch:
         self._started = context.clock()
         self._candidates = Candidates.of(workload, context.device)
         self._incumbent = incumbent(context, workload)
-        self._valid: dict[Config, tuple[Measurement, tuple[int, int] | None]] = {}  # and the place among the levels
+        self._measured: dict[Config, Measurement] = {}  # with times that compare
         self._levels = Levels()
+        self._unsettled: deque[tuple[Config, Measurement, tuple[int, int]]] = deque(maxlen=UNSETTLED)
         self._failures: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
         self._resumed = unfinished_trials(context, workload)
@@ -149,7 +153,7 @@ class MeasuredSearch:
         if seconds is None:
             return False
         spent = self._context.clock() - self._started
-        if self._valid:
+        if self._measured:
             return spent >= seconds
         return bool(self._failures) and spent >= GRACE * seconds
 
@@ -158,8 +162,8 @@ class MeasuredSearch:
         reason = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
         if reason is not None:
             return reason
-        best_ms = min((each.median_ms for each in self._measured().values()), default=None)
-        drop = None if best_ms is None else DROP_FACTOR * best_ms
+        best = self._best()
+        drop = DROP_FACTOR * self._measured[best].median_ms if best else None
         return self._executor.evaluate(EvaluateJob(workload=self._workload, config=config, drop_above_ms=drop))
 
     def _count(self, config: Config, outcome: Outcome) -> None:
@@ -167,33 +171,27 @@ class MeasuredSearch:
             self._failures[outcome.stage] += 1
             self._reasons.setdefault(outcome.stage, outcome.reason)
             return
-        place = None if outcome.reference_ms is None else self._levels.add(outcome.reference_ms)
-        self._valid[config] = outcome, place
+        self._measured[config] = outcome
+        if outcome.reference_ms is not None:
+            self._unsettled.append((config, outcome, self._levels.add(outcome.reference_ms)))
+        for each, measurement, place in self._unsettled:
+            factor = self._levels.factor(place)
+            times_ms = tuple(factor * time for time in measurement.times_ms)
+            self._measured[each] = dataclasses.replace(measurement, times_ms=times_ms)
 
     def _levelled(self, config: Config, outcome: Outcome) -> Outcome:
         """An outcome that was counted, with a time that compares."""
-        return outcome if isinstance(outcome, Failure) else self._measurement(config)
-
-    def _measurement(self, config: Config) -> Measurement:
-        """What was measured, as it would be at the clocks of the first evaluations."""
-        measurement, place = self._valid[config]
-        factor = 1.0 if place is None else self._levels.factor(place)
-        return dataclasses.replace(measurement, times_ms=tuple(factor * time for time in measurement.times_ms))
-
-    def _measured(self) -> dict[Config, Measurement]:
-        """All valid candidates with times that compare."""
-        return {config: self._measurement(config) for config in self._valid}
+        return outcome if isinstance(outcome, Failure) else self._measured[config]
 
     def _keep(self, proposal: Proposal, outcome: Outcome) -> None:
         trial = self._trial(proposal.config, proposal.source, outcome)
         self._context.store.put_trial(trial)
-        measured = self._measured()
-        best = min(measured, key=lambda config: measured[config].median_ms, default=None)
+        best = self._best()
         self._context.emit(
             TrialFinished(
                 trial=trial,
-                number=len(measured) + sum(self._failures.values()),
-                best_ms=measured[best].median_ms if best else None,
+                number=len(self._measured) + sum(self._failures.values()),
+                best_ms=self._measured[best].median_ms if best else None,
                 best_config=best,
             )
         )
@@ -207,6 +205,9 @@ class MeasuredSearch:
             outcome=outcome,
             created=timestamp(),
         )
+
+    def _best(self) -> Config | None:
+        return min(self._measured, key=lambda config: self._measured[config].median_ms, default=None)
 
     def _decide(self) -> TuningRecord | None:
         """Both races of the finals; None if no candidate is left."""
@@ -243,15 +244,17 @@ class MeasuredSearch:
 
     def _near_best(self) -> tuple[Config, ...]:
         finals = self._context.options.finals
-        return near_best(self._measured(), share=finals.near_share, most=finals.near_most)
+        return near_best(self._measured, share=finals.near_share, most=finals.near_most)
 
     def _guards(self) -> tuple[Config, ...]:
         """The default and the incumbent, unless the search found them so far behind that no noise can explain it."""
         usual = (self._candidates.default, *([self._incumbent.config] if self._incumbent else []))
         limit = 1 + self._context.options.finals.guard_share
-        measured = self._measured()
-        limit_ms = limit * min((each.median_ms for each in measured.values()), default=0.0)
-        return tuple(c for c in usual if c in measured and measured[c].median_ms <= limit_ms)
+        best = self._best()
+        if best is None:
+            return ()
+        limit_ms = limit * self._measured[best].median_ms
+        return tuple(c for c in usual if c in self._measured and self._measured[c].median_ms <= limit_ms)
 
     def _rounds(self, configs: int) -> int:
         """Rounds of the last race that fit what is left of the budget, at least two where the plan has them."""
@@ -272,7 +275,7 @@ class MeasuredSearch:
         for config, outcome in zip(job.configs, answer.outcomes, strict=True):
             if isinstance(outcome, Failure):
                 # what fails under long load must not be served, nor be tried again by a resumed search
-                del self._valid[config]
+                del self._measured[config]
                 self._count(config, outcome)
                 self._context.store.put_trial(self._trial(config, "finals", outcome))
             else:
@@ -280,7 +283,7 @@ class MeasuredSearch:
         return results, answer.anchors
 
     def _record(self, winner: Config, measurement: Measurement, anchors: tuple[Anchor, ...]) -> TuningRecord:
-        errors, _ = self._valid[winner]
+        errors = self._measured[winner]
         return TuningRecord(
             workload=self._workload,
             device=self._context.device,
@@ -308,7 +311,7 @@ class MeasuredSearch:
             workload=self._workload,
             status=status,
             record=record,
-            trials=len(self._valid) + sum(self._failures.values()),
+            trials=len(self._measured) + sum(self._failures.values()),
             failures=tuple(sorted(self._failures.items())),
             reason=reason,
             seconds=self._context.clock() - self._started,
