@@ -17,6 +17,9 @@ import statistics
 WINDOW = 11
 """Evaluations of which the median is taken, half of them before and half behind."""
 
+UNSETTLED = WINDOW // 2 + 1
+"""The last evaluations, whose levels the next one may still change."""
+
 
 class Levels:
     """The reference times of a search, in the order of its evaluations."""

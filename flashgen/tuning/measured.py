@@ -22,14 +22,11 @@ from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import choose, near_best, with_guards
 from flashgen.tuning.history import incumbent, source_digest, unfinished_trials
-from flashgen.tuning.levels import WINDOW, Levels
+from flashgen.tuning.levels import UNSETTLED, Levels
 from flashgen.tuning.search import Proposal, Search
 
 DROP_FACTOR = 2.0
 """A probe slower than so many times the best ends an evaluation: it will not be in the finals."""
-
-UNSETTLED = WINDOW // 2 + 1
-"""The last evaluations, whose levels the next one may still change."""
 
 GRACE = 3.0
 """A search without any valid candidate goes on for so many times its share of a budget in seconds."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 import ast
 import itertools
 import random
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +21,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
+from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")
 
@@ -194,10 +192,7 @@ def test_packed_kernels_are_formatted(tmp_path: Path) -> None:
     for key, stages in itertools.product(keys, (1, 2)):
         source = render(*packed(f"fwd-fp16-{key}", 4, q_stages=stages))
         (tmp_path / f"{source.module}.py").write_text(source.text)
-    ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
-    command = [ruff, "format", "--isolated", "--line-length", "120", "--check", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes(tmp_path, *FORMAT)
 
 
 @pytest.mark.parametrize(

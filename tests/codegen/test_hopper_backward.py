@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +21,7 @@ from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
 from tests.codegen.goldens import GOLDEN, HOPPER_BACKWARD_GOLDENS, hopper_backward_golden
+from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")
 HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 216, 256)
@@ -261,7 +259,6 @@ def check_named_barriers(kernel: CompiledKernel) -> None:
 
 
 def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) -> None:
-    ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
     for key in ("d64", "d128-causal", "d96-dv64-causal-window-offset", "d256-offset-window", "d192-dv128-causal"):
         spec = spec_of(f"fp16-{key}")
         for row in BOTH:
@@ -272,10 +269,4 @@ def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) ->
                 packed = re.search(r"    barriers = \((.*)\)", source.text)
                 assert packed is not None
                 assert source.text.count(f"    {packed[1]} = barriers") >= 2
-    done = subprocess.run(
-        [ruff, "format", "--isolated", "--line-length", "120", "--check", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes(tmp_path, *FORMAT)

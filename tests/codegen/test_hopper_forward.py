@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
 from tests.codegen.goldens import GOLDEN, HOPPER_GOLDENS, hopper_golden
+from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")
 HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 216, 256)
@@ -314,7 +312,6 @@ def is_name(node: ast.expr, name: str) -> bool:
 
 
 def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) -> None:
-    ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
     keys = ["d64-causal", "d128", "d256-causal-offset", "d192-dv128-causal"]
     keys += [
         "d128-window",
@@ -336,10 +333,4 @@ def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) ->
             unpacked = [ast.unparse(node.targets[0]) for node in assigned if is_name(node.value, "barriers")]
             assert len(packed) == 1
             assert unpacked.count(ast.unparse(packed[0])) == len(unpacked) >= 3
-    done = subprocess.run(
-        [ruff, "format", "--isolated", "--line-length", "120", "--check", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes(tmp_path, *FORMAT)

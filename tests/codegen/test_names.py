@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from flashgen.codegen import families
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
+from tests.codegen.ruff import assert_passes
 
 H200 = find_device("h200")
 HEAD_DIMS = (40, *range(64, 257, 8))
@@ -40,18 +38,4 @@ def rendered(direction: str, folder: Path) -> int:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_every_name_of_a_rendered_kernel_is_defined(direction: str, tmp_path: Path) -> None:
     assert rendered(direction, tmp_path) > 2 * len(HEAD_DIMS) * len(MASKS)
-    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
-    assert ruff is not None, "ruff is one of the tools for development"
-    command = [
-        ruff,
-        "check",
-        "--isolated",
-        "--no-cache",
-        "--select",
-        "F821",
-        "--output-format",
-        "concise",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[:2000]
+    assert_passes(tmp_path, "check", "--no-cache", "--select", "F821")

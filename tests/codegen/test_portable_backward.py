@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 from tests.codegen.goldens import BACKWARD_GOLDENS, GOLDEN, backward_golden
+from tests.codegen.ruff import FORMAT, assert_passes
 
 FAMILY = pytest.mark.parametrize("row", [PORTABLE_BACKWARD_SPLIT, PORTABLE_BACKWARD_FUSED], ids=lambda row: row.id[18:])
 
@@ -177,7 +175,6 @@ def test_the_matrix_unit_and_wide_loads_are_used(
 
 
 def test_every_variant_is_formatted_and_compiles_as_python(tmp_path: Path) -> None:
-    ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
     keys = (
         "bwd-bf16-d64",
         "bwd-fp32-d80-causal-offset",
@@ -194,9 +191,6 @@ def test_every_variant_is_formatted_and_compiles_as_python(tmp_path: Path) -> No
                 source = render(spec, config)
                 compile(source.text, "kernel", "exec")
                 (tmp_path / f"{source.module}.py").write_text(source.text)
-    for command in (["format", "--line-length", "120", "--check"], ["check", "--select", "F"]):
-        done = subprocess.run(
-            [ruff, command[0], "--isolated", *command[1:], str(tmp_path)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes(tmp_path, *FORMAT)
+    assert_passes(tmp_path, "check", "--select", "F")
     assert len(list(tmp_path.iterdir())) == len(keys) * 4

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from flashgen.core.errors import BuildError
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 from tests.codegen.goldens import DOCUMENT, GOLDEN, MODS_GOLDENS, SLOPED, mods_golden
+from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")
 AUX = ("i32", "fp32")
@@ -59,20 +57,13 @@ def test_what_a_function_is_called_is_no_part_of_the_text() -> None:
 
 
 def test_every_variant_is_formatted(tmp_path: Path) -> None:
-    ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
     keys = ("fwd-bf16-d64", "fwd-fp16-d80-causal-bias-sink", "fwd-bf16-d64-mask-window", "fwd-fp32-d32-causal-window")
     for key, (name, mods), loads in itertools.product(keys, MODS.items(), ("pointer", "descriptor")):
         spec = replace(Specialization.parse(key), mods=mods)
         source = render(spec, default_config(spec, H200).replace(loads=loads))
         compile(source.text, "kernel", "exec")
         (tmp_path / f"{name}_{source.module}.py").write_text(source.text)
-    done = subprocess.run(
-        [ruff, "format", "--isolated", "--line-length", "120", "--check", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes(tmp_path, *FORMAT)
     assert len(list(tmp_path.glob("*.py"))) == 32
 
 

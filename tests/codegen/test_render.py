@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +23,7 @@ from tests.codegen.goldens import (
     MODS_GOLDENS,
     golden,
 )
+from tests.codegen.ruff import FORMAT, assert_passes
 
 FEATURES = (
     "fwd-bf16-d192-causal-softcap-alibi-sink-bias-mask-window-scattered",
@@ -65,7 +63,6 @@ def test_equal_specialization_and_config_give_identical_text() -> None:
 
 def test_every_variant_is_formatted_and_compiles_as_python(tmp_path: Path) -> None:
     """A rendered kernel reads as if a careful person wrote it: `ruff format` has nothing to say."""
-    ruff = shutil.which("ruff") or str(Path(sys.executable).parent / "ruff")
     generator = random.Random(0)
     count = 0
     for key in (
@@ -82,13 +79,7 @@ def test_every_variant_is_formatted_and_compiles_as_python(tmp_path: Path) -> No
                 compile(source.text, "kernel", "exec")
                 (tmp_path / f"{source.module}.py").write_text(source.text)
                 count += 1
-    done = subprocess.run(
-        [ruff, "format", "--isolated", "--line-length", "120", "--check", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes(tmp_path, *FORMAT)
     assert count == 8 * 3 * (4 + len(FEATURES))
 
 

@@ -47,11 +47,9 @@ class Bounds:
 @pytest.fixture(autouse=True)
 def in_bounds(monkeypatch: pytest.MonkeyPatch) -> Bounds:
     bounds = Bounds()
-    native = interpreter._interpreter
     convert, executor = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
     builder = interpreter.InterpreterBuilder
     load, store, rmw = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
-    assert native is not None
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         bounds.spans.clear()
