@@ -8,6 +8,7 @@ those around it.
 Against sustained races of the same configs (112 pairs that lie more than 2% apart, 15 searches of 6 s) the ratio to the
 reference of the same evaluation had 83 pairs in the right order, that to the median over 11 has 95. The best of those
 that it lets into the finals was 0.8% behind the best of all, and is 0.04%.
+The width was chosen on the same data; medians over 7 to 21 have 87 to 93.
 """
 
 from __future__ import annotations
