@@ -8,7 +8,7 @@ from flashgen.codegen import hopper_rules as rules
 from flashgen.codegen import hopper_text as text
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import can_split
-from flashgen.codegen.hopper_favourites import MBARRIER, NAMED, ONE, SMALLER, SPLIT, WON, Changes
+from flashgen.codegen.hopper_favourites import FIRST, MBARRIER, NAMED, ONE, SMALLER, SPLIT, WON, Changes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -50,6 +50,8 @@ USUAL: Changes = {
     "q_stages": 1,
     "hidden_blocks": "computed",
     "packed_heads": 1,
+    "scores_ahead": "block",
+    "maximum": "running",
 }
 
 
@@ -66,6 +68,8 @@ def default(spec: Specialization, device: Device) -> Config:
     if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
         config = config.replace(warpgroups=2, **NAMED)
     config = _in_parts(spec, config, device)
+    if rules.why_not_first(spec) is None:
+        config = config.replace(**FIRST)
     changes: tuple[Changes, ...] = ({}, {"v_stages": 2}, {"warpgroups": 2, "v_stages": 2, **NAMED})
     smaller = (_tidy(spec, config.replace(**change), device) for change in changes)
     return next((each for each in smaller if rules.why_too_large(spec, each, device) is None), smallest(spec, device))

@@ -21,7 +21,18 @@ FREE: Changes = {**NAMED, "exp_order": "free"}
 MBARRIER: Changes = {"barriers": "mbarrier", "exp_order": "free", "max_tree": "chain"}
 PATIENT: Changes = {**MBARRIER, "ping_pong": False, "conditional_rescale": True, "exp_order": "barrier"}
 
+FIRST: Changes = {"maximum": "first", "conditional_rescale": True, "max_tree": "chain"}
+
 FOUR: Changes = {"warpgroups": 4, "block_n": 64, "v_stages": 3, "ping_pong": True, "conditional_rescale": True}
+WIDE: Changes = {
+    **MBARRIER,
+    "warpgroups": 3,
+    "block_n": 128,
+    "v_stages": 2,
+    "scores_ahead": "half",
+    "ping_pong": True,
+    "conditional_rescale": True,
+}
 THREE: Changes = {"warpgroups": 3, "block_n": 128, "v_stages": 3}
 ONCE: Changes = {"q_stages": 1, "hidden_blocks": "computed"}
 AHEAD: Changes = {"q_stages": 2, "hidden_blocks": "skipped"}
@@ -39,6 +50,8 @@ SPLIT: tuple[Changes, ...] = (
     {"split_d": True, "block_n": 128, "v_stages": 2, **FREE},
     {"split_d": True, "v_stages": 3},
     {"split_d": True, "block_n": 64, "v_stages": 3, "warpgroups": 3},
+    {**WIDE, "split_d": True},
+    {**WIDE, "split_d": True, "scores_ahead": "none"},
 )
 """Of heads of 96 and 192 columns: a quarter less to multiply and to keep than of padded ones, 13 to 17% faster. A
 search tries what the room that two parts leave is good for."""
@@ -62,7 +75,7 @@ WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
         {**THREE, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 4},
         {**THREE, **FREE, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
     ),
-    (128, False): (FREE, {**NAMED, "q_stages": 2}, {**NAMED, "ping_pong": False}),
+    (128, False): (FREE, {**NAMED, "q_stages": 2}, {**NAMED, "ping_pong": False}, WIDE),
     (128, True): (
         {**NAMED, "heads_per_group": 2},
         {**NAMED, "heads_per_group": 4, "ping_pong": False},
@@ -70,6 +83,7 @@ WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
         {**NAMED, "heads_per_group": 16, "q_stages": 2},
         {**FREE, "heads_per_group": 4},
         {**NAMED, "heads_per_group": 4, "masked_blocks": "branch"},
+        {**WIDE, "heads_per_group": 8, "masked_blocks": "branch", "hidden_blocks": "skipped"},
     ),
     (256, False): (FREE, {**NAMED, "ping_pong": False}),
     (256, True): (

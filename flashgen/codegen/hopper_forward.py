@@ -46,6 +46,22 @@ KNOBS = (
         values=("free", "barrier", "data"),
         meaning="exponentials stay ahead of the wait for the product: not, by a wait, by a release that needs them",
     ),
+    Knob(
+        name="scores_ahead",
+        values=("block", "half", "none"),
+        meaning="what of a block's scores is computed beside the product of the block before: "
+        "the less, the fewer registers",
+        default="block",
+        implied=True,
+    ),
+    Knob(
+        name="maximum",
+        values=("running", "first"),
+        meaning="what exponentials are taken against: the running maximum of their row, or that of its first keys, and "
+        "a tile for which that was too low is computed again",
+        default="running",
+        implied=True,
+    ),
     Knob(name="max_tree", values=("chain", "chains"), meaning="the maximum of a row in one chain or four"),
     Knob(
         name="heads_per_group",

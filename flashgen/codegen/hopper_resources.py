@@ -22,6 +22,10 @@ OTHER_REGS = 28
 """Registers of a consumer thread beside scores, weights and output: statistics, addresses, phases. A mask under a
 branch may spill a few more, in that branch alone."""
 
+FEW_OTHER_REGS = 24
+"""The same where nothing is in flight during a softmax: 64 x 128 scores and 128 columns of output then fit the 160
+registers of three warpgroups, with at most 16 bytes of spills."""
+
 TOLERATED_SPILLS = 384
 """Bytes of local memory of a thread. The roles divide all registers between them, and the fastest kernels leave none
 unused: defaults spill up to 80 bytes under Triton 3.6 and 3.7, around the loop and under the branch of masked blocks,
@@ -31,7 +35,14 @@ BARRIER_BYTES = 1024
 """Barriers, the next tile and alignment; 330 to 800 bytes were measured."""
 
 VERDICT_BYTES = 512
-"""Where a mask hides single scores: what a warpgroup says of two tiles; and as much again as barriers for the rest."""
+"""Where a tile may come again: what a warpgroup says of two tiles. Masks of single scores need as much again as
+barriers for the rest."""
+
+HEADROOM_BITS = 32
+"""How far above the first keys' maximum the reference of exponentials is that does not follow the maximum, and what the
+sum of a row may come to, both as exponents of two. So scores may grow by 64 ln 2 = 44 until a tile must be computed
+again, sums and outputs stay some 90 powers of two away from either end of fp32 and bf16, and weights that vanish are
+below 2**-90 of the first keys' largest."""
 
 NAMED_BARRIERS = 16
 """Barriers of a block in hardware (PTX: bar.sync 0 to 15)."""
@@ -124,6 +135,21 @@ def k_stages(config: Config) -> int:
     return config.integer("v_stages") + (config["k_release"] == "with_v")
 
 
+def maximum(config: Config) -> str:
+    """What exponentials are taken against; a config that is older than the knob means the running maximum."""
+    return str(config.get("maximum", "running"))
+
+
+def scores_ahead(config: Config) -> str:
+    """What of a block's scores is computed beside the product of the block before; older configs mean all of it."""
+    return str(config.get("scores_ahead", "block"))
+
+
+def comes_again(spec: Specialization, config: Config) -> bool:
+    """Whether a tile may be found spoilt once it is computed, and is then computed a second time."""
+    return spec.mask == "full" or maximum(config) == "first"
+
+
 def named_barriers(spec: Specialization, config: Config) -> int:
     """Named barriers of a kernel: one for each slot that is released, and one for each warpgroup that takes turns."""
     if config["barriers"] != "named":
@@ -162,7 +188,10 @@ def live_registers(spec: Specialization, config: Config) -> int:
     by_key = block_n // 4 * ((spec.bias == "keys") + (spec.mask == "keys"))
     # a thread has block_n / 2 scores; the bytes of a mask come by twos, each pair in a register of its own
     tiles = block_n // 8 * sum(max(2, DTYPE_BYTES.get(dtype, 1)) for dtype in score_tiles(spec).values())
-    return block_n // 2 + block_n // 4 + by_key + tiles + columns(spec.head_dim_v, config) // 2 + OTHER_REGS
+    # the weights of the block before are in use while the scores come, unless these come after
+    weights = block_n // 4 if scores_ahead(config) == "block" else 0
+    other = OTHER_REGS if scores_ahead(config) == "block" else FEW_OTHER_REGS
+    return block_n // 2 + weights + by_key + tiles + columns(spec.head_dim_v, config) // 2 + other
 
 
 def smem_bytes(spec: Specialization, config: Config, *, own_o: bool) -> int:
@@ -172,8 +201,8 @@ def smem_bytes(spec: Specialization, config: Config, *, own_o: bool) -> int:
     elements += block_n * (k_stages(config) * d + config.integer("v_stages") * dv)
     tiles = config.integer("warpgroups") * score_bytes(spec, config)
     barriers = BARRIER_BYTES
-    if spec.mask == "full":
-        barriers += BARRIER_BYTES + VERDICT_BYTES * config.integer("warpgroups")
+    if comes_again(spec, config):
+        barriers += VERDICT_BYTES * config.integer("warpgroups") + (BARRIER_BYTES if spec.mask == "full" else 0)
     return elements * DTYPE_BYTES[spec.dtype] + tiles + barriers
 
 

@@ -44,9 +44,9 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
 
 TOGETHER = (
     *("warpgroups", "blocks_per_sm", "v_stages", "k_release", "barriers"),
-    *("ping_pong", "conditional_rescale", "exp_order", "max_tree"),
+    *("ping_pong", "conditional_rescale", "exp_order", "max_tree", "scores_ahead"),
 )
-"""Knobs of a program's warps and their order. Of 2304 combinations of their values 176 are worth a try."""
+"""Knobs of a program's warps and their order. Of 6912 combinations of their values 224 are worth a try."""
 
 
 def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
@@ -60,6 +60,8 @@ def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
         return "a wait for their sake only pays together with the conditional rescale, and data does it where it can"
     if values["max_tree"] == "chains" and named:
         return "four chains of maxima are slower than one where little else waits"
+    if values.get("scores_ahead", "block") != "block" and (values["warpgroups"], values["exp_order"]) != (3, "free"):
+        return "fewer scores ahead save registers, which three warpgroups lack, and leave no product to order things by"
     if (values["warpgroups"] == 1) != (values["blocks_per_sm"] != 1):
         return "blocks side by side are for those of one warpgroup, which leave the matrix unit idle during a softmax"
     if values["k_release"] == "with_v" and (values["warpgroups"], values["v_stages"]) != (4, 3):
@@ -81,8 +83,22 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
     if not spec.causal and config["heads_per_group"] != 1:
         return "without a causal mask all tiles are equally heavy"
+    if resources.maximum(config) == "first":
+        if reason := why_not_first(spec):
+            return reason
+        if not config["conditional_rescale"] or config["max_tree"] != "chain":
+            return "where few steps follow the maximum, one way to do so is enough"
     if config["hidden_blocks"] == "skipped" and not hides_whole_blocks(spec, config):
         return "every warpgroup sees keys of every block that its tile sees"
+    return None
+
+
+def why_not_first(spec: Specialization) -> str | None:
+    """Why exponentials must be taken against the running maximum, or None."""
+    if spec.dtype != "bf16":
+        return f"weights in {spec.dtype} have no room for a maximum that grows"
+    if spec.window or spec.bias or spec.mask:
+        return "a row of a window, a bias or a mask may see its first key in any block"
     return None
 
 
@@ -118,6 +134,8 @@ def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
         return (
             "one block of keys holds the diagonal where it has as many keys as the tile has rows, at one known offset"
         )
+    if kind == "peeled" and resources.maximum(config) == "first":
+        return "steps that follow the maximum are apart from the others anyway"
     if kind == "peeled" and (one or config.integer("warpgroups") > 2):
         return "a second loop for masked blocks only pays where more than one is masked, and where registers are left"
     return None
@@ -138,6 +156,8 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
 def choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """What a specialization leaves of knobs: no other value is valid or, of `packed_heads`, is for sizes to decide."""
     found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
+    if why_not_first(spec):
+        found["maximum"] = ("running",)
     if not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
         found["split_d"] = (False,)
     if not spec.causal:

@@ -49,6 +49,10 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "gl_dtype": GL_DTYPES[spec.dtype],
         "torch_dtype": TORCH_DTYPES[spec.dtype],
         "own_o": own_o,
+        "maximum": resources.maximum(config),
+        "scores_ahead": resources.scores_ahead(config),
+        "comes_again": resources.comes_again(spec, config),
+        "headroom": resources.HEADROOM_BITS,
         "o_places": [f"{'o' if own_o else 'q'}{part.suffix}_tiles" for part in (v_parts if own_o else d_parts)],
         "descs": [parameter.name for parameter in _descriptors(spec, config)],
         "buffers": _buffers(spec, config, own_o=own_o),
@@ -86,7 +90,7 @@ def _buffers(spec: Specialization, config: Config, *, own_o: bool) -> list[str]:
     dims = {"q": spec.head_dim, "k": spec.head_dim, "v": spec.head_dim_v} | ({"o": spec.head_dim_v} if own_o else {})
     found = [f"{name}{part.suffix}_tiles" for name, size in dims.items() for part in resources.parts(size, config)]
     found += [f"{name}_tiles" for name in resources.score_tiles(spec)]
-    return [*found, *(["verdicts"] if spec.mask == "full" else []), "next_tiles"]
+    return [*found, *(["verdicts"] if resources.comes_again(spec, config) else []), "next_tiles"]
 
 
 def _barriers(spec: Specialization, config: Config) -> tuple[dict[str, str], dict[str, str]]:
@@ -104,7 +108,7 @@ def _barriers(spec: Specialization, config: Config) -> tuple[dict[str, str], dic
         if config["barriers"] == "mbarrier":
             slots["score_empty"] = "WARPGROUPS"
     slots |= {"q_empty": q_slots, "tile_full": "2", "tile_empty": "2"}
-    if spec.mask == "full":
+    if resources.comes_again(spec, config):
         slots["judged"] = "2"
     shared = ("k_empty", "v_empty", "tile_empty", "judged")
     return slots, {name: "WARPGROUPS" if name in shared else "1" for name in slots}
@@ -128,6 +132,8 @@ def _softmax_text(config: Config) -> str:
     rescale = (
         "rescaled only when a maximum grew by more than 2**8" if config["conditional_rescale"] else "rescaled always"
     )
+    if resources.maximum(config) == "first":
+        rescale += "; after a row's first keys the maximum is not followed"
     turns = ", warpgroups take turns at the matrix unit" if config["ping_pong"] else ""
     return rescale + turns
 

@@ -33,6 +33,9 @@ ODD_SEED = 20260101
 OFFSET_STEPS = (0, -29, 17)
 """Where the offset comes from a tensor, what is added for each batch element in turn."""
 
+EARLY_KEYS = 4
+"""Of four scores of a usual row times 60, one is above 44 more often than not."""
+
 Window = tuple[int | None, int | None]
 USUAL = FeatureForm()
 
@@ -50,6 +53,8 @@ class OddShape:
     q_offset: int | None = None
     scale_factor: float = 1.0  # of head_dim ** -0.5
     gain: float = 1.0
+    early_keys: float = 1.0
+    """A factor on the first keys: where keys are read backwards, the maximum of many a row then comes last and late."""
     window: Window = (None, None)
     form: FeatureForm = USUAL
 
@@ -59,6 +64,7 @@ class OddShape:
         parts = [f"{self.seqlen_q}x{self.seqlen_k}", f"heads {self.nheads}/{self.nheads_k}", self.layout]
         parts += [] if self.q_offset is None else [f"q_offset {self.q_offset}"]
         parts += [] if self.gain == 1.0 else [f"scores times {self.gain:g}"]
+        parts += [] if self.early_keys == 1.0 else [f"first keys times {self.early_keys:g}"]
         parts += [] if self.window == (None, None) else [f"window {self.window}"]
         return ", ".join(parts)
 
@@ -80,6 +86,7 @@ ODD_SHAPES = (
     OddShape(seqlen_q=300, seqlen_k=333, q_offset=0, batch=1, window=(5, 3), form=BLIND),
     OddShape(seqlen_q=129, seqlen_k=257, q_offset=-40, batch=3, layout="bshd", window=(10, 50), form=BLIND),
     OddShape(seqlen_q=64, seqlen_k=640, q_offset=600, batch=1, gain=30.0, window=(257, 64), form=SWAPPED),
+    OddShape(seqlen_q=200, seqlen_k=700, batch=1, nheads_k=2, early_keys=60.0),
 )
 WINDOW_SHAPES = (
     OddShape(seqlen_q=129, seqlen_k=400, q_offset=330, window=(40, 40)),  # the last rows see no key
@@ -119,6 +126,8 @@ def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
         raise UnsupportedError(f"user-defined scores have no oracle, got {spec.key}")
     found = []
     for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ())):
+        if shape.early_keys != 1.0 and spec.direction == "backward":
+            continue  # it reads statistics, and follows none
         # a causal mask is the right edge
         left, right = shape.window if spec.window else (None, None)
         form = replace(shape.form, bias_dtype=spec.bias_dtype, sink_dtype=spec.sink_dtype)
@@ -151,6 +160,7 @@ def odd_problem(spec: Specialization, shape: OddShape, device: torch.device | st
     )
     extras = replace(inputs.extras[0], window=shape.window)
     q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
+    k[:, :, :EARLY_KEYS] *= shape.early_keys
     offset = odd_offset(spec, shape, device)
     scale = shape.scale_factor * spec.head_dim**-0.5
     rule = ScoreRule.of(q, k, causal=spec.causal, q_offset=offset, softmax_scale=scale, extras=extras)

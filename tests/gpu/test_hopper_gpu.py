@@ -28,6 +28,16 @@ pytestmark = [
 ]
 
 ONCE = {"q_stages": 1, "hidden_blocks": "computed"}
+WIDE = {
+    "warpgroups": 3,
+    "block_n": 128,
+    "v_stages": 2,
+    "barriers": "mbarrier",
+    "exp_order": "free",
+    "scores_ahead": "half",
+    "q_stages": 1,
+    "hidden_blocks": "computed",
+}
 VARIANTS = (
     ("fwd-bf16-d64-causal", {**ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
     ("fwd-bf16-d64", {"warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
@@ -86,6 +96,16 @@ VARIANTS = (
     ("fwd-bf16-d80-dv40-window", {}),
     ("fwd-fp16-d160-causal", {}),
     ("fwd-bf16-d216", {}),
+    ("fwd-bf16-d128-causal", {"maximum": "running"}),
+    ("fwd-bf16-d128", {"maximum": "running", "conditional_rescale": False}),
+    ("fwd-bf16-d64-causal", {"maximum": "running"}),
+    ("fwd-bf16-d128", WIDE),
+    ("fwd-bf16-d128-causal", {**WIDE, "masked_blocks": "branch", "hidden_blocks": "skipped"}),
+    ("fwd-bf16-d128-causal", {**WIDE, "barriers": "named", "masked_blocks": "branch", "maximum": "running"}),
+    ("fwd-fp16-d128-offset-causal", {**WIDE, "masked_blocks": "branch", "scores_ahead": "none", "ping_pong": False}),
+    ("fwd-bf16-d96-causal-sink", {**WIDE, "split_d": True, "masked_blocks": "branch"}),
+    ("fwd-bf16-d96", {**WIDE, "split_d": True, "scores_ahead": "none"}),
+    ("fwd-bf16-d64-causal-softcap-alibi", {**WIDE, "masked_blocks": "branch"}),
 )
 
 
