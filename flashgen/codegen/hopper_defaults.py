@@ -96,6 +96,8 @@ def favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs that won at other lengths, for a search to begin with."""
     usual = default(spec, device)
     found = [usual.replace(**changes) for changes in WON[_width(spec), spec.causal]]
+    if resources.maximum(usual) == "first":
+        found.append(usual.replace(maximum="running"))
     if spec.window:
         # a tile of a few steps waits for its Q longest
         found += [

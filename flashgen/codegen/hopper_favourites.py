@@ -33,6 +33,7 @@ WIDE: Changes = {
     "ping_pong": True,
     "conditional_rescale": True,
 }
+NARROW: Changes = {**NAMED, "warpgroups": 3, "block_n": 64, "v_stages": 3}
 THREE: Changes = {"warpgroups": 3, "block_n": 128, "v_stages": 3}
 ONCE: Changes = {"q_stages": 1, "hidden_blocks": "computed"}
 AHEAD: Changes = {"q_stages": 2, "hidden_blocks": "skipped"}
@@ -63,8 +64,8 @@ WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
     (64, False): (
         {**FOUR, **MBARRIER, "k_release": "with_v"},
         {**FOUR, **MBARRIER, "q_stages": 2},
+        {**FOUR, **FREE},
         {**THREE, **MBARRIER, "q_stages": 2},
-        {**THREE, **MBARRIER, "conditional_rescale": True},
         {**THREE, **FREE},
     ),
     (64, True): (
@@ -72,10 +73,11 @@ WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
         {**ONE, **MBARRIER, **ONCE, "q_stages": 2, "v_stages": 2, "masked_blocks": "one", "heads_per_group": 32},
         {**FOUR, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 32},
         {**FOUR, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
+        {**FOUR, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8, "ping_pong": False},
         {**THREE, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 4},
         {**THREE, **FREE, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
     ),
-    (128, False): (FREE, {**NAMED, "q_stages": 2}, {**NAMED, "ping_pong": False}, WIDE),
+    (128, False): (NARROW, {**NAMED, "q_stages": 2}, {**NAMED, "ping_pong": False}, WIDE, FREE),
     (128, True): (
         {**NAMED, "heads_per_group": 2},
         {**NAMED, "heads_per_group": 4, "ping_pong": False},
@@ -84,6 +86,7 @@ WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
         {**FREE, "heads_per_group": 4},
         {**NAMED, "heads_per_group": 4, "masked_blocks": "branch"},
         {**WIDE, "heads_per_group": 8, "masked_blocks": "branch", "hidden_blocks": "skipped"},
+        {**NARROW, "heads_per_group": 8, "masked_blocks": "branch", "hidden_blocks": "skipped"},
     ),
     (256, False): (FREE, {**NAMED, "ping_pong": False}),
     (256, True): (

@@ -44,6 +44,10 @@ sum of a row may come to, both as exponents of two. So scores may grow by 64 ln 
 again, sums and outputs stay some 90 powers of two away from either end of fp32 and bf16, and weights that vanish are
 below 2**-90 of the first keys' largest."""
 
+MOST_WEIGHT_BITS = 15
+"""What a weight in fp16 may come to, as an exponent of two: its range is too short for headroom, and scores may grow by
+15 ln 2 = 10."""
+
 NAMED_BARRIERS = 16
 """Barriers of a block in hardware (PTX: bar.sync 0 to 15)."""
 

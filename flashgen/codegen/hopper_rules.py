@@ -95,10 +95,12 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
 
 def why_not_first(spec: Specialization) -> str | None:
     """Why exponentials must be taken against the running maximum, or None."""
-    if spec.dtype != "bf16":
-        return f"weights in {spec.dtype} have no room for a maximum that grows"
-    if spec.window or spec.bias or spec.mask:
-        return "a row of a window, a bias or a mask may see its first key in any block"
+    if spec.dtype == "fp16" and spec.causal:
+        return (
+            "weights in fp16 have little room for a maximum that grows, and first keys of causal models draw attention"
+        )
+    if spec.bias or spec.mask:
+        return "where a bias or a mask hides single keys, a row may see its first key in any block"
     return None
 
 

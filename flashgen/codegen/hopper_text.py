@@ -24,7 +24,7 @@ OUTPUT_STRIDES = ("stride_ob", "stride_oh", "stride_os")
 def values(spec: Specialization, config: Config) -> dict[str, object]:
     """The values of the template for one kernel, by name."""
     own_o = resources.own_o(spec, config, HOPPER)
-    aligned = is_aligned(spec, config)
+    aligned, first = is_aligned(spec, config), resources.maximum(config) == "first"
     slots, arrivals = _barriers(spec, config)
     d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
     return {
@@ -52,7 +52,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "maximum": resources.maximum(config),
         "scores_ahead": resources.scores_ahead(config),
         "comes_again": resources.comes_again(spec, config),
-        "headroom": resources.HEADROOM_BITS,
+        "headroom": 0 if spec.dtype == "fp16" else resources.HEADROOM_BITS,
+        "most_sum": resources.HEADROOM_BITS,
+        "most_weight": resources.MOST_WEIGHT_BITS if first and spec.dtype == "fp16" else 0,
         "o_places": [f"{'o' if own_o else 'q'}{part.suffix}_tiles" for part in (v_parts if own_o else d_parts)],
         "descs": [parameter.name for parameter in _descriptors(spec, config)],
         "buffers": _buffers(spec, config, own_o=own_o),
