@@ -83,6 +83,8 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
     if not spec.causal and config["heads_per_group"] != 1:
         return "without a causal mask all tiles are equally heavy"
+    if resources.scores_ahead(config) != "block" and resources.score_tiles(spec):
+        return "tiles of bias and mask are taken to registers while the product is computed, and need all that are free"
     if resources.maximum(config) == "first":
         if reason := why_not_first(spec):
             return reason

@@ -135,13 +135,17 @@ class MeasuredSearch:
                 context.compiler.submit(self._spec, proposal.config)
                 waiting.append(proposal)
                 asked += 1
-            if not waiting or self._time_is_up():
+            if not waiting or (self._time_is_up() and not self._is_served(waiting[0])):
                 return
             proposal = waiting.popleft()
             outcome = self._evaluate(proposal.config)
             self._count(proposal.config, outcome)
             self._search.tell(proposal.config, self._levelled(proposal.config, outcome))
             self._keep(proposal, outcome)
+
+    def _is_served(self, proposal: Proposal) -> bool:
+        """Whether it is the incumbent, which no budget is too short for: else a config would take its place unraced."""
+        return self._incumbent is not None and proposal.config == self._incumbent.config
 
     def _time_is_up(self) -> bool:
         """Whether what is left of a budget in seconds is needed for the finals of the best configs so far."""

@@ -115,7 +115,10 @@ def test_the_registers_of_the_roles_are_what_was_measured() -> None:
         ({"masked_blocks": "one"}, "diagonal"),
         ({"blocks_per_sm": 2, "block_n": 64, "warpgroups": 2}, "side by side"),
         ({"warpgroups": 1}, "take turns"),
-        ({"masked_blocks": "peeled", "warpgroups": 3}, "second loop"),
+        ({"masked_blocks": "peeled", "warpgroups": 3, "maximum": "running"}, "second loop"),
+        ({"masked_blocks": "peeled"}, "apart from the others anyway"),
+        ({"conditional_rescale": False, "exp_order": "free"}, "one way to do so"),
+        ({"scores_ahead": "half"}, "three warpgroups lack"),
         ({"split_d": True}, "no smaller"),
     ],
 )
@@ -262,6 +265,7 @@ def test_triton_leaves_the_named_barriers_that_a_kernel_takes() -> None:
 
 NAMED = {"barriers": "named", "conditional_rescale": True, "exp_order": "data"}
 ONCE = {"q_stages": 1, "hidden_blocks": "computed"}
+WIDE = {"warpgroups": 3, "block_n": 128, "v_stages": 2, "barriers": "mbarrier", "exp_order": "free"}
 
 
 @pytest.mark.parametrize(
@@ -272,9 +276,12 @@ ONCE = {"q_stages": 1, "hidden_blocks": "computed"}
         ("d64-causal", {"warpgroups": 4, "block_n": 64, "heads_per_group": 32}),
         ("d64-causal", {**NAMED, **ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
         ("d64-causal", {**ONCE, "warpgroups": 2, "masked_blocks": "one", "heads_per_group": 2}),
-        ("d64-causal-offset", {**ONCE, "warpgroups": 2, "masked_blocks": "peeled"}),
-        ("d128", {"barriers": "mbarrier", "exp_order": "barrier", "max_tree": "chains"}),
-        ("d128", {"conditional_rescale": False, "exp_order": "free"}),
+        ("d64-causal-offset", {**ONCE, "warpgroups": 2, "masked_blocks": "peeled", "maximum": "running"}),
+        ("d128", {"barriers": "mbarrier", "exp_order": "barrier", "max_tree": "chains", "maximum": "running"}),
+        ("d128", {"conditional_rescale": False, "exp_order": "free", "maximum": "running"}),
+        ("d128", {**WIDE, "scores_ahead": "half"}),
+        ("d128-causal", {**WIDE, "scores_ahead": "half", "masked_blocks": "branch", "maximum": "running"}),
+        ("d96", {**WIDE, "scores_ahead": "none", "split_d": True}),
         ("d96-causal-keymask", {"split_d": True}),
         ("d192-dv128-causal", {"split_d": True, "block_n": 128}),
         ("d64-mask", {"warpgroups": 3, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),

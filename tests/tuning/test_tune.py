@@ -310,6 +310,19 @@ def test_a_budget_in_seconds_holds_for_search_and_finals_together(store: Store, 
     assert outcome.status == "tuned"
 
 
+def test_what_is_served_is_measured_however_short_the_budget_is(store: Store) -> None:
+    """Else the default, the only one that a process has time for while it starts, would take its place unraced."""
+    run(store, budget=Budget(trials=60))
+    incumbent = chosen(store).config
+    default = default_config(CAUSAL.specialization, H200)
+    executor = FakeExecutor()
+    run(store, executor=executor, retune=True, budget=Budget(seconds=executor.evaluate_s / 2))
+    assert incumbent != default
+    assert [config for _, config in executor.evaluated] == [default, incumbent]
+    assert incumbent in executor.races[-1].configs
+    assert chosen(store).config == incumbent
+
+
 def test_a_short_budget_leaves_time_to_search(store: Store) -> None:
     """With few configs near the best the finals are short, and the search gets what they do not need."""
     executor = FakeExecutor()
