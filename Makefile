@@ -15,6 +15,7 @@ SAMPLE ?= b1-h12-s1024-d64-causal
 
 BIN := $(VENV)/bin
 TRITONS := 3.6 3.9
+OLDEST := $(firstword $(TRITONS))
 
 .PRECIOUS: .venvs/triton-%/.stamp
 .PHONY: venv tune test docs lint format pytest interpreter crosscompile gpu-test clean
@@ -54,8 +55,9 @@ interpreter: venv
 
 crosscompile: $(TRITONS:%=crosscompile-%)
 
+# All kernels with the oldest Triton alone: scripts/crosscompile.py says what the newest has fewer of, and why.
 crosscompile-%: .venvs/triton-%/.stamp
-	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py
+	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py $(if $(filter-out $*,$(OLDEST)),--few)
 
 .venvs/triton-%/.stamp: constraints/triton-%.txt
 	$(PYTHON) -m venv .venvs/triton-$*

@@ -3,6 +3,10 @@
 Runs in an environment with Triton and without torch (`make crosscompile` builds one for the oldest and one for the
 newest Triton). One line per kernel. A family that compiles nowhere, a compile error or a default config that spills
 more than a few registers ends it with exit code 1.
+
+All targets are for the oldest Triton; the newest has `--few`. What a Triton no longer accepts is in the text of a
+kernel far more often than in what a target makes of it: so the newest compiles every family with every feature for
+sm90, for one older target and for one of AMD, where the oldest has each feature for two of all targets.
 """
 
 from __future__ import annotations
@@ -27,11 +31,25 @@ from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 
 TARGETS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx1200")
-HEAD_DIMS = (64, 128, 256)
-BACKWARD_SHAPES = (("bf16", 64, False), ("bf16", 128, True), ("fp16", 256, True))
-"""Of a backward pass, which is several kernels: each head_dim once, with and without a mask, in both dtypes.
+FEW_TARGETS = ("sm80", "sm100", "gfx942", "sm90")
+"""The targets of `--few`: one of each kind, and sm100 for its matrix products alone: a target with every feature of it
+would take as long as two others."""
 
-All of them for sm90, which has families of its own; for each other target one of them with one family, in turn.
+Shape = tuple[str, int, bool]
+"""dtype, head_dim, causal."""
+
+HOPPER_SHAPES: tuple[Shape, ...] = (
+    *(("bf16", head_dim, causal) for head_dim in (64, 128, 256) for causal in (False, True)),
+    ("fp16", 128, True),  # which differs from bf16 in conversions alone
+)
+"""Of a forward pass for sm90, which has families of its own."""
+
+SHAPES: tuple[Shape, ...] = (("bf16", 64, False), ("bf16", 128, True), ("fp16", 256, True))
+"""Each head_dim once, with and without a mask, in both dtypes: of a forward pass for the other targets.
+
+Other combinations of a head_dim with a mask take no other branch, and tests/codegen compiles them for every target with
+the Triton that the tests run with. A backward pass is several kernels: it has these shapes for sm90, and for each other
+target one of them with one family, in turn. Under `--few` a forward pass too has one for each other target.
 """
 
 FEATURES = (
@@ -51,9 +69,13 @@ FEATURES = (
     "bwd-fp16-d128-alibi-bias-dbias",
     "bwd-tf32-d64-keybias-mask-dbias-scattered-offset",
 )
-"""Specializations of features and head sizes: each is compiled for FEATURE_TARGETS of the targets, in turn."""
+"""Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
+
+Each is compiled for FEATURE_TARGETS of the targets, in turn; under `--few` for all of FEW_FEATURE_TARGETS, once.
+"""
 
 FEATURE_TARGETS = 2
+FEW_FEATURE_TARGETS = ("sm80", "gfx942", "sm90")
 
 FUNCTIONS = ScoreMods(
     score_mod=UserFunction(
@@ -83,11 +105,13 @@ class Job:
 def main() -> int:
     """Compile all jobs in as many processes as there are cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", nargs="+", default=TARGETS)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--targets", nargs="+", default=TARGETS)
+    which.add_argument("--few", action="store_true", help="every feature, and few shapes, for a target of each kind")
     arguments = parser.parse_args()
     if importlib.util.find_spec("torch") is not None:
         print("note: torch is importable here, so this run does not show that compiling needs none")
-    found = jobs(arguments.targets)
+    found = few_jobs() if arguments.few else jobs(arguments.targets)
     idle = {family.id for family in FAMILIES} - {job.config.family for job in found}
     if idle:
         print(f"error: no target compiles {', '.join(sorted(idle))}")
@@ -103,21 +127,45 @@ def main() -> int:
 
 
 def jobs(targets: list[str]) -> list[Job]:
-    """Every family's default for each target, head dimension and direction of masking; both kinds of loads."""
+    """Every family's default for each target, with and without a mask; functions; features for some targets in turn."""
     found = []
     for number, device in enumerate(map(find_device, targets)):
-        is_hopper = device.arch == "sm90"
-        for spec in specializations(None if is_hopper else number % len(BACKWARD_SHAPES)):
-            rows = [family for family in FAMILIES if why_not(family, spec, device) is None]
-            if spec.direction == "backward" and not is_hopper:
-                rows = rows[number % len(rows) :][:1]
-            for family in rows:
-                config = family.default(spec, device)
-                found.append(Job(spec=spec, config=config, device=device, may_spill=False))
-                other = other_loads(config, spec, device) + for_short_queries(config, spec, device)
-                found += [Job(spec=spec, config=each, device=device, may_spill=True) for each in other]
-        found += with_functions(device)
+        forward = HOPPER_SHAPES if device.arch == "sm90" else SHAPES
+        found += with_shapes(device, number, forward) + with_functions(device)
     return found + with_features([find_device(target) for target in targets])
+
+
+def few_jobs() -> list[Job]:
+    """A shape or more for each of FEW_TARGETS; functions and every feature for FEW_FEATURE_TARGETS, in one variant."""
+    found = []
+    for number, device in enumerate(map(find_device, FEW_TARGETS)):
+        found += with_shapes(device, number, shapes_in_turn(device, number))
+    for device in map(find_device, FEW_FEATURE_TARGETS):
+        found += with_functions(device)
+        for spec in map(Specialization.parse, FEATURES):
+            rows = [family for family in FAMILIES if why_not(family, spec, device) is None]
+            found += [variants(row.default(spec, device), spec, device)[-1] for row in rows]
+    return found
+
+
+def shapes_in_turn(device: Device, number: int) -> tuple[Shape, ...]:
+    """All of SHAPES for sm90, which has families of its own; for another target one of them, in turn."""
+    return SHAPES if device.arch == "sm90" else (SHAPES[number % len(SHAPES)],)
+
+
+def with_shapes(device: Device, number: int, forward: tuple[Shape, ...]) -> list[Job]:
+    """Defaults of shapes; both kinds of loads, and what fits a decoding step, where these differ."""
+    found = []
+    for spec in specializations({"forward": forward, "backward": shapes_in_turn(device, number)}):
+        rows = [family for family in FAMILIES if why_not(family, spec, device) is None]
+        if spec.direction == "backward" and device.arch != "sm90":
+            rows = rows[number % len(rows) :][:1]
+        for family in rows:
+            config = family.default(spec, device)
+            found.append(Job(spec=spec, config=config, device=device, may_spill=False))
+            other = other_loads(config, spec, device) + for_short_queries(config, spec, device)
+            found += [Job(spec=spec, config=each, device=device, may_spill=True) for each in other]
+    return found
 
 
 def with_features(devices: list[Device]) -> list[Job]:
@@ -148,12 +196,8 @@ def with_functions(device: Device) -> list[Job]:
     return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True) for row in rows]
 
 
-def specializations(backward: int | None) -> list[Specialization]:
-    """What is compiled for a target, with one backward shape or all; fp16 differs from bf16 in conversions alone."""
-    shapes = [("bf16", head_dim, causal) for head_dim in HEAD_DIMS for causal in (False, True)]
-    passes = {"forward": (*shapes, ("fp16", 128, True)), "backward": BACKWARD_SHAPES}
-    if backward is not None:
-        passes["backward"] = (BACKWARD_SHAPES[backward],)
+def specializations(passes: dict[str, tuple[Shape, ...]]) -> list[Specialization]:
+    """Those of the shapes of each direction."""
     return [
         Specialization(direction=direction, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
         for direction, found in passes.items()

@@ -1,7 +1,10 @@
-"""Every address that an interpreted kernel reads or writes lies in a tensor it was given.
+"""Every address that an interpreted kernel reads or writes lies in a tensor it was given, and no integer overflows.
 
 On a GPU a read past the end of a tensor mostly goes unseen, and sometimes is an illegal access: it depends on what lies
 behind. Here numpy's addresses are the tensors' own, so each access is compared with the bounds of the arguments.
+
+Triton's interpreter spends half of its time on two things that change no result, which are replaced here: it patches
+its language again for every call of a device function, and it computes whether integers overflow, to drop the answer.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -42,6 +46,45 @@ class Bounds:
                 f"{what} of {int(outside.sum())} of {used.size} addresses outside every argument; "
                 f"the first {first - behind} bytes behind the end of the one before it"
             )
+
+
+@pytest.fixture(autouse=True)
+def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch, or a call in it, has patched stays so until the launch ends: once for each module is enough."""
+    executor, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    done: set[frozenset[str]] = set()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done.clear()
+        return executor(self, *args, **kwargs)
+
+    def patched(fn: Any) -> Any:
+        modules = frozenset(value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core)
+        if modules in done:
+            return interpreter._LangPatchScope()
+        done.add(modules)
+        return patch_lang(fn)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+    monkeypatch.setattr(interpreter, "_patch_lang", patched)
+
+
+WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+@pytest.fixture(autouse=True)
+def asserting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tl.device_assert` counts, and sums, differences and products of 32 bits are those of 64 bits."""
+
+    def in_range(lhs: Any, rhs: Any, operation: Any) -> None:
+        kind = lhs.type.scalar
+        if kind.int_bitwidth < 64:
+            exact = WIDE[operation.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+            fits = kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value()
+            assert fits, f"{operation.__name__} of {kind} overflows"
+
+    monkeypatch.setattr(interpreter.interpreter_semantic, "binary_op_sanitize_overflow_impl", in_range)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True))
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,7 @@ def installed(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("installed") / "venv"
     run(sys.executable, "-m", "venv", str(folder), cwd=folder.parent)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS)]
+    pip.append("--no-compile")  # most of the time would be bytecode of torch, of which little is imported here
     torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
     run(*pip, torch, cwd=folder.parent)  # alone first: nothing else may decide which build of torch is taken
     run(*pip, str(archives.wheel), cwd=folder.parent)
@@ -63,7 +64,9 @@ def installed(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def run(*command: str, cwd: Path) -> str:
     """Standard output of a command that must succeed, away from the checkout and its import path."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    # what the first import compiles is kept for the next ones
+    left_out = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
