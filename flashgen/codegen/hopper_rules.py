@@ -44,9 +44,9 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
 
 TOGETHER = (
     *("warpgroups", "blocks_per_sm", "v_stages", "k_release", "barriers"),
-    *("ping_pong", "conditional_rescale", "exp_order", "max_tree", "scores_ahead"),
+    *("ping_pong", "conditional_rescale", "exp_order", "max_tree", "scores_ahead", "maximum"),
 )
-"""Knobs of a program's warps and their order. Of 6912 combinations of their values 224 are worth a try."""
+"""Knobs of a program's warps and their order. Of 13824 combinations of their values 310 are worth a try."""
 
 
 def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
@@ -62,6 +62,9 @@ def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
         return "four chains of maxima are slower than one where little else waits"
     if values.get("scores_ahead", "block") != "block" and (values["warpgroups"], values["exp_order"]) != (3, "free"):
         return "fewer scores ahead save registers, which three warpgroups lack, and leave no product to order things by"
+    plain = values["conditional_rescale"] and values["max_tree"] == "chain"
+    if values.get("maximum", "running") == "first" and not plain:
+        return "where few steps follow the maximum, one way to do so is enough"
     if (values["warpgroups"] == 1) != (values["blocks_per_sm"] != 1):
         return "blocks side by side are for those of one warpgroup, which leave the matrix unit idle during a softmax"
     if values["k_release"] == "with_v" and (values["warpgroups"], values["v_stages"]) != (4, 3):
@@ -85,11 +88,8 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "without a causal mask all tiles are equally heavy"
     if resources.scores_ahead(config) != "block" and resources.score_tiles(spec):
         return "tiles of bias and mask are taken to registers while the product is computed, and need all that are free"
-    if resources.maximum(config) == "first":
-        if reason := why_not_first(spec):
-            return reason
-        if not config["conditional_rescale"] or config["max_tree"] != "chain":
-            return "where few steps follow the maximum, one way to do so is enough"
+    if resources.maximum(config) == "first" and (reason := why_not_first(spec)):
+        return reason
     if config["hidden_blocks"] == "skipped" and not hides_whole_blocks(spec, config):
         return "every warpgroup sees keys of every block that its tile sees"
     return None
