@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from flashgen.codegen.hopper_resources import HEADROOM_BITS
 from flashgen.core.record import Failure
-from flashgen.core.workload import Workload
+from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.inputs import make_inputs
-from flashgen.measure.odd_shapes import ODD_SHAPES, check_odd, odd_problems
+from flashgen.measure.odd_shapes import EARLY_KEYS, ODD_SHAPES, check_odd, odd_problem, odd_problems
 from flashgen.measure.problem import Problem
 from flashgen.measure.verify import Errors, check, golden, ulp_of
 from tests.measure.emulated import Emulated
@@ -158,3 +161,16 @@ def test_an_ulp_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
     above = torch.nextafter(values, torch.full_like(values, float("inf")))
     assert torch.equal(ulp_of(values.double(), dtype), (above.double() - values.double()))
     assert ulp_of(torch.zeros(1, dtype=torch.float64), dtype).item() == 0
+
+
+def test_one_odd_shape_lets_scores_grow_too_far_for_a_reference_that_stays() -> None:
+    """The first keys, which are read last, are above the block that is read first: by too much in most rows, not in all."""
+    (shape,) = [shape for shape in ODD_SHAPES if shape.early_keys != 1.0]
+    spec = Specialization.parse("fwd-bf16-d64")
+    inputs = odd_problem(spec, shape, "cpu").inputs
+    k = inputs.k[0].float().repeat_interleave(shape.nheads // shape.nheads_k, 1)
+    scores = inputs.q[0].float() @ k.transpose(-1, -2) * spec.head_dim**-0.5
+    growth = scores[..., :EARLY_KEYS].amax(-1) - scores[..., -128:].amax(-1)
+    allowed = 2 * HEADROOM_BITS * math.log(2)
+    assert (growth > allowed).float().mean() > 0.5
+    assert (growth < allowed).float().mean() > 0.2
