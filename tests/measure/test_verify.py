@@ -164,7 +164,7 @@ def test_an_ulp_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
 
 
 def test_one_odd_shape_lets_scores_grow_too_far_for_a_reference_that_stays() -> None:
-    """The first keys, which are read last, are above the block that is read first: by too much in most rows, not in all."""
+    """The first keys, which are read last, are above the block that is read first: in most rows by too much."""
     (shape,) = [shape for shape in ODD_SHAPES if shape.early_keys != 1.0]
     spec = Specialization.parse("fwd-bf16-d64")
     inputs = odd_problem(spec, shape, "cpu").inputs
