@@ -22,6 +22,7 @@ MBARRIER: Changes = {"barriers": "mbarrier", "exp_order": "free", "max_tree": "c
 PATIENT: Changes = {**MBARRIER, "ping_pong": False, "conditional_rescale": True, "exp_order": "barrier"}
 
 FIRST: Changes = {"maximum": "first", "conditional_rescale": True, "max_tree": "chain"}
+"""The default wherever it is possible (docs/decisions/first-maximum.md); what won is tried with it."""
 
 FOUR: Changes = {"warpgroups": 4, "block_n": 64, "v_stages": 3, "ping_pong": True, "conditional_rescale": True}
 WIDE: Changes = {
@@ -33,7 +34,11 @@ WIDE: Changes = {
     "ping_pong": True,
     "conditional_rescale": True,
 }
+"""Three warpgroups where the registers suffice for 128 keys only because half of the scores wait for others."""
+
 NARROW: Changes = {**NAMED, "warpgroups": 3, "block_n": 64, "v_stages": 3}
+"""Three warpgroups of which each has all scores of 64 keys ahead."""
+
 THREE: Changes = {"warpgroups": 3, "block_n": 128, "v_stages": 3}
 ONCE: Changes = {"q_stages": 1, "hidden_blocks": "computed"}
 AHEAD: Changes = {"q_stages": 2, "hidden_blocks": "skipped"}

@@ -24,7 +24,7 @@ branch may spill a few more, in that branch alone."""
 
 FEW_OTHER_REGS = 24
 """The same where nothing is in flight during a softmax: 64 x 128 scores and 128 columns of output then fit the 160
-registers of three warpgroups, with at most 16 bytes of spills."""
+registers of three warpgroups, with 8 to 40 bytes of spills without a mask."""
 
 TOLERATED_SPILLS = 384
 """Bytes of local memory of a thread. The roles divide all registers between them, and the fastest kernels leave none
