@@ -11,16 +11,15 @@ from flashgen.codegen.inspect import sass
 from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.render import KernelSource, render
 from flashgen.core.config import Config
-from flashgen.core.device import CATALOGUE, Device, find_device
+from flashgen.core.device import Device, find_device
 from flashgen.core.errors import BuildError
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import ptx_sizes, trailing_pointers
+from tests.codegen.devices import ONE_OF_EACH_KIND
 from tests.codegen.goldens import GOLDENS, golden
 
-ONE_OF_EACH_ARCH = list({device.arch: device for device in CATALOGUE}.values())
 
-
-@pytest.mark.parametrize("device", ONE_OF_EACH_ARCH, ids=lambda device: device.slug)
+@pytest.mark.parametrize("device", ONE_OF_EACH_KIND, ids=lambda device: device.slug)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["bf16", "bf16-causal", "fp16-causal", "fp32-causal"])
 def test_defaults_compile_without_spills_and_fit(device: Device, head_dim: int, kind: str) -> None:

@@ -10,9 +10,10 @@ from flashgen.codegen.portable_forward import PORTABLE_FORWARD
 from flashgen.codegen.portable_limits import registers_needed, smem_needed
 from flashgen.codegen.space import candidates
 from flashgen.core.config import Config
-from flashgen.core.device import CATALOGUE, Device, find_device
+from flashgen.core.device import Device, find_device
 from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.workload import Specialization
+from tests.codegen.devices import ONE_OF_EACH_KIND
 
 KEYS = (
     "fwd-bf16-d64",
@@ -52,10 +53,6 @@ def test_ids_are_unique_and_permanent() -> None:
 )
 def test_a_default_is_that_of_the_fastest_family_that_applies(key: str, device: str, family_id: str) -> None:
     assert default_config(Specialization.parse(key), find_device(device)).family == family_id
-
-
-# a space depends on no more of a device than its architecture and what a multiprocessor has
-ONE_OF_EACH_KIND = list({(d.arch, d.smem_per_block, d.smem_per_sm, d.regs_per_sm): d for d in CATALOGUE}.values())
 
 
 @pytest.mark.parametrize("device", ONE_OF_EACH_KIND, ids=lambda device: device.slug)

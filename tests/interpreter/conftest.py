@@ -9,6 +9,7 @@ its language again for every call of a device function, and it computes whether 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,15 +49,22 @@ class Bounds:
             )
 
 
+def before_each_launch(monkeypatch: pytest.MonkeyPatch, forget: Callable[[], object]) -> None:
+    """Call `forget` before every launch of a kernel."""
+    executor = interpreter.GridExecutor.__call__
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forget()
+        return executor(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+
+
 @pytest.fixture(autouse=True)
 def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch, or a call in it, has patched stays so until the launch ends: once for each module is enough."""
-    executor, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patch_lang = interpreter._patch_lang
     done: set[frozenset[str]] = set()
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        done.clear()
-        return executor(self, *args, **kwargs)
 
     def patched(fn: Any) -> Any:
         modules = frozenset(value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core)
@@ -65,7 +73,7 @@ def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
         done.add(modules)
         return patch_lang(fn)
 
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+    before_each_launch(monkeypatch, done.clear)
     monkeypatch.setattr(interpreter, "_patch_lang", patched)
 
 
@@ -90,13 +98,9 @@ def asserting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def in_bounds(monkeypatch: pytest.MonkeyPatch) -> Bounds:
     bounds = Bounds()
-    convert, executor = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
+    convert = interpreter._implicit_cvt
     builder = interpreter.InterpreterBuilder
     load, store, rmw = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bounds.spans.clear()
-        return executor(self, *args, **kwargs)
 
     def implicit(arg: Any) -> Any:
         if hasattr(arg, "data_ptr"):
@@ -118,8 +122,8 @@ def in_bounds(monkeypatch: pytest.MonkeyPatch) -> Bounds:
         bounds.check(ptr.data, mask.data, element(ptr), "an atomic")
         return rmw(self, op, ptr, value, mask, *rest)
 
+    before_each_launch(monkeypatch, bounds.spans.clear)
     monkeypatch.setattr(interpreter, "_implicit_cvt", implicit)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
     monkeypatch.setattr(builder, "create_masked_load", checked_load)
     monkeypatch.setattr(builder, "create_masked_store", checked_store)
     monkeypatch.setattr(builder, "create_atomic_rmw", checked_rmw)
