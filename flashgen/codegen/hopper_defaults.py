@@ -8,7 +8,7 @@ from flashgen.codegen import hopper_rules as rules
 from flashgen.codegen import hopper_text as text
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import can_split
-from flashgen.codegen.hopper_favourites import FIRST, MBARRIER, NAMED, ONE, SMALLER, SPLIT, WON, Changes
+from flashgen.codegen.hopper_favourites import FIRST, MBARRIER, NAMED, SHORT, SMALLER, SPLIT, WON, Changes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -104,8 +104,7 @@ def favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
             config.replace(q_stages=2)
             for config in (found[0], found[0].replace(**{**NAMED, "ping_pong": found[0]["ping_pong"]}))
         ]
-        # and little else covers the ends of a tile but another program beside it
-        found.append(usual.replace(**{**ONE, **MBARRIER, "q_stages": 1, "blocks_per_sm": 2, "v_stages": 2}))
+        found += [usual.replace(**change) for change in SHORT]
     if resources.score_tiles(spec):
         found += [config.replace(**change) for config in (usual, found[0]) for change in SMALLER]
     if can_split(spec.head_dim) or can_split(spec.head_dim_v):

@@ -51,6 +51,9 @@ ONE: Changes = {
     "conditional_rescale": True,
 }
 
+CROWD: Changes = {**ONE, **MBARRIER, "blocks_per_sm": 4, "v_stages": 2, "q_stages": 1, "scores_ahead": "none"}
+"""Four programs of one warpgroup: where tiles have few steps, others work while one begins or ends."""
+
 SPLIT: tuple[Changes, ...] = (
     {"split_d": False, "block_n": 64},
     {"split_d": True, "block_n": 128, "v_stages": 2, **FREE},
@@ -61,6 +64,18 @@ SPLIT: tuple[Changes, ...] = (
 )
 """Of heads of 96 and 192 columns: a quarter less to multiply and to keep than of padded ones, 13 to 17% faster. A
 search tries what the room that two parts leave is good for."""
+
+SHORT: tuple[Changes, ...] = (
+    {**ONE, **MBARRIER, "q_stages": 1, "heads_per_group": 1},
+    {**CROWD, "heads_per_group": 1},
+    {**CROWD, "heads_per_group": 32},
+    {**ONE, **MBARRIER, "q_stages": 1, "blocks_per_sm": 2, "v_stages": 2},
+    {**FREE, "warpgroups": 2, "block_n": 64, "v_stages": 3, "hidden_blocks": "skipped", "heads_per_group": 1},
+    {**FREE, "warpgroups": 2, "block_n": 64, "v_stages": 3, "hidden_blocks": "skipped", "heads_per_group": 8},
+    {**NARROW, "hidden_blocks": "skipped", "heads_per_group": 4},
+)
+"""Of windows: little covers the ends of a tile of a few steps but another program beside it, and blocks of which a
+warpgroup sees nothing are a large share of them (docs/decisions/short-windows.md)."""
 
 SMALLER: tuple[Changes, ...] = ({"block_n": 64, "v_stages": 2}, {"block_n": 64, "v_stages": 3})
 """Where tiles of a bias or a mask take room, likewise."""
@@ -76,6 +91,7 @@ WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
     (64, True): (
         {**ONE, **MBARRIER, **ONCE, "masked_blocks": "one", "heads_per_group": 32},
         {**ONE, **MBARRIER, **ONCE, "q_stages": 2, "v_stages": 2, "masked_blocks": "one", "heads_per_group": 32},
+        {**CROWD, **ONCE, "masked_blocks": "one", "heads_per_group": 32},
         {**FOUR, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 32},
         {**FOUR, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8},
         {**FOUR, **MBARRIER, **AHEAD, "masked_blocks": "branch", "heads_per_group": 8, "ping_pong": False},
@@ -87,6 +103,7 @@ WON: dict[tuple[int, bool], tuple[Changes, ...]] = {
         {**NAMED, "heads_per_group": 2},
         {**NAMED, "heads_per_group": 4, "ping_pong": False},
         {**NAMED, "heads_per_group": 8},
+        {**NAMED, "heads_per_group": 32, "q_stages": 2},
         {**NAMED, "heads_per_group": 16, "q_stages": 2},
         {**FREE, "heads_per_group": 4},
         {**NAMED, "heads_per_group": 4, "masked_blocks": "branch"},

@@ -48,6 +48,14 @@ MOST_WEIGHT_BITS = 15
 """What a weight in fp16 may come to, as an exponent of two: its range is too short for headroom, and scores may grow by
 15 ln 2 = 10."""
 
+CAPPED_HEADROOM_BITS = 64
+"""The same under a softcap."""
+
+CAPPED_BITS = 160
+"""How far apart a softcap may let two scores be for no tile to come again, as an exponent of two: caps up to 80 ln 2 =
+55, Gemma's 50 among them. A row's first keys may be at the lower end and later ones at the upper: weights come to
+2**(160 - 64) and sums of a hundred thousand of them leave V 2**14, at a cap of 50 2**30."""
+
 NAMED_BARRIERS = 16
 """Barriers of a block in hardware (PTX: bar.sync 0 to 15)."""
 
@@ -149,9 +157,21 @@ def scores_ahead(config: Config) -> str:
     return str(config.get("scores_ahead", "block"))
 
 
+def is_capped(spec: Specialization) -> bool:
+    """Whether a softcap bounds the scores that exponentials are taken of, in a dtype that has room for all of them."""
+    return spec.softcap and not (spec.alibi or spec.bias) and spec.dtype == "bf16"
+
+
+def headroom_bits(spec: Specialization) -> int:
+    """How far above the first keys' maximum the reference is, as an exponent of two."""
+    if spec.dtype == "fp16":
+        return 0
+    return CAPPED_HEADROOM_BITS if is_capped(spec) else HEADROOM_BITS
+
+
 def comes_again(spec: Specialization, config: Config) -> bool:
     """Whether a tile may be found spoilt once it is computed, and is then computed a second time."""
-    return spec.mask == "full" or maximum(config) == "first"
+    return spec.mask == "full" or (maximum(config) == "first" and not is_capped(spec))
 
 
 def named_barriers(spec: Specialization, config: Config) -> int:

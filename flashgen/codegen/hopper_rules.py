@@ -46,7 +46,7 @@ TOGETHER = (
     *("warpgroups", "blocks_per_sm", "v_stages", "k_release", "barriers"),
     *("ping_pong", "conditional_rescale", "exp_order", "max_tree", "scores_ahead", "maximum"),
 )
-"""Knobs of a program's warps and their order. Of 13824 combinations of their values 310 are worth a try."""
+"""Knobs of a program's warps and their order. Of 18432 combinations of their values 342 are worth a try."""
 
 
 def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
@@ -60,8 +60,15 @@ def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
         return "a wait for their sake only pays together with the conditional rescale, and data does it where it can"
     if values["max_tree"] == "chains" and named:
         return "four chains of maxima are slower than one where little else waits"
-    if values.get("scores_ahead", "block") != "block" and (values["warpgroups"], values["exp_order"]) != (3, "free"):
-        return "fewer scores ahead save registers, which three warpgroups lack, and leave no product to order things by"
+    if values.get("scores_ahead", "block") != "block":
+        short = values["warpgroups"] == 3 or values["blocks_per_sm"] == 4
+        if not short or values["exp_order"] != "free":
+            return (
+                "fewer scores ahead save registers, which three warpgroups or four programs lack, and leave no product "
+                "to order things by"
+            )
+    elif values["blocks_per_sm"] == 4:
+        return "four programs leave no registers for scores ahead"
     plain = values["conditional_rescale"] and values["max_tree"] == "chain"
     if values.get("maximum", "running") == "first" and not plain:
         return "where few steps follow the maximum, one way to do so is enough"
@@ -82,7 +89,7 @@ def joint_rows(knobs: Sequence[Knob]) -> tuple[tuple[KnobValue, ...], ...]:
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
     if resources.is_split(config) and not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
         return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
-    if spec.causal and config["heads_per_group"] == 1:
+    if spec.causal and not spec.window and config["heads_per_group"] == 1:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
     if not spec.causal and config["heads_per_group"] != 1:
         return "without a causal mask all tiles are equally heavy"
@@ -107,9 +114,9 @@ def why_not_first(spec: Specialization) -> str | None:
 
 
 def hides_whole_blocks(spec: Specialization, config: Config) -> bool:
-    """Whether the first warpgroup may see no key of a tile's last block, and the kernel can start without it."""
+    """Whether a warpgroup may see no key of a tile's last block, or of its first, and the kernel can do without it."""
     return (
-        spec.causal
+        (spec.causal or spec.window)
         and config["masked_blocks"] == "branch"
         and resources.block_m(config) - resources.ROWS >= resources.packed_heads(config) * config.integer("block_n")
         and not resources.score_tiles(spec)
@@ -165,7 +172,9 @@ def choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     if not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
         found["split_d"] = (False,)
     if not spec.causal:
-        found |= {"heads_per_group": (1,), "hidden_blocks": ("computed",)}
+        found["heads_per_group"] = (1,)
+    if not (spec.causal or spec.window):
+        found["hidden_blocks"] = ("computed",)
     if spec.window or not spec.causal:
         found["masked_blocks"] = ("branch",) if spec.window else ("one",)
     return found

@@ -94,6 +94,9 @@ WINDOW_SHAPES = (
 )
 """More of them where a window is compiled in."""
 
+CAP_SHAPES = (OddShape(seqlen_q=200, seqlen_k=700, batch=1, nheads_k=2, form=FeatureForm(softcap=400.0)),)
+"""With a softcap in a forward pass: one that bounds too little for exponentials to need no running maximum."""
+
 
 Factory = Callable[..., Any]
 """Makes what a problem of its direction launches: a `verify.KernelFactory` or a `backward_problem.BackwardFactory`."""
@@ -125,7 +128,8 @@ def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
     if spec.mods is not None:
         raise UnsupportedError(f"user-defined scores have no oracle, got {spec.key}")
     found = []
-    for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ())):
+    capped = CAP_SHAPES if spec.softcap and spec.direction == "forward" else ()
+    for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ()) + capped):
         if shape.early_keys != 1.0 and spec.direction == "backward":
             continue  # it reads statistics, and follows none
         # a causal mask is the right edge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def test_the_registers_of_the_roles_are_what_was_measured() -> None:
         ({"masked_blocks": "peeled", "warpgroups": 3, "maximum": "running"}, "second loop"),
         ({"masked_blocks": "peeled"}, "apart from the others anyway"),
         ({"conditional_rescale": False, "exp_order": "free"}, "one way to do so"),
-        ({"scores_ahead": "half"}, "three warpgroups lack"),
+        ({"scores_ahead": "half"}, "three warpgroups or four programs lack"),
         ({"split_d": True}, "no smaller"),
     ],
 )
@@ -126,6 +127,49 @@ def test_restrictions_name_their_reason(change: dict[str, int | str | bool], rea
     spec = Specialization.parse("fwd-bf16-d256-causal")
     config = HOPPER_FORWARD.default(spec, H200).replace(**change)
     assert reason in str(families.why_invalid(config, spec, H200))
+
+
+def test_windows_have_tiles_in_any_order_and_blocks_that_a_warpgroup_skips() -> None:
+    changes = {"warpgroups": 2, "block_n": 64, "v_stages": 3, "hidden_blocks": "skipped", "exp_order": "free"}
+    for key in ("d128-causal-window", "d128-window"):
+        spec = Specialization.parse(f"fwd-bf16-{key}")
+        config = HOPPER_FORWARD.default(spec, H200).replace(**changes, heads_per_group=1)
+        assert families.why_invalid(config, spec, H200) is None
+        assert config in candidates(HOPPER_FORWARD, spec, H200)
+        text = render(spec, config).text
+        assert text.count("_skip(wg, step + i, buffers, barriers)") == 2, (
+            "blocks behind the last key, and before the first"
+        )
+    plain = Specialization.parse("fwd-bf16-d128")
+    config = HOPPER_FORWARD.default(plain, H200).replace(**changes)
+    assert "every block that its tile sees" in str(families.why_invalid(config, plain, H200))
+
+
+def test_four_programs_side_by_side_compute_scores_after_the_product() -> None:
+    spec = Specialization.parse("fwd-bf16-d64-causal-window")
+    found = {
+        config["scores_ahead"] for config in candidates(HOPPER_FORWARD, spec, H200) if config["blocks_per_sm"] == 4
+    }
+    assert found == {"half", "none"}
+    wide = Specialization.parse("fwd-bf16-d128-causal-window")
+    assert not any(config["blocks_per_sm"] > 2 for config in candidates(HOPPER_FORWARD, wide, H200))
+
+
+def test_under_a_softcap_no_tile_comes_again() -> None:
+    """What bounds scores bounds weights: from the lowest first key to the highest later one fp32 has room."""
+    capped, open_ended = (Specialization.parse(f"fwd-bf16-{key}") for key in ("d256-softcap", "d256-softcap-alibi"))
+    for spec, again in ((capped, False), (open_ended, True), (Specialization.parse("fwd-fp16-d256-softcap"), True)):
+        config = HOPPER_FORWARD.default(spec, H200)
+        assert config["maximum"] == "first"
+        assert hopper_resources.comes_again(spec, config) == again
+        text = render(spec, config).text
+        assert ("verdicts" in text) == again
+        assert ("> LARGEST_SCALE" in text) != again
+    weight = hopper_resources.CAPPED_BITS - hopper_resources.CAPPED_HEADROOM_BITS
+    keys, values, fp32 = 17, 14, 127
+    assert weight + keys + values <= fp32
+    gemma = 50.0
+    assert 2 * gemma / math.log(2) < hopper_resources.CAPPED_BITS
 
 
 @pytest.mark.parametrize(

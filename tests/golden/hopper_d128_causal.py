@@ -104,6 +104,10 @@ RESCALE_ASM = gl.constexpr(
     + " SKIP: }"
 )
 RESCALE_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64))
+# 22 bits of a reciprocal and of a logarithm are more than outputs of 11 and sums of rounded weights have use for
+RECIPROCAL_ASM = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+LOG2_ASM = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+AWAIT_WRITTEN_ASM = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, $1;")
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 warpgroup_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -357,6 +361,12 @@ def _step(
 
 
 @gluon.jit
+def _await_written():
+    # the copy engine keeps no order between its stores: what comes again is stored once the first output is written
+    gl.inline_asm_elementwise(AWAIT_WRITTEN_ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _store_tile(o, o_desc, o_tile, b, h, first_row):
     tma.store_wait(0)
     o_tile.reshape([ROWS, BLOCK_DV]).store(o)
@@ -444,11 +454,15 @@ def _attend(
     m_i = gl.where(l_row == 0.0, NEG_INF, m_i)
     l_row = gl.where(l_row == 0.0, 1.0, l_row)
     lse_base = LSE + (b.to(gl.int64) * nheads + h) * seqlen_q
-    gl.store(lse_base + rows, (m_i + gl.log2(l_row)) * LN2, mask=(rows >= 0) & (rows < lse_rows))
-    inverse = gl.convert_layout(1.0 / l_row, gl.SliceLayout(1, O_LAYOUT))
+    log_sum = gl.inline_asm_elementwise(LOG2_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
+    gl.store(lse_base + rows, (m_i + log_sum) * LN2, mask=(rows >= 0) & (rows < lse_rows))
+    inverse = gl.inline_asm_elementwise(RECIPROCAL_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))
     acc = warpgroup_mma_wait(0, (acc,))
     _release(V_EMPTY, slot)
     o = (acc * inverse[:, None]).to(gl.bfloat16)
+    if clean:
+        _await_written()
     if first_row < 0:
         _store_rows(o, rows, b, h, seqlen_q, outputs)
     else:

@@ -97,6 +97,9 @@ RESCALE_ASM = gl.constexpr(
     + " SKIP: }"
 )
 RESCALE_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 128))
+# 22 bits of a reciprocal and of a logarithm are more than outputs of 11 and sums of rounded weights have use for
+RECIPROCAL_ASM = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+LOG2_ASM = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 warpgroup_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -391,8 +394,10 @@ def _attend(
     # a row that saw no key has l_row = 0 and m_i = -inf
     l_row = gl.where(l_row == 0.0, 1.0, l_row)
     lse_base = LSE + (b.to(gl.int64) * nheads + h) * seqlen_q
-    gl.store(lse_base + rows, (m_i + gl.log2(l_row)) * LN2, mask=rows < lse_rows)
-    inverse = gl.convert_layout(1.0 / l_row, gl.SliceLayout(1, O_LAYOUT))
+    log_sum = gl.inline_asm_elementwise(LOG2_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
+    gl.store(lse_base + rows, (m_i + log_sum) * LN2, mask=rows < lse_rows)
+    inverse = gl.inline_asm_elementwise(RECIPROCAL_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))
     acc = warpgroup_mma_wait(0, (acc,))
     _release(V_EMPTY, slot)
     o = (acc * inverse[:, None]).to(gl.float16)

@@ -12,15 +12,13 @@ Symbols
     s, p          scores before and after the exponential
     m_i, l_i      reference of a row's exponentials, in units of log2, and row sum of the online softmax. The reference is
                   HEADROOM above the maximum of the keys seen first: floating point keeps its digits however far above
-                  or below it later scores are, as long as nothing overflows
+                  or below it later scores are, as long as nothing overflows, as under a softcap nothing can
     acc           the unnormalised output rows, fp32
     LSE           natural logarithm of the row sums of exp(scale * s), fp32 (batch, nheads, seqlen_q);
                   -inf for a row that sees no key, whose output is 0
     step          blocks of keys since the start of the program: its slot in a ring of n stages is step % n, and the
                   parity of step // n tells the uses of that slot apart
     *_full        barriers: a slot has been loaded; *_EMPTY: all warpgroups are done with it
-    judged        barriers: all warpgroups have said in `verdicts` which rows of a tile are spoilt: those whose sum came above
-                  MOST_SUM. Such a tile comes again, and then the maximum is followed everywhere
 Scores, in this order
     softcap       cap * tanh(x / cap) of the scaled score x
     window        hides key j from query i unless i + q_offset - window_left <= j
@@ -70,8 +68,8 @@ MAXNREG = 168
 NEG_INF = gl.constexpr(float("-inf"))
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e38)  # not -inf, so that no difference to a hidden score is NaN
-HEADROOM = gl.constexpr(32.0)
-MOST_SUM = gl.constexpr(2.0**32)
+HEADROOM = gl.constexpr(64.0)
+LARGEST_SCALE = gl.constexpr(160.0)  # scores under a softcap are within half of their scale
 LOG2E = 1.4426950408889634
 MAX_OFFSET = 1 << 28
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -108,8 +106,9 @@ RESCALE_ASM = gl.constexpr(
     + " SKIP: }"
 )
 RESCALE_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 128))
-# the matrix unit's operands have 11 bits at most: a division to the last of 24 would be wasted
+# 22 bits of a reciprocal and of a logarithm are more than outputs of 11 and sums of rounded weights have use for
 RECIPROCAL_ASM = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+LOG2_ASM = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 warpgroup_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -195,22 +194,10 @@ def _load(desc, tiles, full, slot, b, h, row):
 
 
 @gluon.jit
-def _is_spoilt(count, buffers, barriers):
-    # what the warpgroups say of tile number `count`: whether the maximum of some row grew too much after its first keys
-    q_tiles, k_tiles, v_tiles, verdicts, next_tiles = buffers
-    q_full, k_full, v_full, q_empty, tile_full, tile_empty, judged = barriers
-    mbarrier.wait(judged.index(count & 1), (count >> 1) & 1)
-    found = gl.zeros([ROWS], gl.int32, LANES)
-    for wg in gl.static_range(WARPGROUPS):
-        found = gl.maximum(found, verdicts.index((count & 1) * WARPGROUPS + wg).load(LANES))
-    return gl.max(found, 0) != 0
-
-
-@gluon.jit
-def _produce(tile, tiles, count, step, is_again, before, kept, descs, buffers, barriers, sizes, Counter):
+def _produce(tile, tiles, count, step, descs, buffers, barriers, sizes, Counter):
     q_desc, k_desc, v_desc, o_desc = descs
-    q_tiles, k_tiles, v_tiles, verdicts, next_tiles = buffers
-    q_full, k_full, v_full, q_empty, tile_full, tile_empty, judged = barriers
+    q_tiles, k_tiles, v_tiles, next_tiles = buffers
+    q_full, k_full, v_full, q_empty, tile_full, tile_empty = barriers
     nheads, group_size, seqlen_q, seqlen_k, q_offset, window_left = sizes
     tile_row, b, h = _schedule(tile, tiles, nheads, seqlen_q)
     h_k = h // group_size
@@ -230,26 +217,16 @@ def _produce(tile, tiles, count, step, is_again, before, kept, descs, buffers, b
         _load(v_desc, v_tiles, v_full, (now - 1) % V_STAGES, b, h_k, (last + 1 - i) * BLOCK_N)
     step += n
     # the next tile is fetched before the last V, so that the wait for a slot hides the latency of the atomic
-    following = kept
-    if not is_again:
-        fetched = gl.atomic_add(Counter, 1)
-        # there are as many fetches as tiles, since the first round needs none: the last one leaves a zero
-        gl.store(Counter, 0, mask=fetched == tiles - 1)
-        following = fetched + gl.num_programs(0)
+    fetched = gl.atomic_add(Counter, 1)
+    # there are as many fetches as tiles, since the first round needs none: the last one leaves a zero
+    gl.store(Counter, 0, mask=fetched == tiles - 1)
+    tile = fetched + gl.num_programs(0)
+    mbarrier.wait(tile_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
+    next_tiles.index(count & 1).store(gl.full([32], 0, gl.int32, LANES) + tile)
+    mbarrier.arrive(tile_full.index(count & 1), count=1)
     _await_free(V_EMPTY, step - 1, V_STAGES)
     _load(v_desc, v_tiles, v_full, (step - 1) % V_STAGES, b, h_k, (last + 1 - n) * BLOCK_N)
-    # a spoilt tile comes again: once the next one is loaded, or at the end once it is judged
-    next_tile = following
-    if before != tile:
-        if _is_spoilt(count - 1, buffers, barriers):
-            next_tile = -1 - before
-    if next_tile >= tiles:
-        if _is_spoilt(count, buffers, barriers):
-            next_tile = -1 - tile
-    mbarrier.wait(tile_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
-    next_tiles.index(count & 1).store(gl.full([32], 0, gl.int32, LANES) + next_tile)
-    mbarrier.arrive(tile_full.index(count & 1), count=1)
-    return next_tile, following, step
+    return tile, step
 
 
 @gluon.jit
@@ -257,16 +234,8 @@ def _producer(descs, buffers, barriers, sizes, tiles, Counter):
     tile = gl.program_id(0)
     count = 0
     step = 0
-    before = tile  # none: what comes again at once was judged then
-    following = tile
     while tile < tiles:
-        is_again = tile < 0
-        tile = gl.where(is_again, -1 - tile, tile)
-        next_tile, following, step = _produce(
-            tile, tiles, count, step, is_again, before, following, descs, buffers, barriers, sizes, Counter
-        )
-        before = tile
-        tile = next_tile
+        tile, step = _produce(tile, tiles, count, step, descs, buffers, barriers, sizes, Counter)
         count += 1
 
 
@@ -285,12 +254,17 @@ def _score(s, rule):
 
 
 @gluon.jit
-def _hide(s, first, limit, first_key):
-    # columns before `first` and from `limit` on, one for each row, are not visible
+def _hide(s, limit, first_key):
+    # columns from `limit` on, one for each row, are not visible
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
-    after_start = columns[None, :] >= (first - first_key)[:, None]
-    before_end = columns[None, :] < (limit - first_key)[:, None]
-    return gl.where(after_start & before_end, s, NEG_INF)
+    return gl.where(columns[None, :] < (limit - first_key)[:, None], s, NEG_INF)
+
+
+@gluon.jit
+def _hide_before(s, first, first_key):
+    # neither are those before `first`, which few blocks have that have any from `limit` on
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+    return gl.where(columns[None, :] >= (first - first_key)[:, None], s, NEG_INF)
 
 
 @gluon.jit
@@ -354,8 +328,8 @@ def _step(
     left_edge,
 ):
     # one matrix unit computes the scores of block last - i and the product of the block before, and meanwhile ...
-    q_tiles, k_tiles, v_tiles, verdicts, next_tiles = buffers
-    q_full, k_full, v_full, q_empty, tile_full, tile_empty, judged = barriers
+    q_tiles, k_tiles, v_tiles, next_tiles = buffers
+    q_full, k_full, v_full, q_empty, tile_full, tile_empty = barriers
     now = step + i
     slot = now % K_STAGES
     v_slot = (now - 1) % V_STAGES
@@ -369,9 +343,11 @@ def _step(
     _pass_turn(wg)
     s = warpgroup_mma_wait(1, (s,))
     s = _score(s, rule)
+    if first_key < left_edge:
+        s = _hide_before(s, first, first_key)
     alpha = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    if (i < followed) | (first_key < left_edge):
-        s = _hide(s, first, limit, first_key)
+    if i < followed:
+        s = _hide(s, limit, first_key)
         m_i, alpha = _raise(s, m_i, rule[0])
         l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, L_LAYOUT))[:, None]
     # ... the other units the exponentials of these scores
@@ -382,7 +358,7 @@ def _step(
     p = gl.convert_layout(p.to(gl.bfloat16), P_LAYOUT)
     acc = warpgroup_mma_wait(0, (acc,))
     _release(V_EMPTY, v_slot)
-    if (i < followed) | (first_key < left_edge):
+    if i < followed:
         acc = _rescale(acc, alpha)
     return p, acc, m_i, l_i
 
@@ -409,11 +385,10 @@ def _attend(
     sizes,
     outputs,
     features,
-    clean,
 ):
     q_desc, k_desc, v_desc, o_desc = descs
-    q_tiles, k_tiles, v_tiles, verdicts, next_tiles = buffers
-    q_full, k_full, v_full, q_empty, tile_full, tile_empty, judged = barriers
+    q_tiles, k_tiles, v_tiles, next_tiles = buffers
+    q_full, k_full, v_full, q_empty, tile_full, tile_empty = barriers
     nheads, group_size, seqlen_q, seqlen_k, q_offset, window_left = sizes
     LSE, lse_rows = outputs
     tile_row, b, h = _schedule(tile, tiles, nheads, seqlen_q)
@@ -441,7 +416,9 @@ def _attend(
     _release(K_EMPTY, slot)
     m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     s = _score(s, rule)
-    s = _hide(s, first, limit, last * BLOCK_N)
+    if last * BLOCK_N < left_edge:
+        s = _hide_before(s, first, last * BLOCK_N)
+    s = _hide(s, limit, last * BLOCK_N)
     m_i, alpha = _raise(s, m_i, rule[0])
     p = gl.exp2(s * rule[0] - m_i[:, None])
     l_i = _row_sum(p)
@@ -455,9 +432,9 @@ def _attend(
         v = v_tiles.index(step % V_STAGES).reshape([BLOCK_N, BLOCK_DV])
         _clear_hidden(v, key_start - last * BLOCK_N, key_end - last * BLOCK_N)
 
-    # the maximum is followed until every row has seen a key, and through all of a tile that comes again
+    # the maximum is followed until every row has seen a key, and everywhere under a softcap that bounds too little
     followed = last + 1 - gl.maximum(gl.minimum(first_row + offset + 1, seqlen_k) - 1, 0) // BLOCK_N
-    followed = gl.where(clean, n, gl.minimum(gl.maximum(followed, 1), n))
+    followed = gl.where(rule[0] > LARGEST_SCALE, n, gl.minimum(gl.maximum(followed, 1), n))
     for i in range(1, n):
         p, acc, m_i, l_i = _step(
             wg, i, n, step, q, p, acc, m_i, l_i, last, first, limit, rule, buffers, barriers, followed, left_edge
@@ -471,20 +448,20 @@ def _attend(
         _clear_hidden(v_tiles.index(slot).reshape([BLOCK_N, BLOCK_DV]), key_start - first_key, key_end - first_key)
     acc = warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
     l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT))
-    # what overflows is not below either; the reference was too low then, and the running maximum must be used
-    spoilt = gl.where(l_row <= MOST_SUM, 0, 1)
     # a row that saw no key has l_row = 0 and m_i = -inf
     m_i = gl.where(l_row == 0.0, NEG_INF, m_i)
     l_row = gl.where(l_row == 0.0, 1.0, l_row)
     lse_base = LSE + (b.to(gl.int64) * nheads + h) * seqlen_q
-    gl.store(lse_base + rows, (m_i + gl.log2(l_row)) * LN2, mask=rows < lse_rows)
-    inverse = gl.convert_layout(1.0 / l_row, gl.SliceLayout(1, O_LAYOUT))
+    log_sum = gl.inline_asm_elementwise(LOG2_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
+    gl.store(lse_base + rows, (m_i + log_sum) * LN2, mask=rows < lse_rows)
+    inverse = gl.inline_asm_elementwise(RECIPROCAL_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))
     acc = warpgroup_mma_wait(0, (acc,))
     _release(V_EMPTY, slot)
     o = (acc * inverse[:, None]).to(gl.bfloat16)
     _store_tile(o, o_desc, q_tiles.index(wg), b, h, first_row)
     mbarrier.arrive(q_empty.index(wg), count=1)
-    return step, spoilt
+    return step
 
 
 @gluon.jit
@@ -498,20 +475,15 @@ def _consumer(
     outputs,
     features,
 ):
-    q_tiles, k_tiles, v_tiles, verdicts, next_tiles = buffers
-    q_full, k_full, v_full, q_empty, tile_full, tile_empty, judged = barriers
+    q_tiles, k_tiles, v_tiles, next_tiles = buffers
+    q_full, k_full, v_full, q_empty, tile_full, tile_empty = barriers
     if wg == WARPGROUPS - 1:
         _pass_turn(wg)  # the first one
     tile = gl.program_id(0)
     count = 0
     step = 0
     while tile < tiles:
-        # a tile comes again, as -1 - tile, when it was found spoilt
-        clean = tile < 0
-        tile = gl.where(clean, -1 - tile, tile)
-        step, spoilt = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, outputs, features, clean)
-        verdicts.index((count & 1) * WARPGROUPS + wg).store(gl.where(clean, 0, spoilt))
-        mbarrier.arrive(judged.index(count & 1), count=1)
+        step = _attend(wg, tile, tiles, count, step, descs, buffers, barriers, sizes, outputs, features)
         mbarrier.wait(tile_full.index(count & 1), (count >> 1) & 1)
         tile = gl.max(next_tiles.index(count & 1).load(LANES_OF_ALL_WARPS), 0)
         mbarrier.arrive(tile_empty.index(count & 1), count=1)
@@ -553,7 +525,6 @@ def hopper_forward(
     q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
-    verdicts = gl.allocate_shared_memory(gl.int32, [2 * WARPGROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     next_tiles = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     one: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], one)
@@ -562,7 +533,6 @@ def hopper_forward(
     q_empty = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], one)
     tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], one)
     tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], one)
-    judged = gl.allocate_shared_memory(gl.int64, [2, 1], one)
     for i in gl.static_range(WARPGROUPS):
         mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(K_STAGES):
@@ -575,13 +545,11 @@ def hopper_forward(
         mbarrier.init(tile_full.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(tile_empty.index(i), count=WARPGROUPS)
-    for i in gl.static_range(2):
-        mbarrier.init(judged.index(i), count=WARPGROUPS)
     fence_async_shared()
 
     descs = (q_desc, k_desc, v_desc, o_desc)
-    buffers = (q_tiles, k_tiles, v_tiles, verdicts, next_tiles)
-    barriers = (q_full, k_full, v_full, q_empty, tile_full, tile_empty, judged)
+    buffers = (q_tiles, k_tiles, v_tiles, next_tiles)
+    barriers = (q_full, k_full, v_full, q_empty, tile_full, tile_empty)
     sizes = (nheads, group_size, seqlen_q, seqlen_k, q_offset, window_left)
     outputs = (LSE, lse_rows)
     features = (softcap_scale_log2, softcap_rate)

@@ -108,6 +108,10 @@ RESCALE_ASM = gl.constexpr(
     + " SKIP: }"
 )
 RESCALE_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
+# 22 bits of a reciprocal and of a logarithm are more than outputs of 11 and sums of rounded weights have use for
+RECIPROCAL_ASM = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+LOG2_ASM = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+AWAIT_WRITTEN_ASM = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, $1;")
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 warpgroup_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -271,12 +275,17 @@ def _producer(descs, buffers, barriers, sizes, tiles, Counter):
 
 
 @gluon.jit
-def _hide(s, first, limit, first_key):
-    # columns before `first` and from `limit` on, one for each row, are not visible
+def _hide(s, limit, first_key):
+    # columns from `limit` on, one for each row, are not visible
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
-    after_start = columns[None, :] >= (first - first_key)[:, None]
-    before_end = columns[None, :] < (limit - first_key)[:, None]
-    return gl.where(after_start & before_end, s, NEG_INF)
+    return gl.where(columns[None, :] < (limit - first_key)[:, None], s, NEG_INF)
+
+
+@gluon.jit
+def _hide_before(s, first, first_key):
+    # neither are those before `first`, which few blocks have that have any from `limit` on
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+    return gl.where(columns[None, :] >= (first - first_key)[:, None], s, NEG_INF)
 
 
 @gluon.jit
@@ -354,9 +363,11 @@ def _step(
     acc = warpgroup_mma(p, v_tiles.index(v_slot).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
     _pass_turn(wg)
     s = warpgroup_mma_wait(1, (s,))
+    if first_key < left_edge:
+        s = _hide_before(s, first, first_key)
     alpha = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    if (i < followed) | (first_key < left_edge):
-        s = _hide(s, first, limit, first_key)
+    if i < followed:
+        s = _hide(s, limit, first_key)
         m_i, alpha = _raise(s, m_i, scale)
         l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, L_LAYOUT))[:, None]
     # ... the other units the exponentials of these scores
@@ -367,9 +378,15 @@ def _step(
     p = gl.convert_layout(p.to(gl.bfloat16), P_LAYOUT)
     acc = warpgroup_mma_wait(0, (acc,))
     _release(V_EMPTY, v_slot)
-    if (i < followed) | (first_key < left_edge):
+    if i < followed:
         acc = _rescale(acc, alpha)
     return p, acc, m_i, l_i
+
+
+@gluon.jit
+def _await_written():
+    # the copy engine keeps no order between its stores: what comes again is stored once the first output is written
+    gl.inline_asm_elementwise(AWAIT_WRITTEN_ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -429,6 +446,10 @@ def _attend(
     step += hidden
     n -= hidden
     last -= hidden
+    # and the first ones, which come last
+    passed = gl.maximum(gl.minimum(first_row + offset - window_left, seqlen_k), 0) // BLOCK_N - (last + 1 - n)
+    passed = gl.maximum(gl.minimum(passed, n - 1), 0)
+    n -= passed
     limit = gl.minimum(rows + (offset + 1), seqlen_k)
     # and so have those that begin before the first key of its last row
     first = rows + (offset - window_left)
@@ -448,7 +469,9 @@ def _attend(
     s = warpgroup_mma_wait(0, (s,))
     _release(K_EMPTY, slot)
     m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    s = _hide(s, first, limit, last * BLOCK_N)
+    if last * BLOCK_N < left_edge:
+        s = _hide_before(s, first, last * BLOCK_N)
+    s = _hide(s, limit, last * BLOCK_N)
     m_i, alpha = _raise(s, m_i, scale)
     p = gl.exp2(s * scale - m_i[:, None])
     l_i = _row_sum(p)
@@ -492,11 +515,19 @@ def _attend(
     m_i = gl.where(l_row == 0.0, NEG_INF, m_i)
     l_row = gl.where(l_row == 0.0, 1.0, l_row)
     lse_base = LSE + (b.to(gl.int64) * nheads + h) * seqlen_q
-    gl.store(lse_base + rows, (m_i + gl.log2(l_row)) * LN2, mask=rows < lse_rows)
-    inverse = gl.convert_layout(alpha / l_row, gl.SliceLayout(1, O_LAYOUT))
+    log_sum = gl.inline_asm_elementwise(LOG2_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
+    gl.store(lse_base + rows, (m_i + log_sum) * LN2, mask=rows < lse_rows)
+    inverse = gl.inline_asm_elementwise(RECIPROCAL_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
+    inverse = inverse * alpha
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))
     acc = warpgroup_mma_wait(0, (acc,))
     _release(V_EMPTY, slot)
+    for i in range(passed):
+        _skip(wg, step + i, buffers, barriers)
+    step += passed
     o = (acc * inverse[:, None]).to(gl.bfloat16)
+    if clean:
+        _await_written()
     _store_tile(o, o_desc, o_tiles.index(wg), b, h, first_row)
     return step, spoilt
 

@@ -136,6 +136,10 @@ RESCALE_ASM1 = gl.constexpr(
     + " SKIP: }"
 )
 RESCALE_CONSTRAINTS1 = gl.constexpr(",".join(["=f"] * 16 + [str(i) for i in range(16)] + ["f"] * 16))
+# 22 bits of a reciprocal and of a logarithm are more than outputs of 11 and sums of rounded weights have use for
+RECIPROCAL_ASM = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+LOG2_ASM = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+AWAIT_WRITTEN_ASM = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, $1;")
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 warpgroup_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -530,6 +534,12 @@ def _step(
 
 
 @gluon.jit
+def _await_written():
+    # the copy engine keeps no order between its stores: what comes again is stored once the first output is written
+    gl.inline_asm_elementwise(AWAIT_WRITTEN_ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _store_tile(o0, o1, o_desc, o1_desc, o_tile, o1_tile, b, h, first_row):
     tma.store_wait(0)
     o_tile.reshape([ROWS, BLOCK_DV0]).store(o0)
@@ -633,8 +643,9 @@ def _attend(
     # a row that saw no key has l_row = 0 and m_i = -inf
     l_row = gl.where(l_row == 0.0, 1.0, l_row)
     lse_base = LSE + (b.to(gl.int64) * nheads + h) * seqlen_q
-    gl.store(lse_base + rows, (m_i + gl.log2(l_row)) * LN2, mask=rows < lse_rows)
-    inverse = 1.0 / l_row
+    log_sum = gl.inline_asm_elementwise(LOG2_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
+    gl.store(lse_base + rows, (m_i + log_sum) * LN2, mask=rows < lse_rows)
+    inverse = gl.inline_asm_elementwise(RECIPROCAL_ASM, "=f,f", [l_row], dtype=gl.float32, is_pure=True, pack=1)
     inverse0 = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT0))[:, None]
     inverse1 = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT1))[:, None]
     acc0, acc1 = warpgroup_mma_wait(0, (acc0, acc1))
@@ -643,6 +654,8 @@ def _attend(
     spoilt1 = gl.max((acc1 != acc1).to(gl.int32), 1)
     o0 = (acc0 * inverse0).to(gl.bfloat16)
     o1 = (acc1 * inverse1).to(gl.bfloat16)
+    if clean:
+        _await_written()
     _store_tile(o0, o1, o_desc, o1_desc, o0_tiles.index(wg), o1_tiles.index(wg), b, h, first_row)
     spoilt = gl.maximum(spoilt0, gl.convert_layout(spoilt1, gl.SliceLayout(1, O_LAYOUT0)))
     return step, spoilt

@@ -38,6 +38,25 @@ WIDE = {
     "q_stages": 1,
     "hidden_blocks": "computed",
 }
+CROWD = {
+    **ONCE,
+    "warpgroups": 1,
+    "blocks_per_sm": 4,
+    "block_n": 64,
+    "v_stages": 2,
+    "barriers": "mbarrier",
+    "exp_order": "free",
+    "ping_pong": False,
+    "scores_ahead": "none",
+}
+SKIPPED = {
+    "warpgroups": 2,
+    "block_n": 64,
+    "v_stages": 3,
+    "barriers": "named",
+    "exp_order": "free",
+    "hidden_blocks": "skipped",
+}
 VARIANTS = (
     ("fwd-bf16-d64-causal", {**ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
     ("fwd-bf16-d64", {"warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
@@ -111,6 +130,19 @@ VARIANTS = (
     ("fwd-bf16-d96-causal-sink", {**WIDE, "split_d": True, "masked_blocks": "branch"}),
     ("fwd-bf16-d96", {**WIDE, "split_d": True, "scores_ahead": "none"}),
     ("fwd-bf16-d64-causal-softcap-alibi", {**WIDE, "masked_blocks": "branch"}),
+    ("fwd-bf16-d64-causal-sink-window", {**CROWD, "heads_per_group": 1}),
+    ("fwd-fp16-d64-window", {**CROWD, "scores_ahead": "half"}),
+    ("fwd-bf16-d64-causal", {**CROWD, "masked_blocks": "one", "heads_per_group": 32}),
+    ("fwd-bf16-d128-causal-window", {**SKIPPED, "heads_per_group": 1}),
+    ("fwd-fp16-d128-causal-window-offset", {**SKIPPED, "warpgroups": 3}),
+    ("fwd-bf16-d128-window", {**SKIPPED, "warpgroups": 3, "barriers": "mbarrier", "ping_pong": False}),
+    ("fwd-bf16-d64-window-keymask", SKIPPED),
+    ("fwd-bf16-d96-window-sink", {**SKIPPED, "split_d": True, "barriers": "mbarrier"}),
+    ("fwd-bf16-d256-causal-softcap", {}),
+    ("fwd-bf16-d128-softcap", {"maximum": "running"}),
+    ("fwd-bf16-d128-softcap-sink", {}),
+    ("fwd-fp16-d128-softcap", {}),
+    ("fwd-bf16-d64-causal-softcap-sink-window", SKIPPED),
 )
 
 

@@ -116,13 +116,14 @@ def test_where_eager_attention_overflows_it_allows_nothing() -> None:
 
 def test_odd_shapes_cover_the_forms_of_features() -> None:
     shapes = odd_shapes(replace(spec_of(EVERYTHING), aligned_scores=False))
-    assert len(shapes) <= 14
+    assert len(shapes) <= 15
     windows = {shape.window for shape in shapes}
     assert {(0, 0), (1, 1), (20, None), (None, 30), (None, None)} <= windows
     forms = [shape.form for shape in shapes]
     assert {form.scattered for form in forms} == {"odd", "transposed"}
     assert {form.bias_axes for form in forms} == {None, (False, False), (True, True), (True, False)}
     assert {form.alibi_batch for form in forms} == {form.blind for form in forms} == {True, False}
+    assert {form.softcap for form in forms} == {30.0, 50.0, 400.0}
     assert all(shape.window == (None, None) for shape in odd_shapes(spec_of("mask")))
     assert all(shape.window[1] is None for shape in odd_shapes(spec_of("window-causal")))
 
