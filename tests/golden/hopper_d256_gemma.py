@@ -262,7 +262,7 @@ def _hide(s, limit, first_key):
 
 @gluon.jit
 def _hide_before(s, first, first_key):
-    # neither are those before `first`, which few blocks have that have any from `limit` on
+    # nor are columns before `first`; of a window few blocks have hidden columns at both ends
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     return gl.where(columns[None, :] >= (first - first_key)[:, None], s, NEG_INF)
 
