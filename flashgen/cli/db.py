@@ -93,12 +93,16 @@ def export(
 
 @app.command("import")
 def import_(path: Annotated[Path, typer.Argument(help="A file that `flashgen db export` wrote.")]) -> None:
-    """Take over the records of a file: all are valid, or none is taken. Of two records the better one stays."""
+    """Take over the records of a file: all are valid, or none is taken. Of two records the better one stays.
+
+    Better is one of a kernel that this flashgen still generates, and then the faster one.
+    """
     from flashgen.db.exchange import import_records
     from flashgen.db.layers import Layers
+    from flashgen.tuning.history import is_current
 
     with Layers.open() as layers:
-        merged = import_records(layers.writable, path)
+        merged = import_records(layers.writable, path, is_current)
         name = layers.first_name
     typer.echo(f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept as they were in {name}")
 

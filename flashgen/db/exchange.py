@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from flashgen.core.errors import DatabaseError
@@ -54,18 +54,28 @@ def export_records(records: Iterable[TuningRecord], path: Path | str) -> int:
     return len(ordered)
 
 
-def import_records(store: Store, path: Path | str) -> Merged:
+IsCurrent = Callable[[TuningRecord], bool]
+"""Whether the kernel of a record is still what the templates give: else its time is that of another kernel."""
+
+
+def import_records(store: Store, path: Path | str, is_current: IsCurrent | None = None) -> Merged:
     """Take over the records of another file into `store`, in one transaction: all of them are valid, or none is taken.
 
-    Where both files have a record for the same workload, device identity and provenance, `better` decides. Trials stay
-    where they were made.
+    Where both files have a record for the same workload, device identity and provenance, one that is current takes the
+    place of one that is not, if `is_current` tells; else `better` decides. Trials stay where they were made.
 
     Raises:
         DatabaseError: the file is not one of ours, or a row of it breaks a rule; nothing was changed.
     """
     with Store.open(path, read_only=True, validate=store.validate) as other:
         theirs = other.all_records()
-    return store.merge_records(theirs, better)
+
+    def wins(their: TuningRecord, our: TuningRecord) -> bool:
+        if is_current is not None and (current := is_current(their)) != is_current(our):
+            return current
+        return better(their, our)
+
+    return store.merge_records(theirs, wins)
 
 
 def better(theirs: TuningRecord, ours: TuningRecord) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
+from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning.context import Context, moment
@@ -15,8 +16,11 @@ def source_digest(workload: Workload, config: Config) -> str:
 
 
 def is_current(record: TuningRecord) -> bool:
-    """Whether the template still gives the source that the record was made with."""
-    return source_digest(record.workload, record.config) == record.source_digest
+    """Whether the template still gives the source that the record was made with; not if it gives none any more."""
+    try:
+        return source_digest(record.workload, record.config) == record.source_digest
+    except FlashgenError:
+        return False
 
 
 def current_record(context: Context, workload: Workload, *, predicted: bool = False) -> TuningRecord | None:

@@ -50,6 +50,7 @@ class MeasuredSearch:
         self._workload = workload
         self._spec = specialization(workload)  # what the executor measures, so that it finds it compiled
         self._started = context.clock()
+        self._ready: float | None = None  # when the first candidate had been measured
         self._candidates = Candidates.of(workload, context.device)
         self._incumbent = incumbent(context, workload)
         self._measured: dict[Config, Measurement] = {}  # with times that compare
@@ -139,6 +140,8 @@ class MeasuredSearch:
                 return
             proposal = waiting.popleft()
             outcome = self._evaluate(proposal.config)
+            if self._ready is None:
+                self._ready = context.clock()
             self._count(proposal.config, outcome)
             self._search.tell(proposal.config, self._levelled(proposal.config, outcome))
             self._keep(proposal, outcome)
@@ -153,10 +156,14 @@ class MeasuredSearch:
         seconds = self._context.budget.search_seconds(finals.needed_s(len(self._near_best()), len(self._guards())))
         if seconds is None:
             return False
-        spent = self._context.clock() - self._started
+        spent = self._spent_s()
         if self._measured:
             return spent >= seconds
         return bool(self._failures) and spent >= GRACE * seconds
+
+    def _spent_s(self) -> float:
+        """Seconds of the budget: the first candidate, which waits for inputs, right answers and its compile, is free."""
+        return 0.0 if self._ready is None else self._context.clock() - self._ready
 
     def _evaluate(self, config: Config) -> Outcome:
         compiled = self._context.compiler.result(self._spec, config)
@@ -262,7 +269,7 @@ class MeasuredSearch:
         finals, seconds = self._context.options.finals, self._context.budget.seconds
         if seconds is None:
             return finals.rounds
-        left = seconds - (self._context.clock() - self._started)
+        left = seconds - self._spent_s()
         return max(min(2, finals.rounds), min(finals.rounds, int(left / (finals.last_s(configs) / finals.rounds))))
 
     def _race(

@@ -84,6 +84,23 @@ def test_an_import_adds_replaces_and_keeps(tmp_path: Path) -> None:
         assert import_records(store, tmp_path / "theirs.sqlite3") == Merged(added=0, replaced=0, kept=3)
 
 
+def test_a_record_of_a_kernel_of_today_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    stale, current = timed(MEASURED, 1.0), timed(replace(MEASURED, source_digest="today"), 1.5)
+
+    def is_current(record: TuningRecord) -> bool:
+        return record.source_digest == "today"
+
+    for theirs, ours, merged in (
+        (current, stale, Merged(added=0, replaced=1, kept=0)),
+        (stale, current, Merged(added=0, replaced=0, kept=1)),
+    ):
+        export_records([theirs], tmp_path / "theirs.sqlite3")
+        with Store.open(tmp_path / f"{ours.source_digest}.sqlite3") as store:
+            store.put_record(ours)
+            assert import_records(store, tmp_path / "theirs.sqlite3", is_current) == merged
+            assert store.record(CAUSAL, H200) == current
+
+
 def test_one_bad_row_and_nothing_is_imported(tmp_path: Path) -> None:
     path = tmp_path / "theirs.sqlite3"
     export_records([replace(MEASURED, workload=w) for w in (CAUSAL, SHORT, WIDE)], path)
