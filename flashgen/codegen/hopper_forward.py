@@ -79,7 +79,8 @@ KNOBS = (
     Knob(
         name="hidden_blocks",
         values=("computed", "skipped"),
-        meaning="causal: a warpgroup computes the last blocks of a tile of several, of which it sees no key, or not",
+        meaning="causal or with a window: of a tile of several warpgroups each computes all blocks, or leaves out those at "
+        "either end of which it sees no key",
         default="computed",
         implied=True,
     ),

@@ -162,7 +162,7 @@ class MeasuredSearch:
         return bool(self._failures) and spent >= GRACE * seconds
 
     def _spent_s(self) -> float:
-        """Seconds of the budget: the first candidate, which waits for inputs, right answers and its compile, is free."""
+        """Seconds of the budget; the first candidate, which waits for inputs and a compiler, is free."""
         return 0.0 if self._ready is None else self._context.clock() - self._ready
 
     def _evaluate(self, config: Config) -> Outcome:
