@@ -79,8 +79,8 @@ KNOBS = (
     Knob(
         name="hidden_blocks",
         values=("computed", "skipped"),
-        meaning="causal or with a window: of a tile of several warpgroups each computes all blocks, or leaves out those at "
-        "either end of which it sees no key",
+        meaning="causal or with a window: of a tile of several warpgroups each computes all blocks, or leaves out "
+        "those at either end of which it sees no key",
         default="computed",
         implied=True,
     ),
