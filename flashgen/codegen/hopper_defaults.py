@@ -96,19 +96,20 @@ def favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs that won at other lengths, for a search to begin with."""
     usual = default(spec, device)
     found = [usual.replace(**changes) for changes in WON[_width(spec), spec.causal]]
+    best = found[0]
     if resources.maximum(usual) == "first":
         found.append(usual.replace(maximum="running"))
     if spec.window:
         # a tile of a few steps waits for its Q longest
         found += [
-            config.replace(q_stages=2)
-            for config in (found[0], found[0].replace(**{**NAMED, "ping_pong": found[0]["ping_pong"]}))
+            config.replace(q_stages=2) for config in (best, best.replace(**{**NAMED, "ping_pong": best["ping_pong"]}))
         ]
-        found += [usual.replace(**change) for change in SHORT]
+        # what wins for short windows is furthest from the default: it must not come last where there is time for little
+        found = [*(usual.replace(**change) for change in SHORT), *found]
     if resources.score_tiles(spec):
-        found += [config.replace(**change) for config in (usual, found[0]) for change in SMALLER]
+        found += [config.replace(**change) for config in (usual, best) for change in SMALLER]
     if can_split(spec.head_dim) or can_split(spec.head_dim_v):
-        found += [config.replace(**change) for config in (usual, found[0]) for change in SPLIT]
+        found += [config.replace(**change) for config in (usual, best) for change in SPLIT]
     others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != usual)
     return tuple(config for config in others if rules.why_invalid(spec, config, device) is None)
 

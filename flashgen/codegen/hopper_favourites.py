@@ -73,6 +73,7 @@ SHORT: tuple[Changes, ...] = (
     {**FREE, "warpgroups": 2, "block_n": 64, "v_stages": 3, "hidden_blocks": "skipped", "heads_per_group": 1},
     {**FREE, "warpgroups": 2, "block_n": 64, "v_stages": 3, "hidden_blocks": "skipped", "heads_per_group": 8},
     {**NARROW, "hidden_blocks": "skipped", "heads_per_group": 4},
+    {**NAMED, "warpgroups": 2, "block_n": 64, "v_stages": 2, "hidden_blocks": "skipped", "heads_per_group": 16},
 )
 """Of windows: little covers the ends of a tile of a few steps but another program beside it, and blocks of which a
 warpgroup sees nothing are a large share of them (docs/decisions/short-windows.md)."""

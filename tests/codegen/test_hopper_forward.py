@@ -145,6 +145,13 @@ def test_windows_have_tiles_in_any_order_and_blocks_that_a_warpgroup_skips() -> 
     assert "every block that its tile sees" in str(families.why_invalid(config, plain, H200))
 
 
+def test_what_wins_for_short_windows_is_tried_first() -> None:
+    spec = Specialization.parse("fwd-bf16-d128-causal-window")
+    found = HOPPER_FORWARD.favourites(spec, H200)
+    skipping = [config["hidden_blocks"] == "skipped" for config in found]
+    assert sum(skipping[:5]) >= 4 > sum(skipping[5:])
+
+
 def test_four_programs_side_by_side_compute_scores_after_the_product() -> None:
     spec = Specialization.parse("fwd-bf16-d64-causal-window")
     found = {
