@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flashgen.core.config import Config
     from flashgen.core.device import Device
     from flashgen.core.workload import Specialization, Workload
-    from flashgen.runtime.dispatch import Explanation
+    from flashgen.runtime.why import Explanation
 
 
 def render(
@@ -102,10 +102,11 @@ def _config(
 
 def _explanation(workload: Workload, spec: Specialization, device: Device) -> Explanation:
     from flashgen.db.layers import Layers
-    from flashgen.runtime import dispatch
+    from flashgen.runtime.dispatch import Records
+    from flashgen.runtime.why import explain
 
     with Layers.open() as layers:
-        return dispatch.explain(workload, spec, device, dispatch.Records(layers))
+        return explain(workload, spec, device, Records(layers))
 
 
 def _print_compiled(device: Device, config: Config, compiled: CompiledKernel) -> None:

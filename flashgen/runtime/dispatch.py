@@ -31,15 +31,13 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import default_config, fitted, reasons, validate, why_invalid, why_unfit
+from flashgen.codegen.families import default_config, fitted, validate, why_invalid, why_unfit
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError
-from flashgen.core.features import features
 from flashgen.core.nearest import Position, distance, position
-from flashgen.core.record import TuningRecord, age
+from flashgen.core.record import TuningRecord
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Found, Layers
@@ -63,8 +61,6 @@ SDPA_IMPLS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 """Names under which records keep the times of torch's backends: those of `measure.anchors`, without loading torch."""
 
 SDPA_MASKED = "sdpa-efficient"
-
-GENERATED = "generated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,116 +246,3 @@ def _nearest(workload: Workload, candidates: tuple[Candidate, ...]) -> list[Cand
     # sorting is stable: of one workload's records, the one of an earlier layer stays first
     here = position(workload)
     return sorted(candidates, key=lambda one: (distance(here, one.position), one.key))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why a call is served the way it is; `str()` is what `flashgen explain` prints."""
-
-    workload: Workload
-    specialization: Specialization
-    device: Device
-    served: Served
-    families: tuple[tuple[str, str | None], ...]
-    backend: str
-    digest: str
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the template has changed since the record was made."""
-        record = self.served.record
-        return record is not None and bool(record.source_digest) and record.source_digest != self.digest
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """What the call asks for beside plain attention, in words."""
-        found = [*features(self.workload), *(["offsets on the device"] if self.specialization.offset_tensor else [])]
-        return (*found, *([self.specialization.mods.title] if self.specialization.mods else []))
-
-    def to_dict(self) -> dict[str, object]:
-        """The same facts for machines."""
-        record = self.served.record
-        return {
-            "workload": self.workload.key,
-            "features": list(self.features),
-            "specialization": self.specialization.key,
-            "device": self.device.name,
-            "device_identity": self.device.identity,
-            "rung": self.served.rung,
-            "rung_name": RUNGS[self.served.rung],
-            "backend": self.backend,
-            "family": self.served.config.family,
-            "knobs": dict(self.served.config.knobs),
-            "layer": self.served.layer,
-            "record_workload": record.workload.key if record else None,
-            "record_created": record.created if record else None,
-            "record_provenance": record.provenance if record else None,
-            "record_ms": record.time_ms if record else None,
-            "stale": self.is_stale,
-            "skipped": list(self.served.skipped),
-            "families": dict(self.families),
-        }
-
-    def __str__(self) -> str:
-        lines = [
-            f"workload   {self.workload.key}",
-            f"features   {', '.join(self.features) or 'plain'}",
-            f"device     {self.device.name} ({self.device.identity})",
-            f"rung       {self.served.rung}. {RUNGS[self.served.rung]}",
-            f"backend    {self.backend}",
-            f"config     {self.served.config}",
-        ]
-        lines += _record_lines(self.served, self.is_stale)
-        lines += [f"skipped    {line}" for line in self.served.skipped]
-        lines += [f"family     {name}: {reason or 'applies'}" for name, reason in self.families]
-        return "\n".join(lines)
-
-
-def _record_lines(served: Served, stale: bool) -> list[str]:
-    record = served.record
-    if record is None:
-        return ["record     none: nothing was measured for this class of workloads"]
-    time = f"{record.time_ms:.4f} ms, {record.tflops:.0f} TFLOP/s" if record.time_ms and record.tflops else "no time"
-    made = f"{record.provenance} {record.created or 'at an unknown time'}"
-    made += f" ({age(record.created)} ago)" if record.created else ""
-    versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
-    lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
-    if stale:
-        lines.append("           stale: the template has changed since; the config still serves")
-    if record.anchors:
-        others = ", ".join(f"{anchor.impl} {anchor.median_ms:.4f} ms" for anchor in record.anchors)
-        lines.append(f"           measured beside it: {others}")
-    return lines
-
-
-def explain(
-    workload: Workload,
-    spec: Specialization,
-    device: Device,
-    records: Records,
-    *,
-    config: Config | None = None,
-    generated_only: bool = False,
-) -> Explanation:
-    """Walk the ladder and say which rung served, why the ones above did not, and what every family says.
-
-    `generated_only` is set for calls that SDPA would not compute identically (an LSE or a query offset is asked for, or
-    a gradient will be).
-
-    Raises:
-        ConfigError: the explicit config is not valid here.
-        UnsupportedError: no family supports the workload.
-    """
-    served = resolve(workload, spec, device, records, config=config)
-    # a record's digest is of the kernel it was measured with: that of aligned tensors, with the gradient of a bias,
-    # whatever this call's are
-    timed = Specialization.of(served.record.workload, bias_grad=True) if served.record else spec
-    return Explanation(
-        workload=workload,
-        specialization=spec,
-        device=device,
-        served=served,
-        families=tuple(reasons(spec, device).items()),
-        backend=(None if generated_only else sdpa_backend(workload, spec, served)) or GENERATED,
-        digest=render(timed, served.config).digest,
-    )

@@ -23,7 +23,7 @@ from flashgen.runtime.ops import FEATURES_WITHOUT_MODS
 if TYPE_CHECKING:
     from flashgen.runtime.backward_calls import BackwardProblem
     from flashgen.runtime.calls import Problem
-    from flashgen.runtime.dispatch import Explanation
+    from flashgen.runtime.why import Explanation
 
 
 def explain(
@@ -78,7 +78,7 @@ def explain(
         WorkloadError: shapes, dtypes or arguments break a rule.
         UnsupportedError: the tensors are not on a GPU, or no kernel family does this here.
     """
-    from flashgen.runtime import dispatch
+    from flashgen.runtime import why
 
     check_layout(layout)
     if direction not in DIRECTIONS.values():
@@ -108,7 +108,7 @@ def explain(
         fixed = deterministic or torch.are_deterministic_algorithms_enabled()
         has_gradient = bias is not None and bias.requires_grad
         problem, device, _ = placed(BackwardCall(forward=call, deterministic=fixed, bias_grad=has_gradient))
-    return dispatch.explain(
+    return why.explain(
         problem.workload,
         problem.spec,
         device,

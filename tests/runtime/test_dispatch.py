@@ -21,7 +21,8 @@ from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
 from flashgen.measure.anchors import BACKENDS
-from flashgen.runtime.dispatch import RUNGS, SDPA_IMPLS, Records, explain, resolve, sdpa_backend
+from flashgen.runtime.dispatch import RUNGS, SDPA_IMPLS, Records, resolve, sdpa_backend
+from flashgen.runtime.why import explain
 from tests.db.samples import H100, H200, RTX_4090, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
