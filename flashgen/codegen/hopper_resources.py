@@ -24,7 +24,8 @@ branch may spill a few more, in that branch alone."""
 
 FEW_OTHER_REGS = 24
 """The same where nothing is in flight during a softmax: 64 x 128 scores and 128 columns of output then fit the 160
-registers of three warpgroups, with 8 to 40 bytes of spills without a mask."""
+registers of three warpgroups, with 8 to 40 bytes of spills without a mask, and 64 x 64 with 64 columns the 104 of four
+programs, with up to 32."""
 
 TOLERATED_SPILLS = 384
 """Bytes of local memory of a thread. The roles divide all registers between them, and the fastest kernels leave none
@@ -49,7 +50,7 @@ MOST_WEIGHT_BITS = 15
 15 ln 2 = 10."""
 
 CAPPED_HEADROOM_BITS = 64
-"""The same under a softcap."""
+"""What `HEADROOM_BITS` is under a softcap, where no sum is judged."""
 
 CAPPED_BITS = 160
 """How far apart a softcap may let two scores be for no tile to come again, as an exponent of two: caps up to 80 ln 2 =
