@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -59,8 +58,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def compiled(fresh: None) -> None:
     """All kernels of the covering array and of the gate are in Triton's cache: once, in many processes."""
-    if _AHEAD or "PYTEST_XDIST_WORKER" in os.environ:
-        return  # several workers side by side compile as fast, each what it needs
+    if _AHEAD:
+        return
     _AHEAD.add("done")
     pairs = [PublicCall(spec=c.spec, layout=c.layout).served(odd_problem(c.spec, c.shape, "cuda")) for c in CASES]
     pairs += [(Specialization.parse(key), config) for key in GATED for config in gated_configs(key)]
