@@ -17,6 +17,9 @@ from flashgen.core.workload import Workload
 FEATURES_SUITE, WINDOW_SUITE = "features", "window"
 FEATURE_PEERS = {"flex": "FlexAttention", "sdpa-masked": "SDPA with a mask", "fa3": "FA3"}
 
+LOADS = ("pointer", "descriptor")
+"""Kinds of loads that end the names of cases of `overhead`."""
+
 MEMORY_TITLES = {
     "flashgen": "flashgen",
     "flashgen-lse": "flashgen with LSE",
@@ -147,10 +150,13 @@ def _overhead_text(rows: Sequence[Row]) -> str:
         table_row(["---", "---:"]),
     ]
     for name in dict.fromkeys(_case(impl) for impl in times):
-        both = [f"{times[impl]:.1f}" for impl in times if _case(impl) == name]
-        table.append(table_row([f"`{name}`{' (pointers, descriptors)' if len(both) > 1 else ''}", ", ".join(both)]))
+        found = {kind: times[f"{name}/{kind}"] for kind in LOADS if f"{name}/{kind}" in times}
+        label = f" ({', '.join(f'{kind}s' for kind in found)})" if found else ""
+        shown = found.values() if found else [times[name]]
+        table.append(table_row([f"`{name}`{label}", ", ".join(f"{us:.1f}" for us in shown)]))
     return "\n".join(table)
 
 
 def _case(impl: str) -> str:
-    return impl.removesuffix("/pointer").removesuffix("/descriptor")
+    name, _, kind = impl.rpartition("/")
+    return name if kind in LOADS else impl

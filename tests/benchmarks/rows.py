@@ -73,8 +73,9 @@ def write_results(results: Path) -> None:
         memory.write(row(workload, impl, SPEED[impl], suite="speedup") for impl in ("flashgen", "standard"))
     overhead = ResultsFile(folder / "overhead.csv")
     small = Workload(batch=1, nheads=8, seqlen_q=128, head_dim=128, causal=True)
-    for impl in ("sdpa-flash", "flashgen/same-pointers/pointer", "flashgen/same-pointers/descriptor"):
-        overhead.write([row(small, impl, 1.5, suite="overhead")])
+    # TFLOP/s: 33.8, 16.9 and 8.5 us
+    speeds = {"sdpa-flash": 1.0, "flashgen/same-pointers/descriptor": 2.0, "flashgen/same-pointers/pointer": 4.0}
+    overhead.write(row(small, impl, speed, suite="overhead") for impl, speed in speeds.items())
 
 
 def write_training(results: Path) -> None:

@@ -411,6 +411,8 @@ def test_autocast_casts_as_torch_does_for_sdpa(dtype: torch.dtype) -> None:
         assert flashgen.attention(q, k, v).dtype == dtype
 
 
+# torch keeps the accumulators of the samples, which were made on another stream than the one it captures on
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 def test_graphed_callables_train() -> None:
     rows = 128
     module = torch.nn.Linear(256, 256).cuda()
@@ -515,6 +517,7 @@ def test_threads_train_side_by_side() -> None:
         assert all(pool.map(repeat, range(4)))
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_the_ops_have_the_same_gradients() -> None:
     arguments = FEATURES["everything"]()
     with torch.profiler.profile():
