@@ -108,11 +108,11 @@ def test_a_launch_gets_the_counter_of_its_stream(graphs: Graphs, cuda: FakeDrive
     four = tensors(kernel.spec)
     launch, triton = kernel.through_the_driver(cuda, Geometry.of(*four)), kernel.through_triton(Geometry.of(*four))
     seen = []
-    for stream, capture in ((0, None), (8, None), (0, 1), (0, 2), (0, None)):
+    for stream, capture in ((0, None), (8, None), (0, None), (0, 1), (0, 2), (0, None)):
         streams.current = stream
         graphs.capture(capture)
         launch(*four)
         triton(*four)
         seen += [cuda.launches[-1].values["Counter"], kernel.seen[-1]["Counter"].data_ptr()]
-    assert seen[:2] == seen[-2:]
+    assert seen[:2] == seen[4:6] == seen[-2:]
     assert len(set(seen)) == 8
