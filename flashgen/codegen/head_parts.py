@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 LEAST_BLOCK = 16
@@ -26,6 +27,7 @@ class HeadPart:
         return "1" if self.start else ""
 
 
+@functools.cache  # a search asks for every config that it enumerates
 def head_parts(head_dim: int, split: bool) -> tuple[HeadPart, ...]:
     """The parts of a head of `head_dim` columns; with `split` two where that makes a difference.
 
@@ -41,6 +43,7 @@ def head_parts(head_dim: int, split: bool) -> tuple[HeadPart, ...]:
     )
 
 
+@functools.cache
 def can_split(head_dim: int) -> bool:
     """Whether two parts differ from one: they need less padding, or halve what one tile can hardly hold."""
     whole = _power_of_two(head_dim)
@@ -49,6 +52,7 @@ def can_split(head_dim: int) -> bool:
     return whole // 2 >= LEAST_BLOCK and whole // 2 + _power_of_two(head_dim - whole // 2) < whole
 
 
+@functools.cache
 def padded(head_dim: int, split: bool) -> int:
     """Columns of all parts together."""
     return sum(part.block for part in head_parts(head_dim, split))

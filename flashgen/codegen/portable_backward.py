@@ -28,8 +28,8 @@ from flashgen.codegen.portable_backward_limits import (
     why_too_wide,
 )
 from flashgen.codegen.portable_backward_text import has_dbias, values
-from flashgen.codegen.portable_limits import is_split, why_not_portable
-from flashgen.core.config import Config
+from flashgen.codegen.portable_limits import choices_of_all, is_split, why_not_portable
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -124,6 +124,14 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
     if is_split(config) and not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
         return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
     return None
+
+
+def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
+    found = choices_of_all(spec)
+    if not spec.causal:
+        found["heads_per_group"] = (1,)
+    return found
 
 
 def _why_loop(spec: Specialization, loop: Loop, device: Device) -> str | None:
@@ -231,6 +239,7 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     values=values,
     kernels=_kernels,
     scratch=_scratch,
+    choices=_choices,
     is_deterministic=False,
     favourites=_favourites_fused,
     tolerated_spills=TOLERATED_SPILLS,
@@ -248,5 +257,6 @@ PORTABLE_BACKWARD_SPLIT = KernelFamily(
     values=values,
     kernels=_kernels,
     scratch=_scratch,
+    choices=_choices,
     tolerated_spills=TOLERATED_SPILLS,
 )

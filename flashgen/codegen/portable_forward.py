@@ -8,6 +8,7 @@ from flashgen.codegen.portable_defaults import FAMILY_ID, default_config
 from flashgen.codegen.portable_limits import (
     MAX_REGS_PER_THREAD,
     MIN_WARPGROUP_ROWS,
+    choices_of_all,
     is_split,
     smem_needed,
     why_not_portable,
@@ -16,7 +17,7 @@ from flashgen.codegen.portable_limits import (
 from flashgen.codegen.portable_mods import mod_parameters, why_mods_do_not_fit
 from flashgen.codegen.portable_text import storage, values
 from flashgen.codegen.score_parameters import score_parameters
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -93,6 +94,14 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
     return None
 
 
+def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
+    found = choices_of_all(spec)
+    if not spec.causal:
+        found["heavy_first"] = (False,)
+    return found
+
+
 def _rows_per_warp(block_m: int, num_warps: int, device: Device, *, wide: bool) -> str | None:
     """Each warp computes whole rows (the reductions then stay inside it): 16 of them, the height of an MMA tile.
 
@@ -159,4 +168,5 @@ PORTABLE_FORWARD = KernelFamily(
     default=default_config,
     values=values,
     kernels=_kernels,
+    choices=_choices,
 )

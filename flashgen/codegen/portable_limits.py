@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.head_parts import padded
-from flashgen.core.config import Config
+from flashgen.codegen.head_parts import can_split, padded
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
@@ -41,6 +41,16 @@ def why_not_portable(spec: Specialization, device: Device) -> str | None:
 def is_split(config: Config) -> bool:
     """Whether heads lie in two parts; a config that is older than the knob means that they do not."""
     return bool(config.get("split_d", False))
+
+
+def choices_of_all(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    """What a specialization leaves of the knobs that all portable families have: no other value is ever valid."""
+    found: dict[str, tuple[KnobValue, ...]] = {}
+    if not spec.aligned16:
+        found["loads"] = ("pointer",)
+    if not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
+        found["split_d"] = (False,)
+    return found
 
 
 def why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:

@@ -40,8 +40,10 @@ def _all(family: KernelFamily, spec: Specialization) -> Iterator[Config]:
     choices, joint = family.choices(spec), family.joint()
     single = [knob for knob in family.knobs if knob.name not in joint.names]
     names = (*joint.names, *(knob.name for knob in single))
+    in_order = sorted(range(len(names)), key=names.__getitem__)  # as in every config: once, and not for each of them
     allowed = [choices.get(name) for name in joint.names]
     rows = [row for row in joint.rows if all(a is None or v in a for a, v in zip(allowed, row, strict=True))]
     for row in rows:
         for values in itertools.product(*(choices.get(knob.name, knob.values) for knob in single)):
-            yield Config.of(family.id, dict(zip(names, (*row, *values), strict=True)))
+            found = (*row, *values)
+            yield Config(family=family.id, knobs=tuple((names[at], found[at]) for at in in_order))

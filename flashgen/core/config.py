@@ -58,7 +58,10 @@ class Config:
 
     def get(self, knob: str, default: KnobValue) -> KnobValue:
         """The value of a knob that a config may be older than, or what such a config means by it."""
-        return next((value for name, value in self.knobs if name == knob), default)
+        for name, value in self.knobs:
+            if name == knob:
+                return value
+        return default
 
     def integer(self, knob: str) -> int:
         """The value of a knob that holds an integer.
