@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import flashgen
 
 ROOT = Path(__file__).resolve().parents[2]
-CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
 SHAPE = "b1-h32-hk8-s1024-d128-causal"
 
 # one group: the archives are built once, and by one worker
@@ -51,15 +52,39 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Archives:
 
 @pytest.fixture(scope="session")
 def installed(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of a new environment with the wheel and what it declares to need."""
+    """The bin folder of a new environment with the wheel and what it declares to need, and nothing else.
+
+    What it needs is linked from the environment of the tests: what is declared is there, what is not is not, and nobody
+    waits for torch to be unpacked once more. An index is not asked: pip refuses what the links do not satisfy.
+    """
     folder = tmp_path_factory.mktemp("installed") / "venv"
-    run(sys.executable, "-m", "venv", str(folder), cwd=folder.parent)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS)]
-    pip.append("--no-compile")  # most of the time would be bytecode of torch, of which little is imported here
-    torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
-    run(*pip, torch, cwd=folder.parent)  # alone first: nothing else may decide which build of torch is taken
-    run(*pip, str(archives.wheel), cwd=folder.parent)
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder), cwd=folder.parent)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (own,) = importlib.metadata.distributions(path=[str(archives.wheel)])
+    for distribution in needed(own):
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(distribution.locate_file(top))
+    run(*pip_of(folder / "bin"), "install", "--quiet", "--no-index", str(archives.wheel), cwd=folder.parent)
     return folder / "bin"
+
+
+def needed(distribution: importlib.metadata.Distribution) -> list[importlib.metadata.Distribution]:
+    """What a distribution declares to need without any extra, and what that needs in turn, as installed here."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    left = [distribution]
+    while left:
+        for requirement in map(Requirement, left.pop().requires or ()):
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if wanted and requirement.name not in found:
+                found[requirement.name] = importlib.metadata.distribution(requirement.name)
+                left.append(found[requirement.name])
+    return list(found.values())
+
+
+def pip_of(folder: Path) -> list[str]:
+    """This environment's pip, working on another one."""
+    return [sys.executable, "-m", "pip", "--python", str(folder / "python"), "--disable-pip-version-check"]
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -95,7 +120,7 @@ def test_wheel_holds_package_templates_and_databases_only(archives: Archives) ->
 
 
 def test_install_is_consistent_and_not_the_checkout(installed: Path) -> None:
-    run(str(installed / "python"), "-m", "pip", "check", cwd=installed)
+    run(*pip_of(installed), "check", cwd=installed)
     code = "import flashgen; print(flashgen.__version__, flashgen.__file__)"
     version, file = run(str(installed / "python"), "-c", code, cwd=installed).split()
     assert version == flashgen.__version__
