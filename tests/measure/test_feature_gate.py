@@ -20,6 +20,9 @@ FEATURES = ("window", "softcap", "alibi", "sink", "bias", "keybias", "mask", "ke
 EVERYTHING = "softcap-alibi-sink-bias-mask-window"
 
 
+# one group: the oracle of each specialization takes longer than all tests of it, and is computed once
+pytestmark = pytest.mark.xdist_group("feature gate")
+
 problems_of = functools.cache(lambda spec: odd_problems(spec, "cpu"))
 
 
