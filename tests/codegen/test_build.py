@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from flashgen.codegen import build
@@ -18,15 +20,39 @@ from flashgen.launch.parameters import ptx_sizes, trailing_pointers
 from tests.codegen.devices import ONE_OF_EACH_KIND
 from tests.codegen.goldens import GOLDENS, golden
 
+# each head dimension with and without a mask; bf16 and fp16, which differ in conversions alone, in turn
+PLAIN = (
+    *("fwd-fp16-d64", "fwd-bf16-d64-causal", "fwd-fp32-d64-causal"),
+    *("fwd-bf16-d128", "fwd-fp16-d128-causal", "fwd-fp32-d128-causal"),
+    *("fwd-fp16-d256", "fwd-bf16-d256-causal", "fwd-fp32-d256-causal"),
+)
+TWINS = ("sm86", "sm89")
+"""Architectures with the same defaults, which Triton compiles in the same way: each kernel is compiled for one of them.
 
-@pytest.mark.parametrize("device", ONE_OF_EACH_KIND, ids=lambda device: device.slug)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("kind", ["bf16", "bf16-causal", "fp16-causal", "fp32-causal"])
-def test_defaults_compile_without_spills_and_fit(device: Device, head_dim: int, kind: str) -> None:
-    dtype, _, causal = kind.partition("-")
-    spec = Specialization.parse("-".join(filter(None, ["fwd", dtype, f"d{head_dim}", causal])))
+`scripts/crosscompile.py` has some for both.
+"""
+
+
+def defaults_to_compile() -> Iterator[tuple[str, Device]]:
+    """Every key for each kind of device, and for one of the twins in turn."""
+    for number, key in enumerate(PLAIN):
+        left_out = TWINS[number % len(TWINS)]
+        yield from ((key, device) for device in ONE_OF_EACH_KIND if device.arch != left_out)
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_twins_have_the_same_defaults(key: str) -> None:
+    spec = Specialization.parse(key)
+    assert len({PORTABLE_FORWARD.default(spec, each) for each in ONE_OF_EACH_KIND if each.arch in TWINS}) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "device"), list(defaults_to_compile()), ids=lambda value: value.slug if isinstance(value, Device) else value
+)
+def test_defaults_compile_without_spills_and_fit(key: str, device: Device) -> None:
+    spec = Specialization.parse(key)
     compiled = compile_kernel(spec, PORTABLE_FORWARD.default(spec, device), device)
-    if not (dtype == "fp32" and device.arch == "gfx1200"):  # no tile of IEEE products fits its registers
+    if not (spec.dtype == "fp32" and device.arch == "gfx1200"):  # no tile of IEEE products fits its registers
         assert compiled.spills == 0
     assert compiled.shared_bytes <= device.smem_per_block
     assert compiled.occupancy(device) >= 1

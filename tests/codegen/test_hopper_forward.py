@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
 from pathlib import Path
@@ -17,7 +18,6 @@ from flashgen.codegen.hopper_text import descriptor_type
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.codegen.space import candidates
-from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
@@ -28,9 +28,22 @@ H200 = find_device("h200")
 HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 216, 256)
 
 
+@functools.cache
 def compiled(key: str, **changes: int | str | bool) -> CompiledKernel:
     spec = Specialization.parse(key)
     return compile_kernel(spec, HOPPER_FORWARD.default(spec, H200).replace(**changes), H200)
+
+
+@functools.cache
+def machine_code(key: str) -> str:
+    """That of a default."""
+    return sass(compiled(key).handle)
+
+
+LOOPS = pytest.mark.xdist_group("hopper loops")
+SCORES = pytest.mark.xdist_group("hopper scores")
+NAMED_BARRIERS = pytest.mark.xdist_group("hopper named barriers")
+"""Of tests that look at the same kernels: one process compiles and disassembles them, once."""
 
 
 @pytest.mark.parametrize("name", HOPPER_GOLDENS)
@@ -207,13 +220,12 @@ def test_the_portable_family_serves_the_rest(key: str, device: str, reason: str)
         "d64-softcap-sink",
         "d128-alibi-offset",
         "d128-causal-alibi",
-        "d128-keybias",
         "d64-keybias-window-bias_fp32-scattered",
         "d64-keymask",
         "d128-causal-keymask-offset",
         "d64-causal-softcap-alibi-sink-keybias-keymask-window",
-        "d128-bias",
-        "d128-causal-mask",
+        pytest.param("d128-bias", marks=SCORES),
+        pytest.param("d128-causal-mask", marks=SCORES),
         "d64-softcap-alibi-sink-bias-mask-window-offset-bias_fp32",
     ],
 )
@@ -221,19 +233,20 @@ def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
     spec = Specialization.parse(f"fwd-bf16-{key}")
     config = HOPPER_FORWARD.default(spec, H200)
     assert families.why_invalid(config, spec, H200) is None
-    kernel = compile_kernel(spec, config, H200)
+    kernel = compiled(spec.key)
     parameters = HOPPER_FORWARD.parameters(spec, config)
     assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
     assert kernel.spills <= 192
     own_o = hopper_resources.own_o(spec, config, H200)
     assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, own_o=own_o)
-    code = sass(kernel.handle)
+    code = machine_code(spec.key)
     assert code.count("WARPGROUP.DEPBAR") * 4 <= code.count("HGMMA")
 
 
+@SCORES
 def test_a_tile_of_a_bias_is_in_registers_before_the_scores_are_computed() -> None:
     """Else its slot would be free, and the next tile asked for, only a product later."""
-    code = sass(compiled("fwd-bf16-d128-bias").handle)
+    code = machine_code("fwd-bf16-d128-bias")
     waits = code.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[:-1]
     assert len(waits) == 2
     for part in waits:
@@ -244,9 +257,10 @@ def test_a_tile_of_a_bias_is_in_registers_before_the_scores_are_computed() -> No
         assert during.rindex("LDSM") < during.rindex("BAR.ARV")
 
 
+@SCORES
 def test_all_that_one_byte_of_a_mask_costs() -> None:
     """The compiler left to itself packs and unpacks the tests of all bytes: three times as much."""
-    code = sass(compiled("fwd-bf16-d128-causal-mask").handle)
+    code = machine_code("fwd-bf16-d128-causal-mask")
     during = softmaxes(code)
     assert len(during) == 2
     for part in during:
@@ -274,13 +288,21 @@ def test_a_layout_is_written_as_triton_writes_it(dtype: str, shape: tuple[int, i
 
 
 @pytest.mark.parametrize(
-    "key", ["d64", "d64-causal", "d128", "d128-causal-offset", "d256", "d256-causal", "d192-dv128"]
+    "key",
+    [
+        "fwd-bf16-d64",
+        "fwd-bf16-d64-causal",
+        pytest.param("fwd-bf16-d128", marks=LOOPS),
+        "fwd-bf16-d128-causal-offset",
+        pytest.param("fwd-fp16-d256", marks=LOOPS),
+        "fwd-bf16-d256-causal",
+        "fwd-bf16-d192-dv128",
+    ],
 )
 def test_defaults_compile_without_serialised_products(key: str) -> None:
-    dtype = "fp16" if key == "d256" else "bf16"
-    kernel = compiled(f"fwd-{dtype}-{key}")
-    config = Config.of("hopper_forward", kernel_knobs(key))
-    code = sass(kernel.handle)
+    kernel = compiled(key)
+    config = HOPPER_FORWARD.default(Specialization.parse(key), H200)
+    code = machine_code(key)
     # spills around the loop cost little, and those of a branch of masked blocks only where blocks are masked
     assert kernel.spills <= 320
     if config["masked_blocks"] != "branch":
@@ -297,16 +319,14 @@ def softmaxes(code: str) -> list[str]:
     return [part.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0] for part in after_scores]
 
 
-def kernel_knobs(key: str) -> dict[str, int | str | bool]:
-    return dict(HOPPER_FORWARD.default(Specialization.parse(f"fwd-bf16-{key}"), H200).knobs)
+NAMED_BY_THREE = {"barriers": "named"}
+NAMED_BY_FOUR = {"barriers": "named", "warpgroups": 4, "block_n": 64, "heads_per_group": 32}
 
 
+@NAMED_BARRIERS
 def test_triton_leaves_the_named_barriers_that_a_kernel_takes() -> None:
-    for key, changes in (
-        ("fwd-bf16-d64", {"barriers": "named"}),
-        ("fwd-bf16-d64", {"barriers": "named", "warpgroups": 4, "block_n": 64}),
-    ):
-        handle = compiled(key, **changes).handle
+    for changes in (NAMED_BY_THREE, NAMED_BY_FOUR):
+        handle = compiled("fwd-fp16-d64-causal", **changes).handle
         own = set(re.findall(r"// begin inline asm\n\s*bar\.\w+ (%r\d+)", handle.asm["ptx"]))
         assert own
         ids = {int(number) for number in re.findall(r"\bbar(?:rier)?\.sync\S*\s+(\d+)", handle.asm["ptx"])}
@@ -323,8 +343,8 @@ WIDE = {"warpgroups": 3, "block_n": 128, "v_stages": 2, "barriers": "mbarrier", 
     ("key", "changes"),
     [
         ("d64-causal", {"warpgroups": 4, "block_n": 64, "exp_order": "free", "k_release": "with_v"}),
-        ("d64-causal", {"barriers": "named"}),
-        ("d64-causal", {"warpgroups": 4, "block_n": 64, "heads_per_group": 32}),
+        pytest.param("d64-causal", NAMED_BY_THREE, marks=NAMED_BARRIERS),
+        pytest.param("d64-causal", NAMED_BY_FOUR, marks=NAMED_BARRIERS),
         ("d64-causal", {**NAMED, **ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
         ("d64-causal", {**ONCE, "warpgroups": 2, "masked_blocks": "one", "heads_per_group": 2}),
         ("d64-causal-offset", {**ONCE, "warpgroups": 2, "masked_blocks": "peeled", "maximum": "running"}),
@@ -342,19 +362,19 @@ def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> 
     spec = Specialization.parse(f"fwd-fp16-{key}")
     config = HOPPER_FORWARD.default(spec, H200).replace(**changes)
     assert families.why_invalid(config, spec, H200) is None
-    kernel = compile_kernel(spec, config, H200)
+    kernel = compiled(spec.key, **changes)
     parameters = HOPPER_FORWARD.parameters(spec, config)
     assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
     own_o = hopper_resources.own_o(spec, config, H200)
     assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, own_o=own_o)
 
 
+@LOOPS
 def test_exponentials_stay_ahead_of_the_wait_for_the_product() -> None:
-    for key in ("fwd-bf16-d128", "fwd-bf16-d128-causal", "fwd-bf16-d256"):
-        code = sass(compiled(key).handle)
-        ahead = [part.count("MUFU.EX2") for part in softmaxes(code)]
-        block_n = kernel_knobs(key.removeprefix("fwd-bf16-"))["block_n"]
-        assert min(ahead) >= int(block_n) // 2, ahead
+    for key in ("fwd-bf16-d128", "fwd-bf16-d128-causal", "fwd-fp16-d256"):
+        ahead = [part.count("MUFU.EX2") for part in softmaxes(machine_code(key))]
+        block_n = HOPPER_FORWARD.default(Specialization.parse(key), H200).integer("block_n")
+        assert min(ahead) >= block_n // 2, ahead
 
 
 def test_a_launch_has_no_more_programs_than_tiles() -> None:

@@ -67,8 +67,17 @@ def test_every_variant_is_formatted(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.py"))) == 32
 
 
-@pytest.mark.parametrize("name", MODS)
-@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+# each function alone with one kind of loads, and both, over the lists of a block mask, with either
+@pytest.mark.parametrize(
+    ("loads", "name"),
+    [
+        ("pointer", "mask"),
+        ("pointer", "blocks"),
+        ("pointer", "both"),
+        ("descriptor", "score"),
+        ("descriptor", "both"),
+    ],
+)
 def test_compiles_for_sm90_with_a_pipeline(name: str, loads: str) -> None:
     """As much shared memory as without functions: the stages of K and V are there, loops over lists included."""
     spec = replace(PLAIN, mods=MODS[name])
