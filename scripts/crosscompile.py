@@ -6,7 +6,7 @@ more than a few registers ends it with exit code 1.
 
 All targets are for the oldest Triton; the newest has `--few`. What a Triton no longer accepts is in the text of a
 kernel far more often than in what a target makes of it: so the newest compiles every family with every feature for
-sm90, for one older target and for one of AMD, where the oldest has each feature for two of all targets.
+sm90 and, in turn, for an older target or one of AMD, where the oldest has each feature for two of all targets.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ FEATURES = (
 )
 """Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
 
-Each is compiled for FEATURE_TARGETS of the targets, in turn; under `--few` for all of FEW_FEATURE_TARGETS, once.
+Each is compiled for FEATURE_TARGETS of the targets, in turn; under `--few` once for sm90, whose families are its own,
+and once for one of FEW_FEATURE_TARGETS, in turn.
 """
 
 FEATURE_TARGETS = 2
-FEW_FEATURE_TARGETS = ("sm80", "gfx942", "sm90")
+FEW_FEATURE_TARGETS = ("sm80", "gfx942")
 
 FUNCTIONS = ScoreMods(
     score_mod=UserFunction(
@@ -136,13 +137,15 @@ def jobs(targets: list[str]) -> list[Job]:
 
 
 def few_jobs() -> list[Job]:
-    """A shape or more for each of FEW_TARGETS; functions and every feature for FEW_FEATURE_TARGETS, in one variant."""
+    """A shape or more for each of FEW_TARGETS; functions, and features in turn, for the others that have any."""
     found = []
     for number, device in enumerate(map(find_device, FEW_TARGETS)):
         found += with_shapes(device, number, shapes_in_turn(device, number))
-    for device in map(find_device, FEW_FEATURE_TARGETS):
+    hopper, *others = map(find_device, ("sm90", *FEW_FEATURE_TARGETS))
+    for device in (hopper, *others):
         found += with_functions(device)
-        for spec in map(Specialization.parse, FEATURES):
+    for number, spec in enumerate(map(Specialization.parse, FEATURES)):
+        for device in (hopper, others[number % len(others)]):
             rows = [family for family in FAMILIES if why_not(family, spec, device) is None]
             found += [variants(row.default(spec, device), spec, device)[-1] for row in rows]
     return found
