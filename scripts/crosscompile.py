@@ -108,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--targets", nargs="+", default=TARGETS)
-    which.add_argument("--few", action="store_true", help="every feature, and few shapes, for a target of each kind")
+    which.add_argument("--few", action="store_true", help="few shapes for each kind of target, each feature for two")
     arguments = parser.parse_args()
     if importlib.util.find_spec("torch") is not None:
         print("note: torch is importable here, so this run does not show that compiling needs none")
@@ -137,7 +137,7 @@ def jobs(targets: list[str]) -> list[Job]:
 
 
 def few_jobs() -> list[Job]:
-    """A shape or more for each of FEW_TARGETS; functions, and features in turn, for the others that have any."""
+    """A shape or more for each of FEW_TARGETS; functions for sm90 and all of FEW_FEATURE_TARGETS, features for two."""
     found = []
     for number, device in enumerate(map(find_device, FEW_TARGETS)):
         found += with_shapes(device, number, shapes_in_turn(device, number))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from flashgen.core.workload import Specialization
+
 LEAST_BLOCK = 16
 """The least depth that a matrix unit multiplies."""
 
@@ -50,6 +52,13 @@ def can_split(head_dim: int) -> bool:
     if whole == head_dim:
         return head_dim >= HALVED_FROM
     return whole // 2 >= LEAST_BLOCK and whole // 2 + _power_of_two(head_dim - whole // 2) < whole
+
+
+def why_not_split(spec: Specialization) -> str | None:
+    """Why neither the heads of Q and K nor those of V have a use for two parts, or None."""
+    if can_split(spec.head_dim) or can_split(spec.head_dim_v):
+        return None
+    return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
 
 
 @functools.cache

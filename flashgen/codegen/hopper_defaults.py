@@ -7,7 +7,7 @@ from flashgen.codegen import hopper_resources as resources
 from flashgen.codegen import hopper_rules as rules
 from flashgen.codegen import hopper_text as text
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.head_parts import can_split
+from flashgen.codegen.head_parts import why_not_split
 from flashgen.codegen.hopper_favourites import FIRST, MBARRIER, NAMED, SHORT, SMALLER, SPLIT, WON, Changes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -77,7 +77,7 @@ def default(spec: Specialization, device: Device) -> Config:
 
 def _in_parts(spec: Specialization, config: Config, device: Device) -> Config:
     """`config` with heads in two parts where that is less, and steps of 128 keys where there is room then."""
-    if _width(spec) == resources.LEAST_COLUMNS or not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
+    if _width(spec) == resources.LEAST_COLUMNS or why_not_split(spec):
         return config
     parts = config.replace(split_d=True)
     wide = parts.replace(block_n=128, v_stages=2)
@@ -88,7 +88,7 @@ def smallest(spec: Specialization, device: Device) -> Config:
     """What takes the least registers and shared memory for a warpgroup's rows, of what is not pointless."""
     changes: Changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED}
     config = Config.of(text.FAMILY_ID, {**USUAL, **changes})
-    config = config.replace(split_d=can_split(spec.head_dim) or can_split(spec.head_dim_v))
+    config = config.replace(split_d=why_not_split(spec) is None)
     return _tidy(spec, config, device)
 
 
@@ -108,7 +108,7 @@ def favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
         found = [*(usual.replace(**change) for change in SHORT), *found]
     if resources.score_tiles(spec):
         found += [config.replace(**change) for config in (usual, best) for change in SMALLER]
-    if can_split(spec.head_dim) or can_split(spec.head_dim_v):
+    if why_not_split(spec) is None:
         found += [config.replace(**change) for config in (usual, best) for change in SPLIT]
     others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != usual)
     return tuple(config for config in others if rules.why_invalid(spec, config, device) is None)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from flashgen.codegen import hopper_resources as resources
 from flashgen.codegen.family import Knob
-from flashgen.codegen.head_parts import can_split
+from flashgen.codegen.head_parts import why_not_split
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -87,8 +87,8 @@ def joint_rows(knobs: Sequence[Knob]) -> tuple[tuple[KnobValue, ...], ...]:
 
 
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
-    if resources.is_split(config) and not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
-        return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
+    if resources.is_split(config) and (reason := why_not_split(spec)):
+        return reason
     if spec.causal and not spec.window and config["heads_per_group"] == 1:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
     if not spec.causal and config["heads_per_group"] != 1:
@@ -169,7 +169,7 @@ def choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
     if why_not_first(spec):
         found["maximum"] = ("running",)
-    if not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
+    if why_not_split(spec):
         found["split_d"] = (False,)
     if not spec.causal:
         found["heads_per_group"] = (1,)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from flashgen.codegen import portable_backward_parameters as parameters
 from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Scratch, Sizes
-from flashgen.codegen.head_parts import can_split
+from flashgen.codegen.head_parts import why_not_split
 from flashgen.codegen.portable_backward_defaults import default_fused, default_split, favourites_fused
 from flashgen.codegen.portable_backward_limits import (
     FUSED_ID,
@@ -28,7 +28,7 @@ from flashgen.codegen.portable_backward_limits import (
     why_too_wide,
 )
 from flashgen.codegen.portable_backward_text import has_dbias, values
-from flashgen.codegen.portable_limits import choices_of_all, is_split, why_not_portable
+from flashgen.codegen.portable_limits import choices_of_all, is_split, why_not_loads, why_not_portable
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -114,15 +114,12 @@ def _favourites_fused(spec: Specialization, device: Device) -> tuple[Config, ...
 
 def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
     """What Triton would refuse or silently turn into another config of the space."""
-    descriptor = config["loads"] == "descriptor"
-    if descriptor and not device.has_tma:
-        return f"descriptors are turned into pointers on {device.arch}: the same kernel twice"
-    if descriptor and not spec.aligned16:
-        return "descriptors need pointers and strides that are multiples of 16 bytes"
+    if reason := why_not_loads(spec, config, device):
+        return reason
     if config["heads_per_group"] != 1 and not spec.causal:
         return "without a causal mask all programs are equally heavy"
-    if is_split(config) and not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
-        return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
+    if is_split(config) and (reason := why_not_split(spec)):
+        return reason
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Sizes
-from flashgen.codegen.head_parts import can_split, head_parts, padded
+from flashgen.codegen.head_parts import head_parts, padded, why_not_split
 from flashgen.codegen.portable_defaults import FAMILY_ID, default_config
 from flashgen.codegen.portable_limits import (
     MAX_REGS_PER_THREAD,
@@ -11,6 +11,7 @@ from flashgen.codegen.portable_limits import (
     choices_of_all,
     is_split,
     smem_needed,
+    why_not_loads,
     why_not_portable,
     why_too_large,
 )
@@ -57,19 +58,16 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
 
 def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
     """What Triton would refuse or silently turn into another config of the space."""
-    descriptor = config["loads"] == "descriptor"
-    if descriptor and not device.has_tma:
-        return f"descriptors are turned into pointers on {device.arch}: the same kernel twice"
-    if descriptor and not spec.aligned16:
-        return "descriptors need pointers and strides that are multiples of 16 bytes"
+    if reason := why_not_loads(spec, config, device):
+        return reason
     if config["heavy_first"] and not spec.causal:
         return "without a causal mask all programs are equally heavy"
     if config["maxnreg"] and not device.is_nvidia:
         return "maxnreg exists on NVIDIA only"
     if config.integer("num_stages") > 2 and not device.is_nvidia:
         return "the AMD pipeliner has two stages"
-    if is_split(config) and not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
-        return f"heads of {spec.head_dim} and {spec.head_dim_v} columns are no smaller in two parts"
+    if is_split(config) and (reason := why_not_split(spec)):
+        return reason
     if spec.dtype == "fp32":
         return None  # no matrix unit, no tiles of it
     wide = max(padded(size, is_split(config)) for size in (spec.head_dim, spec.head_dim_v)) >= WIDE_HEAD

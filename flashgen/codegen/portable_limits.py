@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.head_parts import can_split, padded
+from flashgen.codegen.head_parts import padded, why_not_split
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -48,9 +48,20 @@ def choices_of_all(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     found: dict[str, tuple[KnobValue, ...]] = {}
     if not spec.aligned16:
         found["loads"] = ("pointer",)
-    if not (can_split(spec.head_dim) or can_split(spec.head_dim_v)):
+    if why_not_split(spec):
         found["split_d"] = (False,)
     return found
+
+
+def why_not_loads(spec: Specialization, config: Config, device: Device) -> str | None:
+    """Why Triton would refuse the config's kind of loads, or silently turn it into the other, or None."""
+    if config["loads"] != "descriptor":
+        return None
+    if not device.has_tma:
+        return f"descriptors are turned into pointers on {device.arch}: the same kernel twice"
+    if not spec.aligned16:
+        return "descriptors need pointers and strides that are multiples of 16 bytes"
+    return None
 
 
 def why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:

@@ -13,7 +13,7 @@ from flashgen.codegen.families import family, validate
 from flashgen.core.config import Config
 from flashgen.core.errors import BuildError
 from flashgen.core.settings import shipped
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import Specialization, Workload
 
 DIGEST_LENGTH = 16
 
@@ -57,6 +57,16 @@ def render(spec: Specialization, config: Config) -> KernelSource:
         **row.values(spec, config),
     )
     return KernelSource(entry=row.id, text=text)
+
+
+def source_digest(workload: Workload, config: Config) -> str:
+    """What a record keeps of its source: the digest of the kernel of aligned tensors, with the gradient of a bias.
+
+    Raises:
+        ConfigError: the config did not pass `families.validate`.
+        BuildError: the template needs a value that its family does not give.
+    """
+    return render(Specialization.of(workload, bias_grad=True), config).digest
 
 
 def render_template(template: str, purpose: str, **values: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.codegen.families import reasons
-from flashgen.codegen.render import render
+from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.features import features
@@ -115,9 +115,7 @@ def explain(
         UnsupportedError: no family supports the workload.
     """
     served = resolve(workload, spec, device, records, config=config)
-    # a record's digest is of the kernel it was measured with: that of aligned tensors, with the gradient of a bias,
-    # whatever this call's are
-    timed = Specialization.of(served.record.workload, bias_grad=True) if served.record else spec
+    record = served.record
     return Explanation(
         workload=workload,
         specialization=spec,
@@ -125,5 +123,6 @@ def explain(
         served=served,
         families=tuple(reasons(spec, device).items()),
         backend=(None if generated_only else sdpa_backend(workload, spec, served)) or GENERATED,
-        digest=render(timed, served.config).digest,
+        # a record's is of the kernel that it was measured with, whatever this call's tensors are
+        digest=source_digest(record.workload, served.config) if record else render(spec, served.config).digest,
     )

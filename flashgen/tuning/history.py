@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.render import render
-from flashgen.core.config import Config
+from flashgen.codegen.render import source_digest
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Trial, TuningRecord
-from flashgen.core.workload import Specialization, Workload
+from flashgen.core.workload import Workload
 from flashgen.tuning.context import Context, moment
-
-
-def source_digest(workload: Workload, config: Config) -> str:
-    """What a record keeps of its source: the digest of the kernel of aligned tensors, with the gradient of a bias."""
-    return render(Specialization.of(workload, bias_grad=True), config).digest
 
 
 def is_current(record: TuningRecord) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from flashgen.codegen.families import family
+from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
 from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord
 from flashgen.core.workload import Workload
@@ -21,7 +22,7 @@ from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import choose, near_best, with_guards
-from flashgen.tuning.history import incumbent, source_digest, unfinished_trials
+from flashgen.tuning.history import incumbent, unfinished_trials
 from flashgen.tuning.levels import UNSETTLED, Levels
 from flashgen.tuning.search import Proposal, Search
 

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from flashgen.codegen.families import family
+from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
 from flashgen.core.record import Failure, TuningRecord
 from flashgen.core.workload import Workload
@@ -20,7 +21,6 @@ from flashgen.tuning.compile_pool import Compiled, rejected
 from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import CandidateRanked, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import complexity
-from flashgen.tuning.history import source_digest
 from flashgen.tuning.predict import is_modelled, predict_ms
 
 TIE = 0.005

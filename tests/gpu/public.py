@@ -101,8 +101,8 @@ def tf32_products(allowed: bool) -> Iterator[None]:
 def compile_ahead(pairs: Iterable[tuple[Specialization, Config]], device: Device) -> None:
     """Compile kernels in as many processes as there are cores, so that this one finds them in Triton's cache.
 
-    A kernel that does not compile is left to the test that needs it. Workers of a parallel run do without: side by side
-    they compile as fast, each what it needs, and not everything each.
+    A kernel that does not compile is left to the test that needs it. Workers of a parallel run do not even ask for
+    `pairs`: side by side they compile as fast, each what it needs, and not everything each.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return

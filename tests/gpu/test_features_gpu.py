@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -61,9 +62,9 @@ def compiled(fresh: None) -> None:
     if _AHEAD:
         return
     _AHEAD.add("done")
-    pairs = [PublicCall(spec=c.spec, layout=c.layout).served(odd_problem(c.spec, c.shape, "cuda")) for c in CASES]
-    pairs += [(Specialization.parse(key), config) for key in GATED for config in gated_configs(key)]
-    compile_ahead(pairs, gpu.current_device())
+    served = (PublicCall(spec=c.spec, layout=c.layout).served(odd_problem(c.spec, c.shape, "cuda")) for c in CASES)
+    gated = ((Specialization.parse(key), config) for key in GATED for config in gated_configs(key))
+    compile_ahead(itertools.chain(served, gated), gpu.current_device())
 
 
 def gated_configs(key: str) -> list[Config]:

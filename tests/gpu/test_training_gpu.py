@@ -12,8 +12,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashgen
+from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError, UnsupportedError
 from flashgen.core.settings import settings
+from flashgen.core.workload import Specialization
 from flashgen.runtime import serve, training_ops
 from tests.gpu.public import compile_ahead
 from tests.runtime.dense_attention import dense
@@ -165,13 +167,15 @@ UNEXPLAINED = ("return_lse", "softmax_scale")
 @pytest.fixture(scope="module", autouse=True)
 def compiled_ahead() -> None:
     """The kernels of all features in both directions, in as many processes as there are cores."""
-    pairs = []
+    compile_ahead(served_pairs(), serve.device_at(0))
+
+
+def served_pairs() -> Iterator[tuple[Specialization, Config]]:
     for make, fixed in itertools.product(FEATURES.values(), (False, True)):
         arguments = {name: value for name, value in make().items() if name not in UNEXPLAINED}
         for direction in ("forward", "backward"):
             shown = flashgen.explain(*qkv(), **arguments, direction=direction, deterministic=fixed)
-            pairs.append((shown.specialization, shown.served.config))
-    compile_ahead(pairs, serve.device_at(0))
+            yield shown.specialization, shown.served.config
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

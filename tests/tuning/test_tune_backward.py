@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen.families import default_config, family
+from flashgen.codegen.render import source_digest
 from flashgen.core.device import find_device
 from flashgen.core.record import Failure, Versions
 from flashgen.core.workload import Workload
@@ -19,7 +20,7 @@ from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, TrialFinished, to_json
 from flashgen.tuning.finals import Finals
-from flashgen.tuning.history import is_current, source_digest
+from flashgen.tuning.history import is_current
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import plan, tune
 from flashgen.tuning.workloads import collect
