@@ -18,7 +18,7 @@ from benchmarks.flex import flex_module
 from benchmarks.impls import FA3_MODULE, cudnn_version, fa3_function, fa3_version
 from benchmarks.provenance import serve_generated
 from flashgen.codegen.build import compile_kernel, load_module
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Measurement, TuningRecord

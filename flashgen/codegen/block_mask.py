@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashgen.codegen.render import KernelSource, render_template
 from flashgen.core.score_mods import ScoreMods
 
-TEMPLATE = "block_mask.py.jinja"
+TEMPLATE = "block_mask/block_mask.py.jinja"
 ENTRY = "block_mask"
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from flashgen.codegen.family import KernelFamily, Sizes
-from flashgen.codegen.hopper_backward import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
-from flashgen.codegen.hopper_forward import HOPPER_FORWARD
-from flashgen.codegen.portable_backward import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError, UnsupportedError

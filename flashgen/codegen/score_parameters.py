@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.family import Parameter
-from flashgen.codegen.portable_text import bias_dtype, is_positional, score_strides
+from flashgen.codegen.portable_forward.template_context import bias_dtype, is_positional, score_strides
 from flashgen.core.workload import Specialization
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashgen.codegen.head_parts import padded
-from flashgen.codegen.hopper_resources import ROWS, block
-from flashgen.codegen.portable_limits import MAX_REGS_PER_THREAD, is_split
+from flashgen.codegen.hopper_forward.resources import ROWS, block
+from flashgen.codegen.portable_forward.resources import MAX_REGS_PER_THREAD, is_split
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload

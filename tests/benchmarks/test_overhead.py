@@ -12,7 +12,7 @@ import torch
 from benchmarks import overhead, overhead_cases
 from benchmarks.overhead import MOST_LOOPS, time_cases
 from benchmarks.overhead_cases import MOST_NEW_SEQLENS, SMALL, Arguments, Case, new_seqlens, write_records
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.device import find_device
 from flashgen.db.layers import Layers
 from flashgen.runtime.dispatch import Records, resolve

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from flashgen.codegen.hopper_backward import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
-from flashgen.codegen.hopper_forward import HOPPER_FORWARD
-from flashgen.codegen.portable_backward import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction

@@ -10,7 +10,7 @@ from flashgen.codegen import build
 from flashgen.codegen.build import CompiledPart, compile_kernel, load_module
 from flashgen.codegen.families import default_config, family
 from flashgen.codegen.inspect import sass
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import KernelSource, render
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device

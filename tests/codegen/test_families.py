@@ -9,8 +9,8 @@ import pytest
 from flashgen.codegen.families import FAMILIES, applicable, default_config, family, reasons, validate, why_invalid
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.head_parts import head_parts
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
-from flashgen.codegen.portable_limits import registers_needed, smem_needed
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
+from flashgen.codegen.portable_forward.resources import registers_needed, smem_needed
 from flashgen.codegen.space import candidates
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashgen.codegen import families, hopper_resources
+from flashgen.codegen import families
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_packing import PACKED_HEADS, packing, tiles, why_unfit
-from flashgen.codegen.hopper_forward import HOPPER_FORWARD
-from flashgen.codegen.hopper_text import descriptor_type
+from flashgen.codegen.hopper_forward import resources as hopper_resources
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.codegen.hopper_forward.template_context import descriptor_type
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from flashgen.codegen import families, hopper_backward_resources, hopper_resources
+from flashgen.codegen import families
 from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.family import KernelFamily, Sizes
-from flashgen.codegen.hopper_backward import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+from flashgen.codegen.hopper_backward import resources as hopper_backward_resources
+from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.codegen.space import candidates

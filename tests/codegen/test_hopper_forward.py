@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.codegen import families, hopper_favourites, hopper_resources
+from flashgen.codegen import families
 from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_forward import HOPPER_FORWARD
-from flashgen.codegen.hopper_text import descriptor_type
+from flashgen.codegen.hopper_forward import resources as hopper_resources
+from flashgen.codegen.hopper_forward import seed_configs as hopper_favourites
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.codegen.hopper_forward.template_context import descriptor_type
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.codegen.space import candidates

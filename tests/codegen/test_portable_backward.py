@@ -12,8 +12,8 @@ from flashgen.codegen import families
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.inspect import sass
-from flashgen.codegen.portable_backward import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
-from flashgen.codegen.portable_backward_limits import loops, smem_needed
+from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
+from flashgen.codegen.portable_backward.resources import loops, smem_needed
 from flashgen.codegen.render import render
 from flashgen.codegen.space import candidates
 from flashgen.core.device import CATALOGUE, Device, find_device

@@ -10,7 +10,7 @@ import pytest
 
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import default_config, family, why_invalid
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen.families import default_config
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.codegen.space import candidates
 from flashgen.core.device import find_device

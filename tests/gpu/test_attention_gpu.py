@@ -177,8 +177,8 @@ def all_features(q: torch.Tensor, k: torch.Tensor) -> Extras:
 def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
     from flashgen.codegen.build import compile_kernel
     from flashgen.codegen.families import why_not
-    from flashgen.codegen.hopper_forward import HOPPER_FORWARD
-    from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+    from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+    from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
     from flashgen.core.workload import Specialization
 
     hopper = loads == "hopper"

@@ -10,7 +10,7 @@ import torch
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import fitted, why_invalid
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_forward import HOPPER_FORWARD
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 from flashgen.launch.extras import Extras

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from flashgen.codegen.portable_backward import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
+from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.core.workload import Specialization
 from tests.covering import covering_array
 from tests.interpreter.dense import Rules

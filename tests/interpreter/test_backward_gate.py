@@ -9,7 +9,7 @@ import torch
 
 from flashgen.codegen.build import load_module
 from flashgen.codegen.family import KernelFamily
-from flashgen.codegen.portable_backward import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
+from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization

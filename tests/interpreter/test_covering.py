@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashgen.codegen.build import load_module
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.record import Failure

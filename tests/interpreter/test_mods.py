@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from flashgen.codegen.build import load_module
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError

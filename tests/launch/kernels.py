@@ -7,7 +7,7 @@ import functools
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization

@@ -10,8 +10,8 @@ import torch
 
 from flashgen.codegen import families
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.hopper_forward import HOPPER_FORWARD
-from flashgen.codegen.portable_forward import PORTABLE_FORWARD
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import LaunchError

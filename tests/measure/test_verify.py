@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flashgen.codegen.hopper_resources import HEADROOM_BITS
+from flashgen.codegen.hopper_forward.resources import HEADROOM_BITS
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.inputs import make_inputs

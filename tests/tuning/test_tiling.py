@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.codegen import hopper_forward
 from flashgen.codegen.families import family
+from flashgen.codegen.hopper_forward import family as hopper_forward
 from flashgen.codegen.space import candidates
 from flashgen.core.config import Config
 from flashgen.core.device import find_device

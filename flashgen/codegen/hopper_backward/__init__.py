@@ -1,0 +1,1 @@
+"""The Hopper backward families, in Gluon, for sm90."""

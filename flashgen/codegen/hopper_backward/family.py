@@ -1,0 +1,241 @@
+"""The Hopper backward families: FlashAttention-2's Algorithm 2 with warp-specialised roles in Gluon, for sm90.
+
+docs/decisions/hopper-backward.md has their design and the figures behind knobs and defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flashgen.codegen.family import KernelFamily, Knob
+from flashgen.codegen.hopper_backward import kernels, resources
+from flashgen.codegen.hopper_backward import template_context as text
+from flashgen.codegen.hopper_backward.resources import FUSED_ID, SPLIT_ID
+from flashgen.codegen.hopper_forward.resources import ROWS, block, why_not_head_dim
+from flashgen.codegen.hopper_forward.template_context import GL_DTYPES
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+_COMMON = (
+    Knob(name="block_m", values=(64, 128), meaning="queries of a step"),
+    Knob(name="q_stages", values=(2, 3), meaning="slots for blocks of Q"),
+    Knob(
+        name="starts",
+        values=("late", "early"),
+        meaning="dp gets the values that its sums begin with while s is computed, or both before the first product",
+    ),
+    Knob(
+        name="persistent",
+        values=(False, True),
+        meaning="a program for each tile, or one for each multiprocessor, which loads ahead for its next tile",
+    ),
+    Knob(
+        name="heads_per_group",
+        values=(1, 2, 4, 8, 16),
+        meaning="order of tiles: 1 blocks fastest, n heads fastest in groups of n, most work first",
+    ),
+)
+FUSED_KNOBS = (
+    *_COMMON,
+    Knob(
+        name="dq_conversion",
+        values=("kernel", "tiles"),
+        meaning="sums of dq are converted by a kernel after all tiles, or by tiles of their own between the others",
+    ),
+    Knob(
+        name="pace",
+        values=("abreast", "staggered"),
+        meaning="both warpgroups are in the same part of a step, or the first is half a step ahead of the second",
+        default="abreast",
+        implied=True,
+    ),
+    Knob(
+        name="scores",
+        values=("now", "ahead"),
+        meaning="s of a step is computed at its beginning, or beside dq and dk of the step before",
+        default="now",
+        implied=True,
+    ),
+)
+SPLIT_KNOBS = (
+    *_COMMON,
+    Knob(name="dq_block_n", values=(64, 128), meaning="keys of a step of the kernel for dq"),
+    Knob(
+        name="dq_stages", values=(2, 3), meaning="slots for blocks of K in the kernel for dq, and of V where they fit"
+    ),
+)
+
+
+def _why_not(spec: Specialization, device: Device) -> str | None:
+    if device.arch != "sm90":
+        return f"it needs sm90, not {device.arch}"
+    if spec.mods:
+        return "no gradient through functions of the caller"
+    for name in ("varlen", "softcap", "alibi"):
+        if getattr(spec, name):
+            return f"it has no {name}"
+    for name in ("bias", "mask"):
+        if getattr(spec, name):
+            return f"it reads no {name}"
+    if spec.page_size is not None:
+        return "it reads no paged keys"
+    if spec.dtype not in GL_DTYPES:
+        return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
+    if reason := why_not_head_dim(spec):
+        return reason
+    if not spec.aligned16:
+        return "the copy engine needs pointers and strides that are multiples of 16 bytes"
+    return None
+
+
+def _why_not_fused(spec: Specialization, device: Device) -> str | None:
+    if _why_not(spec, device) is None and resources.is_wide(spec):
+        return "heads of more than 128 columns leave no registers for a block of dq beside dk and dv"
+    return _why_not(spec, device)
+
+
+def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
+    return (
+        _why_meaningless(spec, config)
+        or (_why_impossible_conversion if resources.is_fused(config) else _why_pointless_step)(spec, config, device)
+        or _why_impossible_order(spec, config)
+        or _why_too_large(spec, config, device)
+    )
+
+
+def _why_meaningless(spec: Specialization, config: Config) -> str | None:
+    if config["block_m"] == 2 * ROWS and _width(spec) > ROWS:
+        return "dk, dv and scores of 128 queries take more registers than a thread has at heads of more than 64 columns"
+    if spec.causal and config["heads_per_group"] == 1:
+        return "tiles with the most queries start first, and only groups of heads have an order for that"
+    if not (spec.causal or spec.window) and config["heads_per_group"] != 1:
+        return "without a mask all tiles are equally heavy"
+    return None
+
+
+def _why_impossible_conversion(spec: Specialization, config: Config, device: Device) -> str | None:
+    if not resources.converts(config):
+        return None
+    if not config["persistent"]:
+        return "tiles of two kinds are for programs that fetch them"
+    if resources.dq_columns(spec, config) < ROWS:
+        return "rows of dq that a tile converts fill a line of the swizzle"
+    return None
+
+
+def _why_impossible_order(spec: Specialization, config: Config) -> str | None:
+    if not resources.is_ahead(config):
+        return None
+    if _width(spec) > ROWS:
+        return "s of the next step takes the registers that dk and dv of heads of more than 64 columns need"
+    if config["starts"] == "early":
+        return "s that is computed a step ahead has its start long before dp"
+    if resources.is_staggered(config) and (spec.causal or spec.window):
+        return "the loop of the warpgroup that is ahead would spill what it hides scores by"
+    return None
+
+
+def _why_pointless_step(spec: Specialization, config: Config, device: Device) -> str | None:
+    if config["dq_block_n"] == 128:
+        return None
+    larger = config.replace(dq_block_n=128, dq_stages=2)
+    if resources.dq_bytes(spec, larger, 2) <= device.smem_per_block:
+        return "steps of 128 keys fit in the kernel for dq, and have half as many waits"
+    return None
+
+
+def _why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:
+    shared = resources.main_bytes(spec, config)
+    if not resources.is_fused(config):
+        shared = max(shared, resources.dq_bytes(spec, config, resources.dq_v_stages(spec, config, device)))
+    if shared > device.smem_per_block:
+        return f"it needs {shared} bytes of shared memory and a block has {device.smem_per_block}"
+    return None
+
+
+def _fused_default(spec: Specialization, device: Device) -> Config:
+    own: dict[str, KnobValue] = {"dq_conversion": "kernel", "pace": "staggered", "scores": "now", "starts": "early"}
+    return Config.of(FUSED_ID, {**_common_default(spec), **own})
+
+
+def _split_default(spec: Specialization, device: Device) -> Config:
+    own: dict[str, KnobValue] = {
+        # with scores of 128 queries the starts of all sums do not fit beside the mask of none
+        "starts": "early" if _width(spec) > ROWS or spec.causal else "late",
+        "dq_block_n": ROWS if resources.is_wide(spec) else 2 * ROWS,
+        "dq_stages": 2 if _width(spec) > ROWS else 3,
+    }
+    return Config.of(SPLIT_ID, {**_common_default(spec), **own})
+
+
+def _common_default(spec: Specialization) -> dict[str, KnobValue]:
+    return {
+        "block_m": ROWS if _width(spec) > ROWS else 2 * ROWS,
+        "q_stages": 2,
+        "persistent": True,
+        "heads_per_group": 8 if spec.causal else 1,
+    }
+
+
+def _width(spec: Specialization) -> int:
+    return max(block(spec.head_dim), block(spec.head_dim_v))
+
+
+Changes = dict[str, KnobValue]
+
+_ONE_EACH: Changes = {"persistent": False}
+_WON: tuple[Changes, ...] = (
+    _ONE_EACH,
+    {"heads_per_group": 4},
+    {"heads_per_group": 16},
+    {"dq_conversion": "tiles"},
+    {"dq_conversion": "tiles", "heads_per_group": 4},
+)
+"""Changes of a default that won at some length on an H200, or were within 1% of the winner."""
+
+
+_ABREAST: Changes = {"pace": "abreast"}
+_ORDERS: tuple[Changes, ...] = (
+    {"q_stages": 3},
+    {"scores": "ahead", "starts": "late"},
+    _ABREAST,
+    {**_ABREAST, "dq_conversion": "tiles"},
+    {"starts": "late"},
+)
+"""Other orders of a step, of which each won at some length."""
+
+
+def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    default = _fused_default(spec, device)
+    found = dict.fromkeys(default.replace(**changes) for changes in (*_ORDERS, *_WON))
+    return tuple(config for config in found if _why_invalid(spec, config, device) is None)
+
+
+HOPPER_BACKWARD_FUSED = KernelFamily(
+    id=FUSED_ID,
+    title="Warp-specialised FlashAttention for Hopper in Gluon",
+    template="hopper_backward/hopper_backward.py.jinja",
+    direction="backward",
+    knobs=FUSED_KNOBS,
+    why_not=_why_not_fused,
+    why_invalid=_why_invalid,
+    default=_fused_default,
+    values=text.values,
+    kernels=kernels.kernels,
+    scratch=kernels.scratch,
+    is_deterministic=False,
+    favourites=_favourites,
+    tolerated_spills=resources.TOLERATED_SPILLS,
+)
+
+HOPPER_BACKWARD_SPLIT = dataclasses.replace(
+    HOPPER_BACKWARD_FUSED,
+    id=SPLIT_ID,
+    title="Warp-specialised FlashAttention for Hopper in Gluon, in a fixed order",
+    knobs=SPLIT_KNOBS,
+    why_not=_why_not,
+    default=_split_default,
+    is_deterministic=True,
+    favourites=lambda spec, device: (_split_default(spec, device).replace(**_ONE_EACH),),
+)

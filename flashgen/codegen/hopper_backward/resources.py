@@ -1,0 +1,119 @@
+"""Shared memory and named barriers of the Hopper backward families: what does not fit is not compiled."""
+
+from __future__ import annotations
+
+from flashgen.codegen.hopper_forward.resources import BARRIER_BYTES, FIRST_NAMED_BARRIER, ROWS, block
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+FUSED_ID = "hopper_backward_fused"
+SPLIT_ID = "hopper_backward_split"
+
+MAXNREG = 168
+"""Registers of a thread at the launch: 64k over three warpgroups, of which the third has the producer and writers."""
+
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+"""Registers of a thread once the roles share them. A producer with 40 made ptxas run all products one by one."""
+
+DO_STAGES = 2
+"""Slots for blocks of dO. A third slot for Q was slower by up to 15%, so one for dO was not tried."""
+
+WIDEST = 128
+"""Columns of a head up to which a warpgroup holds both dk and dv of its 64 keys in registers."""
+
+FP32_BYTES = 4
+
+MULTIPROCESSORS = 132
+"""The most of any device of sm90, on each of which one program runs."""
+
+PART_BLOCKS = 8
+"""Query blocks whose dq a tile converts: 256 KB of sums."""
+
+TOLERATED_SPILLS = 192
+"""Bytes of local memory of a thread. Persistent programs spill 30 to 130, nearly all between tiles: sizes, descriptors
+and the like, which the compiler keeps in registers for all of a program."""
+
+
+def is_wide(spec: Specialization) -> bool:
+    """Whether one warpgroup sums dk and the other dv, of the same 64 keys."""
+    return max(block(spec.head_dim), block(spec.head_dim_v)) > WIDEST
+
+
+def block_n(spec: Specialization) -> int:
+    """Keys of a tile: 64 for each of two warpgroups, or for both. 256 were slower."""
+    return ROWS if is_wide(spec) else 2 * ROWS
+
+
+def is_fused(config: Config) -> bool:
+    """Whether dq is summed in the pass that sums dk and dv."""
+    return config.family == FUSED_ID
+
+
+def converts(config: Config) -> bool:
+    """Whether tiles convert sums of dq."""
+    return is_fused(config) and config["dq_conversion"] == "tiles"
+
+
+def is_staggered(config: Config) -> bool:
+    """Whether one warpgroup is half a step ahead; a config that is older than the knob means that none is."""
+    return config.get("pace", "abreast") == "staggered"
+
+
+def is_ahead(config: Config) -> bool:
+    """Whether s is computed a step ahead; a config that is older than the knob means that it is not."""
+    return config.get("scores", "now") == "ahead"
+
+
+def dq_columns(spec: Specialization, config: Config) -> int:
+    """Columns of dq of a warpgroup: all of them for its half of 128 queries, or half of them for all of 64."""
+    columns = block(spec.head_dim)
+    return columns if config["block_m"] == 2 * ROWS else columns // 2
+
+
+def main_bytes(spec: Specialization, config: Config) -> int:
+    """Shared memory of the kernel whose tiles are keys."""
+    width, width_v = block(spec.head_dim), block(spec.head_dim_v)
+    block_m, q_stages = config.integer("block_m"), config.integer("q_stages")
+    elements = block_n(spec) * (width + width_v) + block_m * (q_stages * width + DO_STAGES * width_v)
+    if is_fused(config) or is_wide(spec):
+        elements += 2 * block_n(spec) * block_m  # ds or p, of this step and the last
+    staged = 2 * ROWS * dq_columns(spec, config) if is_fused(config) else 0
+    by_row = block_m * (q_stages + DO_STAGES)
+    return elements * DTYPE_BYTES[spec.dtype] + (by_row + staged) * FP32_BYTES + BARRIER_BYTES
+
+
+def dq_bytes(spec: Specialization, config: Config, v_stages: int) -> int:
+    """Shared memory of the split family's kernel whose tiles are queries, with so many slots for V."""
+    width, width_v, keys = block(spec.head_dim), block(spec.head_dim_v), config.integer("dq_block_n")
+    elements = 2 * ROWS * (width + width_v) + keys * (config.integer("dq_stages") * width + v_stages * width_v)
+    return elements * DTYPE_BYTES[spec.dtype] + BARRIER_BYTES
+
+
+def dq_v_stages(spec: Specialization, config: Config, device: Device) -> int:
+    """As many slots for V as for K, or one where those do not fit: V is not needed as long in a step."""
+    stages = config.integer("dq_stages")
+    return stages if dq_bytes(spec, config, stages) <= device.smem_per_block else 1
+
+
+def named_barriers(spec: Specialization, config: Config) -> dict[str, int]:
+    """Named barriers of the kernel whose tiles are keys: how many there are in each group."""
+    sizes = {"Q_EMPTY": config.integer("q_stages"), "DO_EMPTY": DO_STAGES}
+    if is_fused(config):
+        return sizes | {"MEETING": 1, "DQ_FULL": 2, "DQ_EMPTY": 2}
+    return sizes | ({"MEETING": 1, "P_FULL": 2, "P_EMPTY": 2} if is_wide(spec) else {})
+
+
+def dq_named_barriers(config: Config) -> dict[str, int]:
+    """The same of the split family's kernel whose tiles are queries."""
+    return {} if is_fused(config) else dict.fromkeys(("DQ_K_EMPTY", "DQ_V_EMPTY"), config.integer("dq_stages"))
+
+
+def numbered(sizes: dict[str, int]) -> dict[str, int]:
+    """The first number of each group of named barriers."""
+    found, number = {}, FIRST_NAMED_BARRIER
+    for name, size in sizes.items():
+        found[name] = number
+        number += size
+    return found

@@ -1,0 +1,145 @@
+"""What the templates of the Hopper backward families need beside their parameters."""
+
+from __future__ import annotations
+
+from flashgen.codegen.hopper_backward import resources
+from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
+from flashgen.codegen.hopper_forward.resources import FIRST_NAMED_BARRIER, ROWS, THREADS_PER_WARPGROUP, block
+from flashgen.codegen.hopper_forward.template_context import GL_DTYPES, HOPPER, TORCH_DTYPES
+from flashgen.codegen.portable_forward.template_context import is_positional
+from flashgen.codegen.score_parameters import window_edges
+from flashgen.core.config import Config
+from flashgen.core.workload import Specialization
+
+STARTS_TEXTS = {
+    "late": "dp gets its start while s is computed",
+    "ahead": "s gets its start a step ahead, dp at the beginning of its own",
+    "early": "both products get their start before the first begins, each sum in a register of its own",
+}
+
+
+def values(spec: Specialization, config: Config) -> dict[str, object]:
+    """The values of the template for the kernels of a config, by name."""
+    fused = resources.is_fused(config)
+    block_d, block_dv = block(spec.head_dim), block(spec.head_dim_v)
+    dq_columns = resources.dq_columns(spec, config)
+    return {
+        **dict(config.knobs),
+        "fused": fused,
+        "converts": resources.converts(config),
+        "staggered": resources.is_staggered(config),
+        "ahead": resources.is_ahead(config),
+        "part_blocks": resources.PART_BLOCKS,
+        "multiprocessors": resources.MULTIPROCESSORS,
+        "main": f"{config.family}_{'main' if fused else 'dkdv'}",
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "block_d": block_d,
+        "block_dv": block_dv,
+        "rows": ROWS,
+        "do_stages": resources.DO_STAGES,
+        "block_n": resources.block_n(spec),
+        "wide": resources.is_wide(spec),
+        "dq_columns": dq_columns,
+        "dq_chunk": ROWS * dq_columns,
+        "dq_v_stages": 0 if fused else resources.dq_v_stages(spec, config, HOPPER),
+        # of 128 keys and 64 queries at the diagonal a quarter is visible
+        "skips": fused and spec.causal and config["block_m"] == ROWS,
+        "prepare_rows": PREPARE_ROWS,
+        "maxnreg": resources.MAXNREG,
+        "consumer_registers": resources.CONSUMER_REGISTERS,
+        "producer_registers": resources.PRODUCER_REGISTERS,
+        "dtype": spec.dtype,
+        "gl_dtype": GL_DTYPES[spec.dtype],
+        "torch_dtype": TORCH_DTYPES[spec.dtype],
+        "schedule_text": _schedule_text(config),
+        "order_text": _order_text(config),
+        "starts_text": STARTS_TEXTS["ahead" if resources.is_ahead(config) else str(config["starts"])],
+        **_features(spec),
+        **_names(spec, config),
+        **_synchronisation(spec, config),
+    }
+
+
+def _features(spec: Specialization) -> dict[str, object]:
+    positional = is_positional(spec)
+    offset = ("QOffset" if spec.offset_tensor else "q_offset") if positional else ""
+    edges = window_edges(spec)
+    extra = [*([offset] if offset else []), *edges]
+    sizes = ["batch", "nheads", "group_size", "seqlen_q", "seqlen_k", *extra]
+    seen = ["offset", *edges] if positional else []
+    offset_value = "offset, " if positional else ""
+    return {
+        "causal": spec.causal,
+        "window": spec.window,
+        "positional": positional,
+        "far": spec.window,
+        "clears_hidden": positional,
+        "offset_tensor": spec.offset_tensor and positional,
+        "offset_name": offset,
+        # query i sees no key behind i + this
+        "right": "offset" if spec.causal else "(offset + window_right)",
+        "sizes": sizes,
+        "tile_values": f"first_key, b, h_k, {offset_value}first, blocks",
+        "dq_sizes": sizes,
+        "query_block_arguments": (["first_key", *seen] if positional else [])
+        + ["seqlen_q", *(["seqlen_k"] if spec.window else [])],
+        "key_block_arguments": (["first_row", *seen, "seqlen_q"] if positional else []) + ["seqlen_k"],
+        "seen_arguments": [*seen, "seqlen_q", "seqlen_k"],
+        "visibility": _visibility(spec),
+        "visibility_arguments": ["own_key", *seen, "seqlen_k"],
+        "host_features": ["window"] if spec.window else [],
+    }
+
+
+def _visibility(spec: Specialization) -> list[str]:
+    """What hides scores of a warpgroup's keys: by key, and for all of them at once."""
+    if spec.window:
+        return ["from_query", "all_from", "to_query", "all_to"]
+    return ["from_query", "all_from"] if spec.causal else ["exists", "all_exist"]
+
+
+def _names(spec: Specialization, config: Config) -> dict[str, object]:
+    """What the roles are handed together."""
+    fused, wide, persistent = resources.is_fused(config), resources.is_wide(spec), config["persistent"]
+    descs = ["q_desc", "k_desc", "v_desc", "do_desc", "lse_start_desc", "neg_delta_desc"]
+    buffers = ["q_tiles", "k_tiles", "v_tiles", "do_tiles", "lse_tiles", "delta_tiles"]
+    buffers += ["p_tiles"] if wide else ["ds_tiles", "dq_tiles"] if fused else []
+    return {
+        "descs": [*descs, *(["dq_acc_desc"] if fused else []), "dk_desc", "dv_desc"],
+        "buffers": [*buffers, *(["next_tiles"] if persistent else [])],
+    }
+
+
+def _synchronisation(spec: Specialization, config: Config) -> dict[str, object]:
+    """Barriers by name: slots of a group (0: it is a single one) and arrivals that complete a phase."""
+    fused = resources.is_fused(config)
+    slots: dict[str, tuple[object, int]] = {"k_full": (0, 1), "v_full": (0, 1)}
+    slots |= {"q_full": ("Q_STAGES", 1), "do_full": ("DO_STAGES", 1)}
+    if config["persistent"]:
+        slots |= {"kv_empty": (0, 2), "tile_full": (2, 1), "tile_empty": (2, 4 if fused else 2)}
+    dq_slots = {"q_full": (2, 1), "k_full": ("DQ_STAGES", 1), "v_full": ("DQ_V_STAGES", 1)}
+    return {
+        "named_barriers": resources.numbered(resources.named_barriers(spec, config)),
+        "dq_named_barriers": resources.numbered(resources.dq_named_barriers(config)),
+        "first_barrier": FIRST_NAMED_BARRIER,
+        "ring_threads": 2 * THREADS_PER_WARPGROUP + 32,
+        "hand_over_threads": THREADS_PER_WARPGROUP + (32 if fused else THREADS_PER_WARPGROUP),
+        "barriers": list(slots),
+        "barrier_slots": slots,
+        "dq_barriers": list(dq_slots),
+        "dq_barrier_slots": dq_slots,
+    }
+
+
+def _schedule_text(config: Config) -> str:
+    if config["persistent"]:
+        return "persistent: one program a multiprocessor, which fetch tiles from Counter"
+    return "one program a tile"
+
+
+def _order_text(config: Config) -> str:
+    group = config.integer("heads_per_group")
+    if group == 1:
+        return "blocks fastest"
+    return f"heads fastest, in groups of {group}, most work first"

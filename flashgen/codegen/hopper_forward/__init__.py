@@ -1,0 +1,1 @@
+"""The Hopper forward family: warp-specialised FlashAttention in Gluon, for sm90."""

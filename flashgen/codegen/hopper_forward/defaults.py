@@ -1,0 +1,142 @@
+"""Configs of the Hopper forward family to begin with: defaults, favourites, and either fitted to short queries."""
+
+from __future__ import annotations
+
+from flashgen.codegen import head_packing
+from flashgen.codegen.family import Sizes
+from flashgen.codegen.head_parts import why_not_split
+from flashgen.codegen.hopper_forward import resources, rules
+from flashgen.codegen.hopper_forward import template_context as text
+from flashgen.codegen.hopper_forward.seed_configs import FIRST, MBARRIER, NAMED, SHORT, SMALLER, SPLIT, WON, Changes
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+# by (larger padded head_dim, causal): the winner of long sequences on an H200
+_DEFAULTS: dict[tuple[int, bool], Changes] = {
+    (64, False): {"warpgroups": 3, "v_stages": 3, "ping_pong": True},
+    (64, True): {
+        "warpgroups": 3,
+        "v_stages": 3,
+        "heads_per_group": 8,
+        "ping_pong": True,
+        "conditional_rescale": True,
+        "q_stages": 2,
+        "hidden_blocks": "skipped",
+        **MBARRIER,
+    },
+    (128, False): NAMED,
+    (128, True): {"heads_per_group": 4, **NAMED},
+    (256, False): {"block_n": 64, **NAMED},
+    (256, True): {"block_n": 64, "heads_per_group": 8, **NAMED},
+}
+
+
+USUAL: Changes = {
+    "warpgroups": 2,
+    "blocks_per_sm": 1,
+    "block_n": 128,
+    "v_stages": 2,
+    "k_release": "own",
+    "barriers": "mbarrier",
+    "ping_pong": False,
+    "conditional_rescale": False,
+    "exp_order": "free",
+    "max_tree": "chain",
+    "heads_per_group": 1,
+    "masked_blocks": "one",
+    "split_d": False,
+    "q_stages": 1,
+    "hidden_blocks": "computed",
+    "packed_heads": 1,
+    "scores_ahead": "block",
+    "maximum": "running",
+}
+
+
+def default(spec: Specialization, device: Device) -> Config:
+    """What won for long sequences on an H200, made smaller where features take room."""
+    width = _width(spec)
+    config = Config.of(text.FAMILY_ID, {**USUAL, **_DEFAULTS[width, spec.causal]})
+    if width == 64 and spec.window:
+        # the windows of such models are as short as a block
+        config = config.replace(warpgroups=2, block_n=64, **NAMED)
+    if spec.softcap:
+        # three times as many exponentials must not wait for the product
+        config = config.replace(**NAMED)
+    if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
+        config = config.replace(warpgroups=2, **NAMED)
+    config = _in_parts(spec, config, device)
+    if rules.why_not_first(spec) is None:
+        config = config.replace(**FIRST)
+    changes: tuple[Changes, ...] = ({}, {"v_stages": 2}, {"warpgroups": 2, "v_stages": 2, **NAMED})
+    smaller = (_tidy(spec, config.replace(**change), device) for change in changes)
+    return next((each for each in smaller if rules.why_too_large(spec, each, device) is None), smallest(spec, device))
+
+
+def _in_parts(spec: Specialization, config: Config, device: Device) -> Config:
+    """`config` with heads in two parts where that is less, and steps of 128 keys where there is room then."""
+    if _width(spec) == resources.LEAST_COLUMNS or why_not_split(spec):
+        return config
+    parts = config.replace(split_d=True)
+    wide = parts.replace(block_n=128, v_stages=2)
+    return wide if rules.why_too_large(spec, wide, device) is None else parts
+
+
+def smallest(spec: Specialization, device: Device) -> Config:
+    """What takes the least registers and shared memory for a warpgroup's rows, of what is not pointless."""
+    changes: Changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED}
+    config = Config.of(text.FAMILY_ID, {**USUAL, **changes})
+    config = config.replace(split_d=why_not_split(spec) is None)
+    return _tidy(spec, config, device)
+
+
+def favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    """Configs that won at other lengths, for a search to begin with."""
+    usual = default(spec, device)
+    found = [usual.replace(**changes) for changes in WON[_width(spec), spec.causal]]
+    best = found[0]
+    if resources.maximum(usual) == "first":
+        found.append(usual.replace(maximum="running"))
+    if spec.window:
+        # a tile of a few steps waits for its Q longest
+        found += [
+            config.replace(q_stages=2) for config in (best, best.replace(**{**NAMED, "ping_pong": best["ping_pong"]}))
+        ]
+        # what wins for short windows is furthest from the default: it must not come last where there is time for little
+        found = [*(usual.replace(**change) for change in SHORT), *found]
+    if resources.score_tiles(spec):
+        found += [config.replace(**change) for config in (usual, best) for change in SMALLER]
+    if why_not_split(spec) is None:
+        found += [config.replace(**change) for config in (usual, best) for change in SPLIT]
+    others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != usual)
+    return tuple(config for config in others if rules.why_invalid(spec, config, device) is None)
+
+
+def _tidy(spec: Specialization, config: Config, device: Device) -> Config:
+    """`config` without what its tiles leave no sense or no room for: a kind of masked blocks, a second place for Q."""
+    if rules.why_impossible_mask(spec, config) is not None:
+        config = config.replace(masked_blocks="branch")
+    if not rules.hides_whole_blocks(spec, config):
+        config = config.replace(hidden_blocks="computed")
+    if resources.q_stages(config) > 1 and rules.why_too_large(spec, config, device) is not None:
+        config = config.replace(q_stages=1)
+    return config
+
+
+def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    """`config` with so many heads in a tile as the query length and the group ask for."""
+    heads = head_packing.packing(sizes, resources.block_m(config))
+    if heads == resources.packed_heads(config):
+        return config
+    found = _tidy(spec, config.replace(packed_heads=heads), device)
+    return found if rules.why_invalid(spec, found, device) is None else config
+
+
+def why_unfit(config: Config, sizes: Sizes) -> str | None:
+    """Why a nearby record's config is not worth serving at these sizes, or None."""
+    return head_packing.why_unfit(sizes, resources.block_m(config), resources.packed_heads(config))
+
+
+def _width(spec: Specialization) -> int:
+    return max(resources.block(spec.head_dim), resources.block(spec.head_dim_v))

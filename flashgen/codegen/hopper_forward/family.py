@@ -1,0 +1,148 @@
+"""The Hopper forward family: FlashAttention-3's warp-specialised algorithm in Gluon, for sm90."""
+
+from __future__ import annotations
+
+import functools
+
+from flashgen.codegen import head_packing
+from flashgen.codegen.family import Joint, KernelFamily, Knob
+from flashgen.codegen.hopper_forward import defaults, resources, rules
+from flashgen.codegen.hopper_forward import template_context as text
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+KNOBS = (
+    Knob(name="warpgroups", values=(1, 2, 3, 4), meaning="consumer warpgroups of a program, each of 64 query rows"),
+    Knob(
+        name="blocks_per_sm", values=(1, 2, 3, 4), meaning="programs side by side, between which registers are divided"
+    ),
+    Knob(name="block_n", values=(64, 128), meaning="keys of a step"),
+    Knob(name="v_stages", values=(2, 3), meaning="slots for blocks of V, and of K"),
+    Knob(
+        name="q_stages",
+        values=(1, 2),
+        meaning="tiles that Q has room for: with two, Q and the first keys of the next tile are there when it begins",
+        default=1,
+        implied=True,
+    ),
+    Knob(
+        name="k_release",
+        values=("own", "with_v"),
+        meaning="a slot of K is released by a barrier of its own, or with V's by having one slot more",
+    ),
+    Knob(
+        name="barriers",
+        values=("mbarrier", "named"),
+        meaning="what slots are released by and turns passed with: barriers in shared memory, or the hardware's own",
+    ),
+    Knob(name="ping_pong", values=(False, True), meaning="warpgroups take turns at the matrix unit"),
+    Knob(
+        name="conditional_rescale",
+        values=(False, True),
+        meaning="the maximum moves only by more than 2**8, and a warp whose maxima stay skips the rescaling",
+    ),
+    Knob(
+        name="exp_order",
+        values=("free", "barrier", "data"),
+        meaning="exponentials stay ahead of the wait for the product: not, by a wait, by a release that needs them",
+    ),
+    Knob(
+        name="scores_ahead",
+        values=("block", "half", "none"),
+        meaning="what of a block's scores is computed beside the product of the block before: "
+        "the less, the fewer registers",
+        default="block",
+        implied=True,
+    ),
+    Knob(
+        name="maximum",
+        values=("running", "first"),
+        meaning="what exponentials are taken against: the running maximum of their row, or that of its first keys, and "
+        "a tile for which that was too low is computed again",
+        default="running",
+        implied=True,
+    ),
+    Knob(name="max_tree", values=("chain", "chains"), meaning="the maximum of a row in one chain or four"),
+    Knob(
+        name="heads_per_group",
+        values=(1, 2, 4, 8, 16, 32),
+        meaning="tile order: 1 query blocks fastest, n heads fastest in groups of n, most keys first",
+    ),
+    Knob(
+        name="masked_blocks",
+        values=("one", "peeled", "branch"),
+        meaning="causal: only the first block of keys has hidden ones, since query blocks are cut for it; "
+        "or those that have a loop of their own; or a branch in the one loop",
+    ),
+    Knob(
+        name="hidden_blocks",
+        values=("computed", "skipped"),
+        meaning="causal or with a window: of a tile of several warpgroups each computes all blocks, or leaves out "
+        "those at either end of which it sees no key",
+        default="computed",
+        implied=True,
+    ),
+    Knob(
+        name="split_d",
+        values=(False, True),
+        meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
+        default=False,
+        implied=True,
+    ),
+    Knob(
+        name="packed_heads",
+        values=head_packing.PACKED_HEADS,
+        meaning="heads of a group side by side in the rows of a warpgroup, whose keys are read once for all of them",
+        default=1,
+        implied=True,
+    ),
+)
+
+
+def _why_not(spec: Specialization, device: Device) -> str | None:
+    if device.arch != "sm90":
+        return f"it needs sm90, not {device.arch}"
+    if spec.varlen:
+        return "it has no varlen"
+    if spec.mods:
+        return "it takes no functions of the caller"
+    if resources.score_tiles(spec) and not spec.aligned_scores:
+        return (
+            "the copy engine needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
+        )
+    if spec.page_size is not None:
+        return "it reads no paged keys"
+    if spec.dtype not in text.GL_DTYPES:
+        return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
+    if reason := resources.why_not_head_dim(spec):
+        return reason
+    if not spec.aligned16:
+        return "the copy engine needs pointers and strides that are multiples of 16 bytes"
+    if rules.why_too_large(spec, defaults.smallest(spec, device), device):
+        return "its tiles of bias and mask do not fit beside heads of this size"
+    return None
+
+
+@functools.cache
+def _joint() -> Joint:
+    return Joint(names=rules.TOGETHER, rows=rules.joint_rows(KNOBS))
+
+
+HOPPER_FORWARD = KernelFamily(
+    id=text.FAMILY_ID,
+    title="Warp-specialised FlashAttention for Hopper in Gluon",
+    template="hopper_forward/hopper_forward.py.jinja",
+    direction="forward",
+    knobs=KNOBS,
+    why_not=_why_not,
+    why_invalid=rules.why_invalid,
+    default=defaults.default,
+    values=text.values,
+    kernels=text.kernels,
+    favourites=defaults.favourites,
+    choices=rules.choices,
+    joint=_joint,
+    fitted=defaults.fitted,
+    why_unfit=defaults.why_unfit,
+    tolerated_spills=resources.TOLERATED_SPILLS,
+)

@@ -1,0 +1,247 @@
+"""Shared memory and registers of the Hopper forward family, as arithmetic: what does not fit is not compiled."""
+
+from __future__ import annotations
+
+from flashgen.codegen.head_parts import HeadPart, can_split, head_parts
+from flashgen.codegen.portable_forward.template_context import bias_dtype
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+ROWS = 64
+"""Query rows of a consumer warpgroup: the height of one wgmma tile. Two tiles a warpgroup were never faster."""
+
+THREADS_PER_WARPGROUP = 128
+REGISTER_STEP = 8
+"""setmaxnreg moves the registers of a warpgroup in steps of eight a thread."""
+
+MAX_REGISTERS = 248
+"""The most that setmaxnreg may give a thread (255 less what does not divide by eight)."""
+
+OTHER_REGS = 28
+"""Registers of a consumer thread beside scores, weights and output: statistics, addresses, phases. A mask under a
+branch may spill a few more, in that branch alone."""
+
+FEW_OTHER_REGS = 24
+"""The same where nothing is in flight during a softmax: 64 x 128 scores and 128 columns of output then fit the 160
+registers of three warpgroups, with 8 to 40 bytes of spills without a mask, and 64 x 64 with 64 columns the 104 of four
+programs, with up to 32."""
+
+TOLERATED_SPILLS = 384
+"""Bytes of local memory of a thread. The roles divide all registers between them, and the fastest kernels leave none
+unused: defaults spill up to 80 bytes under Triton 3.6 and 3.7, around the loop and under the branch of masked blocks,
+and up to 330 under 3.9."""
+
+BARRIER_BYTES = 1024
+"""Barriers, the next tile and alignment; 330 to 800 bytes were measured."""
+
+VERDICT_BYTES = 512
+"""Where a tile may come again: what a warpgroup says of two tiles. Masks of single scores need as much again as
+barriers for the rest."""
+
+HEADROOM_BITS = 32
+"""How far above the first keys' maximum the reference of exponentials is that does not follow the maximum, and what the
+sum of a row may come to, both as exponents of two. So scores may grow by 64 ln 2 = 44 until a tile must be computed
+again, sums and outputs stay some 90 powers of two away from either end of fp32 and bf16, and weights that vanish are
+below 2**-90 of the first keys' largest."""
+
+MOST_WEIGHT_BITS = 15
+"""What a weight in fp16 may come to, as an exponent of two: its range is too short for headroom, and scores may grow by
+15 ln 2 = 10."""
+
+CAPPED_HEADROOM_BITS = 64
+"""What `HEADROOM_BITS` is under a softcap, where no sum is judged."""
+
+CAPPED_BITS = 160
+"""How far apart a softcap may let two scores be for no tile to come again, as an exponent of two: caps up to 80 ln 2 =
+55, Gemma's 50 among them. A row's first keys may be at the lower end and later ones at the upper: weights come to
+2**(160 - 64) and sums of a hundred thousand of them leave V 2**14, at a cap of 50 2**30."""
+
+NAMED_BARRIERS = 16
+"""Barriers of a block in hardware (PTX: bar.sync 0 to 15)."""
+
+FIRST_NAMED_BARRIER = 6
+"""Triton takes 0, 1 and one for each role but the first, of which there are at most four."""
+
+
+LEAST_COLUMNS = 64
+"""Columns of a full swizzle: a head that lies in one part has no fewer."""
+
+LEAST_HEAD_DIM = 40
+"""Smaller heads than this would be padded to twice their size and more."""
+
+MOST_HEAD_DIM = 256
+"""Of larger ones the output of 64 rows leaves no registers for scores."""
+
+HEAD_DIM_STEP = 8
+"""Rows of a multiple of 16 bytes, for the copy engine."""
+
+
+def why_not_head_dim(spec: Specialization) -> str | None:
+    """Why heads of this size are left to the portable families, or None."""
+    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if not LEAST_HEAD_DIM <= size <= MOST_HEAD_DIM or size % HEAD_DIM_STEP:
+            return f"its {name} is a multiple of 8 from {LEAST_HEAD_DIM} to {MOST_HEAD_DIM}, not {size}"
+    return None
+
+
+def is_split(config: Config) -> bool:
+    """Whether heads lie in two parts; a config that is older than the knob means that they do not."""
+    return bool(config.get("split_d", False))
+
+
+def parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
+    """The parts of a head: one, padded to the next power of two, or two: 96 = 64 + 32, 192 = 128 + 64."""
+    if is_split(config) and can_split(head_dim):
+        return head_parts(head_dim, split=True)
+    return (HeadPart(suffix="", start=0, size=head_dim, block=block(head_dim)),)
+
+
+def columns(head_dim: int, config: Config) -> int:
+    """Columns of all parts of a head together."""
+    return sum(part.block for part in parts(head_dim, config))
+
+
+def block(head_dim: int) -> int:
+    """Columns of a head in one part: the next power of two, at least the 64 of a full swizzle."""
+    return max(LEAST_COLUMNS, 1 << (head_dim - 1).bit_length())
+
+
+def score_tiles(spec: Specialization) -> dict[str, str]:
+    """What has a value for every query and key, and is loaded a tile at a time: its element type by its name.
+
+    The copy engine brings a tile for each warpgroup and block of keys, [ROWS, block_n], into the warpgroup's own slot.
+    Its warps take it to registers while the matrix unit computes the scores, and the next tile has the rest of the step
+    to arrive (docs/decisions/tiles-of-scores-on-hopper.md).
+    """
+    found = {"bias": bias_dtype(spec)} if spec.bias == "full" else {}
+    return found | ({"mask": "u8"} if spec.mask == "full" else {})
+
+
+def score_bytes(spec: Specialization, config: Config) -> int:
+    """Bytes of the tiles of one warpgroup and block of keys."""
+    return ROWS * config.integer("block_n") * sum(DTYPE_BYTES.get(dtype, 1) for dtype in score_tiles(spec).values())
+
+
+def block_m(config: Config) -> int:
+    """Query rows of a program."""
+    return config.integer("warpgroups") * ROWS
+
+
+def q_stages(config: Config) -> int:
+    """Tiles that Q has room for; a config that is older than the knob means one."""
+    return int(config.get("q_stages", 1))
+
+
+def packed_heads(config: Config) -> int:
+    """Heads that share keys in the rows of a warpgroup; a config that is older than the knob means one."""
+    return int(config.get("packed_heads", 1))
+
+
+def positions(config: Config) -> int:
+    """Query positions of a program: as many as rows, but for heads that lie side by side in them."""
+    return block_m(config) // packed_heads(config)
+
+
+def k_stages(config: Config) -> int:
+    """Slots for K: one more than for V where a slot of K is released together with one of V."""
+    return config.integer("v_stages") + (config["k_release"] == "with_v")
+
+
+def maximum(config: Config) -> str:
+    """What exponentials are taken against; a config that is older than the knob means the running maximum."""
+    return str(config.get("maximum", "running"))
+
+
+def scores_ahead(config: Config) -> str:
+    """What of a block's scores is computed beside the product of the block before; older configs mean all of it."""
+    return str(config.get("scores_ahead", "block"))
+
+
+def is_capped(spec: Specialization) -> bool:
+    """Whether a softcap bounds the scores that exponentials are taken of, in a dtype that has room for all of them."""
+    return spec.softcap and not (spec.alibi or spec.bias) and spec.dtype == "bf16"
+
+
+def headroom_bits(spec: Specialization) -> int:
+    """How far above the first keys' maximum the reference is, as an exponent of two."""
+    if spec.dtype == "fp16":
+        return 0
+    return CAPPED_HEADROOM_BITS if is_capped(spec) else HEADROOM_BITS
+
+
+def comes_again(spec: Specialization, config: Config) -> bool:
+    """Whether a tile may be found spoilt once it is computed, and is then computed a second time."""
+    return spec.mask == "full" or (maximum(config) == "first" and not is_capped(spec))
+
+
+def named_barriers(spec: Specialization, config: Config) -> int:
+    """Named barriers of a kernel: one for each slot that is released, and one for each warpgroup that takes turns."""
+    if config["barriers"] != "named":
+        return 0
+    slots = config.integer("v_stages") + (k_stages(config) if config["k_release"] == "own" else 0)
+    return slots + config.integer("warpgroups") * (bool(config["ping_pong"]) + bool(score_tiles(spec)))
+
+
+def ring_threads(config: Config) -> int:
+    """Threads that meet when a slot is released: all consumers and the producer's warp."""
+    return config.integer("warpgroups") * THREADS_PER_WARPGROUP + 32
+
+
+def producer_registers(config: Config) -> int:
+    """Registers of a thread of the producer warp: what was tried on the device."""
+    return 32 if config["warpgroups"] == 3 else 24
+
+
+def maxnreg(config: Config, device: Device) -> int:
+    """Registers of a thread at the launch: an equal share for all warps; one producer warp counts as a warpgroup."""
+    threads = THREADS_PER_WARPGROUP * (config.integer("warpgroups") + 1)
+    share = device.regs_per_sm // (config.integer("blocks_per_sm") * threads)
+    return min(MAX_REGISTERS, share // REGISTER_STEP * REGISTER_STEP)
+
+
+def consumer_registers(config: Config, device: Device) -> int:
+    """Registers of a consumer thread, once the producer has given up what it does not need."""
+    warpgroups = config.integer("warpgroups")
+    pool = maxnreg(config, device) * (warpgroups + 1) - producer_registers(config)
+    return min(MAX_REGISTERS, pool // warpgroups // REGISTER_STEP * REGISTER_STEP)
+
+
+def live_registers(spec: Specialization, config: Config) -> int:
+    """Registers that a consumer thread needs: fp32 scores, 16-bit weights, fp32 output, bias, mask, the rest."""
+    block_n = config.integer("block_n")
+    by_key = block_n // 4 * ((spec.bias == "keys") + (spec.mask == "keys"))
+    # a thread has block_n / 2 scores; the bytes of a mask come by twos, each pair in a register of its own
+    tiles = block_n // 8 * sum(max(2, DTYPE_BYTES.get(dtype, 1)) for dtype in score_tiles(spec).values())
+    # the weights of the block before are in use while the scores come, unless these come after
+    weights = block_n // 4 if scores_ahead(config) == "block" else 0
+    other = OTHER_REGS if scores_ahead(config) == "block" else FEW_OTHER_REGS
+    return block_n // 2 + weights + by_key + tiles + columns(spec.head_dim_v, config) // 2 + other
+
+
+def smem_bytes(spec: Specialization, config: Config, *, own_o: bool) -> int:
+    """Shared memory of a block: Q, the rings of K and V, bias and mask, and the output's own place if `own_o`."""
+    d, dv, block_n = columns(spec.head_dim, config), columns(spec.head_dim_v, config), config.integer("block_n")
+    elements = block_m(config) * (q_stages(config) * d + (dv if own_o else 0))
+    elements += block_n * (k_stages(config) * d + config.integer("v_stages") * dv)
+    tiles = config.integer("warpgroups") * score_bytes(spec, config)
+    barriers = BARRIER_BYTES
+    if comes_again(spec, config):
+        barriers += VERDICT_BYTES * config.integer("warpgroups") + (BARRIER_BYTES if spec.mask == "full" else 0)
+    return elements * DTYPE_BYTES[spec.dtype] + tiles + barriers
+
+
+def smem_available(config: Config, device: Device) -> int:
+    """Shared memory of one of the blocks that run side by side; the driver keeps a kilobyte of each."""
+    return min(device.smem_per_block, device.smem_per_sm // config.integer("blocks_per_sm") - 1024)
+
+
+def own_o(spec: Specialization, config: Config, device: Device) -> bool:
+    """Whether the output of a tile has its own place, so that Q of the next tile is loaded meanwhile.
+
+    Else its parts take the places of Q's parts, where those have the same shapes.
+    """
+    d, dv = parts(spec.head_dim, config), parts(spec.head_dim_v, config)
+    if [part.block for part in dv] != [part.block for part in d[: len(dv)]]:
+        return True
+    return smem_bytes(spec, config, own_o=True) <= smem_available(config, device)

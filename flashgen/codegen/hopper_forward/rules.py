@@ -1,0 +1,180 @@
+"""Which configs of the Hopper forward family can work: the reasons against the others, from sense to resources."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from flashgen.codegen.family import Knob
+from flashgen.codegen.head_parts import why_not_split
+from flashgen.codegen.hopper_forward import resources
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+
+def why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
+    """The reason why a config of declared values cannot work, or was never the fastest; None if it is worth a try."""
+    return (
+        _why_not_together(dict(config.knobs))
+        or _why_meaningless(spec, config)
+        or _why_not_packed(spec, config)
+        or why_impossible_mask(spec, config)
+        or why_too_large(spec, config, device)
+        or _why_pointless(spec, config, device)
+    )
+
+
+def why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:
+    """The reason why registers, shared memory or named barriers of a multiprocessor do not suffice, or None."""
+    needed, available = resources.live_registers(spec, config), resources.consumer_registers(config, device)
+    if needed > available:
+        return f"a consumer thread needs about {needed} registers and gets {available}"
+    own_o = resources.own_o(spec, config, device)
+    if resources.q_stages(config) > 1 and not own_o:
+        return "two tiles of Q leave no place for the output"
+    shared, limit = resources.smem_bytes(spec, config, own_o=own_o), resources.smem_available(config, device)
+    if shared > limit:
+        return f"it needs {shared} bytes of shared memory and a block has {limit}"
+    barriers, left = resources.named_barriers(spec, config), resources.NAMED_BARRIERS - resources.FIRST_NAMED_BARRIER
+    if barriers > left:
+        return f"it needs {barriers} named barriers and Triton leaves {left}"
+    return None
+
+
+TOGETHER = (
+    *("warpgroups", "blocks_per_sm", "v_stages", "k_release", "barriers"),
+    *("ping_pong", "conditional_rescale", "exp_order", "max_tree", "scores_ahead", "maximum"),
+)
+"""Knobs of a program's warps and their order. Of 18432 combinations of their values 342 are worth a try."""
+
+
+def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
+    """What makes no sense, and then what was never the fastest on an H200, whatever is computed."""
+    named = values["barriers"] == "named"
+    if values["ping_pong"] and values["warpgroups"] == 1:
+        return "one warpgroup has nobody to take turns with"
+    if values["exp_order"] == "data" and (values["barriers"], values["k_release"]) != ("named", "own"):
+        return "the release that needs the exponentials is that of K, by a named barrier"
+    if values["exp_order"] == "barrier" and (named or not values["conditional_rescale"]):
+        return "a wait for their sake only pays together with the conditional rescale, and data does it where it can"
+    if values["max_tree"] == "chains" and named:
+        return "four chains of maxima are slower than one where little else waits"
+    if values.get("scores_ahead", "block") != "block":
+        short = values["warpgroups"] == 3 or values["blocks_per_sm"] == 4
+        if not short or values["exp_order"] != "free":
+            return (
+                "fewer scores ahead save registers, which three warpgroups or four programs lack, and leave no product "
+                "to order things by"
+            )
+    elif values["blocks_per_sm"] == 4:
+        return "four programs leave no registers for scores ahead"
+    plain = values["conditional_rescale"] and values["max_tree"] == "chain"
+    if values.get("maximum", "running") == "first" and not plain:
+        return "where few steps follow the maximum, one way to do so is enough"
+    if (values["warpgroups"] == 1) != (values["blocks_per_sm"] != 1):
+        return "blocks side by side are for those of one warpgroup, which leave the matrix unit idle during a softmax"
+    if values["k_release"] == "with_v" and (values["warpgroups"], values["v_stages"]) != (4, 3):
+        return "releasing K with V only pays in a long ring that four warpgroups release"
+    return None
+
+
+def joint_rows(knobs: Sequence[Knob]) -> tuple[tuple[KnobValue, ...], ...]:
+    """The combinations of values of `TOGETHER` that a search enumerates."""
+    known = {knob.name: knob.values for knob in knobs}
+    rows = itertools.product(*(known[name] for name in TOGETHER))
+    return tuple(row for row in rows if _why_not_together(dict(zip(TOGETHER, row, strict=True))) is None)
+
+
+def _why_meaningless(spec: Specialization, config: Config) -> str | None:
+    if resources.is_split(config) and (reason := why_not_split(spec)):
+        return reason
+    if spec.causal and not spec.window and config["heads_per_group"] == 1:
+        return "tiles with the most keys start first, and only groups of heads have an order for that"
+    if not spec.causal and config["heads_per_group"] != 1:
+        return "without a causal mask all tiles are equally heavy"
+    if resources.scores_ahead(config) != "block" and resources.score_tiles(spec):
+        return "tiles of bias and mask are taken to registers while the product is computed, and need all that are free"
+    if resources.maximum(config) == "first" and (reason := why_not_first(spec)):
+        return reason
+    if config["hidden_blocks"] == "skipped" and not hides_whole_blocks(spec, config):
+        return "every warpgroup sees keys of every block that its tile sees"
+    return None
+
+
+def why_not_first(spec: Specialization) -> str | None:
+    """Why exponentials must be taken against the running maximum, or None."""
+    if spec.dtype == "fp16" and spec.causal:
+        return (
+            "weights in fp16 have little room for a maximum that grows, and first keys of causal models draw attention"
+        )
+    if spec.bias or spec.mask:
+        return "where a bias or a mask hides single keys, a row may see its first key in any block"
+    return None
+
+
+def hides_whole_blocks(spec: Specialization, config: Config) -> bool:
+    """Whether a warpgroup may see no key of a tile's last block, or of its first, and the kernel can do without it."""
+    return (
+        (spec.causal or spec.window)
+        and config["masked_blocks"] == "branch"
+        and resources.block_m(config) - resources.ROWS >= resources.packed_heads(config) * config.integer("block_n")
+        and not resources.score_tiles(spec)
+    )
+
+
+def _why_not_packed(spec: Specialization, config: Config) -> str | None:
+    if resources.packed_heads(config) > 1 and (spec.bias or spec.mask):
+        return "heads side by side may have different biases or masks, and a step loads those of one"
+    return None
+
+
+def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
+    """The reason why `masked_blocks` cannot hide what causal mask and window hide, or None."""
+    kind = config["masked_blocks"]
+    if spec.window:
+        return (
+            None if kind == "branch" else "a window hides keys at both ends, in blocks that only a branch tells apart"
+        )
+    if not spec.causal:
+        return None if kind == "one" else "without a causal mask only the first block of a tile may need a mask"
+    if resources.packed_heads(config) > 1:
+        return None if kind == "branch" else "few query positions of packed heads are not cut along the diagonal"
+    one = resources.block_m(config) <= config.integer("block_n") and not spec.offset_tensor
+    if kind == "one" and not one:
+        return (
+            "one block of keys holds the diagonal where it has as many keys as the tile has rows, at one known offset"
+        )
+    if kind == "peeled" and resources.maximum(config) == "first":
+        return "steps that follow the maximum are apart from the others anyway"
+    if kind == "peeled" and (one or config.integer("warpgroups") > 2):
+        return "a second loop for masked blocks only pays where more than one is masked, and where registers are left"
+    return None
+
+
+def _why_pointless(spec: Specialization, config: Config, device: Device) -> str | None:
+    """Like the second half of `_why_not_together`."""
+    if (
+        config["block_n"] == 64
+        and not spec.window
+        and not resources.score_tiles(spec)  # smaller tiles of them leave registers, and the output a place of its own
+        and why_too_large(spec, config.replace(block_n=128, v_stages=2), device) is None
+    ):
+        return "steps of 128 keys fit, and have half as many waits"
+    return None
+
+
+def choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    """What a specialization leaves of knobs: no other value is valid or, of `packed_heads`, is for sizes to decide."""
+    found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
+    if why_not_first(spec):
+        found["maximum"] = ("running",)
+    if why_not_split(spec):
+        found["split_d"] = (False,)
+    if not spec.causal:
+        found["heads_per_group"] = (1,)
+    if not (spec.causal or spec.window):
+        found["hidden_blocks"] = ("computed",)
+    if spec.window or not spec.causal:
+        found["masked_blocks"] = ("branch",) if spec.window else ("one",)
+    return found

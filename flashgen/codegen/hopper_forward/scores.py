@@ -1,0 +1,98 @@
+"""What the Hopper forward family does to a score: the text of its features."""
+
+from __future__ import annotations
+
+from flashgen.codegen.hopper_forward.resources import score_tiles
+from flashgen.codegen.portable_forward.template_context import bias_dtype, is_natural, is_positional, score_strides
+from flashgen.codegen.score_parameters import scales, window_edges
+from flashgen.core.workload import Specialization
+
+
+def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
+    """The values of the template that depend on the features; `aligned`: query blocks are cut along the diagonal."""
+    offset = ("QOffset" if spec.offset_tensor else "q_offset") if is_positional(spec) else ""
+    hides = spec.causal or spec.window
+    sizes = ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if offset else []), *window_edges(spec)]
+    host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
+    host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
+    return {
+        "causal": spec.causal,
+        "window": spec.window,
+        "softcap": spec.softcap,
+        "alibi": spec.alibi,
+        "bias": spec.bias,
+        "mask": spec.mask,
+        "sink": spec.sink,
+        "score_tiles": list(score_tiles(spec)),
+        "score_dtypes": {name: GL_SCORE_DTYPES[dtype] for name, dtype in score_tiles(spec).items()},
+        "score_axes": score_axes(spec),
+        "seen": _seen(spec),
+        "bias_dtype": bias_dtype(spec),
+        "sink_dtype": spec.sink_dtype or "fp32",
+        "score_stride": not spec.aligned_scores,
+        "aligned_scores": spec.aligned_scores,
+        "natural": is_natural(spec),
+        "modified": spec.softcap or is_natural(spec),
+        "positional": is_positional(spec),
+        # scores that go on changing when a query stands far behind the last key or before the first
+        "far": spec.window or spec.alibi,
+        "aligned": aligned,
+        # a row may see no key of a block, or of any
+        "guards": hides or bool(spec.bias or spec.mask),
+        "clears_hidden": hides,
+        "offset_tensor": spec.offset_tensor,
+        "offset_name": offset,
+        "sizes": sizes,
+        "reach": "offset + 1" if spec.causal else "offset + window_right + 1",
+        "key_block_arguments": _key_block_arguments(spec),
+        "features": _features(spec),
+        "kernel_features": scales(spec)[-1:] + _features(spec)[1:],
+        "rule": _rule(spec),
+        # one number needs no tuple, unless a function takes it apart
+        "by_rule": len(_rule(spec)) > 1 or is_natural(spec),
+        "step_scale": "LOG2E" if is_natural(spec) else "rule[0]" if len(_rule(spec)) > 1 else "scale",
+        "host_features": [name for name, present in host.items() if present],
+    }
+
+
+GL_SCORE_DTYPES = {"bf16": "gl.bfloat16", "fp16": "gl.float16", "fp32": "gl.float32", "u8": "gl.uint8"}
+
+
+def score_axes(spec: Specialization) -> list[str]:
+    """The strides of tiles of scores that are 0 where all batches or heads share a tile."""
+    return [f"stride_{name}_{axis}" for name in score_tiles(spec) for axis in "bh"]
+
+
+def _seen(spec: Specialization) -> list[str]:
+    """What tells which keys of a block some query of a tile sees, where a mask hides single scores."""
+    if spec.mask != "full":
+        return []
+    offset = ["offset"] if spec.causal or spec.window else []
+    return ["mask_base", "stride_mask_q", "tile_row", *offset, *window_edges(spec), "seqlen_q", "seqlen_k"]
+
+
+def _key_block_arguments(spec: Specialization) -> str:
+    if not (spec.causal or spec.window):
+        return "seqlen_k"
+    return ", ".join(["tile_row", "offset", *window_edges(spec), "seqlen_q", "seqlen_k"])
+
+
+def _features(spec: Specialization) -> list[str]:
+    """What a consumer is given beside sizes, as it calls it; nothing where the scale is all."""
+    found = ["softcap_rate"] if spec.softcap else []
+    found += ["AlibiSlopes", "stride_alibi_b"] if spec.alibi else []
+    found += ["Sinks"] if spec.sink else []
+    found += ["Bias", *score_strides(spec, "bias", spec.bias)] if spec.bias == "keys" else []
+    found += ["Mask", *score_strides(spec, "mask", spec.mask)] if spec.mask else []
+    return ["scale", *found] if found else []
+
+
+def _rule(spec: Specialization) -> list[str]:
+    """What makes scores of products, the same for all steps of a tile."""
+    found = ["score_scale" if is_natural(spec) else "scale"]
+    found += ["softcap_rate"] if spec.softcap else []
+    found += ["slope", "positions"] if spec.alibi else []
+    for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
+        if kind == "keys":
+            found += [f"{name}_base", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
+    return [*found, "seqlen_k"] if "keys" in (spec.bias, spec.mask) else found

@@ -1,0 +1,212 @@
+"""What the template of the Hopper forward family needs, and the parameters of its kernel."""
+
+from __future__ import annotations
+
+from flashgen.codegen import head_packing
+from flashgen.codegen.family import CompileOptions, Kernel, Parameter, Sizes
+from flashgen.codegen.hopper_forward import resources
+from flashgen.codegen.hopper_forward import scores as hopper_scores
+from flashgen.codegen.hopper_forward.resources import ROWS
+from flashgen.codegen.score_parameters import score_parameters
+from flashgen.core.config import Config
+from flashgen.core.device import Device, find_device
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+FAMILY_ID = "hopper_forward"
+
+HOPPER = find_device("h100")
+"""All of sm90 have the same registers and shared memory: a kernel depends on no more of a device than that."""
+
+GL_DTYPES = {"bf16": "gl.bfloat16", "fp16": "gl.float16"}
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+OUTPUT_STRIDES = ("stride_ob", "stride_oh", "stride_os")
+
+
+def values(spec: Specialization, config: Config) -> dict[str, object]:
+    """The values of the template for one kernel, by name."""
+    own_o = resources.own_o(spec, config, HOPPER)
+    aligned, first = is_aligned(spec, config), resources.maximum(config) == "first"
+    slots, arrivals = _barriers(spec, config)
+    d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
+    return {
+        **dict(config.knobs),
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "d_parts": d_parts,
+        "v_parts": v_parts,
+        "q_names": [f"q{part.suffix}" for part in d_parts],
+        "acc_names": [f"acc{part.suffix}" for part in v_parts],
+        "rows": ROWS,
+        "q_stages": resources.q_stages(config),
+        "block_m": resources.positions(config),
+        "packed_heads": resources.packed_heads(config),
+        "q_descs": [f"q{part.descriptor_suffix}_desc" for part in d_parts],
+        "q_places": [f"q{part.suffix}_tiles" for part in d_parts],
+        "k_stages": resources.k_stages(config),
+        "maxnreg": resources.maxnreg(config, HOPPER),
+        "consumer_registers": resources.consumer_registers(config, HOPPER),
+        "producer_registers": resources.producer_registers(config),
+        "dtype": spec.dtype,
+        "gl_dtype": GL_DTYPES[spec.dtype],
+        "torch_dtype": TORCH_DTYPES[spec.dtype],
+        "own_o": own_o,
+        "maximum": resources.maximum(config),
+        "scores_ahead": resources.scores_ahead(config),
+        "comes_again": resources.comes_again(spec, config),
+        "headroom": resources.headroom_bits(spec),
+        "capped": first and resources.is_capped(spec),
+        "largest_scale": resources.CAPPED_BITS,
+        "most_sum": resources.HEADROOM_BITS,
+        "most_weight": resources.MOST_WEIGHT_BITS if first and spec.dtype == "fp16" else 0,
+        "o_places": [f"{'o' if own_o else 'q'}{part.suffix}_tiles" for part in (v_parts if own_o else d_parts)],
+        "descs": [parameter.name for parameter in _descriptors(spec, config)],
+        "buffers": _buffers(spec, config, own_o=own_o),
+        "named": config["barriers"] == "named",
+        "k_empty": "K_EMPTY" if config["barriers"] == "named" else "k_empty",
+        "v_empty": "V_EMPTY" if config["barriers"] == "named" else "v_empty",
+        "first_barrier": resources.FIRST_NAMED_BARRIER,
+        "ring_threads": resources.ring_threads(config),
+        "slot_threads": resources.THREADS_PER_WARPGROUP + 32,
+        "barriers": list(slots),
+        "barrier_slots": slots,
+        "barrier_arrivals": arrivals,
+        "schedule_text": _schedule_text(config),
+        "order_text": _order_text(config),
+        "softmax_text": _softmax_text(config),
+        "outputs": ["LSE", "lse_rows", *(["O", *OUTPUT_STRIDES] if aligned else [])],
+        **hopper_scores.values(spec, aligned=aligned),
+        "schedule_arguments": ", ".join(_schedule_arguments(config, aligned=aligned)),
+    }
+
+
+def is_aligned(spec: Specialization, config: Config) -> bool:
+    """Whether query blocks are cut along the diagonal; the first of a head may then begin before the first row."""
+    return spec.causal and config["masked_blocks"] == "one"
+
+
+def _schedule_arguments(config: Config, *, aligned: bool) -> list[str]:
+    """What tells the first row, batch and heads of a tile."""
+    group = ["group_size"] if resources.packed_heads(config) > 1 else []
+    return ["tile", "tiles", "nheads", *group, "seqlen_q", *(["q_offset"] if aligned else [])]
+
+
+def _buffers(spec: Specialization, config: Config, *, own_o: bool) -> list[str]:
+    """Names of the tiles in shared memory, in the order in which roles unpack them."""
+    dims = {"q": spec.head_dim, "k": spec.head_dim, "v": spec.head_dim_v} | ({"o": spec.head_dim_v} if own_o else {})
+    found = [f"{name}{part.suffix}_tiles" for name, size in dims.items() for part in resources.parts(size, config)]
+    found += [f"{name}_tiles" for name in resources.score_tiles(spec)]
+    return [*found, *(["verdicts"] if resources.comes_again(spec, config) else []), "next_tiles"]
+
+
+def _barriers(spec: Specialization, config: Config) -> tuple[dict[str, str], dict[str, str]]:
+    """Number of slots and number of arrivals that complete a phase, by the name of a barrier in shared memory."""
+    q_slots = "WARPGROUPS" if resources.q_stages(config) == 1 else f"{resources.q_stages(config)} * WARPGROUPS"
+    slots = {"q_full": q_slots, "k_full": "K_STAGES", "v_full": "V_STAGES"}
+    if config["barriers"] == "mbarrier":
+        slots["v_empty"] = "V_STAGES"
+        if config["k_release"] == "own":
+            slots["k_empty"] = "K_STAGES"
+        if config["ping_pong"]:
+            slots["turn"] = "WARPGROUPS"
+    if resources.score_tiles(spec):
+        slots["score_full"] = "WARPGROUPS"
+        if config["barriers"] == "mbarrier":
+            slots["score_empty"] = "WARPGROUPS"
+    slots |= {"q_empty": q_slots, "tile_full": "2", "tile_empty": "2"}
+    if resources.comes_again(spec, config):
+        slots["judged"] = "2"
+    shared = ("k_empty", "v_empty", "tile_empty", "judged")
+    return slots, {name: "WARPGROUPS" if name in shared else "1" for name in slots}
+
+
+def _schedule_text(config: Config) -> str:
+    blocks = config.integer("blocks_per_sm")
+    programs = "one program" if blocks == 1 else f"{blocks} programs"
+    return f"persistent: {programs} a multiprocessor, which fetch tiles from Counter"
+
+
+def _order_text(config: Config) -> str:
+    group = config.integer("heads_per_group")
+    if group == 1:
+        return "query blocks fastest"
+    unit = "packs of heads" if resources.packed_heads(config) > 1 else "heads"
+    return f"{unit} fastest, in groups of {group}, most keys first"
+
+
+def _softmax_text(config: Config) -> str:
+    rescale = (
+        "rescaled only when a maximum grew by more than 2**8" if config["conditional_rescale"] else "rescaled always"
+    )
+    if resources.maximum(config) == "first":
+        rescale += "; after a row's first keys the maximum is not followed"
+    turns = ", warpgroups take turns at the matrix unit" if config["ping_pong"] else ""
+    return rescale + turns
+
+
+def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
+    """What a launch binds.
+
+    On hardware these become what those of a Triton kernel become: a descriptor is its CUtensorMap, shape and strides,
+    and two null pointers end the list. Of Triton's metadata, `tensordesc_meta` has an entry for each descriptor, whose
+    `block_size` ends with one line of the swizzle (64 elements), and `num_warps` counts all roles: the block of a
+    launch is 32 * num_warps threads, 128 for each warpgroup and as many for the producer.
+    """
+    found = _descriptors(spec, config)
+    aligned = is_aligned(spec, config)
+    found += [Parameter(name="O", type=f"*{spec.dtype}", aligned16=True)] if aligned else []
+    found += [Parameter(name="LSE", type="*fp32"), Parameter(name="Counter", type="*i32")]
+    found += score_parameters(spec)
+    names = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
+    found += [Parameter(name=name, type="i32") for name in names]
+    return (*found, *(Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if aligned else ())))
+
+
+def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
+    block_n = config.integer("block_n")
+    packed = resources.packed_heads(config)
+    query_rows = (ROWS,) if packed == 1 else (packed, ROWS // packed)
+    boxes = {
+        "q": (query_rows, spec.head_dim),
+        "k": ((block_n,), spec.head_dim),
+        "v": ((block_n,), spec.head_dim_v),
+        "o": (query_rows, spec.head_dim_v),
+    }
+    found = [
+        Parameter(name=f"{tensor}{part.descriptor_suffix}_desc", type=descriptor_type(spec.dtype, *rows, part.block))
+        for tensor, (rows, head_dim) in boxes.items()
+        for part in resources.parts(head_dim, config)
+    ]
+    tiles = resources.score_tiles(spec).items()
+    return found + [Parameter(name=f"{name}_desc", type=descriptor_type(dtype, ROWS, block_n)) for name, dtype in tiles]
+
+
+def descriptor_type(dtype: str, *box: int) -> str:
+    """The type of a descriptor in the signature of a Gluon kernel, which names the layout in shared memory as well.
+
+    `box` is (rows, columns) of one head, or (heads, positions, columns) of several that share keys: these have an axis
+    of their own behind that of the heads of keys, so that the copy engine clips at the end of a group.
+    Rows of 128 bytes and more are swizzled in lines of 128, shorter ones in lines of 64: what
+    `NVMMASharedLayout.get_default_for` says, written out because the table of families is read without Triton.
+    """
+    size = DTYPE_BYTES.get(dtype, 1)
+    layout = (
+        f"NVMMASharedLayout(swizzle_byte_width={min(128, box[-1] * size)}, element_bitwidth={8 * size}, "
+        f"rank={2 + len(box)}, "
+        "transposed=False, fp4_padded=False, cga_layout=[])"
+    )
+    return f"tensordesc<{dtype}[1, 1, {', '.join(map(str, box))}],{layout}>"
+
+
+def _options(config: Config) -> CompileOptions:
+    return CompileOptions(num_warps=4, num_stages=1, maxnreg=resources.maxnreg(config, HOPPER))
+
+
+def kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+    """The one kernel of a config, with the programs of a launch: no more than tiles, nor than run side by side."""
+
+    def programs(device: Device, sizes: Sizes) -> int:
+        tiles = head_packing.tiles(sizes, resources.block_m(config), resources.packed_heads(config))
+        return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
+
+    parameters, options = _parameters(spec, config), _options(config)
+    return (Kernel(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs, language="gluon"),)

@@ -1,0 +1,1 @@
+"""The portable backward families, in plain Triton."""

@@ -1,0 +1,144 @@
+"""The configs of the portable backward families that serve without any record: valid, and almost without spills."""
+
+from __future__ import annotations
+
+from flashgen.codegen.head_parts import padded
+from flashgen.codegen.portable_backward.resources import FUSED_ID, SPLIT_ID
+from flashgen.codegen.portable_forward.defaults import LARGE_SMEM, is_heavy
+from flashgen.codegen.portable_forward.resources import MIN_WARPGROUP_ROWS
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+Tile = tuple[int, int, int, int]
+"""Rows that a program owns, rows of a step, num_warps, num_stages."""
+
+# (kind of device, larger block_d): the kernels of dK and dV, of dQ, and the fused one, for 16-bit elements
+_DEFAULTS: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
+    ("sm90", 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+    ("sm90", 128): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+    ("sm90", 256): ((64, 32, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1)),
+    ("sm90", 512): ((32, 16, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)),
+    ("sm100", 64): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+    ("sm100", 128): ((64, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+    ("sm100", 256): ((64, 32, 8, 1), (64, 32, 8, 2), (32, 32, 8, 2)),
+    ("sm100", 512): ((16, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 2)),
+    ("nvidia", 64): ((128, 32, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3)),
+    ("nvidia", 128): ((128, 16, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2)),
+    ("nvidia", 256): ((32, 16, 8, 2), (64, 16, 4, 2), (32, 16, 8, 2)),
+    ("nvidia", 512): ((16, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)),
+    ("large", 128): ((128, 16, 8, 3), (128, 32, 8, 2), (64, 16, 8, 2)),
+    ("cdna", 64): ((128, 32, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1)),
+    ("cdna", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
+    ("cdna", 256): ((64, 16, 4, 1), (64, 16, 4, 1), (32, 32, 4, 1)),
+    ("cdna", 512): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    ("rdna", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1)),
+    ("rdna", 128): ((64, 32, 8, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
+    ("rdna", 256): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("rdna", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+}
+# twice the bytes of 16-bit elements
+_DEFAULTS_TF32: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
+    ("sm90", 64): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    ("sm90", 128): ((64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 4, 2)),
+    ("sm90", 256): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    ("nvidia", 64): ((64, 16, 4, 2), (64, 16, 4, 2), (64, 16, 4, 2)),
+    ("nvidia", 128): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
+    ("nvidia", 256): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("nvidia", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("cdna", 64): ((64, 16, 4, 1), (64, 16, 4, 1), (64, 16, 4, 1)),
+    ("cdna", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
+    ("cdna", 256): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    ("cdna", 512): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+}
+# IEEE products come from the ordinary units, whose tiles hold more registers; what spills least on RDNA still spills
+_DEFAULTS_FP32: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
+    ("nvidia", 64): ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    ("nvidia", 128): ((32, 32, 8, 2), (16, 16, 8, 2), (32, 32, 8, 2)),
+    ("nvidia", 256): ((16, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 2)),
+    ("nvidia", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("cdna", 64): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    ("cdna", 128): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    ("cdna", 256): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("cdna", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    **{("rdna", block): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)) for block in (64, 128, 256, 512)},
+}
+
+
+# by larger block_d: tiles that were faster on an H200 than smaller ones that spill nothing
+_FAVOURITES_FUSED: dict[int, tuple[Tile, ...]] = {
+    64: ((128, 128, 8, 2),),
+    128: ((128, 64, 8, 3), (128, 64, 8, 2)),
+}
+
+
+def default_split(spec: Specialization, device: Device) -> Config:
+    """The default config of the split family, in constant time."""
+    dkdv, dq, _ = _tiles(spec, device)
+    shared = _shared(spec, device, dkdv, dq)
+    return Config.of(SPLIT_ID, {**_knobs(dkdv, "block_n", "block_m"), **_dq_knobs(dq), **shared})
+
+
+def default_fused(spec: Specialization, device: Device) -> Config:
+    """The default config of the fused family, in constant time."""
+    tile = _tiles(spec, device)[2]
+    knobs = {**_knobs(tile, "block_n", "block_m"), **_shared(spec, device, tile)}
+    return Config.of(FUSED_ID, {**knobs, "dq_transposed": False})
+
+
+def favourites_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    """Configs of the fused family for a search to begin with, beside its default; some may be invalid."""
+    if device.arch != "sm90" or spec.dtype in ("fp32", "tf32") or is_heavy(spec):
+        return ()
+    default = default_fused(spec, device)
+    tiles = _FAVOURITES_FUSED.get(_block(spec), ())
+    return tuple(default.replace(**_knobs(tile, "block_n", "block_m")) for tile in tiles)
+
+
+def _knobs(tile: Tile, own: str, walk: str) -> dict[str, KnobValue]:
+    return dict(zip((own, walk, "num_warps", "num_stages"), tile, strict=True))
+
+
+def _dq_knobs(tile: Tile) -> dict[str, KnobValue]:
+    return {f"dq_{name}": value for name, value in _knobs(tile, "block_m", "block_n").items()}
+
+
+def _shared(spec: Specialization, device: Device, *tiles: Tile) -> dict[str, KnobValue]:
+    # where the matrix unit reads shared memory; Triton pipelines only pointer loads for mma.sync
+    warpgroups = device.arch in ("sm90", "sm100") and all(tile[0] >= MIN_WARPGROUP_ROWS for tile in tiles)
+    descriptors = warpgroups and spec.aligned16 and spec.dtype != "fp32"
+    return {
+        "loads": "descriptor" if descriptors else "pointer",
+        "heads_per_group": 8 if spec.causal else 1,
+        "split_d": False,
+    }
+
+
+def _tiles(spec: Specialization, device: Device) -> tuple[Tile, Tile, Tile]:
+    block = _block(spec)
+    table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype, _DEFAULTS)
+    kinds = (_kind(device), "nvidia")
+    dkdv, dq, fused = next(table[kind, block] for kind in kinds if (kind, block) in table)
+    if not is_heavy(spec):
+        return dkdv, dq, fused
+    return _lighter(dkdv, device), _lighter(dq, device), _lighter(fused, device)
+
+
+def _block(spec: Specialization) -> int:
+    return max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
+
+
+def _lighter(tile: Tile, device: Device) -> Tile:
+    """Half as long a step, as positions, tiles of a bias and a second choice take registers too."""
+    own, walk, warps, stages = tile
+    if device.is_nvidia and stages == 1:
+        return tile  # shared memory set the length of its step
+    return own, max(walk // 2, 16), warps, stages
+
+
+def _kind(device: Device) -> str:
+    if not device.is_nvidia:
+        return "cdna" if device.warp_size == 64 else "rdna"
+    if device.arch in ("sm90", "sm100"):
+        return device.arch
+    return "large" if device.smem_per_block >= LARGE_SMEM else "small"

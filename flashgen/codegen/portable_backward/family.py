@@ -1,0 +1,259 @@
+"""The portable backward families: FlashAttention-2's Algorithm 2 in plain Triton, for every GPU Triton compiles for.
+
+`portable_backward_split` computes dK and dV in one kernel and dQ in another: seven products instead of five, sums in
+a fixed order. `portable_backward_fused` computes all in one pass over the keys, and adds dQ in fp32 with atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Scratch, Sizes
+from flashgen.codegen.head_parts import why_not_split
+from flashgen.codegen.portable_backward import parameters
+from flashgen.codegen.portable_backward.defaults import default_fused, default_split, favourites_fused
+from flashgen.codegen.portable_backward.resources import (
+    FUSED_ID,
+    SPLIT_ID,
+    Loop,
+    dbias_blocks,
+    dq_columns,
+    is_fused,
+    loops,
+    prepare_rows,
+    row_block,
+    smem_needed,
+    why_too_large,
+    why_too_wide,
+)
+from flashgen.codegen.portable_backward.template_context import has_dbias, values
+from flashgen.codegen.portable_forward.resources import choices_of_all, is_split, why_not_loads, why_not_portable
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+LEAST_ROWS = 8
+"""Of a warp. Products are 16 rows high, so more than two warps would compute the same scores."""
+
+WIDE_COLUMNS = 384
+"""Of K and V together. From here on many warps share few rows, because one cannot hold the sums of whole ones."""
+
+TOLERATED_SPILLS = 320
+"""Bytes of a thread. On an H200 the fastest tile of one pass over heads of 128 spills 120 and more: with four tiles of
+sums and scores the registers are full, and what is spilled is needed once a step."""
+
+ROW_WARPS = 4
+"""Of the kernels that work on rows, which wait for memory alone."""
+
+DBIAS_WARPS = 4
+DBIAS_PROGRAMS_PER_SM = 8
+"""Enough for all that a multiprocessor holds at once; each walks more blocks where there are more."""
+
+_SHARED = (
+    Knob(name="loads", values=("pointer", "descriptor"), meaning="pointers with masks, or tensor descriptors (TMA)"),
+    Knob(
+        name="heads_per_group",
+        values=(1, 8),
+        meaning="program order: 1 blocks fastest, n heads fastest in groups of n",
+    ),
+    Knob(
+        name="split_d",
+        values=(False, True),
+        meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
+    ),
+)
+_FUSED = (
+    Knob(
+        name="dq_transposed",
+        values=(False, True),
+        meaning="dQ as a product of rows of K and ds, instead of rows of ds and K: which one comes from registers",
+    ),
+)
+_DKDV = (
+    Knob(name="block_m", values=(16, 32, 64, 128), meaning="queries of a step of dK and dV"),
+    Knob(name="block_n", values=(16, 32, 64, 128), meaning="keys of a program of dK and dV"),
+    Knob(name="num_warps", values=(4, 8), meaning="warps of a program of dK and dV"),
+    Knob(name="num_stages", values=(1, 2, 3), meaning="depth of its software pipeline over Q and dO"),
+)
+_DQ = (
+    Knob(name="dq_block_m", values=(16, 32, 64, 128), meaning="queries of a program of dQ"),
+    Knob(name="dq_block_n", values=(16, 32, 64, 128), meaning="keys of a step of dQ"),
+    Knob(name="dq_num_warps", values=(4, 8), meaning="warps of a program of dQ"),
+    Knob(name="dq_num_stages", values=(1, 2, 3), meaning="depth of its software pipeline over K and V"),
+)
+
+
+def _why_not_split(spec: Specialization, device: Device) -> str | None:
+    return _why_not(spec, device) or why_too_wide(spec, device, fused=False)
+
+
+def _why_not_fused(spec: Specialization, device: Device) -> str | None:
+    return _why_not(spec, device) or why_too_wide(spec, device, fused=True)
+
+
+def _why_not(spec: Specialization, device: Device) -> str | None:
+    if spec.mods is not None:
+        return "no gradient through functions of the caller"
+    return why_not_portable(spec, device)
+
+
+def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
+    found = loops(spec, config)
+    return (
+        _why_meaningless(spec, config, device)
+        or next(filter(None, (_why_loop(spec, loop, device) for loop in found)), None)
+        or next(filter(None, (_why_pointless(loop, device) for loop in found)), None)
+    )
+
+
+def _favourites_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    found = favourites_fused(spec, device)
+    return tuple(config for config in found if _why_invalid(spec, config, device) is None)
+
+
+def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
+    """What Triton would refuse or silently turn into another config of the space."""
+    if reason := why_not_loads(spec, config, device):
+        return reason
+    if config["heads_per_group"] != 1 and not spec.causal:
+        return "without a causal mask all programs are equally heavy"
+    if is_split(config) and (reason := why_not_split(spec)):
+        return reason
+    return None
+
+
+def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
+    found = choices_of_all(spec)
+    if not spec.causal:
+        found["heads_per_group"] = (1,)
+    return found
+
+
+def _why_loop(spec: Specialization, loop: Loop, device: Device) -> str | None:
+    """What one of its kernels cannot do."""
+    if loop.stages > 2 and not device.is_nvidia:
+        return "the AMD pipeliner has two stages"
+    if loop.own < LEAST_ROWS * loop.warps and spec.dtype != "fp32" and loop.columns < WIDE_COLUMNS:
+        return f"{loop.warps} warps have less than {LEAST_ROWS} of {loop.own} rows each"
+    return why_too_large(loop, device)
+
+
+def _why_pointless(loop: Loop, device: Device) -> str | None:
+    """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
+    if loop.stages == 1 and device.is_nvidia and loop.columns < WIDE_COLUMNS:
+        # without a pipeline only other blocks of the multiprocessor work while one waits for its loads
+        deeper = device.smem_per_sm // smem_needed(replace(loop, stages=2), device)
+        if deeper >= device.smem_per_sm // smem_needed(loop, device):
+            return "without a pipeline every load is waited for, and two stages let as many blocks run side by side"
+    return None
+
+
+def _kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+    fused, name = is_fused(config), config.family
+    rows = CompileOptions(num_warps=ROW_WARPS, num_stages=1)
+    by_rows = _programs_of_rows(spec, config)
+    found = [_kernel(f"{name}_prepare", parameters.prepare_parameters(spec, config), rows, by_rows)]
+    found.append(
+        _kernel(
+            f"{name}_{'main' if fused else 'dkdv'}",
+            parameters.dkdv_parameters(spec, config),
+            _options(config, ""),
+            lambda device, sizes: _blocks(sizes.seqlen_k, config, "block_n") * sizes.batch * sizes.nheads_k,
+        )
+    )
+    if fused:
+        found.append(_kernel(f"{name}_finish", parameters.finish_parameters(spec), rows, by_rows))
+    else:
+        found.append(
+            _kernel(
+                f"{name}_dq",
+                parameters.dq_parameters(spec, config),
+                _options(config, "dq_"),
+                lambda device, sizes: _blocks(sizes.seqlen_q, config, "dq_block_m") * sizes.batch * sizes.nheads,
+            )
+        )
+    if has_dbias(spec):
+        options = CompileOptions(num_warps=DBIAS_WARPS, num_stages=1)
+        found.append(_kernel(f"{name}_dbias", parameters.dbias_parameters(spec), options, _programs_of_dbias(spec)))
+    return tuple(found)
+
+
+def _kernel(
+    entry: str,
+    parameters_: tuple[Parameter, ...],
+    options: CompileOptions,
+    programs: Callable[[Device, Sizes], int],
+) -> Kernel:
+    return Kernel(entry=entry, parameters=parameters_, options=options, programs=programs)
+
+
+def _options(config: Config, prefix: str) -> CompileOptions:
+    return CompileOptions(
+        num_warps=config.integer(f"{prefix}num_warps"), num_stages=config.integer(f"{prefix}num_stages")
+    )
+
+
+def _blocks(seqlen: int, config: Config, knob: str) -> int:
+    return -(-seqlen // config.integer(knob))
+
+
+def _programs_of_rows(spec: Specialization, config: Config) -> Callable[[Device, Sizes], int]:
+    padding, rows = row_block(spec, config), prepare_rows(spec)
+    return lambda device, sizes: -(-sizes.seqlen_q // padding) * (padding // rows) * sizes.batch * sizes.nheads
+
+
+def _programs_of_dbias(spec: Specialization) -> Callable[[Device, Sizes], int]:
+    """As many as there may be blocks: no size of a launch says how many heads and sequences the bias has of its own."""
+    rows, keys = dbias_blocks(spec)
+
+    def programs(device: Device, sizes: Sizes) -> int:
+        blocks = -(-sizes.seqlen_q // rows) * -(-sizes.seqlen_k // keys) * sizes.batch * sizes.nheads
+        return min(blocks, device.num_sms * DBIAS_PROGRAMS_PER_SM)
+
+    return programs
+
+
+def _scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch, ...]:
+    padding = row_block(spec, config)
+    rows = (sizes.batch, sizes.nheads, -(-sizes.seqlen_q // padding) * padding)
+    found = [Scratch(name="neg_delta", shape=rows), Scratch(name="lse_log2", shape=rows)]
+    if is_fused(config):
+        found.append(Scratch(name="dq_acc", shape=(*rows, dq_columns(spec, config))))
+    return tuple(found)
+
+
+PORTABLE_BACKWARD_FUSED = KernelFamily(
+    id=FUSED_ID,
+    title="Portable FlashAttention in plain Triton, backward in one pass",
+    template="portable_backward/portable_backward.py.jinja",
+    direction="backward",
+    knobs=(*_DKDV, *_FUSED, *_SHARED),
+    why_not=_why_not_fused,
+    why_invalid=_why_invalid,
+    default=default_fused,
+    values=values,
+    kernels=_kernels,
+    scratch=_scratch,
+    choices=_choices,
+    is_deterministic=False,
+    favourites=_favourites_fused,
+    tolerated_spills=TOLERATED_SPILLS,
+)
+
+PORTABLE_BACKWARD_SPLIT = KernelFamily(
+    id=SPLIT_ID,
+    title="Portable FlashAttention in plain Triton, backward in two passes",
+    template="portable_backward/portable_backward.py.jinja",
+    direction="backward",
+    knobs=(*_DKDV, *_DQ, *_SHARED),
+    why_not=_why_not_split,
+    why_invalid=_why_invalid,
+    default=default_split,
+    values=values,
+    kernels=_kernels,
+    scratch=_scratch,
+    choices=_choices,
+    tolerated_spills=TOLERATED_SPILLS,
+)

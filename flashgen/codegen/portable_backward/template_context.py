@@ -1,0 +1,208 @@
+"""What the template of the portable backward families needs beside the parameters of their kernels."""
+
+from __future__ import annotations
+
+from flashgen.codegen.head_parts import HeadPart, head_parts
+from flashgen.codegen.portable_backward.resources import dbias_blocks, is_fused, prepare_rows, row_block
+from flashgen.codegen.portable_forward.resources import is_split
+from flashgen.codegen.portable_forward.template_context import (
+    ALIGNMENT_BYTES,
+    PRECISIONS,
+    TL_DTYPES,
+    TORCH_DTYPES,
+    bias_dtype,
+    is_natural,
+    is_positional,
+    score_strides,
+    storage,
+)
+from flashgen.core.config import Config
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+"""What has strides in a backward pass, by its name in the launch vocabulary."""
+
+
+def values(spec: Specialization, config: Config) -> dict[str, object]:
+    """The values of the template for the kernels of one config, by name."""
+    d_parts = head_parts(spec.head_dim, is_split(config))
+    v_parts = head_parts(spec.head_dim_v, is_split(config))
+    fused = is_fused(config)
+    return {
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "d_parts": d_parts,
+        "v_parts": v_parts,
+        "storage": storage(spec),
+        "tl_dtype": TL_DTYPES[storage(spec)],
+        "torch_dtype": TORCH_DTYPES[storage(spec)],
+        "aligned16": spec.aligned16,
+        "descriptors": config["loads"] == "descriptor",
+        "dot_precision": PRECISIONS.get(spec.dtype, ""),
+        "fused": fused,
+        "dkdv_entry": f"{config.family}_{'main' if fused else 'dkdv'}",
+        "row_block": row_block(spec, config),
+        "prepare_rows": prepare_rows(spec),
+        "dbias_block_m": dbias_blocks(spec)[0],
+        "dbias_block_n": dbias_blocks(spec)[1],
+        "zero_parts": d_parts if fused else (),
+        "order_text": _order_text(config),
+        **_features(spec, config),
+        "strides": _strides(spec),
+        "dkdv_state": [*_each("dk", d_parts), *_each("dv", v_parts), *(["dbias"] if sums_keys(spec) else [])],
+        "dkdv_arguments": _dkdv_arguments(spec, config, d_parts, v_parts),
+        "dq_state": _each("dq", d_parts),
+        "dq_arguments": _dq_arguments(spec, config, d_parts, v_parts),
+        **dict(config.knobs),
+    }
+
+
+def sums_keys(spec: Specialization) -> bool:
+    """Whether the kernel of dK and dV also sums the gradient of a bias that all queries share."""
+    return spec.bias_grad and spec.bias == "keys"
+
+
+def has_dbias(spec: Specialization) -> bool:
+    """Whether the gradient of a bias has a kernel of its own."""
+    return spec.bias_grad and spec.bias == "full"
+
+
+def _features(spec: Specialization, config: Config) -> dict[str, object]:
+    tiled = "full" in (spec.bias, spec.mask)
+    edges = spec.causal or spec.window
+    checks_end = is_fused(config) or tiled
+    host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
+    host |= {"bias": bool(spec.bias), "mask": bool(spec.mask)}
+    return {
+        "causal": spec.causal,
+        "window": spec.window,
+        "positional": is_positional(spec),
+        "offset_tensor": spec.offset_tensor and is_positional(spec),
+        # scores that go on changing when a query stands far behind the last key or before the first
+        "far": spec.window or spec.alibi,
+        "softcap": spec.softcap,
+        "exact_softcap": spec.dtype == "fp32",
+        "alibi": spec.alibi,
+        "bias": spec.bias,
+        "mask": spec.mask,
+        "bias_grad": spec.bias_grad,
+        "bias_dtype": bias_dtype(spec),
+        "sums_keys": sums_keys(spec),
+        "dbias_kernel": has_dbias(spec),
+        "hull": spec.mask == "keys",
+        "tiled": tiled,
+        "aligned_scores": spec.aligned_scores,
+        "natural": is_natural(spec),
+        "scale": "LOG2E" if is_natural(spec) else _scale_name(spec),
+        "scale_argument": _scale_name(spec),
+        # loads leave out what lies before the keys that any query sees, beside what lies behind them
+        "two_ends": spec.window or spec.mask == "keys",
+        "key_end": "key_end" if edges or spec.mask == "keys" else "seqlen_k",
+        # dq is a sum over keys, so the zeros behind the last one must not meet an infinite p there
+        "checks_end": checks_end,
+        # a second loop for blocks of which something is hidden
+        "two_loops": checks_end or edges or spec.mask == "keys",
+        # pointer loads leave out what no query sees because of its place; else it may hold anything, and 0 * NaN is NaN
+        "guard": spec.mask == "keys" or (edges and (bool(spec.mask) or config["loads"] == "descriptor")),
+        "cleaning": _cleaning(spec, config),
+        "host_features": [name for name, present in host.items() if present],
+    }
+
+
+def _cleaning(spec: Specialization, config: Config) -> str:
+    """How keys that no query sees are kept from a sum of dQ: see `portable_backward/_dq_step.py.jinja`."""
+    if spec.mask == "full":
+        return "pass"
+    if spec.mask == "keys" or (config["loads"] == "descriptor" and (spec.causal or spec.window)):
+        return "step"
+    return ""
+
+
+def _scale_name(spec: Specialization) -> str:
+    return "softcap_scale_log2" if spec.softcap else "softmax_scale_log2"
+
+
+def _strides(spec: Specialization) -> list[tuple[str, int]]:
+    """Every stride of the kernels with the number of elements that it is a multiple of (1: unknown)."""
+    multiple = ALIGNMENT_BYTES // DTYPE_BYTES[storage(spec)] if spec.aligned16 else 1
+    found = [(f"stride_{tensor}{axis}", multiple) for tensor in TENSORS for axis in "bhs"]
+    for name, kind, size in (("bias", spec.bias, DTYPE_BYTES[bias_dtype(spec)]), ("mask", spec.mask, 1)):
+        if kind:
+            multiple = ALIGNMENT_BYTES // size if spec.aligned_scores else 1
+            found += [(stride, multiple) for stride in score_strides(spec, name, kind)]
+    if has_dbias(spec):
+        found += [(f"stride_dbias_{axis}", 1) for axis in "bhq"]
+    return found
+
+
+def _dkdv_arguments(
+    spec: Specialization, config: Config, d_parts: tuple[HeadPart, ...], v_parts: tuple[HeadPart, ...]
+) -> list[str]:
+    """What a step of the loop of dK and dV reads; the names are the same inside and outside of it."""
+    features = _features(spec, config)
+    descriptors = config["loads"] == "descriptor"
+    found = [*_each("k", d_parts), *_each("v", v_parts)]
+    if descriptors:
+        found += [*_descriptors("q", d_parts), *_descriptors("do", v_parts), "b", "h"]
+    else:
+        found += ["q_base", "do_base", "stride_qs", "stride_dos"]
+    found += ["m", "keys", "lse_base", "neg_delta_base"]
+    found += ["seqlen_q"] if not descriptors or features["tiled"] else []
+    edges = spec.causal or spec.window
+    ends = features["two_loops"] and not edges and spec.mask != "keys"
+    found += ["seqlen_k"] if features["tiled"] or ends else []
+    found += ["key_end"] if edges else []
+    found += ["DqAcc", "head_row"] if is_fused(config) else []
+    found += ["reach"] if edges else []
+    found += ["left"] if spec.window else []
+    found += _score_arguments(spec)
+    found += ["offset"] if spec.alibi else []
+    for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
+        if kind == "full":
+            found += [f"{name}_base", f"stride_{name}_q", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
+        elif kind:
+            found.append(name)
+    return found
+
+
+def _dq_arguments(
+    spec: Specialization, config: Config, d_parts: tuple[HeadPart, ...], v_parts: tuple[HeadPart, ...]
+) -> list[str]:
+    """What a step of the loop of dQ reads; the names are the same inside and outside of it."""
+    edges = spec.causal or spec.window
+    found = [*_each("q", d_parts), *_each("do", v_parts), "lse", "neg_delta"]
+    if config["loads"] == "descriptor":
+        found += [*_descriptors("k", d_parts), *_descriptors("v", v_parts), "b", "h_k"]
+    else:
+        found += ["k_base", "v_base", "stride_ks", "stride_vs"]
+    found += ["n"]
+    found += ["key_start"] if spec.window or spec.mask == "keys" else []
+    found += ["key_end" if edges or spec.mask == "keys" else "seqlen_k"]
+    found += ["first"] if spec.window else []
+    found += ["limit"] if edges else []
+    found += _score_arguments(spec)
+    found += ["positions"] if spec.alibi else []
+    for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
+        if kind:
+            found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
+            found += [] if spec.aligned_scores else [f"stride_{name}_k"]
+    return found
+
+
+def _score_arguments(spec: Specialization) -> list[str]:
+    found = ["softcap_rate"] if spec.softcap else []
+    found += ["score_scale"] if is_natural(spec) else [_scale_name(spec)]
+    return found + (["slope"] if spec.alibi else [])
+
+
+def _each(name: str, parts: tuple[HeadPart, ...]) -> list[str]:
+    return [f"{name}{part.suffix}" for part in parts]
+
+
+def _descriptors(name: str, parts: tuple[HeadPart, ...]) -> list[str]:
+    return [f"{name}{part.descriptor_suffix}_desc" for part in parts]
+
+
+def _order_text(config: Config) -> str:
+    group = config.integer("heads_per_group")
+    return "blocks fastest" if group == 1 else f"heads fastest, in groups of {group}"

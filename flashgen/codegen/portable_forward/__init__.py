@@ -1,0 +1,1 @@
+"""The portable forward family: FlashAttention-2 in plain Triton."""

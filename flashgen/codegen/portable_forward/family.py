@@ -1,0 +1,170 @@
+"""The portable forward family: FlashAttention-2's Algorithm 1 in plain Triton, for every GPU Triton compiles for."""
+
+from __future__ import annotations
+
+from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Sizes
+from flashgen.codegen.head_parts import head_parts, padded, why_not_split
+from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config
+from flashgen.codegen.portable_forward.mods import mod_parameters, why_mods_do_not_fit
+from flashgen.codegen.portable_forward.resources import (
+    MAX_REGS_PER_THREAD,
+    MIN_WARPGROUP_ROWS,
+    choices_of_all,
+    is_split,
+    smem_needed,
+    why_not_loads,
+    why_not_portable,
+    why_too_large,
+)
+from flashgen.codegen.portable_forward.template_context import storage, values
+from flashgen.codegen.score_parameters import score_parameters
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+WIDE_HEAD = 256
+"""From here on warps may share rows, because one cannot hold the queries and outputs of whole ones."""
+
+KNOBS = (
+    Knob(name="block_m", values=(16, 32, 64, 128, 256), meaning="query rows of a program"),
+    Knob(name="block_n", values=(16, 32, 64, 128, 256), meaning="keys of a step"),
+    Knob(name="num_warps", values=(2, 4, 8, 16), meaning="warps of a program"),
+    Knob(name="num_stages", values=(1, 2, 3, 4, 5), meaning="depth of the software pipeline over K and V"),
+    Knob(name="loads", values=("pointer", "descriptor"), meaning="pointers with masks, or tensor descriptors (TMA)"),
+    Knob(name="maxnreg", values=(0, 128, 168, 224), meaning="register limit of a thread; 0 is none"),
+    Knob(
+        name="heads_per_group",
+        values=(1, 8, 32, 0),
+        meaning="program order: 1 query blocks fastest, n heads fastest in groups of n, 0 all heads fastest",
+    ),
+    Knob(name="heavy_first", values=(False, True), meaning="causal: programs with the most keys start first"),
+    Knob(
+        name="split_d",
+        values=(False, True),
+        meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
+        default=False,
+    ),
+)
+
+
+def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
+    return (
+        _why_meaningless(spec, config, device)
+        or why_mods_do_not_fit(spec, config, config.integer("num_warps") * device.warp_size)
+        or why_too_large(spec, config, device)
+        or _why_pointless(spec, config, device)
+    )
+
+
+def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
+    """What Triton would refuse or silently turn into another config of the space."""
+    if reason := why_not_loads(spec, config, device):
+        return reason
+    if config["heavy_first"] and not spec.causal:
+        return "without a causal mask all programs are equally heavy"
+    if config["maxnreg"] and not device.is_nvidia:
+        return "maxnreg exists on NVIDIA only"
+    if config.integer("num_stages") > 2 and not device.is_nvidia:
+        return "the AMD pipeliner has two stages"
+    if is_split(config) and (reason := why_not_split(spec)):
+        return reason
+    if spec.dtype == "fp32":
+        return None  # no matrix unit, no tiles of it
+    wide = max(padded(size, is_split(config)) for size in (spec.head_dim, spec.head_dim_v)) >= WIDE_HEAD
+    return _rows_per_warp(config.integer("block_m"), config.integer("num_warps"), device, wide=wide)
+
+
+def _why_pointless(spec: Specialization, config: Config, device: Device) -> str | None:
+    """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
+    if config["num_stages"] == 1 and device.is_nvidia:
+        # without a pipeline only other blocks of the multiprocessor work while one waits for its loads
+        deeper = device.smem_per_sm // smem_needed(spec, config.replace(num_stages=2), device)
+        if deeper >= device.smem_per_sm // smem_needed(spec, config, device):
+            return "without a pipeline every load is waited for, and two stages let as many blocks run side by side"
+    limit = config.integer("maxnreg")
+    if limit:
+        threads = config.integer("num_warps") * device.warp_size
+        blocks = device.regs_per_sm // (limit * threads)
+        if blocks <= device.regs_per_sm // (min(MAX_REGS_PER_THREAD + 1, device.regs_per_sm // threads) * threads):
+            return f"a limit of {limit} registers lets no more blocks run side by side"
+        if blocks * smem_needed(spec, config, device) > device.smem_per_sm:
+            return f"shared memory does not hold the {blocks} blocks that {limit} registers are meant for"
+    return None
+
+
+def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
+    found = choices_of_all(spec)
+    if not spec.causal:
+        found["heavy_first"] = (False,)
+    return found
+
+
+def _rows_per_warp(block_m: int, num_warps: int, device: Device, *, wide: bool) -> str | None:
+    """Each warp computes whole rows (the reductions then stay inside it): 16 of them, the height of an MMA tile.
+
+    Up to four warps may share them, and eight where one warp cannot hold the outputs of whole rows.
+    """
+    if device.is_nvidia and block_m < 16 * num_warps and num_warps > (8 if wide else 4):
+        return f"{num_warps} warps of 16 rows are more than {block_m} rows"
+    if device.arch in ("sm90", "sm100") and block_m >= MIN_WARPGROUP_ROWS and num_warps < 4:
+        return "the matrix unit works for four warps together"
+    return None
+
+
+def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
+    descriptors = config["loads"] == "descriptor"
+    found = _descriptors(spec, config) if descriptors else _pointers(spec)
+    found += [Parameter(name="LSE", type="*fp32"), *score_parameters(spec), *mod_parameters(spec)]
+    names = ("nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
+    found += [Parameter(name=name, type="i32") for name in names]
+    if not descriptors:
+        found += [Parameter(name=f"stride_{tensor}{axis}", type="i64") for tensor in "qkvo" for axis in "bhs"]
+    return tuple(found)
+
+
+def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
+    rows = {"q": "block_m", "k": "block_n", "v": "block_n", "o": "block_m"}
+    cols = {"q": spec.head_dim, "k": spec.head_dim, "v": spec.head_dim_v, "o": spec.head_dim_v}
+    found = []
+    for tensor, knob in rows.items():
+        for part in head_parts(cols[tensor], is_split(config)):
+            block = f"1, 1, {config.integer(knob)}, {part.block}"
+            name = f"{tensor}{part.descriptor_suffix}_desc"
+            found.append(Parameter(name=name, type=f"tensordesc<{storage(spec)}[{block}]>"))
+    return found
+
+
+def _pointers(spec: Specialization) -> list[Parameter]:
+    return [Parameter(name=name, type=f"*{storage(spec)}", aligned16=spec.aligned16) for name in "QKVO"]
+
+
+def _options(config: Config) -> CompileOptions:
+    return CompileOptions(
+        num_warps=config.integer("num_warps"),
+        num_stages=config.integer("num_stages"),
+        maxnreg=config.integer("maxnreg"),
+    )
+
+
+def _kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+    def programs(device: Device, sizes: Sizes) -> int:
+        return -(-sizes.seqlen_q // config.integer("block_m")) * sizes.batch * sizes.nheads
+
+    parameters, options = _parameters(spec, config), _options(config)
+    return (Kernel(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs),)
+
+
+PORTABLE_FORWARD = KernelFamily(
+    id=FAMILY_ID,
+    title="Portable FlashAttention in plain Triton",
+    template="portable_forward/portable_forward.py.jinja",
+    direction="forward",
+    knobs=KNOBS,
+    why_not=why_not_portable,
+    why_invalid=_why_invalid,
+    default=default_config,
+    values=values,
+    kernels=_kernels,
+    choices=_choices,
+)

@@ -1,0 +1,188 @@
+"""What the template of the portable forward family needs beside its parameters."""
+
+from __future__ import annotations
+
+from flashgen.codegen.head_parts import HeadPart, head_parts
+from flashgen.codegen.portable_forward.mods import changes_scores, has_blocks, hides, mod_step_arguments, mod_values
+from flashgen.codegen.portable_forward.resources import is_split
+from flashgen.core.config import Config
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+ALIGNMENT_BYTES = 16
+"""Widest vector load, and what the copy engine demands of base addresses and strides."""
+
+TL_DTYPES = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+PRECISIONS = {"fp32": ', input_precision="ieee"', "tf32": ', input_precision="tf32"'}
+"""Of products of fp32 tiles: exact means IEEE, TF32 has three decimal digits."""
+
+
+def values(spec: Specialization, config: Config) -> dict[str, object]:
+    """The values of the template for one kernel, by name."""
+    d_parts = head_parts(spec.head_dim, is_split(config))
+    v_parts = head_parts(spec.head_dim_v, is_split(config))
+    return {
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "d_parts": d_parts,
+        "v_parts": v_parts,
+        "storage": storage(spec),
+        "tl_dtype": TL_DTYPES[storage(spec)],
+        "torch_dtype": TORCH_DTYPES[storage(spec)],
+        "aligned16": spec.aligned16,
+        "descriptors": config["loads"] == "descriptor",
+        "dot_precision": PRECISIONS.get(spec.dtype, ""),
+        "order_text": _order_text(config),
+        **_features(spec, config),
+        **_strides(spec, config),
+        **mod_values(spec),
+        "state": [*_each("acc", v_parts), "l_i", "m_i"],
+        "step_arguments": _step_arguments(spec, config, d_parts),
+        **dict(config.knobs),
+    }
+
+
+def storage(spec: Specialization) -> str:
+    """The element type of q, k, v and out."""
+    return "fp32" if spec.dtype == "tf32" else spec.dtype
+
+
+def bias_dtype(spec: Specialization) -> str:
+    """The element type of a bias."""
+    return spec.bias_dtype or storage(spec)
+
+
+def is_positional(spec: Specialization) -> bool:
+    """Whether scores depend on where a query stands among the keys."""
+    return spec.causal or spec.window or spec.alibi
+
+
+def has_hull(spec: Specialization) -> bool:
+    """Whether a program looks first where the visible keys of its mask begin and end."""
+    return spec.mask == "keys" and not has_blocks(spec)
+
+
+def is_natural(spec: Specialization) -> bool:
+    """Whether something is added to the scores, so that their scale cannot be folded into the exponent."""
+    return spec.alibi or bool(spec.bias) or changes_scores(spec)
+
+
+def score_strides(spec: Specialization, name: str, kind: str) -> list[str]:
+    """Names of the strides of a bias or a mask that a kernel needs."""
+    axes = "bhq" if kind == "full" else "bh"
+    return [f"stride_{name}_{axis}" for axis in axes + ("" if spec.aligned_scores else "k")]
+
+
+def _features(spec: Specialization, config: Config) -> dict[str, object]:
+    host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
+    host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
+    host |= {"aux": bool(spec.mods and spec.mods.aux), "block_mask": has_blocks(spec)}
+    return {
+        "causal": spec.causal,
+        "offset_tensor": spec.offset_tensor and is_positional(spec),
+        "positional": is_positional(spec),
+        "window": spec.window,
+        # scores that go on changing when a query stands far behind the last key or before the first
+        "far": spec.window or spec.alibi,
+        "softcap": spec.softcap,
+        "exact_softcap": spec.dtype == "fp32",
+        "alibi": spec.alibi,
+        "sink": spec.sink,
+        "bias": spec.bias,
+        "mask": spec.mask,
+        "hull": has_hull(spec),
+        # rows of a block may have ends of their own, or all that of the keys where no mask hides what lies behind it
+        "ends": _has_ends(spec),
+        # tiles of a bias or a mask are loaded beside K and V, 16 bytes at a time where the compiler knows their places
+        "tiled": "full" in (spec.bias, spec.mask),
+        # loads leave out what lies before and what lies behind all visible keys
+        "two_ends": spec.window or has_hull(spec),
+        "bias_dtype": bias_dtype(spec),
+        "sink_dtype": spec.sink_dtype or "fp32",
+        "aligned_scores": spec.aligned_scores,
+        "natural": is_natural(spec),
+        # a whole row of any block may be hidden, not only in the blocks at the ends
+        "guarded": bool(spec.bias or spec.mask == "full" or spec.mods),
+        "cleaning": _cleaning(spec, config),
+        # a pass without a pipeline takes fewer registers of the whole kernel; without a matrix unit it takes more
+        "lean_clean": has_hull(spec) and spec.dtype != "fp32",
+        "key_end": _key_end(spec),
+        "scale": "LOG2E" if is_natural(spec) else _scale_name(spec),
+        "scale_argument": _scale_name(spec),
+        "host_features": [name for name, present in host.items() if present],
+    }
+
+
+def _cleaning(spec: Specialization, config: Config) -> str:
+    """How rows of V that no query sees are kept from the products.
+
+    Pointer loads leave out what lies before and behind all visible keys. Descriptors load whole blocks: behind a causal
+    mask the last one can "shift" back. What may be hidden elsewhere needs a "pass" of its own once it spoilt something.
+    """
+    if spec.mask or hides(spec):
+        return "pass"
+    if config["loads"] == "pointer" or not (spec.causal or spec.window):
+        return ""
+    return "pass" if spec.window or spec.bias or spec.mods else "shift"
+
+
+def _has_ends(spec: Specialization) -> bool:
+    return spec.causal or spec.window or not has_hull(spec)
+
+
+def _key_end(spec: Specialization) -> str:
+    return "key_end" if spec.causal or spec.window or has_hull(spec) else "seqlen_k"
+
+
+def _scale_name(spec: Specialization) -> str:
+    return "softcap_scale_log2" if spec.softcap else "softmax_scale_log2"
+
+
+def _strides(spec: Specialization, config: Config) -> dict[str, object]:
+    """Every stride of the kernel with the number of elements that it is a multiple of (1: unknown)."""
+    found: list[tuple[str, int]] = []
+    if config["loads"] == "pointer":
+        multiple = ALIGNMENT_BYTES // DTYPE_BYTES[storage(spec)] if spec.aligned16 else 1
+        found += [(f"stride_{tensor}{axis}", multiple) for tensor in "qkvo" for axis in "bhs"]
+    for name, kind, size in (("bias", spec.bias, DTYPE_BYTES[bias_dtype(spec)]), ("mask", spec.mask, 1)):
+        if kind:
+            multiple = ALIGNMENT_BYTES // size if spec.aligned_scores else 1
+            found += [(stride, multiple) for stride in score_strides(spec, name, kind)]
+    return {"strides": found, "aligned_strides": any(multiple > 1 for _, multiple in found)}
+
+
+def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPart, ...]) -> list[str]:
+    """What a step of the loop reads and does not change; the names are the same inside and outside of it."""
+    found = _each("q", d_parts)
+    if config["loads"] == "descriptor":
+        v_parts = head_parts(spec.head_dim_v, is_split(config))
+        found += [f"k{part.descriptor_suffix}_desc" for part in d_parts]
+        found += [f"v{part.descriptor_suffix}_desc" for part in v_parts]
+        found += ["b", "h_k"]
+    else:
+        found += ["k_base", "v_base", "stride_ks", "stride_vs", *(["b"] if spec.mods else [])]
+    found += [
+        "n",
+        *(["key_start"] if spec.window or has_hull(spec) else []),
+        _key_end(spec),
+        *(["first"] if spec.window else []),
+        *(["limit"] if _has_ends(spec) else []),
+    ]
+    found += ["softcap_rate"] if spec.softcap else []
+    found += ["score_scale"] if is_natural(spec) else [_scale_name(spec)]
+    found += ["slope", "positions"] if spec.alibi else []
+    for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
+        if kind:
+            found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
+            found += [] if spec.aligned_scores else [f"stride_{name}_k"]
+    return found + mod_step_arguments(spec)
+
+
+def _each(name: str, parts: tuple[HeadPart, ...]) -> list[str]:
+    return [f"{name}{part.suffix}" for part in parts]
+
+
+def _order_text(config: Config) -> str:
+    group = config.integer("heads_per_group")
+    text = {1: "query blocks fastest", 0: "heads fastest"}.get(group, f"heads fastest, in groups of {group}")
+    return text + (", most keys first" if config["heavy_first"] else "")
