@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from flashgen.core.features import features
+from flashgen.core.feature_words import feature_words
 from flashgen.core.workload import Workload
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 
 MODULE, PACKAGE = "flash_attn.cute", "flash-attn-4"
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
@@ -42,11 +42,11 @@ def version() -> str:
         return ""
 
 
-def why_not(workload: Workload) -> str | None:
+def unsupported(workload: Workload) -> str | None:
     """Why it is not asked for this workload, forward or backward, or None."""
     if not is_installed():
         return f"{MODULE} is not installed"
-    if workload.direction == "backward" and set(features(workload)) - {"causal"}:
+    if workload.direction == "backward" and set(feature_words(workload)) - {"causal"}:
         return "it is timed without features here"
     if workload.alibi or workload.bias or workload.mask:
         return "ALiBi, a bias or a mask would have to be written in the CuTe DSL"
@@ -58,7 +58,7 @@ def why_not(workload: Workload) -> str | None:
     return None if workload.dtype in DTYPES else f"it computes in bf16 and fp16, not {workload.dtype}"
 
 
-def feature_options(workload: Workload, extras: Extras) -> dict[str, Any]:
+def feature_options(workload: Workload, features: Features) -> dict[str, Any]:
     """Its arguments for a window, a softcap and sinks (nheads,); empty where a workload has none of them.
 
     Its own function for a softcap is made here, once: made anew in every call, as `softcap=` does, it costs the host
@@ -68,9 +68,9 @@ def feature_options(workload: Workload, extras: Extras) -> dict[str, Any]:
     if workload.specialization.window:
         given["window_size"] = (workload.window_left, 0 if workload.causal else workload.window_right)
     if workload.softcap:
-        given["score_mod"] = importlib.import_module(f"{MODULE}.utils").create_softcap_scoremod(extras.softcap)
+        given["score_mod"] = importlib.import_module(f"{MODULE}.utils").create_softcap_scoremod(features.softcap)
     if workload.sink:
-        given["learnable_sink"] = extras.sinks
+        given["learnable_sink"] = features.sinks
     return given
 
 

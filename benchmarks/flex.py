@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flashgen.core.workload import Workload
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.inputs import Inputs
 
 ScoreMod = Callable[..., torch.Tensor]
@@ -57,32 +57,32 @@ def flex_call(function: Attention, workload: Workload, inputs: Inputs) -> Callab
 
     The block mask is that of the first set of inputs: a mask tensor is one and the same for all sets.
     """
-    extras = inputs.extras[0]
+    features = inputs.features[0]
     device = inputs.q[0].device
     block_mask = None
-    visible = mask_mod(workload, extras)
+    visible = mask_mod(workload, features)
     if visible is not None:
         batch = workload.batch if workload.mask else None
         lengths = (workload.seqlen_q, workload.seqlen_k)
         block_mask = flex_module().create_block_mask(visible, batch, None, *lengths, device=device)
-    score = score_mod(workload, extras)
+    score = score_mod(workload, features)
     options: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": workload.nheads != workload.nheads_k}
     if score is not None:
         options["score_mod"] = score
     if workload.sink:
-        options["sinks"] = extras.sinks
+        options["sinks"] = features.sinks
     return lambda n: function(inputs.q[n], inputs.k[n], inputs.v[n], **options)
 
 
-def score_mod(workload: Workload, extras: Extras) -> ScoreMod | None:
+def score_mod(workload: Workload, features: Features) -> ScoreMod | None:
     """What happens to a score before the mask, or None."""
     steps: list[ScoreMod] = []
     if workload.softcap:
-        steps.append(_softcap(extras.softcap))
-    if workload.alibi and extras.alibi_slopes is not None:
-        steps.append(_alibi(extras.alibi_slopes, workload.seqlen_k - workload.seqlen_q))
-    if workload.bias and extras.bias is not None:
-        steps.append(_bias(extras.bias.expand(-1, workload.nheads, workload.seqlen_q, workload.seqlen_k)))
+        steps.append(_softcap(features.softcap))
+    if workload.alibi and features.alibi_slopes is not None:
+        steps.append(_alibi(features.alibi_slopes, workload.seqlen_k - workload.seqlen_q))
+    if workload.bias and features.bias is not None:
+        steps.append(_bias(features.bias.expand(-1, workload.nheads, workload.seqlen_q, workload.seqlen_k)))
     if len(steps) < 2:
         return steps[0] if steps else None
     first, second = steps[:2]
@@ -119,7 +119,7 @@ def _bias(bias: torch.Tensor) -> ScoreMod:
     return of_head if shared else of_batch
 
 
-def mask_mod(workload: Workload, extras: Extras) -> MaskMod | None:
+def mask_mod(workload: Workload, features: Features) -> MaskMod | None:
     """Which keys are visible, or None where all are."""
     steps: list[MaskMod] = []
     offset = workload.seqlen_k - workload.seqlen_q
@@ -129,10 +129,10 @@ def mask_mod(workload: Workload, extras: Extras) -> MaskMod | None:
         steps.append(_window_left(offset, workload.window_left))
     if workload.window_right is not None:
         steps.append(_window_right(offset, workload.window_right))
-    if workload.mask == "keys" and extras.mask is not None:
-        steps.append(_key_mask(extras.mask[:, 0, 0]))
-    elif workload.mask and extras.mask is not None:
-        steps.append(_full_mask(extras.mask[:, 0]))
+    if workload.mask == "keys" and features.mask is not None:
+        steps.append(_key_mask(features.mask[:, 0, 0]))
+    elif workload.mask and features.mask is not None:
+        steps.append(_full_mask(features.mask[:, 0]))
     return flex_module().and_masks(*steps) if len(steps) > 1 else (steps[0] if steps else None)
 
 

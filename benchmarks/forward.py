@@ -136,7 +136,7 @@ def line_of(workload: Workload, result: Result, suite: str = "") -> str:
 def served_by(workload: Workload) -> str:
     """Which rung of the ladder serves this workload, so that an untuned row does not pass for a tuned one."""
     inputs = make_inputs(forward_of(workload), copies=1, seed=0, device="cuda")
-    options = flashgen_features(inputs.extras[0])
+    options = flashgen_features(inputs.features[0])
     if workload.direction == "backward":
         options |= {"direction": "backward", "deterministic": workload.deterministic}
     found = flashgen.explain(inputs.q[0], inputs.k[0], inputs.v[0], causal=workload.causal, **options)

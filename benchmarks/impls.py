@@ -22,8 +22,8 @@ from benchmarks import fa4
 from benchmarks.flex import compiled_flex, flex_call
 from benchmarks.masks import dense_mask
 from flashgen.core.workload import DTYPE_BYTES, Workload
-from flashgen.launch.extras import Extras
-from flashgen.measure import anchors
+from flashgen.launch.feature_values import Features
+from flashgen.measure import baselines
 from flashgen.measure.inputs import Inputs
 
 FA3_MODULE, FA3_CONFIG, FA3_PACKAGE = "fa3_fwd_interface", "fa3_fwd_config", "fa3_fwd"
@@ -63,7 +63,7 @@ class Impl:
 
     name: str
     version: Callable[[], str]
-    why_not: Callable[[Workload], str | None]
+    unsupported: Callable[[Workload], str | None]
     prepare: Callable[[Workload, Inputs], Call]
     share: float = 1.0
 
@@ -73,8 +73,8 @@ def _none(workload: Workload) -> None:
 
 
 def _flashgen(workload: Workload, inputs: Inputs) -> Call:
-    q, k, v, causal, extras = inputs.q, inputs.k, inputs.v, workload.causal, inputs.extras
-    features = [flashgen_features(each) for each in extras]
+    q, k, v, causal, features = inputs.q, inputs.k, inputs.v, workload.causal, inputs.features
+    features = [flashgen_features(each) for each in features]
 
     def run(n: int) -> torch.Tensor:
         out = flashgen.attention(q[n], k[n], v[n], causal=causal, **features[n])
@@ -84,23 +84,23 @@ def _flashgen(workload: Workload, inputs: Inputs) -> Call:
     return Call(run=run)
 
 
-def flashgen_features(extras: Extras) -> dict[str, Any]:
-    """The keyword arguments of `flashgen.attention` that an `Extras` stands for; empty for a plain call."""
+def flashgen_features(features: Features) -> dict[str, Any]:
+    """The keyword arguments of `flashgen.attention` that an `Features` stands for; empty for a plain call."""
     given: dict[str, Any] = {
         name: value
         for name in ("alibi_slopes", "sinks", "bias", "mask")
-        if (value := getattr(extras, name)) is not None
+        if (value := getattr(features, name)) is not None
     }
-    if extras.window != (None, None):
-        given["window"] = extras.window
-    if extras.softcap:
-        given["softcap"] = extras.softcap
+    if features.window != (None, None):
+        given["window"] = features.window
+    if features.softcap:
+        given["softcap"] = features.softcap
     return given
 
 
 def _sdpa(impl: str, workload: Workload, inputs: Inputs) -> Call:
-    call = anchors.sdpa_call(impl, workload)
-    return Call(run=lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n], inputs.extras[n]), context=call.context)
+    call = baselines.sdpa_call(impl, workload)
+    return Call(run=lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n], inputs.features[n]), context=call.context)
 
 
 FLEX_BIAS_ELEMENTS = 2**31
@@ -181,7 +181,7 @@ def _fa3(workload: Workload, inputs: Inputs) -> Call:
         edges = (workload.window_left, 0 if causal else workload.window_right)
         options["window_size"] = tuple(-1 if edge is None else edge for edge in edges)
     if workload.softcap:
-        options["softcap"] = inputs.extras[0].softcap
+        options["softcap"] = inputs.features[0].softcap
     q, k, v = (tuple(t.transpose(1, 2).contiguous() for t in group) for group in (inputs.q, inputs.k, inputs.v))
 
     def run(n: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ def _fa3(workload: Workload, inputs: Inputs) -> Call:
 
 
 def _fa4(workload: Workload, inputs: Inputs) -> Call:
-    options = fa4.feature_options(workload, inputs.extras[0])
+    options = fa4.feature_options(workload, inputs.features[0])
     return Call(run=fa4.forward(inputs.q, inputs.k, inputs.v, causal=workload.causal, **options))
 
 
@@ -257,27 +257,27 @@ def fa3_version() -> str:
 
 
 IMPLS: tuple[Impl, ...] = (
-    Impl(name="flashgen", version=lambda: flashgen.__version__, why_not=_none, prepare=_flashgen),
+    Impl(name="flashgen", version=lambda: flashgen.__version__, unsupported=_none, prepare=_flashgen),
     Impl(
         name="sdpa-flash",
         version=torch_version,
-        why_not=partial(anchors.why_not, "sdpa-flash"),
+        unsupported=partial(baselines.unsupported, "sdpa-flash"),
         prepare=partial(_sdpa, "sdpa-flash"),
     ),
     Impl(
         name="sdpa-cudnn",
         version=cudnn_version,
-        why_not=partial(anchors.why_not, "sdpa-cudnn"),
+        unsupported=partial(baselines.unsupported, "sdpa-cudnn"),
         prepare=partial(_sdpa, "sdpa-cudnn"),
     ),
-    Impl(name="sdpa-masked", version=torch_version, why_not=_why_not_sdpa_masked, prepare=_sdpa_masked),
-    Impl(name="flex", version=torch_version, why_not=_why_not_flex, prepare=_flex),
-    Impl(name="fa3", version=fa3_version, why_not=_why_not_fa3, prepare=_fa3),
-    Impl(name="fa4", version=fa4.version, why_not=fa4.why_not, prepare=_fa4),
+    Impl(name="sdpa-masked", version=torch_version, unsupported=_why_not_sdpa_masked, prepare=_sdpa_masked),
+    Impl(name="flex", version=torch_version, unsupported=_why_not_flex, prepare=_flex),
+    Impl(name="fa3", version=fa3_version, unsupported=_why_not_fa3, prepare=_fa3),
+    Impl(name="fa4", version=fa4.version, unsupported=fa4.unsupported, prepare=_fa4),
     Impl(
         name="standard",
         version=torch_version,
-        why_not=_why_not_standard,
+        unsupported=_why_not_standard,
         prepare=_standard,
         share=STANDARD_SHARE,
     ),

@@ -13,7 +13,7 @@ def dense_mask(workload: Workload, inputs: Inputs) -> tuple[torch.Tensor, int]:
 
     A user's own mask or bias is taken as it is; with a causal mask, a window or ALiBi it is combined with them.
     """
-    w, extras, device = workload, inputs.extras[0], inputs.q[0].device
+    w, features, device = workload, inputs.features[0], inputs.q[0].device
     rows = torch.arange(w.seqlen_q, device=device)[:, None] + (w.seqlen_k - w.seqlen_q)
     keys = torch.arange(w.seqlen_k, device=device)[None, :]
     hidden = None
@@ -23,14 +23,14 @@ def dense_mask(workload: Workload, inputs: Inputs) -> tuple[torch.Tensor, int]:
     if w.window_right is not None:
         edge = keys > rows + w.window_right
         hidden = edge if hidden is None else hidden | edge
-    if extras.mask is not None and hidden is None and extras.bias is None and not w.alibi:
-        return extras.mask, 0
-    if extras.bias is not None and hidden is None and extras.mask is None and not w.alibi:
-        return extras.bias, 0
-    mask = extras.mask if hidden is None else (~hidden if extras.mask is None else extras.mask & ~hidden)
-    added = extras.bias
-    if w.alibi and extras.alibi_slopes is not None:
-        slopes = extras.alibi_slopes.view(-1, w.nheads, 1, 1)
+    if features.mask is not None and hidden is None and features.bias is None and not w.alibi:
+        return features.mask, 0
+    if features.bias is not None and hidden is None and features.mask is None and not w.alibi:
+        return features.bias, 0
+    mask = features.mask if hidden is None else (~hidden if features.mask is None else features.mask & ~hidden)
+    added = features.bias
+    if w.alibi and features.alibi_slopes is not None:
+        slopes = features.alibi_slopes.view(-1, w.nheads, 1, 1)
         alibi = (-slopes * (rows - keys).abs()).to(inputs.q[0].dtype)
         added = alibi if added is None else added + alibi
     if added is not None:

@@ -120,7 +120,7 @@ def memory_impls() -> tuple[Impl, ...]:
     """What is asked for its memory: flashgen as it is and with the LSE, which SDPA computes in every call."""
     known = {impl.name: impl for impl in IMPLS}
     plain = known["flashgen"]
-    with_lse = Impl(name="flashgen-lse", version=plain.version, why_not=plain.why_not, prepare=_flashgen_lse)
+    with_lse = Impl(name="flashgen-lse", version=plain.version, unsupported=plain.unsupported, prepare=_flashgen_lse)
     return plain, with_lse, known["sdpa-flash"], known["standard"]
 
 

@@ -9,7 +9,7 @@ from benchmarks.markdown import by_workload, mean, provenance, table_row
 from benchmarks.race_tables import TITLES, Line, lines_of, present
 from benchmarks.results import Row
 from benchmarks.suites import MODELS
-from flashgen.core.features import features
+from flashgen.core.feature_words import feature_words
 from flashgen.core.workload import Workload
 
 PEERS = tuple(impl for impl in TITLES if impl not in ("flashgen", "flashgen-deterministic", "standard"))
@@ -116,7 +116,7 @@ def _table(lines: dict[str, list[Line]]) -> str:
 
 def _shape(w: Workload) -> list[str]:
     """Features (with the dtype where it is not bf16), batch, heads, head_dim and lengths; pairs where they differ."""
-    words = [*features(w), *([] if w.dtype == "bf16" else [w.dtype])]
+    words = [*feature_words(w), *([] if w.dtype == "bf16" else [w.dtype])]
     pairs = ((w.nheads, w.nheads_k), (w.head_dim, w.head_dim_v), (w.seqlen_q, w.seqlen_k))
     return [", ".join(words), str(w.batch), *(str(a) if a == b else f"{a}/{b}" for a, b in pairs)]
 

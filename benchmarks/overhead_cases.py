@@ -26,7 +26,7 @@ from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import TritonPlan, make_plan
-from flashgen.measure import anchors, gpu
+from flashgen.measure import baselines, gpu
 
 SMALL = Workload(batch=1, nheads=8, seqlen_q=128, head_dim=128, causal=True)
 """A few microseconds of device time: less than any way to launch it takes on the host."""
@@ -66,7 +66,7 @@ def peer_cases() -> list[Case]:
     cases = [Case(name="torch-empty-like", version=torch.__version__, call=_empty_like, arguments=same)]
     versions = {"sdpa-flash": torch.__version__, "sdpa-cudnn": cudnn_version()}
     for impl, version in versions.items():
-        call = anchors.sdpa_call(impl, SMALL)
+        call = baselines.sdpa_call(impl, SMALL)
         cases += [
             Case(name=impl, version=version, call=call.run, arguments=same, context=call.context),
             Case(
@@ -141,7 +141,7 @@ def training_cases() -> list[Case]:
         ("flashgen", flashgen.__version__, _attention, contextlib.nullcontext)
     ]
     for impl, version in (("sdpa-flash", torch.__version__), ("sdpa-cudnn", cudnn_version())):
-        call = anchors.sdpa_call(impl, SMALL)
+        call = baselines.sdpa_call(impl, SMALL)
         calls.append((impl, version, call.run, call.context))
     cases = []
     for impl, version, attend, context in calls:

@@ -8,7 +8,7 @@ import torch
 
 from flashgen.core.workload import Workload
 from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.backward_reference import exact_gradients
 from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs
@@ -55,7 +55,7 @@ def problem(workload: Workload, *, copies: int, where: torch.device) -> Problem:
         return Problem(inputs=training, expected=_last_gradients(workload, training))
     inputs = make_inputs(workload, copies=copies, seed=INPUT_SEED, device=where)
     q, k, v = inputs.q[0][:1, -1:], inputs.k[0][:1, -1:], inputs.v[0][:1, -1:]
-    right = oracle(q, k, v, causal=workload.causal, extras=last_heads(inputs.extras[0], 1))[0]
+    right = oracle(q, k, v, causal=workload.causal, features=last_heads(inputs.features[0], 1))[0]
     return Problem(inputs=inputs, expected=(right,))
 
 
@@ -63,8 +63,8 @@ def _last_gradients(workload: Workload, inputs: TrainingInputs) -> tuple[torch.T
     group = workload.nheads // workload.nheads_k
     q, dout = inputs.q[0][:1, -group:], inputs.dout[0][:1, -group:]
     k, v = inputs.k[0][:1, -1:], inputs.v[0][:1, -1:]
-    extras = last_heads(inputs.extras[0], group)
-    rule = ScoreRule.of(q, k, causal=workload.causal, q_offset=None, softmax_scale=None, extras=extras)
+    features = last_heads(inputs.features[0], group)
+    rule = ScoreRule.of(q, k, causal=workload.causal, q_offset=None, softmax_scale=None, features=features)
     exact = exact_gradients(q, k, v, dout, rule)
     return (*(exact.gradients[name] for name in ("dq", "dk", "dv")), exact.forward.out)
 
@@ -82,13 +82,13 @@ def forward_of(workload: Workload) -> Workload:
     return replace(workload, direction="forward")
 
 
-def last_heads(extras: Extras, count: int) -> Extras:
-    """The extras of the last heads of the first batch; what is broadcast has one head or batch and keeps it."""
-    slopes, bias, mask = extras.alibi_slopes, extras.bias, extras.mask
+def last_heads(features: Features, count: int) -> Features:
+    """The features of the last heads of the first batch; what is broadcast has one head or batch and keeps it."""
+    slopes, bias, mask = features.alibi_slopes, features.bias, features.mask
     return replace(
-        extras,
+        features,
         alibi_slopes=None if slopes is None else (slopes if slopes.dim() == 1 else slopes[0])[-count:],
-        sinks=None if extras.sinks is None else extras.sinks[-count:],
+        sinks=None if features.sinks is None else features.sinks[-count:],
         bias=None if bias is None else bias[:1, -count:],
         mask=None if mask is None else mask[:1, -count:],
     )

@@ -14,7 +14,7 @@ from benchmarks.impls import Call, Impl, results_of
 from benchmarks.problems import Problem, problem
 from flashgen.core.device import Device
 from flashgen.core.workload import Workload
-from flashgen.measure.anchors import SAME_FUNCTION
+from flashgen.measure.baselines import SAME_FUNCTION
 from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.timing import Stopwatch, Unit, Window, make_unit, measure, orders
 
@@ -97,7 +97,7 @@ def _visit(impl: Impl, unit: Unit, stopwatch: Stopwatch, pace: Pace) -> Window:
 
 def _unit(impl: Impl, workload: Workload, task: Problem, stopwatch: Stopwatch) -> Unit | str:
     """What a window of `impl` repeats, once its results have been checked; or the reason why there is none."""
-    reason = impl.why_not(workload)
+    reason = impl.unsupported(workload)
     if reason is not None:
         return reason
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ from benchmarks.forward import say
 from benchmarks.provenance import Provenance, add_arguments
 from benchmarks.results import SPREAD_COLUMNS, ResultsFile, Row
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.families import FAMILIES, family, why_not
+from flashgen.codegen.families import FAMILIES, family, unsupported
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
@@ -111,7 +111,7 @@ def jobs_of(workloads: Sequence[Workload], device: Device) -> list[tuple[Workloa
     found = []
     for workload, name in itertools.product(workloads, BACKWARD):
         spec = workload.specialization
-        if why_not(family(name), spec, device) is None:
+        if unsupported(family(name), spec, device) is None:
             found.append((workload, family(name).default(spec, device)))
     return found
 
@@ -238,7 +238,7 @@ def _forward(tensors: BackwardTensors, *, causal: bool) -> tuple[torch.Tensor, t
 def _last_dq(tensors: BackwardTensors, *, causal: bool) -> torch.Tensor:
     """The oracle's dq of the last head of the first batch element."""
     q, k, v, dout = (tensor[:1, -1:] for tensor in (tensors.q, tensors.k, tensors.v, tensors.dout))
-    rule = ScoreRule.of(q, k, causal=causal, q_offset=None, softmax_scale=None, extras=None)
+    rule = ScoreRule.of(q, k, causal=causal, q_offset=None, softmax_scale=None, features=None)
     return exact_gradients(q, k, v, dout, rule).gradients["dq"]
 
 

@@ -11,7 +11,7 @@ from benchmarks.model_tables import model_parts
 from benchmarks.race_tables import RACES, race_parts
 from benchmarks.results import Row
 from benchmarks.training_tables import training_parts
-from flashgen.core.features import describe
+from flashgen.core.feature_words import describe
 from flashgen.core.workload import Workload
 
 FEATURES_SUITE, WINDOW_SUITE = "features", "window"

@@ -20,7 +20,7 @@ from benchmarks import fa4
 from benchmarks.impls import IMPLS, Call, Impl, results_of
 from benchmarks.problems import TrainingInputs, forward_of
 from flashgen.core.workload import Workload
-from flashgen.measure import backward_anchors
+from flashgen.measure import backward_baselines
 from flashgen.measure.inputs import Inputs
 
 Gradients = tuple[torch.Tensor, ...]
@@ -86,7 +86,7 @@ def _why_not(impl: Impl, workload: Workload) -> str | None:
     if workload.direction != "backward":
         return NOT_TRAINING
     # standard attention is asked for the memory, FA4 for the features of both passes; the others for their forward pass
-    return impl.why_not(workload if impl.name in ("standard", "fa4") else forward_of(workload))
+    return impl.unsupported(workload if impl.name in ("standard", "fa4") else forward_of(workload))
 
 
 def _attend_deterministic(workload: Workload, inputs: Inputs) -> Call:
@@ -128,14 +128,14 @@ def _sdpa_backward(impl: str, workload: Workload, inputs: Inputs) -> Call:
     given, scale = _training(inputs), workload.head_dim**-0.5
     with torch.no_grad():
         calls = [
-            backward_anchors.gradients_call(impl, workload, given.tensors(n), given.extras[n], scale)
+            backward_baselines.gradients_call(impl, workload, given.tensors(n), given.features[n], scale)
             for n in range(inputs.copies)
         ]
     return Call(run=lambda n: calls[n]())
 
 
 def _why_not_sdpa_backward(impl: str, workload: Workload) -> str | None:
-    return NOT_TRAINING if workload.direction != "backward" else backward_anchors.why_not(impl, workload)
+    return NOT_TRAINING if workload.direction != "backward" else backward_baselines.unsupported(impl, workload)
 
 
 _FORWARD = {impl.name: impl for impl in IMPLS}
@@ -156,12 +156,12 @@ _OWN_BACKWARD: dict[str, Callable[[Workload, Inputs], Call]] = {
 
 
 def _alone(impl: Impl) -> Impl:
-    why_not = partial(_why_not_sdpa_backward, impl.name) if impl.name in SDPA else partial(_why_not, impl)
-    return replace(impl, why_not=why_not, prepare=_OWN_BACKWARD.get(impl.name) or partial(graph_kept, impl))
+    unsupported = partial(_why_not_sdpa_backward, impl.name) if impl.name in SDPA else partial(_why_not, impl)
+    return replace(impl, unsupported=unsupported, prepare=_OWN_BACKWARD.get(impl.name) or partial(graph_kept, impl))
 
 
 def _together(impl: Impl) -> Impl:
-    return replace(impl, why_not=partial(_why_not, impl), prepare=partial(both_passes, impl))
+    return replace(impl, unsupported=partial(_why_not, impl), prepare=partial(both_passes, impl))
 
 
 BACKWARD: tuple[Impl, ...] = tuple(_alone(impl) for impl in _TRAINING)

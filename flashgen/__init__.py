@@ -25,10 +25,10 @@ from flashgen.core.errors import (
 from flashgen.core.workload import Workload
 
 if TYPE_CHECKING:
-    from flashgen.launch.extras import BlockMask
+    from flashgen.launch.feature_values import BlockMask
     from flashgen.runtime.api import attention
     from flashgen.runtime.block_mask import block_mask
-    from flashgen.runtime.explanation import explain
+    from flashgen.runtime.explain import explain
     from flashgen.runtime.warmup import reload, warmup
 
 __all__ = [
@@ -57,10 +57,10 @@ __all__ = [
 
 
 _LATE = {
-    "BlockMask": "flashgen.launch.extras",
+    "BlockMask": "flashgen.launch.feature_values",
     "attention": "flashgen.runtime.api",
     "block_mask": "flashgen.runtime.block_mask",
-    "explain": "flashgen.runtime.explanation",
+    "explain": "flashgen.runtime.explain",
     "reload": "flashgen.runtime.warmup",
     "warmup": "flashgen.runtime.warmup",
 }

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from flashgen.codegen import families
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.families import FAMILIES, fitted, why_invalid, why_not
+from flashgen.codegen.families import FAMILIES, fitted, invalid, unsupported
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
@@ -146,7 +146,7 @@ def few_jobs() -> list[Job]:
         found += with_functions(device)
     for number, spec in enumerate(map(Specialization.parse, FEATURES)):
         for device in (hopper, others[number % len(others)]):
-            rows = [family for family in FAMILIES if why_not(family, spec, device) is None]
+            rows = [family for family in FAMILIES if unsupported(family, spec, device) is None]
             found += [variants(row.default(spec, device), spec, device)[-1] for row in rows]
     return found
 
@@ -160,7 +160,7 @@ def with_shapes(device: Device, number: int, forward: tuple[Shape, ...]) -> list
     """Defaults of shapes; both kinds of loads, and what fits a decoding step, where these differ."""
     found = []
     for spec in specializations({"forward": forward, "backward": shapes_in_turn(device, number)}):
-        rows = [family for family in FAMILIES if why_not(family, spec, device) is None]
+        rows = [family for family in FAMILIES if unsupported(family, spec, device) is None]
         if spec.direction == "backward" and device.arch != "sm90":
             rows = rows[number % len(rows) :][:1]
         for family in rows:
@@ -179,7 +179,7 @@ def with_features(devices: list[Device]) -> list[Job]:
         for step in range(FEATURE_TARGETS):
             device = devices[(number + step * (len(devices) // FEATURE_TARGETS)) % len(devices)]
             for family in FAMILIES:
-                if why_not(family, spec, device) is None:
+                if unsupported(family, spec, device) is None:
                     found += variants(family.default(spec, device), spec, device)
     return list(dict.fromkeys(found))
 
@@ -188,14 +188,14 @@ def variants(config: Config, spec: Specialization, device: Device) -> list[Job]:
     """A default, and the same with heads in two parts."""
     configs = [config]
     if dict(config.knobs).get("split_d") is False:
-        configs += [each for each in [config.replace(split_d=True)] if not why_invalid(each, spec, device)]
+        configs += [each for each in [config.replace(split_d=True)] if not invalid(each, spec, device)]
     return [Job(spec=spec, config=each, device=device, may_spill=True) for each in configs]
 
 
 def with_functions(device: Device) -> list[Job]:
     """Every family's default with functions of a user and a block mask; what they hold may spill."""
     spec = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
-    rows = [family for family in FAMILIES if why_not(family, spec, device) is None]
+    rows = [family for family in FAMILIES if unsupported(family, spec, device) is None]
     return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True) for row in rows]
 
 
@@ -214,7 +214,7 @@ def other_loads(config: Config, spec: Specialization, device: Device) -> list[Co
     if spec.head_dim != 128 or loads is None:
         return []
     other = config.replace(loads="pointer" if loads == "descriptor" else "descriptor")
-    return [] if why_invalid(other, spec, device) else [other]
+    return [] if invalid(other, spec, device) else [other]
 
 
 def for_short_queries(config: Config, spec: Specialization, device: Device) -> list[Config]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flashgen.codegen.families import FAMILIES, why_not
+from flashgen.codegen.families import FAMILIES, unsupported
 from flashgen.codegen.family import KernelFamily
 from flashgen.core.device import CATALOGUE, Device
 from flashgen.core.score_mods import ScoreMods, UserFunction
@@ -134,7 +134,7 @@ def page() -> str:
 
 def _any_table(direction: str) -> list[str]:
     def cell(spec: Specialization, device: Device) -> str:
-        return "yes" if any(why_not(family, spec, device) is None for family in FAMILIES) else "no"
+        return "yes" if any(unsupported(family, spec, device) is None for family in FAMILIES) else "no"
 
     return _table(groups(direction), DEVICES, cell)
 
@@ -143,11 +143,11 @@ def _family_section(family: KernelFamily) -> str:
     """The table of one family over the devices that it serves at all, then its reasons."""
     asked = groups(family.direction)
     rows = [entry for group in asked.values() for entry in group]
-    devices = tuple(device for device in DEVICES if any(why_not(family, r.spec, device) is None for r in rows))
+    devices = tuple(device for device in DEVICES if any(unsupported(family, r.spec, device) is None for r in rows))
     reasons: dict[str, int] = {}
 
     def cell(spec: Specialization, device: Device) -> str:
-        reason = why_not(family, spec, device)
+        reason = unsupported(family, spec, device)
         return "yes" if reason is None else str(reasons.setdefault(_rule(reason), len(reasons) + 1))
 
     lines = [f"## `{family.id}`", "", f"{family.title}: {family.direction} pass", ""]
@@ -163,7 +163,7 @@ def _elsewhere(family: KernelFamily, devices: tuple[Device, ...]) -> dict[str, l
     base = replace(BASE, direction=family.direction)
     for device in DEVICES:
         if device not in devices:
-            found.setdefault(_rule(why_not(family, base, device) or ""), []).append(device.arch)
+            found.setdefault(_rule(unsupported(family, base, device) or ""), []).append(device.arch)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flashgen.codegen.families import FAMILIES, why_invalid, why_not
+from flashgen.codegen.families import FAMILIES, invalid, unsupported
 from scripts.supported import DEVICES, PAGE, groups, page
 
 
@@ -25,9 +25,9 @@ def test_a_yes_has_a_default_configuration() -> None:
     for family in FAMILIES:
         for device in DEVICES:
             for row in (row for group in groups(family.direction).values() for row in group):
-                if why_not(family, row.spec, device) is None:
+                if unsupported(family, row.spec, device) is None:
                     default = family.default(row.spec, device)
-                    assert why_invalid(default, row.spec, device) is None, (row.name, device.arch, default)
+                    assert invalid(default, row.spec, device) is None, (row.name, device.arch, default)
 
 
 def test_both_passes_have_a_table_and_a_family_is_asked_for_its_own() -> None:

@@ -12,7 +12,7 @@ from flashgen.cli import output
 from flashgen.cli.arguments import Json, Shape
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DatabaseError
-from flashgen.core.features import describe
+from flashgen.core.feature_words import describe
 from flashgen.core.record import Failure, Trial, TuningRecord, age
 from flashgen.core.workload import Workload
 
@@ -118,7 +118,7 @@ def _provenance(text: str | None) -> str | None:
 
 
 def _row(record: TuningRecord, layer: str) -> tuple[output.Cell, ...]:
-    other = record.best_anchor
+    other = record.best_baseline
     beside = f"{other.impl} {other.median_ms / record.time_ms:.2f}x" if other and record.time_ms else None
     created = age(record.created) or None
     workload = record.workload.key
@@ -143,7 +143,9 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
             ("reference", f"{output.text(measured.reference_ms)} ms of the same round"),
             ("SM clock", f"{output.text(measured.sm_clock_mhz)} MHz"),
         ]
-    fields += [(f"beside it: {anchor.impl}", f"{output.text(anchor.median_ms)} ms") for anchor in record.anchors]
+    fields += [
+        (f"beside it: {baseline.impl}", f"{output.text(baseline.median_ms)} ms") for baseline in record.baselines
+    ]
     names = ("flashgen", "triton", "torch", "driver")
     fields += [
         ("versions", ", ".join(f"{name} {getattr(versions, name) or 'unknown'}" for name in names)),
@@ -175,7 +177,7 @@ def _record_json(record: TuningRecord) -> dict[str, object]:
         "mean_error": measured.mean_error if measured else None,
         "reference_ms": measured.reference_ms if measured else None,
         "sm_clock_mhz": measured.sm_clock_mhz if measured else None,
-        "anchors": {anchor.impl: anchor.median_ms for anchor in record.anchors},
+        "anchors": {baseline.impl: baseline.median_ms for baseline in record.baselines},
         "source_digest": record.source_digest,
         "versions": {name: getattr(versions, name) for name in ("flashgen", "triton", "torch", "driver")},
         "created": record.created,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flashgen.core.config import Config
     from flashgen.core.device import Device
     from flashgen.core.workload import Specialization, Workload
-    from flashgen.runtime.why import Explanation
+    from flashgen.runtime.explanation import Explanation
 
 
 def render(
@@ -86,7 +86,7 @@ def _config(
     workload: Workload | None, spec: Specialization, device: Device, text: str | None, shape: str, *, check: bool
 ) -> Config:
     """The config that `text` names, or the one that would serve; checked against the device if asked."""
-    from flashgen.codegen.families import why_invalid
+    from flashgen.codegen.families import invalid
     from flashgen.core.errors import ConfigError
 
     if text is None:
@@ -94,7 +94,7 @@ def _config(
             raise WorkloadError(f"{shape!r} has no sizes to look up: give a workload, or a --config")
         return _explanation(workload, spec, device).served.config
     config = arguments.parse_config(text, spec, device)
-    reason = why_invalid(config, spec, device) if check else None
+    reason = invalid(config, spec, device) if check else None
     if reason is not None:
         raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
     return config
@@ -103,7 +103,7 @@ def _config(
 def _explanation(workload: Workload, spec: Specialization, device: Device) -> Explanation:
     from flashgen.db.layers import Layers
     from flashgen.runtime.dispatch import Records
-    from flashgen.runtime.why import explain
+    from flashgen.runtime.explanation import explain
 
     with Layers.open() as layers:
         return explain(workload, spec, device, Records(layers))

@@ -18,7 +18,7 @@ from typing import Any
 
 from flashgen.codegen import inspect
 from flashgen.codegen.families import family
-from flashgen.codegen.family import Kernel
+from flashgen.codegen.family import KernelSpec
 from flashgen.codegen.render import KernelSource, render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -36,7 +36,7 @@ class CompiledPart:
     a GPU before a launch.
     """
 
-    kernel: Kernel
+    kernel: KernelSpec
     registers: int
     spills: int
     shared_bytes: int
@@ -132,7 +132,7 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
     return CompiledKernel(source=source, device=device, parts=tuple(parts))
 
 
-def _compile_part(function: Any, kernel: Kernel, device: Device) -> CompiledPart:
+def _compile_part(function: Any, kernel: KernelSpec, device: Device) -> CompiledPart:
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -59,22 +59,22 @@ def validate(config: Config) -> Config:
 
 def reasons(spec: Specialization, device: Device) -> dict[str, str | None]:
     """For every family id the reason why it does not serve `spec` on `device`, or None where it does."""
-    return {row.id: why_not(row, spec, device) for row in FAMILIES}
+    return {row.id: unsupported(row, spec, device) for row in FAMILIES}
 
 
-def why_not(row: KernelFamily, spec: Specialization, device: Device) -> str | None:
+def unsupported(row: KernelFamily, spec: Specialization, device: Device) -> str | None:
     """The reason why `row` does not serve `spec` on `device`, or None."""
     if spec.direction != row.direction:
         return f"it computes the {row.direction} pass, not {spec.direction}"
     if spec.deterministic and not row.is_deterministic:
         return "its sums have no fixed order, and the call is deterministic"
-    return row.why_not(spec, device)
+    return row.unsupported(spec, device)
 
 
-def why_invalid(config: Config, spec: Specialization, device: Device) -> str | None:
+def invalid(config: Config, spec: Specialization, device: Device) -> str | None:
     """The reason why a validated config cannot serve `spec` on `device`, or None."""
     row = family(config.family)
-    return why_not(row, spec, device) or row.why_invalid(spec, config, device)
+    return unsupported(row, spec, device) or row.invalid(spec, config, device)
 
 
 def applicable(spec: Specialization, device: Device) -> tuple[KernelFamily, ...]:
@@ -83,7 +83,7 @@ def applicable(spec: Specialization, device: Device) -> tuple[KernelFamily, ...]
     Raises:
         UnsupportedError: there is none; the message lists every family with its reason.
     """
-    rows = tuple(row for row in FAMILIES if why_not(row, spec, device) is None)
+    rows = tuple(row for row in FAMILIES if unsupported(row, spec, device) is None)
     if not rows:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons(spec, device).items())
         raise UnsupportedError(f"no kernel family serves {spec.key} on {device.name} ({device.arch}): {listed}")
@@ -95,9 +95,9 @@ def fitted(config: Config, spec: Specialization, sizes: Sizes, device: Device) -
     return family(config.family).fitted(spec, config, sizes, device)
 
 
-def why_unfit(config: Config, sizes: Sizes) -> str | None:
+def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     """The reason why a valid config that was not measured at these sizes is far from the best there, or None."""
-    return family(config.family).why_unfit(config, sizes)
+    return family(config.family).poor_at_sizes(config, sizes)
 
 
 def default_config(spec: Specialization, device: Device) -> Config:

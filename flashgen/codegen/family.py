@@ -77,7 +77,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class KernelSpec:
     """One kernel of a config; a launch of the config runs all of them, one after the other on a stream.
 
     Attributes:
@@ -126,7 +126,7 @@ def _no_scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scr
     return ()
 
 
-def _no_favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
+def _no_seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     return ()
 
 
@@ -135,15 +135,15 @@ def _all_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
+class KnobRows:
     """Knobs whose values only work in some combinations, whatever the specialization: enumerated as rows of them."""
 
     names: tuple[str, ...] = ()
     rows: tuple[tuple[KnobValue, ...], ...] = ((),)
 
 
-def _no_joint() -> Joint:
-    return Joint()
+def _no_knob_rows() -> KnobRows:
+    return KnobRows()
 
 
 def _as_it_is(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -161,19 +161,19 @@ class KernelFamily:
     A new kernel is one template and one such row. `id` is permanent: databases name it.
 
     Attributes:
-        why_not: the reason why the family does not apply to a specialization on a device, or None.
-        why_invalid: the reason why a config of declared values cannot work there, or None.
+        unsupported: the reason why the family does not apply to a specialization on a device, or None.
+        invalid: the reason why a config of declared values cannot work there, or None.
         default: a config that is valid wherever the family applies, in constant time.
         values: what the template needs beside the parameters, by name.
         kernels: the kernels of a config, in the order of their launches.
         scratch: the memory that they share.
         is_deterministic: whether equal inputs give equal bits every time.
-        favourites: valid configs that won before, for a search to begin with (beside the default).
-        choices: the values that some knobs are enumerated with, where the others are never valid for a specialization,
+        seed_configs: valid configs that won before, for a search to begin with (beside the default).
+        allowed_values: values of some knobs in an enumeration, where others are never valid for a specialization
             or follow from sizes that it does not know.
-        joint: knobs that are enumerated together, because most combinations of their values are never valid.
+        knob_rows: knobs that are enumerated together, because most combinations of their values are never valid.
         fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
-        why_unfit: the reason why a valid config is far from the best at some sizes, or None.
+        poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
     """
 
@@ -182,18 +182,18 @@ class KernelFamily:
     template: str
     direction: str
     knobs: tuple[Knob, ...]
-    why_not: Callable[[Specialization, Device], str | None]
-    why_invalid: Callable[[Specialization, Config, Device], str | None]
+    unsupported: Callable[[Specialization, Device], str | None]
+    invalid: Callable[[Specialization, Config, Device], str | None]
     default: Callable[[Specialization, Device], Config]
     values: Callable[[Specialization, Config], dict[str, object]]
-    kernels: Callable[[Specialization, Config], tuple[Kernel, ...]]
+    kernels: Callable[[Specialization, Config], tuple[KernelSpec, ...]]
     scratch: Callable[[Specialization, Config, Sizes], tuple[Scratch, ...]] = _no_scratch
     is_deterministic: bool = True
-    favourites: Callable[[Specialization, Device], tuple[Config, ...]] = _no_favourites
-    choices: Callable[[Specialization], dict[str, tuple[KnobValue, ...]]] = _all_values
-    joint: Callable[[], Joint] = _no_joint
+    seed_configs: Callable[[Specialization, Device], tuple[Config, ...]] = _no_seed_configs
+    allowed_values: Callable[[Specialization], dict[str, tuple[KnobValue, ...]]] = _all_values
+    knob_rows: Callable[[], KnobRows] = _no_knob_rows
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
-    why_unfit: Callable[[Config, Sizes], str | None] = _always_fit
+    poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
     tolerated_spills: int = TOLERATED_SPILLS
 
     def parameters(self, spec: Specialization, config: Config) -> tuple[Parameter, ...]:

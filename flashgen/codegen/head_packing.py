@@ -37,7 +37,7 @@ def packing(sizes: Sizes, rows: int) -> int:
     return best if saved >= LEAST_SAVED * tiles(sizes, rows, 1) else 1
 
 
-def why_unfit(sizes: Sizes, rows: int, packed_heads: int) -> str | None:
+def poor_at_sizes(sizes: Sizes, rows: int, packed_heads: int) -> str | None:
     """The reason why another packing takes much less work at these sizes, or None."""
     own, best = (tiles(sizes, rows, heads) for heads in (packed_heads, packing(sizes, rows)))
     if own < MUCH * best:

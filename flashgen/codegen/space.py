@@ -11,7 +11,7 @@ from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
 
-def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tuple[Config, ...]:
+def search_space(family: KernelFamily, spec: Specialization, device: Device) -> tuple[Config, ...]:
     """All valid configs of `family` for `spec` on `device`, the default first, then in knob order.
 
     What follows from the sizes of a workload is left to `KernelFamily.fitted`.
@@ -19,7 +19,7 @@ def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tu
     The valid set is enumerated so that a sampler never proposes an invalid point. It is empty where the
     family does not apply.
     """
-    if family.why_not(spec, device) is not None or spec.direction != family.direction:
+    if family.unsupported(spec, device) is not None or spec.direction != family.direction:
         return ()
     default = family.default(spec, device)
     steps = [{value: step for step, value in enumerate(knob.values)} for knob in family.knobs]
@@ -29,21 +29,19 @@ def candidates(family: KernelFamily, spec: Specialization, device: Device) -> tu
         return [step[config[name]] for name, step in zip(names, steps, strict=True)]
 
     rest = (
-        config
-        for config in _all(family, spec)
-        if config != default and family.why_invalid(spec, config, device) is None
+        config for config in _all(family, spec) if config != default and family.invalid(spec, config, device) is None
     )
     return (default, *sorted(rest, key=place))
 
 
 def _all(family: KernelFamily, spec: Specialization) -> Iterator[Config]:
-    choices, joint = family.choices(spec), family.joint()
-    single = [knob for knob in family.knobs if knob.name not in joint.names]
-    names = (*joint.names, *(knob.name for knob in single))
+    allowed, together = family.allowed_values(spec), family.knob_rows()
+    single = [knob for knob in family.knobs if knob.name not in together.names]
+    names = (*together.names, *(knob.name for knob in single))
     in_order = sorted(range(len(names)), key=names.__getitem__)  # as in every config: once, and not for each of them
-    allowed = [choices.get(name) for name in joint.names]
-    rows = [row for row in joint.rows if all(a is None or v in a for a, v in zip(allowed, row, strict=True))]
+    limits = [allowed.get(name) for name in together.names]
+    rows = [row for row in together.rows if all(a is None or v in a for a, v in zip(limits, row, strict=True))]
     for row in rows:
-        for values in itertools.product(*(choices.get(knob.name, knob.values) for knob in single)):
+        for values in itertools.product(*(allowed.get(knob.name, knob.values) for knob in single)):
             found = (*row, *values)
             yield Config(family=family.id, knobs=tuple((names[at], found[at]) for at in in_order))

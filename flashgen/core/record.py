@@ -1,4 +1,4 @@
-"""What a search finds out: `Measurement`, `Failure`, `Anchor`, and `TuningRecord`, the one type a database knows."""
+"""What a search finds out: `Measurement`, `Failure`, `Baseline`, and `TuningRecord`, the one type a database knows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Versions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anchor:
+class Baseline:
     """Time of another implementation on the same workload, measured in the same round as the winner."""
 
     impl: str
@@ -110,7 +110,7 @@ class TuningRecord:
     predicted_ms: float | None = None
     source_digest: str = ""
     versions: Versions = field(default_factory=Versions)
-    anchors: tuple[Anchor, ...] = ()
+    baselines: tuple[Baseline, ...] = ()
     created: str = ""  # ISO 8601, UTC
 
     def __post_init__(self) -> None:
@@ -130,9 +130,9 @@ class TuningRecord:
         return self.workload.flops / self.time_ms / 1e9 if self.time_ms else None
 
     @property
-    def best_anchor(self) -> Anchor | None:
+    def best_baseline(self) -> Baseline | None:
         """The fastest other implementation measured beside it."""
-        return min(self.anchors, key=lambda anchor: anchor.median_ms, default=None)
+        return min(self.baselines, key=lambda baseline: baseline.median_ms, default=None)
 
 
 def age(created: str, now: datetime | None = None) -> str:

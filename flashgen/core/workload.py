@@ -248,7 +248,7 @@ class Specialization:
         return cls(**values)  # type: ignore[arg-type]
 
     @property
-    def family_key(self) -> str:
+    def workload_class(self) -> str:
         """The class of workloads that may share a tuned config, e.g. `fwd-bf16-d128-causal`."""
         short = "fwd" if self.direction == "forward" else "bwd"
         parts = [short, self.dtype, f"d{self.head_dim}"]
@@ -260,8 +260,8 @@ class Specialization:
 
     @property
     def key(self) -> str:
-        """`family_key`; then what differs from the usual: alignments, dtypes, kind of offset, digests of user code."""
-        parts = [self.family_key]
+        """`workload_class`, then what is unusual: alignments, dtypes, kind of offset, digests of functions."""
+        parts = [self.workload_class]
         parts += [token for token, value in _VARIANTS.items() if token != "window" and _has(self, value)]
         return "-".join(parts + ([self.mods.key] if self.mods else []))
 

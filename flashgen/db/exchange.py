@@ -100,9 +100,9 @@ def _gain(theirs: TuningRecord, measured: Measurement, ours: TuningRecord, ours_
     default config, which is another kernel in another version: a default that became twice as fast would make every
     config beside it look twice as slow.
     """
-    ran = {anchor.impl for anchor in theirs.anchors}
+    ran = {baseline.impl for baseline in theirs.baselines}
     ratio, our_ratio = measured.reference_ratio, ours_measured.reference_ratio
-    if ratio and our_ratio and ran and ran == {anchor.impl for anchor in ours.anchors}:
+    if ratio and our_ratio and ran and ran == {baseline.impl for baseline in ours.baselines}:
         return our_ratio / ratio - 1
     return ours_measured.median_ms / measured.median_ms - 1
 
@@ -126,7 +126,7 @@ def _csv_row(record: TuningRecord) -> list[str | int]:
         *(record.provenance, record.config.family, " ".join(f"{name}={value}" for name, value in record.config.knobs)),
         *_measured_columns(record),
         _number(record.predicted_ms),
-        " ".join(f"{anchor.impl}={_number(anchor.median_ms)}" for anchor in record.anchors),
+        " ".join(f"{baseline.impl}={_number(baseline.median_ms)}" for baseline in record.baselines),
         *(record.source_digest, versions.flashgen, versions.triton, versions.torch, versions.driver, record.created),
     ]
 

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
-from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord, Versions
+from flashgen.core.record import Baseline, Failure, Measurement, Trial, TuningRecord, Versions
 from flashgen.core.workload import Workload
-from flashgen.db.schema import AnchorRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
+from flashgen.db.schema import BaselineRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
 
 Validate = Callable[[Config], Config]
 """Returns the config, with the knobs its family got since, or raises ConfigError (`codegen.families.validate`)."""
@@ -46,11 +46,11 @@ def device_row(device: Device) -> DeviceRow:
 
 def workload_row(workload: Workload) -> WorkloadRow:
     """The row of a workload."""
-    return WorkloadRow(key=workload.key, specialization=workload.specialization.family_key, **asdict(workload))
+    return WorkloadRow(key=workload.key, specialization=workload.specialization.workload_class, **asdict(workload))
 
 
 def record_row(record: TuningRecord, workload: WorkloadRow, device: DeviceRow) -> RecordRow:
-    """The row of a record, its anchors included."""
+    """The row of a record, its baselines included."""
     return RecordRow(
         workload=workload,
         device=device,
@@ -62,7 +62,7 @@ def record_row(record: TuningRecord, workload: WorkloadRow, device: DeviceRow) -
         source_digest=record.source_digest,
         **{f"{name}_version": version for name, version in asdict(record.versions).items()},
         created=record.created,
-        anchors=[AnchorRow(impl=anchor.impl, median_ms=anchor.median_ms) for anchor in record.anchors],
+        baselines=[BaselineRow(impl=baseline.impl, median_ms=baseline.median_ms) for baseline in record.baselines],
     )
 
 
@@ -114,7 +114,7 @@ def workload_of(row: WorkloadRow) -> Workload:
     """The workload of a row."""
     workload = _value(Workload, row)
     stored = (row.key, row.specialization)
-    if stored != (workload.key, workload.specialization.family_key):
+    if stored != (workload.key, workload.specialization.workload_class):
         raise DatabaseError(f"a workload's key must be the one of its fields ({workload.key}), got {_quoted(stored)}")
     return workload
 
@@ -131,7 +131,7 @@ def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
         predicted_ms=_predicted(row.predicted_ms),
         source_digest=_typed("source_digest", row.source_digest, "str"),
         versions=Versions(**{name: _typed(name, getattr(row, f"{name}_version"), "str") for name in names}),
-        anchors=tuple(_anchor(anchor) for anchor in row.anchors),
+        baselines=tuple(_baseline(baseline) for baseline in row.baselines),
         created=_moment(row.created),
     )
 
@@ -180,11 +180,11 @@ def _config(row: RecordRow | TrialRow, validate: Validate) -> Config:
     return validate(Config.from_json(family, _typed("knobs", row.knobs, "str")))
 
 
-def _anchor(row: AnchorRow) -> Anchor:
+def _baseline(row: BaselineRow) -> Baseline:
     median_ms = _typed("median_ms", row.median_ms, "float")
     if median_ms <= 0:
-        raise DatabaseError(f"an anchor's median_ms must be above 0, got {median_ms}")
-    return Anchor(impl=_typed("impl", row.impl, "str"), median_ms=median_ms)
+        raise DatabaseError(f"an baseline's median_ms must be above 0, got {median_ms}")
+    return Baseline(impl=_typed("impl", row.impl, "str"), median_ms=median_ms)
 
 
 def _predicted(value: object) -> float | None:

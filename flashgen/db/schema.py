@@ -116,11 +116,11 @@ class RecordRow(Base):
 
     workload: Mapped[WorkloadRow | None] = relationship()
     device: Mapped[DeviceRow | None] = relationship()
-    anchors: Mapped[list[AnchorRow]] = relationship(cascade="all, delete-orphan", order_by="AnchorRow.id")
+    baselines: Mapped[list[BaselineRow]] = relationship(cascade="all, delete-orphan", order_by="BaselineRow.id")
 
 
-class AnchorRow(Base):
-    """A `core.record.Anchor` of one record."""
+class BaselineRow(Base):
+    """A `core.record.Baseline` of one record."""
 
     __tablename__ = "anchors"
     __table_args__ = (UniqueConstraint("record_id", "impl"),)

@@ -23,7 +23,7 @@ from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db import files, rows, writing
 from flashgen.db.rows import Validate
-from flashgen.db.schema import AnchorRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
+from flashgen.db.schema import BaselineRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
 from flashgen.db.writing import Merged, Wins
 
 R = TypeVar("R", RecordRow, TrialRow, DeviceRow, WorkloadRow)
@@ -77,7 +77,7 @@ class Store:
         self.close()
 
     def put_record(self, record: TuningRecord) -> None:
-        """Store a record; the one of the same workload, device identity and provenance is replaced with its anchors.
+        """Store a record; the one of the same workload, device identity and provenance is replaced with its baselines.
 
         Raises:
             FlashgenError: it breaks a rule that it would have to pass when read back, its config's knobs included.
@@ -146,7 +146,7 @@ class Store:
         Args:
             device: of this device identity.
             arch: of this architecture, e.g. `sm90`.
-            specialization: of this `Specialization.family_key`.
+            specialization: of this `Specialization.workload_class`.
             provenance: `measured` or `predicted`.
         """
         conditions = []
@@ -168,7 +168,7 @@ class Store:
 
     def counts(self) -> dict[str, int]:
         """Number of rows of each table, checked or not."""
-        tables = (DeviceRow, WorkloadRow, RecordRow, TrialRow, AnchorRow)
+        tables = (DeviceRow, WorkloadRow, RecordRow, TrialRow, BaselineRow)
 
         def count(session: Session) -> dict[str, int]:
             return {
@@ -251,6 +251,6 @@ def _same(key: str, identity: str) -> tuple[sa.ColumnElement[bool], sa.ColumnEle
 
 def _record_query() -> sa.Select[RecordRow]:
     query = sa.select(RecordRow).outerjoin(RecordRow.workload).outerjoin(RecordRow.device)
-    loading = (contains_eager(RecordRow.workload), contains_eager(RecordRow.device), selectinload(RecordRow.anchors))
+    loading = (contains_eager(RecordRow.workload), contains_eager(RecordRow.device), selectinload(RecordRow.baselines))
     query = query.options(*loading)
     return query.order_by(DeviceRow.identity, WorkloadRow.key, RecordRow.provenance)  # measured before predicted

@@ -11,17 +11,24 @@ from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
-from flashgen.launch import features
+from flashgen.launch import feature_arguments
 from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, backward_scalars
 from flashgen.launch.backward_scratch import ScratchPlan
 from flashgen.launch.geometry import clamp_offset, legal_strides
+from flashgen.launch.parameter_buffer import View
 from flashgen.launch.parameters import block_of, is_descriptor
-from flashgen.launch.prepared import View
 
 POINTERS = {**{name.upper(): field for name, field in FIELDS.items()}, "LSE": "lse", "DLSE": "dlse", "DBias": "dbias"}
 """Parameters that point to a tensor of the call, and the tensor's field in `BackwardTensors`."""
 
-CALL_SCALARS = ("dlse_rows", "softmax_scale", "softmax_scale_log2", "q_offset", *features.WINDOW, *features.SOFTCAP)
+CALL_SCALARS = (
+    "dlse_rows",
+    "softmax_scale",
+    "softmax_scale_log2",
+    "q_offset",
+    *feature_arguments.WINDOW,
+    *feature_arguments.SOFTCAP,
+)
 """Numbers that may differ between the calls of one geometry."""
 
 OWN = "Counter"
@@ -101,7 +108,7 @@ class BackwardBinding:
             return self.scalars["q_offset"]
         if isinstance(q_offset, torch.Tensor):
             raise LaunchError(f"the kernel takes one integer query offset, got a tensor of shape {q_offset.shape}")
-        is_far = not features.FAR_FEATURES.isdisjoint(self.names)
+        is_far = not feature_arguments.FAR_FEATURES.isdisjoint(self.names)
         return clamp_offset(q_offset, self.geometry.forward, is_far=is_far)
 
     def _check_parameters(self) -> None:
@@ -129,7 +136,7 @@ class BackwardBinding:
             fits = rank == 4 if subject in FIELDS else subject in pieces and rank <= len(pieces[subject].scratch.shape)
             return name.endswith("_desc") and fits
         if parameter.type.startswith("*"):
-            own = name in POINTERS or name in ("QOffset", OWN) or features.is_tensor(name)
+            own = name in POINTERS or name in ("QOffset", OWN) or feature_arguments.is_tensor(name)
             return own or any(name == piece.pointer for piece in pieces.values())
         return name in self.scalars or name in CALL_SCALARS
 

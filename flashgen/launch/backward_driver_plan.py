@@ -19,11 +19,11 @@ from flashgen.launch import driver
 from flashgen.launch.backward_binding import CALL_SCALARS, OWN, POINTERS, BackwardBinding
 from flashgen.launch.backward_geometry import FIELDS, BackwardTensors
 from flashgen.launch.counters import Counters
-from flashgen.launch.extras import Extras
-from flashgen.launch.feature_slots import extras_writer
-from flashgen.launch.features import LOG2E, NO_EXTRAS
+from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
+from flashgen.launch.feature_values import Features
+from flashgen.launch.feature_writers import features_writer
+from flashgen.launch.parameter_buffer import C_TYPES, ParameterBuffer
 from flashgen.launch.parameters import SLOT_BYTES, Layout, is_descriptor
-from flashgen.launch.prepared import C_TYPES, Prepared
 
 Pointers = tuple[int, ...]
 """Addresses of one call: its scratch memory, then the tensors in the order of `POINTERS`, 0 for what is absent."""
@@ -63,7 +63,7 @@ class DriverBackwardPlan:
         self._context = driver.use_context(device_index)
         parts, programs = binding.compiled.parts, binding.programs
         self._kernels = [
-            Prepared(part, layout, programs=count, scalars=binding.scalars, view=binding.view)
+            ParameterBuffer(part, layout, programs=count, scalars=binding.scalars, view=binding.view)
             for part, layout, count in zip(parts, layouts, programs, strict=True)
         ]
         self._share(layouts)
@@ -142,7 +142,7 @@ class DriverBackwardPlan:
         binding, index = self._binding, self._device_index
         offset_of, scalars = binding.offset, binding.scalars
         write_pointers = self._pointer_writer()
-        write_extras = extras_writer(self._slots, scalars, causal=binding.spec.causal)
+        write_features = features_writer(self._slots, scalars, causal=binding.spec.causal)
         default_offset = None if binding.spec.offset_tensor else scalars["q_offset"]
         default_scale = binding.geometry.forward.q_shape[3] ** -0.5
         run, stream_of, current = (
@@ -166,13 +166,13 @@ class DriverBackwardPlan:
             tensors: BackwardTensors,
             softmax_scale: float | None = None,
             q_offset: int | torch.Tensor | None = None,
-            extras: Extras | None = None,
+            features: Features | None = None,
             with_neg_delta: bool = True,
         ) -> torch.Tensor:
             nonlocal last_pointers, last_scale, last_stream, last_offset
             if not only_device and current() != index:
                 with torch.cuda.device(index):
-                    return launch(tensors, softmax_scale, q_offset, extras, with_neg_delta)
+                    return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
             lse, dlse, dbias = tensors.lse, tensors.dlse, tensors.dbias
             scratch = lse.new_empty(floats, dtype=fp32)
             pointers = (
@@ -207,8 +207,8 @@ class DriverBackwardPlan:
                         last_scale = scale
                     if offset != last_offset:
                         offset_slot.value = last_offset = offset
-                    if write_extras is not None:
-                        write_extras(extras or NO_EXTRAS, scale)
+                    if write_features is not None:
+                        write_features(features or NO_FEATURES, scale)
                     stream = stream_of(index)
                     if stream != last_stream:
                         for config in configs:
@@ -223,12 +223,12 @@ class DriverBackwardPlan:
             except LaunchError:
                 if not plan._adopt():
                     raise
-                return launch(tensors, softmax_scale, q_offset, extras, with_neg_delta)
+                return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
             if code == 0:
                 return scratch.as_strided(sizes, strides) if with_neg_delta else scratch
             if not plan._adopt():
                 plan._fail(code, calls.index(call))
-            return launch(tensors, softmax_scale, q_offset, extras, with_neg_delta)
+            return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
 
         return launch
 

@@ -9,7 +9,7 @@ import torch
 
 from flashgen.codegen.family import Sizes
 from flashgen.core.errors import LaunchError
-from flashgen.launch.extras import ALIGNMENT_BYTES, Extras, Shape4
+from flashgen.launch.feature_values import ALIGNMENT_BYTES, Features, Shape4
 from flashgen.launch.geometry import Geometry, has_aligned_strides, scalars
 
 FIELDS = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout", "dq": "dq", "dk": "dk", "dv": "dv"}
@@ -70,13 +70,13 @@ class BackwardGeometry:
     dbias_shape: Shape4 | None = None
 
     @classmethod
-    def of(cls, tensors: BackwardTensors, extras: Extras | None = None) -> BackwardGeometry:
+    def of(cls, tensors: BackwardTensors, features: Features | None = None) -> BackwardGeometry:
         """The geometry of these tensors, and of what comes beside them.
 
         Raises:
             LaunchError: a gradient has another shape than its tensor, or a tensor without strides is not contiguous.
         """
-        forward = Geometry.of(tensors.q, tensors.k, tensors.v, tensors.out, extras)
+        forward = Geometry.of(tensors.q, tensors.k, tensors.v, tensors.out, features)
         given = {name: getattr(tensors, FIELDS[name]) for name in _SHAPED_AS}
         for name, tensor in given.items():
             expected = forward.tensor(_SHAPED_AS[name])[0]

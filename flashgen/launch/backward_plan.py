@@ -16,32 +16,32 @@ from flashgen.codegen.build import CompiledKernel
 from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
-from flashgen.launch import features
+from flashgen.launch import feature_arguments
 from flashgen.launch.backward_binding import OWN, POINTERS, BackwardBinding
 from flashgen.launch.backward_driver_plan import DriverBackwardPlan
 from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, BackwardTensors
 from flashgen.launch.counters import Counters
-from flashgen.launch.extras import Extras
-from flashgen.launch.features import LOG2E, NO_EXTRAS
+from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
+from flashgen.launch.feature_values import Features
 from flashgen.launch.parameters import block_of, is_descriptor
 from flashgen.launch.plan import known_layout, load_part
 
 
 class BackwardLaunch(Protocol):
-    """A backward pass that is ready but for pointers, scale, query offset and what the extras hold."""
+    """A backward pass that is ready but for pointers, scale, query offset and what the features hold."""
 
     def __call__(
         self,
         tensors: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
         with_neg_delta: bool = True,
     ) -> torch.Tensor:
         """Launch on the current stream of the plan's device; dq, dk, dv and dbias are completely overwritten.
 
         The tensors have the shapes and strides that the plan was made for (in any view: only their memory is used).
-        `softmax_scale` None means head_dim ** -0.5, and `q_offset` None seqlen_k - seqlen_q: both, and `extras`, are
+        `softmax_scale` None means head_dim ** -0.5, and `q_offset` None seqlen_k - seqlen_q: both, and `features`, are
         those of the forward pass.
 
         Returns:
@@ -83,7 +83,7 @@ class EmptyBackwardPlan:
         tensors: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
         with_neg_delta: bool = True,
     ) -> torch.Tensor:
         """Fill the gradients with 0; `out` is 0, so neg_delta is `dlse`, or zeros."""
@@ -114,7 +114,7 @@ class TritonBackwardPlan:
         tensors: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
         with_neg_delta: bool = True,
     ) -> torch.Tensor:
         """See `BackwardLaunch`."""
@@ -123,7 +123,7 @@ class TritonBackwardPlan:
         with torch.cuda.device(index):
             memory = binding.scratch.allocate(tensors.lse)
             pieces = {name: piece.of(memory) for name, piece in binding.scratch.pieces.items()}
-            known = self._call_arguments(tensors, scale, q_offset, extras or NO_EXTRAS)
+            known = self._call_arguments(tensors, scale, q_offset, features or NO_FEATURES)
             known |= {binding.scratch.pieces[name].pointer: piece for name, piece in pieces.items()}
             for runner, parameters, counters in self._runners:
                 if counters is not None:
@@ -132,7 +132,7 @@ class TritonBackwardPlan:
         return memory.as_strided(*binding.scratch.neg_delta_view)
 
     def _call_arguments(
-        self, tensors: BackwardTensors, scale: float, q_offset: int | torch.Tensor | None, extras: Extras
+        self, tensors: BackwardTensors, scale: float, q_offset: int | torch.Tensor | None, features: Features
     ) -> dict[str, Any]:
         """What every parameter but those of scratch memory and descriptors is bound to, by name."""
         binding = self._binding
@@ -141,7 +141,9 @@ class TritonBackwardPlan:
         known["dlse_rows"] = 0 if tensors.dlse is None else binding.scalars["seqlen_q"]
         known |= {"softmax_scale": scale, "softmax_scale_log2": scale * LOG2E}
         known["QOffset" if binding.spec.offset_tensor else "q_offset"] = binding.offset(q_offset)
-        return known | features.arguments(binding.names, extras, scale, binding.scalars, causal=binding.spec.causal)
+        return known | feature_arguments.arguments(
+            binding.names, features, scale, binding.scalars, causal=binding.spec.causal
+        )
 
     def _argument(
         self, parameter: Parameter, tensors: BackwardTensors, pieces: dict[str, torch.Tensor], known: dict[str, Any]

@@ -14,14 +14,14 @@ from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
-from flashgen.launch import driver, features
+from flashgen.launch import driver, feature_arguments
 from flashgen.launch.counters import Counters
-from flashgen.launch.extras import Extras
-from flashgen.launch.feature_slots import extras_writer
-from flashgen.launch.features import LOG2E, NO_EXTRAS
+from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
+from flashgen.launch.feature_values import Features
+from flashgen.launch.feature_writers import features_writer
 from flashgen.launch.geometry import Geometry, clamp_offset, scalars
+from flashgen.launch.parameter_buffer import ParameterBuffer, View
 from flashgen.launch.parameters import Layout, block_of, is_descriptor, subject_of
-from flashgen.launch.prepared import Prepared, View
 
 
 class DriverPlan:
@@ -59,7 +59,7 @@ class DriverPlan:
         self._device_index = device_index
         self._function = function
         self._context = driver.use_context(device_index)
-        self._prepared = Prepared(
+        self._prepared = ParameterBuffer(
             compiled.main,
             layout,
             programs=compiled.main.kernel.programs(compiled.device, geometry.sizes),
@@ -100,10 +100,10 @@ class DriverPlan:
         describe = {
             name.capitalize(): self._maps_setter(maps) for name, maps in self._maps.items() if name not in "qkvo"
         }
-        write_extras = extras_writer(self._slots, self._scalars, causal=self._causal, describe=describe)
+        write_features = features_writer(self._slots, self._scalars, causal=self._causal, describe=describe)
         geometry, index, config, function = self._geometry, self._device_index, self._prepared.config, self._function
         rows, default_offset = geometry.q_shape[2], self._scalars["q_offset"]
-        is_far = not features.FAR_FEATURES.isdisjoint(self._slots)
+        is_far = not feature_arguments.FAR_FEATURES.isdisjoint(self._slots)
         default_scale = geometry.q_shape[3] ** -0.5
         run, stream_of, current = (
             driver.library().cuLaunchKernelEx,
@@ -124,12 +124,12 @@ class DriverPlan:
             lse: torch.Tensor | None = None,
             softmax_scale: float | None = None,
             q_offset: int | torch.Tensor | None = None,
-            extras: Extras | None = None,
+            features: Features | None = None,
         ) -> None:
             nonlocal last_q, last_k, last_v, last_o, last_rows, last_scale, last_stream, last_offset
             if not only_device and current() != index:
                 with torch.cuda.device(index):
-                    return launch(q, k, v, out, lse, softmax_scale, q_offset, extras)
+                    return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
             new_q, new_k, new_v, new_o = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
             scale = default_scale if softmax_scale is None else softmax_scale
             if q_offset is None:
@@ -162,8 +162,8 @@ class DriverPlan:
                         rows_slot.value = last_rows = rows
                     elif last_rows:
                         rows_slot.value = last_rows = 0
-                    if write_extras is not None:
-                        write_extras(extras or NO_EXTRAS, scale)
+                    if write_features is not None:
+                        write_features(features or NO_FEATURES, scale)
                     stream = stream_of(index)
                     if stream != last_stream:
                         config.stream = last_stream = stream
@@ -174,12 +174,12 @@ class DriverPlan:
             except LaunchError:
                 if not plan._adopt():
                     raise
-                return launch(q, k, v, out, lse, softmax_scale, q_offset, extras)
+                return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
             if code == 0:
                 return None
             if not plan._adopt():
                 driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads")
-            return launch(q, k, v, out, lse, softmax_scale, q_offset, extras)
+            return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
 
         return launch
 

@@ -9,7 +9,7 @@ import torch
 
 from flashgen.codegen.family import Sizes
 from flashgen.core.errors import LaunchError
-from flashgen.launch.extras import ALIGNMENT_BYTES, MAX_OFFSET, BlockMask, Extras, Shape4, broadcast_strides
+from flashgen.launch.feature_values import ALIGNMENT_BYTES, MAX_OFFSET, BlockMask, Features, Shape4, broadcast_strides
 
 __all__ = ["ALIGNMENT_BYTES", "Geometry", "Shape4", "aligned16", "clamp_offset", "legal_strides", "scalars"]
 
@@ -57,18 +57,18 @@ class Geometry:
 
     @classmethod
     def of(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, extras: Extras | None = None
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, features: Features | None = None
     ) -> Geometry:
         """The geometry of four tensors in bhsd order, and of what comes beside them."""
         named = (("q", q), ("k", k), ("v", v), ("o", out))
         values: dict[str, Any] = {f"{name}_strides": tensor.stride() for name, tensor in named}
         values |= {f"{name}_shape": tuple(tensor.shape) for name, tensor in named[:3]}
-        if extras is not None:
-            slopes = extras.alibi_slopes
-            values["bias_strides"] = None if extras.bias is None else broadcast_strides(extras.bias)
-            values["mask_strides"] = None if extras.mask is None else broadcast_strides(extras.mask)
+        if features is not None:
+            slopes = features.alibi_slopes
+            values["bias_strides"] = None if features.bias is None else broadcast_strides(features.bias)
+            values["mask_strides"] = None if features.mask is None else broadcast_strides(features.mask)
             values["alibi_batch_stride"] = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
-            values["blocks"] = None if extras.block_mask is None else BlockGrid.of(extras.block_mask)
+            values["blocks"] = None if features.block_mask is None else BlockGrid.of(features.block_mask)
         return cls(**values)
 
     @property
@@ -116,7 +116,7 @@ class Geometry:
         """
         strides = getattr(self, f"{name}_strides")
         if strides is None:
-            raise LaunchError(f"the kernel reads {name.capitalize()}, and the extras of the call have none")
+            raise LaunchError(f"the kernel reads {name.capitalize()}, and the features of the call have none")
         scores = (*self.q_shape[:3], self.k_shape[2])
         batch, nheads, rows = (size if stride else 1 for size, stride in zip(scores[:3], strides, strict=False))
         return (batch, nheads, rows, scores[3]), strides

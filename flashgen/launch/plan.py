@@ -17,11 +17,11 @@ from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
-from flashgen.launch import driver, features
+from flashgen.launch import driver, feature_arguments
 from flashgen.launch.counters import Counters
 from flashgen.launch.driver_plan import DriverPlan
-from flashgen.launch.extras import Extras
-from flashgen.launch.features import LOG2E, NO_EXTRAS
+from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
+from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry, clamp_offset, scalars
 from flashgen.launch.parameters import Layout, block_of, is_descriptor, subject_of, trailing_pointers
 
@@ -30,7 +30,7 @@ _UNUSUAL = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "pro
 
 
 class Launch(Protocol):
-    """A launch that is ready but for the pointers, the scale, the query offset and what the extras hold."""
+    """A launch that is ready but for the pointers, the scale, the query offset and what the features hold."""
 
     def __call__(
         self,
@@ -41,16 +41,16 @@ class Launch(Protocol):
         lse: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> None:
         """Launch on the current stream of the plan's device.
 
         The tensors have the shapes and strides that the plan was made for (in any view: only their memory is used);
         `lse` is fp32 (batch, nheads, seqlen_q), contiguous, or None; `softmax_scale` None means head_dim ** -0.5, and
-        `q_offset` None seqlen_k - seqlen_q. `extras` has the arguments of the features that are compiled in.
+        `q_offset` None seqlen_k - seqlen_q. `features` has the arguments of the features that are compiled in.
 
         Raises:
-            LaunchError: the driver refuses, or the kernel needs what the extras do not have.
+            LaunchError: the driver refuses, or the kernel needs what the features do not have.
         """
 
 
@@ -142,16 +142,16 @@ class EmptyPlan:
         lse: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> None:
         """Fill `out` with 0, and `lse` with -inf or the sinks."""
         out.zero_()
         if lse is None:
             return
-        if extras is None or extras.sinks is None:
+        if features is None or features.sinks is None:
             lse.fill_(float("-inf"))
         else:
-            lse.copy_(extras.sinks.view(1, -1, 1).expand_as(lse))
+            lse.copy_(features.sinks.view(1, -1, 1).expand_as(lse))
 
 
 class TritonPlan:
@@ -180,17 +180,19 @@ class TritonPlan:
         lse: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> None:
         """See `Launch`."""
         known: dict[str, Any] = dict(self._scalars)
         if isinstance(q_offset, int):
-            is_far = not features.FAR_FEATURES.isdisjoint(self._names)
+            is_far = not feature_arguments.FAR_FEATURES.isdisjoint(self._names)
             known["q_offset"] = clamp_offset(q_offset, self._geometry, is_far=is_far)
         scale = self._geometry.q_shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         known |= {"QOffset": q_offset, "softmax_scale_log2": scale * LOG2E, "LSE": lse}
         known["lse_rows"] = self._geometry.q_shape[2] if lse is not None else 0
-        known |= features.arguments(self._names, extras or NO_EXTRAS, scale, self._scalars, causal=self._causal)
+        known |= feature_arguments.arguments(
+            self._names, features or NO_FEATURES, scale, self._scalars, causal=self._causal
+        )
         tensors = {"q": q, "k": k, "v": v, "o": out}
         with torch.cuda.device(self._device_index):
             if self._counters is not None:

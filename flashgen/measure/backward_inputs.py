@@ -8,7 +8,7 @@ import torch
 
 from flashgen.core.workload import Workload
 from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.extras import TORCH_DTYPES, Extras, Shape4
+from flashgen.launch.feature_values import TORCH_DTYPES, Features, Shape4
 from flashgen.measure.feature_inputs import FeatureForm
 from flashgen.measure.inputs import LAYOUTS, Arena, make_inputs
 
@@ -21,14 +21,14 @@ RESULTS = ("dq", "dk", "dv", "dbias")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardInputs:
-    """`copies` sets of tensors of one workload; `extras` holds the feature arguments of each.
+    """`copies` sets of tensors of one workload; `features` holds the feature arguments of each.
 
     What a pass writes is NaN, and so are `out` and `lse` until the right ones are written there. With `padding`, every
     tensor is a part of a larger one that is NaN behind the last position; a store behind the end destroys `guards`.
     """
 
     tensors: tuple[BackwardTensors, ...]
-    extras: tuple[Extras, ...]
+    features: tuple[Features, ...]
     guards: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -40,7 +40,7 @@ class BackwardInputs:
     def nbytes(self) -> int:
         """Device memory held by all sets, without padding, in bytes."""
         found = [tensor for each in self.tensors for tensor in each]
-        found += [tensor for each in self.extras for tensor in (each.bias, each.mask)]
+        found += [tensor for each in self.features for tensor in (each.bias, each.mask)]
         return sum(tensor.numel() * tensor.element_size() for tensor in found if tensor is not None)
 
 
@@ -97,7 +97,7 @@ def make_backward_inputs(
         "dk": other.make(w.nheads_k, w.seqlen_k, w.head_dim, random=False),
         "dv": other.make(w.nheads_k, w.seqlen_k, w.head_dim_v, random=False),
     }
-    bias = first.extras[0].bias
+    bias = first.features[0].bias
     if bias is not None and with_dbias:
         # the kernel writes a row for every head where queries share the bias; the caller sums what batch or heads share
         rows = (w.batch, w.nheads, w.seqlen_k)
@@ -116,7 +116,7 @@ def make_backward_inputs(
         for n in range(copies)
     )
     guards = tuple(guard for _, guard in results.values()) if padding else ()
-    return BackwardInputs(tensors=tensors, extras=first.extras, guards=guards)
+    return BackwardInputs(tensors=tensors, features=first.features, guards=guards)
 
 
 def written(tensors: BackwardTensors) -> dict[str, torch.Tensor]:

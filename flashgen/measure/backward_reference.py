@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.launch.extras import Shape4
+from flashgen.launch.feature_values import Shape4
 from flashgen.measure.reference import (
     Answer,
     Units,

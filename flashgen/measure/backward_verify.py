@@ -32,7 +32,7 @@ import torch
 
 from flashgen.core.record import Failure
 from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.backward_inputs import dbias_shape, written
 from flashgen.measure.backward_reference import exact_gradients, rounded_gradients
 from flashgen.measure.score_rule import ScoreRule
@@ -88,7 +88,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardGolden:
+class BackwardOracle:
     """The right answer for one set of inputs, by the name of the gradient; `neg_delta` has rows of width 1."""
 
     gradients: dict[str, Expected]
@@ -100,22 +100,22 @@ class BackwardGolden:
         return sum(each.nbytes for each in (*self.gradients.values(), self.neg_delta))
 
 
-def backward_golden(
+def backward_oracle_of(
     tensors: BackwardTensors,
     *,
     causal: bool = False,
     q_offset: Offset | None = None,
     softmax_scale: float | None = None,
-    extras: Extras | None = None,
+    features: Features | None = None,
     tf32: bool = False,
-) -> BackwardGolden:
+) -> BackwardOracle:
     """The oracle's gradients and the tolerances from eager attention.
 
     It also writes what a backward pass is given: the oracle's output, rounded, to `tensors.out`, and its LSE to
     `tensors.lse`. A gradient of the bias is judged where `tensors.dbias` is there.
     """
     t, shape = tensors, dbias_shape(tensors)
-    rule = ScoreRule.of(t.q, t.k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, extras=extras)
+    rule = ScoreRule.of(t.q, t.k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, features=features)
     unit, usual_score, least = _precision(t.q.dtype, tf32=tf32)
     right = exact_gradients(
         t.q, t.k, t.v, t.dout, rule, dlse=t.dlse, bias_shape=shape, least=least, usual_score=usual_score
@@ -129,7 +129,7 @@ def backward_golden(
         eager = _rows_of(name, usual[name].reshape(tensor.shape).to(tensor.dtype))
         noise = right.noise[name].reshape(values.shape[:-1])
         found[name] = _expected(values, eager, noise, unit, TF32_LEAST_MEAN_UNITS if tf32 else LEAST_MEAN_UNITS)
-    return BackwardGolden(gradients=found, neg_delta=_expected_delta(t))
+    return BackwardOracle(gradients=found, neg_delta=_expected_delta(t))
 
 
 def _precision(dtype: torch.dtype, *, tf32: bool) -> tuple[float, float, float]:
@@ -146,7 +146,7 @@ def _precision(dtype: torch.dtype, *, tf32: bool) -> tuple[float, float, float]:
 
 
 def check_backward(
-    tensors: BackwardTensors, neg_delta: torch.Tensor | None, expected: BackwardGolden
+    tensors: BackwardTensors, neg_delta: torch.Tensor | None, expected: BackwardOracle
 ) -> Errors | Failure:
     """Judge the gradients in `tensors` by the rule of this module; costs one synchronization.
 

@@ -23,9 +23,9 @@ from flashgen.launch.backward_geometry import BackwardGeometry
 from flashgen.launch.backward_plan import make_backward_plan
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import make_plan
-from flashgen.measure.anchors import BACKENDS
-from flashgen.measure.backward_problem import BackwardFactory
-from flashgen.measure.directions import DIRECTIONS, Problem
+from flashgen.measure.backward_verification_case import BackwardFactory
+from flashgen.measure.baselines import BACKENDS
+from flashgen.measure.directions import DIRECTIONS, VerificationCase
 from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.odd_shapes import Factory, OddShape, check_odd
 from flashgen.measure.protocol import specialization
@@ -100,12 +100,12 @@ class GpuToolchain:
 
 
 def _forward_factory(compiled: CompiledKernel, spec: Specialization, config: Config, index: int) -> KernelFactory:
-    return lambda q, k, v, out, extras: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, extras), index)
+    return lambda q, k, v, out, features: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, features), index)
 
 
 def _backward_factory(compiled: CompiledKernel, spec: Specialization, config: Config, index: int) -> BackwardFactory:
-    return lambda tensors, extras: make_backward_plan(
-        compiled, spec, config, BackwardGeometry.of(tensors, extras), index
+    return lambda tensors, features: make_backward_plan(
+        compiled, spec, config, BackwardGeometry.of(tensors, features), index
     )
 
 
@@ -119,13 +119,13 @@ _FACTORIES: dict[str, Callable[[CompiledKernel, Specialization, Config, int], Fa
 class State:
     """What all candidates of one workload share.
 
-    `anchors` holds what was made ready of torch's backends and, where none can run, of the default config, by name;
+    `baselines` holds what was made ready of torch's backends and, where none can run, of the default config, by name;
     None is what cannot run.
     """
 
     workload: Workload
-    problem: Problem
-    anchors: dict[str, Unit | None]
+    problem: VerificationCase
+    baselines: dict[str, Unit | None]
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +163,7 @@ class Bench:
         self._stopwatch = stopwatch
         self._keep_bytes = keep_bytes
         self._states: OrderedDict[Workload, State] = OrderedDict()
-        self._odd: OrderedDict[Specialization, tuple[tuple[OddShape, Problem], ...]] = OrderedDict()
+        self._odd: OrderedDict[Specialization, tuple[tuple[OddShape, VerificationCase], ...]] = OrderedDict()
         self._odd_verdicts: dict[tuple[Specialization, Config], Failure | None] = {}
 
     def state(self, workload: Workload) -> State:
@@ -207,9 +207,9 @@ class Bench:
 
     def sdpa(self, state: State, impl: str) -> Unit | None:
         """One of torch's backends on the workload, or None if it cannot run it or computes something else."""
-        if impl not in state.anchors:
-            state.anchors[impl] = self._sdpa_unit(state, impl)
-        return state.anchors[impl]
+        if impl not in state.baselines:
+            state.baselines[impl] = self._sdpa_unit(state, impl)
+        return state.baselines[impl]
 
     def reference(self, state: State) -> Unit | None:
         """What all windows of a workload are levelled by.
@@ -230,7 +230,7 @@ class Bench:
     def _make_state(self, workload: Workload) -> State:
         copies = rotation_copies(workload, self._device.l2_bytes)
         problem = DIRECTIONS[workload.direction].problem(workload, copies, INPUT_SEED, self._where)
-        return State(workload=workload, problem=problem, anchors={})
+        return State(workload=workload, problem=problem, baselines={})
 
     def _odd_verdict(self, spec: Specialization, config: Config, factory: Factory, repeats: int) -> Failure | None:
         key = (spec, config)
@@ -243,7 +243,7 @@ class Bench:
     def _sdpa_unit(self, state: State, impl: str) -> Unit | None:
         if self._where.type != "cuda":
             return None
-        found = DIRECTIONS[state.workload.direction].anchor(impl, state.workload, state.problem)
+        found = DIRECTIONS[state.workload.direction].baseline(impl, state.workload, state.problem)
         if isinstance(found, str):
             return None
         try:
@@ -252,11 +252,11 @@ class Bench:
             return None
 
     def _default_unit(self, state: State) -> Unit | None:
-        if DEFAULT not in state.anchors:
-            state.anchors[DEFAULT] = None
+        if DEFAULT not in state.baselines:
+            state.baselines[DEFAULT] = None
             with contextlib.suppress(FlashgenError, RuntimeError):  # it has its turn as a candidate, and fails there
                 config = self._toolchain.default(state.workload)
                 candidate = self.candidate(state, config, lambda stage: None)
                 if isinstance(candidate, Candidate):
-                    state.anchors[DEFAULT] = make_unit(candidate.run, state.problem.copies, self._stopwatch)
-        return state.anchors[DEFAULT]
+                    state.baselines[DEFAULT] = make_unit(candidate.run, state.problem.copies, self._stopwatch)
+        return state.baselines[DEFAULT]

@@ -10,17 +10,17 @@ import torch
 
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
-from flashgen.measure import anchors, backward_anchors
-from flashgen.measure.anchors import AnchorCall
-from flashgen.measure.backward_problem import backward_odd_problems, backward_problem
+from flashgen.measure import backward_baselines, baselines
+from flashgen.measure.backward_verification_case import backward_odd_problems, backward_problem
+from flashgen.measure.baselines import BaselineCall
 from flashgen.measure.odd_shapes import Factory, OddShape, odd_problems
-from flashgen.measure.problem import forward_problem
 from flashgen.measure.timing import Run
+from flashgen.measure.verification_case import forward_problem
 from flashgen.measure.verify import Errors
 
 
-class Problem(Protocol):
-    """Inputs of one call with their right answer: `problem.Problem` or `backward_problem.BackwardProblem`.
+class VerificationCase(Protocol):
+    """Inputs of one call with their right answer, of either direction.
 
     A factory is what `Toolchain.factory` makes for a specialization of the same direction.
     """
@@ -51,20 +51,20 @@ class Direction:
     Attributes:
         problem: from a workload, the number of copies, a seed and a device.
         odd_problems: the odd shapes of a specialization.
-        anchor: one of torch's backends (its name) on a workload's problem, or why it cannot run.
+        baseline: one of torch's backends (its name) on a workload's problem, or why it cannot run.
         repeats: how often a kernel that gives the same bits every time has to give them again.
     """
 
-    problem: Callable[[Workload, int, int, torch.device], Problem]
-    odd_problems: Callable[[Specialization, torch.device], tuple[tuple[OddShape, Problem], ...]]
-    anchor: Callable[[str, Workload, Any], AnchorCall | str]
+    problem: Callable[[Workload, int, int, torch.device], VerificationCase]
+    odd_problems: Callable[[Specialization, torch.device], tuple[tuple[OddShape, VerificationCase], ...]]
+    baseline: Callable[[str, Workload, Any], BaselineCall | str]
     repeats: int
 
 
 DIRECTIONS = {
-    "forward": Direction(problem=forward_problem, odd_problems=odd_problems, anchor=anchors.prepared, repeats=0),
+    "forward": Direction(problem=forward_problem, odd_problems=odd_problems, baseline=baselines.prepared, repeats=0),
     "backward": Direction(
-        problem=backward_problem, odd_problems=backward_odd_problems, anchor=backward_anchors.prepared, repeats=2
+        problem=backward_problem, odd_problems=backward_odd_problems, baseline=backward_baselines.prepared, repeats=2
     ),
 }
 """By `Workload.direction`. No family of forward kernels has sums without a fixed order: nothing is repeated there."""

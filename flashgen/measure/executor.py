@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashgen.core.errors import MeasureError
-from flashgen.core.record import Anchor, Failure
+from flashgen.core.record import Baseline, Failure
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
 from flashgen.measure.worker import Worker
 
@@ -55,15 +55,15 @@ class LocalExecutor:
     def race(self, job: RaceJob) -> RaceResult:
         """See `protocol.Executor.race`. A config that ends a race is taken out, and the others race again."""
         outcomes: dict[int, Outcome] = {}
-        anchors: tuple[Anchor, ...] = ()
+        baselines: tuple[Baseline, ...] = ()
         running = list(range(len(job.configs)))
-        with_anchors = job.anchors
+        with_baselines = job.baselines
         while running:
-            heat = replace(job, configs=tuple(job.configs[index] for index in running), anchors=with_anchors)
+            heat = replace(job, configs=tuple(job.configs[index] for index in running), baselines=with_baselines)
             result = self._worker.call("race", heat, timeout_s=self._race_s(heat))
             if isinstance(result, RaceResult):
                 outcomes |= dict(zip(running, result.outcomes, strict=True))
-                anchors = result.anchors
+                baselines = result.baselines
                 break
             assert isinstance(result, Failure)
             culprit = self._worker.subject
@@ -72,12 +72,12 @@ class LocalExecutor:
                 break
             if culprit < len(running):
                 outcomes[running.pop(culprit)] = result
-            elif with_anchors:
-                with_anchors = False
+            elif with_baselines:
+                with_baselines = False
             else:
                 outcomes |= dict.fromkeys(running, result)
                 break
-        return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), anchors=anchors)
+        return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), baselines=baselines)
 
     def close(self) -> None:
         """See `protocol.Executor.close`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flashgen.core.workload import DTYPE_BYTES, Workload
-from flashgen.launch.extras import ALIGNMENT_BYTES, TORCH_DTYPES, Extras
+from flashgen.launch.feature_values import ALIGNMENT_BYTES, TORCH_DTYPES, Features
 
 SOFTCAP = 50.0
 """Gemma-2's."""
@@ -53,9 +53,9 @@ class FeatureForm:
     sink_dtype: str = ""
 
 
-def make_extras(
+def make_features(
     workload: Workload, form: FeatureForm, *, copies: int, generator: torch.Generator, padding: int
-) -> tuple[Extras, ...]:
+) -> tuple[Features, ...]:
     """Feature arguments for each copy of the inputs; what a workload does not have is absent.
 
     With `padding`, a bias or a mask is a part of a larger tensor, in every dimension: behind a bias is NaN, behind
@@ -71,7 +71,7 @@ def make_extras(
         sinks = torch.randn(w.nheads, generator=generator, device=device)
         sinks = sinks.to(TORCH_DTYPES[form.sink_dtype or "fp32"])
     return tuple(
-        Extras(
+        Features(
             window=(w.window_left, w.window_right),
             softcap=form.softcap if w.softcap else 0.0,
             alibi_slopes=slopes,

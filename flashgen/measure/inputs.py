@@ -9,8 +9,8 @@ import torch
 
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.workload import Workload
-from flashgen.launch.extras import TORCH_DTYPES, Extras
-from flashgen.measure.feature_inputs import SOFTCAP_BEND, FeatureForm, feature_bytes, make_extras
+from flashgen.launch.feature_values import TORCH_DTYPES, Features
+from flashgen.measure.feature_inputs import SOFTCAP_BEND, FeatureForm, feature_bytes, make_features
 
 LAYOUTS = ("bhsd", "bshd")
 
@@ -25,7 +25,7 @@ USUAL_L2_BYTES = 64 * 1024 * 1024
 class Inputs:
     """`copies` sets of tensors of one workload, all viewed as (batch, heads, seqlen, head_dim).
 
-    `out` and `lse` are where a kernel writes; `extras` holds the feature arguments. With `padding`, every tensor is a
+    `out` and `lse` are where a kernel writes; `features` holds the feature arguments. With `padding`, every tensor is a
     slice of one with that many more positions after the last, all NaN (True in a mask): a kernel that uses a key behind
     the end computes NaN, and one that writes behind the end destroys `guards`.
     """
@@ -35,7 +35,7 @@ class Inputs:
     v: tuple[torch.Tensor, ...]
     out: tuple[torch.Tensor, ...]
     lse: tuple[torch.Tensor, ...]
-    extras: tuple[Extras, ...]
+    features: tuple[Features, ...]
     guards: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -47,7 +47,7 @@ class Inputs:
     def nbytes(self) -> int:
         """Device memory held by all sets, without padding, in bytes."""
         groups = [*self.q, *self.k, *self.v, *self.out, *self.lse]
-        groups += [tensor for each in self.extras for tensor in (each.bias, each.mask) if tensor is not None]
+        groups += [tensor for each in self.features for tensor in (each.bias, each.mask) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in groups)
 
 
@@ -130,7 +130,7 @@ def make_inputs(
     gain *= form.softcap / SOFTCAP_BEND if w.softcap else 1.0
     if gain != 1.0:
         q.mul_(gain)
-    extras = make_extras(w, form, copies=copies, generator=generator, padding=padding)
+    features = make_features(w, form, copies=copies, generator=generator, padding=padding)
     lse, lse_guard = arena.flat((w.batch, w.nheads, w.seqlen_q))
     guards = (out_guard, lse_guard) if padding else ()
     return Inputs(
@@ -139,7 +139,7 @@ def make_inputs(
         v=v.unbind(),
         out=out.unbind(),
         lse=lse.unbind(),
-        extras=extras,
+        features=features,
         guards=guards,
     )
 

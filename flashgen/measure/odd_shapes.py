@@ -21,9 +21,9 @@ from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.feature_inputs import FeatureForm
 from flashgen.measure.inputs import make_inputs
-from flashgen.measure.problem import Problem
 from flashgen.measure.score_rule import ScoreRule
-from flashgen.measure.verify import Errors, Offset, golden
+from flashgen.measure.verification_case import VerificationCase
+from flashgen.measure.verify import Errors, Offset, oracle_of
 
 PADDING = 16
 """Positions behind the end; keeps every stride a multiple of 16 bytes when head_dim is."""
@@ -110,7 +110,7 @@ class Runnable(Protocol):
         ...
 
 
-def odd_problems(spec: Specialization, device: torch.device | str) -> tuple[tuple[OddShape, Problem], ...]:
+def odd_problems(spec: Specialization, device: torch.device | str) -> tuple[tuple[OddShape, VerificationCase], ...]:
     """The odd shapes of one specialization with their right answers; meant to be kept for all its configs.
 
     Raises:
@@ -150,7 +150,7 @@ def check_odd(factory: Factory, problems: Sequence[tuple[OddShape, Runnable]], r
     return None
 
 
-def odd_problem(spec: Specialization, shape: OddShape, device: torch.device | str) -> Problem:
+def odd_problem(spec: Specialization, shape: OddShape, device: torch.device | str) -> VerificationCase:
     """One shape with its right answer; `spec.aligned16` and `spec.aligned_scores` do not count, `shape.form` does."""
     inputs = make_inputs(
         odd_workload(spec, shape),
@@ -162,18 +162,18 @@ def odd_problem(spec: Specialization, shape: OddShape, device: torch.device | st
         gain=shape.gain,
         form=shape.form,
     )
-    extras = replace(inputs.extras[0], window=shape.window)
+    features = replace(inputs.features[0], window=shape.window)
     q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
     k[:, :, :EARLY_KEYS] *= shape.early_keys
     offset = odd_offset(spec, shape, device)
     scale = shape.scale_factor * spec.head_dim**-0.5
-    rule = ScoreRule.of(q, k, causal=spec.causal, q_offset=offset, softmax_scale=scale, extras=extras)
+    rule = ScoreRule.of(q, k, causal=spec.causal, q_offset=offset, softmax_scale=scale, features=features)
     hide_unseen_keys(rule, q, k, v)
-    expected = golden(
-        q, k, v, causal=spec.causal, q_offset=offset, softmax_scale=scale, extras=extras, tf32=spec.dtype == "tf32"
+    expected = oracle_of(
+        q, k, v, causal=spec.causal, q_offset=offset, softmax_scale=scale, features=features, tf32=spec.dtype == "tf32"
     )
-    inputs = replace(inputs, extras=(extras,))
-    return Problem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
+    inputs = replace(inputs, features=(features,))
+    return VerificationCase(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
 
 
 def odd_workload(spec: Specialization, shape: OddShape) -> Workload:

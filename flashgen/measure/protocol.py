@@ -12,7 +12,7 @@ from typing import Protocol
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
-from flashgen.core.record import Anchor, Failure, Measurement, Versions
+from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 
 Outcome = Measurement | Failure
@@ -64,7 +64,7 @@ class EvaluateJob:
 class RaceJob:
     """Time several configs of one workload against each other: interleaved rounds in balanced order.
 
-    In each of the `rounds`, every config (and the reference kernel, and with `anchors` every SDPA backend that can
+    In each of the `rounds`, every config (and the reference kernel, and with `baselines` every SDPA backend that can
     run) gets `warm_s` seconds unmeasured and `window_s` seconds measured. A race therefore takes about
     `rounds * (len(configs) + others) * (warm_s + window_s)` seconds. The defaults are those of finals; a second look
     at many candidates within a few per cent of each other takes shorter windows.
@@ -75,7 +75,7 @@ class RaceJob:
     rounds: int = 4
     warm_s: float = 0.1
     window_s: float = 0.3
-    anchors: bool = False
+    baselines: bool = False
 
     def __post_init__(self) -> None:
         if not self.configs:
@@ -88,10 +88,10 @@ class RaceJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceResult:
-    """One outcome for each config of the job, in its order, and the anchors timed in the same rounds (may be empty)."""
+    """One outcome for each config of the job, in its order, and the baselines of the same rounds (may be none)."""
 
     outcomes: tuple[Outcome, ...]
-    anchors: tuple[Anchor, ...] = ()
+    baselines: tuple[Baseline, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.score_rule import Block, ScoreRule, check_shapes
 
 BLOCK_BYTES_GPU = 2**29
@@ -57,7 +57,7 @@ def oracle(
     causal: bool = False,
     q_offset: int | torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    extras: Extras | None = None,
+    features: Features | None = None,
     block_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float64 on the device of the tensors.
@@ -69,7 +69,7 @@ def oracle(
         causal: hide key j from query i unless j <= i + q_offset.
         q_offset: integer or integer tensor (batch,); None is seqlen_k - seqlen_q (bottom right).
         softmax_scale: None is head_dim ** -0.5.
-        extras: window, softcap, ALiBi slopes, sinks, bias and mask.
+        features: window, softcap, ALiBi slopes, sinks, bias and mask.
         block_bytes: bytes of one block of scores; None is chosen by the device.
 
     Returns:
@@ -78,7 +78,7 @@ def oracle(
     Raises:
         WorkloadError: the shapes do not fit together.
     """
-    rule = ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, extras=extras)
+    rule = ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, features=features)
     answer = exact(q, k, v, rule, block_bytes=block_bytes)
     return answer.out, answer.lse
 
@@ -91,7 +91,7 @@ def eager(
     causal: bool = False,
     q_offset: int | torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    extras: Extras | None = None,
+    features: Features | None = None,
     tf32: bool = False,
     block_bytes: int | None = None,
 ) -> torch.Tensor:
@@ -103,7 +103,7 @@ def eager(
     Returns:
         out (batch, nheads, seqlen_q, head_dim_v) in the dtype of `q`.
     """
-    rule = ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, extras=extras)
+    rule = ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, features=features)
     return rounded(q, k, v, rule, tf32=tf32, block_bytes=block_bytes).out
 
 

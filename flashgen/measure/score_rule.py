@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flashgen.core.errors import WorkloadError
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class ScoreRule:
         causal: bool,
         q_offset: int | torch.Tensor | None,
         softmax_scale: float | None,
-        extras: Extras | None,
+        features: Features | None,
     ) -> ScoreRule:
         """Resolve the defaults of the public call for `q` and `k`, both (batch, heads, seqlen, head_dim).
 
@@ -69,10 +69,10 @@ class ScoreRule:
             WorkloadError: a tensor does not broadcast, or there is user code, which has no oracle here.
         """
         check_shapes(q, k)
-        extras = extras or Extras()
-        if extras.aux or extras.block_mask is not None:
+        features = features or Features()
+        if features.aux or features.block_mask is not None:
             raise WorkloadError("the oracle knows no user-defined scores, got aux tensors or a block mask")
-        left, right = extras.window
+        left, right = features.window
         if causal:
             right = 0 if right is None else min(0, right)
         batch, nheads, seqlen_q, _ = q.shape
@@ -82,11 +82,11 @@ class ScoreRule:
             offset=k.shape[2] - seqlen_q if q_offset is None else q_offset,
             left=left,
             right=right,
-            softcap=extras.softcap,
-            slopes=_expanded("alibi_slopes", extras.alibi_slopes, (batch, nheads)),
-            sinks=_expanded("sinks", extras.sinks, (nheads,)),
-            bias=_expanded("bias", extras.bias, scores),
-            mask=_expanded("mask", extras.mask, scores),
+            softcap=features.softcap,
+            slopes=_expanded("alibi_slopes", features.alibi_slopes, (batch, nheads)),
+            sinks=_expanded("sinks", features.sinks, (nheads,)),
+            bias=_expanded("bias", features.bias, scores),
+            mask=_expanded("mask", features.mask, scores),
         )
 
     @property

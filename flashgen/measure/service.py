@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 
 from flashgen.core.config import Config
-from flashgen.core.record import Anchor, Failure, Measurement
+from flashgen.core.record import Baseline, Failure, Measurement
 from flashgen.measure import gpu
-from flashgen.measure.anchors import BACKENDS
+from flashgen.measure.baselines import BACKENDS
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain, State, Toolchain
 from flashgen.measure.faults import failure_of, gpu_is_lost
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
@@ -42,7 +42,7 @@ REFERENCE_SHARE = 0.5
 """Length of the reference kernel's short windows, as a share of the candidate's."""
 
 REFERENCE = "reference"
-"""The name of a reference kernel that is no anchor of this race."""
+"""The name of a reference kernel that is no baseline of this race."""
 
 KEEP_SHARE = 0.25
 """Share of the device memory that inputs and right answers of earlier workloads may keep."""
@@ -163,8 +163,8 @@ class Judge:
         for (index, (candidate, _)), mine in zip(racers.items(), windows, strict=False):
             wrong = self._attempt(partial(self._check_again, candidate, index))
             outcomes[index] = wrong or _measurement(candidate, mine, reference_ms)
-        found = tuple(Anchor(impl=impl, median_ms=ms) for impl, ms in medians.items() if impl != REFERENCE)
-        return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), anchors=found)
+        found = tuple(Baseline(impl=impl, median_ms=ms) for impl, ms in medians.items() if impl != REFERENCE)
+        return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), baselines=found)
 
     def _ready(self, state: State, config: Config, subject: int) -> tuple[Candidate, Unit] | Failure:
         """A config that passed the gate, and what a window of it repeats."""
@@ -175,10 +175,10 @@ class Judge:
         return candidate, make_unit(candidate.run, state.problem.copies, self._stopwatch)
 
     def _others(self, state: State, job: RaceJob) -> dict[str, Unit]:
-        """The reference kernel first, and the other anchors if they are asked for and can run."""
+        """The reference kernel first, and the other baselines if they are asked for and can run."""
         self._announce("launch", len(job.configs))
         reference = self._bench.reference(state)
-        units = {impl: self._bench.sdpa(state, impl) for impl in BACKENDS} if job.anchors else {}
+        units = {impl: self._bench.sdpa(state, impl) for impl in BACKENDS} if job.baselines else {}
         found = {impl: unit for impl, unit in units.items() if unit is not None}
         return found or ({} if reference is None else {REFERENCE: reference})
 

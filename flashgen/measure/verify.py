@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from flashgen.core.record import Failure
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.reference import exact, rounded
 from flashgen.measure.score_rule import ScoreRule
 
@@ -51,11 +51,13 @@ PIECE_ELEMENTS = 2**25
 """Elements compared at once: bounds the float64 temporaries to a few times 256 MB."""
 
 Offset = int | torch.Tensor
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, Offset, Extras], None]
-"""Runs on (q, k, v, out, lse, softmax_scale, q_offset, extras) and writes out and lse."""
+LaunchFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, Offset, Features], None
+]
+"""Runs on (q, k, v, out, lse, softmax_scale, q_offset, features) and writes out and lse."""
 
-KernelFactory = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Extras], Kernel]
-"""Makes the kernel for the shapes and strides of (q, k, v, out, extras)."""
+KernelFactory = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Features], LaunchFunction]
+"""Makes the kernel for the shapes and strides of (q, k, v, out, features)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ class Errors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Golden:
+class Oracle:
     """The right answer for one set of inputs, and what an error may be.
 
     `out` (batch, nheads, seqlen_q, head_dim_v) and `lse` (batch, nheads, seqlen_q) are the oracle's; `row_tolerance`
@@ -87,7 +89,7 @@ class Golden:
         return sum(t.numel() * t.element_size() for t in (self.out, self.lse, self.row_tolerance, self.lse_tolerance))
 
 
-def golden(
+def oracle_of(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -95,11 +97,11 @@ def golden(
     causal: bool = False,
     q_offset: int | torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    extras: Extras | None = None,
+    features: Features | None = None,
     tf32: bool = False,
-) -> Golden:
+) -> Oracle:
     """The oracle's answer and the tolerances from eager attention; the arguments are those of `reference.eager`."""
-    rule = ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, extras=extras)
+    rule = ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, features=features)
     right, usual = exact(q, k, v, rule), rounded(q, k, v, rule, tf32=tf32)
     blind = right.lse == float("-inf")
     score_size = torch.where(blind, 0.0, torch.maximum(right.lse.abs(), right.score_size))
@@ -114,7 +116,7 @@ def golden(
         sums += torch.stack([error.sum(), (size.sum(-1) * larger[piece]).sum()])
     fp32_ulp = torch.finfo(torch.float32).eps
     mean_error, mean_size = (sums / max(1, right.out.numel())).tolist()
-    return Golden(
+    return Oracle(
         out=right.out if right.out.numel() * 8 <= ORACLE_BYTES else right.out.float(),
         lse=right.lse,
         row_tolerance=_row_tolerance(row_error, row_size, q.dtype) + FP32_ROW_ULPS * fp32_ulp * larger * row_size,
@@ -151,7 +153,7 @@ def ulp_of(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(size == 0, 0.0, spacing.clamp_min(info.smallest_normal * info.eps))
 
 
-def check(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -> Errors | Failure:
+def check(out: torch.Tensor, lse: torch.Tensor | None, expected: Oracle) -> Errors | Failure:
     """Judge one output by the rule of this module; costs one synchronization.
 
     Args:
@@ -185,7 +187,7 @@ def check(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -> Erro
     return Errors(max_error=largest, mean_error=mean, lse_error=lse_largest)
 
 
-def _statistics(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -> list[float]:
+def _statistics(out: torch.Tensor, lse: torch.Tensor | None, expected: Oracle) -> list[float]:
     """Illegal elements, excess over the row rule, largest and summed error, excess over the LSE rule and its error."""
     zero = torch.zeros((), dtype=torch.float64, device=out.device)
     unwritten, total = zero.clone(), zero.clone()
@@ -208,7 +210,7 @@ def _statistics(out: torch.Tensor, lse: torch.Tensor | None, expected: Golden) -
     return values
 
 
-def _worst_row(out: torch.Tensor, expected: Golden) -> str:
+def _worst_row(out: torch.Tensor, expected: Oracle) -> str:
     """Names the row that breaks the row rule most (computed only for a failure)."""
     worst = (0.0, 0.0, 0.0, (0, 0, 0))
     for piece in pieces(out):

@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.errors import WorkloadError
-from flashgen.launch.extras import BlockMask
+from flashgen.launch.feature_values import BlockMask
 from flashgen.runtime import ops, training
 from flashgen.runtime.arguments import (
     LAYOUTS,
@@ -19,7 +19,7 @@ from flashgen.runtime.arguments import (
     requires_gradient,
     split_offset,
 )
-from flashgen.runtime.keys import are_plain, is_direct, is_tracked
+from flashgen.runtime.keys import are_plain, can_bypass_dispatcher, is_tracked
 from flashgen.runtime.mods import UserCallable
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -192,36 +192,48 @@ def attention(
         or aux
         or block_mask is not None
     ):
-        features = feature_arguments(
+        flat_features = feature_arguments(
             window, softcap, alibi_slopes, sinks, bias, mask, score_mod, mask_mod, tuple(aux), block_mask
         )
         is_shifted = causal or window != (None, None) or alibi_slopes is not None
         options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=is_shifted))
-        is_saved = (
+        bypasses_dispatcher = (
             not is_traced
-            and len(features) == ops.FEATURES_WITHOUT_MODS
-            and is_direct(q, k, v)
+            and len(flat_features) == ops.FEATURES_WITHOUT_MODS
+            and can_bypass_dispatcher(q, k, v)
             and are_plain((alibi_slopes, sinks, bias, mask))
         )
-        if torch.is_grad_enabled() and requires_gradient(q, k, v, features, aux, is_hidden=not (is_saved or is_traced)):
+        if torch.is_grad_enabled() and requires_gradient(
+            q, k, v, flat_features, aux, is_hidden=not (bypasses_dispatcher or is_traced)
+        ):
             return training.attention(
-                q, k, v, options, features, deterministic=deterministic, return_lse=return_lse, is_direct=is_saved
+                q,
+                k,
+                v,
+                options,
+                flat_features,
+                deterministic=deterministic,
+                return_lse=return_lse,
+                can_bypass_dispatcher=bypasses_dispatcher,
             )
-        if is_saved:
+        if bypasses_dispatcher:
             op = ops.attention_features_lse_kernel if return_lse else ops.attention_features_kernel
         else:
             op = ops.attention_features_lse_op if return_lse else ops.attention_features_op
-        result = op(q, k, v, *options, *features)
+        result = op(q, k, v, *options, *flat_features)
         return result
-    is_saved = not is_traced and is_direct(q, k, v)
+    bypasses_dispatcher = not is_traced and can_bypass_dispatcher(q, k, v)
     if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (not (is_saved or is_traced) and is_tracked((q, k, v)))
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (not (bypasses_dispatcher or is_traced) and is_tracked((q, k, v)))
     ):
         options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=causal))
-        train = training.direct_attention if is_saved else training.plain_attention
+        train = training.direct_attention if bypasses_dispatcher else training.plain_attention
         result = train(q, k, v, options, deterministic, return_lse)
         return result
-    if is_saved:
+    if bypasses_dispatcher:
         op = ops.attention_lse_kernel if return_lse else ops.attention_kernel
     else:
         op = ops.attention_lse_op if return_lse else ops.attention_op

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.core.errors import UnsupportedError, WorkloadError
-from flashgen.launch.extras import BlockMask
+from flashgen.launch.feature_values import BlockMask
 from flashgen.runtime.feature_rules import check_window
 from flashgen.runtime.keys import is_tracked
 from flashgen.runtime.mods import UserCallable, handle_for
@@ -73,19 +73,19 @@ def requires_gradient(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    features: tuple[Any, ...],
+    flat_features: tuple[Any, ...],
     aux: tuple[torch.Tensor, ...],
     *,
     is_hidden: bool,
 ) -> bool:
-    """Whether a call with these features, under autograd, is one that trains.
+    """Whether a call with these flat_features, under autograd, is one that trains.
 
     `is_hidden` says that transforms may hide which tensors require a gradient.
 
     Raises:
         UnsupportedError: it is, and what requires a gradient, or stands between, has no derivative.
     """
-    slopes, sinks, bias = features[3], features[4], features[5]
+    slopes, sinks, bias = flat_features[3], flat_features[4], flat_features[5]
     if slopes is not None and (slopes.requires_grad or (is_hidden and is_tracked((slopes,)))):
         raise UnsupportedError(NO_GRADIENT_OF_SLOPES)
     trains = (
@@ -97,7 +97,7 @@ def requires_gradient(
         or (len(aux) > 0 and any(tensor.requires_grad for tensor in aux))
         or (is_hidden and is_tracked((q, k, v, sinks, bias, *aux)))
     )
-    if trains and len(features) > FEATURES_WITHOUT_MODS:
+    if trains and len(flat_features) > FEATURES_WITHOUT_MODS:
         raise UnsupportedError(NO_GRADIENT_OF_FUNCTIONS)
     return trains
 

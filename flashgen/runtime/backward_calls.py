@@ -1,4 +1,4 @@
-"""`BackwardCall`: what a backward pass was asked for; `BackwardProblem`: what that is for the ladder and for a plan."""
+"""`BackwardCall`: what a backward pass was asked for; `CheckedBackwardCall`: its rules hold."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flashgen.core.device import Device
 from flashgen.core.errors import WorkloadError
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors, backward_aligned16
-from flashgen.launch.extras import Extras, aligned_scores, broadcast_kind
-from flashgen.runtime.calls import MAX_ROW_STRIDE, Call, Problem
+from flashgen.launch.feature_values import Features, aligned_scores, broadcast_kind
+from flashgen.runtime.calls import MAX_ROW_STRIDE, Call, CheckedCall
 from flashgen.runtime.feature_rules import FLOATS
 from flashgen.runtime.gradients import META, BiasRule, bias_rule, empty_bias_gradient, empty_gradient
 from flashgen.runtime.runs import empty_lse, empty_output
@@ -34,12 +34,12 @@ class BackwardCall:
     @property
     def is_bias_grad(self) -> bool:
         """Whether there is a bias, and its gradient is asked for."""
-        extras = self.forward.extras
-        return self.bias_grad and extras is not None and extras.bias is not None
+        features = self.forward.features
+        return self.bias_grad and features is not None and features.bias is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardProblem:
+class CheckedBackwardCall:
     """A backward call whose rules hold.
 
     Attributes:
@@ -61,14 +61,14 @@ class BackwardProblem:
     copies_bias: bool
 
     @classmethod
-    def of(cls, call: BackwardCall) -> BackwardProblem:
+    def of(cls, call: BackwardCall) -> CheckedBackwardCall:
         """Check a call.
 
         Raises:
             WorkloadError: shapes, dtypes or arguments do not fit together; the message names the rule and the values.
         """
-        forward = Problem.of(call.forward)
-        rule, extras, copies_bias = _bias(call, forward)
+        forward = CheckedCall.of(call.forward)
+        rule, features, copies_bias = _bias(call, forward)
         out = call.out if call.out is not None else _new_output(call.forward)
         dout = call.dout if call.dout is not None else out
         _check_outputs(out, dout, call.forward)
@@ -76,18 +76,18 @@ class BackwardProblem:
             forward.workload,
             direction="backward",
             deterministic=call.deterministic,
-            bias=broadcast_kind(extras.bias if extras else None),
+            bias=broadcast_kind(features.bias if features else None),
         )
-        copied = _Laid.of(call, out, torch.empty_like(out, device=META), extras, rule)
-        given = copied if _must_copy(dout, call.forward.bshd) else _Laid.of(call, out, dout, extras, rule)
+        copied = _Laid.of(call, out, torch.empty_like(out, device=META), features, rule)
+        given = copied if _must_copy(dout, call.forward.bshd) else _Laid.of(call, out, dout, features, rule)
         # a kernel for odd tensors is slower than a copy of this one
         laid = given if given.aligned16 or not copied.aligned16 else copied
         spec = Specialization.of(
             workload,
             aligned16=laid.aligned16,
             offset_tensor=call.forward.offset_tensor,
-            aligned_scores=aligned_scores((extras.bias, extras.mask)) if extras else True,
-            bias_dtype=FLOATS[extras.bias.dtype] if extras and extras.bias is not None else "",
+            aligned_scores=aligned_scores((features.bias, features.mask)) if features else True,
+            bias_dtype=FLOATS[features.bias.dtype] if features and features.bias is not None else "",
             bias_grad=rule in ("full", "keys"),
             mods=call.forward.mods,
         )
@@ -101,7 +101,7 @@ class BackwardProblem:
             copies_bias=copies_bias,
         )
 
-    def on(self, device: Device) -> BackwardProblem:
+    def on(self, device: Device) -> CheckedBackwardCall:
         """The problem on `device`: with exact products where no family has TF32, which is allowed but not asked for."""
         if self.workload.dtype != "tf32":
             return self
@@ -109,7 +109,7 @@ class BackwardProblem:
 
         if None in reasons(self.spec, device).values():
             return self
-        return BackwardProblem.of(replace(self.call, forward=replace(self.call.forward, tf32=False)))
+        return CheckedBackwardCall.of(replace(self.call, forward=replace(self.call.forward, tf32=False)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +124,13 @@ class _Laid:
 
     @classmethod
     def of(
-        cls, call: BackwardCall, out: torch.Tensor, dout: torch.Tensor, extras: Extras | None, rule: BiasRule
+        cls, call: BackwardCall, out: torch.Tensor, dout: torch.Tensor, features: Features | None, rule: BiasRule
     ) -> _Laid:
         forward = call.forward
         inputs = (forward.q, forward.k, forward.v)
         laid = [*inputs, out, dout, *(empty_gradient(tensor, META) for tensor in inputs)]
         q, k, v, o, do, dq, dk, dv = (tensor.transpose(1, 2) if forward.bshd else tensor for tensor in laid)
-        bias = None if extras is None else extras.bias
+        bias = None if features is None else features.bias
         tensors = BackwardTensors(
             q=q,
             k=k,
@@ -143,21 +143,21 @@ class _Laid:
             dv=dv,
             dbias=None if bias is None else empty_bias_gradient(bias, rule, (*q.shape[:2], k.shape[2]), META),
         )
-        geometry = BackwardGeometry.of(tensors, extras)
+        geometry = BackwardGeometry.of(tensors, features)
         pointers = 0
         for tensor in laid:
             pointers |= tensor.data_ptr()
         return cls(geometry=geometry, aligned16=backward_aligned16(geometry, pointers, forward.q.element_size()))
 
 
-def _bias(call: BackwardCall, forward: Problem) -> tuple[BiasRule, Extras | None, bool]:
+def _bias(call: BackwardCall, forward: CheckedCall) -> tuple[BiasRule, Features | None, bool]:
     """How the gradient of the bias is made, the features that the kernels get, and whether their bias is a copy."""
-    extras = forward.extras
-    if extras is None or extras.bias is None or not call.is_bias_grad:
-        return "", extras, False
-    rule = bias_rule(extras.bias, forward.workload.seqlen_k)
-    is_shared = rule == "full" and broadcast_kind(extras.bias) == "keys"
-    return rule, replace(extras, bias=extras.bias.contiguous()) if is_shared else extras, is_shared
+    features = forward.features
+    if features is None or features.bias is None or not call.is_bias_grad:
+        return "", features, False
+    rule = bias_rule(features.bias, forward.workload.seqlen_k)
+    is_shared = rule == "full" and broadcast_kind(features.bias) == "keys"
+    return rule, replace(features, bias=features.bias.contiguous()) if is_shared else features, is_shared
 
 
 def _new_output(forward: Call) -> torch.Tensor:

@@ -9,30 +9,30 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.runtime.gradients import META, bias_gradient, empty_bias_gradient, empty_gradient, sink_gradient
 from flashgen.runtime.runs import Offset
 
 if TYPE_CHECKING:
     from flashgen.launch.backward_plan import BackwardLaunch
-    from flashgen.runtime.backward_calls import BackwardProblem
+    from flashgen.runtime.backward_calls import CheckedBackwardCall
 
 Tensor = torch.Tensor
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """Of q, k, v, bias and sinks; None where it was not asked for."""
 
 BackwardRun = Callable[
-    [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, float | None, Offset, Extras | None], Gradients
+    [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, float | None, Offset, Features | None], Gradients
 ]
-"""Serves every backward pass of one key of the memo: (dout, dlse, q, k, v, out, lse, softmax_scale, q_offset, extras).
+"""Serves the backward passes of a key of the memo: (dout, dlse, q, k, v, out, lse, softmax_scale, q_offset, features).
 
 Tensors are in the layout of the call: a launch uses only their memory.
 """
 
 
-def backward_run(launch: BackwardLaunch, problem: BackwardProblem, *, sink_grad: bool) -> BackwardRun:
+def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall, *, sink_grad: bool) -> BackwardRun:
     """Allocate the gradients, launch the kernels of a config, and add what needs no kernel."""
-    if problem.call.forward.extras is None:
+    if problem.call.forward.features is None:
         return _plain_run(launch, problem)
     copies_dout, copies_bias, rule = problem.copies_dout, problem.copies_bias, problem.bias_rule
     sizes = problem.geometry.sizes
@@ -48,10 +48,10 @@ def backward_run(launch: BackwardLaunch, problem: BackwardProblem, *, sink_grad:
         lse: Tensor,
         scale: float | None,
         offset: Offset,
-        extras: Extras | None,
+        features: Features | None,
     ) -> Gradients:
-        assert extras is not None
-        bias, sinks = extras.bias, extras.sinks
+        assert features is not None
+        bias, sinks = features.bias, features.sinks
         dbias = None if bias is None else empty_bias_gradient(bias, rule, per_key)
         tensors = BackwardTensors(
             q=q,
@@ -66,7 +66,7 @@ def backward_run(launch: BackwardLaunch, problem: BackwardProblem, *, sink_grad:
             dlse=None if dlse is None else dlse.contiguous(),
             dbias=dbias,
         )
-        given = replace(extras, bias=bias.contiguous()) if copies_bias and bias is not None else extras
+        given = replace(features, bias=bias.contiguous()) if copies_bias and bias is not None else features
         neg_delta = launch(tensors, scale, offset, given)
         if rule and bias is not None:
             dbias = bias_gradient(bias, rule, dbias, lse=lse, dlse=tensors.dlse, neg_delta=neg_delta, sinks=sinks)
@@ -76,7 +76,7 @@ def backward_run(launch: BackwardLaunch, problem: BackwardProblem, *, sink_grad:
     return run
 
 
-def _plain_run(launch: BackwardLaunch, problem: BackwardProblem) -> BackwardRun:
+def _plain_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
     """The same without features: no more than a training step of most models needs, since every call pays for it."""
     copies_dout, forward = problem.copies_dout, problem.call.forward
     empty_q, empty_k, empty_v = (_allocator(tensor) for tensor in (forward.q, forward.k, forward.v))
@@ -91,7 +91,7 @@ def _plain_run(launch: BackwardLaunch, problem: BackwardProblem) -> BackwardRun:
         lse: Tensor,
         scale: float | None,
         offset: Offset,
-        extras: Extras | None,
+        features: Features | None,
     ) -> Gradients:
         if copies_dout:
             dout = torch.empty_like(out).copy_(dout)

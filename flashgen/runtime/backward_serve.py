@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.core.errors import UnsupportedError
 from flashgen.runtime import serve
-from flashgen.runtime.backward_calls import BackwardCall, BackwardProblem
+from flashgen.runtime.backward_calls import BackwardCall, CheckedBackwardCall
 from flashgen.runtime.calls import Call
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ def check_support(forward: Call, *, deterministic: bool, bias_grad: bool) -> Non
     applicable(problem.spec, device)
 
 
-def placed(call: BackwardCall) -> tuple[BackwardProblem, Device, int]:
+def placed(call: BackwardCall) -> tuple[CheckedBackwardCall, Device, int]:
     """A call as a problem of its GPU, the GPU, and torch's index of it.
 
     Raises:
         WorkloadError: shapes or dtypes do not fit together.
         UnsupportedError: the tensors are not on a GPU.
     """
-    problem = BackwardProblem.of(call)
+    problem = CheckedBackwardCall.of(call)
     index = serve.gpu_index(call.forward.q)
     if index is None:
         raise UnsupportedError(serve.not_on_gpu(problem.workload, call.forward))

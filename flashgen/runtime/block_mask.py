@@ -13,7 +13,7 @@ import torch
 
 from flashgen.core.errors import BuildError, DeviceError, WorkloadError
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
-from flashgen.launch.extras import BlockMask
+from flashgen.launch.feature_values import BlockMask
 from flashgen.runtime.mods import UserCallable, score_mods
 
 

@@ -1,4 +1,4 @@
-"""`Call`: the arguments of one attention call that choose code; `Problem`: what they ask for, checked."""
+"""`Call`: the arguments of one attention call that choose code; `CheckedCall`: what they ask for, checked."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flashgen.core.device import Device
 from flashgen.core.errors import WorkloadError
 from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
-from flashgen.launch.extras import Extras, aligned_scores, broadcast_kind
+from flashgen.launch.feature_values import Features, aligned_scores, broadcast_kind
 from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.feature_rules import FLOATS, checked
 from flashgen.runtime.runs import empty_output
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-NO_EXTRAS = Extras()
+NO_FEATURES = Features()
 MAX_ROW_STRIDE = 2**23
 """In elements, exclusive: inside a tile of at most 256 rows places are 32-bit numbers."""
 
@@ -26,7 +26,7 @@ MAX_ROW_STRIDE = 2**23
 class Call:
     """The arguments of one attention call that choose code; tensors are in the layout that `bshd` names.
 
-    `extras` is None for a call without features; `tf32` says that products of float32 tensors may be of TF32.
+    `features` is None for a call without features; `tf32` says that products of float32 tensors may be of TF32.
     """
 
     q: torch.Tensor
@@ -38,7 +38,7 @@ class Call:
     explicit_offset: bool = False
     with_lse: bool = False
     tf32: bool = False
-    extras: Extras | None = None
+    features: Features | None = None
     mods: ScoreMods | None = None
     config: Config | None = None
 
@@ -56,20 +56,20 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class CheckedCall:
     """A call whose rules hold: its workload, what is compiled in, and the shapes and strides of its tensors.
 
-    `extras` are those of the call with bias and mask in four dimensions.
+    `features` are those of the call with bias and mask in four dimensions.
     """
 
     call: Call
     workload: Workload
     spec: Specialization
     geometry: Geometry
-    extras: Extras | None = None
+    features: Features | None = None
 
     @classmethod
-    def of(cls, call: Call) -> Problem:
+    def of(cls, call: Call) -> CheckedCall:
         """Check a call.
 
         Raises:
@@ -77,42 +77,42 @@ class Problem:
         """
         q, k, v = call.views
         _check_tensors(q, k, v)
-        extras = call.extras
-        if extras is not None:
-            extras = checked(extras, q, (*q.shape[:3], k.shape[2]), call.mods)
-        workload = _workload(call, q, k, v, extras or NO_EXTRAS)
+        features = call.features
+        if features is not None:
+            features = checked(features, q, (*q.shape[:3], k.shape[2]), call.mods)
+        workload = _workload(call, q, k, v, features or NO_FEATURES)
         out = empty_output(call.q, call.v, bshd=call.bshd)
-        geometry = Geometry.of(q, k, v, out.transpose(1, 2) if call.bshd else out, extras)
+        geometry = Geometry.of(q, k, v, out.transpose(1, 2) if call.bshd else out, features)
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
         fits = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype])
-        if extras is None:
+        if features is None:
             spec = Specialization.of(workload, aligned16=fits, offset_tensor=call.offset_tensor)
         else:
             spec = Specialization.of(
                 workload,
                 aligned16=fits,
                 offset_tensor=call.offset_tensor,
-                aligned_scores=aligned_scores((extras.bias, extras.mask)),
-                bias_dtype="" if extras.bias is None else FLOATS[extras.bias.dtype],
-                sink_dtype="" if extras.sinks is None else FLOATS[extras.sinks.dtype],
+                aligned_scores=aligned_scores((features.bias, features.mask)),
+                bias_dtype="" if features.bias is None else FLOATS[features.bias.dtype],
+                sink_dtype="" if features.sinks is None else FLOATS[features.sinks.dtype],
                 mods=call.mods,
             )
-        return cls(call=call, workload=workload, spec=spec, geometry=geometry, extras=extras)
+        return cls(call=call, workload=workload, spec=spec, geometry=geometry, features=features)
 
-    def on(self, device: Device) -> Problem:
+    def on(self, device: Device) -> CheckedCall:
         """The problem on `device`: with exact products where no family has TF32, which is allowed but not asked for."""
         if self.workload.dtype != "tf32":
             return self
         from flashgen.codegen.families import reasons
 
         served = None in reasons(self.spec, device).values()
-        return self if served else Problem.of(replace(self.call, tf32=False))
+        return self if served else CheckedCall.of(replace(self.call, tf32=False))
 
 
-def _workload(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras) -> Workload:
+def _workload(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features) -> Workload:
     batch, nheads, seqlen_q, head_dim = q.shape
     seqlen_k = k.shape[2]
-    left, right = extras.window
+    left, right = features.window
     if call.explicit_offset or call.offset_tensor:
         # under an offset of its own, an edge beyond the lengths still hides keys
         reach = max(seqlen_q + seqlen_k - 1, 0)
@@ -129,11 +129,11 @@ def _workload(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ext
         causal=call.causal,
         window_left=left,
         window_right=right,
-        softcap=extras.softcap > 0,
-        alibi=extras.alibi_slopes is not None,
-        sink=extras.sinks is not None,
-        bias=broadcast_kind(extras.bias),
-        mask=broadcast_kind(extras.mask),
+        softcap=features.softcap > 0,
+        alibi=features.alibi_slopes is not None,
+        sink=features.sinks is not None,
+        bias=broadcast_kind(features.bias),
+        mask=broadcast_kind(features.mask),
     )
 
 

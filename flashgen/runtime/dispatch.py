@@ -31,7 +31,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import default_config, fitted, validate, why_invalid, why_unfit
+from flashgen.codegen.families import default_config, fitted, invalid, poor_at_sizes, validate
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -58,7 +58,7 @@ LAST_EXACT = 4
 
 SHIPPED_PREFIX = "shipped/"
 SDPA_IMPLS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
-"""Names under which records keep the times of torch's backends: those of `measure.anchors`, without loading torch."""
+"""Names under which records keep the times of torch's backends: those of `measure.baselines`, without loading torch."""
 
 SDPA_MASKED = "sdpa-efficient"
 
@@ -138,7 +138,7 @@ def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: D
     return Candidate(
         record=record,
         layer=layer,
-        reason=why_invalid(record.config, spec, device),
+        reason=invalid(record.config, spec, device),
         position=position(record.workload),
         key=record.workload.key,
     )
@@ -154,9 +154,9 @@ class Records:
 
     def of(self, spec: Specialization, device: Device) -> tuple[Found, ...]:
         """Every record of the class on any device of this architecture."""
-        key = (spec.family_key, device.arch)
+        key = (spec.workload_class, device.arch)
         if key not in self._classes:
-            found = self._layers.records(arch=device.arch, specialization=spec.family_key, hidden=True)
+            found = self._layers.records(arch=device.arch, specialization=spec.workload_class, hidden=True)
             self._classes[key] = tuple(found)
         return self._classes[key]
 
@@ -188,7 +188,7 @@ def resolve(
         UnsupportedError: no family supports the workload; the message lists each one's reason.
     """
     if config is not None:
-        reason = why_invalid(validate(config), spec, device)
+        reason = invalid(validate(config), spec, device)
         if reason is not None:
             raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
         return Served(config=config, rung=1)
@@ -199,7 +199,7 @@ def resolve(
         why_none = "no such record"
         for candidate in candidates:
             record, layer = candidate.record, candidate.layer
-            reason = candidate.reason or (why_unfit(record.config, sizes) if rung > LAST_EXACT else None)
+            reason = candidate.reason or (poor_at_sizes(record.config, sizes) if rung > LAST_EXACT else None)
             if reason is None:
                 return Served(config=record.config, rung=rung, record=record, layer=layer, skipped=tuple(skipped))
             why_none = f"{record.config} cannot serve: {reason}"
@@ -215,7 +215,7 @@ def sdpa_backend(workload: Workload, spec: Specialization, served: Served) -> st
     """
     if settings().policy != "fastest" or not served.is_exact or served.record is None or not spec.aligned16:
         return None
-    best, time_ms = served.record.best_anchor, served.record.time_ms
+    best, time_ms = served.record.best_baseline, served.record.time_ms
     if best is None or best.impl not in SDPA_IMPLS or time_ms is None or best.median_ms >= time_ms:
         return None
     return best.impl if _sdpa_is_the_same(workload, spec, best.impl) else None

@@ -1,133 +1,131 @@
-"""The public call `explain`."""
+"""`Explanation`: why a call is served the way it is, in words and as facts for machines."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
-import torch
-
+from flashgen.codegen.families import reasons
+from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
-from flashgen.core.errors import WorkloadError
-from flashgen.core.workload import DIRECTIONS
-from flashgen.launch.extras import BlockMask
-from flashgen.runtime import serve
-from flashgen.runtime.arguments import Window, check_layout, feature_arguments, split_offset
-from flashgen.runtime.backward_calls import BackwardCall
-from flashgen.runtime.backward_serve import placed
-from flashgen.runtime.calls import Call
-from flashgen.runtime.keys import FLOAT32, allows_tf32
-from flashgen.runtime.mods import UserCallable, resolve
-from flashgen.runtime.op_arguments import extras_of, without_tensors
-from flashgen.runtime.ops import FEATURES_WITHOUT_MODS
+from flashgen.core.device import Device
+from flashgen.core.feature_words import feature_words
+from flashgen.core.record import age
+from flashgen.core.workload import Specialization, Workload
+from flashgen.runtime.dispatch import RUNGS, Records, Served, resolve, sdpa_backend
 
-if TYPE_CHECKING:
-    from flashgen.runtime.backward_calls import BackwardProblem
-    from flashgen.runtime.calls import Problem
-    from flashgen.runtime.why import Explanation
+GENERATED = "generated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a call is served the way it is; `str()` is what `flashgen explain` prints."""
+
+    workload: Workload
+    specialization: Specialization
+    device: Device
+    served: Served
+    families: tuple[tuple[str, str | None], ...]
+    backend: str
+    digest: str
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the template has changed since the record was made."""
+        record = self.served.record
+        return record is not None and bool(record.source_digest) and record.source_digest != self.digest
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the call asks for beside plain attention, in words."""
+        found = [
+            *feature_words(self.workload),
+            *(["offsets on the device"] if self.specialization.offset_tensor else []),
+        ]
+        return (*found, *([self.specialization.mods.title] if self.specialization.mods else []))
+
+    def to_dict(self) -> dict[str, object]:
+        """The same facts for machines."""
+        record = self.served.record
+        return {
+            "workload": self.workload.key,
+            "features": list(self.features),
+            "specialization": self.specialization.key,
+            "device": self.device.name,
+            "device_identity": self.device.identity,
+            "rung": self.served.rung,
+            "rung_name": RUNGS[self.served.rung],
+            "backend": self.backend,
+            "family": self.served.config.family,
+            "knobs": dict(self.served.config.knobs),
+            "layer": self.served.layer,
+            "record_workload": record.workload.key if record else None,
+            "record_created": record.created if record else None,
+            "record_provenance": record.provenance if record else None,
+            "record_ms": record.time_ms if record else None,
+            "stale": self.is_stale,
+            "skipped": list(self.served.skipped),
+            "families": dict(self.families),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"workload   {self.workload.key}",
+            f"features   {', '.join(self.features) or 'plain'}",
+            f"device     {self.device.name} ({self.device.identity})",
+            f"rung       {self.served.rung}. {RUNGS[self.served.rung]}",
+            f"backend    {self.backend}",
+            f"config     {self.served.config}",
+        ]
+        lines += _record_lines(self.served, self.is_stale)
+        lines += [f"skipped    {line}" for line in self.served.skipped]
+        lines += [f"family     {name}: {reason or 'applies'}" for name, reason in self.families]
+        return "\n".join(lines)
+
+
+def _record_lines(served: Served, stale: bool) -> list[str]:
+    record = served.record
+    if record is None:
+        return ["record     none: nothing was measured for this class of workloads"]
+    time = f"{record.time_ms:.4f} ms, {record.tflops:.0f} TFLOP/s" if record.time_ms and record.tflops else "no time"
+    made = f"{record.provenance} {record.created or 'at an unknown time'}"
+    made += f" ({age(record.created)} ago)" if record.created else ""
+    versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
+    lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
+    if stale:
+        lines.append("           stale: the template has changed since; the config still serves")
+    if record.baselines:
+        others = ", ".join(f"{baseline.impl} {baseline.median_ms:.4f} ms" for baseline in record.baselines)
+        lines.append(f"           measured beside it: {others}")
+    return lines
 
 
 def explain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    workload: Workload,
+    spec: Specialization,
+    device: Device,
+    records: Records,
     *,
-    layout: str = "bhsd",
-    causal: bool = False,
-    q_offset: int | torch.Tensor | None = None,
-    window: Window = (None, None),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    score_mod: UserCallable | None = None,
-    mask_mod: UserCallable | None = None,
-    aux: tuple[torch.Tensor, ...] = (),
-    block_mask: BlockMask | None = None,
-    return_lse: bool = False,
-    direction: str = "forward",
-    deterministic: bool = False,
     config: Config | None = None,
+    generated_only: bool = False,
 ) -> Explanation:
-    """Why `attention` with these arguments is served the way it is: the rung, the record, every family's reason.
+    """Walk the ladder and say which rung served, why the ones above did not, and what every family says.
 
-    Args:
-        q: this and what is not named here is as in `attention`.
-        k: likewise.
-        v: likewise.
-        layout: likewise.
-        causal: likewise.
-        q_offset: likewise.
-        window: likewise.
-        softcap: likewise.
-        alibi_slopes: likewise.
-        sinks: likewise.
-        bias: likewise; in a backward pass, whether it requires a gradient makes a difference.
-        mask: likewise.
-        score_mod: likewise.
-        mask_mod: likewise.
-        aux: likewise.
-        block_mask: likewise.
-        return_lse: likewise; the forward pass of training always has an LSE.
-        direction: "forward", or "backward" for the backward pass of the call, where the gradient of the output is taken
-            to be laid out like the output.
-        deterministic: of a backward pass; so is `torch.use_deterministic_algorithms(True)`.
-        config: a config to serve with, in the place of the look-up.
+    `generated_only` is set for calls that SDPA would not compute identically (an LSE or a query offset is asked for, or
+    a gradient will be).
 
     Raises:
-        WorkloadError: shapes, dtypes or arguments break a rule.
-        UnsupportedError: the tensors are not on a GPU, or no kernel family does this here.
+        ConfigError: the explicit config is not valid here.
+        UnsupportedError: no family supports the workload.
     """
-    from flashgen.runtime import why
-
-    check_layout(layout)
-    if direction not in DIRECTIONS.values():
-        raise WorkloadError(f"direction is forward or backward, got {direction!r}")
-    features = feature_arguments(
-        window, softcap, alibi_slopes, sinks, bias, mask, score_mod, mask_mod, tuple(aux), block_mask
-    )
-    is_shifted = causal or window != (None, None) or alibi_slopes is not None
-    offset, offset_tensor = split_offset(q, q_offset, is_shifted=is_shifted)
-    is_forward = direction == "forward"
-    call = _call_of(
-        features,
-        q=q,
-        k=k,
-        v=v,
-        causal=causal,
-        bshd=layout == "bshd",
-        explicit_offset=offset is not None,
-        offset_tensor=offset_tensor is not None,
-        with_lse=return_lse or not is_forward,
-        config=config,
-    )
-    problem: Problem | BackwardProblem
-    if is_forward:
-        problem, device, _ = serve.placed(call)
-    else:
-        fixed = deterministic or torch.are_deterministic_algorithms_enabled()
-        has_gradient = bias is not None and bias.requires_grad
-        problem, device, _ = placed(BackwardCall(forward=call, deterministic=fixed, bias_grad=has_gradient))
-    return why.explain(
-        problem.workload,
-        problem.spec,
-        device,
-        serve.records(),
-        config=config,
-        generated_only=call.generated_only,
-    )
-
-
-def _call_of(features: tuple[Any, ...], *, q: torch.Tensor, **arguments: Any) -> Call:
-    """The call that the ops make of these arguments."""
-    plain, others = features[:FEATURES_WITHOUT_MODS], features[FEATURES_WITHOUT_MODS:]
-    mods, rest = (others[0], others[1:]) if others else (0, ())
-    extras = extras_of(*plain, *rest)
-    is_plain = extras is without_tensors(None, None, 0.0) and not mods
-    return Call(
-        q=q,
-        tf32=q.dtype is FLOAT32 and allows_tf32(),
-        extras=None if is_plain else extras,
-        mods=resolve(mods) if mods else None,
-        **arguments,
+    served = resolve(workload, spec, device, records, config=config)
+    record = served.record
+    return Explanation(
+        workload=workload,
+        specialization=spec,
+        device=device,
+        served=served,
+        families=tuple(reasons(spec, device).items()),
+        backend=(None if generated_only else sdpa_backend(workload, spec, served)) or GENERATED,
+        # a record's is of the kernel that it was measured with, whatever this call's tensors are
+        digest=source_digest(record.workload, served.config) if record else render(spec, served.config).digest,
     )

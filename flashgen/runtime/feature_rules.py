@@ -11,7 +11,7 @@ import torch
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.score_mods import ScoreMods
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 
 FLOATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 AXES = "(batch, nheads, seqlen_q, seqlen_k)"
@@ -35,11 +35,11 @@ def check_window(window: object) -> None:
         raise WorkloadError(f"an edge of a window is None or an int of at least 0, got {tuple(window)!r}{hint}")
 
 
-def checked(extras: Extras, q: torch.Tensor, sizes: Sizes, mods: ScoreMods | None) -> Extras:
-    """The extras of a call, with bias and mask in four dimensions.
+def checked(features: Features, q: torch.Tensor, sizes: Sizes, mods: ScoreMods | None) -> Features:
+    """The features of a call, with bias and mask in four dimensions.
 
     Args:
-        extras: as they came, bias and mask in up to four dimensions.
+        features: as they came, bias and mask in up to four dimensions.
         q: the queries, for dtype and device.
         sizes: of the call.
         mods: the user's functions, which aux tensors and block mask belong to.
@@ -48,17 +48,17 @@ def checked(extras: Extras, q: torch.Tensor, sizes: Sizes, mods: ScoreMods | Non
         WorkloadError: an argument breaks a rule; the message names the rule and the value.
     """
     batch, nheads, _, _ = sizes
-    _check_slopes(extras.alibi_slopes, q, batch, nheads)
-    _check_sinks(extras.sinks, q, nheads)
-    bias = _four_dimensions("bias", extras.bias, q, sizes)
+    _check_slopes(features.alibi_slopes, q, batch, nheads)
+    _check_sinks(features.sinks, q, nheads)
+    bias = _four_dimensions("bias", features.bias, q, sizes)
     if bias is not None and bias.dtype not in FLOATS:
         raise WorkloadError(f"bias is float32, float16 or bfloat16, got {bias.dtype}")
-    mask = _four_dimensions("mask", extras.mask, q, sizes)
+    mask = _four_dimensions("mask", features.mask, q, sizes)
     if mask is not None and mask.dtype != torch.bool:
         raise WorkloadError(f"mask is bool, True where attended, got {mask.dtype}; a mask of numbers to add is a bias")
     if mods is not None:
-        _check_mods(extras, q, sizes, mods)
-    return dataclasses.replace(extras, bias=bias, mask=mask)
+        _check_mods(features, q, sizes, mods)
+    return dataclasses.replace(features, bias=bias, mask=mask)
 
 
 def _check_slopes(slopes: torch.Tensor | None, q: torch.Tensor, batch: int, nheads: int) -> None:
@@ -93,14 +93,14 @@ def _four_dimensions(name: str, tensor: torch.Tensor | None, q: torch.Tensor, si
     return tensor[(None,) * missing] if missing else tensor
 
 
-def _check_mods(extras: Extras, q: torch.Tensor, sizes: Sizes, mods: ScoreMods) -> None:
+def _check_mods(features: Features, q: torch.Tensor, sizes: Sizes, mods: ScoreMods) -> None:
     from flashgen.runtime.block_mask import check_aux, check_block_mask
 
-    check_aux(extras.aux, q.device)
-    if extras.block_mask is not None:
+    check_aux(features.aux, q.device)
+    if features.block_mask is not None:
         batch, nheads, seqlen_q, seqlen_k = sizes
         check_block_mask(
-            extras.block_mask,
+            features.block_mask,
             mods,
             batch=batch,
             nheads=nheads,

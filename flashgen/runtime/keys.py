@@ -27,7 +27,7 @@ def allows_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-def is_direct(
+def can_bypass_dispatcher(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

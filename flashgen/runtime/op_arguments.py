@@ -1,4 +1,4 @@
-"""From the flat arguments of an op to `Extras`, and from a block mask to arguments."""
+"""From the flat arguments of an op to `Features`, and from a block mask to arguments."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from flashgen.launch.extras import BlockMask, Extras
+from flashgen.launch.feature_values import BlockMask, Features
 
 
-def extras_of(
+def features_of(
     window_left: int | None = None,
     window_right: int | None = None,
     softcap: float = 0.0,
@@ -22,11 +22,11 @@ def extras_of(
     block_mask: Sequence[torch.Tensor] | None = None,
     block_sizes: Sequence[int] = (),
     block_mask_mod: str = "",
-) -> Extras:
+) -> Features:
     """The features of a call as the launches take them."""
     if alibi_slopes is None and sinks is None and bias is None and mask is None and not aux and not block_mask:
         return without_tensors(window_left, window_right, softcap)
-    return Extras(
+    return Features(
         window=(window_left, window_right),
         softcap=softcap,
         alibi_slopes=_packed(alibi_slopes),
@@ -39,9 +39,9 @@ def extras_of(
 
 
 @functools.lru_cache(maxsize=1024)
-def without_tensors(window_left: int | None, window_right: int | None, softcap: float) -> Extras:
-    """The extras of a call whose features are numbers: one object for equal numbers."""
-    return Extras(window=(window_left, window_right), softcap=softcap)
+def without_tensors(window_left: int | None, window_right: int | None, softcap: float) -> Features:
+    """The features of a call whose features are numbers: one object for equal numbers."""
+    return Features(window=(window_left, window_right), softcap=softcap)
 
 
 def split_block_mask(mask: BlockMask) -> tuple[list[torch.Tensor], list[int], str]:

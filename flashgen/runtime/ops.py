@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.runtime import mods as user_mods
 from flashgen.runtime import serve
 from flashgen.runtime.calls import Call
@@ -32,7 +32,7 @@ from flashgen.runtime.keys import (
     allows_tf32,
     layout,
 )
-from flashgen.runtime.op_arguments import extras_of
+from flashgen.runtime.op_arguments import features_of
 from flashgen.runtime.runs import Run, empty_lse, empty_output
 
 SCHEMA = (
@@ -135,7 +135,7 @@ def _attention_features(
     flags |= EXPLICIT_OFFSET * (q_offset is not None) | OFFSET_TENSOR * (q_offset_tensor is not None)
     if q.dtype is FLOAT32 and allows_tf32():
         flags |= TF32
-    extras = extras_of(
+    features = features_of(
         window_left,
         window_right,
         softcap,
@@ -148,7 +148,7 @@ def _attention_features(
         block_sizes,
         block_mask_mod,
     )
-    tensors = (extras.alibi_slopes, extras.sinks, bias, mask, *extras.aux, *(block_mask or ()))
+    tensors = (features.alibi_slopes, features.sinks, bias, mask, *features.aux, *(block_mask or ()))
     key = (
         flags,
         q.shape,
@@ -167,16 +167,16 @@ def _attention_features(
         window_right,
         softcap > 0,
         mods,
-        len(extras.aux),
+        len(features.aux),
         tuple(block_sizes),
         block_mask_mod,
         *(None if tensor is None else layout(tensor) for tensor in tensors),
     )
     run = _remembered(key)
     if run is None:
-        run = _prepared(key, q, k, v, flags, extras, mods)
+        run = _prepared(key, q, k, v, flags, features, mods)
     offset = q_offset if q_offset is not None else q_offset_tensor
-    return run(q, k, v, softmax_scale, offset, extras)
+    return run(q, k, v, softmax_scale, offset, features)
 
 
 def _prepared(
@@ -185,7 +185,7 @@ def _prepared(
     k: torch.Tensor,
     v: torch.Tensor,
     flags: int,
-    extras: Extras | None = None,
+    features: Features | None = None,
     mods: int = 0,
 ) -> Any:
     call = Call(
@@ -198,7 +198,7 @@ def _prepared(
         explicit_offset=bool(flags & EXPLICIT_OFFSET),
         offset_tensor=bool(flags & OFFSET_TENSOR),
         tf32=bool(flags & TF32),
-        extras=extras,
+        features=features,
         mods=user_mods.resolve(mods) if mods else None,
     )
     if flags & TRAINS:
@@ -279,7 +279,7 @@ _IMPLEMENTATIONS = {
 }
 attention_kernel, attention_lse_kernel = _attention, _attention_lse
 attention_features_kernel, attention_features_lse_kernel = _attention_features, _attention_features_lse
-"""What the ops do, without the dispatcher: for calls that `is_direct` allows."""
+"""What the ops do, without the dispatcher: for calls that `can_bypass_dispatcher` allows."""
 
 for _name, (_kernel, _shapes) in _IMPLEMENTATIONS.items():
     for _key in ("CPU", "CUDA"):  # the CPU's raises the error that lists every family

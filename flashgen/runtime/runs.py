@@ -10,14 +10,14 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from flashgen.launch.extras import Extras
+    from flashgen.launch.feature_values import Features
     from flashgen.launch.plan import Launch
 
 Offset = int | torch.Tensor | None
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset], Any]
 """Serves every call of one key of the memo: (q, k, v, softmax_scale, q_offset) to the output, or to output and LSE."""
 
-FeatureRun = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset, "Extras"], Any]
+FeatureRun = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset, "Features"], Any]
 """The same for a key with features, whose arguments come last."""
 
 
@@ -52,14 +52,14 @@ def feature_run(launch: Launch, *, bshd: bool, with_lse: bool) -> FeatureRun:
     """Allocate an output, and an LSE if it is asked for, and launch a generated kernel with its features."""
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset, extras: Extras
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset, features: Features
     ) -> Any:
         out = empty_output(q, v, bshd=bshd)
         if not with_lse:
-            launch(q, k, v, out, None, scale, offset, extras)
+            launch(q, k, v, out, None, scale, offset, features)
             return out
         lse = empty_lse(q, bshd=bshd)
-        launch(q, k, v, out, lse, scale, offset, extras)
+        launch(q, k, v, out, lse, scale, offset, features)
         return out, lse
 
     return run
@@ -70,7 +70,7 @@ def sdpa_run(impl: str, *, causal: bool, bshd: bool, gqa: bool) -> Any:
 
     What it returns is a `Run`, and a `FeatureRun` for calls with a bias or a mask.
     """
-    from flashgen.measure.anchors import BACKENDS
+    from flashgen.measure.baselines import BACKENDS
 
     backend = BACKENDS[impl]
 
@@ -80,14 +80,14 @@ def sdpa_run(impl: str, *, causal: bool, bshd: bool, gqa: bool) -> Any:
         v: torch.Tensor,
         scale: float | None,
         offset: Offset,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> torch.Tensor:
         expected = empty_output(q, v, bshd=bshd).stride()
         if bshd:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         with sdpa_kernel(backend):
             out = scaled_dot_product_attention(
-                q, k, v, attn_mask=_attn_mask(extras), is_causal=causal, scale=scale, enable_gqa=gqa
+                q, k, v, attn_mask=_attn_mask(features), is_causal=causal, scale=scale, enable_gqa=gqa
             )
         out = out.transpose(1, 2) if bshd else out
         # torch.compile was promised these strides
@@ -96,9 +96,9 @@ def sdpa_run(impl: str, *, causal: bool, bshd: bool, gqa: bool) -> Any:
     return run
 
 
-def _attn_mask(extras: Extras | None) -> torch.Tensor | None:
+def _attn_mask(features: Features | None) -> torch.Tensor | None:
     """Bias or mask, whichever is there, in the four dimensions that every backend takes."""
-    given = None if extras is None else extras.bias if extras.bias is not None else extras.mask
+    given = None if features is None else features.bias if features.bias is not None else features.mask
     return None if given is None else given[(None,) * (4 - given.dim())]
 
 

@@ -20,7 +20,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime.calls import Call, Problem
+from flashgen.runtime.calls import Call, CheckedCall
 
 T = TypeVar("T")
 
@@ -93,14 +93,14 @@ def prepare(call: Call) -> Run | FeatureRun:
     return run
 
 
-def placed(call: Call) -> tuple[Problem, Device, int]:
+def placed(call: Call) -> tuple[CheckedCall, Device, int]:
     """A call as a problem of its GPU, the GPU, and torch's index of it.
 
     Raises:
         WorkloadError: shapes or dtypes do not fit together.
         UnsupportedError: the tensors are not on a GPU; the message lists every family.
     """
-    problem = Problem.of(call)
+    problem = CheckedCall.of(call)
     index = gpu_index(call.q)
     if index is None:
         raise UnsupportedError(not_on_gpu(problem.workload, call))
@@ -108,7 +108,7 @@ def placed(call: Call) -> tuple[Problem, Device, int]:
     return problem.on(device), device, index
 
 
-def _served(problem: Problem, device: Device) -> Served:
+def _served(problem: CheckedCall, device: Device) -> Served:
     from flashgen.runtime.dispatch import resolve
 
     return resolve(problem.workload, problem.spec, device, _records(), config=problem.call.config)
@@ -152,19 +152,19 @@ def built(
         return run
 
 
-def _sdpa_backend(problem: Problem, served: Served) -> str | None:
+def _sdpa_backend(problem: CheckedCall, served: Served) -> str | None:
     from flashgen.runtime.dispatch import sdpa_backend
 
     return None if problem.call.generated_only else sdpa_backend(problem.workload, problem.spec, served)
 
 
-def _bound(problem: Problem, kernel: CompiledKernel, config: Config, index: int) -> Run | FeatureRun:
+def _bound(problem: CheckedCall, kernel: CompiledKernel, config: Config, index: int) -> Run | FeatureRun:
     from flashgen.launch.plan import make_plan
     from flashgen.runtime.runs import feature_run, kernel_lse_run, kernel_run
 
     call = problem.call
     launch = make_plan(kernel, problem.spec, config, problem.geometry, index)
-    if call.extras is not None:
+    if call.features is not None:
         return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
     same_head_dim = call.q.shape[-1] == call.v.shape[-1]
     if call.with_lse:

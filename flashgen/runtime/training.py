@@ -13,7 +13,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.runtime import transforms
-from flashgen.runtime.keys import is_direct, is_transformed
+from flashgen.runtime.keys import can_bypass_dispatcher, is_transformed
 from flashgen.runtime.ops import attention_kernel
 from flashgen.runtime.training_kernels import (
     asked_of,
@@ -32,11 +32,11 @@ def attention(
     k: Tensor,
     v: Tensor,
     options: tuple[Any, ...],
-    features: tuple[Any, ...],
+    flat_features: tuple[Any, ...],
     *,
     deterministic: bool,
     return_lse: bool,
-    is_direct: bool,
+    can_bypass_dispatcher: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention that autograd knows.
 
@@ -45,31 +45,33 @@ def attention(
         k: likewise.
         v: likewise.
         options: causal, softmax_scale, bshd, q_offset and its tensor.
-        features: window_left, window_right, softcap, alibi_slopes, sinks, bias and mask.
+        flat_features: window_left, window_right, softcap, alibi_slopes, sinks, bias and mask.
         deterministic: whether the backward pass gives the same bits every time.
         return_lse: whether the LSE is returned, too.
-        is_direct: whether torch's dispatcher would do nothing but call the op.
+        can_bypass_dispatcher: whether torch's dispatcher would do nothing but call the op.
     """
     found: Tensor | tuple[Tensor, Tensor]
-    if is_direct:
-        found = _apply(q, k, v, features[4], features[5], options, features, deterministic, return_lse)
+    if can_bypass_dispatcher:
+        found = _apply(q, k, v, flat_features[4], flat_features[5], options, flat_features, deterministic, return_lse)
         return found
     if not is_dynamo_compiling() and is_transformed():
-        out, lse = transforms.attention(q, k, v, options, features, deterministic=deterministic)
+        out, lse = transforms.attention(q, k, v, options, flat_features, deterministic=deterministic)
     else:
-        out, lse = attention_train_op(q, k, v, *options, *features, deterministic)
+        out, lse = attention_train_op(q, k, v, *options, *flat_features, deterministic)
     return (out, lse) if return_lse else out
 
 
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], deterministic: bool, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same without features, for calls that are not direct."""
-    return attention(q, k, v, options, NO_FEATURES, deterministic=deterministic, return_lse=return_lse, is_direct=False)
+    """The same without flat_features, for calls that are not direct."""
+    return attention(
+        q, k, v, options, NO_FEATURES, deterministic=deterministic, return_lse=return_lse, can_bypass_dispatcher=False
+    )
 
 
 class _Plain(torch.autograd.Function):
-    """Without features: what most models train with has fewer tensors to keep and arguments to pass."""
+    """Without flat_features: what most models train with has fewer tensors to keep and arguments to pass."""
 
     @staticmethod
     def forward(
@@ -96,7 +98,9 @@ class _Plain(torch.autograd.Function):
         causal, scale, bshd, offset, deterministic = ctx.numbers
         if dout is None:
             dout = torch.zeros_like(out)
-        if torch.is_grad_enabled() or not is_direct(q, k, v):  # the op says that there is no second derivative
+        if torch.is_grad_enabled() or not can_bypass_dispatcher(
+            q, k, v
+        ):  # the op says that there is no second derivative
             options = (causal, scale, bshd, offset, offset_tensor)
             dq, dk, dv, _, _ = attention_backward_op(
                 dout, dlse, q, k, v, out, lse, *options, *NO_FEATURES, deterministic
@@ -118,20 +122,20 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         bias: Tensor | None,
         options: tuple[Any, ...],
-        features: tuple[Any, ...],
+        flat_features: tuple[Any, ...],
         deterministic: bool,
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        arguments = (*options, *features, deterministic)
+        arguments = (*options, *flat_features, deterministic)
         outputs = attention_train_kernel(q, k, v, *arguments)
-        save(ctx, (q, k, v), outputs, options, features, deterministic)
+        save(ctx, (q, k, v), outputs, options, flat_features, deterministic)
         return outputs if return_lse else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         _, _, _, needs_sinks, needs_bias, *_ = ctx.needs_input_grad
         saved = ctx.saved_tensors
-        is_plain = not torch.is_grad_enabled() and is_direct(*saved[:3])
+        is_plain = not torch.is_grad_enabled() and can_bypass_dispatcher(*saved[:3])
         backward = attention_backward_kernel if is_plain else attention_backward_op
         dq, dk, dv, dbias, dsinks = differentiate(
             saved, ctx.numbers, (dout, dlse), backward, needs_bias=needs_bias, needs_sinks=needs_sinks
@@ -143,4 +147,4 @@ direct_attention: Any = super(torch.autograd.Function, _Plain).apply
 """`plain_attention` for calls that are direct."""
 
 _apply: Any = super(torch.autograd.Function, _Attention).apply
-"""`apply` without the questions about transforms, to which `is_direct` has the answers."""
+"""`apply` without the questions about transforms, to which `can_bypass_dispatcher` has the answers."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.runtime import serve
 from flashgen.runtime.backward_calls import BackwardCall
 from flashgen.runtime.calls import Call
@@ -27,7 +27,7 @@ from flashgen.runtime.keys import (
     allows_tf32,
     layout,
 )
-from flashgen.runtime.op_arguments import extras_of
+from flashgen.runtime.op_arguments import features_of
 from flashgen.runtime.ops import attention_features_kernel, attention_kernel
 
 Tensor = torch.Tensor
@@ -59,15 +59,15 @@ def attention_train_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE by the plan of a call that returns both; it fails where there is no backward pass."""
     plain = (q, k, v, causal, softmax_scale, bshd, q_offset, q_offset_tensor)
-    features = (window_left, window_right, softcap, alibi_slopes, sinks, bias, mask)
+    flat_features = (window_left, window_right, softcap, alibi_slopes, sinks, bias, mask)
     asked = asked_of(deterministic)
     found: tuple[Tensor, Tensor]
-    if _are_absent(*features):
+    if _are_absent(*flat_features):
         found = attention_kernel(*plain, asked)
         return found
     if bias is not None and bias.requires_grad:
         asked |= BIAS_GRAD
-    found = attention_features_kernel(*plain, *features, asked=asked)
+    found = attention_features_kernel(*plain, *flat_features, asked=asked)
     return found
 
 
@@ -104,11 +104,11 @@ def attention_backward_kernel(
     plain = (dout, dlse, q, k, v, out, lse, causal, softmax_scale, bshd, q_offset, q_offset_tensor, deterministic)
     if _are_absent(window_left, window_right, softcap, alibi_slopes, sinks, bias, mask):
         return plain_backward_kernel(*plain)
-    extras = extras_of(window_left, window_right, softcap, alibi_slopes, sinks, bias, mask)
-    tensors = (extras.alibi_slopes, extras.sinks, bias, mask)
+    features = features_of(window_left, window_right, softcap, alibi_slopes, sinks, bias, mask)
+    tensors = (features.alibi_slopes, features.sinks, bias, mask)
     layouts = (None if tensor is None else layout(tensor) for tensor in tensors)
     asked = BIAS_GRAD * needs_bias_grad | SINK_GRAD * needs_sink_grad
-    return plain_backward_kernel(*plain, extras, asked, (window_left, window_right, softcap > 0, *layouts))
+    return plain_backward_kernel(*plain, features, asked, (window_left, window_right, softcap > 0, *layouts))
 
 
 def plain_backward_kernel(
@@ -125,11 +125,11 @@ def plain_backward_kernel(
     q_offset: int | None,
     q_offset_tensor: Tensor | None,
     deterministic: bool,
-    extras: Extras | None = None,
+    features: Features | None = None,
     asked: int = 0,
-    features: tuple[Any, ...] = (),
+    flat_features: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The same by fewer arguments; `extras` come with flags of what is asked of them, and what of them is in a key."""
+    """The same by fewer arguments; `features` come with flags of what is asked of them, and their part of a key."""
     flags = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15 | BACKWARD | asked
     flags |= (dout.data_ptr() & 15) << DOUT_SHIFT
     if causal:
@@ -166,13 +166,13 @@ def plain_backward_kernel(
         q.get_device(),
         k.get_device(),
         v.get_device(),
-        *features,
+        *flat_features,
     )
     run = _remembered(key)
     if run is None:
-        run = _prepared(key, (q, k, v), out, dout, flags, extras)
+        run = _prepared(key, (q, k, v), out, dout, flags, features)
     found: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-    found = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, extras)
+    found = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, features)
     return found
 
 
@@ -182,7 +182,7 @@ def _prepared(
     out: Tensor,
     dout: Tensor,
     flags: int,
-    extras: Extras | None,
+    features: Features | None,
 ) -> Any:
     from flashgen.runtime.backward_serve import prepare_backward
 
@@ -197,7 +197,7 @@ def _prepared(
         explicit_offset=bool(flags & EXPLICIT_OFFSET),
         offset_tensor=bool(flags & OFFSET_TENSOR),
         tf32=bool(flags & TF32),
-        extras=extras,
+        features=features,
     )
     call = BackwardCall(
         forward=forward,

@@ -67,7 +67,7 @@ def save(
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor],
     options: tuple[Any, ...],
-    features: tuple[Any, ...],
+    flat_features: tuple[Any, ...],
     deterministic: bool,
 ) -> None:
     """Keep what the backward pass needs, every tensor by way of torch's hooks for saved tensors.
@@ -77,12 +77,12 @@ def save(
         inputs: q, k and v.
         outputs: output and LSE.
         options: causal, softmax_scale, bshd, q_offset and its tensor.
-        features: window_left, window_right, softcap, alibi_slopes, sinks, bias and mask.
+        flat_features: window_left, window_right, softcap, alibi_slopes, sinks, bias and mask.
         deterministic: as the call said.
     """
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *outputs, options[4], *features[3:])
-    ctx.numbers = (*options[:4], *features[:3], deterministic)
+    ctx.save_for_backward(*inputs, *outputs, options[4], *flat_features[3:])
+    ctx.numbers = (*options[:4], *flat_features[:3], deterministic)
 
 
 def differentiate(

@@ -17,12 +17,12 @@ Tensor = torch.Tensor
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], features: tuple[Any, ...], *, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], flat_features: tuple[Any, ...], *, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE; the arguments are those of `flashgen.runtime.training.attention`."""
-    numbers = (*options[:4], *features[:3], deterministic)
+    numbers = (*options[:4], *flat_features[:3], deterministic)
     apply: Any = _Transformed.apply
-    found: tuple[Tensor, Tensor] = apply(q, k, v, options[4], *features[3:], numbers)
+    found: tuple[Tensor, Tensor] = apply(q, k, v, options[4], *flat_features[3:], numbers)
     return found
 
 
@@ -87,10 +87,10 @@ class _Gradients(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         causal, scale, bshd, offset, left, right, softcap, fixed = numbers
         options = (causal, scale, bshd, offset, offset_tensor)
-        features = (left, right, softcap, slopes, sinks, bias, mask)
+        flat_features = (left, right, softcap, slopes, sinks, bias, mask)
         asked = (fixed, bias is not None, sinks is not None)
         found: tuple[Tensor, ...]
-        found = attention_backward_op(dout, dlse, q, k, v, out, lse, *options, *features, *asked)
+        found = attention_backward_op(dout, dlse, q, k, v, out, lse, *options, *flat_features, *asked)
         return found
 
     @staticmethod

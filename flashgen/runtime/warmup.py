@@ -83,7 +83,7 @@ def _has_positions(workload: Workload) -> bool:
 def _reachable(
     workload: Workload, spec: Specialization, device: Device, lengths: tuple[int, ...] | None
 ) -> set[Config]:
-    from flashgen.codegen.families import default_config, fitted, why_invalid
+    from flashgen.codegen.families import default_config, fitted, invalid
     from flashgen.codegen.family import Sizes
     from flashgen.runtime.dispatch import resolve
 
@@ -95,7 +95,7 @@ def _reachable(
     default, sizes = default_config(spec, device), Sizes.of(workload)
     rows = {sizes.seqlen_q, *range(1, min(sizes.seqlen_q, SHORT_QUERIES))}
     defaults = {fitted(default, spec, replace(sizes, seqlen_q=n), device) for n in rows}
-    return defaults | {config for config in known if why_invalid(config, spec, device) is None}
+    return defaults | {config for config in known if invalid(config, spec, device) is None}
 
 
 def reload() -> None:

@@ -82,8 +82,8 @@ def _candidates(spec: Specialization, device: Device) -> Candidates:
 def related(spec: Specialization) -> tuple[str, ...]:
     """The classes whose records a search begins with: its own, and with or without determinism, which winners share."""
     if spec.direction == "forward":
-        return (spec.family_key,)
-    return spec.family_key, replace(spec, deterministic=not spec.deterministic).family_key
+        return (spec.workload_class,)
+    return spec.workload_class, replace(spec, deterministic=not spec.deterministic).workload_class
 
 
 def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device, most: int) -> tuple[Config, ...]:
@@ -133,11 +133,11 @@ def _spills(config: Config, workload: Workload, device: Device) -> bool:
     return estimate(workload, config, device).spills > family(config.family).tolerated_spills
 
 
-def favourites(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[Config]:
+def seed_configs(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[Config]:
     """Defaults of other families, what won before, then the model's: different tiles, else as their default."""
     spec, sizes = specialization(workload), Sizes.of(workload)
     found = list(candidates.defaults[1:])
-    known = (config for row in applicable(spec, device) for config in row.favourites(spec, device))
+    known = (config for row in applicable(spec, device) for config in row.seed_configs(spec, device))
     found += [fitted(config, spec, sizes, device) for config in known]
     for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
         rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, *STAGE_KNOBS)]

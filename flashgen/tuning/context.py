@@ -17,7 +17,7 @@ from flashgen.tuning.events import OnEvent
 from flashgen.tuning.finals import Finals
 
 Neighbours = Callable[[str], Iterable[TuningRecord]]
-"""The known records of a class of workloads (`Specialization.family_key`), of any device and layer."""
+"""The known records of a class of workloads (`Specialization.workload_class`), of any device and layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Options:
         lookahead: candidates that are compiled ahead of the one that is measured.
         finals: windows and rounds of the last comparisons.
         neighbours: how many configs of the nearest records are tried after the default.
-        favourites: how many configs that the analytic model likes best are tried after those.
+        seed_configs: how many configs that the analytic model likes best are tried after those.
     """
 
     seed: int = 0
@@ -38,12 +38,12 @@ class Options:
     lookahead: int = 4
     finals: Finals = field(default_factory=Finals)
     neighbours: int = 4
-    favourites: int = 6
+    seed_configs: int = 6
 
     def __post_init__(self) -> None:
         if self.lookahead < 1:
             raise TuningError(f"at least 1 candidate is compiled ahead, got {self.lookahead}")
-        if min(self.neighbours, self.favourites) < 0:
+        if min(self.neighbours, self.seed_configs) < 0:
             raise TuningError(f"counts of an options value are at least 0, got {self}")
 
 

@@ -63,7 +63,7 @@ class Finals:
         return self.near_rounds * (configs + 1) * (self.near_warm_s + self.near_window_s)
 
     def last_s(self, configs: int) -> float:
-        """Expected seconds of the last race, with its anchors."""
+        """Expected seconds of the last race, with its baselines."""
         return self.rounds * (configs + ANCHORS) * (self.warm_s + self.window_s)
 
     def needed_s(self, near: int, guards: int) -> float:

@@ -33,7 +33,7 @@ def incumbent(context: Context, workload: Workload) -> TuningRecord | None:
     known = [own] if own else []
     known += [
         record
-        for record in context.neighbours(workload.specialization.family_key)
+        for record in context.neighbours(workload.specialization.workload_class)
         if record.workload == workload and record.device.identity == context.device.identity
     ]
     return next((record for record in known if record.provenance == "measured"), None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashgen.codegen.family import KernelFamily, Knob
-from flashgen.codegen.space import candidates
+from flashgen.codegen.space import search_space
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -23,7 +23,7 @@ class FamilySpace:
     @classmethod
     def of(cls, family: KernelFamily, spec: Specialization, device: Device) -> FamilySpace:
         """The valid set of `family` for `spec` on `device`; empty where it does not apply."""
-        return cls(family=family.id, knobs=family.knobs, configs=candidates(family, spec, device))
+        return cls(family=family.id, knobs=family.knobs, configs=search_space(family, spec, device))
 
 
 class Lattice:

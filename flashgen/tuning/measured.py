@@ -14,10 +14,10 @@ from collections.abc import Callable
 from flashgen.codegen.families import family
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
-from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord
+from flashgen.core.record import Baseline, Failure, Measurement, Trial, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob, specialization
-from flashgen.tuning.candidates import Candidates, favourites, nearest, related
+from flashgen.tuning.candidates import Candidates, nearest, related, seed_configs
 from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
@@ -108,7 +108,7 @@ class MeasuredSearch:
         options, device = self._context.options, self._context.device
         first += [(config, "neighbour") for config in nearest(known, self._workload, device, options.neighbours)]
         first += [
-            (config, "model") for config in favourites(self._candidates, self._workload, device, options.favourites)
+            (config, "model") for config in seed_configs(self._candidates, self._workload, device, options.seed_configs)
         ]
         for trial in self._resumed:
             self._count(trial.config, trial.outcome)
@@ -243,13 +243,13 @@ class MeasuredSearch:
             rounds=self._rounds(len(last)),
             warm_s=finals.warm_s,
             window_s=finals.window_s,
-            anchors=True,
+            baselines=True,
         )
-        results, anchors = self._race(job, "last", finals.last_s(len(last)))
+        results, baselines = self._race(job, "last", finals.last_s(len(last)))
         if not results:
             return self._decide()  # all of them failed just now: the next best ones have their turn
         winner = choose(results, default=default, incumbent=served)
-        return self._record(winner, results[winner], anchors)
+        return self._record(winner, results[winner], baselines)
 
     def _near_best(self) -> tuple[Config, ...]:
         finals = self._context.options.finals
@@ -275,7 +275,7 @@ class MeasuredSearch:
 
     def _race(
         self, job: RaceJob, stage: str, expected_s: float
-    ) -> tuple[dict[Config, Measurement], tuple[Anchor, ...]]:
+    ) -> tuple[dict[Config, Measurement], tuple[Baseline, ...]]:
         self._context.emit(
             FinalsStarted(workload=self._workload, stage=stage, configs=job.configs, expected_s=expected_s)
         )
@@ -289,9 +289,9 @@ class MeasuredSearch:
                 self._context.store.put_trial(self._trial(config, "finals", outcome))
             else:
                 results[config] = outcome
-        return results, answer.anchors
+        return results, answer.baselines
 
-    def _record(self, winner: Config, measurement: Measurement, anchors: tuple[Anchor, ...]) -> TuningRecord:
+    def _record(self, winner: Config, measurement: Measurement, baselines: tuple[Baseline, ...]) -> TuningRecord:
         errors = self._measured[winner]
         return TuningRecord(
             workload=self._workload,
@@ -305,7 +305,7 @@ class MeasuredSearch:
             ),
             source_digest=source_digest(self._workload, winner),
             versions=self._context.versions,
-            anchors=anchors,
+            baselines=baselines,
             created=timestamp(),
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashgen.core.device import Device
-from flashgen.core.features import describe
+from flashgen.core.feature_words import describe
 from flashgen.core.record import TuningRecord
 from flashgen.tuning.events import WorkloadFinished
 
@@ -52,7 +52,7 @@ def short_config(record: TuningRecord) -> str:
 
 def _row(outcome: WorkloadFinished, device: Device) -> ReportRow:
     record = outcome.record
-    anchor = record.best_anchor if record else None
+    baseline = record.best_baseline if record else None
     time_ms = record.time_ms if record else None
     return ReportRow(
         workload=outcome.workload.key,
@@ -63,8 +63,8 @@ def _row(outcome: WorkloadFinished, device: Device) -> ReportRow:
         ms=time_ms,
         tflops=record.tflops if record else None,
         peak_share=peak_share(record.tflops, device) if record else None,
-        sdpa_ratio=anchor.median_ms / time_ms if anchor and time_ms else None,
-        sdpa_impl=anchor.impl if anchor else "",
+        sdpa_ratio=baseline.median_ms / time_ms if baseline and time_ms else None,
+        sdpa_impl=baseline.impl if baseline else "",
         spread=record.measurement.spread if record and record.measurement else None,
         source=record.provenance if record else "",
         reason=outcome.reason,

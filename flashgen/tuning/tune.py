@@ -72,7 +72,7 @@ def tune(
         budget: for each workload.
         options: how to search.
         versions: what to write into predicted records; measured ones have the executor's.
-        neighbours: known records by `Specialization.family_key`; the store's if not given.
+        neighbours: known records by `Specialization.workload_class`; the store's if not given.
         on_event: is told everything as it happens, in the calling thread.
         clock: seconds that only grow.
 

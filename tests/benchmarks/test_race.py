@@ -18,7 +18,7 @@ from benchmarks.problems import last_heads
 from benchmarks.race import Pace, Result, race
 from flashgen.core.device import CATALOGUE
 from flashgen.core.workload import Workload
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.feature_inputs import SOFTCAP
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.reference import oracle
@@ -76,7 +76,7 @@ def impl_of(gpu: FakeGpu, name: str, ms: float, *, share: float = 1.0, error: fl
 
         return Call(run=run)
 
-    return Impl(name=name, version=lambda: "1", why_not=lambda workload: None, prepare=prepare, share=share)
+    return Impl(name=name, version=lambda: "1", unsupported=lambda workload: None, prepare=prepare, share=share)
 
 
 def raced(gpu: FakeGpu, *entrants: Impl) -> list[Result]:
@@ -103,7 +103,7 @@ def test_a_slow_implementation_gets_shorter_windows() -> None:
 
 def test_wrong_failing_and_refusing_implementations_get_reasons_and_the_others_times() -> None:
     gpu = FakeGpu()
-    refusing = replace(impl_of(gpu, "refusing", 1.0), why_not=lambda workload: "not today")
+    refusing = replace(impl_of(gpu, "refusing", 1.0), unsupported=lambda workload: "not today")
     results = raced(
         gpu,
         impl_of(gpu, "good", 1.0),
@@ -127,7 +127,7 @@ def test_wrong_failing_and_refusing_implementations_get_reasons_and_the_others_t
 
 
 def close(call: Call, workload: Workload, inputs: Inputs) -> None:
-    right = oracle(inputs.q[1], inputs.k[1], inputs.v[1], causal=workload.causal, extras=inputs.extras[1])[0]
+    right = oracle(inputs.q[1], inputs.k[1], inputs.v[1], causal=workload.causal, features=inputs.features[1])[0]
     out = call.run(1)
     assert out.shape == right.shape
     assert float((out.double() - right).norm() / right.norm()) < 0.02
@@ -137,7 +137,7 @@ def close(call: Call, workload: Workload, inputs: Inputs) -> None:
 def test_standard_attention_is_attention(workload: Workload) -> None:
     inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
     standard = next(impl for impl in IMPLS if impl.name == "standard")
-    assert standard.why_not(workload) is None
+    assert standard.unsupported(workload) is None
     close(standard.prepare(workload, inputs), workload, inputs)
 
 
@@ -167,7 +167,7 @@ FEATURES = [
 @pytest.mark.parametrize("workload", FEATURES, ids=lambda w: w.key)
 def test_flex_computes_every_feature(workload: Workload) -> None:
     inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
-    inputs = replace(inputs, extras=(inputs.extras[0],) * 2)  # FlexAttention's functions are made for one set
+    inputs = replace(inputs, features=(inputs.features[0],) * 2)  # FlexAttention's functions are made for one set
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         close(Call(run=flex.flex_call(flex.attend, workload, inputs)), workload, inputs)
@@ -176,9 +176,9 @@ def test_flex_computes_every_feature(workload: Workload) -> None:
 @pytest.mark.parametrize("workload", [w for w in FEATURES if not (w.softcap or w.sink)], ids=lambda w: w.key)
 def test_sdpa_gets_everything_in_one_mask(workload: Workload) -> None:
     inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
-    inputs = replace(inputs, extras=(inputs.extras[0],) * 2)
+    inputs = replace(inputs, features=(inputs.features[0],) * 2)
     masked = next(impl for impl in IMPLS if impl.name == "sdpa-masked")
-    assert masked.why_not(workload) is None
+    assert masked.unsupported(workload) is None
     call = masked.prepare(workload, inputs)
     close(call, workload, inputs)
     given = bool(workload.bias or workload.mask) and not (workload.causal or workload.window_left is not None)
@@ -187,17 +187,17 @@ def test_sdpa_gets_everything_in_one_mask(workload: Workload) -> None:
 
 def test_one_mask_is_no_way_to_a_softcap() -> None:
     masked = next(impl for impl in IMPLS if impl.name == "sdpa-masked")
-    assert masked.why_not(SQUARE) == "there is nothing that needs a mask"
-    assert masked.why_not(replace(SQUARE, softcap=True)) is not None
-    assert masked.why_not(replace(SQUARE, sink=True, window_left=3)) is not None
+    assert masked.unsupported(SQUARE) == "there is nothing that needs a mask"
+    assert masked.unsupported(replace(SQUARE, softcap=True)) is not None
+    assert masked.unsupported(replace(SQUARE, sink=True, window_left=3)) is not None
 
 
 @pytest.mark.parametrize("workload", FEATURES, ids=lambda w: w.key)
-def test_the_last_head_alone_has_the_extras_of_the_last_head(workload: Workload) -> None:
+def test_the_last_head_alone_has_the_features_of_the_last_head(workload: Workload) -> None:
     inputs = make_inputs(workload, copies=1, seed=1, device=CPU)
-    q, k, v, extras = inputs.q[0], inputs.k[0], inputs.v[0], inputs.extras[0]
-    whole = oracle(q, k, v, causal=workload.causal, extras=extras)[0]
-    alone = oracle(q[:1, -1:], k[:1, -1:], v[:1, -1:], causal=workload.causal, extras=last_heads(extras, 1))[0]
+    q, k, v, features = inputs.q[0], inputs.k[0], inputs.v[0], inputs.features[0]
+    whole = oracle(q, k, v, causal=workload.causal, features=features)[0]
+    alone = oracle(q[:1, -1:], k[:1, -1:], v[:1, -1:], causal=workload.causal, features=last_heads(features, 1))[0]
     torch.testing.assert_close(alone, whole[:1, -1:])
 
 
@@ -213,10 +213,10 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
     return module
 
 
-def answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, extras: Extras) -> torch.Tensor:
+def answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, features: Features) -> torch.Tensor:
     """What the oracle says of tensors in bshd order."""
     views = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return oracle(*views, causal=causal, extras=extras)[0].to(q.dtype).transpose(1, 2)
+    return oracle(*views, causal=causal, features=features)[0].to(q.dtype).transpose(1, 2)
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
@@ -226,31 +226,31 @@ def test_fa3_is_called_in_its_own_layout(as_tuple: bool, monkeypatch: pytest.Mon
         assert options.keys() <= {"window_size", "softcap"}
         left, right = options.get("window_size", (-1, -1))
         window = (None if left < 0 else left, None if right < 0 else right)
-        out = answer(q, k, v, causal, Extras(window=window, softcap=options.get("softcap", 0.0)))
+        out = answer(q, k, v, causal, Features(window=window, softcap=options.get("softcap", 0.0)))
         return (out, None) if as_tuple else out
 
     fake = fake_module(monkeypatch, impls.FA3_MODULE)
     fake.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     fa3 = next(impl for impl in IMPLS if impl.name == "fa3")
     for workload in (SQUARE, LEFT, BOTH_SIDES, replace(SQUARE, softcap=True)):
-        assert fa3.why_not(workload) is None
+        assert fa3.unsupported(workload) is None
         close(fa3.prepare(workload, inputs := make_inputs(workload, copies=2, seed=1, device=CPU)), workload, inputs)
 
 
 def test_a_build_of_fa3_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     fa3 = next(impl for impl in IMPLS if impl.name == "fa3")
-    assert fa3.why_not(SQUARE) == "fa3_fwd_interface is not installed"
+    assert fa3.unsupported(SQUARE) == "fa3_fwd_interface is not installed"
     fake_module(monkeypatch, impls.FA3_MODULE)
     halves = replace(SQUARE, dtype="fp16")
-    assert [fa3.why_not(w) for w in (halves, LEFT, replace(SQUARE, softcap=True))] == [None] * 3
+    assert [fa3.unsupported(w) for w in (halves, LEFT, replace(SQUARE, softcap=True))] == [None] * 3
     flags = {f"FLASHATTENTION_DISABLE_{part}": True for part in ("FP16", "LOCAL", "SOFTCAP")}
     fake_module(monkeypatch, impls.FA3_CONFIG).CONFIG = {"build_flags": flags}  # type: ignore[attr-defined]
-    assert fa3.why_not(halves) == "this build does not compute in fp16"
-    assert fa3.why_not(replace(SQUARE, softcap=True)) == "this build has no softcap"
-    assert fa3.why_not(LEFT) == "this build has no windows"
-    assert fa3.why_not(replace(LEFT, window_left=95)) is None  # it hides nothing
-    assert fa3.why_not(replace(SQUARE, dtype="fp32")) == "this build does not compute in fp32"
-    assert fa3.why_not(replace(SQUARE, sink=True)) == "FlashAttention-3 has no ALiBi, sinks, bias or mask"
+    assert fa3.unsupported(halves) == "this build does not compute in fp16"
+    assert fa3.unsupported(replace(SQUARE, softcap=True)) == "this build has no softcap"
+    assert fa3.unsupported(LEFT) == "this build has no windows"
+    assert fa3.unsupported(replace(LEFT, window_left=95)) is None  # it hides nothing
+    assert fa3.unsupported(replace(SQUARE, dtype="fp32")) == "this build does not compute in fp32"
+    assert fa3.unsupported(replace(SQUARE, sink=True)) == "FlashAttention-3 has no ALiBi, sinks, bias or mask"
 
 
 def test_fa4_gets_every_feature_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_fa4_gets_every_feature_that_it_has(monkeypatch: pytest.MonkeyPatch) -> 
         assert options.keys() <= {"window_size", "score_mod", "learnable_sink"}
         softcap = options.get("score_mod", 0.0)  # the function itself is stood in for by its cap
         window, sinks = options.get("window_size", (None, None)), options.get("learnable_sink")
-        return answer(q, k, v, causal, Extras(window=window, softcap=softcap, sinks=sinks)), None
+        return answer(q, k, v, causal, Features(window=window, softcap=softcap, sinks=sinks)), None
 
     def create_softcap_scoremod(cap: float) -> float:
         caps.append(cap)
@@ -274,21 +274,21 @@ def test_fa4_gets_every_feature_that_it_has(monkeypatch: pytest.MonkeyPatch) -> 
     odd = Workload.parse("b1-h4-hk2-sq40-sk77-d32-dv16-fp16")
     capped = replace(SQUARE, softcap=True)
     for workload in (SQUARE, odd, LEFT, BOTH_SIDES, capped, replace(LEFT, sink=True, nheads_k=1)):
-        assert theirs.why_not(workload) is None
+        assert theirs.unsupported(workload) is None
         call = theirs.prepare(workload, inputs := make_inputs(workload, copies=2, seed=1, device=CPU))
         close(call, workload, inputs)
     assert caps == [SOFTCAP]
     reason = "ALiBi, a bias or a mask would have to be written in the CuTe DSL"
-    assert {theirs.why_not(replace(SQUARE, **more)) for more in ({"alibi": True}, {"mask": "keys"})} == {reason}
-    assert theirs.why_not(replace(SQUARE, head_dim=36)) == "its head_dim is a multiple of 8"
-    assert theirs.why_not(replace(SQUARE, head_dim=512)) == "its head_dim ends at 256"
+    assert {theirs.unsupported(replace(SQUARE, **more)) for more in ({"alibi": True}, {"mask": "keys"})} == {reason}
+    assert theirs.unsupported(replace(SQUARE, head_dim=36)) == "its head_dim is a multiple of 8"
+    assert theirs.unsupported(replace(SQUARE, head_dim=512)) == "its head_dim ends at 256"
 
 
 def test_standard_attention_says_when_its_scores_are_too_large() -> None:
     standard = next(impl for impl in IMPLS if impl.name == "standard")
     fits = Workload(batch=1, nheads=32, seqlen_q=16384, head_dim=64)
     assert impls.standard_bytes(fits) == 2 * 32 * 16384**2 * 2
-    assert standard.why_not(fits) is None
-    assert standard.why_not(fits.with_shape(batch=4)) == (
+    assert standard.unsupported(fits) is None
+    assert standard.unsupported(fits.with_shape(batch=4)) == (
         "its scores and probabilities take 128 GiB, the limit is 64 GiB"
     )

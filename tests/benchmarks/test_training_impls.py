@@ -65,7 +65,7 @@ def close(call: Call, workload: Workload) -> None:
 @pytest.mark.parametrize("among", [BACKWARD, FORWARD_BACKWARD], ids=["backward", "both"])
 def test_standard_attention_has_the_right_gradients(workload: Workload, among: tuple[Impl, ...]) -> None:
     standard = impl("standard", among)
-    assert standard.why_not(workload) is None
+    assert standard.unsupported(workload) is None
     with torch.no_grad():  # as the memory benchmark calls it
         call = standard.prepare(workload, training_inputs(workload, copies=2, where=CPU))
         close(call, workload)
@@ -77,19 +77,19 @@ def test_standard_attention_has_the_right_gradients(workload: Workload, among: t
 def test_names_and_reasons() -> None:
     assert [each.name for each in BACKWARD] == [each.name for each in FORWARD_BACKWARD] == NAMES
     for each in (*BACKWARD, *FORWARD_BACKWARD):
-        assert each.why_not(forward_of(SQUARE)) == "a forward pass is not training"
+        assert each.unsupported(forward_of(SQUARE)) == "a forward pass is not training"
     for name in ("flashgen", "sdpa-flash", "sdpa-cudnn", "flex", "standard"):
-        assert impl(name).why_not(SQUARE) is None, name
+        assert impl(name).unsupported(SQUARE) is None, name
 
 
 def test_standard_attention_is_asked_as_far_as_both_passes_fit() -> None:
     longest = [w for w in backward_grid() if w.seqlen_q == 16384]
     assert {w.head_dim: standard_bytes(w) >> 30 for w in longest} == {64: 64, 128: 32, 256: 16}
-    assert all(impl("standard").why_not(w) is None for w in longest)
+    assert all(impl("standard").unsupported(w) is None for w in longest)
     twice = longest[0].with_shape(batch=2)
     assert standard_bytes(twice) == 2 * STANDARD_LIMIT_BYTES
     reason = "its scores, probabilities and gradients take 128 GiB, the limit is 64 GiB"
-    assert impl("standard").why_not(twice) == reason
+    assert impl("standard").unsupported(twice) == reason
 
 
 def test_the_grid_and_its_work() -> None:
@@ -139,12 +139,12 @@ class FakeFa4:
 
 @pytest.mark.parametrize("among", [BACKWARD, FORWARD_BACKWARD], ids=["backward", "both"])
 def test_fa4_is_called_in_its_own_layout(among: tuple[Impl, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert impl("fa4", among).why_not(SQUARE) == "flash_attn.cute is not installed"
+    assert impl("fa4", among).unsupported(SQUARE) == "flash_attn.cute is not installed"
     FakeFa4().install(monkeypatch)
     theirs = impl("fa4", among)
-    assert theirs.why_not(SQUARE) is None
-    assert theirs.why_not(replace(SQUARE, dtype="fp32")) == "it computes in bf16 and fp16, not fp32"
-    assert theirs.why_not(replace(SQUARE, softcap=True)) == "it is timed without features here"
+    assert theirs.unsupported(SQUARE) is None
+    assert theirs.unsupported(replace(SQUARE, dtype="fp32")) == "it computes in bf16 and fp16, not fp32"
+    assert theirs.unsupported(replace(SQUARE, softcap=True)) == "it is timed without features here"
     close(theirs.prepare(SQUARE, training_inputs(SQUARE, copies=2, where=CPU)), SQUARE)
 
 

@@ -54,7 +54,7 @@ def tuned() -> Path:
     """The user database with a measured and a predicted record, a second workload, and two trials."""
     path = settings().db_layers[0]
     with Store.open(path) as store:
-        store.put_records([MEASURED, PREDICTED, replace(timed(MEASURED, 0.1), workload=SHORT, anchors=())])
+        store.put_records([MEASURED, PREDICTED, replace(timed(MEASURED, 0.1), workload=SHORT, baselines=())])
         store.put_trial(TRIAL)
         store.put_trial(FAILED)
     return path

@@ -154,13 +154,13 @@ def test_explain_names_the_rung_and_the_record(invoke: Invoke, tuned: Path) -> N
 def test_explain_says_when_sdpa_was_measured_faster(invoke: Invoke, tuned: Path) -> None:
     from dataclasses import replace
 
-    from flashgen.core.record import Anchor
+    from flashgen.core.record import Baseline
     from flashgen.db.store import Store
     from tests.db.samples import MEASURED
 
     assert json.loads(invoke("explain", SHAPE, "--target", "h200", "--json").stdout)["backend"] == "generated"
     with Store.open(tuned) as store:
-        store.put_record(replace(MEASURED, anchors=(Anchor(impl="sdpa-cudnn", median_ms=1.0),)))
+        store.put_record(replace(MEASURED, baselines=(Baseline(impl="sdpa-cudnn", median_ms=1.0),)))
     assert json.loads(invoke("explain", SHAPE, "--target", "h200", "--json").stdout)["backend"] == "sdpa-cudnn"
 
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from flashgen.codegen.families import FAMILIES, applicable, default_config, family, reasons, validate, why_invalid
+from flashgen.codegen.families import FAMILIES, applicable, default_config, family, invalid, reasons, validate
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.head_parts import head_parts
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.portable_forward.resources import registers_needed, smem_needed
-from flashgen.codegen.space import candidates
+from flashgen.codegen.space import search_space
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import ConfigError, UnsupportedError
@@ -64,15 +64,15 @@ def test_every_default_is_valid_and_in_its_space(key: str, device: Device) -> No
     spec = Specialization.parse(key)
     config = default_config(spec, device)
     assert validate(config) is config
-    assert why_invalid(config, spec, device) is None
-    space = candidates(family(config.family), spec, device)
+    assert invalid(config, spec, device) is None
+    space = search_space(family(config.family), spec, device)
     assert space[0] == config
     assert len(set(space)) == len(space) > 20
     # what a space is filtered by: of thousands of configs some hundreds tell as much
     for each in random.Random(0).sample(space, min(len(space), 300)):
         assert validate(each) is each
         assert each == each.replace(), "knobs in the order of every config"
-        assert why_invalid(each, spec, device) is None
+        assert invalid(each, spec, device) is None
 
 
 @pytest.mark.parametrize("row", [row for row in FAMILIES if row.id.startswith("portable")], ids=lambda row: row.id)
@@ -85,15 +85,15 @@ def test_values_that_are_not_enumerated_are_never_valid(row: KernelFamily, key: 
             default.replace(**{knob.name: value})
             for knob in row.knobs
             for value in knob.values
-            if value not in row.choices(spec).get(knob.name, knob.values)
+            if value not in row.allowed_values(spec).get(knob.name, knob.values)
         ]
         assert bool(left_out) is (key != "d192-dv128-causal-window")
-        assert all(why_invalid(config, spec, device) is not None for config in left_out)
+        assert all(invalid(config, spec, device) is not None for config in left_out)
 
 
 def test_a_consumer_card_gets_a_space_of_its_own() -> None:
     spec = Specialization.parse("fwd-bf16-d128-causal")
-    big, small = (set(candidates(PORTABLE_FORWARD, spec, find_device(name))) for name in ("h200", "rtx 4090"))
+    big, small = (set(search_space(PORTABLE_FORWARD, spec, find_device(name))) for name in ("h200", "rtx 4090"))
     assert PORTABLE_FORWARD.default(spec, find_device("h200")) not in small
     assert all(smem_needed(spec, config, find_device("4090")) <= 99 * 1024 for config in small)
     assert all(config["loads"] == "pointer" for config in small)
@@ -103,10 +103,10 @@ def test_a_consumer_card_gets_a_space_of_its_own() -> None:
 def test_restrictions_name_their_reason() -> None:
     spec, device = Specialization.parse("fwd-bf16-d256"), find_device("h200")
     config = PORTABLE_FORWARD.default(spec, device)
-    assert "shared memory" in str(why_invalid(config.replace(num_stages=5, block_n=64), spec, device))
-    assert "registers" in str(why_invalid(config.replace(block_m=256), spec, device))
-    assert "causal" in str(why_invalid(config.replace(heavy_first=True), spec, device))
-    assert "multiples of 16 bytes" in str(why_invalid(config, Specialization.parse("fwd-bf16-d256-unaligned"), device))
+    assert "shared memory" in str(invalid(config.replace(num_stages=5, block_n=64), spec, device))
+    assert "registers" in str(invalid(config.replace(block_m=256), spec, device))
+    assert "causal" in str(invalid(config.replace(heavy_first=True), spec, device))
+    assert "multiples of 16 bytes" in str(invalid(config, Specialization.parse("fwd-bf16-d256-unaligned"), device))
     assert registers_needed(spec, config, device) <= 255
 
 
@@ -154,7 +154,7 @@ def test_not_applicable_is_an_answer_with_a_reason(key: str, reason: str) -> Non
     assert reason in str(reasons(spec, device)["portable_forward"])
     with pytest.raises(UnsupportedError, match=r"portable_forward: .*" + reason.replace("(", r"\(")):
         applicable(spec, device)
-    assert candidates(PORTABLE_FORWARD, spec, device) == ()
+    assert search_space(PORTABLE_FORWARD, spec, device) == ()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_not_applicable_is_an_answer_with_a_reason(key: str, reason: str) -> Non
 def test_two_parts_of_a_head_need_less_than_one_padded_tile(key: str, columns: int) -> None:
     spec, device = Specialization.parse(f"fwd-bf16-{key}"), find_device("h200")
     config = PORTABLE_FORWARD.default(spec, device).replace(split_d=True)
-    assert why_invalid(config, spec, device) is None
+    assert invalid(config, spec, device) is None
     assert sum(part.block for part in head_parts(spec.head_dim, True)) == columns
     assert smem_needed(spec, config, device) <= smem_needed(spec, config.replace(split_d=False), device)
 
@@ -172,7 +172,7 @@ def test_two_parts_of_a_head_need_less_than_one_padded_tile(key: str, columns: i
 def test_splitting_is_refused_where_it_makes_no_difference(key: str) -> None:
     spec, device = Specialization.parse(f"fwd-bf16-{key}"), find_device("h200")
     expected = "no smaller in two parts" if key != "d48-dv128" else "None"
-    assert expected in str(why_invalid(PORTABLE_FORWARD.default(spec, device).replace(split_d=True), spec, device))
+    assert expected in str(invalid(PORTABLE_FORWARD.default(spec, device).replace(split_d=True), spec, device))
 
 
 def test_a_config_that_is_older_than_the_knob_splits_nothing() -> None:
@@ -180,7 +180,7 @@ def test_a_config_that_is_older_than_the_knob_splits_nothing() -> None:
     config = PORTABLE_FORWARD.default(spec, device)
     older = Config.of(config.family, {name: value for name, value in config.knobs if name != "split_d"})
     assert validate(older) == config
-    assert why_invalid(older, spec, device) is None
+    assert invalid(older, spec, device) is None
 
 
 def test_tf32_needs_a_unit_that_multiplies_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 from flashgen.codegen import families
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.head_packing import PACKED_HEADS, packing, tiles, why_unfit
+from flashgen.codegen.head_packing import PACKED_HEADS, packing, poor_at_sizes, tiles
 from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.hopper_forward.template_context import descriptor_type
@@ -68,17 +68,17 @@ def test_no_other_packing_has_fewer_tiles_unless_little_is_saved() -> None:
 
 
 def test_what_computes_twice_the_tiles_is_unfit() -> None:
-    assert "computes 32 tiles, where 8" in str(why_unfit(sizes(1, 4), 128, 1))
-    assert why_unfit(sizes(1, 4), 128, 4) is None
-    assert why_unfit(sizes(1, 4), 128, 8) is None, "rows that stay empty cost nothing where there is room"
-    assert "computes 32 tiles, where 8" in str(why_unfit(sizes(128, 1), 128, 4))
-    assert why_unfit(sizes(4096, 8), 128, 1) is None
+    assert "computes 32 tiles, where 8" in str(poor_at_sizes(sizes(1, 4), 128, 1))
+    assert poor_at_sizes(sizes(1, 4), 128, 4) is None
+    assert poor_at_sizes(sizes(1, 4), 128, 8) is None, "rows that stay empty cost nothing where there is room"
+    assert "computes 32 tiles, where 8" in str(poor_at_sizes(sizes(128, 1), 128, 4))
+    assert poor_at_sizes(sizes(4096, 8), 128, 1) is None
 
 
 @pytest.mark.parametrize("key", ["d64", "d128-causal-window", "d192-dv128", "d256-softcap-offset"])
 def test_values_that_are_not_enumerated_are_never_valid(key: str) -> None:
     spec, drawn = Specialization.parse(f"fwd-bf16-{key}"), random.Random(0)
-    choices = HOPPER_FORWARD.choices(spec)
+    choices = HOPPER_FORWARD.allowed_values(spec)
     assert choices["packed_heads"] == (1,), "which the sizes decide"
     default, left_out = HOPPER_FORWARD.default(spec, H200), 0
     for _ in range(400):
@@ -87,7 +87,7 @@ def test_values_that_are_not_enumerated_are_never_valid(key: str) -> None:
         changes = {each.name: drawn.choice(each.values) for each in (knob, other)}
         if any(value not in choices.get(name, (value,)) for name, value in changes.items()):
             left_out += 1
-            assert families.why_invalid(default.replace(**changes), spec, H200) is not None, changes
+            assert families.invalid(default.replace(**changes), spec, H200) is not None, changes
     assert left_out > 50
 
 
@@ -97,25 +97,25 @@ def test_a_default_is_fitted_to_short_queries_and_back(key: str) -> None:
     default = HOPPER_FORWARD.default(spec, H200)
     short = families.fitted(default, spec, sizes(1, 8), H200)
     assert short["packed_heads"] == 8
-    assert families.why_invalid(short, spec, H200) is None
+    assert families.invalid(short, spec, H200) is None
     assert families.fitted(short, spec, sizes(1, 8), H200) is short
     back = families.fitted(short, spec, sizes(4096, 8), H200)
     assert back["packed_heads"] == 1
-    assert families.why_invalid(back, spec, H200) is None
+    assert families.invalid(back, spec, H200) is None
     assert families.fitted(default, spec, sizes(4096, 8), H200) is default
 
 
 @pytest.mark.parametrize("key", ["d128-keybias", "d128-causal-keymask"])
 def test_heads_with_a_bias_or_a_mask_are_not_packed(key: str) -> None:
     spec, config = packed(f"fwd-bf16-{key}", 4)
-    assert "different biases or masks" in str(families.why_invalid(config, spec, H200))
+    assert "different biases or masks" in str(families.invalid(config, spec, H200))
     default = HOPPER_FORWARD.default(spec, H200)
     assert families.fitted(default, spec, sizes(1, 8), H200) is default
 
 
 def test_packed_query_blocks_are_not_cut_along_the_diagonal() -> None:
     spec, config = packed("fwd-bf16-d128-causal", 4)
-    assert "diagonal" in str(families.why_invalid(config.replace(masked_blocks="one"), spec, H200))
+    assert "diagonal" in str(families.invalid(config.replace(masked_blocks="one"), spec, H200))
 
 
 def test_a_config_of_one_head_a_tile_says_nothing_of_packing() -> None:
@@ -205,7 +205,7 @@ def test_packed_kernels_are_formatted(tmp_path: Path) -> None:
 )
 def test_packed_kernels_compile_to_the_same_loop(key: str, heads: int, changes: dict[str, int | str | bool]) -> None:
     spec, config = packed(key, heads, **changes)
-    assert families.why_invalid(config, spec, H200) is None
+    assert families.invalid(config, spec, H200) is None
     kernel = compile_kernel(spec, config, H200)
     ptx = kernel.handle.asm["ptx"]
     assert trailing_pointers(ptx, HOPPER_FORWARD.parameters(spec, config)) == 2

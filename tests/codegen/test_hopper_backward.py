@@ -17,7 +17,7 @@ from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPE
 from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
-from flashgen.codegen.space import candidates
+from flashgen.codegen.space import search_space
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
@@ -49,14 +49,14 @@ def test_goldens(name: str, update_golden: bool) -> None:
 def test_defaults_and_favourites_are_valid_wherever_a_family_applies(head_dim: int, mask: str) -> None:
     for head_dim_v in HEAD_DIMS:
         spec = spec_of(f"bf16-d{head_dim}-dv{head_dim_v}{mask}")
-        rows = [row for row in BOTH if families.why_not(row, spec, H200) is None]
+        rows = [row for row in BOTH if families.unsupported(row, spec, H200) is None]
         assert rows == [*([FUSED] if max(head_dim, head_dim_v) <= 128 else []), SPLIT]
         assert families.default_config(spec, H200) == rows[0].default(spec, H200)
         for row in rows:
             default = row.default(spec, H200)
-            found = (default, *row.favourites(spec, H200))
+            found = (default, *row.seed_configs(spec, H200))
             assert len(set(found)) == len(found) > 1
-            assert all(families.validate(each) and families.why_invalid(each, spec, H200) is None for each in found)
+            assert all(families.validate(each) and families.invalid(each, spec, H200) is None for each in found)
 
 
 def test_a_deterministic_pass_has_fixed_sums() -> None:
@@ -93,7 +93,7 @@ def test_restrictions_name_their_reason(
     row: KernelFamily, key: str, change: dict[str, KnobValue], reason: str | None
 ) -> None:
     spec = spec_of(f"bf16-{key}")
-    found = families.why_invalid(row.default(spec, H200).replace(**change), spec, H200)
+    found = families.invalid(row.default(spec, H200).replace(**change), spec, H200)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -122,7 +122,7 @@ def test_no_config_takes_more_named_barriers_than_triton_leaves() -> None:
     for key in ("d64", "d128", "d256"):
         spec = spec_of(f"bf16-{key}")
         for row in BOTH:
-            for config in candidates(row, spec, H200):
+            for config in search_space(row, spec, H200):
                 found = hopper_backward_resources.named_barriers(spec, config)
                 assert sum(hopper_backward_resources.dq_named_barriers(config).values()) <= left
                 most = max(most, sum(found.values()))
@@ -227,7 +227,7 @@ def test_kernels_compile_without_serialised_products(
 ) -> None:
     spec = spec_of(key)
     config = row.default(spec, H200).replace(**changes)
-    assert families.why_invalid(config, spec, H200) is None
+    assert families.invalid(config, spec, H200) is None
     kernel = compile_kernel(spec, config, H200)
     for part in kernel.parts:
         assert trailing_pointers(part.handle.asm["ptx"], part.kernel.parameters) == 2
@@ -264,7 +264,7 @@ def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) ->
     for key in ("d64", "d128-causal", "d96-dv64-causal-window-offset", "d256-offset-window", "d192-dv128-causal"):
         spec = spec_of(f"fp16-{key}")
         for row in BOTH:
-            space = candidates(row, spec, H200)
+            space = search_space(row, spec, H200)
             for config in space[:: max(1, len(space) // 6)]:
                 source = render(spec, config)
                 (tmp_path / f"{source.module}.py").write_text(source.text)

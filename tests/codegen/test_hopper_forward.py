@@ -14,12 +14,12 @@ from flashgen.codegen import families
 from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources as hopper_resources
-from flashgen.codegen.hopper_forward import seed_configs as hopper_favourites
+from flashgen.codegen.hopper_forward import seed_configs as hopper_seed_configs
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.hopper_forward.template_context import descriptor_type
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
-from flashgen.codegen.space import candidates
+from flashgen.codegen.space import search_space
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
@@ -64,7 +64,7 @@ def test_defaults_are_valid_wherever_the_family_applies(head_dim: int, causal: s
         spec = Specialization.parse(f"fwd-bf16-d{head_dim}-dv{head_dim_v}{causal}")
         config = HOPPER_FORWARD.default(spec, H200)
         assert families.validate(config) is config
-        assert families.why_invalid(config, spec, H200) is None
+        assert families.invalid(config, spec, H200) is None
         assert families.default_config(spec, H200) == config
 
 
@@ -85,22 +85,22 @@ def test_defaults_are_valid_wherever_the_family_applies(head_dim: int, causal: s
 )
 def test_favourites_are_other_valid_configs(key: str, least: int) -> None:
     spec = Specialization.parse(f"fwd-bf16-{key}")
-    found = HOPPER_FORWARD.favourites(spec, H200)
+    found = HOPPER_FORWARD.seed_configs(spec, H200)
     assert len(set(found)) == len(found) >= least
-    assert all(families.validate(config) and families.why_invalid(config, spec, H200) is None for config in found)
+    assert all(families.validate(config) and families.invalid(config, spec, H200) is None for config in found)
 
 
 def test_every_favourite_is_valid_somewhere() -> None:
     """A change that no plain workload allows would only take up room."""
-    for (width, causal), changes in hopper_favourites.WON.items():
+    for (width, causal), changes in hopper_seed_configs.WON.items():
         spec = Specialization.parse(f"fwd-bf16-d{width}{'-causal' if causal else ''}")
-        known = {*HOPPER_FORWARD.favourites(spec, H200), HOPPER_FORWARD.default(spec, H200)}
+        known = {*HOPPER_FORWARD.seed_configs(spec, H200), HOPPER_FORWARD.default(spec, H200)}
         assert known >= {HOPPER_FORWARD.default(spec, H200).replace(**change) for change in changes}
 
 
 def test_a_space_has_only_what_fits() -> None:
     spec = Specialization.parse("fwd-bf16-d64-causal")
-    space = candidates(HOPPER_FORWARD, spec, H200)
+    space = search_space(HOPPER_FORWARD, spec, H200)
     assert len(set(space)) == len(space) > 100
     shapes = {(config["warpgroups"], config["blocks_per_sm"], config["block_n"]) for config in space}
     assert {(4, 1, 64), (1, 3, 64), (3, 1, 128), (2, 1, 128)} <= shapes
@@ -141,7 +141,7 @@ def test_the_registers_of_the_roles_are_what_was_measured() -> None:
 def test_restrictions_name_their_reason(change: dict[str, int | str | bool], reason: str) -> None:
     spec = Specialization.parse("fwd-bf16-d256-causal")
     config = HOPPER_FORWARD.default(spec, H200).replace(**change)
-    assert reason in str(families.why_invalid(config, spec, H200))
+    assert reason in str(families.invalid(config, spec, H200))
 
 
 def test_windows_have_tiles_in_any_order_and_blocks_that_a_warpgroup_skips() -> None:
@@ -149,20 +149,20 @@ def test_windows_have_tiles_in_any_order_and_blocks_that_a_warpgroup_skips() -> 
     for key in ("d128-causal-window", "d128-window"):
         spec = Specialization.parse(f"fwd-bf16-{key}")
         config = HOPPER_FORWARD.default(spec, H200).replace(**changes, heads_per_group=1)
-        assert families.why_invalid(config, spec, H200) is None
-        assert config in candidates(HOPPER_FORWARD, spec, H200)
+        assert families.invalid(config, spec, H200) is None
+        assert config in search_space(HOPPER_FORWARD, spec, H200)
         text = render(spec, config).text
         assert text.count("_skip(wg, step + i, buffers, barriers)") == 2, (
             "blocks behind the last key, and before the first"
         )
     plain = Specialization.parse("fwd-bf16-d128")
     config = HOPPER_FORWARD.default(plain, H200).replace(**changes)
-    assert "every block that its tile sees" in str(families.why_invalid(config, plain, H200))
+    assert "every block that its tile sees" in str(families.invalid(config, plain, H200))
 
 
 def test_what_wins_for_short_windows_is_tried_first() -> None:
     spec = Specialization.parse("fwd-bf16-d128-causal-window")
-    found = HOPPER_FORWARD.favourites(spec, H200)
+    found = HOPPER_FORWARD.seed_configs(spec, H200)
     skipping = [config["hidden_blocks"] == "skipped" for config in found]
     assert sum(skipping[:5]) >= 4 > sum(skipping[5:])
 
@@ -170,11 +170,11 @@ def test_what_wins_for_short_windows_is_tried_first() -> None:
 def test_four_programs_side_by_side_compute_scores_after_the_product() -> None:
     spec = Specialization.parse("fwd-bf16-d64-causal-window")
     found = {
-        config["scores_ahead"] for config in candidates(HOPPER_FORWARD, spec, H200) if config["blocks_per_sm"] == 4
+        config["scores_ahead"] for config in search_space(HOPPER_FORWARD, spec, H200) if config["blocks_per_sm"] == 4
     }
     assert found == {"half", "none"}
     wide = Specialization.parse("fwd-bf16-d128-causal-window")
-    assert not any(config["blocks_per_sm"] > 2 for config in candidates(HOPPER_FORWARD, wide, H200))
+    assert not any(config["blocks_per_sm"] > 2 for config in search_space(HOPPER_FORWARD, wide, H200))
 
 
 def test_under_a_softcap_no_tile_comes_again() -> None:
@@ -234,7 +234,7 @@ def test_the_portable_family_serves_the_rest(key: str, device: str, reason: str)
 def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
     spec = Specialization.parse(f"fwd-bf16-{key}")
     config = HOPPER_FORWARD.default(spec, H200)
-    assert families.why_invalid(config, spec, H200) is None
+    assert families.invalid(config, spec, H200) is None
     kernel = compiled(spec.key)
     parameters = HOPPER_FORWARD.parameters(spec, config)
     assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
@@ -363,7 +363,7 @@ WIDE = {"warpgroups": 3, "block_n": 128, "v_stages": 2, "barriers": "mbarrier", 
 def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> None:
     spec = Specialization.parse(f"fwd-fp16-{key}")
     config = HOPPER_FORWARD.default(spec, H200).replace(**changes)
-    assert families.why_invalid(config, spec, H200) is None
+    assert families.invalid(config, spec, H200) is None
     kernel = compiled(spec.key, **changes)
     parameters = HOPPER_FORWARD.parameters(spec, config)
     assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
@@ -404,7 +404,7 @@ def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) ->
     keys += ["d96-causal-bias-mask", "d192-dv96-softcap-alibi-sink-bias-keymask-window"]
     for key in (f"fwd-fp16-{key}" for key in keys):
         spec = Specialization.parse(key)
-        space = candidates(HOPPER_FORWARD, spec, H200)
+        space = search_space(HOPPER_FORWARD, spec, H200)
         for config in space[:: max(1, len(space) // 8)]:
             source = render(spec, config)
             (tmp_path / f"{source.module}.py").write_text(source.text)

@@ -19,17 +19,17 @@ DIRECTIONS = ("fwd", "bwd")
 
 
 def rendered(direction: str, folder: Path) -> int:
-    """Write the kernels of every head dimension, mask and family, by their defaults and favourites; their number."""
+    """Write the kernels of every head dimension, mask and family, by their defaults and seed_configs; their number."""
     count = 0
     for head_dim in HEAD_DIMS:
         for mask in MASKS:
             spec = Specialization.parse(f"{direction}-bf16-d{head_dim}{mask}")
             for row in families.FAMILIES:
-                if row.direction != spec.direction or row.why_not(spec, H200) is not None:
+                if row.direction != spec.direction or row.unsupported(spec, H200) is not None:
                     continue
-                # favourites differ by head dimension only where the padded size does
-                favourites = row.favourites(spec, H200) if head_dim in (64, 72, 128, 192, 256) else ()
-                for config in (row.default(spec, H200), *favourites):
+                # seed_configs differ by head dimension only where the padded size does
+                seed_configs = row.seed_configs(spec, H200) if head_dim in (64, 72, 128, 192, 256) else ()
+                for config in (row.default(spec, H200), *seed_configs):
                     (folder / f"{row.id}_{head_dim}_{count}.py").write_text(render(spec, config).text)
                     count += 1
     return count

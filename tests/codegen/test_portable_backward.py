@@ -15,7 +15,7 @@ from flashgen.codegen.inspect import sass
 from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.codegen.portable_backward.resources import loops, smem_needed
 from flashgen.codegen.render import render
-from flashgen.codegen.space import candidates
+from flashgen.codegen.space import search_space
 from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
@@ -52,10 +52,10 @@ def test_goldens(name: str, update_golden: bool) -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_every_default_is_valid(row: KernelFamily, key: str, device: Device) -> None:
     spec = Specialization.parse(key)
-    if families.why_not(row, spec, device) is None:
+    if families.unsupported(row, spec, device) is None:
         config = row.default(spec, device)
         assert families.validate(config) is config
-        assert families.why_invalid(config, spec, device) is None
+        assert families.invalid(config, spec, device) is None
     else:
         assert key == "bwd-fp32-d512" or (spec.dtype, device.arch) == ("tf32", "gfx1200")
 
@@ -63,16 +63,16 @@ def test_every_default_is_valid(row: KernelFamily, key: str, device: Device) -> 
 @pytest.mark.parametrize(("key", "count"), [("d64", 1), ("d128-causal", 2), ("d128-window", 0), ("d256", 0)])
 def test_favourites_are_other_valid_configs(key: str, count: int) -> None:
     spec, device, row = Specialization.parse(f"bwd-bf16-{key}"), find_device("h200"), PORTABLE_BACKWARD_FUSED
-    found = row.favourites(spec, device)
+    found = row.seed_configs(spec, device)
     assert len({*found, row.default(spec, device)}) == count + 1
-    assert all(families.validate(config) and families.why_invalid(config, spec, device) is None for config in found)
+    assert all(families.validate(config) and families.invalid(config, spec, device) is None for config in found)
 
 
 @FAMILY
 @pytest.mark.parametrize("device", ["h200", "rtx 4090", "mi300x"])
 def test_a_space_has_only_what_fits(row: KernelFamily, device: str) -> None:
     spec, target = Specialization.parse("bwd-bf16-d128-causal"), find_device(device)
-    space = candidates(row, spec, target)
+    space = search_space(row, spec, target)
     assert len(set(space)) == len(space) > 20
     for config in random.Random(0).sample(space, 20):
         assert families.validate(config) is config
@@ -101,7 +101,7 @@ def test_restrictions_name_their_reason(
 ) -> None:
     spec, target = Specialization.parse(key), find_device(device)
     config = row.default(spec, target).replace(**change)
-    assert reason in str(families.why_invalid(config, spec, target))
+    assert reason in str(families.invalid(config, spec, target))
 
 
 @FAMILY

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.families import default_config, family, why_invalid
+from flashgen.codegen.families import default_config, family, invalid
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
@@ -116,17 +116,17 @@ def test_parameters_come_in_the_order_of_the_launch() -> None:
 def test_tiles_divide_the_blocks_of_a_block_mask() -> None:
     spec = replace(PLAIN, mods=MODS["blocks"])
     config = default_config(spec, H200)
-    assert why_invalid(config, spec, H200) is None
-    reason = why_invalid(config.replace(block_m=256, num_warps=16), spec, H200)
+    assert invalid(config, spec, H200) is None
+    reason = invalid(config.replace(block_m=256, num_warps=16), spec, H200)
     assert reason == "block_m 256 does not divide the 128 of a block mask"
-    assert "block_n 256 does not divide" in str(why_invalid(config.replace(block_n=256), spec, H200))
+    assert "block_n 256 does not divide" in str(invalid(config.replace(block_n=256), spec, H200))
     without = replace(PLAIN, mods=MODS["mask"])
-    assert why_invalid(config.replace(block_m=256, num_warps=16, block_n=32), without, H200) is None
+    assert invalid(config.replace(block_m=256, num_warps=16, block_n=32), without, H200) is None
 
 
 def test_functions_need_registers() -> None:
     config = PORTABLE_FORWARD.default(PLAIN, H200).replace(block_n=256)
-    reason = why_invalid(config, replace(PLAIN, mods=MODS["mask"]), H200)
+    reason = invalid(config, replace(PLAIN, mods=MODS["mask"]), H200)
     assert reason == "beside user functions a thread has 128 registers for scores, not 256"
 
 

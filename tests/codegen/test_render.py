@@ -10,7 +10,7 @@ import pytest
 from flashgen.codegen.families import default_config
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
-from flashgen.codegen.space import candidates
+from flashgen.codegen.space import search_space
 from flashgen.core.device import find_device
 from flashgen.core.errors import ConfigError
 from flashgen.core.workload import Specialization, Workload
@@ -74,7 +74,7 @@ def test_every_variant_is_formatted_and_compiles_as_python(tmp_path: Path) -> No
     ):
         spec = Specialization.parse(key)
         for device in ("h200", "sm86", "mi300x"):
-            for config in generator.sample(candidates(PORTABLE_FORWARD, spec, find_device(device)), 8):
+            for config in generator.sample(search_space(PORTABLE_FORWARD, spec, find_device(device)), 8):
                 source = render(spec, config)
                 compile(source.text, "kernel", "exec")
                 (tmp_path / f"{source.module}.py").write_text(source.text)

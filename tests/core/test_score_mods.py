@@ -57,7 +57,7 @@ def test_modifications_need_a_function_and_blocks_a_mask() -> None:
 def test_a_specialization_with_user_code_shares_the_records_of_its_class() -> None:
     spec = Specialization.of(PLAIN, mods=ScoreMods(mask_mod=EVEN))
     assert spec != PLAIN.specialization
-    assert spec.family_key == PLAIN.specialization.family_key
+    assert spec.workload_class == PLAIN.specialization.workload_class
     assert spec.key == f"{PLAIN.specialization.key}-mask_{EVEN.digest}"
     with pytest.raises(WorkloadError, match=f"mask_{EVEN.digest}"):
         Specialization.parse(spec.key)  # a digest is no source

@@ -129,7 +129,7 @@ def test_what_is_compiled_in_does_not_depend_on_sizes() -> None:
     assert one.specialization.key == "fwd-bf16-d64-causal"
     unaligned = Specialization.of(one, aligned16=False, offset_tensor=True)
     assert unaligned.key == "fwd-bf16-d64-causal-unaligned-offset"
-    assert unaligned.family_key == one.specialization.family_key
+    assert unaligned.workload_class == one.specialization.workload_class
 
 
 def test_a_kind_that_does_not_exist_is_refused() -> None:
@@ -183,4 +183,4 @@ def test_a_specialization_key_is_read_back(key: str) -> None:
 
 def test_every_variant_of_a_class_shares_its_records() -> None:
     spec = Specialization.parse("fwd-bf16-d64-sink-bias-window-unaligned-scattered-offset-bias_fp32-sink_bf16")
-    assert spec.family_key == "fwd-bf16-d64-sink-bias-window"
+    assert spec.workload_class == "fwd-bf16-d64-sink-bias-window"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from flashgen.codegen.families import validate
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
-from flashgen.core.record import Anchor, Failure, Measurement, Trial, TuningRecord, Versions
+from flashgen.core.record import Baseline, Failure, Measurement, Trial, TuningRecord, Versions
 from flashgen.core.workload import Workload
 
 H200 = find_device("h200")
@@ -39,10 +39,10 @@ MEASURED = TuningRecord(
     ),
     source_digest="0123456789abcdef",
     versions=Versions(flashgen="0.1.0", triton="3.6.0", torch="2.11.0", driver="580.95.05"),
-    anchors=(Anchor(impl="sdpa-cudnn", median_ms=1.4), Anchor(impl="sdpa-flash", median_ms=1.9)),
+    baselines=(Baseline(impl="sdpa-cudnn", median_ms=1.4), Baseline(impl="sdpa-flash", median_ms=1.9)),
     created="2026-11-20T12:00:00+00:00",
 )
-PREDICTED = replace(MEASURED, provenance="predicted", measurement=None, predicted_ms=1.5, anchors=())
+PREDICTED = replace(MEASURED, provenance="predicted", measurement=None, predicted_ms=1.5, baselines=())
 TRIAL = Trial(
     workload=CAUSAL,
     device=H200,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.core.errors import DatabaseError
-from flashgen.core.record import Anchor, Measurement, TuningRecord
+from flashgen.core.record import Baseline, Measurement, TuningRecord
 from flashgen.db.exchange import CSV_COLUMNS, better, export_records, import_records, to_csv
 from flashgen.db.store import Store
 from flashgen.db.writing import Merged
@@ -144,8 +144,8 @@ def test_the_better_record_wins(theirs: object, ours: object, wins: bool) -> Non
 def test_speeds_are_compared_by_the_reference_of_the_same_round() -> None:
     def record(time_ms: float, reference_ms: float | None, *ran: str) -> TuningRecord:
         measurement = Measurement(times_ms=(time_ms,), reference_ms=reference_ms)
-        anchors = tuple(Anchor(impl=impl, median_ms=2.0) for impl in ran)
-        return replace(MEASURED, measurement=measurement, anchors=anchors)
+        baselines = tuple(Baseline(impl=impl, median_ms=2.0) for impl in ran)
+        return replace(MEASURED, measurement=measurement, baselines=baselines)
 
     # a slower absolute time of a cooler card: the reference kernel was slower still
     assert better(record(1.3, 3.0, "sdpa-flash"), record(1.25, 2.5, "sdpa-flash"))

@@ -21,7 +21,7 @@ CODE = "__import__('os').system('touch /tmp/flashgen-was-here')"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Two good records with anchors and two good trials."""
+    """Two good records with baselines and two good trials."""
     path = tmp_path / "tuning.sqlite3"
     with Store.open(path) as store:
         store.put_records([MEASURED, replace(MEASURED, workload=SHORT)])

@@ -60,7 +60,7 @@ def test_a_prediction_never_hides_a_measurement(shipped: Path, user: Path) -> No
 
 def test_records_of_an_earlier_layer_hide_those_of_a_later_one(shipped: Path, user: Path) -> None:
     with Layers.open([user]) as layers:
-        causal = layers.records(device=H200, specialization=CAUSAL.specialization.family_key)
+        causal = layers.records(device=H200, specialization=CAUSAL.specialization.workload_class)
         assert causal == [
             (USERS, str(user)),
             (replace(MEASURED, workload=SHORT), "shipped/nvidia_h200.sqlite3"),
@@ -76,7 +76,7 @@ def test_hidden_records_are_listed_after_the_ones_that_hide_them(shipped: Path, 
             (MEASURED, "shipped/nvidia_h200.sqlite3"),
         ]
         assert len(layers.records(hidden=True)) == len(layers.records()) + 1 == 4
-        narrowed = layers.records(hidden=True, device=H200, specialization=WIDE.specialization.family_key)
+        narrowed = layers.records(hidden=True, device=H200, specialization=WIDE.specialization.workload_class)
         assert narrowed == [(replace(MEASURED, workload=WIDE), "shipped/nvidia_h200.sqlite3")]
 
 

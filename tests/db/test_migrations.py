@@ -100,7 +100,7 @@ def yes_and_no(tmp_path: Path) -> Path:
     shutil.copyfile(DATA / "schema_0001.sqlite3", path)
     workload = replace(CAUSAL, bias="full", mask="full")
     connection = sqlite3.connect(path)
-    names = (workload.key, workload.specialization.family_key)
+    names = (workload.key, workload.specialization.workload_class)
     connection.execute("UPDATE workloads SET bias = 1, mask = 1, key = ?, specialization = ?", names)
     connection.commit()
     connection.close()
@@ -112,7 +112,7 @@ def test_a_bias_that_was_there_or_not_has_a_value_for_every_pair(yes_and_no: Pat
     with Store.open(yes_and_no, **how) as store:
         assert store.workloads() == [replace(CAUSAL, bias="full", mask="full")]
         assert [record.provenance for record in store.records()] == ["measured", "predicted"]
-        assert len(store.records()[0].anchors) == 2
+        assert len(store.records()[0].baselines) == 2
 
 
 def test_what_was_no_yes_or_no_stays_for_the_checks_of_a_row(yes_and_no: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flashgen.core.config import Config
 from flashgen.core.errors import ConfigError, DatabaseError
-from flashgen.core.record import Anchor
+from flashgen.core.record import Baseline
 from flashgen.core.workload import BROADCASTS, DTYPE_BYTES, Workload
 from flashgen.db.schema import APPLICATION_ID, SCHEMA_VERSION
 from flashgen.db.store import Store
@@ -73,10 +73,10 @@ def test_the_identity_of_a_device_counts_and_its_name_does_not(store: Store) -> 
     assert [device.name for device in store.devices()] == ["another label"]
 
 
-def test_a_new_record_replaces_the_old_one_with_its_anchors(store: Store) -> None:
+def test_a_new_record_replaces_the_old_one_with_its_baselines(store: Store) -> None:
     store.put_record(MEASURED)
     faster = timed(
-        MEASURED, 1.0, anchors=(Anchor(impl="sdpa-flash", median_ms=1.8),), config=CONFIG.replace(num_stages=2)
+        MEASURED, 1.0, baselines=(Baseline(impl="sdpa-flash", median_ms=1.8),), config=CONFIG.replace(num_stages=2)
     )
     store.put_record(faster)
     assert store.records() == [faster]
@@ -92,7 +92,7 @@ def test_records_are_narrowed_and_ordered(store: Store) -> None:
     store.put_records(everything)
     assert store.records() == sorted(everything, key=lambda record: (record.device.identity, record.workload.key))
     assert {record.workload for record in store.records(device=H200)} == {WIDE, SHORT, CAUSAL}
-    causal = store.records(device=H200, specialization=CAUSAL.specialization.family_key)
+    causal = store.records(device=H200, specialization=CAUSAL.specialization.workload_class)
     assert {record.workload for record in causal} == {SHORT, CAUSAL}
     assert {record.device for record in store.records(arch="sm90")} == {H100, H200}
     assert store.records(arch="sm90", provenance="predicted") == []

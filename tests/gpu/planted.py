@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.bench import GpuToolchain
 from flashgen.measure.gpu import current_device
 from flashgen.measure.service import GpuService
@@ -68,7 +68,7 @@ class PlantedKernel:
         lse: torch.Tensor,
         softmax_scale: float,
         q_offset: int | torch.Tensor,
-        extras: Extras,
+        features: Features,
     ) -> None:
         scratch = torch.zeros(64, dtype=torch.float32, device=q.device)
         flags = torch.zeros(64, dtype=torch.int32, device=q.device)

@@ -17,20 +17,20 @@ from flashgen.codegen.build import compile_kernel
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
-from flashgen.launch.extras import Extras
-from flashgen.measure.problem import Problem
-from flashgen.measure.verify import Kernel, Offset
+from flashgen.launch.feature_values import Features
+from flashgen.measure.verification_case import VerificationCase
+from flashgen.measure.verify import LaunchFunction, Offset
 
 MOST_PROCESSES = 16
 
 
-def features(extras: Extras) -> dict[str, Any]:
+def features(features: Features) -> dict[str, Any]:
     """Feature arguments of `flashgen.attention`."""
-    found = {name: getattr(extras, name) for name in ("alibi_slopes", "sinks", "bias", "mask")}
+    found = {name: getattr(features, name) for name in ("alibi_slopes", "sinks", "bias", "mask")}
     found = {name: tensor for name, tensor in found.items() if tensor is not None}
-    if extras.window != (None, None):
-        found["window"] = extras.window
-    return found | ({"softcap": extras.softcap} if extras.softcap else {})
+    if features.window != (None, None):
+        found["window"] = features.window
+    return found | ({"softcap": features.softcap} if features.softcap else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class PublicCall:
     spec: Specialization
     layout: str = "bhsd"
 
-    def factory(self, *_: torch.Tensor | Extras) -> Kernel:
+    def factory(self, *_: torch.Tensor | Features) -> LaunchFunction:
         return self
 
     def __call__(
@@ -52,29 +52,29 @@ class PublicCall:
         lse: torch.Tensor,
         softmax_scale: float,
         q_offset: Offset,
-        extras: Extras,
+        features: Features,
     ) -> None:
         tensors = [self._laid_out(tensor) for tensor in (q, k, v)]
-        options = self._options(softmax_scale, q_offset, extras)
+        options = self._options(softmax_scale, q_offset, features)
         with tf32_products(self.spec.dtype == "tf32"):
             found, sums = flashgen.attention(*tensors, **options, return_lse=True)
         out.copy_(found if self.layout == "bhsd" else found.transpose(1, 2))
         lse.copy_(sums)
 
-    def served(self, problem: Problem) -> tuple[Specialization, Config]:
+    def served(self, problem: VerificationCase) -> tuple[Specialization, Config]:
         """What the call will compile for a problem."""
         inputs = problem.inputs
         tensors = [self._laid_out(tensor[0]) for tensor in (inputs.q, inputs.k, inputs.v)]
-        options = self._options(problem.softmax_scale, problem.q_offset, inputs.extras[0])
+        options = self._options(problem.softmax_scale, problem.q_offset, inputs.features[0])
         options.pop("softmax_scale")
         with tf32_products(self.spec.dtype == "tf32"):
             explanation = flashgen.explain(*tensors, **options)
         return explanation.specialization, explanation.served.config
 
-    def _options(self, softmax_scale: float, q_offset: Offset, extras: Extras) -> dict[str, Any]:
+    def _options(self, softmax_scale: float, q_offset: Offset, features: Features) -> dict[str, Any]:
         spec = self.spec
-        options = {"causal": spec.causal, "softmax_scale": softmax_scale, **features(extras)}
-        if spec.causal or extras.window != (None, None) or spec.alibi:
+        options = {"causal": spec.causal, "softmax_scale": softmax_scale, **features(features)}
+        if spec.causal or features.window != (None, None) or spec.alibi:
             options["q_offset"] = q_offset
         return options | {"layout": "bhsd" if self.layout == "bhsd" else "bshd"}
 

@@ -16,9 +16,9 @@ from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, Work
 from flashgen.core.record import Failure
 from flashgen.core.settings import settings
 from flashgen.launch import plan as plan_module
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry
-from flashgen.measure.verify import check, golden
+from flashgen.measure.verify import check, oracle_of
 from flashgen.runtime import serve
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +64,7 @@ def assert_right(
     q_offset: int | torch.Tensor | None = None,
 ) -> None:
     """The gate that every tuned config passes: float64 oracle, 2x and mean rules, LSE, empty rows."""
-    found = check(out, lse, golden(q, k, v, causal=causal, q_offset=q_offset))
+    found = check(out, lse, oracle_of(q, k, v, causal=causal, q_offset=q_offset))
     assert not isinstance(found, Failure), str(found)
 
 
@@ -161,9 +161,9 @@ def test_200_random_shapes_need_one_binary_for_each_config_that_serves_them() ->
     assert len(serve._KERNELS) - kernels <= len(configs)
 
 
-def all_features(q: torch.Tensor, k: torch.Tensor) -> Extras:
+def all_features(q: torch.Tensor, k: torch.Tensor) -> Features:
     batch, nheads, seqlen_q, _ = q.shape
-    return Extras(
+    return Features(
         window=(300, 40),
         softcap=20.0,
         alibi_slopes=torch.rand(batch, nheads, device="cuda"),
@@ -176,7 +176,7 @@ def all_features(q: torch.Tensor, k: torch.Tensor) -> Extras:
 @pytest.mark.parametrize("loads", ["descriptor", "pointer", "hopper"])
 def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
     from flashgen.codegen.build import compile_kernel
-    from flashgen.codegen.families import why_not
+    from flashgen.codegen.families import unsupported
     from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
     from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
     from flashgen.core.workload import Specialization
@@ -195,13 +195,13 @@ def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
         f"{everything}-offset",
     ):
         spec = Specialization.parse(key)
-        if hopper and why_not(HOPPER_FORWARD, spec, device):
+        if hopper and unsupported(HOPPER_FORWARD, spec, device):
             continue
         config = (HOPPER_FORWARD if hopper else PORTABLE_FORWARD).default(spec, device)
         config = config if hopper else config.replace(loads=loads)
         q, k, v = tensors(2, 4, 2, 515, 704, spec.head_dim)
-        extras = all_features(q, k) if spec.bias else Extras()
-        geometry = Geometry.of(q, k, v, torch.empty_like(q), extras)
+        features = all_features(q, k) if spec.bias else Features()
+        geometry = Geometry.of(q, k, v, torch.empty_like(q), features)
         compiled = compile_kernel(spec, config, device)
         fast = plan_module.make_plan(compiled, spec, config, geometry, 0)
         slow = plan_module.TritonPlan(compiled, spec, config, geometry, 0)
@@ -211,7 +211,7 @@ def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
         for launch in (fast, slow):
             out = torch.full_like(q, float("nan"))
             lse = torch.full(q.shape[:3], float("nan"), device="cuda")
-            launch(q, k, v, out, lse, 0.1, offset, extras)
+            launch(q, k, v, out, lse, 0.1, offset, features)
             results.append((out, lse))
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import FAMILIES, family, why_invalid, why_not
+from flashgen.codegen.families import FAMILIES, family, invalid, unsupported
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward_binding import BackwardBinding
@@ -32,7 +32,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 def compiled_for(key: str, family_id: str) -> tuple[Specialization, Config, CompiledKernel]:
     spec, device = Specialization.parse(key), gpu.current_device()
-    reason = why_not(family(family_id), spec, device)
+    reason = unsupported(family(family_id), spec, device)
     if reason is not None:
         pytest.skip(reason)
     config = family(family_id).default(spec, device)
@@ -133,10 +133,10 @@ def test_both_ways_to_launch_give_the_gradients(family_id: str, key: str) -> Non
 def test_every_order_of_a_step_gives_the_gradients(key: str, changes: dict[str, KnobValue]) -> None:
     spec, device = Specialization.parse(key), gpu.current_device()
     row = family("hopper_backward_fused")
-    if why_not(row, spec, device) is not None:
+    if unsupported(row, spec, device) is not None:
         pytest.skip("needs a Hopper GPU")
     config = row.default(spec, device).replace(**changes)
-    if (reason := why_invalid(config, spec, device)) is not None:
+    if (reason := invalid(config, spec, device)) is not None:
         pytest.skip(reason)
     compiled = compile_kernel(spec, config, device)
     # many steps a tile, one step a tile, many tiles a program

@@ -15,13 +15,13 @@ from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure import gpu
-from flashgen.measure.anchors import BACKENDS
-from flashgen.measure.backward_anchors import prepared
+from flashgen.measure.backward_baselines import prepared
 from flashgen.measure.backward_inputs import make_backward_inputs, written
-from flashgen.measure.backward_problem import BackwardProblem, backward_problem
 from flashgen.measure.backward_reference import exact_gradients, rounded_gradients
+from flashgen.measure.backward_verification_case import BackwardVerificationCase, backward_problem
+from flashgen.measure.baselines import BACKENDS
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain
 from flashgen.measure.executor import LocalExecutor
 from flashgen.measure.protocol import EvaluateJob, RaceJob, specialization
@@ -44,7 +44,7 @@ def bench() -> Bench:
     return Bench(device, torch.device("cuda", 0), GpuToolchain(device, 0), CudaStopwatch(gpu.sm_clock_mhz), 8e9)
 
 
-def problem(key: str, copies: int = 1) -> tuple[Workload, BackwardProblem]:
+def problem(key: str, copies: int = 1) -> tuple[Workload, BackwardVerificationCase]:
     workload = Workload.parse(f"bwd-{key}")
     return workload, backward_problem(workload, copies, 5, torch.device("cuda"))
 
@@ -52,12 +52,12 @@ def problem(key: str, copies: int = 1) -> tuple[Workload, BackwardProblem]:
 class TorchBackward:
     """One of torch's backends in the place of a generated kernel."""
 
-    def __init__(self, impl: str, workload: Workload, made: BackwardProblem) -> None:
+    def __init__(self, impl: str, workload: Workload, made: BackwardVerificationCase) -> None:
         found = prepared(impl, workload, made)
         assert not isinstance(found, str), found
         self._call = found
 
-    def factory(self, *_: BackwardTensors | Extras) -> BackwardLaunch:
+    def factory(self, *_: BackwardTensors | Features) -> BackwardLaunch:
         return self
 
     def __call__(
@@ -65,7 +65,7 @@ class TorchBackward:
         tensors: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> torch.Tensor:
         with self._call.context():
             gradients = self._call.run(0)
@@ -83,14 +83,14 @@ class TorchBackward:
 def test_oracle_and_eager_agree_with_the_cpu(key: str, dtype: str) -> None:
     workload = Workload.parse(f"bwd-{dtype}-{key}")
     inputs = make_backward_inputs(workload, copies=1, seed=5, device="cuda", with_dlse=True)
-    tensors, extras = inputs.tensors[0], inputs.extras[0]
-    moved = {name: getattr(extras, name) for name in ("alibi_slopes", "sinks", "bias", "mask")}
-    extras_on_cpu = replace(extras, **{name: given.cpu() for name, given in moved.items() if given is not None})
-    shape = None if extras.bias is None else tuple(extras.bias.shape)
+    tensors, features = inputs.tensors[0], inputs.features[0]
+    moved = {name: getattr(features, name) for name in ("alibi_slopes", "sinks", "bias", "mask")}
+    features_on_cpu = replace(features, **{name: given.cpu() for name, given in moved.items() if given is not None})
+    shape = None if features.bias is None else tuple(features.bias.shape)
     found = []
-    for place, given in (("cuda", extras), ("cpu", extras_on_cpu)):
+    for place, given in (("cuda", features), ("cpu", features_on_cpu)):
         q, k, v, dout, dlse = (getattr(tensors, name).to(place) for name in ("q", "k", "v", "dout", "dlse"))
-        rule = ScoreRule.of(q, k, causal=workload.causal, q_offset=None, softmax_scale=None, extras=given)
+        rule = ScoreRule.of(q, k, causal=workload.causal, q_offset=None, softmax_scale=None, features=given)
         exact = exact_gradients(q, k, v, dout, rule, dlse=dlse, bias_shape=shape)  # type: ignore[arg-type]
         eager = rounded_gradients(q, k, v, dout, rule, dlse=dlse, bias_shape=shape)  # type: ignore[arg-type]
         found.append((exact, eager))
@@ -154,14 +154,14 @@ def test_a_disturbed_gradient_is_rejected() -> None:
     kernel = TorchBackward("sdpa-flash", workload, made)
     assert isinstance(made.run(kernel.factory), Errors)
 
-    def disturbed(*_: BackwardTensors | Extras) -> BackwardLaunch:
+    def disturbed(*_: BackwardTensors | Features) -> BackwardLaunch:
         def launch(
             tensors: BackwardTensors,
             softmax_scale: float | None = None,
             q_offset: int | torch.Tensor | None = None,
-            extras: Extras | None = None,
+            features: Features | None = None,
         ) -> torch.Tensor:
-            delta = kernel(tensors, softmax_scale, q_offset, extras)
+            delta = kernel(tensors, softmax_scale, q_offset, features)
             tensors.dk[0, 3, 1000] *= 1.3
             return delta
 
@@ -199,16 +199,16 @@ def test_every_family_that_applies_is_measured(executor: LocalExecutor, key: str
         assert found.reference_ms is not None
 
 
-def test_a_race_with_anchors(executor: LocalExecutor) -> None:
+def test_a_race_with_baselines(executor: LocalExecutor) -> None:
     workload = Workload.parse("bwd-bf16-b1-h16-s4096-d128-causal")
     config = default_config(specialization(workload), executor.describe().device)
-    job = RaceJob(workload=workload, configs=(config, config), rounds=3, warm_s=0.1, window_s=0.2, anchors=True)
+    job = RaceJob(workload=workload, configs=(config, config), rounds=3, warm_s=0.1, window_s=0.2, baselines=True)
     result = executor.race(job)
     first, second = result.outcomes
     assert isinstance(first, Measurement), first
     assert isinstance(second, Measurement), second
     assert first.median_ms == pytest.approx(second.median_ms, rel=0.05)
-    times = {anchor.impl: anchor.median_ms for anchor in result.anchors}
+    times = {baseline.impl: baseline.median_ms for baseline in result.baselines}
     assert {"sdpa-flash", "sdpa-cudnn"} <= times.keys()
     assert first.reference_ms == times["sdpa-flash"]
 
@@ -238,7 +238,7 @@ def test_verifying_another_candidate_is_cheap(bench: Bench) -> None:
 
 def test_copies_defeat_the_cache_and_belong_together(bench: Bench) -> None:
     state = bench.state(Workload.parse("bwd-bf16-b1-h8-s1024-d64"))
-    assert isinstance(state.problem, BackwardProblem)
+    assert isinstance(state.problem, BackwardVerificationCase)
     assert state.problem.copies * state.workload.bytes >= 2 * gpu.current_device().l2_bytes
     pointers = {tensors.dout.data_ptr() for tensors in state.problem.inputs.tensors}
     assert len(pointers) == state.problem.copies

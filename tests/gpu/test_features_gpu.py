@@ -14,14 +14,14 @@ from flashgen.codegen.families import applicable
 from flashgen.core.config import Config
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure import gpu
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain
 from flashgen.measure.feature_inputs import alibi_slopes
 from flashgen.measure.odd_shapes import check_odd, odd_problem, odd_problems
 from flashgen.measure.reference import oracle
 from flashgen.measure.timing import CudaStopwatch
-from flashgen.measure.verify import check, golden
+from flashgen.measure.verify import check, oracle_of
 from tests.covering import ForwardCase, forward_cases
 from tests.gpu.public import PublicCall, compile_ahead, features
 
@@ -74,7 +74,7 @@ def gated_configs(key: str) -> list[Config]:
         default = family.default(spec, device)
         kinds = [knob.values for knob in family.knobs if knob.name == "loads"]
         variants = [default.replace(loads=loads) for loads in kinds[0]] if kinds else [default]
-        found += [config for config in variants if family.why_invalid(spec, config, device) is None]
+        found += [config for config in variants if family.invalid(spec, config, device) is None]
     return found
 
 
@@ -90,7 +90,7 @@ def assert_right(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    extras: Extras,
+    features: Features,
     *,
     causal: bool = False,
     q_offset: int | torch.Tensor | None = None,
@@ -98,8 +98,8 @@ def assert_right(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the public call and judge it as the gate judges every tuned config."""
     options = {"causal": causal, "q_offset": q_offset, "softmax_scale": softmax_scale}
-    found = flashgen.attention(q, k, v, **options, **features(extras), return_lse=True)
-    verdict = check(*found, golden(q, k, v, **options, extras=extras))
+    found = flashgen.attention(q, k, v, **options, **features(features), return_lse=True)
+    verdict = check(*found, oracle_of(q, k, v, **options, features=features))
     assert not isinstance(verdict, Failure), str(verdict)
     return found
 
@@ -129,16 +129,16 @@ def test_rows_that_see_no_key_are_zero_and_their_lse_the_sink() -> None:
     mask = torch.ones(2, 1, 200, 300, device="cuda", dtype=torch.bool)
     mask[1, :, 50:120] = False
     sinks = torch.randn(4, device="cuda")
-    out, lse = assert_right(q, k, v, Extras(mask=mask), causal=True)
+    out, lse = assert_right(q, k, v, Features(mask=mask), causal=True)
     assert not out[1, :, 50:120].any()
     assert torch.isneginf(lse[1, :, 50:120]).all()
-    out, lse = assert_right(q, k, v, Extras(mask=mask, sinks=sinks), causal=True)
+    out, lse = assert_right(q, k, v, Features(mask=mask, sinks=sinks), causal=True)
     assert not out[1, :, 50:120].any()
     torch.testing.assert_close(lse[1, :, 50:120], sinks[:, None].expand(4, 70))
     bias = torch.where(mask, 0.0, -math.inf).bfloat16()
-    out, lse = assert_right(q, k, v, Extras(bias=bias))
+    out, lse = assert_right(q, k, v, Features(bias=bias))
     assert not out[1, :, 50:120].any()
-    out, lse = assert_right(q, k, v, Extras(window=(5, 5)), q_offset=10_000)
+    out, lse = assert_right(q, k, v, Features(window=(5, 5)), q_offset=10_000)
     assert not out.any()
 
 
@@ -157,18 +157,18 @@ def test_no_key_at_all_leaves_the_sink() -> None:
 def test_scores_far_below_any_big_negative_number_win_over_hidden_ones(feature: str, dtype: torch.dtype) -> None:
     q, k, v = tensors(1, 4, 2, 130, 200, 64, dtype)
     q, k = 4e3 * q.abs(), -4e3 * k.abs()  # about -1e9: in units of log2 below 2^31, where exp2 of an ulp overflows
-    extras = {
-        "mask": Extras(mask=torch.rand(1, 1, 130, 200, device="cuda") < 0.5),
-        "keymask": Extras(mask=torch.rand(1, 1, 1, 200, device="cuda") < 0.5),
-        "window": Extras(window=(30, 0)),
-        "alibi": Extras(alibi_slopes=alibi_slopes(4, "cuda"), window=(30, 0)),
-        "bias": Extras(bias=torch.randn(1, 4, 130, 200, device="cuda", dtype=dtype), window=(30, 0)),
-        "sinks": Extras(sinks=torch.full((4,), -1e9, device="cuda"), window=(30, 0)),
+    features = {
+        "mask": Features(mask=torch.rand(1, 1, 130, 200, device="cuda") < 0.5),
+        "keymask": Features(mask=torch.rand(1, 1, 1, 200, device="cuda") < 0.5),
+        "window": Features(window=(30, 0)),
+        "alibi": Features(alibi_slopes=alibi_slopes(4, "cuda"), window=(30, 0)),
+        "bias": Features(bias=torch.randn(1, 4, 130, 200, device="cuda", dtype=dtype), window=(30, 0)),
+        "sinks": Features(sinks=torch.full((4,), -1e9, device="cuda"), window=(30, 0)),
     }[feature]
-    out, lse = assert_right(q, k, v, extras, softmax_scale=1.0)
+    out, lse = assert_right(q, k, v, features, softmax_scale=1.0)
     assert lse.max() < -1e8
     # one key has all the weight, or the sink: the gate allows scores of this size far more
-    expected = oracle(q, k, v, softmax_scale=1.0, extras=extras)[0]
+    expected = oracle(q, k, v, softmax_scale=1.0, features=features)[0]
     rounding = 8e-3 if dtype == torch.bfloat16 else 1e-3
     torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=1e-6)
 
@@ -180,22 +180,22 @@ def test_what_no_query_sees_does_not_reach_the_output(kind: str, head_dim: int, 
     q, k, v = tensors(2, 4, 2, 70, 500, head_dim, torch.bfloat16)
     lengths = torch.tensor([333, 130], device="cuda")
     unseen = torch.arange(500, device="cuda") >= (333 if kind == "cache" else lengths[:, None])
-    extras, offset = Extras(), None
+    features, offset = Features(), None
     if kind == "keymask":
-        extras = Extras(mask=~unseen[:, None, None])
+        features = Features(mask=~unseen[:, None, None])
     elif kind == "mask":
         unseen[:, 17] = unseen[:, 128:140] = True
-        extras = Extras(mask=(~unseen[:, None, None]).expand(2, 1, 70, 500).clone())
+        features = Features(mask=(~unseen[:, None, None]).expand(2, 1, 70, 500).clone())
     elif kind == "window":
         unseen = torch.ones(2, 500, device="cuda", dtype=torch.bool)
         unseen[:, 173:272] = False  # rows 0 to 69 at 200, 27 to the left and 2 to the right
-        extras, offset = Extras(window=(27, 2)), 200
+        features, offset = Features(window=(27, 2)), 200
     else:
         offset = 333 - 70 if kind == "cache" else (lengths - 70).int()
     unseen = unseen.expand(2, 500)
     for tensor in (k, v):
         tensor.masked_fill_(unseen[:, None, :, None], value)
-    assert_right(q, k, v, extras, causal=kind.startswith("cache"), q_offset=offset)
+    assert_right(q, k, v, features, causal=kind.startswith("cache"), q_offset=offset)
 
 
 @pytest.mark.parametrize("offset", [-2000, -60, 0, 200, 1000, 10**9])
@@ -204,15 +204,15 @@ def test_offsets_move_windows_and_slopes(feature: str, offset: int) -> None:
     q, k, v = tensors(3, 4, 2, 100, 400, 64, torch.float16)
     if feature == "alibi" and abs(offset) > 2000:
         pytest.skip("scores of 1e9 say nothing")
-    extras = Extras(alibi_slopes=alibi_slopes(4, "cuda")) if feature == "alibi" else Extras(window=(70, 20))
+    features = Features(alibi_slopes=alibi_slopes(4, "cuda")) if feature == "alibi" else Features(window=(70, 20))
     causal = feature.startswith("causal")
-    assert_right(q, k, v, extras, causal=causal, q_offset=offset)
+    assert_right(q, k, v, features, causal=causal, q_offset=offset)
     steps = torch.tensor([0, 77, -30], device="cuda")
-    assert_right(q, k, v, extras, causal=causal, q_offset=(offset + steps).clamp(-(2**31), 2**31 - 1).int())
+    assert_right(q, k, v, features, causal=causal, q_offset=(offset + steps).clamp(-(2**31), 2**31 - 1).int())
 
 
-def every_feature(dtype: torch.dtype) -> Extras:
-    return Extras(
+def every_feature(dtype: torch.dtype) -> Features:
+    return Features(
         window=(90, 40),
         softcap=30.0,
         alibi_slopes=alibi_slopes(4, "cuda"),
@@ -224,16 +224,16 @@ def every_feature(dtype: torch.dtype) -> Extras:
 
 def test_a_graph_reads_features_again_at_each_replay() -> None:
     q, k, v = tensors(2, 4, 2, 130, 200, 64, torch.bfloat16)
-    extras = every_feature(torch.bfloat16)
-    arguments = features(extras)
+    features = every_feature(torch.bfloat16)
+    arguments = features(features)
     before = flashgen.attention(q, k, v, **arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = flashgen.attention(q, k, v, **arguments)
-    for tensor in (q, k, v, extras.sinks, extras.bias):
+    for tensor in (q, k, v, features.sinks, features.bias):
         tensor.normal_()
-    extras.mask.logical_not_()
-    extras.alibi_slopes.mul_(0.5)
+    features.mask.logical_not_()
+    features.alibi_slopes.mul_(0.5)
     graph.replay()
     assert torch.equal(out, flashgen.attention(q, k, v, **arguments))
     assert not torch.equal(out, before)
@@ -266,7 +266,7 @@ def test_keys_beyond_two_to_the_31_elements() -> None:
     assert k.numel() > 2**31
     last = slice(16, 17)  # its keys start at element 2**31
     out, lse = flashgen.attention(q, k, v, causal=True, window=(100_000, 0), return_lse=True)
-    expected = golden(q[last], k[last], v[last], causal=True, extras=Extras(window=(100_000, 0)))
+    expected = oracle_of(q[last], k[last], v[last], causal=True, features=Features(window=(100_000, 0)))
     verdict = check(out[last], lse[last], expected)
     assert not isinstance(verdict, Failure), str(verdict)
 
@@ -278,7 +278,7 @@ def test_a_bias_beyond_two_to_the_31_elements() -> None:
     assert bias.numel() > 2**31
     out, lse = flashgen.attention(q, k, v, bias=bias, return_lse=True)
     rows = slice(19_800, 20_000)
-    expected = golden(q[:, :, rows], k, v, extras=Extras(bias=bias[:, :, rows]))
+    expected = oracle_of(q[:, :, rows], k, v, features=Features(bias=bias[:, :, rows]))
     verdict = check(out[:, :, rows], lse[:, :, rows], expected)
     assert not isinstance(verdict, Failure), str(verdict)
 

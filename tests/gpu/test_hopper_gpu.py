@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.families import fitted, why_invalid
+from flashgen.codegen.families import fitted, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import Launch, make_plan
 from flashgen.measure import gpu
@@ -159,10 +159,10 @@ def launch_of(
 def test_every_kind_of_kernel_passes_the_gate(key: str, changes: dict[str, int | str | bool]) -> None:
     spec, device = Specialization.parse(key), gpu.current_device()
     config = HOPPER_FORWARD.default(spec, device).replace(**changes)
-    assert why_invalid(config, spec, device) is None
+    assert invalid(config, spec, device) is None
     compiled = compile_kernel(spec, config, device)
     verdict = check_odd(
-        lambda q, k, v, out, extras: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, extras), 0),
+        lambda q, k, v, out, features: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, features), 0),
         odd_problems(spec, "cuda"),
     )
     assert verdict is None, str(verdict)
@@ -195,7 +195,7 @@ def test_packed_heads_pass_the_gate(key: str, heads: int, changes: dict[str, int
     config = HOPPER_FORWARD.default(spec, device).replace(packed_heads=heads, **changes)
     kind = "branch" if spec.causal or spec.window else "one"
     config = config.replace(masked_blocks=kind, hidden_blocks="computed")
-    assert why_invalid(config, spec, device) is None
+    assert invalid(config, spec, device) is None
     compiled = compile_kernel(spec, config, device)
     problems = []
     for shape in PACKED_SHAPES:
@@ -204,7 +204,7 @@ def test_packed_heads_pass_the_gate(key: str, heads: int, changes: dict[str, int
         seen = replace(shape, window=(left, None if spec.causal else right), form=form)
         problems.append((seen, odd_problem(spec, seen, "cuda")))
     verdict = check_odd(
-        lambda q, k, v, out, extras: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, extras), 0),
+        lambda q, k, v, out, features: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, features), 0),
         problems,
         repeats=2,
     )
@@ -286,12 +286,12 @@ def test_tiles_that_hidden_values_spoil_come_again(key: str) -> None:
     mask = (torch.rand(2, 1, 1500, 1504, device="cuda", generator=generator) < 0.5)[..., :1500]
     mask[1, :, :, 100:300] = False
     mask[0, :, :, 700:710] = False
-    extras, out = Extras(mask=mask), torch.empty_like(q)
+    features, out = Features(mask=mask), torch.empty_like(q)
     device = gpu.current_device()
     config = HOPPER_FORWARD.default(spec, device)
-    launch = make_plan(compile_kernel(spec, config, device), spec, config, Geometry.of(q, k, v, out, extras), 0)
+    launch = make_plan(compile_kernel(spec, config, device), spec, config, Geometry.of(q, k, v, out, features), 0)
     v[1, :, 100:300], v[0, :, 700:710] = 0, 0
-    launch(q, k, v, out, extras=extras)
+    launch(q, k, v, out, features=features)
     expected = out.clone()
     for spoilt in ([(1, 100, 300)], [(0, 700, 710)], [(1, 100, 300), (0, 700, 710)]):
         hidden = v.clone()
@@ -299,5 +299,5 @@ def test_tiles_that_hidden_values_spoil_come_again(key: str) -> None:
             hidden[b, :, first:last] = float("nan")
         for _ in range(3):
             out.fill_(float("nan"))
-            launch(q, k, hidden, out, extras=extras)
+            launch(q, k, hidden, out, features=features)
             assert torch.equal(out, expected)

@@ -20,7 +20,7 @@ from flashgen.measure.inputs import make_inputs
 from flashgen.measure.protocol import EvaluateJob, RaceJob, specialization
 from flashgen.measure.reference import eager, oracle
 from flashgen.measure.timing import CudaStopwatch, make_unit, measure
-from flashgen.measure.verify import Errors, check, golden
+from flashgen.measure.verify import Errors, check, oracle_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -60,10 +60,10 @@ def test_oracle_and_eager_agree_with_the_cpu(key: str, dtype: str) -> None:
     inputs = make_inputs(workload, copies=1, seed=5, device="cuda")
     on_gpu = (inputs.q[0], inputs.k[0], inputs.v[0])
     on_cpu = tuple(tensor.cpu() for tensor in on_gpu)
-    features = {"causal": workload.causal, "extras": inputs.extras[0]}
-    moved = [(name, getattr(inputs.extras[0], name)) for name in ("alibi_slopes", "sinks", "bias", "mask")]
+    features = {"causal": workload.causal, "features": inputs.features[0]}
+    moved = [(name, getattr(inputs.features[0], name)) for name in ("alibi_slopes", "sinks", "bias", "mask")]
     changes = {name: tensor.cpu() for name, tensor in moved if tensor is not None}
-    features_on_cpu = features | {"extras": replace(inputs.extras[0], **changes)}
+    features_on_cpu = features | {"features": replace(inputs.features[0], **changes)}
     exact = oracle(*on_cpu, **features_on_cpu)
     for there, here in zip(oracle(*on_gpu, **features), exact, strict=True):
         torch.testing.assert_close(there.cpu(), here, rtol=1e-10, atol=1e-11)
@@ -77,7 +77,7 @@ def test_oracle_and_eager_agree_with_the_cpu(key: str, dtype: str) -> None:
 def test_the_right_answer_passes_and_a_disturbed_one_does_not() -> None:
     workload = Workload.parse("bf16-b2-h8-hk2-s2048-d128-causal")
     inputs = make_inputs(workload, copies=1, seed=6, device="cuda")
-    expected = golden(inputs.q[0], inputs.k[0], inputs.v[0], causal=True)
+    expected = oracle_of(inputs.q[0], inputs.k[0], inputs.v[0], causal=True)
     out, lse = expected.out.bfloat16(), expected.lse.float()
     assert isinstance(check(out, lse, expected), Errors)
     out[1, 3, 2000] *= 1.2
@@ -188,13 +188,13 @@ def test_inputs_are_rotated_over_twice_the_cache(bench: Bench) -> None:
 def test_the_same_config_twice_in_one_race_gets_the_same_time(executor: LocalExecutor) -> None:
     workload = Workload.parse("bf16-b1-h16-s4096-d128")
     config = default_config(specialization(workload), executor.describe().device)
-    job = RaceJob(workload=workload, configs=(config, config), rounds=4, warm_s=0.1, window_s=0.2, anchors=True)
+    job = RaceJob(workload=workload, configs=(config, config), rounds=4, warm_s=0.1, window_s=0.2, baselines=True)
     result = executor.race(job)
     first, second = result.outcomes
     assert isinstance(first, Measurement), first
     assert isinstance(second, Measurement), second
     assert first.median_ms == pytest.approx(second.median_ms, rel=0.03)
-    times = {anchor.impl: anchor.median_ms for anchor in result.anchors}
+    times = {baseline.impl: baseline.median_ms for baseline in result.baselines}
     assert {"sdpa-flash", "sdpa-cudnn"} <= times.keys()
     assert first.reference_ms == times["sdpa-flash"]
     if gpu.sm_clock_mhz() is not None:

@@ -39,7 +39,7 @@ def standalone(key: str, family: str, folder: Path) -> ModuleType:
     """The rendered default config of a family, imported as a user would; skips what the family does not do here."""
     spec, device = Specialization.parse(key), gpu.current_device()
     row = next(each for each in FAMILIES if each.id == family)
-    reason = row.why_not(spec, device)
+    reason = row.unsupported(spec, device)
     if reason is not None:
         pytest.skip(reason)
     path = folder / "kernel.py"

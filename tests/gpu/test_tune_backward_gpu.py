@@ -56,7 +56,7 @@ def test_tune_both_passes_then_train(database: Path) -> None:
         assert family(record.config.family).direction == record.workload.direction
         assert record.measurement is not None
         assert record.measurement.reference_ms is not None
-        assert record.anchors
+        assert record.baselines
     with Store.open(database, read_only=True) as store:
         trials = store.trials(backward.workload, backward.device)
     assert len({trial.config.family for trial in trials}) > 1

@@ -45,7 +45,7 @@ def test_tune_then_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert record.measurement is not None
     assert record.measurement.reference_ms is not None
     assert len(trials) >= 5
-    assert {anchor.impl for anchor in record.anchors} >= {"sdpa-flash"}
+    assert {baseline.impl for baseline in record.baselines} >= {"sdpa-flash"}
     flashgen.reload()
     q = torch.randn(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(2, 2, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))

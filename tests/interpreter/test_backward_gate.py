@@ -15,9 +15,9 @@ from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.backward_inputs import written
-from flashgen.measure.backward_problem import backward_odd_problem
+from flashgen.measure.backward_verification_case import backward_odd_problem
 from flashgen.measure.odd_shapes import odd_shapes
 from flashgen.measure.verify import Errors
 
@@ -45,10 +45,10 @@ def test_rendered_kernels_pass_the_odd_shapes(row: KernelFamily, key: str, first
         tensors: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> torch.Tensor:
         t = tensors
-        features = {name: getattr(extras, name) for name in FEATURES if name in compiled_in}
+        features = {name: getattr(features, name) for name in FEATURES if name in compiled_in}
         dq, dk, dv, neg_delta, *dbias = gradients(
             t.q, t.k, t.v, t.out, t.lse, t.dout, dlse=t.dlse, softmax_scale=softmax_scale, q_offset=q_offset, **features
         )
@@ -56,7 +56,7 @@ def test_rendered_kernels_pass_the_odd_shapes(row: KernelFamily, key: str, first
             target.copy_(found)
         return neg_delta
 
-    def factory(*_: BackwardTensors | Extras) -> BackwardLaunch:
+    def factory(*_: BackwardTensors | Features) -> BackwardLaunch:
         return kernels
 
     small = [shape for shape in odd_shapes(spec) if shape.seqlen_q * shape.seqlen_k <= LARGEST]

@@ -12,9 +12,9 @@ from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.record import Failure
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.odd_shapes import odd_problem
-from flashgen.measure.verify import Kernel, Offset
+from flashgen.measure.verify import LaunchFunction, Offset
 from tests.covering import ForwardCase, forward_cases
 
 CASES = forward_cases(
@@ -46,18 +46,18 @@ def rendered(case: ForwardCase, loads: str) -> Any:
         lse: torch.Tensor,
         softmax_scale: float,
         q_offset: Offset,
-        extras: Extras,
+        features: Features,
     ) -> None:
-        features = {name: getattr(extras, name) for name in ("alibi_slopes", "sinks", "bias", "mask")}
+        features = {name: getattr(features, name) for name in ("alibi_slopes", "sinks", "bias", "mask")}
         arguments: dict[str, Any] = {name: value for name, value in features.items() if value is not None}
-        arguments |= {"window": extras.window} if spec.window else {}
-        arguments |= {"softcap": extras.softcap} if spec.softcap else {}
+        arguments |= {"window": features.window} if spec.window else {}
+        arguments |= {"softcap": features.softcap} if spec.softcap else {}
         arguments |= {"q_offset": q_offset} if spec.causal or spec.window or spec.alibi else {}
         found, sums = attention(q, k, v, softmax_scale=softmax_scale, **arguments)
         out.copy_(found)
         lse.copy_(sums)
 
-    def factory(*_: torch.Tensor | Extras) -> Kernel:
+    def factory(*_: torch.Tensor | Features) -> LaunchFunction:
         return kernel
 
     return factory

@@ -10,9 +10,9 @@ from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.odd_shapes import check_odd, odd_problems
-from flashgen.measure.verify import Kernel
+from flashgen.measure.verify import LaunchFunction
 
 LARGEST = 50_000
 """Query-key pairs of a head; the interpreter needs seconds for more."""
@@ -32,13 +32,13 @@ def test_a_rendered_kernel_passes_the_odd_shapes(dtype: str) -> None:
         lse: torch.Tensor,
         softmax_scale: float,
         q_offset: int | torch.Tensor,
-        extras: Extras,
+        features: Features,
     ) -> None:
         result = attention(q, k, v, softmax_scale=softmax_scale, q_offset=q_offset)
         out.copy_(result[0])
         lse.copy_(result[1])
 
-    def factory(*_: torch.Tensor | Extras) -> Kernel:
+    def factory(*_: torch.Tensor | Features) -> LaunchFunction:
         return kernel
 
     problems = odd_problems(spec, "cpu")

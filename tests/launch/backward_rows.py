@@ -16,7 +16,7 @@ from flashgen.launch.backward_binding import BackwardBinding
 from flashgen.launch.backward_driver_plan import DriverBackwardPlan
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch, TritonBackwardPlan
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.launch.parameters import Layout
 from tests.launch.fake_driver import FakeDriver, Launched
 from tests.launch.kernels import tensors
@@ -148,11 +148,11 @@ class BothBackward:
         given: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> list[dict[str, Any]]:
         before = len(self.cuda.launches)
         self.kernel.seen.clear()
-        results = [plan(given, softmax_scale, q_offset, extras) for plan in self.plans]
+        results = [plan(given, softmax_scale, q_offset, features) for plan in self.plans]
         read = self.cuda.launches[before:]
         assert [name for name, _, _ in self.kernel.seen] == list(ENTRIES[: len(read)])
         assert [grid for _, grid, _ in self.kernel.seen] == [one.grid for one in read]

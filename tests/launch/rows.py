@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from flashgen.codegen.build import CompiledKernel, CompiledPart
-from flashgen.codegen.family import CompileOptions, Kernel, Parameter
+from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter
 from flashgen.codegen.render import KernelSource
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
@@ -33,7 +33,7 @@ def metadata_of(given: tuple[Parameter, ...]) -> SimpleNamespace:
 def part_of(entry: str, given: tuple[Parameter, ...], handle: object, *, programs: int = 7) -> CompiledPart:
     """A kernel of these parameters, as if it had been compiled to `handle`."""
     options = CompileOptions(num_warps=4, num_stages=1)
-    kernel = Kernel(entry=entry, parameters=given, options=options, programs=lambda device, sizes: programs)
+    kernel = KernelSpec(entry=entry, parameters=given, options=options, programs=lambda device, sizes: programs)
     return CompiledPart(
         kernel=kernel, registers=32, spills=0, shared_bytes=1000, num_warps=12, compile_ms=0.0, handle=handle
     )

@@ -12,7 +12,7 @@ import torch
 from flashgen.core.errors import LaunchError
 from flashgen.launch import counters
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
-from flashgen.launch.extras import MAX_OFFSET, Extras
+from flashgen.launch.feature_values import MAX_OFFSET, Features
 from tests.launch.backward_rows import (
     DESCRIPTORS,
     NAMES,
@@ -45,10 +45,10 @@ def both(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bot
         *named: tuple[str, ...],
         key: str = "bwd-bf16-d64",
         given: BackwardTensors | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> BothBackward:
         kernel = ImaginedBackward(monkeypatch, kernels(*named), key)
-        return BothBackward(kernel, cuda, BackwardGeometry.of(given or backward_tensors(key), extras))
+        return BothBackward(kernel, cuda, BackwardGeometry.of(given or backward_tensors(key), features))
 
     return make
 
@@ -91,16 +91,16 @@ def test_scale_offset_and_features_reach_every_kernel(both: Callable[..., BothBa
         *("AlibiSlopes: *fp32", "stride_alibi_b: i32", "Bias: *bf16", "Mask: *u8"),
         *(f"stride_{name}_{axis}: i64" for name in ("bias", "mask") for axis in "bhqk"),
     )
-    extras = Extras(
+    features = Features(
         window=(70, None),
         softcap=30.0,
         alibi_slopes=torch.ones(2, 6),
         bias=torch.zeros(2, 1, 200, 333),
         mask=torch.ones(1, 6, 1, 333, dtype=torch.bool),
     )
-    launch = both(scores, scores, scores, extras=extras)
+    launch = both(scores, scores, scores, features=features)
     for scale, offset, window in ((0.25, 5, (70, None)), (None, None, (3, 4)), (0.25, 1 << 40, (3, 4))):
-        found = launch(backward_tensors(), scale, offset, replace(extras, window=window))
+        found = launch(backward_tensors(), scale, offset, replace(features, window=window))
         assert found[0] == found[1] == found[2]
         used = scale or 0.125
         expected = {
@@ -111,16 +111,16 @@ def test_scale_offset_and_features_reach_every_kernel(both: Callable[..., BothBa
             "q_offset": {5: 5, None: 133}.get(offset, MAX_OFFSET),
             "window_left": window[0],
             "window_right": MAX_OFFSET + 533 if window[1] is None else window[1],
-            "AlibiSlopes": extras.alibi_slopes.data_ptr(),  # type: ignore[union-attr]
+            "AlibiSlopes": features.alibi_slopes.data_ptr(),  # type: ignore[union-attr]
             "stride_alibi_b": 6,
-            "Bias": extras.bias.data_ptr(),  # type: ignore[union-attr]
-            "Mask": extras.mask.data_ptr(),  # type: ignore[union-attr]
+            "Bias": features.bias.data_ptr(),  # type: ignore[union-attr]
+            "Mask": features.mask.data_ptr(),  # type: ignore[union-attr]
             **dict(zip([f"stride_bias_{axis}" for axis in "bhqk"], (200 * 333, 0, 333, 1), strict=True)),
             **dict(zip([f"stride_mask_{axis}" for axis in "bhqk"], (0, 333, 0, 1), strict=True)),
         }
         assert found[0] == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(LaunchError, match="the kernel reads AlibiSlopes, and the extras of the call have none"):
-        launch.plans[0](backward_tensors(), None, None, Extras(softcap=30.0))
+    with pytest.raises(LaunchError, match="the kernel reads AlibiSlopes, and the features of the call have none"):
+        launch.plans[0](backward_tensors(), None, None, Features(softcap=30.0))
 
 
 def test_without_a_window_or_slopes_an_offset_is_clamped_to_the_lengths(both: Callable[..., BothBackward]) -> None:

@@ -9,16 +9,16 @@ import torch
 
 from flashgen.core.errors import LaunchError
 from flashgen.launch.backward_geometry import BackwardGeometry, backward_aligned16, backward_scalars
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry
 from tests.launch.backward_rows import NAMES, SHAPE, backward_tensors, replaced
 
 
 def test_every_tensor_has_its_shape_and_its_own_strides() -> None:
     given = backward_tensors("bwd-bf16-d192-dv128", bshd=True)
-    extras = Extras(alibi_slopes=torch.ones(2, 6))
-    geometry = BackwardGeometry.of(given, extras)
-    assert geometry.forward == Geometry.of(given.q, given.k, given.v, given.out, extras)
+    features = Features(alibi_slopes=torch.ones(2, 6))
+    geometry = BackwardGeometry.of(given, features)
+    assert geometry.forward == Geometry.of(given.q, given.k, given.v, given.out, features)
     found = backward_scalars(geometry)
     for name, field in NAMES.items():
         tensor = getattr(given, field)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import FAMILIES, family, why_invalid
+from flashgen.codegen.families import FAMILIES, family, invalid
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch import counters
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
 from flashgen.launch.backward_plan import TritonBackwardPlan, make_backward_plan
-from flashgen.launch.extras import MAX_OFFSET, Extras
+from flashgen.launch.feature_values import MAX_OFFSET, Features
 from flashgen.launch.parameters import ptx_sizes, slot_sizes
 from flashgen.launch.plan import known_layout
 from tests.launch.backward_rows import NAMES, backward_tensors, calls_of, replaced
@@ -48,7 +48,7 @@ def compiled_case(family_id: str) -> tuple[Specialization, Config, CompiledKerne
     key, changes = CASES[family_id]
     spec, device = Specialization.parse(key), find_device("h200")
     config = family(family_id).default(spec, device).replace(**changes)
-    assert why_invalid(config, spec, device) is None
+    assert invalid(config, spec, device) is None
     return spec, config, compile_kernel(spec, config, device)
 
 
@@ -58,21 +58,21 @@ def counters_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "zeros", lambda index, count: torch.zeros(count, dtype=torch.int32))
 
 
-def call_of(spec: Specialization) -> tuple[BackwardTensors, Extras]:
+def call_of(spec: Specialization) -> tuple[BackwardTensors, Features]:
     given = backward_tensors(spec.key, bshd=True, dlse=True)
     if not spec.bias:
-        return given, Extras()
-    extras = Extras(
+        return given, Features()
+    features = Features(
         window=(70, None),
         softcap=30.0,
         alibi_slopes=torch.ones(2, 6),
         bias=torch.zeros(2, 1, 200, 336)[..., :333],
         mask=torch.ones(1, 6, 200, 336, dtype=torch.bool)[..., :333],
     )
-    return replaced(given, dbias=torch.empty(2, 1, 200, 333)), extras
+    return replaced(given, dbias=torch.empty(2, 1, 200, 333)), features
 
 
-def expected_arguments(given: BackwardTensors, extras: Extras) -> dict[str, Any]:
+def expected_arguments(given: BackwardTensors, features: Features) -> dict[str, Any]:
     """The whole launch vocabulary but scratch memory, for these tensors and a scale of 0.25."""
     found: dict[str, Any] = {"batch": 2, "nheads": 6, "group_size": 2, "seqlen_q": 200, "seqlen_k": 333}
     for name, field in NAMES.items():
@@ -85,11 +85,16 @@ def expected_arguments(given: BackwardTensors, extras: Extras) -> dict[str, Any]
         found |= zip((f"stride_{name}{axis}" for axis in "bhs"), tensor.stride(), strict=False)
     found |= {"LSE": given.lse.data_ptr(), "DLSE": given.dlse.data_ptr(), "dlse_rows": 200}  # type: ignore[union-attr]
     found |= {"softmax_scale": 0.25, "softmax_scale_log2": 0.25 * LOG2E, "q_offset": 133}
-    if extras.bias is None:
+    if features.bias is None:
         return found
     found |= {"softcap_rate": 2 * LOG2E * 0.25 / 30, "softcap_scale_log2": 2 * LOG2E * 30}
     found |= {"window_left": 70, "window_right": MAX_OFFSET + 533, "stride_alibi_b": 6}
-    features = {"AlibiSlopes": extras.alibi_slopes, "Bias": extras.bias, "Mask": extras.mask, "DBias": given.dbias}
+    features = {
+        "AlibiSlopes": features.alibi_slopes,
+        "Bias": features.bias,
+        "Mask": features.mask,
+        "DBias": given.dbias,
+    }
     found |= {name: tensor.data_ptr() for name, tensor in features.items()}  # type: ignore[union-attr]
     found |= zip((f"stride_bias_{axis}" for axis in "bhqk"), (200 * 336, 0, 336, 1), strict=True)
     found |= zip((f"stride_mask_{axis}" for axis in "bhqk"), (0, 200 * 336, 336, 1), strict=True)
@@ -111,14 +116,14 @@ def test_the_layout_is_that_of_the_compiled_kernels(family_id: str) -> None:
 @each_family
 def test_every_parameter_of_every_kernel_has_the_value_of_the_call(family_id: str, cuda: FakeDriver) -> None:
     spec, config, compiled = compiled_case(family_id)
-    given, extras = call_of(spec)
-    geometry = BackwardGeometry.of(given, extras)
+    given, features = call_of(spec)
+    geometry = BackwardGeometry.of(given, features)
     cuda.named = {part.kernel.entry: part.kernel.parameters for part in compiled.parts}
     launch = make_backward_plan(compiled, spec, config, geometry, 0)
     assert not isinstance(launch, TritonBackwardPlan)
-    neg_delta = launch(given, 0.25, None, extras)
+    neg_delta = launch(given, 0.25, None, features)
     (call,) = calls_of(cuda, len(compiled.parts))
-    expected, start = expected_arguments(given, extras), neg_delta.data_ptr()
+    expected, start = expected_arguments(given, features), neg_delta.data_ptr()
     scratch = {one.name: one for one in family(family_id).scratch(spec, config, geometry.sizes)}
     places: dict[str, set[int]] = {}
     for part, done in zip(compiled.parts, call, strict=True):

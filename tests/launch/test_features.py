@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashgen.core.errors import LaunchError
-from flashgen.launch.extras import MAX_OFFSET, BlockMask, Extras, clamp_window
+from flashgen.launch.feature_values import MAX_OFFSET, BlockMask, Features, clamp_window
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import EmptyPlan, Launch
 from tests.launch.fake_driver import FakeDriver
@@ -48,9 +48,9 @@ class Both:
 
 @pytest.fixture
 def both(cuda: FakeDriver) -> Callable[..., Both]:
-    def make(*named: str, key: str = "fwd-bf16-d64", extras: Extras | None = None) -> Both:
+    def make(*named: str, key: str = "fwd-bf16-d64", features: Features | None = None) -> Both:
         kernel = Imagined(parameters(*named, "Q: *bf16", "K: *bf16", "V: *bf16", "O: *bf16"), key)
-        return Both(kernel, cuda, Geometry.of(*tensors(kernel.spec, SHAPE), extras))
+        return Both(kernel, cuda, Geometry.of(*tensors(kernel.spec, SHAPE), features))
 
     return make
 
@@ -73,7 +73,7 @@ def test_a_window_may_change_at_every_call(causal: bool, both: Callable[..., Bot
         ((128, 0), (128, 0)),
     ]
     for window, (left, right) in cases:
-        values = launch(*given, None, None, None, Extras(window=window))
+        values = launch(*given, None, None, None, Features(window=window))
         assert (values["window_left"], values["window_right"]) == (left, 0 if causal else right)
 
 
@@ -86,22 +86,22 @@ def test_clamped_windows_and_offsets_keep_every_sum_within_32_bits() -> None:
 
 def test_only_with_a_window_or_slopes_does_an_offset_beyond_the_lengths_matter(both: Callable[..., Both]) -> None:
     given, slopes = four(), torch.ones(6)
-    for named, extras, expected in (
+    for named, features, expected in (
         (["q_offset: i32"], None, (333, -200)),
-        (["q_offset: i32", "window_left: i32"], Extras(window=(5, None)), (MAX_OFFSET, -MAX_OFFSET)),
-        (["q_offset: i32", "AlibiSlopes: *fp32"], Extras(alibi_slopes=slopes), (MAX_OFFSET, -MAX_OFFSET)),
+        (["q_offset: i32", "window_left: i32"], Features(window=(5, None)), (MAX_OFFSET, -MAX_OFFSET)),
+        (["q_offset: i32", "AlibiSlopes: *fp32"], Features(alibi_slopes=slopes), (MAX_OFFSET, -MAX_OFFSET)),
     ):
         launch = both(*named)
-        offsets = [launch(*given, None, None, offset, extras)["q_offset"] for offset in (1 << 40, -(1 << 40))]
+        offsets = [launch(*given, None, None, offset, features)["q_offset"] for offset in (1 << 40, -(1 << 40))]
         assert tuple(offsets) == expected
-        assert launch(*given, None, None, 400, extras)["q_offset"] == (400 if extras else 333)
+        assert launch(*given, None, None, 400, features)["q_offset"] == (400 if features else 333)
 
 
 def test_softcap_factors_follow_the_cap_and_the_scale(both: Callable[..., Both]) -> None:
     launch = both("softcap_rate: fp32", "softcap_scale_log2: fp32")
     given = four()
     for cap, scale in ((30.0, None), (30.0, 0.5), (50.0, 0.5), (50.0, None), (30.0, None)):
-        values = launch(*given, None, scale, None, Extras(softcap=cap))
+        values = launch(*given, None, scale, None, Features(softcap=cap))
         x = 12.5  # a score before the scale
         capped = cap * math.tanh((scale or 64**-0.5) * x / cap) * LOG2E
         mine = values["softcap_scale_log2"] * (0.5 - 1 / (2 ** (x * values["softcap_rate"]) + 1))
@@ -114,16 +114,16 @@ def test_tensors_of_features_are_found_by_name(both: Callable[..., Both]) -> Non
     bias = torch.empty(2, 1, 200, 333)
     mask = torch.empty(1, 6, 1, 333, dtype=torch.bool)
     slopes, sinks, aux = torch.empty(2, 6), torch.empty(6), (torch.empty(3), torch.empty(4))
-    extras = Extras(bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, aux=aux)
+    features = Features(bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, aux=aux)
     names = ["Bias: *fp32", "Mask: *u8", "AlibiSlopes: *fp32", "Sinks: *fp32", "Aux0: *fp32", "Aux1: *fp32"]
-    launch = both(*names, *STRIDES, "stride_alibi_b: i32", "batch: i32", extras=extras)
-    values = launch(*four(), None, None, None, extras)
+    launch = both(*names, *STRIDES, "stride_alibi_b: i32", "batch: i32", features=features)
+    values = launch(*four(), None, None, None, features)
     pointers = {"Bias": bias, "Mask": mask, "AlibiSlopes": slopes, "Sinks": sinks, "Aux0": aux[0], "Aux1": aux[1]}
     assert {name: values[name] for name in pointers} == {name: one.data_ptr() for name, one in pointers.items()}
     assert [values[f"stride_bias_{axis}"] for axis in "bhqk"] == [200 * 333, 0, 333, 1]
     assert [values[f"stride_mask_{axis}"] for axis in "bhqk"] == [0, 333, 0, 1]
     assert (values["stride_alibi_b"], values["batch"]) == (6, 2)
-    other = dataclasses.replace(extras, bias=torch.empty_like(bias), aux=aux[::-1])
+    other = dataclasses.replace(features, bias=torch.empty_like(bias), aux=aux[::-1])
     values = launch(*four(), None, None, None, other)
     assert (values["Bias"], values["Aux0"]) == (other.bias.data_ptr(), aux[1].data_ptr())  # type: ignore[union-attr]
 
@@ -131,10 +131,10 @@ def test_tensors_of_features_are_found_by_name(both: Callable[..., Both]) -> Non
 @pytest.mark.parametrize("name", ["AlibiSlopes", "Sinks", "Bias", "Mask", "Aux0", "Aux11", "FullCounts"])
 def test_a_tensor_that_the_kernel_needs_and_the_call_lacks_is_named(name: str, both: Callable[..., Both]) -> None:
     launch = both(f"{name}: *fp32")
-    for extras in (None, Extras(window=(1, 1))):
+    for features in (None, Features(window=(1, 1))):
         for plan in launch.plans:
-            with pytest.raises(LaunchError, match=f"the kernel reads {name}, and the extras of the call have none"):
-                plan(*four(), None, None, None, extras)
+            with pytest.raises(LaunchError, match=f"the kernel reads {name}, and the features of the call have none"):
+                plan(*four(), None, None, None, features)
     assert launch.cuda.launches == []
 
 
@@ -154,18 +154,18 @@ def test_a_block_mask_is_walked_in_rows_of_query_blocks(
         seqlen_q=200,
         seqlen_k=333,
     )
-    extras = Extras(block_mask=block_mask)
+    features = Features(block_mask=block_mask)
     more = ["stride_block_b: i32", "stride_block_h: i32", "num_q_blocks: i32", "num_k_blocks: i32"]
-    values = both(*BLOCKS, *more, extras=extras)(*four(), None, None, None, extras)
+    values = both(*BLOCKS, *more, features=features)(*four(), None, None, None, features)
     assert (values["stride_block_b"], values["stride_block_h"]) == strides
     assert (values["num_q_blocks"], values["num_k_blocks"]) == (2, 3)
     found = [values[name.split(":")[0]] for name in BLOCKS]
     assert found == [t.data_ptr() for t in (counts[0], indices[0], counts[1], indices[1])]
 
 
-def test_a_kernel_without_features_takes_any_extras(both: Callable[..., Both]) -> None:
+def test_a_kernel_without_features_takes_any_features(both: Callable[..., Both]) -> None:
     launch = both("nheads: i32")
-    plain, featured = launch(*four()), launch(*four(), None, None, None, Extras(softcap=3.0, window=(1, 2)))
+    plain, featured = launch(*four()), launch(*four(), None, None, None, Features(softcap=3.0, window=(1, 2)))
     assert plain.keys() == featured.keys()
 
 
@@ -202,8 +202,8 @@ def test_without_keys_the_lse_is_that_of_the_sinks(dtype: torch.dtype) -> None:
     q, out, lse = torch.empty(2, 3, 5, 8), torch.ones(2, 3, 5, 8), torch.ones(2, 3, 5)
     sinks = torch.tensor([0.5, -2.0, 3.0], dtype=dtype)
     k = torch.empty(2, 3, 0, 8)
-    EmptyPlan()(q, k, k, out, lse, None, None, Extras(sinks=sinks))
+    EmptyPlan()(q, k, k, out, lse, None, None, Features(sinks=sinks))
     assert torch.all(out == 0)
     assert torch.equal(lse, sinks.float().view(1, 3, 1).expand(2, 3, 5))
-    EmptyPlan()(q, k, k, out, lse, None, None, Extras(window=(1, 1)))
+    EmptyPlan()(q, k, k, out, lse, None, None, Features(window=(1, 1)))
     assert torch.all(lse == -math.inf)

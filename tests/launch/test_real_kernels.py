@@ -17,7 +17,7 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
 from flashgen.launch import counters
-from flashgen.launch.extras import MAX_OFFSET, Extras
+from flashgen.launch.feature_values import MAX_OFFSET, Features
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import ptx_sizes, slot_sizes, trailing_pointers
 from flashgen.launch.plan import TritonPlan, make_plan
@@ -88,7 +88,7 @@ def test_the_layout_is_that_of_the_compiled_kernel(name: str) -> None:
 def test_every_parameter_has_the_value_of_the_call(name: str, cuda: FakeDriver) -> None:
     spec, config, compiled = kernel(name)
     q, k, v, out = tensors(spec)
-    extras = Extras(
+    features = Features(
         window=(70, None),
         softcap=30.0,
         alibi_slopes=torch.ones(2, 6),
@@ -97,20 +97,20 @@ def test_every_parameter_has_the_value_of_the_call(name: str, cuda: FakeDriver) 
         mask=torch.ones(1, 6, 200, 336, dtype=torch.bool)[..., :333],
     )
     cuda.parameters = families.family(config.family).parameters(spec, config)
-    launch = make_plan(compiled, spec, config, Geometry.of(q, k, v, out, extras), 0)
+    launch = make_plan(compiled, spec, config, Geometry.of(q, k, v, out, features), 0)
     assert not isinstance(launch, TritonPlan)
-    launch(q, k, v, out, None, 0.25, None, extras)
+    launch(q, k, v, out, None, 0.25, None, features)
     (done,) = cuda.launches
     values = done.values
     assert done.block == (compiled.handle.metadata.num_warps * 32, 1, 1)
     expected = {
         "window_left": 70,
         "window_right": 0 if spec.causal else MAX_OFFSET + 533,
-        "AlibiSlopes": extras.alibi_slopes.data_ptr(),  # type: ignore[union-attr]
+        "AlibiSlopes": features.alibi_slopes.data_ptr(),  # type: ignore[union-attr]
         "stride_alibi_b": 6,
-        "Sinks": extras.sinks.data_ptr(),  # type: ignore[union-attr]
-        "Bias": extras.bias.data_ptr(),  # type: ignore[union-attr]
-        "Mask": extras.mask.data_ptr(),  # type: ignore[union-attr]
+        "Sinks": features.sinks.data_ptr(),  # type: ignore[union-attr]
+        "Bias": features.bias.data_ptr(),  # type: ignore[union-attr]
+        "Mask": features.mask.data_ptr(),  # type: ignore[union-attr]
         **dict(zip([f"stride_bias_{axis}" for axis in "bhqk"], (200 * 336, 0, 336, 1), strict=True)),
         **dict(zip([f"stride_mask_{axis}" for axis in "bhqk"], (0, 200 * 336, 336, 1), strict=True)),
         "batch": 2,
@@ -149,14 +149,14 @@ def test_descriptors_of_scores_follow_the_tensors_of_each_call(cuda: FakeDriver)
     spec, config, compiled = kernel("gluon, two parts, tiles of scores")
     q, k, v, out = tensors(spec)
     calls = [
-        Extras(bias=torch.zeros(6, 200, 336)[None, ..., :333], mask=torch.ones(1, 1, 200, 336).bool()[..., :333])
+        Features(bias=torch.zeros(6, 200, 336)[None, ..., :333], mask=torch.ones(1, 1, 200, 336).bool()[..., :333])
         for _ in range(2)
     ]
     cuda.parameters = families.family(config.family).parameters(spec, config)
     launch = make_plan(compiled, spec, config, Geometry.of(q, k, v, out, calls[0]), 0)
-    for extras in (*calls, calls[0]):
-        launch(q, k, v, out, extras=extras)
+    for features in (*calls, calls[0]):
+        launch(q, k, v, out, features=features)
         values = cuda.launches[-1].values
-        assert (values["bias_desc"], values["mask_desc"]) == (extras.bias.data_ptr(), extras.mask.data_ptr())  # type: ignore[union-attr]
+        assert (values["bias_desc"], values["mask_desc"]) == (features.bias.data_ptr(), features.mask.data_ptr())  # type: ignore[union-attr]
     with pytest.raises(LaunchError, match="reads Bias"):
         make_plan(compiled, spec, config, Geometry.of(q, k, v, out), 0)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.launch.extras import Extras
-from flashgen.measure.verify import Kernel
+from flashgen.launch.feature_values import Features
+from flashgen.measure.verify import LaunchFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Emulated:
     invert_mask: bool = False
     mask_first_batch: bool = False
 
-    def factory(self, *_: torch.Tensor | Extras) -> Kernel:
+    def factory(self, *_: torch.Tensor | Features) -> LaunchFunction:
         return self
 
     def __call__(
@@ -53,7 +53,7 @@ class Emulated:
         lse: torch.Tensor,
         softmax_scale: float,
         q_offset: int | torch.Tensor,
-        extras: Extras,
+        features: Features,
     ) -> None:
         if self.use_keys_behind_end:
             k, v = _longer(k, 8), _longer(v, 8)
@@ -67,8 +67,8 @@ class Emulated:
         for start in range(0, k.shape[2], self.block_n):
             keys = torch.arange(start, min(start + self.block_n, k.shape[2]))
             scores = self._product(q, k[:, :, keys].mT) * (softmax_scale * self.scale_error)
-            scores = self._modified(scores, torch.arange(seqlen_q)[:, None], offset, keys, softmax_scale, extras)
-            hidden = self._hidden(torch.arange(seqlen_q)[:, None], offset, keys, extras)
+            scores = self._modified(scores, torch.arange(seqlen_q)[:, None], offset, keys, softmax_scale, features)
+            hidden = self._hidden(torch.arange(seqlen_q)[:, None], offset, keys, features)
             hidden = hidden | (keys >= seqlen_k - self.drop_last_key)[None, :]
             scores = torch.where(hidden, self.mask_value, scores)
             new_m = torch.maximum(m.float(), scores.amax(-1))
@@ -83,8 +83,8 @@ class Emulated:
             acc = (acc.float() * alpha[..., None] + product).to(self.accumulator)
             m = new_m.to(self.statistics)
         log_sum = m.float() + total.float().log()
-        if extras.sinks is not None and self.forget != "sinks":
-            sink = extras.sinks.float().view(1, -1, 1) * (softmax_scale if self.sink_is_a_key else 1.0)
+        if features.sinks is not None and self.forget != "sinks":
+            sink = features.sinks.float().view(1, -1, 1) * (softmax_scale if self.sink_is_a_key else 1.0)
             total = (total.float() + torch.exp(sink - m.float())).to(self.statistics)
             log_sum = log_sum if self.sink_out_of_lse else torch.logaddexp(log_sum, sink.expand_as(log_sum))
         blind = (total == 0) | (m == float("-inf"))
@@ -109,31 +109,31 @@ class Emulated:
         offset: torch.Tensor,
         keys: torch.Tensor,
         scale: float,
-        extras: Extras,
+        features: Features,
     ) -> torch.Tensor:
-        bias = None if extras.bias is None or self.forget == "bias" else self._part(extras.bias, keys).float()
+        bias = None if features.bias is None or self.forget == "bias" else self._part(features.bias, keys).float()
         bias = bias.roll(self.bias_head_error, 1) if bias is not None and self.bias_head_error else bias
         bias = bias * scale if bias is not None and self.bias_is_scaled else bias
         if bias is not None and self.bias_before_softcap:
             scores = scores + bias
-        if extras.softcap and self.forget != "softcap":
-            scores = extras.softcap * torch.tanh(scores / extras.softcap)
-        if extras.alibi_slopes is not None and self.forget != "alibi":
-            slopes = extras.alibi_slopes.view(-1, scores.shape[1], 1, 1)
+        if features.softcap and self.forget != "softcap":
+            scores = features.softcap * torch.tanh(scores / features.softcap)
+        if features.alibi_slopes is not None and self.forget != "alibi":
+            slopes = features.alibi_slopes.view(-1, scores.shape[1], 1, 1)
             distance = rows + (0 if self.alibi_without_offset else offset) - keys
             scores = scores - slopes * (distance if self.alibi_is_signed else distance.abs())
         return scores if bias is None or self.bias_before_softcap else scores + bias
 
-    def _hidden(self, rows: torch.Tensor, offset: torch.Tensor, keys: torch.Tensor, extras: Extras) -> torch.Tensor:
+    def _hidden(self, rows: torch.Tensor, offset: torch.Tensor, keys: torch.Tensor, features: Features) -> torch.Tensor:
         hidden = torch.zeros((), dtype=torch.bool)
-        left, right = extras.window
+        left, right = features.window
         right = 0 if self.causal else right
         if right is not None:
             hidden = hidden | (keys > rows + offset + right + (0 if self.causal else self.window_error[1]))
         if left is not None:
             hidden = hidden | (keys < rows + offset - left - self.window_error[0])
-        if extras.mask is not None and self.forget != "mask":
-            mask = self._part(extras.mask, keys)
+        if features.mask is not None and self.forget != "mask":
+            mask = self._part(features.mask, keys)
             mask = mask[:1] if self.mask_first_batch else mask
             hidden = hidden | (mask if self.invert_mask else ~mask)
         return hidden

@@ -8,7 +8,7 @@ import torch
 
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from tests.measure.emulated import Emulated, _longer
 
 
@@ -36,7 +36,7 @@ class EmulatedBackward:
     jitter: float = 0.0
     calls: int = 0
 
-    def factory(self, *_: BackwardTensors | Extras) -> BackwardLaunch:
+    def factory(self, *_: BackwardTensors | Features) -> BackwardLaunch:
         return self
 
     def __call__(
@@ -44,15 +44,15 @@ class EmulatedBackward:
         tensors: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> torch.Tensor:
         assert softmax_scale is not None
-        assert extras is not None
+        assert features is not None
         self.calls += 1
         t, product = tensors, self.scores._product
         group = t.q.shape[1] // t.k.shape[1]
         k, v = t.k.repeat_interleave(group, 1), t.v.repeat_interleave(group, 1)
-        weights, slope = self._weights(t, k, softmax_scale, q_offset, extras)
+        weights, slope = self._weights(t, k, softmax_scale, q_offset, features)
         if not self.leak_hidden:
             silent = (weights.amax(-2) == 0)[..., None]
             k, v = torch.where(silent, 0.0, k), torch.where(silent, 0.0, v)
@@ -79,14 +79,14 @@ class EmulatedBackward:
         return neg_delta
 
     def _weights(
-        self, t: BackwardTensors, k: torch.Tensor, scale: float, q_offset: int | torch.Tensor | None, extras: Extras
+        self, t: BackwardTensors, k: torch.Tensor, scale: float, q_offset: int | torch.Tensor | None, features: Features
     ) -> tuple[torch.Tensor, torch.Tensor | float]:
         rows, keys = torch.arange(t.q.shape[2])[:, None], torch.arange(k.shape[2])
         offset = torch.as_tensor(k.shape[2] - t.q.shape[2] if self.scores.ignore_offset else q_offset).view(-1, 1, 1, 1)
         scores = self.scores._product(t.q, k.mT) * (scale * self.scale_error)
-        slope = 1.0 - torch.tanh(scores / extras.softcap).square() if extras.softcap else 1.0
-        scores = self.scores._modified(scores, rows, offset, keys, scale, replace(extras, sinks=None))
-        hidden = self.scores._hidden(rows, offset, keys, extras)
+        slope = 1.0 - torch.tanh(scores / features.softcap).square() if features.softcap else 1.0
+        scores = self.scores._modified(scores, rows, offset, keys, scale, replace(features, sinks=None))
+        hidden = self.scores._hidden(rows, offset, keys, features)
         if self.drop_key is not None:
             hidden = hidden | (keys == self.drop_key % len(keys))
         weights = torch.exp(scores - torch.where(t.lse == float("-inf"), 0.0, t.lse)[..., None])

@@ -13,8 +13,8 @@ from flashgen.core.record import Failure
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.backward_inputs import written
-from flashgen.measure.backward_problem import (
-    BackwardProblem,
+from flashgen.measure.backward_verification_case import (
+    BackwardVerificationCase,
     backward_odd_problem,
     backward_odd_problems,
     backward_problem,
@@ -39,7 +39,7 @@ def spec_of(features: str, dtype: str = "bf16") -> Specialization:
 
 
 @functools.cache
-def problems_of(spec: Specialization) -> tuple[tuple[OddShape, BackwardProblem], ...]:
+def problems_of(spec: Specialization) -> tuple[tuple[OddShape, BackwardVerificationCase], ...]:
     """The odd shapes but for the largest, which take most of the time; one specialization has them all."""
     if spec == spec_of(""):
         return backward_odd_problems(spec, "cpu")
@@ -149,7 +149,7 @@ def test_errors_are_the_largest_of_all_gradients() -> None:
     assert 0 < verdict.lse_error < 1e-5
 
 
-def solved(features: str = "mask", **shape: object) -> BackwardProblem:
+def solved(features: str = "mask", **shape: object) -> BackwardVerificationCase:
     """The blind form with the right answer in place of a kernel's."""
     spec = spec_of(features)
     made = backward_odd_problem(spec, replace(ODD_SHAPES[2], **shape), "cpu")  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def solved(features: str = "mask", **shape: object) -> BackwardProblem:
     return made
 
 
-def verdict_of(made: BackwardProblem) -> Errors | Failure:
+def verdict_of(made: BackwardVerificationCase) -> Errors | Failure:
     delta = made.expected.neg_delta.values.squeeze(-1).float()
     return check_backward(made.inputs.tensors[0], delta, made.expected)
 
@@ -214,7 +214,7 @@ def test_odd_shapes_have_what_no_specialization_says() -> None:
     found = problems_of(spec_of(""))
     tensors = [problem.inputs.tensors[0] for _, problem in found]
     assert {each.dlse is None for each in tensors} == {True, False}
-    assert {problem.inputs.extras[0].sinks is None for _, problem in found} == {True, False}
+    assert {problem.inputs.features[0].sinks is None for _, problem in found} == {True, False}
     for (shape, _), each in zip(found, tensors, strict=True):
         assert each.dout.stride() != each.out.stride() or shape.seqlen_q == 1
         assert each.dout.stride(3) == each.dk.stride(3) == 1

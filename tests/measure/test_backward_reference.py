@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.backward_reference import (
     Gradients,
     exact_gradients,
@@ -28,12 +28,12 @@ def autograd(
     dlse: torch.Tensor | None,
     offset: torch.Tensor,
     causal: bool,
-    extras: Extras,
+    features: Features,
 ) -> Gradients:
     """Gradients of the dense formula; a hidden score has none, a row without a key none either."""
-    leaves = {"dq": q, "dk": k, "dv": v, "dbias": extras.bias, "dsinks": extras.sinks}
+    leaves = {"dq": q, "dk": k, "dv": v, "dbias": features.bias, "dsinks": features.sinks}
     given = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf is not None}
-    out, lse = dense(q, k, v, 0.8, offset, causal, extras)
+    out, lse = dense(q, k, v, 0.8, offset, causal, features)
     blind = torch.isinf(lse)
     total = (out.masked_fill(blind[..., None], 0.0) * dout).sum()
     if dlse is not None:
@@ -81,7 +81,7 @@ def test_every_feature_in_any_combination(
     v, dout = random(batch, 2, seqlen_k, 3, seed=seed + 2), random(batch, nheads, seqlen_q, 3, seed=seed + 7)
     full = (batch, nheads, seqlen_q, seqlen_k)
     sizes = [tuple(n if own else 1 for n, own in zip(full, axes or full, strict=True)) for axes in (bias, mask)]
-    extras = Extras(
+    features = Features(
         window=window,
         softcap=softcap,
         alibi_slopes=random(batch, nheads, seed=seed + 3).abs() if alibi else None,
@@ -91,13 +91,13 @@ def test_every_feature_in_any_combination(
     )
     dlses = random(batch, nheads, seqlen_q, seed=seed + 8) if dlse else None
     offsets = torch.tensor([offset, offset + 2], dtype=torch.int32)
-    expected = autograd(q, k, v, dout, dlses, offsets, causal, extras)
+    expected = autograd(q, k, v, dout, dlses, offsets, causal, features)
     with torch.no_grad():
-        rule = ScoreRule.of(q, k, causal=causal, q_offset=offsets, softmax_scale=0.8, extras=extras)
+        rule = ScoreRule.of(q, k, causal=causal, q_offset=offsets, softmax_scale=0.8, features=features)
         shape = sizes[0] if bias else None
         found = exact_gradients(q, k, v, dout, rule, dlse=dlses, bias_shape=shape, block_bytes=block_bytes)
-        if extras.sinks is not None:
-            dsinks = sinks_gradient(extras.sinks, found.forward.lse, found.neg_delta)
+        if features.sinks is not None:
+            dsinks = sinks_gradient(features.sinks, found.forward.lse, found.neg_delta)
             torch.testing.assert_close(dsinks, expected.pop("dsinks"), rtol=1e-10, atol=1e-12)
         assert found.gradients.keys() == expected.keys()
         for name, right in expected.items():
@@ -121,8 +121,8 @@ def test_eager_gradients_are_as_inexact_as_torchs(dtype: torch.dtype, softcap: f
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     out = torch.softmax(scores + leaves[3], -1) @ leaves[2]
     theirs = dict(zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(out, leaves, dout), strict=True))
-    extras = Extras(bias=bias, softcap=softcap)
-    rule = ScoreRule.of(q, k, causal=False, q_offset=None, softmax_scale=0.2, extras=extras)
+    features = Features(bias=bias, softcap=softcap)
+    rule = ScoreRule.of(q, k, causal=False, q_offset=None, softmax_scale=0.2, features=features)
     right = exact_gradients(q, k, v, dout, rule, bias_shape=(1, 2, 96, 96)).gradients
     mine = rounded_gradients(q, k, v, dout, rule, bias_shape=(1, 2, 96, 96))
     for name, gradient in theirs.items():
@@ -135,10 +135,10 @@ def test_keys_that_nobody_sees_may_be_anything(block_bytes: int | None) -> None:
     q, k, v, dout = (random(2, 2, 30, 8, seed=n, dtype=torch.float32) for n in range(4))
     mask = torch.ones(2, 1, 30, 30, dtype=torch.bool)
     mask[0, :, :, 2] = False
-    extras = Extras(mask=mask, window=(None, 1), softcap=3.0)
+    features = Features(mask=mask, window=(None, 1), softcap=3.0)
 
     def found() -> list[Gradients]:
-        rule = ScoreRule.of(q, k, causal=False, q_offset=-2, softmax_scale=0.3, extras=extras)
+        rule = ScoreRule.of(q, k, causal=False, q_offset=-2, softmax_scale=0.3, features=features)
         return [
             exact_gradients(q, k, v, dout, rule, block_bytes=block_bytes).gradients,
             exact_gradients(q, k, v, dout, rule, block_bytes=block_bytes).noise,
@@ -159,7 +159,7 @@ def test_keys_that_nobody_sees_may_be_anything(block_bytes: int | None) -> None:
 def test_noise_is_what_one_rounding_of_every_factor_moves_a_gradient_by() -> None:
     """Weights and dP disturbed by a relative 1e-3 at random; noise counts with the largest element of a vector."""
     q, k, v, dout = (random(1, 1, 400, 16, seed=n) for n in range(4))
-    rule = ScoreRule.of(q, k, causal=True, q_offset=None, softmax_scale=0.25, extras=None)
+    rule = ScoreRule.of(q, k, causal=True, q_offset=None, softmax_scale=0.25, features=None)
     found = exact_gradients(q, k, v, dout, rule)
     behind = torch.ones(400, 400, dtype=torch.bool).tril()
     weights = torch.softmax((0.25 * q @ k.mT).masked_fill(~behind, -torch.inf), -1)

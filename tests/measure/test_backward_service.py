@@ -16,10 +16,10 @@ from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure import odd_shapes
 from flashgen.measure.backward_inputs import make_backward_inputs
-from flashgen.measure.backward_problem import BackwardFactory, backward_problem
+from flashgen.measure.backward_verification_case import BackwardFactory, backward_problem
 from flashgen.measure.bench import Bench, GpuToolchain
 from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
 from flashgen.measure.reference import oracle
@@ -42,7 +42,7 @@ class ClockedBackward:
     inner: EmulatedBackward
     ms: float
 
-    def factory(self, *_: BackwardTensors | Extras) -> BackwardLaunch:
+    def factory(self, *_: BackwardTensors | Features) -> BackwardLaunch:
         return self
 
     def __call__(
@@ -50,10 +50,10 @@ class ClockedBackward:
         tensors: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
-        extras: Extras | None = None,
+        features: Features | None = None,
     ) -> torch.Tensor:
         Clocked.total_ms += self.ms
-        return self.inner(tensors, softmax_scale, q_offset, extras)
+        return self.inner(tensors, softmax_scale, q_offset, features)
 
 
 @dataclass
@@ -137,8 +137,8 @@ def test_every_copy_has_the_output_and_lse_of_its_own_inputs() -> None:
     made = backward_problem(SMALL, 3, 5, torch.device("cpu"))
     assert made.copies == 3
     assert len({t.dout.data_ptr() for t in made.inputs.tensors}) == 3
-    for t, extras in zip(made.inputs.tensors, made.inputs.extras, strict=True):
-        out, lse = oracle(t.q, t.k, t.v, causal=True, extras=extras)
+    for t, features in zip(made.inputs.tensors, made.inputs.features, strict=True):
+        out, lse = oracle(t.q, t.k, t.v, causal=True, features=features)
         torch.testing.assert_close(t.out.double(), out, rtol=1e-2, atol=1e-3)
         torch.testing.assert_close(t.lse.double(), lse, rtol=1e-5, atol=1e-5)
     sizes = [each.numel() * each.element_size() for t in made.inputs.tensors for each in (t.q, t.dout, t.dk, t.dv)]

@@ -22,14 +22,14 @@ def evaluate(act: str) -> EvaluateJob:
     return EvaluateJob(workload=WORKLOAD, config=config(act))
 
 
-def race(*acts: str, anchors: bool = False) -> RaceJob:
+def race(*acts: str, baselines: bool = False) -> RaceJob:
     return RaceJob(
         workload=WORKLOAD,
         configs=tuple(map(config, acts)),
         rounds=1,
         warm_s=0.0,
         window_s=0.01,
-        anchors=anchors,
+        baselines=baselines,
     )
 
 
@@ -69,9 +69,9 @@ def test_a_race_in_which_everybody_crashes_ends(executor: Executor) -> None:
 
 
 def test_an_anchor_that_crashes_does_not_take_the_race_with_it(executor: Executor) -> None:
-    result = executor.race(race("1", "2", anchors=True))
+    result = executor.race(race("1", "2", baselines=True))
     assert result.outcomes == (Measurement(times_ms=(1.0,)), Measurement(times_ms=(2.0,)))
-    assert result.anchors == ()
+    assert result.baselines == ()
 
 
 def test_without_a_gpu_it_says_so() -> None:

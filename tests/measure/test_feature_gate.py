@@ -13,7 +13,7 @@ from flashgen.core.record import Failure
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 from flashgen.measure.odd_shapes import check_odd, odd_problems, odd_shapes
-from flashgen.measure.verify import LSE_ATOL, check, golden
+from flashgen.measure.verify import LSE_ATOL, check, oracle_of
 from tests.measure.emulated import Emulated
 
 FEATURES = ("window", "softcap", "alibi", "sink", "bias", "keybias", "mask", "keymask")
@@ -99,12 +99,12 @@ def test_the_lse_of_exact_products_is_judged_as_strictly_as_ever() -> None:
     """Twice 5e-5 is a key of 10000; only scores whose parts are large may be less exact."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 300, 64, generator=generator).bfloat16() for _ in range(3))
-    expected = golden(q, k, v)
+    expected = oracle_of(q, k, v)
     assert float(expected.lse_tolerance.max()) < 1.5 * LSE_ATOL
     wrong = expected.lse.float()
     wrong[0, 1, 7] += 1e-4
     assert isinstance(check(expected.out.bfloat16(), wrong, expected), Failure)
-    larger = golden(30 * q, k, v)
+    larger = oracle_of(30 * q, k, v)
     assert float(larger.lse_tolerance.max()) > 2 * LSE_ATOL
 
 
@@ -112,7 +112,7 @@ def test_where_eager_attention_overflows_it_allows_nothing() -> None:
     q = torch.full((1, 1, 4, 16), 64.0).half()
     k = torch.full((1, 1, 3, 16), 70.0).half()
     v = torch.randn(1, 1, 3, 16, generator=torch.Generator().manual_seed(1)).half()
-    expected = golden(q, k, v, softmax_scale=1.0)
+    expected = oracle_of(q, k, v, softmax_scale=1.0)
     assert torch.isfinite(expected.row_tolerance).all()
     assert expected.row_tolerance.max() < 0.05  # what fp32 knows of scores of 70000
 

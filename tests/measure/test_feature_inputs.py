@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from flashgen.core.workload import Workload
-from flashgen.launch.extras import Extras, aligned_scores, broadcast_kind
+from flashgen.launch.feature_values import Features, aligned_scores, broadcast_kind
 from flashgen.measure.feature_inputs import FeatureForm, alibi_slopes, feature_bytes
 from flashgen.measure.inputs import make_inputs, rotation_copies
 
 
-def extras_of(key: str, *, padding: int = 0, copies: int = 1, **form: object) -> tuple[Extras, ...]:
+def features_of(key: str, *, padding: int = 0, copies: int = 1, **form: object) -> tuple[Features, ...]:
     inputs = make_inputs(
         Workload.parse(f"bf16-b3-h4-sq40-sk64-d16-{key}"),
         copies=copies,
@@ -18,28 +18,28 @@ def extras_of(key: str, *, padding: int = 0, copies: int = 1, **form: object) ->
         padding=padding,
         form=FeatureForm(**form),  # type: ignore[arg-type]
     )
-    return inputs.extras
+    return inputs.features
 
 
 def test_a_plain_workload_has_none() -> None:
-    assert extras_of("causal") == (Extras(),)
+    assert features_of("causal") == (Features(),)
 
 
 def test_slopes_are_those_of_the_paper() -> None:
     torch.testing.assert_close(alibi_slopes(8, "cpu"), torch.tensor([2.0**-n for n in range(1, 9)]))
-    assert extras_of("alibi")[0].alibi_slopes.shape == (4,)
-    slopes = extras_of("alibi", alibi_batch=True)[0].alibi_slopes
+    assert features_of("alibi")[0].alibi_slopes.shape == (4,)
+    slopes = features_of("alibi", alibi_batch=True)[0].alibi_slopes
     assert slopes.shape == (3, 4)
     assert len(slopes.unique()) == 12
 
 
 def test_sinks_window_and_softcap() -> None:
-    extras = extras_of("sink-wl7-wr3-softcap")[0]
-    assert extras.sinks.shape == (4,)
-    assert extras.sinks.dtype == torch.float32
-    assert extras.window == (7, 3)
-    assert extras.softcap == 50.0
-    assert extras_of("sink", sink_dtype="bf16")[0].sinks.dtype == torch.bfloat16
+    features = features_of("sink-wl7-wr3-softcap")[0]
+    assert features.sinks.shape == (4,)
+    assert features.sinks.dtype == torch.float32
+    assert features.window == (7, 3)
+    assert features.softcap == 50.0
+    assert features_of("sink", sink_dtype="bf16")[0].sinks.dtype == torch.bfloat16
 
 
 def test_scores_are_so_large_that_a_cap_bends_them() -> None:
@@ -59,7 +59,7 @@ def test_scores_are_so_large_that_a_cap_bends_them() -> None:
 )
 @pytest.mark.parametrize("padding", [0, 16])
 def test_shapes_kinds_and_alignment(key: str, shape: tuple[int, ...], padding: int) -> None:
-    (one, other) = extras_of(key, padding=padding, copies=2)
+    (one, other) = features_of(key, padding=padding, copies=2)
     tensor, second = (each.bias if each.mask is None else each.mask for each in (one, other))
     assert tensor.shape == shape
     assert tensor.dtype == (torch.bool if "mask" in key else torch.bfloat16)
@@ -72,34 +72,34 @@ def test_shapes_kinds_and_alignment(key: str, shape: tuple[int, ...], padding: i
     inside = whole.isnan().logical_not() if "bias" in key else None
     assert inside is None or int(inside.sum()) == tensor.numel()
     for form in ("odd", "transposed") if padding else ():
-        (extras,) = extras_of(key, padding=padding, scattered=form)
-        scattered = extras.bias if extras.mask is None else extras.mask
+        (features,) = features_of(key, padding=padding, scattered=form)
+        scattered = features.bias if features.mask is None else features.mask
         assert scattered.shape == shape
         assert not aligned_scores((scattered,))
 
 
 def test_axes_choose_what_is_broadcast() -> None:
-    (extras,) = extras_of("bias-mask", bias_axes=(True, False), mask_axes=(False, True), bias_dtype="fp32")
-    assert extras.bias.shape == (3, 1, 40, 64)
-    assert extras.bias.dtype == torch.float32
-    assert extras.mask.shape == (1, 4, 40, 64)
+    (features,) = features_of("bias-mask", bias_axes=(True, False), mask_axes=(False, True), bias_dtype="fp32")
+    assert features.bias.shape == (3, 1, 40, 64)
+    assert features.bias.dtype == torch.float32
+    assert features.mask.shape == (1, 4, 40, 64)
 
 
 def test_a_full_mask_hides_a_quarter_and_a_few_keys_from_all() -> None:
-    mask = extras_of("mask")[0].mask
+    mask = features_of("mask")[0].mask
     assert 0.6 < float(mask.float().mean()) < 0.8
     assert int((~mask).all(2).all(0).sum()) >= 2
     assert mask.any(-1).all()
-    blind = extras_of("mask", blind=True)[0].mask
+    blind = features_of("mask", blind=True)[0].mask
     assert 0 < int((~blind).all(-1).sum()) < 3 * 40
 
 
 def test_a_key_mask_is_padding_at_the_end() -> None:
-    mask = extras_of("keymask")[0].mask
+    mask = features_of("keymask")[0].mask
     lengths = mask.sum(-1).flatten()
     assert ((lengths >= 32) & (lengths <= 64)).all()
     assert torch.equal(mask, torch.arange(64) < lengths.view(3, 1, 1, 1))
-    assert int(extras_of("keymask", blind=True)[0].mask[-1].sum()) == 0
+    assert int(features_of("keymask", blind=True)[0].mask[-1].sum()) == 0
 
 
 def test_bias_and_mask_count_as_memory() -> None:

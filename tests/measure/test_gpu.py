@@ -8,7 +8,7 @@ import torch
 from flashgen.core.device import find_device
 from flashgen.core.errors import DeviceError
 from flashgen.measure import gpu
-from flashgen.measure.anchors import BACKENDS, why_not
+from flashgen.measure.baselines import BACKENDS, unsupported
 from flashgen.measure.faults import failure_of, gpu_is_lost
 
 H200 = SimpleNamespace(
@@ -149,4 +149,4 @@ def test_an_exception_becomes_a_failure_of_its_kind(error: Exception, stage: str
 def test_torchs_backends_are_asked_for_what_they_can_express(key: str, able: set[str]) -> None:
     from flashgen.core.workload import Workload
 
-    assert {impl for impl in BACKENDS if why_not(impl, Workload.parse(key)) is None} == able
+    assert {impl for impl in BACKENDS if unsupported(impl, Workload.parse(key)) is None} == able

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashgen.core.errors import WorkloadError
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.reference import eager, exact, oracle, rounded
 from flashgen.measure.score_rule import ScoreRule
 
@@ -23,28 +23,34 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, offset: torch.Tensor, causal: bool, extras: Extras
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    offset: torch.Tensor,
+    causal: bool,
+    features: Features,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All scores at once, heads repeated, the sink as one more column."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * scale
-    if extras.softcap:
-        scores = extras.softcap * torch.tanh(scores / extras.softcap)
+    if features.softcap:
+        scores = features.softcap * torch.tanh(scores / features.softcap)
     behind = torch.arange(q.shape[2])[:, None] + offset.view(-1, 1, 1, 1) - torch.arange(k.shape[2])
-    if extras.alibi_slopes is not None:
-        scores = scores - torch.einsum("bh,bhij->bhij", extras.alibi_slopes.expand(q.shape[:2]), behind.abs())
-    if extras.bias is not None:
-        scores = scores + extras.bias
+    if features.alibi_slopes is not None:
+        scores = scores - torch.einsum("bh,bhij->bhij", features.alibi_slopes.expand(q.shape[:2]), behind.abs())
+    if features.bias is not None:
+        scores = scores + features.bias
     visible = torch.ones_like(scores, dtype=torch.bool)
-    left, right = extras.window
+    left, right = features.window
     visible &= behind >= 0 if causal else True
     visible &= behind <= left if left is not None else True
     visible &= behind >= -right if right is not None else True
-    visible &= extras.mask if extras.mask is not None else True
+    visible &= features.mask if features.mask is not None else True
     scores = scores.masked_fill(~visible, -math.inf)
-    if extras.sinks is not None:
-        sinks = extras.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    if features.sinks is not None:
+        sinks = features.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
         return weights @ v, torch.logsumexp(torch.cat([scores, sinks], -1), -1)
     return torch.softmax(scores, -1).nan_to_num(0.0) @ v, torch.logsumexp(scores, -1)
@@ -84,7 +90,7 @@ def test_every_feature_in_any_combination(
     full = (batch, nheads, seqlen_q, seqlen_k)
     sizes = [tuple(n if own else 1 for n, own in zip(full, axes or full, strict=True)) for axes in (bias, mask)]
     slopes = random(batch, nheads, seed=seed + 3).abs()
-    extras = Extras(
+    features = Features(
         window=window,
         softcap=softcap,
         alibi_slopes={"": None, "heads": slopes[0], "batch": slopes}[alibi],
@@ -93,8 +99,8 @@ def test_every_feature_in_any_combination(
         mask=random(*sizes[1], seed=seed + 6) > -0.5 if mask else None,
     )
     offsets = torch.tensor([offset, offset + 2], dtype=torch.int32)
-    expected, expected_lse = dense(q, k, v, 0.8, offsets, causal, extras)
-    arguments = {"causal": causal, "q_offset": offsets, "softmax_scale": 0.8, "extras": extras}
+    expected, expected_lse = dense(q, k, v, 0.8, offsets, causal, features)
+    arguments = {"causal": causal, "q_offset": offsets, "softmax_scale": 0.8, "features": features}
     out, lse = oracle(q, k, v, block_bytes=block_bytes, **arguments)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
@@ -108,12 +114,12 @@ def test_torch_agrees_in_float64(kind: str) -> None:
     shape = (2, 1, 1, 33) if kind.startswith("key") else (1, 4, 33, 33)
     given = random(*shape, seed=4)
     given = given if "bias" in kind else given > -1.0
-    extras = Extras(bias=given if "bias" in kind else None, mask=given if "mask" in kind else None)
+    features = Features(bias=given if "bias" in kind else None, mask=given if "mask" in kind else None)
     causal = kind == "causal"
     expected = scaled_dot_product_attention(
         q, k, v, attn_mask=None if causal else given, is_causal=causal, enable_gqa=True
     )
-    torch.testing.assert_close(oracle(q, k, v, causal=causal, extras=extras)[0], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(oracle(q, k, v, causal=causal, features=features)[0], expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -122,17 +128,17 @@ def test_a_row_that_sees_no_key_is_zero_and_its_lse_the_sink(reason: str, sink: 
     length = 0 if reason == "no keys" else 5
     q, k = random(1, 2, 3, 4, seed=1), random(1, 2, length, 4, seed=2)
     sinks = torch.tensor([0.5, -2.0]) if sink else None
-    extras = {
-        "mask": Extras(sinks=sinks, mask=torch.zeros(1, 1, 1, 5, dtype=torch.bool)),
-        "window": Extras(sinks=sinks, window=(2, None)),
-        "bias": Extras(sinks=sinks, bias=torch.full((1, 1, 3, 5), -math.inf)),
-        "no keys": Extras(sinks=sinks),
+    features = {
+        "mask": Features(sinks=sinks, mask=torch.zeros(1, 1, 1, 5, dtype=torch.bool)),
+        "window": Features(sinks=sinks, window=(2, None)),
+        "bias": Features(sinks=sinks, bias=torch.full((1, 1, 3, 5), -math.inf)),
+        "no keys": Features(sinks=sinks),
     }[reason]
-    out, lse = oracle(q, k, k, q_offset=100, extras=extras)
+    out, lse = oracle(q, k, k, q_offset=100, features=features)
     assert not out.any()
     expected = torch.full((1, 2, 3), -math.inf) if sinks is None else sinks.view(1, 2, 1).expand(1, 2, 3)
     torch.testing.assert_close(lse, expected.double())
-    assert not eager(q.float(), k.float(), k.float(), q_offset=100, extras=extras).any()
+    assert not eager(q.float(), k.float(), k.float(), q_offset=100, features=features).any()
 
 
 @pytest.mark.parametrize("function", [oracle, eager])
@@ -140,12 +146,12 @@ def test_a_key_that_no_query_sees_may_be_anything(function: object) -> None:
     q, k, v = (random(2, 2, 6, 4, seed=n, dtype=torch.float32) for n in range(3))
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
     mask[0, :, :, 2] = False
-    extras = Extras(mask=mask, window=(None, 1))
-    usual = function(q, k, v, q_offset=-2, extras=extras)  # type: ignore[operator]
+    features = Features(mask=mask, window=(None, 1))
+    usual = function(q, k, v, q_offset=-2, features=features)  # type: ignore[operator]
     for tensor, value in ((k, math.nan), (v, math.inf)):
         tensor[0, :, 2] = value
         tensor[:, :, 5] = value
-    poisoned = function(q, k, v, q_offset=-2, extras=extras)  # type: ignore[operator]
+    poisoned = function(q, k, v, q_offset=-2, features=features)  # type: ignore[operator]
     for one, other in zip(usual, poisoned, strict=True):
         assert torch.equal(one, other)
 
@@ -155,7 +161,7 @@ def test_a_bias_of_minus_infinity_hides_keys() -> None:
     mask = random(1, 2, 6, 6, seed=4) > 0
     as_bias = torch.where(mask, 0.0, -math.inf)
     for one, other in zip(
-        oracle(q, k, v, extras=Extras(mask=mask)), oracle(q, k, v, extras=Extras(bias=as_bias)), strict=True
+        oracle(q, k, v, features=Features(mask=mask)), oracle(q, k, v, features=Features(bias=as_bias)), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -167,7 +173,7 @@ def test_tf32_products_know_ten_bits() -> None:
     assert errors[0] < 1e-6
     assert 1e-4 < errors[1] < 1e-2
     coarse = [(tensor.view(torch.int32) & ~0x1FFF).view(torch.float32) for tensor in (q, k)]
-    rule = ScoreRule.of(q, k, causal=False, q_offset=None, softmax_scale=0.25, extras=None)
+    rule = ScoreRule.of(q, k, causal=False, q_offset=None, softmax_scale=0.25, features=None)
     lse = rounded(q, k, v, rule, tf32=True).lse
     torch.testing.assert_close(lse.double(), oracle(*coarse, v, softmax_scale=0.25)[1], rtol=1e-6, atol=1e-6)
 
@@ -176,27 +182,27 @@ def test_the_size_of_scores_counts_parts_that_cancel_and_weighs_keys() -> None:
     q, k = torch.ones(1, 1, 1, 4), torch.ones(1, 1, 3, 4)
     bias = torch.tensor([-4.0, -4.0, -1000.0]).view(1, 1, 1, 3)  # 4 - 4 twice, and a key without weight
 
-    def answer(extras: Extras) -> tuple[float, float]:
-        rule = ScoreRule.of(q, k, causal=False, q_offset=None, softmax_scale=1.0, extras=extras)
+    def answer(features: Features) -> tuple[float, float]:
+        rule = ScoreRule.of(q, k, causal=False, q_offset=None, softmax_scale=1.0, features=features)
         found = exact(q, k, k, rule)
         return float(found.lse), float(found.score_size)
 
-    assert answer(Extras(bias=bias)) == pytest.approx((math.log(2), 8.0))
-    assert answer(Extras())[1] == pytest.approx(4.0)
-    assert answer(Extras(softcap=50.0))[1] == pytest.approx(50.0)
+    assert answer(Features(bias=bias)) == pytest.approx((math.log(2), 8.0))
+    assert answer(Features())[1] == pytest.approx(4.0)
+    assert answer(Features(softcap=50.0))[1] == pytest.approx(50.0)
 
 
 @pytest.mark.parametrize(
-    ("extras", "rule"),
+    ("features", "rule"),
     [
-        (Extras(bias=torch.zeros(1, 1, 4, 3)), "bias broadcasts"),
-        (Extras(mask=torch.ones(1, 3, 1, 1, dtype=torch.bool)), "mask broadcasts"),
-        (Extras(sinks=torch.zeros(3)), "sinks broadcasts"),
-        (Extras(alibi_slopes=torch.zeros(3, 2)), "alibi_slopes broadcasts"),
-        (Extras(aux=(torch.zeros(1),)), "user-defined"),
+        (Features(bias=torch.zeros(1, 1, 4, 3)), "bias broadcasts"),
+        (Features(mask=torch.ones(1, 3, 1, 1, dtype=torch.bool)), "mask broadcasts"),
+        (Features(sinks=torch.zeros(3)), "sinks broadcasts"),
+        (Features(alibi_slopes=torch.zeros(3, 2)), "alibi_slopes broadcasts"),
+        (Features(aux=(torch.zeros(1),)), "user-defined"),
     ],
 )
-def test_what_does_not_fit_is_refused(extras: Extras, rule: str) -> None:
+def test_what_does_not_fit_is_refused(features: Features, rule: str) -> None:
     q = random(2, 2, 5, 4, seed=1)
     with pytest.raises(WorkloadError, match=rule):
-        oracle(q, q, q, extras=extras)
+        oracle(q, q, q, features=features)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.core.errors import WorkloadError
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.reference import eager, oracle
 
 
@@ -74,8 +74,8 @@ def test_the_oracle_is_attention_row_by_row(
     visible &= (j >= i - left) if left is not None else True
     visible &= (j <= i + right) if right is not None else True
     q_offset = offsets.to(torch.int32) if per_batch else offset
-    extras = Extras(window=(left, right))
-    arguments = {"causal": causal, "extras": extras, "q_offset": q_offset, "softmax_scale": 0.7}
+    features = Features(window=(left, right))
+    arguments = {"causal": causal, "features": features, "q_offset": q_offset, "softmax_scale": 0.7}
     out, lse = oracle(q, k, v, block_bytes=block_bytes, **arguments)
     expected, expected_lse = naive(q, k, v, 0.7, visible)
     assert out.dtype == lse.dtype == torch.float64

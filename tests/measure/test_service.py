@@ -13,13 +13,13 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError, UnsupportedError
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.extras import aligned_scores
+from flashgen.launch.feature_values import aligned_scores
 from flashgen.measure.bench import Bench
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.odd_shapes import ODD_SHAPES
 from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
 from flashgen.measure.service import Judge
-from flashgen.measure.verify import Kernel, KernelFactory
+from flashgen.measure.verify import KernelFactory, LaunchFunction
 from tests.measure.emulated import Emulated
 
 SMALL = Workload.parse("bf16-b1-h2-s96-d16-causal")
@@ -59,7 +59,7 @@ class Clocked:
     error_at_call: int = 10**9
     calls: int = 0
 
-    def factory(self, *_: torch.Tensor) -> Kernel:
+    def factory(self, *_: torch.Tensor) -> LaunchFunction:
         return self
 
     def __call__(self, *arguments: torch.Tensor, **unused: object) -> None:
@@ -122,7 +122,7 @@ class Table:
 
     def race(self, *configs: Config) -> RaceResult:
         result = self.judge.race(
-            RaceJob(workload=SMALL, configs=configs, rounds=3, warm_s=0.002, window_s=0.004, anchors=True)
+            RaceJob(workload=SMALL, configs=configs, rounds=3, warm_s=0.002, window_s=0.004, baselines=True)
         )
         assert isinstance(result, RaceResult), result
         return result
@@ -191,7 +191,7 @@ def test_windows_are_levelled_by_the_default_config_where_torch_has_no_kernel() 
     result = table.race(config(ms=2), config(ms=4))
     times = [outcome.reference_ms for outcome in result.outcomes if isinstance(outcome, Measurement)]
     assert times == [4.0, 4.0]
-    assert result.anchors == ()
+    assert result.baselines == ()
 
 
 @pytest.mark.parametrize("default", [None, config(ms=4, wrong=True), config(build_error=True)])
@@ -209,7 +209,7 @@ def test_a_race_has_an_outcome_for_each_config_in_order() -> None:
     medians = [outcome.median_ms if isinstance(outcome, Measurement) else outcome.stage for outcome in result.outcomes]
     assert medians == [2.0, "build", 1.0, "verify", 3.0]
     assert all(len(o.times_ms) == 3 for o in result.outcomes if isinstance(o, Measurement))
-    assert result.anchors == ()
+    assert result.baselines == ()
 
 
 def test_a_kernel_that_becomes_wrong_during_a_race_loses() -> None:
@@ -270,5 +270,5 @@ def test_alignment_follows_the_head_dim(key: str, aligned: bool) -> None:
 def test_what_is_measured_are_the_inputs_as_they_are(key: str, batch: int) -> None:
     workload = Workload.parse(f"bf16-b{batch}-h2-d16-{key}")
     inputs = make_inputs(workload, copies=2, seed=0, device="cpu")
-    for extras in inputs.extras:
-        assert specialization(workload).aligned_scores is aligned_scores((extras.bias, extras.mask))
+    for features in inputs.features:
+        assert specialization(workload).aligned_scores is aligned_scores((features.bias, features.mask))

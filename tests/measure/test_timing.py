@@ -54,7 +54,7 @@ class FakeGpu:
 
 
 @dataclass
-class Kernel:
+class LaunchFunction:
     """Takes `ms` of device time, and `cold_ms` more for a set of inputs that it has not just seen."""
 
     gpu: FakeGpu
@@ -69,7 +69,7 @@ class Kernel:
 @pytest.mark.parametrize("ms", [0.003, 0.02, 0.09, 0.11, 1.0, 40.0])
 def test_a_time_is_the_kernels_and_not_the_hosts(ms: float) -> None:
     gpu = FakeGpu()
-    unit = make_unit(Kernel(gpu, ms), 4, gpu)
+    unit = make_unit(LaunchFunction(gpu, ms), 4, gpu)
     window = measure(unit, gpu, warm_ms=5.0, window_ms=50.0)
     assert window.ms == pytest.approx(ms)
     assert unit.call_ms == pytest.approx(ms)
@@ -78,7 +78,7 @@ def test_a_time_is_the_kernels_and_not_the_hosts(ms: float) -> None:
 
 def test_every_set_of_inputs_takes_its_turn() -> None:
     gpu = FakeGpu()
-    long = Kernel(gpu, 1.0)
+    long = LaunchFunction(gpu, 1.0)
     unit = make_unit(long, 3, gpu)
     long.sets.clear()
     measure(unit, gpu, warm_ms=0.0, window_ms=7.0)
@@ -90,7 +90,7 @@ def test_every_set_of_inputs_takes_its_turn() -> None:
 @pytest.mark.parametrize(("ms", "copies"), [(0.01, 7), (0.05, 100), (0.001, 256), (0.01, MAX_GRAPH_CALLS)])
 def test_a_graph_holds_whole_rotations(ms: float, copies: int) -> None:
     gpu = FakeGpu(host_ms=ms)
-    short = Kernel(gpu, ms)
+    short = LaunchFunction(gpu, ms)
     unit = make_unit(short, copies, gpu)
     short.sets.clear()
     unit.run()
@@ -117,7 +117,7 @@ class AddressesOnly(FakeGpu):
 def test_what_a_graph_recorded_lives_as_long_as_its_unit() -> None:
     """A workspace that is freed may be unmapped before the next replay, or become another tensor."""
     gpu = AddressesOnly()
-    kernel = Kernel(gpu, 0.02)
+    kernel = LaunchFunction(gpu, 0.02)
     owner = weakref.ref(kernel)
     unit = make_unit(kernel, 2, gpu)
     assert unit.calls > 1
@@ -132,14 +132,14 @@ def test_what_a_graph_recorded_lives_as_long_as_its_unit() -> None:
 
 def test_a_slow_call_is_estimated_twice_and_no_more() -> None:
     gpu = FakeGpu()
-    slow = Kernel(gpu, 500.0)
+    slow = LaunchFunction(gpu, 500.0)
     assert make_unit(slow, 2, gpu).ms == 500.0
     assert len(slow.sets) == 2
 
 
 def test_a_first_call_that_builds_a_plan_does_not_make_a_short_call_long() -> None:
     gpu = FakeGpu()
-    short = Kernel(gpu, 0.02)
+    short = LaunchFunction(gpu, 0.02)
     first = [True]
 
     def run(n: int) -> None:
@@ -156,7 +156,7 @@ def test_a_first_call_that_builds_a_plan_does_not_make_a_short_call_long() -> No
 @pytest.mark.parametrize(("warm_ms", "window_ms", "calls"), [(0.0, 300.0, 30), (100.0, 300.0, 40), (1.0, 1.0, 2)])
 def test_a_window_lasts_as_long_as_asked_and_warms_up_unmeasured(warm_ms: float, window_ms: float, calls: int) -> None:
     gpu = FakeGpu()
-    kernel = Kernel(gpu, 10.0)
+    kernel = LaunchFunction(gpu, 10.0)
     unit = Unit(run=lambda: kernel(0), calls=1, ms=10.0)
     assert measure(unit, gpu, warm_ms=warm_ms, window_ms=window_ms).ms == pytest.approx(10.0)
     assert len(kernel.sets) == calls

@@ -10,17 +10,17 @@ from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.odd_shapes import EARLY_KEYS, ODD_SHAPES, check_odd, odd_problem, odd_problems
-from flashgen.measure.problem import Problem
-from flashgen.measure.verify import Errors, check, golden, ulp_of
+from flashgen.measure.verification_case import VerificationCase
+from flashgen.measure.verify import Errors, check, oracle_of, ulp_of
 from tests.measure.emulated import Emulated
 
 
-def problem(workload: Workload, layout: str = "bhsd") -> Problem:
+def problem(workload: Workload, layout: str = "bhsd") -> VerificationCase:
     inputs = make_inputs(workload, copies=1, seed=3, device="cpu", layout=layout)
     offset, scale = workload.seqlen_k - workload.seqlen_q, workload.head_dim**-0.5
     q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
-    expected = golden(q, k, v, causal=workload.causal, q_offset=offset, softmax_scale=scale)
-    return Problem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
+    expected = oracle_of(q, k, v, causal=workload.causal, q_offset=offset, softmax_scale=scale)
+    return VerificationCase(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
 
 
 PLAIN = Workload.parse("fwd-bf16-b2-h4-hk2-s512-d64")
@@ -106,7 +106,7 @@ def test_the_odd_shapes_cover_what_they_must() -> None:
     assert any(shape.nheads > shape.nheads_k > 1 for shape in ODD_SHAPES)
 
 
-def expected_and_right() -> tuple[Problem, torch.Tensor, torch.Tensor]:
+def expected_and_right() -> tuple[VerificationCase, torch.Tensor, torch.Tensor]:
     made = problem(Workload.parse("bf16-b1-h2-sq5-sk3-d64-causal"))
     right = made.expected.out.bfloat16()
     return made, right, made.expected.lse.float()

@@ -15,7 +15,7 @@ import torch
 from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, BackwardTensors, backward_aligned16
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry, aligned16
 from tests.runtime.fake_gpu import FakeGpu
 
@@ -31,35 +31,41 @@ class Scores:
 
     @classmethod
     def of(
-        cls, spec: Specialization, q: torch.Tensor, k: torch.Tensor, scale: float | None, offset: Offset, extras: Extras
+        cls,
+        spec: Specialization,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        scale: float | None,
+        offset: Offset,
+        features: Features,
     ) -> Scores:
         assert (spec.window, spec.softcap, spec.alibi, spec.bias == "", spec.mask == "") == (
-            extras.window != (None, None),
-            extras.softcap > 0,
-            extras.alibi_slopes is not None,
-            extras.bias is None,
-            extras.mask is None,
+            features.window != (None, None),
+            features.softcap > 0,
+            features.alibi_slopes is not None,
+            features.bias is None,
+            features.mask is None,
         )
         group = q.shape[1] // k.shape[1]
         values = q @ k.repeat_interleave(group, 1).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
         slope: torch.Tensor | float = 1.0
-        if extras.softcap:
-            flat = torch.tanh(values / extras.softcap)
-            values, slope = extras.softcap * flat, 1 - flat**2
+        if features.softcap:
+            flat = torch.tanh(values / features.softcap)
+            values, slope = features.softcap * flat, 1 - flat**2
         shift = k.shape[2] - q.shape[2] if offset is None else offset
         shift = shift.view(-1, 1, 1, 1) if isinstance(shift, torch.Tensor) else shift
         ahead = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - shift  # of a key to its query
-        if extras.alibi_slopes is not None:
-            assert extras.alibi_slopes.stride(-1) == 1
-            values = values - extras.alibi_slopes.view(-1, q.shape[1], 1, 1) * ahead.abs()
-        if extras.bias is not None:
-            values = values + extras.bias.float()
-        left, right = extras.window
+        if features.alibi_slopes is not None:
+            assert features.alibi_slopes.stride(-1) == 1
+            values = values - features.alibi_slopes.view(-1, q.shape[1], 1, 1) * ahead.abs()
+        if features.bias is not None:
+            values = values + features.bias.float()
+        left, right = features.window
         hidden = ahead > (0 if spec.causal else math.inf if right is None else right)
         if left is not None:
             hidden = hidden | (ahead < -left)
-        if extras.mask is not None:
-            hidden = hidden | ~extras.mask
+        if features.mask is not None:
+            hidden = hidden | ~features.mask
         return cls(values=values.masked_fill(hidden, -math.inf), slope=slope)
 
 
@@ -78,18 +84,18 @@ class EmulatedGpu(FakeGpu):
             lse: torch.Tensor | None = None,
             softmax_scale: float | None = None,
             q_offset: Offset = None,
-            extras: Extras | None = None,
+            features: Features | None = None,
         ) -> None:
-            mark(q, k, v, out, lse, softmax_scale, q_offset, extras)
+            mark(q, k, v, out, lse, softmax_scale, q_offset, features)
             views = [x.as_strided(*geometry.tensor(name)) for name, x in zip("qkvo", (q, k, v, out), strict=True)]
             pointers = _pointers(views)
             assert not spec.aligned16 or aligned16(geometry, pointers, DTYPE_BYTES[spec.dtype])
-            extras = extras or Extras()
+            features = features or Features()
             q, k, v = (x.float() for x in views[:3])
-            scores = Scores.of(spec, q, k, softmax_scale, q_offset, extras).values
+            scores = Scores.of(spec, q, k, softmax_scale, q_offset, features).values
             sums = scores.logsumexp(-1)
-            if extras.sinks is not None:
-                sums = torch.logaddexp(sums, extras.sinks.float().view(-1, 1).expand_as(sums))
+            if features.sinks is not None:
+                sums = torch.logaddexp(sums, features.sinks.float().view(-1, 1).expand_as(sums))
             weights = (scores - sums.unsqueeze(-1)).exp().nan_to_num(0.0)
             views[3].copy_(weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1))
             if lse is not None:
@@ -106,20 +112,20 @@ class EmulatedGpu(FakeGpu):
             tensors: BackwardTensors,
             softmax_scale: float | None = None,
             q_offset: Offset = None,
-            extras: Extras | None = None,
+            features: Features | None = None,
             with_neg_delta: bool = True,
         ) -> torch.Tensor:
-            mark(tensors, softmax_scale, q_offset, extras)
+            mark(tensors, softmax_scale, q_offset, features)
             views = {n: getattr(tensors, f).as_strided(*geometry.tensor(n)) for n, f in FIELDS.items()}
             assert not spec.aligned16 or backward_aligned16(
                 geometry, _pointers(views.values()), DTYPE_BYTES[spec.dtype]
             )
             assert tensors.lse.is_contiguous()
-            extras = extras or Extras()
+            features = features or Features()
             q, k, v, out, dout = (views[name].float() for name in ("q", "k", "v", "o", "do"))
             group = q.shape[1] // k.shape[1]
             neg_delta = -(dout * out).sum(-1) + (0.0 if tensors.dlse is None else tensors.dlse)
-            scores = Scores.of(spec, q, k, softmax_scale, q_offset, extras)
+            scores = Scores.of(spec, q, k, softmax_scale, q_offset, features)
             weights = (scores.values - tensors.lse.unsqueeze(-1)).exp().nan_to_num(0.0)
             dscores = weights * (dout @ v.repeat_interleave(group, 1).mT + neg_delta.unsqueeze(-1))
             _write_bias_gradient(spec, geometry, tensors, dscores)

@@ -13,7 +13,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, BackwardTensors
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry
 from flashgen.runtime.calls import Call
 
@@ -81,13 +81,13 @@ class FakeGpu:
             lse: torch.Tensor | None = None,
             softmax_scale: float | None = None,
             q_offset: int | torch.Tensor | None = None,
-            extras: Extras | None = None,
+            features: Features | None = None,
         ) -> None:
             out.fill_(MARK)
             if lse is not None:
                 lse.fill_(MARK)
             self.launched.append(
-                SimpleNamespace(scale=softmax_scale, offset=q_offset, lse=lse, q=q.data_ptr(), extras=extras)
+                SimpleNamespace(scale=softmax_scale, offset=q_offset, lse=lse, q=q.data_ptr(), features=features)
             )
 
         return launch
@@ -102,7 +102,7 @@ class FakeGpu:
             tensors: BackwardTensors,
             softmax_scale: float | None = None,
             q_offset: int | torch.Tensor | None = None,
-            extras: Extras | None = None,
+            features: Features | None = None,
             with_neg_delta: bool = True,
         ) -> torch.Tensor:
             for written in (tensors.dq, tensors.dk, tensors.dv, tensors.dbias):
@@ -112,7 +112,7 @@ class FakeGpu:
             pointers = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
             # not the tensors: torch takes over a gradient that nobody else has
             self.launched_backward.append(
-                SimpleNamespace(pointers=pointers, scale=softmax_scale, offset=q_offset, extras=extras)
+                SimpleNamespace(pointers=pointers, scale=softmax_scale, offset=q_offset, features=features)
             )
             return torch.full_like(tensors.lse, MARK)
 

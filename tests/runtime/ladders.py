@@ -9,7 +9,7 @@ from flashgen.codegen.families import default_config, fitted, validate
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
-from flashgen.core.record import Anchor, TuningRecord
+from flashgen.core.record import Baseline, TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.exchange import export_records
 from flashgen.db.layers import Layers
@@ -27,16 +27,16 @@ def config(order: int = 8, loads: str = "descriptor") -> Config:
 
 
 def measured(workload: Workload = CAUSAL, device: Device = H200, **changes: object) -> TuningRecord:
-    return replace(MEASURED, **{"workload": workload, "device": device, "config": config(), "anchors": (), **changes})  # type: ignore[arg-type]
+    return replace(MEASURED, **{"workload": workload, "device": device, "config": config(), "baselines": (), **changes})  # type: ignore[arg-type]
 
 
 def predicted(workload: Workload = CAUSAL, device: Device = H200, **changes: object) -> TuningRecord:
     return replace(PREDICTED, **{"workload": workload, "device": device, "config": config(), **changes})  # type: ignore[arg-type]
 
 
-def faster(impl: str, factor: float = 0.5) -> tuple[Anchor, ...]:
+def faster(impl: str, factor: float = 0.5) -> tuple[Baseline, ...]:
     """Another implementation that took `factor` of the time of a sample record (1.25 ms)."""
-    return (Anchor(impl=impl, median_ms=1.25 * factor), Anchor(impl="other", median_ms=99.0))
+    return (Baseline(impl=impl, median_ms=1.25 * factor), Baseline(impl="other", median_ms=99.0))
 
 
 @dataclass

@@ -115,7 +115,7 @@ def test_explain_answers_for_the_call_that_it_is_given(gpu: FakeGpu, ladder: Lad
 
 
 def test_explain_and_attention_agree_on_the_backend(gpu: FakeGpu, ladder: Ladder) -> None:
-    ladder.user(measured(anchors=faster("sdpa-cudnn")))
+    ladder.user(measured(baselines=faster("sdpa-cudnn")))
     q, k, v = (tensor(4, h, 4096, 128) for h in (32, 8, 8))
     assert flashgen.explain(q, k, v, causal=True).backend == "sdpa-cudnn"
     assert flashgen.explain(q, k, v, causal=True, q_offset=0).backend == "generated"
@@ -257,7 +257,12 @@ def reference(call: Call) -> runs.Run:
     """Attention in plain torch in the place of a kernel, in the output that a kernel would get."""
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: runs.Offset, extras: Any = None
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        offset: runs.Offset,
+        features: Any = None,
     ) -> Any:
         out = runs.empty_output(q, v, bshd=call.bshd)
         lse = runs.empty_lse(q, bshd=call.bshd)

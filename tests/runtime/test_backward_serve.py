@@ -125,7 +125,7 @@ def test_values_and_the_gradient_of_the_lse_are_not(gpu: EmulatedGpu) -> None:
     assert len(gpu.planned_backward) == 3
     made = gpu.launched_backward
     assert [done.scale for done in made[:3]] == [None, 0.1, 2.0]
-    assert [done.extras.softcap for done in made[3:5]] == [1.0, 30.0]
+    assert [done.features.softcap for done in made[3:5]] == [1.0, 30.0]
     assert [done.offset for done in made[5:7]] == [0, -5]
     assert [done.pointers["dlse"] != 0 for done in made] == [False] * 7 + [True]
 
@@ -150,8 +150,8 @@ def test_a_record_of_the_class_serves(gpu: EmulatedGpu, ladder: Ladder) -> None:
 
 def test_sdpa_never_serves_what_trains(gpu: EmulatedGpu, ladder: Ladder) -> None:
     forward = replace(BACKWARD, direction="forward")
-    ladder.user(measured(forward, config=default_config(forward.specialization, H200), anchors=faster("sdpa-flash")))
-    ladder.user(recorded(anchors=faster("sdpa-flash")))
+    ladder.user(measured(forward, config=default_config(forward.specialization, H200), baselines=faster("sdpa-flash")))
+    ladder.user(recorded(baselines=faster("sdpa-flash")))
     train()
     assert len(gpu.launched) == len(gpu.launched_backward) == 1
 
@@ -192,10 +192,10 @@ def test_a_forward_pass_without_a_backward_pass_fails_at_once(gpu: EmulatedGpu) 
 def test_the_reason_is_that_of_the_backward_pass(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashgen.codegen import families
 
-    real = families.why_not
+    real = families.unsupported
     monkeypatch.setattr(
         families,
-        "why_not",
+        "unsupported",
         lambda row, spec, device: "too large" if spec.direction == "backward" else real(row, spec, device),
     )
     with pytest.raises(UnsupportedError, match=r"no kernel family serves bwd-bf16-d64 .*split: too large"):
@@ -319,7 +319,7 @@ def lower(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
 
 
 def test_explain_answers_for_a_backward_pass(gpu: EmulatedGpu, ladder: Ladder) -> None:
-    ladder.user(recorded(anchors=faster("sdpa-cudnn")))
+    ladder.user(recorded(baselines=faster("sdpa-cudnn")))
     q, k, v = plain()
     shown = flashgen.explain(q, k, v, direction="backward")
     assert shown.workload == BACKWARD

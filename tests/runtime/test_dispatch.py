@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from flashgen.codegen.families import FAMILIES, default_config, validate, why_invalid
+from flashgen.codegen.families import FAMILIES, default_config, invalid, validate
 from flashgen.codegen.render import render
 from flashgen.core.device import CATALOGUE, Device
 from flashgen.core.errors import ConfigError, UnsupportedError
@@ -20,9 +20,9 @@ from flashgen.core.record import TuningRecord
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
-from flashgen.measure.anchors import BACKENDS
+from flashgen.measure.baselines import BACKENDS
 from flashgen.runtime.dispatch import RUNGS, SDPA_IMPLS, Records, resolve, sdpa_backend
-from flashgen.runtime.why import explain
+from flashgen.runtime.explanation import explain
 from tests.db.samples import H100, H200, RTX_4090, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
@@ -311,7 +311,7 @@ def test_the_ladder_never_fails_on_a_workload_that_a_family_supports(
     workload = Workload(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], causal=causal, **shape)
     spec = Specialization.of(workload, aligned16=aligned, offset_tensor=causal and offset_tensor)
     served = resolve(workload, spec, device, crowd)
-    assert why_invalid(validate(served.config), spec, device) is None
+    assert invalid(validate(served.config), spec, device) is None
     assert served.config == default_config(spec, device) or served.record is not None
 
 
@@ -361,7 +361,7 @@ def test_a_hostile_value_is_skipped_with_a_warning_and_never_rendered(value: str
 
 @pytest.mark.parametrize("impl", SDPA_IMPLS)
 def test_a_backend_that_was_measured_faster_is_handed_the_call(impl: str, ladder: Ladder) -> None:
-    ladder.user(measured(anchors=faster(impl)))
+    ladder.user(measured(baselines=faster(impl)))
     served = ladder.resolve()
     assert sdpa_backend(CAUSAL, CAUSAL.specialization, served) == impl
     assert impl in BACKENDS
@@ -369,12 +369,12 @@ def test_a_backend_that_was_measured_faster_is_handed_the_call(impl: str, ladder
 
 @pytest.mark.parametrize(("impl", "factor"), [("sdpa-flash", 1.0), ("sdpa-flash", 1.5), ("fa3", 0.1), ("flex", 0.1)])
 def test_a_tie_a_slower_one_and_what_is_not_of_torch_are_not(impl: str, factor: float, ladder: Ladder) -> None:
-    ladder.user(measured(anchors=faster(impl, factor)))
+    ladder.user(measured(baselines=faster(impl, factor)))
     assert sdpa_backend(CAUSAL, CAUSAL.specialization, ladder.resolve()) is None
 
 
 def test_the_policy_generated_hands_nothing_over(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder.user(measured(anchors=faster("sdpa-cudnn")))
+    ladder.user(measured(baselines=faster("sdpa-cudnn")))
     served = ladder.resolve()
     assert sdpa_backend(CAUSAL, CAUSAL.specialization, served) == "sdpa-cudnn"
     monkeypatch.setenv("FLASHGEN_POLICY", "generated")
@@ -384,10 +384,10 @@ def test_the_policy_generated_hands_nothing_over(ladder: Ladder, monkeypatch: py
 
 def test_only_what_was_measured_is_handed_over(ladder: Ladder) -> None:
     """Not a nearby shape, not a prediction, not tensors of another alignment, not an explicit config."""
-    ladder.user(measured(anchors=faster("sdpa-flash")))
+    ladder.user(measured(baselines=faster("sdpa-flash")))
     assert sdpa_backend(NEAR, NEAR.specialization, ladder.resolve(NEAR)) is None
     assert sdpa_backend(CAUSAL, CAUSAL.specialization, ladder.resolve(config=config())) is None
-    pointers = measured(config=config(8, "pointer"), anchors=faster("sdpa-flash"))
+    pointers = measured(config=config(8, "pointer"), baselines=faster("sdpa-flash"))
     ladder.user(pointers)
     assert ladder.resolve(spec=UNALIGNED).is_exact
     assert sdpa_backend(CAUSAL, UNALIGNED, ladder.resolve(spec=UNALIGNED)) is None
@@ -399,7 +399,7 @@ def test_a_causal_mask_of_another_corner_is_not_handed_over(ladder: Ladder) -> N
     longer = CAUSAL.with_shape(seqlen_k=8192)
     full = replace(longer, causal=False)
     for workload in (longer, full):
-        ladder.user(measured(workload, anchors=faster("sdpa-flash")))
+        ladder.user(measured(workload, baselines=faster("sdpa-flash")))
     assert sdpa_backend(longer, longer.specialization, ladder.resolve(longer)) is None
     assert sdpa_backend(full, full.specialization, ladder.resolve(full)) == "sdpa-flash"
 
@@ -411,7 +411,7 @@ BACKWARD_ALONE = "it computes the backward pass, not forward"
 def test_explain_names_the_rung_the_record_and_every_family(ladder: Ladder) -> None:
     made = (datetime.now(timezone.utc) - timedelta(days=3, hours=1)).isoformat()
     digest = render(CAUSAL.specialization, config()).digest
-    ladder.ship(measured(created=made, anchors=faster("sdpa-flash", 2.0), source_digest=digest))
+    ladder.ship(measured(created=made, baselines=faster("sdpa-flash", 2.0), source_digest=digest))
     text = str(explain(CAUSAL, CAUSAL.specialization, H200, ladder.records()))
     assert text.splitlines() == [
         f"workload   {CAUSAL.key}",
@@ -480,7 +480,7 @@ def test_a_record_is_stale_once_its_template_has_changed(digest: str, ladder: La
 
 
 def test_explain_names_the_backend_that_the_call_gets(ladder: Ladder) -> None:
-    ladder.user(measured(anchors=faster("sdpa-cudnn")))
+    ladder.user(measured(baselines=faster("sdpa-cudnn")))
     records = ladder.records()
     arguments = (CAUSAL, CAUSAL.specialization, H200, records)
     assert explain(*arguments).backend == "sdpa-cudnn"

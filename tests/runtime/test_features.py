@@ -14,7 +14,7 @@ import torch
 import flashgen
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.runtime import runs, serve
-from flashgen.runtime.calls import Call, Problem
+from flashgen.runtime.calls import Call, CheckedCall
 from tests.runtime.fake_gpu import FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import Ladder, default, faster, measured
 
@@ -85,9 +85,9 @@ def test_a_feature_is_compiled_in_and_reaches_the_launch(name: str, with_lse: bo
     assert isinstance(result, tuple) is with_lse
     assert len(gpu.prepared) == 1
     assert gpu.planned[0][0].key == f"fwd-bf16-d64-{KEYS[name]}"
-    extras = gpu.launched[-1].extras
+    features = gpu.launched[-1].features
     for field, given in arguments.items():
-        found = getattr(extras, field)
+        found = getattr(features, field)
         assert found.data_ptr() == given.data_ptr() if isinstance(given, torch.Tensor) else found == given
     assert (gpu.launched[-1].lse is not None) is with_lse
 
@@ -113,7 +113,7 @@ def test_a_window_is_only_one_where_it_hides_something(gpu: FakeGpu) -> None:
     # from an offset of its own, the edge is not out of reach
     flashgen.attention(*qkv(), window=(1000, None), q_offset=5000)
     assert gpu.planned[-1][0].key == "fwd-bf16-d64-window"
-    assert gpu.launched[-1].extras.window == (1000, None)
+    assert gpu.launched[-1].features.window == (1000, None)
 
 
 def test_values_change_no_code_and_widths_no_kernel(gpu: FakeGpu) -> None:
@@ -127,7 +127,7 @@ def test_values_change_no_code_and_widths_no_kernel(gpu: FakeGpu) -> None:
         flashgen.attention(q, k, v, window=(left, 3))
     assert len(gpu.prepared) == 5, "a width chooses a record"
     assert len(gpu.compiled) == 3, "and no kernel"
-    assert [done.extras.softcap for done in gpu.launched[:3]] == [1.0, 30.0, 50.5]
+    assert [done.features.softcap for done in gpu.launched[:3]] == [1.0, 30.0, 50.5]
 
 
 CHOOSING: dict[str, Callable[[], dict[str, Any]]] = {
@@ -160,13 +160,13 @@ def test_slopes_and_sinks_with_gaps_are_packed(gpu: FakeGpu) -> None:
     slopes = torch.arange(8.0).as_subclass(OnGpu)[::2]
     for _ in range(2):
         flashgen.attention(*qkv(), alibi_slopes=slopes, sinks=slopes)
-    extras = gpu.launched[-1].extras
-    assert extras.alibi_slopes.stride() == extras.sinks.stride() == (1,)
-    assert extras.sinks.tolist() == [0, 2, 4, 6]
+    features = gpu.launched[-1].features
+    assert features.alibi_slopes.stride() == features.sinks.stride() == (1,)
+    assert features.sinks.tolist() == [0, 2, 4, 6]
     assert len(gpu.prepared) == 1
     shared = on_gpu(1, 4).expand(2, 4)
     flashgen.attention(*qkv(batch=2), alibi_slopes=shared)
-    assert gpu.launched[-1].extras.alibi_slopes.data_ptr() == shared.data_ptr()
+    assert gpu.launched[-1].features.alibi_slopes.data_ptr() == shared.data_ptr()
     assert gpu.planned[-1][2].alibi_batch_stride == 0
 
 
@@ -329,7 +329,7 @@ MASKED = flashgen.Workload.parse("b4-h32-s4096-d128-mask")
 def test_one_bias_or_mask_alone_may_go_to_sdpa(
     workload: flashgen.Workload, impl: str, given: bool, gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ladder.user(measured(workload, config=default(workload), anchors=faster(impl)))
+    ladder.user(measured(workload, config=default(workload), baselines=faster(impl)))
     used: list[str] = []
     monkeypatch.setattr(runs, "sdpa_run", lambda impl, **options: used.append(impl) or (lambda *call: call[0]))
     q, k, v = (tensor(4, h, 4096, 128) for h in (32, workload.nheads_k, workload.nheads_k))
@@ -362,13 +362,13 @@ def test_sdpa_gets_the_bias_or_the_mask() -> None:
     mask = torch.rand(1, 1, 32, 32, generator=generator) > 0.3
     run = runs.sdpa_run("sdpa-flash", causal=False, bshd=False, gqa=False)
     scores = q @ k.mT * 0.25
-    from flashgen.launch.extras import Extras
+    from flashgen.launch.feature_values import Features
 
-    for extras, changed in (
-        (Extras(bias=bias), scores + bias),
-        (Extras(mask=mask), scores.masked_fill(~mask, -math.inf)),
+    for features, changed in (
+        (Features(bias=bias), scores + bias),
+        (Features(mask=mask), scores.masked_fill(~mask, -math.inf)),
     ):
-        torch.testing.assert_close(run(q, k, v, None, None, extras), changed.softmax(-1) @ v, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(run(q, k, v, None, None, features), changed.softmax(-1) @ v, atol=1e-5, rtol=1e-4)
 
 
 # --- the user's own functions --------------------------------------------------------------------------------------
@@ -383,14 +383,14 @@ def test_score_functions_are_known_by_what_they_compute(gpu: FakeGpu, monkeypatc
         flashgen.attention(*qkv(), score_mod=score, aux=(table,))
         flashgen.attention(*qkv(), mask_mod=visible, causal=True, return_lse=False)
     assert len(seen) == 2
-    problems = [Problem.of(call) for call in seen]
+    problems = [CheckedCall.of(call) for call in seen]
     assert problems[0].spec.mods is not None
     assert problems[0].spec.mods.aux == ("fp32",)
     assert problems[0].spec.key.startswith("fwd-bf16-d64-score_")
     assert problems[1].spec.key.startswith("fwd-bf16-d64-causal-mask_")
-    assert problems[1].spec.family_key == "fwd-bf16-d64-causal"
-    assert seen[0].extras is not None
-    assert seen[0].extras.aux[0].data_ptr() == table.data_ptr()
+    assert problems[1].spec.workload_class == "fwd-bf16-d64-causal"
+    assert seen[0].features is not None
+    assert seen[0].features.aux[0].data_ptr() == table.data_ptr()
 
 
 def test_a_block_mask_travels_with_its_function(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,16 +411,16 @@ def test_a_block_mask_travels_with_its_function(gpu: FakeGpu, monkeypatch: pytes
         seqlen_k=64,
     )
     flashgen.attention(*qkv(), mask_mod=visible, block_mask=block_mask)
-    call, extras = seen[0]
-    problem = Problem.of(call)
+    call, features = seen[0]
+    problem = CheckedCall.of(call)
     assert problem.spec.mods is not None
     assert problem.spec.mods.block_mask
     assert problem.geometry.blocks is not None
     assert (problem.geometry.blocks.query_blocks, problem.geometry.blocks.key_blocks) == (1, 1)
-    assert extras.block_mask.full_counts.data_ptr() == counts[1].data_ptr()
-    assert (extras.block_mask.seqlen_q, extras.block_mask.seqlen_k, extras.block_mask.block_size) == (48, 64, 128)
+    assert features.block_mask.full_counts.data_ptr() == counts[1].data_ptr()
+    assert (features.block_mask.seqlen_q, features.block_mask.seqlen_k, features.block_mask.block_size) == (48, 64, 128)
     with pytest.raises(WorkloadError, match="a block mask is built for the lengths of its call"):
-        Problem.of(replace(call, extras=replace(extras, block_mask=replace(extras.block_mask, seqlen_k=65))))
+        CheckedCall.of(replace(call, features=replace(features, block_mask=replace(features.block_mask, seqlen_k=65))))
     with pytest.raises(WorkloadError, match="belong to a score_mod or a mask_mod"):
         flashgen.attention(*qkv(), block_mask=block_mask)
 
@@ -429,7 +429,7 @@ def test_a_call_with_functions_is_served_from_the_records_without(gpu: FakeGpu, 
     from flashgen.core.device import find_device
     from flashgen.runtime.dispatch import Choices
 
-    workload = Problem.of(Call(q=qkv()[0], k=qkv()[1], v=qkv()[2], causal=False)).workload
+    workload = CheckedCall.of(Call(q=qkv()[0], k=qkv()[1], v=qkv()[2], causal=False)).workload
     ladder.user(measured(workload, config=default(workload)))
     records, device = ladder.records(), find_device("h200")
     plain = workload.specialization

@@ -23,7 +23,7 @@ from flashgen.core.errors import DeviceError, WorkloadError
 from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.extras import BlockMask
+from flashgen.launch.feature_values import BlockMask
 from flashgen.runtime import mods, serve
 from flashgen.runtime.block_mask import block_mask, check_aux, check_block_mask
 from flashgen.runtime.calls import Call
@@ -284,7 +284,7 @@ def test_torch_compile_finds_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def prepare(call: Call) -> Callable[..., torch.Tensor]:
         calls.append(call)
-        return lambda q, k, v, scale, offset, extras: q * extras.aux[0][0]
+        return lambda q, k, v, scale, offset, features: q * features.aux[0][0]
 
     monkeypatch.setattr(serve, "prepare", prepare)
     graphs = []
@@ -306,7 +306,7 @@ def test_torch_compile_finds_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     flashgen.reload()
     assert len(graphs) == 1
     assert calls[0].mods == score_mods(shifted, document, (torch.int32,), block_mask=True)
-    assert torch.equal(calls[0].extras.block_mask.full_counts, MASK.full_counts)
+    assert torch.equal(calls[0].features.block_mask.full_counts, MASK.full_counts)
 
 
 def test_source_stays_in_the_process() -> None:
@@ -315,7 +315,7 @@ def test_source_stays_in_the_process() -> None:
         assert not {"mods", "score_mod", "mask_mod"} & {f.name for f in fields(value)}
     plain = Specialization(direction="forward", dtype="bf16", head_dim=64, head_dim_v=64)
     spec = replace(plain, mods=score_mods(alibi, causal))
-    assert spec.family_key == plain.family_key, "served from the records of calls without user code"
+    assert spec.workload_class == plain.workload_class, "served from the records of calls without user code"
     assert spec.key == f"{plain.key}-score_{spec.mods.score_mod.digest}-mask_{spec.mods.mask_mod.digest}"
     with pytest.raises(WorkloadError):
         Specialization.parse(spec.key)

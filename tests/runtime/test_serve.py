@@ -13,9 +13,9 @@ import flashgen
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.launch.geometry import Geometry
-from flashgen.measure.anchors import BACKENDS
+from flashgen.measure.baselines import BACKENDS
 from flashgen.runtime import dispatch, runs, serve
-from flashgen.runtime.calls import Call, Problem
+from flashgen.runtime.calls import Call, CheckedCall
 from tests.db.samples import H100
 from tests.runtime.fake_gpu import MARK, FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
@@ -146,7 +146,7 @@ def test_reload_reads_the_databases_again_and_keeps_the_kernels(gpu: FakeGpu, la
 
 
 def test_reload_reads_the_settings_again(gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder.user(measured(anchors=faster("sdpa-flash")))
+    ladder.user(measured(baselines=faster("sdpa-flash")))
     used: list[str] = []
     monkeypatch.setattr(runs, "sdpa_run", lambda impl, **given: used.append(impl) or (lambda *call: call[0]))
     q, k, v = (tensor(4, h, 4096, 128) for h in (32, 8, 8))
@@ -162,7 +162,7 @@ def test_reload_reads_the_settings_again(gpu: FakeGpu, ladder: Ladder, monkeypat
 def test_what_sdpa_computes_otherwise_stays_with_the_kernel(
     gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ladder.user(measured(config=config(8, "pointer"), anchors=faster("sdpa-cudnn")))
+    ladder.user(measured(config=config(8, "pointer"), baselines=faster("sdpa-cudnn")))
     used: list[dict[str, object]] = []
     monkeypatch.setattr(runs, "sdpa_run", lambda impl, **given: used.append(given) or (lambda *call: call[0]))
     q, k, v = (tensor(4, h, 4096, 128) for h in (32, 8, 8))
@@ -271,7 +271,7 @@ def test_there_is_no_notice_where_a_record_serves_or_nobody_wants_it(
 
 
 def workload_of(call: Call) -> flashgen.Workload:
-    return Problem.of(call).workload
+    return CheckedCall.of(call).workload
 
 
 def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **changes: Any) -> Call:
@@ -357,7 +357,7 @@ def test_alignment_is_that_of_pointers_and_strides_in_use() -> None:
 
     def aligned(*tensors: torch.Tensor, **changes: bool) -> bool:
         made = call(*tensors, **changes)
-        return Problem.of(made).spec.aligned16
+        return CheckedCall.of(made).spec.aligned16
 
     assert aligned(q, k, v)
     assert aligned(*(x.transpose(1, 2) for x in (q, k, v)), bshd=True)
@@ -370,7 +370,7 @@ def test_alignment_is_that_of_pointers_and_strides_in_use() -> None:
     assert aligned(q, k[:, :1].expand(1, 4, 64, 64), v[:, :1].expand(1, 4, 64, 64))
     assert not aligned(tensor(1, 4, 48, 20), tensor(1, 2, 64, 20), tensor(1, 2, 64, 20))
     offset = call(q, k, v, causal=True, offset_tensor=True)
-    assert Problem.of(offset).spec.key == "fwd-bf16-d64-causal-offset"
+    assert CheckedCall.of(offset).spec.key == "fwd-bf16-d64-causal-offset"
 
 
 def test_unaligned_tensors_get_a_kernel_that_takes_them(gpu: FakeGpu, ladder: Ladder) -> None:

@@ -395,8 +395,8 @@ def test_autocast_casts_as_torch_does_for_sdpa(is_training: bool, dtype: torch.d
         flashgen.attention(q, k.detach(), v)
         assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, q, q).dtype == dtype
     made = emulated.launched
-    assert made[0].extras.sinks.dtype == torch.float32
-    assert made[0].extras.bias.dtype == torch.float32
+    assert made[0].features.sinks.dtype == torch.float32
+    assert made[0].features.bias.dtype == torch.float32
     if is_training:
         out.float().square().sum().backward()
         assert [x.grad.dtype for x in (q, k, v, sinks)] == [torch.float32, torch.float32, other, other]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from flashgen.codegen.families import default_config
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
-from flashgen.core.record import Anchor, Failure, Measurement, Versions
+from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
 from flashgen.tuning import backward_tiling
@@ -114,7 +114,7 @@ class FakeExecutor:
 
     def race(self, job: RaceJob) -> RaceResult:
         self.races.append(job)
-        others = 3 if job.anchors else 1
+        others = 3 if job.baselines else 1
         self.clock.now += job.rounds * (len(job.configs) + others) * (job.warm_s + job.window_s)
         drifts = [1 + 0.05 * math.cos(number) for number in range(job.rounds)]
         outcomes: list[Outcome] = []
@@ -122,9 +122,9 @@ class FakeExecutor:
             failure = self.broken_in_race(config)
             times = tuple(d * true_ms(job.workload, config) * self._noise() for d in drifts)
             outcomes.append(failure or Measurement(times_ms=times, reference_ms=REFERENCE_MS, sm_clock_mhz=1700.0))
-        flash = Anchor(impl="sdpa-flash", median_ms=job.workload.flops / 345e9)
-        cudnn = Anchor(impl="sdpa-cudnn", median_ms=job.workload.flops / 600e9)
-        return RaceResult(outcomes=tuple(outcomes), anchors=(flash, cudnn) if job.anchors else ())
+        flash = Baseline(impl="sdpa-flash", median_ms=job.workload.flops / 345e9)
+        cudnn = Baseline(impl="sdpa-cudnn", median_ms=job.workload.flops / 600e9)
+        return RaceResult(outcomes=tuple(outcomes), baselines=(flash, cudnn) if job.baselines else ())
 
     def close(self) -> None:
         return

@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
-from flashgen.codegen.families import FAMILIES, family, why_not
+from flashgen.codegen.families import FAMILIES, family, unsupported
 from flashgen.codegen.family import KernelFamily
-from flashgen.codegen.space import candidates
+from flashgen.codegen.space import search_space
 from flashgen.core.config import Config
 from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Workload
 from flashgen.tuning.backward_tiling import adds_dq, parts
-from flashgen.tuning.candidates import TILE_KNOBS, Candidates, by_prediction, favourites, related
+from flashgen.tuning.candidates import TILE_KNOBS, Candidates, by_prediction, related, seed_configs
 from flashgen.tuning.compile_pool import Compiled, Taken
 from flashgen.tuning.predict import LAUNCH_MS, estimate, is_modelled, predict_all, predict_ms
 from flashgen.tuning.workloads import collect
@@ -79,7 +79,7 @@ def test_defaults_of_every_preset_are_predicted_below_the_peak(name: str) -> Non
 
 def applicable(workload: Workload, device: Device) -> list[KernelFamily]:
     spec = workload.specialization
-    return [row for row in FAMILIES if why_not(row, spec, device) is None]
+    return [row for row in FAMILIES if unsupported(row, spec, device) is None]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -164,14 +164,14 @@ def test_determinism_decides_which_families_are_searched(deterministic: bool) ->
 
 def test_favourites_of_two_kernels_are_different_tiles() -> None:
     found = Candidates.of(LONG, H200)
-    liked = [config for config in dict.fromkeys(favourites(found, LONG, H200, 6)) if config.family == SPLIT.id]
+    liked = [config for config in dict.fromkeys(seed_configs(found, LONG, H200, 6)) if config.family == SPLIT.id]
     tiles = [tuple(value for name, value in config.knobs if name in TILE_KNOBS) for config in liked]
     assert len(set(tiles)) == len(tiles) >= 4
 
 
 def test_the_model_ranks_every_config_of_both_portable_families() -> None:
     for row in (SPLIT, FUSED):
-        configs = candidates(row, LONG.specialization, H200)
+        configs = search_space(row, LONG.specialization, H200)
         default = row.default(LONG.specialization, H200)
         order = by_prediction(configs, default, LONG, H200)
         assert set(order) == set(configs)
@@ -182,10 +182,10 @@ def test_the_model_ranks_every_config_of_both_portable_families() -> None:
 
 def test_a_search_begins_with_winners_of_both_kinds_of_backward_passes() -> None:
     plain, same_bits = (dataclasses.replace(LONG, deterministic=flag).specialization for flag in (False, True))
-    assert related(plain) == (plain.family_key, same_bits.family_key)
-    assert related(same_bits) == (same_bits.family_key, plain.family_key)
+    assert related(plain) == (plain.workload_class, same_bits.workload_class)
+    assert related(same_bits) == (same_bits.workload_class, plain.workload_class)
     forward = dataclasses.replace(LONG, direction="forward").specialization
-    assert related(forward) == (forward.family_key,)
+    assert related(forward) == (forward.workload_class,)
 
 
 def test_what_no_family_computes_has_no_candidates() -> None:

@@ -6,12 +6,12 @@ import pytest
 
 from flashgen.codegen.families import family
 from flashgen.codegen.hopper_forward import family as hopper_forward
-from flashgen.codegen.space import candidates
+from flashgen.codegen.space import search_space
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import TuningError
 from flashgen.core.workload import Workload
-from flashgen.tuning.candidates import TILE_KNOBS, Candidates, by_prediction, favourites
+from flashgen.tuning.candidates import TILE_KNOBS, Candidates, by_prediction, seed_configs
 from flashgen.tuning.predict import RANKED_FAMILIES, predict_ms
 from flashgen.tuning.tiling import is_modelled, least_resources, tiling
 
@@ -60,7 +60,7 @@ def test_other_families_are_refused() -> None:
 @pytest.mark.parametrize("workload", [PLAIN, WIDE], ids=lambda workload: workload.key)
 def test_favourites_are_different_tiles_in_the_order_of_the_model(workload: Workload) -> None:
     found = Candidates.of(workload, H200)
-    liked = [c for c in favourites(found, workload, H200, 6) if c.family == PORTABLE.id and c not in found.defaults]
+    liked = [c for c in seed_configs(found, workload, H200, 6) if c.family == PORTABLE.id and c not in found.defaults]
     assert 4 <= len(liked) <= 6
     tiles = [tuple(v for name, v in config.knobs if name in TILE_KNOBS) for config in liked]
     assert len(set(tiles)) == len(tiles)
@@ -72,8 +72,8 @@ def test_favourites_are_different_tiles_in_the_order_of_the_model(workload: Work
 def test_what_won_before_comes_before_what_the_model_likes(key: str) -> None:
     workload = Workload.parse(f"b4-h16-s4096-{key}")
     found = Candidates.of(workload, H200)
-    won = hopper_forward.HOPPER_FORWARD.favourites(workload.specialization, H200)
-    others = favourites(found, workload, H200, 6)
+    won = hopper_forward.HOPPER_FORWARD.seed_configs(workload.specialization, H200)
+    others = seed_configs(found, workload, H200, 6)
     assert others[: 1 + len(won)] == [PORTABLE.default(workload.specialization, H200), *won]
     assert 2 <= len(won) <= 10
     space = next(space for space in found.spaces if space.family == "hopper_forward")
@@ -91,8 +91,8 @@ def test_short_queries_of_groups_are_searched_with_packed_heads_as_well() -> Non
     assert set(unpacked.configs) < set(space.configs)
     assert {config["packed_heads"] for config in space.configs} == {1, 4}
     assert found.default["packed_heads"] == 4
-    won = hopper_forward.HOPPER_FORWARD.favourites(spec, H200)
-    liked = favourites(found, short, H200, 6)
+    won = hopper_forward.HOPPER_FORWARD.seed_configs(spec, H200)
+    liked = seed_configs(found, short, H200, 6)
     assert {config["packed_heads"] for config in liked[1 : 1 + len(won)]} == {4}
     assert {found.default, *liked[1 : 1 + len(won)]} <= set(space.configs)
 
@@ -108,15 +108,15 @@ def test_packed_heads_are_predicted_to_save_tiles() -> None:
 
 
 def test_a_family_without_favourites_has_none() -> None:
-    assert PORTABLE.favourites(PLAIN.specialization, H200) == ()
+    assert PORTABLE.seed_configs(PLAIN.specialization, H200) == ()
 
 
 def test_splitting_is_among_the_favourites_where_it_saves_padding() -> None:
-    liked = favourites(Candidates.of(WIDE, H200), WIDE, H200, 6)
+    liked = seed_configs(Candidates.of(WIDE, H200), WIDE, H200, 6)
     assert any(config["split_d"] for config in liked if config.family == "portable_forward")
 
 
 def test_every_ranked_config_has_its_turn() -> None:
-    configs = candidates(PORTABLE, WIDE.specialization, H200)
+    configs = search_space(PORTABLE, WIDE.specialization, H200)
     order = by_prediction(configs, PORTABLE.default(WIDE.specialization, H200), WIDE, H200)
     assert len(order) == len(set(order)) == len(configs)

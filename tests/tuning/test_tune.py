@@ -92,7 +92,7 @@ def test_a_run_stores_a_measured_record_with_everything(store: Store) -> None:
     assert record.measurement.sm_clock_mhz == 1700.0
     assert record.measurement.reference_ratio is not None
     assert record.versions.triton == "3.6.0"
-    assert [anchor.impl for anchor in record.anchors] == ["sdpa-flash", "sdpa-cudnn"]
+    assert [baseline.impl for baseline in record.baselines] == ["sdpa-flash", "sdpa-cudnn"]
     assert record.source_digest
     assert true_ms(CAUSAL, record.config) < 0.9 * true_ms(CAUSAL, default_config(CAUSAL.specialization, H200))
     trials = store.trials(CAUSAL, H200)
@@ -101,11 +101,11 @@ def test_a_run_stores_a_measured_record_with_everything(store: Store) -> None:
     assert {trial.source for trial in trials} >= {"default", "model", "local"}
 
 
-def test_finals_have_the_best_the_default_and_anchors(store: Store) -> None:
+def test_finals_have_the_best_the_default_and_baselines(store: Store) -> None:
     executor = FakeExecutor()
     run(store, executor=executor, finals=dataclasses.replace(FINALS, guard_share=9.0))
     last = executor.races[-1]
-    assert last.anchors
+    assert last.baselines
     assert last.window_s == 0.3
     assert default_config(CAUSAL.specialization, H200) in last.configs
     assert len(last.configs) <= FINALS.last + 2

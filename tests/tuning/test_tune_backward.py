@@ -82,7 +82,7 @@ def test_a_deterministic_workload_is_searched_among_deterministic_families(store
     record = store.record(SAME_BITS, H200)
     assert record is not None
     assert store.record(BACKWARD, H200) is None
-    assert record.workload.specialization.family_key.endswith("-deterministic")
+    assert record.workload.specialization.workload_class.endswith("-deterministic")
     done = [json.loads(to_json(event)) for event in events if isinstance(event, TrialFinished)]
     assert all("-deterministic" in json.dumps(event) for event in done)
 

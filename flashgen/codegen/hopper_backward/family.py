@@ -218,14 +218,14 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     template="hopper_backward/hopper_backward.py.jinja",
     direction="backward",
     knobs=FUSED_KNOBS,
-    why_not=_why_not_fused,
-    why_invalid=_why_invalid,
+    unsupported=_why_not_fused,
+    invalid=_why_invalid,
     default=_fused_default,
     values=text.values,
     kernels=kernels.kernels,
     scratch=kernels.scratch,
     is_deterministic=False,
-    favourites=_favourites,
+    seed_configs=_favourites,
     tolerated_spills=resources.TOLERATED_SPILLS,
 )
 
@@ -234,8 +234,8 @@ HOPPER_BACKWARD_SPLIT = dataclasses.replace(
     id=SPLIT_ID,
     title="Warp-specialised FlashAttention for Hopper in Gluon, in a fixed order",
     knobs=SPLIT_KNOBS,
-    why_not=_why_not,
+    unsupported=_why_not,
     default=_split_default,
     is_deterministic=True,
-    favourites=lambda spec, device: (_split_default(spec, device).replace(**_ONE_EACH),),
+    seed_configs=lambda spec, device: (_split_default(spec, device).replace(**_ONE_EACH),),
 )

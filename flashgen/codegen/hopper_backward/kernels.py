@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flashgen.codegen.family import CompileOptions, Kernel, Parameter, Scratch, Sizes
+from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Scratch, Sizes
 from flashgen.codegen.hopper_backward import resources
 from flashgen.codegen.hopper_forward.resources import ROWS, block
 from flashgen.codegen.hopper_forward.template_context import descriptor_type
@@ -27,7 +27,7 @@ _FP32 = ("LSE", "DLSE", "NegDelta", "LseStart", "DqAcc", "TilesDone")
 _FLOATS = ("softmax_scale", "softmax_scale_log2")
 
 
-def kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     """The kernels of a config, in the order of their launches."""
     found = (_prepare(spec, config), _over_keys(spec, config))
     if resources.converts(config):
@@ -49,7 +49,7 @@ def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch
     return tuple(found)
 
 
-def _prepare(spec: Specialization, config: Config) -> Kernel:
+def _prepare(spec: Specialization, config: Config) -> KernelSpec:
     names = ["O", "DO", "LSE", "DLSE", "NegDelta", "LseStart", *(["DqAcc"] if resources.is_fused(config) else [])]
     names += ["TilesDone"] if resources.converts(config) else []
     names += [*_strides("o"), *_strides("do"), "softmax_scale_log2", "nheads", "seqlen_q", "dlse_rows"]
@@ -60,7 +60,7 @@ def _prepare(spec: Specialization, config: Config) -> Kernel:
     return _triton(config, "prepare", _parameters(spec, names, {}), programs, num_warps=8)
 
 
-def _over_keys(spec: Specialization, config: Config) -> Kernel:
+def _over_keys(spec: Specialization, config: Config) -> KernelSpec:
     block_m, fused = config.integer("block_m"), resources.is_fused(config)
     columns = resources.dq_columns(spec, config)
     boxes = {"q": (block_m, spec.head_dim), "k": (ROWS, spec.head_dim), "v": (ROWS, spec.head_dim_v)}
@@ -82,7 +82,7 @@ def _over_keys(spec: Specialization, config: Config) -> Kernel:
     return _gluon(config, "main" if fused else "dkdv", _parameters(spec, names, boxes), programs)
 
 
-def _over_queries(spec: Specialization, config: Config) -> Kernel:
+def _over_queries(spec: Specialization, config: Config) -> KernelSpec:
     block_n = config.integer("dq_block_n")
     boxes = {"q": (ROWS, spec.head_dim), "k": (block_n, spec.head_dim), "v": (block_n, spec.head_dim_v)}
     boxes |= {"do": (ROWS, spec.head_dim_v), "dq": boxes["q"]}
@@ -94,7 +94,7 @@ def _over_queries(spec: Specialization, config: Config) -> Kernel:
     return _gluon(config, "dq", _parameters(spec, names, boxes), programs)
 
 
-def _finish(spec: Specialization, config: Config) -> Kernel:
+def _finish(spec: Specialization, config: Config) -> KernelSpec:
     names = ["DqAcc", "DQ", *_strides("dq"), "softmax_scale", "nheads", "seqlen_q"]
 
     def programs(device: Device, sizes: Sizes) -> int:
@@ -111,15 +111,17 @@ def _padded_rows(config: Config, sizes: Sizes) -> int:
 Programs = Callable[[Device, Sizes], int]
 
 
-def _triton(config: Config, what: str, parameters: tuple[Parameter, ...], programs: Programs, num_warps: int) -> Kernel:
+def _triton(
+    config: Config, what: str, parameters: tuple[Parameter, ...], programs: Programs, num_warps: int
+) -> KernelSpec:
     options = CompileOptions(num_warps=num_warps, num_stages=1)
-    return Kernel(entry=f"{config.family}_{what}", parameters=parameters, options=options, programs=programs)
+    return KernelSpec(entry=f"{config.family}_{what}", parameters=parameters, options=options, programs=programs)
 
 
-def _gluon(config: Config, what: str, parameters: tuple[Parameter, ...], programs: Programs) -> Kernel:
+def _gluon(config: Config, what: str, parameters: tuple[Parameter, ...], programs: Programs) -> KernelSpec:
     options = CompileOptions(num_warps=4, num_stages=1, maxnreg=resources.MAXNREG)
     entry = f"{config.family}_{what}"
-    return Kernel(entry=entry, parameters=parameters, options=options, programs=programs, language="gluon")
+    return KernelSpec(entry=entry, parameters=parameters, options=options, programs=programs, language="gluon")
 
 
 def _parameters(spec: Specialization, names: list[str], boxes: Boxes) -> tuple[Parameter, ...]:

@@ -1,4 +1,4 @@
-"""Configs of the Hopper forward family to begin with: defaults, favourites, and either fitted to short queries."""
+"""Configs of the Hopper forward family to begin with: defaults, seed_configs, and either fitted to short queries."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def smallest(spec: Specialization, device: Device) -> Config:
     return _tidy(spec, config, device)
 
 
-def favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
+def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs that won at other lengths, for a search to begin with."""
     usual = default(spec, device)
     found = [usual.replace(**changes) for changes in WON[_width(spec), spec.causal]]
@@ -110,7 +110,7 @@ def favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     if why_not_split(spec) is None:
         found += [config.replace(**change) for config in (usual, best) for change in SPLIT]
     others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != usual)
-    return tuple(config for config in others if rules.why_invalid(spec, config, device) is None)
+    return tuple(config for config in others if rules.invalid(spec, config, device) is None)
 
 
 def _tidy(spec: Specialization, config: Config, device: Device) -> Config:
@@ -130,12 +130,12 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     if heads == resources.packed_heads(config):
         return config
     found = _tidy(spec, config.replace(packed_heads=heads), device)
-    return found if rules.why_invalid(spec, found, device) is None else config
+    return found if rules.invalid(spec, found, device) is None else config
 
 
-def why_unfit(config: Config, sizes: Sizes) -> str | None:
+def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     """Why a nearby record's config is not worth serving at these sizes, or None."""
-    return head_packing.why_unfit(sizes, resources.block_m(config), resources.packed_heads(config))
+    return head_packing.poor_at_sizes(sizes, resources.block_m(config), resources.packed_heads(config))
 
 
 def _width(spec: Specialization) -> int:

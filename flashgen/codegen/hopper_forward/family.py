@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen import head_packing
-from flashgen.codegen.family import Joint, KernelFamily, Knob
+from flashgen.codegen.family import KernelFamily, Knob, KnobRows
 from flashgen.codegen.hopper_forward import defaults, resources, rules
 from flashgen.codegen.hopper_forward import template_context as text
 from flashgen.core.device import Device
@@ -124,8 +124,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
 
 
 @functools.cache
-def _joint() -> Joint:
-    return Joint(names=rules.TOGETHER, rows=rules.joint_rows(KNOBS))
+def _knob_rows() -> KnobRows:
+    return KnobRows(names=rules.TOGETHER, rows=rules.knob_rows(KNOBS))
 
 
 HOPPER_FORWARD = KernelFamily(
@@ -134,15 +134,15 @@ HOPPER_FORWARD = KernelFamily(
     template="hopper_forward/hopper_forward.py.jinja",
     direction="forward",
     knobs=KNOBS,
-    why_not=_why_not,
-    why_invalid=rules.why_invalid,
+    unsupported=_why_not,
+    invalid=rules.invalid,
     default=defaults.default,
     values=text.values,
     kernels=text.kernels,
-    favourites=defaults.favourites,
-    choices=rules.choices,
-    joint=_joint,
+    seed_configs=defaults.seed_configs,
+    allowed_values=rules.allowed_values,
+    knob_rows=_knob_rows,
     fitted=defaults.fitted,
-    why_unfit=defaults.why_unfit,
+    poor_at_sizes=defaults.poor_at_sizes,
     tolerated_spills=resources.TOLERATED_SPILLS,
 )

@@ -13,7 +13,7 @@ from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
 
-def why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
+def invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     """The reason why a config of declared values cannot work, or was never the fastest; None if it is worth a try."""
     return (
         _why_not_together(dict(config.knobs))
@@ -79,7 +79,7 @@ def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
     return None
 
 
-def joint_rows(knobs: Sequence[Knob]) -> tuple[tuple[KnobValue, ...], ...]:
+def knob_rows(knobs: Sequence[Knob]) -> tuple[tuple[KnobValue, ...], ...]:
     """The combinations of values of `TOGETHER` that a search enumerates."""
     known = {knob.name: knob.values for knob in knobs}
     rows = itertools.product(*(known[name] for name in TOGETHER))
@@ -164,7 +164,7 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
     return None
 
 
-def choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """What a specialization leaves of knobs: no other value is valid or, of `packed_heads`, is for sizes to decide."""
     found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
     if why_not_first(spec):

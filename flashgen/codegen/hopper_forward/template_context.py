@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen import head_packing
-from flashgen.codegen.family import CompileOptions, Kernel, Parameter, Sizes
+from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
 from flashgen.codegen.hopper_forward import resources
 from flashgen.codegen.hopper_forward import scores as hopper_scores
 from flashgen.codegen.hopper_forward.resources import ROWS
@@ -201,7 +201,7 @@ def _options(config: Config) -> CompileOptions:
     return CompileOptions(num_warps=4, num_stages=1, maxnreg=resources.maxnreg(config, HOPPER))
 
 
-def kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     """The one kernel of a config, with the programs of a launch: no more than tiles, nor than run side by side."""
 
     def programs(device: Device, sizes: Sizes) -> int:
@@ -209,4 +209,4 @@ def kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
         return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
 
     parameters, options = _parameters(spec, config), _options(config)
-    return (Kernel(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs, language="gluon"),)
+    return (KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs, language="gluon"),)

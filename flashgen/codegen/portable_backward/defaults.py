@@ -86,7 +86,7 @@ def default_fused(spec: Specialization, device: Device) -> Config:
     return Config.of(FUSED_ID, {**knobs, "dq_transposed": False})
 
 
-def favourites_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
+def seed_configs_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs of the fused family for a search to begin with, beside its default; some may be invalid."""
     if device.arch != "sm90" or spec.dtype in ("fp32", "tf32") or is_heavy(spec):
         return ()

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Scratch, Sizes
+from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Scratch, Sizes
 from flashgen.codegen.head_parts import why_not_split
 from flashgen.codegen.portable_backward import parameters
-from flashgen.codegen.portable_backward.defaults import default_fused, default_split, favourites_fused
+from flashgen.codegen.portable_backward.defaults import default_fused, default_split, seed_configs_fused
 from flashgen.codegen.portable_backward.resources import (
     FUSED_ID,
     SPLIT_ID,
@@ -28,7 +28,7 @@ from flashgen.codegen.portable_backward.resources import (
     why_too_wide,
 )
 from flashgen.codegen.portable_backward.template_context import has_dbias, values
-from flashgen.codegen.portable_forward.resources import choices_of_all, is_split, why_not_loads, why_not_portable
+from flashgen.codegen.portable_forward.resources import allowed_values_of_all, is_split, why_not_loads, why_not_portable
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -108,7 +108,7 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
 
 
 def _favourites_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    found = favourites_fused(spec, device)
+    found = seed_configs_fused(spec, device)
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
 
@@ -125,7 +125,7 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
 
 def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
-    found = choices_of_all(spec)
+    found = allowed_values_of_all(spec)
     if not spec.causal:
         found["heads_per_group"] = (1,)
     return found
@@ -150,7 +150,7 @@ def _why_pointless(loop: Loop, device: Device) -> str | None:
     return None
 
 
-def _kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     fused, name = is_fused(config), config.family
     rows = CompileOptions(num_warps=ROW_WARPS, num_stages=1)
     by_rows = _programs_of_rows(spec, config)
@@ -185,8 +185,8 @@ def _kernel(
     parameters_: tuple[Parameter, ...],
     options: CompileOptions,
     programs: Callable[[Device, Sizes], int],
-) -> Kernel:
-    return Kernel(entry=entry, parameters=parameters_, options=options, programs=programs)
+) -> KernelSpec:
+    return KernelSpec(entry=entry, parameters=parameters_, options=options, programs=programs)
 
 
 def _options(config: Config, prefix: str) -> CompileOptions:
@@ -230,15 +230,15 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     template="portable_backward/portable_backward.py.jinja",
     direction="backward",
     knobs=(*_DKDV, *_FUSED, *_SHARED),
-    why_not=_why_not_fused,
-    why_invalid=_why_invalid,
+    unsupported=_why_not_fused,
+    invalid=_why_invalid,
     default=default_fused,
     values=values,
     kernels=_kernels,
     scratch=_scratch,
-    choices=_choices,
+    allowed_values=_choices,
     is_deterministic=False,
-    favourites=_favourites_fused,
+    seed_configs=_favourites_fused,
     tolerated_spills=TOLERATED_SPILLS,
 )
 
@@ -248,12 +248,12 @@ PORTABLE_BACKWARD_SPLIT = KernelFamily(
     template="portable_backward/portable_backward.py.jinja",
     direction="backward",
     knobs=(*_DKDV, *_DQ, *_SHARED),
-    why_not=_why_not_split,
-    why_invalid=_why_invalid,
+    unsupported=_why_not_split,
+    invalid=_why_invalid,
     default=default_split,
     values=values,
     kernels=_kernels,
     scratch=_scratch,
-    choices=_choices,
+    allowed_values=_choices,
     tolerated_spills=TOLERATED_SPILLS,
 )

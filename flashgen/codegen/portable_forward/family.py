@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.family import CompileOptions, Kernel, KernelFamily, Knob, Parameter, Sizes
+from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import head_parts, padded, why_not_split
 from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config
 from flashgen.codegen.portable_forward.mods import mod_parameters, why_mods_do_not_fit
 from flashgen.codegen.portable_forward.resources import (
     MAX_REGS_PER_THREAD,
     MIN_WARPGROUP_ROWS,
-    choices_of_all,
+    allowed_values_of_all,
     is_split,
     smem_needed,
     why_not_loads,
@@ -94,7 +94,7 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
 
 def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
-    found = choices_of_all(spec)
+    found = allowed_values_of_all(spec)
     if not spec.causal:
         found["heavy_first"] = (False,)
     return found
@@ -147,12 +147,12 @@ def _options(config: Config) -> CompileOptions:
     )
 
 
-def _kernels(spec: Specialization, config: Config) -> tuple[Kernel, ...]:
+def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     def programs(device: Device, sizes: Sizes) -> int:
         return -(-sizes.seqlen_q // config.integer("block_m")) * sizes.batch * sizes.nheads
 
     parameters, options = _parameters(spec, config), _options(config)
-    return (Kernel(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs),)
+    return (KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs),)
 
 
 PORTABLE_FORWARD = KernelFamily(
@@ -161,10 +161,10 @@ PORTABLE_FORWARD = KernelFamily(
     template="portable_forward/portable_forward.py.jinja",
     direction="forward",
     knobs=KNOBS,
-    why_not=why_not_portable,
-    why_invalid=_why_invalid,
+    unsupported=why_not_portable,
+    invalid=_why_invalid,
     default=default_config,
     values=values,
     kernels=_kernels,
-    choices=_choices,
+    allowed_values=_choices,
 )

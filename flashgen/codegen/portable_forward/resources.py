@@ -43,7 +43,7 @@ def is_split(config: Config) -> bool:
     return bool(config.get("split_d", False))
 
 
-def choices_of_all(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+def allowed_values_of_all(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """What a specialization leaves of the knobs that all portable families have: no other value is ever valid."""
     found: dict[str, tuple[KnobValue, ...]] = {}
     if not spec.aligned16:

@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from flashgen.core.workload import Workload
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.inputs import Inputs
-from flashgen.measure.problem import Problem
 from flashgen.measure.timing import Run
-from flashgen.measure.verify import Golden
+from flashgen.measure.verification_case import VerificationCase
+from flashgen.measure.verify import Oracle
 
 BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -25,7 +25,7 @@ BACKENDS = {
 }
 """Torch's backends by the names that records use; the first that can run is the reference kernel of a race."""
 
-NO_EXTRAS = Extras()
+NO_FEATURES = Features()
 
 SAME_FUNCTION = 0.05
 """Relative error below which an output is the same function: far above rounding, far below another mask."""
@@ -33,9 +33,9 @@ SAME_FUNCTION = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SdpaCall:
-    """`scaled_dot_product_attention` on one backend: call `run(q, k, v, extras)` inside `context`.
+    """`scaled_dot_product_attention` on one backend: call `run(q, k, v, features)` inside `context`.
 
-    The extras bring a bias or a mask and may be left out where there is none.
+    The features bring a bias or a mask and may be left out where there is none.
     """
 
     impl: str
@@ -47,17 +47,17 @@ class SdpaCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnchorCall:
+class BaselineCall:
     """One of torch's backends on a problem: `run(n)` computes copy n, inside `context`."""
 
     run: Run
     context: Callable[[], contextlib.AbstractContextManager[object]]
 
 
-def why_not(impl: str, workload: Workload) -> str | None:
+def unsupported(impl: str, workload: Workload) -> str | None:
     """Why torch's backend cannot be asked for this workload, or None; whether it can run is seen by running it."""
     if workload.direction != "forward":
-        return "the backward pass has anchors of its own"
+        return "the backward pass has baselines of its own"
     reason = features_without_mask(workload)
     if reason is not None:
         return reason
@@ -91,7 +91,7 @@ def why_not_masked(impl: str, workload: Workload) -> str | None:
 
 
 def sdpa_call(impl: str, workload: Workload) -> SdpaCall:
-    """The call for a workload that `why_not` has no objection to."""
+    """The call for a workload that `unsupported` has no objection to."""
     gqa = workload.nheads != workload.nheads_k
     corner: torch.Tensor | None = None
     causal = workload.causal and workload.seqlen_q == workload.seqlen_k
@@ -100,8 +100,8 @@ def sdpa_call(impl: str, workload: Workload) -> SdpaCall:
             warnings.simplefilter("ignore")  # about rows without a key, which the comparison with the oracle judges
             corner = causal_lower_right(workload.seqlen_q, workload.seqlen_k)
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras = NO_EXTRAS) -> torch.Tensor:
-        mask = next((given for given in (corner, extras.bias, extras.mask) if given is not None), None)
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features = NO_FEATURES) -> torch.Tensor:
+        mask = next((given for given in (corner, features.bias, features.mask) if given is not None), None)
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa
         )
@@ -109,26 +109,26 @@ def sdpa_call(impl: str, workload: Workload) -> SdpaCall:
     return SdpaCall(impl=impl, run=run)
 
 
-def prepared(impl: str, workload: Workload, problem: Problem) -> AnchorCall | str:
+def prepared(impl: str, workload: Workload, problem: VerificationCase) -> BaselineCall | str:
     """Torch's backend on all copies of a problem, once it has computed the same function, or why it cannot."""
-    reason = why_not(impl, workload)
+    reason = unsupported(impl, workload)
     if reason is not None:
         return reason
     call, inputs = sdpa_call(impl, workload), problem.inputs
     reason = runs(call, inputs, problem.expected)
     if reason is not None:
         return reason
-    return AnchorCall(
-        run=lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n], inputs.extras[n]), context=call.context
+    return BaselineCall(
+        run=lambda n: call.run(inputs.q[n], inputs.k[n], inputs.v[n], inputs.features[n]), context=call.context
     )
 
 
-def runs(call: SdpaCall, inputs: Inputs, expected: Golden) -> str | None:
+def runs(call: SdpaCall, inputs: Inputs, expected: Oracle) -> str | None:
     """Run the call once: None if it works and computes the same function, else the reason."""
     with warnings.catch_warnings(), call.context():
         warnings.simplefilter("ignore")  # torch explains at length why a backend was left out
         try:
-            out = call.run(inputs.q[0], inputs.k[0], inputs.v[0], inputs.extras[0])
+            out = call.run(inputs.q[0], inputs.k[0], inputs.v[0], inputs.features[0])
         except RuntimeError as error:
             return str(error).splitlines()[0]
     if out.shape != expected.out.shape:

@@ -7,7 +7,7 @@ from flashgen.core.workload import Workload
 _KINDS = {"full": "{0}", "keys": "key {0}"}
 
 
-def features(workload: Workload) -> tuple[str, ...]:
+def feature_words(workload: Workload) -> tuple[str, ...]:
     """What a workload has beside plain attention, in the order in which a kernel applies it; empty for plain attention.
 
     For example `("causal", "window 4095/0", "softcap", "sinks", "ALiBi", "bias", "key mask")`.
@@ -25,7 +25,7 @@ def features(workload: Workload) -> tuple[str, ...]:
 
 def describe(workload: Workload) -> str:
     """`features` as one text, e.g. `causal, window 4095/0`; `plain` where there is none."""
-    return ", ".join(features(workload)) or "plain"
+    return ", ".join(feature_words(workload)) or "plain"
 
 
 def _window(workload: Workload) -> list[str]:

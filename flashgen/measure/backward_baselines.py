@@ -21,9 +21,9 @@ import torch
 
 from flashgen.core.workload import Workload
 from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.extras import Extras
-from flashgen.measure.anchors import SAME_FUNCTION, AnchorCall, features_without_mask, why_not_masked
-from flashgen.measure.backward_problem import BackwardProblem
+from flashgen.launch.feature_values import Features
+from flashgen.measure.backward_verification_case import BackwardVerificationCase
+from flashgen.measure.baselines import SAME_FUNCTION, BaselineCall, features_without_mask, why_not_masked
 
 BIAS_STEP = 16
 """Torch's efficient kernel wants rows of a bias that begin at multiples of so many elements."""
@@ -58,10 +58,10 @@ BACKENDS = {
         saved=("out", "logsumexp", "philox_seed", "philox_offset"),
     ),
 }
-"""By the names of `anchors.BACKENDS`."""
+"""By the names of `baselines.BACKENDS`."""
 
 
-def why_not(impl: str, workload: Workload) -> str | None:
+def unsupported(impl: str, workload: Workload) -> str | None:
     """Why torch's backend cannot be asked for this backward pass, or None; whether it can run is seen by running it."""
     reason = features_without_mask(workload)
     if reason is not None:
@@ -81,9 +81,9 @@ def _why_not_masked(impl: str, workload: Workload) -> str | None:
     return why_not_masked(impl, workload)
 
 
-def prepared(impl: str, workload: Workload, problem: BackwardProblem) -> AnchorCall | str:
+def prepared(impl: str, workload: Workload, problem: BackwardVerificationCase) -> BaselineCall | str:
     """Torch's backward pass on all copies of a problem, once it has computed the same gradients, or why it cannot."""
-    reason = why_not(impl, workload)
+    reason = unsupported(impl, workload)
     if reason is not None:
         return reason
     inputs = problem.inputs
@@ -94,26 +94,26 @@ def prepared(impl: str, workload: Workload, problem: BackwardProblem) -> AnchorC
     try:
         with warnings.catch_warnings(), context():
             warnings.simplefilter("ignore")
-            pairs = zip(inputs.tensors, inputs.extras, strict=True)
+            pairs = zip(inputs.tensors, inputs.features, strict=True)
             calls = [
-                gradients_call(impl, workload, tensors, extras, problem.softmax_scale) for tensors, extras in pairs
+                gradients_call(impl, workload, tensors, features, problem.softmax_scale) for tensors, features in pairs
             ]
             reason = _difference(calls[0](), problem)
     except (RuntimeError, TypeError, AttributeError, LookupError) as error:  # another torch, or no memory for it
         return (str(error).splitlines() or [type(error).__name__])[0]
-    return reason or AnchorCall(run=lambda n: calls[n](), context=context)
+    return reason or BaselineCall(run=lambda n: calls[n](), context=context)
 
 
 Gradients = tuple[torch.Tensor, ...]
 
 
 def gradients_call(
-    impl: str, workload: Workload, tensors: BackwardTensors, extras: Extras, scale: float
+    impl: str, workload: Workload, tensors: BackwardTensors, features: Features, scale: float
 ) -> Callable[[], Gradients]:
     """Runs the forward operator on q, k and v; the result runs the backward one, which writes tensors of its own."""
     backend = BACKENDS[impl]
-    bias = _bias(tensors, extras)
-    has_gradient = extras.bias is not None
+    bias = _bias(tensors, features)
+    has_gradient = features.bias is not None
     known: dict[str, Any] = {
         "query": tensors.q,
         "key": tensors.k,
@@ -135,9 +135,9 @@ def gradients_call(
 
     def run() -> Gradients:
         gradients: Gradients = backward(*positional, **named)
-        if extras.bias is None:
+        if features.bias is None:
             return gradients[:3]
-        return (*gradients[:3], gradients[3].sum_to_size(extras.bias.shape))
+        return (*gradients[:3], gradients[3].sum_to_size(features.bias.shape))
 
     return run
 
@@ -160,9 +160,9 @@ def _arguments(op: Any, known: dict[str, Any]) -> tuple[list[Any], dict[str, Any
     return positional, named
 
 
-def _bias(tensors: BackwardTensors, extras: Extras) -> torch.Tensor | None:
+def _bias(tensors: BackwardTensors, features: Features) -> torch.Tensor | None:
     """What torch makes of a bias or a mask: expanded, with rows that begin at multiples of `BIAS_STEP` elements."""
-    given = extras.bias if extras.mask is None else extras.mask
+    given = features.bias if features.mask is None else features.mask
     if given is None:
         return None
     q, keys = tensors.q, tensors.k.shape[2]
@@ -175,7 +175,7 @@ def _bias(tensors: BackwardTensors, extras: Extras) -> torch.Tensor | None:
     return own.expand(*q.shape[:3], keys)
 
 
-def _difference(gradients: Gradients, problem: BackwardProblem) -> str | None:
+def _difference(gradients: Gradients, problem: BackwardVerificationCase) -> str | None:
     """Why these are not the gradients of the problem's first copy, or None."""
     expected = problem.expected.gradients
     for name, found in zip(("dq", "dk", "dv", "dbias"), gradients, strict=False):

@@ -1,4 +1,4 @@
-"""Torch's backward operators as anchors: their arguments, what they must compute, and what they cannot be asked for."""
+"""Torch's backward operators as baselines: their arguments, results, and what they cannot be asked for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flashgen.core.workload import Workload
-from flashgen.measure import backward_anchors
-from flashgen.measure.backward_anchors import BACKENDS, Backend, prepared, why_not
-from flashgen.measure.backward_problem import BackwardProblem, backward_problem
+from flashgen.measure import backward_baselines
+from flashgen.measure.backward_baselines import BACKENDS, Backend, prepared, unsupported
+from flashgen.measure.backward_verification_case import BackwardVerificationCase, backward_problem
 
 ON_CPU = Backend(
     forward="_scaled_dot_product_flash_attention_for_cpu",
@@ -18,7 +18,7 @@ ON_CPU = Backend(
 """The one pair of such operators that runs without a GPU."""
 
 
-def problem(key: str) -> tuple[Workload, BackwardProblem]:
+def problem(key: str) -> tuple[Workload, BackwardVerificationCase]:
     workload = Workload.parse(f"bwd-bf16-{key}")
     return workload, backward_problem(workload, 2, 3, torch.device("cpu"))
 
@@ -58,7 +58,7 @@ def test_what_torch_refuses_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("impl", BACKENDS)
 def test_every_argument_of_torchs_operators_is_known(impl: str) -> None:
-    """On the torch at hand; another one may need more, and then its backend is no anchor there."""
+    """On the torch at hand; another one may need more, and then its backend is no baseline there."""
     backend = BACKENDS[impl]
     known = ["query", "key", "value", "attn_bias", "dropout_p", "is_causal", "compute_log_sumexp", "scale"]
     known += ["grad_out", "grad_out_", "grad_input_mask"]
@@ -68,7 +68,7 @@ def test_every_argument_of_torchs_operators_is_known(impl: str) -> None:
     values = dict.fromkeys([*known, *backend.saved])
     for name in (backend.forward, backend.backward):
         op = getattr(torch.ops.aten, name).default
-        positional, named = backward_anchors._arguments(op, values)
+        positional, named = backward_baselines._arguments(op, values)
         assert len(positional) + len(named) == len(op._schema.arguments)
 
 
@@ -86,20 +86,20 @@ def test_every_argument_of_torchs_operators_is_known(impl: str) -> None:
 )
 def test_who_may_be_asked(key: str, able: set[str]) -> None:
     workload = Workload.parse(f"bwd-bf16-{key}")
-    assert {impl for impl in BACKENDS if why_not(impl, workload) is None} == able
+    assert {impl for impl in BACKENDS if unsupported(impl, workload) is None} == able
 
 
 def test_a_bias_is_expanded_and_its_rows_begin_at_whole_steps() -> None:
     _, made = problem("b2-h2-sq8-sk19-d16-bias")
-    tensors, extras = made.inputs.tensors[0], made.inputs.extras[0]
-    assert extras.bias is not None
-    bias = backward_anchors._bias(tensors, extras)
+    tensors, features = made.inputs.tensors[0], made.inputs.features[0]
+    assert features.bias is not None
+    bias = backward_baselines._bias(tensors, features)
     assert bias is not None
-    assert torch.equal(bias, extras.bias.expand(2, 2, 8, 19))
-    assert bias.stride(2) % backward_anchors.BIAS_STEP == 0
+    assert torch.equal(bias, features.bias.expand(2, 2, 8, 19))
+    assert bias.stride(2) % backward_baselines.BIAS_STEP == 0
     _, masked = problem("b2-h2-sq8-sk19-d16-keymask")
-    mask = masked.inputs.extras[0].mask
-    made_bias = backward_anchors._bias(masked.inputs.tensors[0], masked.inputs.extras[0])
+    mask = masked.inputs.features[0].mask
+    made_bias = backward_baselines._bias(masked.inputs.tensors[0], masked.inputs.features[0])
     assert mask is not None
     assert made_bias is not None
     assert torch.equal(torch.isinf(made_bias), ~mask.expand(2, 2, 8, 19))
@@ -107,7 +107,7 @@ def test_a_bias_is_expanded_and_its_rows_begin_at_whole_steps() -> None:
 
 def test_a_deterministic_workload_asks_torch_for_the_same_bits() -> None:
     before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    with backward_anchors._mode(deterministic=True):
+    with backward_baselines._mode(deterministic=True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     assert not torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""`Extras`: what a call may bring beside q, k, v, the scale and the query offset."""
+"""`Features`: what a call may bring beside q, k, v, the scale and the query offset."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BlockMask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extras:
+class Features:
     """Feature arguments of one call; what is absent is None, 0 or empty.
 
     Attributes:

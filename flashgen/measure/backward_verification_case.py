@@ -1,4 +1,4 @@
-"""`BackwardProblem`: tensors of one backward call with their right gradients, to verify and to time kernels on."""
+"""`BackwardVerificationCase`: tensors of a backward call with their right gradients, to verify and time on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
-from flashgen.launch.extras import Extras
+from flashgen.launch.feature_values import Features
 from flashgen.measure.backward_inputs import BackwardInputs, make_backward_inputs, written
-from flashgen.measure.backward_verify import BackwardGolden, backward_golden, check_backward
+from flashgen.measure.backward_verify import BackwardOracle, backward_oracle_of, check_backward
 from flashgen.measure.odd_shapes import (
     ODD_SEED,
     PADDING,
@@ -23,22 +23,22 @@ from flashgen.measure.odd_shapes import (
     odd_shapes,
     odd_workload,
 )
-from flashgen.measure.problem import other_bits
 from flashgen.measure.reference import exact
 from flashgen.measure.score_rule import ScoreRule
 from flashgen.measure.timing import Run
+from flashgen.measure.verification_case import other_bits
 from flashgen.measure.verify import Errors, Offset
 
-BackwardFactory = Callable[[BackwardTensors, Extras], BackwardLaunch]
+BackwardFactory = Callable[[BackwardTensors, Features], BackwardLaunch]
 """Makes the launch for the shapes and strides of these tensors and features."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardProblem:
+class BackwardVerificationCase:
     """Inputs with the right gradients of copy 0 and the arguments of the call."""
 
     inputs: BackwardInputs
-    expected: BackwardGolden
+    expected: BackwardOracle
     softmax_scale: float
     q_offset: Offset
 
@@ -54,15 +54,15 @@ class BackwardProblem:
 
     def run(self, factory: BackwardFactory, repeats: int = 0) -> Errors | Failure:
         """Poison what is written, run the kernels, and judge; then ask for the same bits so many times more."""
-        tensors, extras = self.inputs.tensors[0], self.inputs.extras[0]
-        kernels, outputs = factory(tensors, extras), written(tensors)
+        tensors, features = self.inputs.tensors[0], self.inputs.features[0]
+        kernels, outputs = factory(tensors, features), written(tensors)
 
         def launch() -> torch.Tensor:
             for tensor in outputs.values():
                 tensor.fill_(float("nan"))
             # scratch memory is usually what was freed last: none of it may be taken for zeros
             torch.full((tensors.dq.numel() + 4 * tensors.lse.numel(),), float("nan"), device=tensors.q.device)
-            return kernels(tensors, self.softmax_scale, self.q_offset, extras)
+            return kernels(tensors, self.softmax_scale, self.q_offset, features)
 
         verdict = check_backward(tensors, launch(), self.expected)
         if isinstance(verdict, Failure):
@@ -74,15 +74,17 @@ class BackwardProblem:
     def timed(self, factory: BackwardFactory) -> Run:
         """A launch that is ready for every copy."""
         inputs, scale, offset = self.inputs, self.softmax_scale, self.q_offset
-        launch = factory(inputs.tensors[0], inputs.extras[0])
+        launch = factory(inputs.tensors[0], inputs.features[0])
 
         def run(n: int) -> None:
-            launch(inputs.tensors[n], scale, offset, inputs.extras[n])
+            launch(inputs.tensors[n], scale, offset, inputs.features[n])
 
         return run
 
 
-def backward_problem(workload: Workload, copies: int, seed: int, device: torch.device | str) -> BackwardProblem:
+def backward_problem(
+    workload: Workload, copies: int, seed: int, device: torch.device | str
+) -> BackwardVerificationCase:
     """A workload's inputs with the right answer of the first copy.
 
     What the other copies are given of a forward pass is computed in fp32: it is their own, but they are not judged.
@@ -94,8 +96,8 @@ def backward_problem(workload: Workload, copies: int, seed: int, device: torch.d
     inputs = make_backward_inputs(w, copies=copies, seed=seed, device=device)
     scale, offset = w.head_dim**-0.5, w.seqlen_k - w.seqlen_q
     found = _solved(inputs, w.causal, offset, scale, tf32=w.dtype == "tf32")
-    for t, extras in zip(inputs.tensors[1:], inputs.extras[1:], strict=True):
-        rule = ScoreRule.of(t.q, t.k, causal=w.causal, q_offset=offset, softmax_scale=scale, extras=extras)
+    for t, features in zip(inputs.tensors[1:], inputs.features[1:], strict=True):
+        rule = ScoreRule.of(t.q, t.k, causal=w.causal, q_offset=offset, softmax_scale=scale, features=features)
         answer = exact(t.q, t.k, t.v, rule, dtype=torch.float32)
         t.out.copy_(answer.out)
         t.lse.copy_(answer.lse)
@@ -104,7 +106,7 @@ def backward_problem(workload: Workload, copies: int, seed: int, device: torch.d
 
 def backward_odd_problems(
     spec: Specialization, device: torch.device | str
-) -> tuple[tuple[OddShape, BackwardProblem], ...]:
+) -> tuple[tuple[OddShape, BackwardVerificationCase], ...]:
     """The odd shapes of one specialization with their right answers; meant to be kept for all its configs.
 
     Sinks are no part of a backward specialization, but change the LSE: every other shape has them, and every second
@@ -121,7 +123,7 @@ def backward_odd_problems(
 
 def backward_odd_problem(
     spec: Specialization, shape: OddShape, device: torch.device | str, *, sink: bool = False, dlse: bool = False
-) -> BackwardProblem:
+) -> BackwardVerificationCase:
     """One shape with its right answer; alignments of the specialization do not count, `shape.form` does."""
     inputs = make_backward_inputs(
         replace(odd_workload(spec, shape), sink=sink),
@@ -135,16 +137,20 @@ def backward_odd_problem(
         with_dlse=dlse,
         with_dbias=spec.bias_grad,
     )
-    extras = replace(inputs.extras[0], window=shape.window)
+    features = replace(inputs.features[0], window=shape.window)
     tensors, offset = inputs.tensors[0], odd_offset(spec, shape, device)
     scale = shape.scale_factor * spec.head_dim**-0.5
-    rule = ScoreRule.of(tensors.q, tensors.k, causal=spec.causal, q_offset=offset, softmax_scale=scale, extras=extras)
-    hide_unseen_keys(rule, tensors.q, tensors.k, tensors.v)
-    return _solved(replace(inputs, extras=(extras,)), spec.causal, offset, scale, tf32=spec.dtype == "tf32")
-
-
-def _solved(inputs: BackwardInputs, causal: bool, offset: Offset, scale: float, *, tf32: bool) -> BackwardProblem:
-    expected = backward_golden(
-        inputs.tensors[0], causal=causal, q_offset=offset, softmax_scale=scale, extras=inputs.extras[0], tf32=tf32
+    rule = ScoreRule.of(
+        tensors.q, tensors.k, causal=spec.causal, q_offset=offset, softmax_scale=scale, features=features
     )
-    return BackwardProblem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
+    hide_unseen_keys(rule, tensors.q, tensors.k, tensors.v)
+    return _solved(replace(inputs, features=(features,)), spec.causal, offset, scale, tf32=spec.dtype == "tf32")
+
+
+def _solved(
+    inputs: BackwardInputs, causal: bool, offset: Offset, scale: float, *, tf32: bool
+) -> BackwardVerificationCase:
+    expected = backward_oracle_of(
+        inputs.tensors[0], causal=causal, q_offset=offset, softmax_scale=scale, features=inputs.features[0], tf32=tf32
+    )
+    return BackwardVerificationCase(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)

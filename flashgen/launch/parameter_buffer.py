@@ -1,4 +1,4 @@
-"""`Prepared`: the parameters of one kernel in fixed places of memory, as the CUDA driver reads them at each launch."""
+"""`ParameterBuffer`: the parameters of one kernel in fixed places of memory, as the CUDA driver reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ View = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class DescriptorArg:
     """One tensor descriptor of a kernel: its parameter, the number of its map among the addresses, what it is of."""
 
     parameter: Parameter
@@ -50,7 +50,7 @@ class Described:
         )
 
 
-class Prepared:
+class ParameterBuffer:
     """All parameters of a kernel but what launches write, and how many blocks are launched.
 
     Attributes:
@@ -81,7 +81,7 @@ class Prepared:
         """
         metadata = part.handle.metadata
         self._layout = layout
-        self.descriptors: list[Described] = []
+        self.descriptors: list[DescriptorArg] = []
         boxes = iter(getattr(metadata, "tensordesc_meta", None) or ())
         values: list[int] = []
         for parameter in layout.parameters:
@@ -90,7 +90,7 @@ class Prepared:
                 continue
             found, box = view(parameter), next(boxes)
             self.descriptors.append(
-                Described(
+                DescriptorArg(
                     parameter=parameter,
                     position=len(values),
                     view=found,

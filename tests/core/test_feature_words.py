@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.core.features import describe, features
+from flashgen.core.feature_words import describe, feature_words
 from flashgen.core.workload import Workload
 
 
@@ -28,4 +28,4 @@ from flashgen.core.workload import Workload
 def test_features_are_named(tokens: str, words: str) -> None:
     workload = Workload.parse("-".join(filter(None, ["b1-h2-s8192-d64", tokens])))
     assert describe(workload) == words
-    assert (", ".join(features(workload)) or "plain") == words
+    assert (", ".join(feature_words(workload)) or "plain") == words

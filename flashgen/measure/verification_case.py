@@ -1,4 +1,4 @@
-"""`Problem`: inputs of one forward call with their right answer, to verify and to time kernels on."""
+"""`VerificationCase`: inputs of one forward call with their right answer, to verify and to time kernels on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from flashgen.core.record import Failure
 from flashgen.core.workload import Workload
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.timing import Run
-from flashgen.measure.verify import Errors, Golden, KernelFactory, Offset, check, golden
+from flashgen.measure.verify import Errors, KernelFactory, Offset, Oracle, check, oracle_of
 
 SAME_SIZE = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class VerificationCase:
     """Inputs with the right answer of copy 0 and the arguments of the call."""
 
     inputs: Inputs
-    expected: Golden
+    expected: Oracle
     softmax_scale: float
     q_offset: Offset
 
@@ -38,13 +38,13 @@ class Problem:
     def run(self, factory: KernelFactory, repeats: int = 0) -> Errors | Failure:
         """Poison the outputs, run the kernel, and judge; then ask for the same bits so many times more."""
         i = self.inputs
-        q, k, v, out, lse, extras = i.q[0], i.k[0], i.v[0], i.out[0], i.lse[0], i.extras[0]
-        kernel = factory(q, k, v, out, extras)
+        q, k, v, out, lse, features = i.q[0], i.k[0], i.v[0], i.out[0], i.lse[0], i.features[0]
+        kernel = factory(q, k, v, out, features)
 
         def launch() -> None:
             out.fill_(float("nan"))
             lse.fill_(float("nan"))
-            kernel(q, k, v, out, lse, self.softmax_scale, self.q_offset, extras)
+            kernel(q, k, v, out, lse, self.softmax_scale, self.q_offset, features)
 
         launch()
         verdict = check(out, lse, self.expected)
@@ -57,15 +57,15 @@ class Problem:
     def timed(self, factory: KernelFactory) -> Run:
         """A launch that is ready for every copy."""
         i, scale, offset = self.inputs, self.softmax_scale, self.q_offset
-        kernel = factory(i.q[0], i.k[0], i.v[0], i.out[0], i.extras[0])
+        kernel = factory(i.q[0], i.k[0], i.v[0], i.out[0], i.features[0])
 
         def run(n: int) -> None:
-            kernel(i.q[n], i.k[n], i.v[n], i.out[n], i.lse[n], scale, offset, i.extras[n])
+            kernel(i.q[n], i.k[n], i.v[n], i.out[n], i.lse[n], scale, offset, i.features[n])
 
         return run
 
 
-def forward_problem(workload: Workload, copies: int, seed: int, device: torch.device | str) -> Problem:
+def forward_problem(workload: Workload, copies: int, seed: int, device: torch.device | str) -> VerificationCase:
     """A workload's inputs with the right answer of the first copy.
 
     Raises:
@@ -73,17 +73,17 @@ def forward_problem(workload: Workload, copies: int, seed: int, device: torch.de
     """
     inputs = make_inputs(workload, copies=copies, seed=seed, device=device)
     scale, offset = workload.head_dim**-0.5, workload.seqlen_k - workload.seqlen_q
-    expected = golden(
+    expected = oracle_of(
         inputs.q[0],
         inputs.k[0],
         inputs.v[0],
         causal=workload.causal,
         q_offset=offset,
         softmax_scale=scale,
-        extras=inputs.extras[0],
+        features=inputs.features[0],
         tf32=workload.dtype == "tf32",
     )
-    return Problem(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
+    return VerificationCase(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
 
 
 def other_bits(launch: Callable[[], object], outputs: dict[str, torch.Tensor], repeats: int) -> Failure | None:
