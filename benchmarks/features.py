@@ -24,6 +24,7 @@ from benchmarks.results import MEMORY_COLUMNS, ResultsFile
 from benchmarks.suites import features_grid, select, window_grid
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
+from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
 from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs
@@ -58,7 +59,7 @@ def measure(workload: Workload, impls: Sequence[Impl], *, pace: Pace) -> list[Re
     results = race(
         workload,
         impls,
-        device=gpu.current_device(),
+        device=current_device(),
         where=where,
         stopwatch=CudaStopwatch(gpu.sm_clock_mhz),
         pace=pace,

@@ -23,6 +23,7 @@ from benchmarks.results import ResultsFile, Row
 from benchmarks.suites import SUITES, select, work_of
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
+from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.timing import CudaStopwatch, median_clock
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def racer_of(options: argparse.Namespace, provenance: Provenance) -> Racer:
     """Races on this process's first GPU, as the options say; prints what serves flashgen's call."""
-    device = gpu.current_device()
+    device = current_device()
     pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
     stopwatch, where = CudaStopwatch(gpu.sm_clock_mhz), torch.device("cuda", 0)
     say(f"{device.name}, torch {provenance.torch}, triton {provenance.triton}, commit {provenance.commit}")

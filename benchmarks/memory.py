@@ -28,6 +28,7 @@ from benchmarks.results import MEMORY_COLUMNS, ResultsFile, Row
 from benchmarks.training_impls import FORWARD_BACKWARD
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
+from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
 from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs
@@ -237,7 +238,7 @@ def _speedup(workload: Workload, file: ResultsFile, provenance: Provenance, pace
         return True
     stopwatch, where = CudaStopwatch(gpu.sm_clock_mhz), torch.device("cuda", 0)
     torch.cuda.empty_cache()
-    results = race(workload, impls, device=gpu.current_device(), where=where, stopwatch=stopwatch, pace=pace)
+    results = race(workload, impls, device=current_device(), where=where, stopwatch=stopwatch, pace=pace)
     file.write(
         provenance.row(SPEEDUP_SUITE, workload, each.impl.name, each.impl.version(), median_ms=each.median_ms)
         for each in results

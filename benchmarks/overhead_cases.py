@@ -25,8 +25,9 @@ from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.launch.geometry import Geometry
+from flashgen.launch.gpu import current_device
 from flashgen.launch.plan import TritonPlan, make_plan
-from flashgen.measure import baselines, gpu
+from flashgen.measure import baselines
 
 SMALL = Workload(batch=1, nheads=8, seqlen_q=128, head_dim=128, causal=True)
 """A few microseconds of device time: less than any way to launch it takes on the host."""
@@ -98,7 +99,7 @@ def cases_of(loads: str, folder: Path) -> list[Case]:
     Raises:
         RuntimeError: the database made for it does not serve this kernel.
     """
-    device = gpu.current_device()
+    device = current_device()
     config = PORTABLE_FORWARD.default(SMALL.specialization, device).replace(loads=loads)
     database = folder / f"{loads}.sqlite3"
     write_records(database, config, device)

@@ -16,6 +16,7 @@ from benchmarks.results import RESULTS, Row
 from benchmarks.suites import work_of
 from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
+from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +44,7 @@ class Provenance:
             DeviceError: torch sees no GPU.
             ValueError: the commit is not given and not known.
         """
-        device, versions = gpu.current_device(), gpu.versions()
+        device, versions = current_device(), gpu.versions()
         commit = _short(commit) if commit else commit_of(ROOT)
         return cls(device=device.name, slug=device.slug, torch=torch.__version__, triton=versions.triton, commit=commit)
 

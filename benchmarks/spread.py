@@ -28,7 +28,7 @@ from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
 from flashgen.launch.backward_plan import make_backward_plan
-from flashgen.measure import gpu
+from flashgen.launch.gpu import current_device
 from flashgen.measure.backward_inputs import make_backward_inputs
 from flashgen.measure.backward_reference import exact_gradients
 from flashgen.measure.bench import INPUT_SEED
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     done = file.done(provenance.commit)
-    device = gpu.current_device()
+    device = current_device()
     jobs = [job for job in jobs_of(grid(), device) if (SUITE, job[0].key, job[1].family) not in done]
     compile_ahead(jobs, device)
     broken = 0

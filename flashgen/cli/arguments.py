@@ -80,7 +80,7 @@ def device_here() -> Device | None:
     """The first GPU of this machine, None without one."""
     import torch
 
-    from flashgen.measure.gpu import current_device
+    from flashgen.launch.gpu import current_device
 
     return current_device() if torch.cuda.is_available() else None
 

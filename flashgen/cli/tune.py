@@ -264,7 +264,7 @@ def _dry_run(request: _Request) -> None:
 
 
 def _device_to_plan(request: _Request) -> Device:
-    from flashgen.measure.gpu import current_device
+    from flashgen.launch.gpu import current_device
 
     return find_device(request.target) if request.target is not None else current_device(request.index)
 

@@ -58,7 +58,7 @@ BACKENDS = {
         saved=("out", "logsumexp", "philox_seed", "philox_offset"),
     ),
 }
-"""By the names of `baselines.BACKENDS`."""
+"""By the names of `launch.sdpa.BACKENDS`."""
 
 
 def unsupported(impl: str, workload: Workload) -> str | None:

@@ -8,22 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from flashgen.core.workload import Workload
 from flashgen.launch.feature_values import Features
+from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure.inputs import Inputs
 from flashgen.measure.timing import Run
 from flashgen.measure.verification_case import VerificationCase
 from flashgen.measure.verify import Oracle
-
-BACKENDS = {
-    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-"""Torch's backends by the names that records use; the first that can run is the reference kernel of a race."""
 
 NO_FEATURES = Features()
 

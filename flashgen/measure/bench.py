@@ -23,8 +23,8 @@ from flashgen.launch.backward_geometry import BackwardGeometry
 from flashgen.launch.backward_plan import make_backward_plan
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import make_plan
+from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure.backward_verification_case import BackwardFactory
-from flashgen.measure.baselines import BACKENDS
 from flashgen.measure.directions import DIRECTIONS, VerificationCase
 from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.odd_shapes import Factory, OddShape, check_odd

@@ -15,8 +15,9 @@ import torch
 
 from flashgen.core.config import Config
 from flashgen.core.record import Baseline, Failure, Measurement
+from flashgen.launch.gpu import current_device
+from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure import gpu
-from flashgen.measure.baselines import BACKENDS
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain, State, Toolchain
 from flashgen.measure.faults import failure_of, gpu_is_lost
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
@@ -63,7 +64,7 @@ class GpuService:
             DeviceError: there is no such GPU.
         """
         self._index = index
-        self._device = gpu.current_device(index)
+        self._device = current_device(index)
         where = torch.device("cuda", index)
         torch.cuda.set_device(where)
         torch.zeros(1, device=where)  # make the context now: a broken card must show before the first candidate

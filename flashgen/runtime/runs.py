@@ -70,7 +70,7 @@ def sdpa_run(impl: str, *, causal: bool, bshd: bool, gqa: bool) -> Any:
 
     What it returns is a `Run`, and a `FeatureRun` for calls with a bias or a mask.
     """
-    from flashgen.measure.baselines import BACKENDS
+    from flashgen.launch.sdpa import BACKENDS
 
     backend = BACKENDS[impl]
 

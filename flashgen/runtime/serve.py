@@ -204,7 +204,7 @@ def gpu_index(tensor: torch.Tensor) -> int | None:
 @functools.cache
 def device_at(index: int) -> Device:
     """GPU `index` of torch."""
-    from flashgen.measure.gpu import current_device
+    from flashgen.launch.gpu import current_device
 
     return current_device(index)
 

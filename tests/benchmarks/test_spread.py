@@ -97,7 +97,7 @@ def test_a_run_writes_rows_and_refuses_a_broken_promise(
         given.dq[0, 0, 0, 0] += number
 
     monkeypatch.setattr(Provenance, "here", lambda commit: replace(SHARED, commit=commit))
-    monkeypatch.setattr(spread.gpu, "current_device", lambda: find_device("h200"))
+    monkeypatch.setattr(spread, "current_device", lambda: find_device("h200"))
     monkeypatch.setattr(spread, "WHERE", CPU)
     monkeypatch.setattr(spread, "grid", lambda: (SMALL,))
     monkeypatch.setattr(spread, "BACKWARD", (family,))

@@ -238,7 +238,7 @@ def test_a_run_writes_its_rows(
 ) -> None:
     """All of a run but the device: the command line, the look at what serves, races and rows."""
     monkeypatch.setattr(Provenance, "here", lambda commit: replace(SHARED, commit=commit))
-    monkeypatch.setattr(forward.gpu, "current_device", lambda: DEVICE)
+    monkeypatch.setattr(forward, "current_device", lambda: DEVICE)
     monkeypatch.setattr(forward.gpu, "other_processes", list)
     monkeypatch.setattr(forward, "CudaStopwatch", lambda clock: FakeGpu())
     monkeypatch.setattr(forward, "served_by", lambda workload: f"rung 1 serves {workload.key}")

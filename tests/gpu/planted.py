@@ -12,8 +12,8 @@ import triton.language as tl
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 from flashgen.launch.feature_values import Features
+from flashgen.launch.gpu import current_device
 from flashgen.measure.bench import GpuToolchain
-from flashgen.measure.gpu import current_device
 from flashgen.measure.service import GpuService
 from flashgen.measure.verify import KernelFactory
 from flashgen.measure.worker import Announce

@@ -15,7 +15,7 @@ from flashgen.core.workload import Specialization
 from flashgen.launch.backward_binding import BackwardBinding
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch, TritonBackwardPlan, make_backward_plan
-from flashgen.measure import gpu
+from flashgen.launch.gpu import current_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 
 def compiled_for(key: str, family_id: str) -> tuple[Specialization, Config, CompiledKernel]:
-    spec, device = Specialization.parse(key), gpu.current_device()
+    spec, device = Specialization.parse(key), current_device()
     reason = unsupported(family(family_id), spec, device)
     if reason is not None:
         pytest.skip(reason)
@@ -131,7 +131,7 @@ def test_both_ways_to_launch_give_the_gradients(family_id: str, key: str) -> Non
     ids=str,
 )
 def test_every_order_of_a_step_gives_the_gradients(key: str, changes: dict[str, KnobValue]) -> None:
-    spec, device = Specialization.parse(key), gpu.current_device()
+    spec, device = Specialization.parse(key), current_device()
     row = family("hopper_backward_fused")
     if unsupported(row, spec, device) is not None:
         pytest.skip("needs a Hopper GPU")

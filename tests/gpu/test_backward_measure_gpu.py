@@ -16,12 +16,13 @@ from flashgen.core.workload import Workload
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
 from flashgen.launch.feature_values import Features
+from flashgen.launch.gpu import current_device
+from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure import gpu
 from flashgen.measure.backward_baselines import prepared
 from flashgen.measure.backward_inputs import make_backward_inputs, written
 from flashgen.measure.backward_reference import exact_gradients, rounded_gradients
 from flashgen.measure.backward_verification_case import BackwardVerificationCase, backward_problem
-from flashgen.measure.baselines import BACKENDS
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain
 from flashgen.measure.executor import LocalExecutor
 from flashgen.measure.protocol import EvaluateJob, RaceJob, specialization
@@ -40,7 +41,7 @@ def executor() -> Iterator[LocalExecutor]:
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    device = gpu.current_device()
+    device = current_device()
     return Bench(device, torch.device("cuda", 0), GpuToolchain(device, 0), CudaStopwatch(gpu.sm_clock_mhz), 8e9)
 
 
@@ -219,7 +220,7 @@ def test_verifying_another_candidate_is_cheap(bench: Bench) -> None:
     state = bench.state(workload)
     torch.cuda.synchronize()
     making = time.perf_counter() - started
-    config = default_config(specialization(workload), gpu.current_device())
+    config = default_config(specialization(workload), current_device())
     assert isinstance(bench.candidate(state, config, lambda stage: None), Candidate)
     on_workload, everything = [], []
     for _ in range(5):
@@ -239,7 +240,7 @@ def test_verifying_another_candidate_is_cheap(bench: Bench) -> None:
 def test_copies_defeat_the_cache_and_belong_together(bench: Bench) -> None:
     state = bench.state(Workload.parse("bwd-bf16-b1-h8-s1024-d64"))
     assert isinstance(state.problem, BackwardVerificationCase)
-    assert state.problem.copies * state.workload.bytes >= 2 * gpu.current_device().l2_bytes
+    assert state.problem.copies * state.workload.bytes >= 2 * current_device().l2_bytes
     pointers = {tensors.dout.data_ptr() for tensors in state.problem.inputs.tensors}
     assert len(pointers) == state.problem.copies
     last = state.problem.inputs.tensors[-1]

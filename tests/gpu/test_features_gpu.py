@@ -15,7 +15,7 @@ from flashgen.core.config import Config
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.feature_values import Features
-from flashgen.measure import gpu
+from flashgen.launch.gpu import current_device
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain
 from flashgen.measure.feature_inputs import alibi_slopes
 from flashgen.measure.odd_shapes import check_odd, odd_problem, odd_problems
@@ -64,12 +64,12 @@ def compiled(fresh: None) -> None:
     _AHEAD.add("done")
     served = (PublicCall(spec=c.spec, layout=c.layout).served(odd_problem(c.spec, c.shape, "cuda")) for c in CASES)
     gated = ((Specialization.parse(key), config) for key in GATED for config in gated_configs(key))
-    compile_ahead(itertools.chain(served, gated), gpu.current_device())
+    compile_ahead(itertools.chain(served, gated), current_device())
 
 
 def gated_configs(key: str) -> list[Config]:
     """The default of every family that applies, with each kind of loads where the family has a choice."""
-    spec, device, found = Specialization.parse(key), gpu.current_device(), []
+    spec, device, found = Specialization.parse(key), current_device(), []
     for family in applicable(spec, device):
         default = family.default(spec, device)
         kinds = [knob.values for knob in family.knobs if knob.name == "loads"]
@@ -115,7 +115,7 @@ def test_every_two_values_meet(case: ForwardCase) -> None:
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("key", GATED)
 def test_every_family_and_kind_of_loads_passes_the_gate(key: str) -> None:
-    spec, toolchain = Specialization.parse(key), GpuToolchain(gpu.current_device(), 0)
+    spec, toolchain = Specialization.parse(key), GpuToolchain(current_device(), 0)
     problems = odd_problems(spec, "cuda")
     configs = gated_configs(key)
     assert configs
@@ -311,7 +311,7 @@ def test_a_mask_with_grouped_heads_takes_no_memory_that_grows_with_the_square(ki
     ],
 )
 def test_a_workload_with_features_is_measured(key: str) -> None:
-    device, workload = gpu.current_device(), Workload.parse(key)
+    device, workload = current_device(), Workload.parse(key)
     toolchain = GpuToolchain(device, 0)
     bench = Bench(device, torch.device("cuda", 0), toolchain, CudaStopwatch(), 8e9)
     state = bench.state(workload)

@@ -15,8 +15,8 @@ from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry
+from flashgen.launch.gpu import current_device
 from flashgen.launch.plan import Launch, make_plan
-from flashgen.measure import gpu
 from flashgen.measure.odd_shapes import PER_HEAD, OddShape, check_odd, odd_problem, odd_problems
 
 pytestmark = [
@@ -149,7 +149,7 @@ VARIANTS = (
 def launch_of(
     key: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, config: Config | None = None
 ) -> Launch:
-    spec, device = Specialization.parse(key), gpu.current_device()
+    spec, device = Specialization.parse(key), current_device()
     config = config or HOPPER_FORWARD.default(spec, device)
     compiled = compile_kernel(spec, config, device)
     return make_plan(compiled, spec, config, Geometry.of(q, k, v, out), 0)
@@ -157,7 +157,7 @@ def launch_of(
 
 @pytest.mark.parametrize(("key", "changes"), VARIANTS, ids=str)
 def test_every_kind_of_kernel_passes_the_gate(key: str, changes: dict[str, int | str | bool]) -> None:
-    spec, device = Specialization.parse(key), gpu.current_device()
+    spec, device = Specialization.parse(key), current_device()
     config = HOPPER_FORWARD.default(spec, device).replace(**changes)
     assert invalid(config, spec, device) is None
     compiled = compile_kernel(spec, config, device)
@@ -191,7 +191,7 @@ PACKED_SHAPES = (
 
 @pytest.mark.parametrize(("key", "heads", "changes"), PACKED, ids=str)
 def test_packed_heads_pass_the_gate(key: str, heads: int, changes: dict[str, int | str | bool]) -> None:
-    spec, device = Specialization.parse(key), gpu.current_device()
+    spec, device = Specialization.parse(key), current_device()
     config = HOPPER_FORWARD.default(spec, device).replace(packed_heads=heads, **changes)
     kind = "branch" if spec.causal or spec.window else "one"
     config = config.replace(masked_blocks=kind, hidden_blocks="computed")
@@ -219,7 +219,7 @@ def test_a_decoding_step_is_served_with_packed_heads() -> None:
     grouped = q.repeat_interleave(4, 1)
     out, alone = torch.empty_like(grouped), torch.empty_like(q)
     lse, lse_alone = (torch.empty(4, heads, 1, device="cuda") for heads in (32, 8))
-    spec, device = Specialization.parse("fwd-bf16-d128-causal"), gpu.current_device()
+    spec, device = Specialization.parse("fwd-bf16-d128-causal"), current_device()
     default = HOPPER_FORWARD.default(spec, device)
     sizes = Sizes(batch=4, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=3000)
     config = fitted(default, spec, sizes, device)
@@ -287,7 +287,7 @@ def test_tiles_that_hidden_values_spoil_come_again(key: str) -> None:
     mask[1, :, :, 100:300] = False
     mask[0, :, :, 700:710] = False
     features, out = Features(mask=mask), torch.empty_like(q)
-    device = gpu.current_device()
+    device = current_device()
     config = HOPPER_FORWARD.default(spec, device)
     launch = make_plan(compile_kernel(spec, config, device), spec, config, Geometry.of(q, k, v, out, features), 0)
     v[1, :, 100:300], v[0, :, 700:710] = 0, 0

@@ -13,6 +13,7 @@ import torch
 from flashgen.codegen.families import default_config
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
+from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain
 from flashgen.measure.executor import LocalExecutor
@@ -33,14 +34,14 @@ def executor() -> Iterator[LocalExecutor]:
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    device = gpu.current_device()
+    device = current_device()
     stopwatch = CudaStopwatch(gpu.sm_clock_mhz)
     return Bench(device, torch.device("cuda", 0), GpuToolchain(device, 0), stopwatch, 8e9)
 
 
 def test_the_device_is_the_one_that_the_executor_measures_on(executor: LocalExecutor) -> None:
     found = executor.describe()
-    assert found.device == gpu.current_device()
+    assert found.device == current_device()
     assert found.versions == gpu.versions()
     assert found.device.num_sms == torch.cuda.get_device_properties(0).multi_processor_count
 
@@ -129,7 +130,7 @@ def test_a_recorded_graph_keeps_its_workspace() -> None:
 def test_verifying_another_candidate_is_cheap(bench: Bench) -> None:
     workload = Workload.parse("bf16-b4-h32-hk8-s4096-d128-causal")
     state = bench.state(workload)
-    config = default_config(specialization(workload), gpu.current_device())
+    config = default_config(specialization(workload), current_device())
     assert isinstance(bench.candidate(state, config, lambda stage: None), Candidate)
     on_workload, everything = [], []
     for _ in range(5):
@@ -180,7 +181,7 @@ def test_a_long_kernel_is_timed_as_a_plain_loop_would() -> None:
 def test_inputs_are_rotated_over_twice_the_cache(bench: Bench) -> None:
     workload = Workload.parse("bf16-b1-h8-s1024-d64")
     state = bench.state(workload)
-    assert state.problem.inputs.copies * workload.bytes >= 2 * gpu.current_device().l2_bytes
+    assert state.problem.inputs.copies * workload.bytes >= 2 * current_device().l2_bytes
     pointers = {tensor.data_ptr() for tensor in state.problem.inputs.k}
     assert len(pointers) == state.problem.inputs.copies
 

@@ -15,7 +15,7 @@ import torch
 from flashgen.codegen.families import FAMILIES
 from flashgen.codegen.render import render
 from flashgen.core.workload import Specialization
-from flashgen.measure import gpu
+from flashgen.launch.gpu import current_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ BACKWARD = ("bwd-bf16-d64-causal", "bwd-bf16-d128", "bwd-fp16-d256-causal")
 
 def standalone(key: str, family: str, folder: Path) -> ModuleType:
     """The rendered default config of a family, imported as a user would; skips what the family does not do here."""
-    spec, device = Specialization.parse(key), gpu.current_device()
+    spec, device = Specialization.parse(key), current_device()
     row = next(each for each in FAMILIES if each.id == family)
     reason = row.unsupported(spec, device)
     if reason is not None:

@@ -20,7 +20,7 @@ from flashgen.core.record import TuningRecord
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
-from flashgen.measure.baselines import BACKENDS
+from flashgen.launch.sdpa import BACKENDS
 from flashgen.runtime.dispatch import RUNGS, SDPA_IMPLS, Records, resolve, sdpa_backend
 from flashgen.runtime.explanation import explain
 from tests.db.samples import H100, H200, RTX_4090, timed

@@ -13,7 +13,7 @@ import flashgen
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.launch.geometry import Geometry
-from flashgen.measure.baselines import BACKENDS
+from flashgen.launch.sdpa import BACKENDS
 from flashgen.runtime import dispatch, runs, serve
 from flashgen.runtime.calls import Call, CheckedCall
 from tests.db.samples import H100
