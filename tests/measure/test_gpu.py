@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure import gpu
-from flashgen.measure.baselines import BACKENDS, unsupported
+from flashgen.measure.baselines import unsupported
 from flashgen.measure.faults import failure_of, gpu_is_lost
 
 
