@@ -1,4 +1,4 @@
-"""Pieces of text that all tables of README are made of."""
+"""Pieces of text that all tables of the results are made of."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.results import Row
 from flashgen.core.workload import Workload
+
+REPOSITORY = "https://github.com/flashgen/flashgen"
+"""As `project.urls` of pyproject.toml has it (a test compares)."""
+
+RAW = REPOSITORY.replace("//github.com", "//raw.githubusercontent.com") + "/main"
+"""Before the path of a file whose bytes a page shows, such as a chart."""
 
 VERSIONED = (("sdpa-cudnn", "cuDNN"), ("fa3", "FA3"), ("fa4", "FA4"))
 """Implementations that have a version of their own, beside torch's."""
@@ -18,8 +24,9 @@ def table_row(cells: Iterable[str]) -> str:
 
 
 def listed(values: Iterable[str]) -> str:
-    """Each value once, in order."""
-    return " and ".join(sorted({value for value in values if value}))
+    """Each value once, in order: `a, b and c`."""
+    *others, last = sorted({value for value in values if value}) or [""]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def image(charts: Sequence[str], stem: str, text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What README says of attention as models run it: speed beside others, and what a sliding window costs."""
+"""The tables of attention as models run it: speed beside others, and what a sliding window costs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Windowed:
 
 
 def model_parts(rows: Sequence[Row]) -> list[str]:
-    """All that README says of the models, or nothing if none was measured."""
+    """The section of the models, or nothing if none was measured."""
     used = [row for row in rows if row.suite in MODELS]
     lines = {name: found for name in MODELS if (found := lines_of(used, name))}
     if not lines:
         return []
     count = sum(map(len, lines.values()))
     table = f"<details><summary>All {count} workloads of models</summary>\n\n{_table(lines)}\n\n</details>"
-    parts = [_text(used), _means(lines), table]
+    parts = ["### Models", _text(used), _means(lines), table]
     windows = list(_windows(used))
     return [*parts, _window_table(windows)] if windows else parts
 
@@ -61,7 +61,7 @@ def visible_blocks(workload: Workload, block: int = BLOCK) -> int:
 def _text(used: Sequence[Row]) -> str:
     reasons = "; ".join(_reasons(used))
     return (
-        "Attention as models run it (prefill, image and cross attention), raced as the forward pass above. "
+        "Attention as models run it (prefill, image and cross attention), raced as the forward pass is. "
         f"{provenance(used)}" + (f" A peer without a figure cannot run the row: {reasons}." if reasons else "")
     )
 

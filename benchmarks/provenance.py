@@ -82,15 +82,16 @@ class Provenance:
 
 
 def commit_of(root: Path) -> str:
-    """The commit of a checkout, with `-dirty` behind it if files differ from it (results and README aside).
+    """The commit of a checkout, with `-dirty` behind it if files differ from it (what the results give aside).
 
     Raises:
         ValueError: there is no git, or `root` is not a checkout.
     """
     try:
         commit = _git(root, "rev-parse", f"--short={COMMIT_DIGITS}", "HEAD")
-        generated = (":(exclude)benchmarks/results", ":(exclude)docs/img", ":(exclude)README.md")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *generated)
+        generated = ("benchmarks/results", "docs/img", "docs/benchmarks.md", "docs/attention.md", "README.md")
+        others = (".", *(f":(exclude){path}" for path in generated))
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *others)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(f"rows name their commit; {root} is no git checkout, so give it with --commit") from error
     return f"{commit}-dirty" if changed else commit

@@ -70,7 +70,7 @@ def present(lines: Sequence[Line]) -> list[str]:
 
 
 def race_parts(device_slug: str, rows: Sequence[Row], suite: str, charts: Sequence[str]) -> list[str]:
-    """All that README says of one suite, or nothing if it has no rows."""
+    """The section of one suite, or nothing if it has no rows."""
     lines = lines_of(rows, suite)
     if not lines:
         return []
@@ -78,7 +78,7 @@ def race_parts(device_slug: str, rows: Sequence[Row], suite: str, charts: Sequen
     if suite != FORWARD_SUITE:
         every = f"<details><summary>All {len(lines)} shapes</summary>\n\n{every}\n\n</details>"
     chart = image(charts, f"{suite}_{device_slug}", f"{RACES[suite]} in TFLOP/s")
-    return [_text(rows, suite), *chart, _means(lines), every]
+    return [f"### {RACES[suite]}", _text(rows, suite), *chart, _means(lines), every]
 
 
 def _text(rows: Sequence[Row], suite: str) -> str:

@@ -1,4 +1,4 @@
-"""From the results files to `docs/img/`, the benchmark block of README and what docs/attention.md says of repeats.
+"""From the results files to `docs/img/`, docs/benchmarks.md, README's summary and docs/attention.md's part on repeats.
 
 python -m benchmarks.report            # rewrites them; charts need the extra `report`
 python -m benchmarks.report --check    # changes nothing; 1 if a text is not what the files give
@@ -7,21 +7,40 @@ python -m benchmarks.report --check    # changes nothing; 1 if a text is not wha
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import curves, spread_tables
+from benchmarks.markdown import RAW
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE
 from benchmarks.race_tables import RACES
 from benchmarks.results import RESULTS, Row, latest, read_rows
+from benchmarks.summary_tables import summary
 from benchmarks.tables import block
 from benchmarks.training import EAGER_SUITE
 from benchmarks.training_tables import compared
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = Path("docs") / "attention.md"
-"""The page on gradients, beside the README."""
+PAGE = Path("docs") / "benchmarks.md"
+"""All tables: written as a whole. This path and the next are relative to the folder of README."""
+
+SPREAD_PAGE = Path("docs") / "attention.md"
+"""The page on gradients: written between its markers."""
+
+IMAGES = Path("docs") / "img"
+
+HEAD = """\
+# Benchmarks
+
+<!-- Written by `python -m benchmarks.report` from benchmarks/results; a test compares. Do not edit. -->
+
+Every figure comes from the CSV files in [benchmarks/results](../benchmarks/results), whose rows name the machine, the
+versions and the commit. [benchmarks/README.md](../benchmarks/README.md) says what each benchmark measures and how to
+run it again.
+"""
 
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 FILES = (
@@ -45,28 +64,25 @@ CHARTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 with `--check` if README differs from the files."""
+    """Run; 0 is done, 1 with `--check` if a text differs from what the files give."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the markers")
-    parser.add_argument("--images", type=Path, help="folder of the charts (default: docs/img beside the README)")
+    parser.add_argument("--images", type=Path, help="folder of the charts (default: docs/img beside README)")
     parser.add_argument("--check", action="store_true", help="change nothing")
     options = parser.parse_args(arguments)
-    images = options.images or options.readme.parent / "docs" / "img"
+    folder = options.readme.parent
+    images = options.images or folder / IMAGES
     devices = load(options.results)
     if not options.check:
         draw(devices, images, options.results)
-    changed = [
-        path
-        for path, text, marks in (
-            (options.readme, text_of(devices, _relative(images, options.readme.parent)), (START, END)),
-            (options.readme.parent / PAGE, spread_tables.page(devices), (spread_tables.START, spread_tables.END)),
-        )
-        if path.is_file() and _is_changed(path, text, marks, write=not options.check)
-    ]
     print(f"{sum(map(len, devices.values()))} rows of {len(devices)} devices")
-    for path in changed:
-        print(f"{path} differs: run python -m benchmarks.report" if options.check else f"{path} was rewritten")
+    changed = [page for page in _pages(folder, options.readme, images, devices) if page.before != page.after]
+    for page in changed:
+        if not options.check:
+            page.path.parent.mkdir(parents=True, exist_ok=True)
+            page.path.write_text(page.after, encoding="utf-8")
+        print(f"{page.path} {'differs: run python -m benchmarks.report' if options.check else 'was rewritten'}")
     return int(bool(changed) and options.check)
 
 
@@ -111,12 +127,21 @@ def draw(devices: dict[str, list[Row]], images: Path, results: Path) -> None:
                 charts.memory_chart(images / name, rows)
 
 
-def text_of(devices: dict[str, list[Row]], images: str) -> str:
-    """The text between the markers; `images` is the folder of the charts as README names it."""
+def summary_of(devices: dict[str, list[Row]]) -> str:
+    """The text between README's markers. README is also the page of the package index, so it names charts in full."""
     return "\n".join(
+        summary(slug, rows, charts=[f"{RAW}/{IMAGES.as_posix()}/{name}" for name in charts_of(slug, rows)])
+        for slug, rows in devices.items()
+    )
+
+
+def page_of(devices: dict[str, list[Row]], images: str) -> str:
+    """docs/benchmarks.md; `images` is the folder of the charts as the page names it."""
+    blocks = (
         block(slug, rows, charts=[f"{images}/{name}" for name in charts_of(slug, rows)])
         for slug, rows in devices.items()
     )
+    return "\n".join([HEAD, *blocks])
 
 
 def insert(page: str, text: str, marks: tuple[str, str] = (START, END)) -> str:
@@ -133,16 +158,25 @@ def insert(page: str, text: str, marks: tuple[str, str] = (START, END)) -> str:
     return f"{head}{first}\n{text}{last}{tail}"
 
 
-def _is_changed(path: Path, text: str, marks: tuple[str, str], *, write: bool) -> bool:
-    before = path.read_text(encoding="utf-8")
-    after = insert(before, text, marks)
-    if write and before != after:
-        path.write_text(after, encoding="utf-8")
-    return before != after
+class _Page(NamedTuple):
+    """A file, the text that it has, and the text that the results give."""
+
+    path: Path
+    before: str
+    after: str
 
 
-def _relative(images: Path, folder: Path) -> str:
-    return images.resolve().relative_to(folder.resolve()).as_posix()
+def _pages(folder: Path, readme: Path, images: Path, devices: dict[str, list[Row]]) -> Iterator[_Page]:
+    text = readme.read_text(encoding="utf-8")
+    yield _Page(readme, text, insert(text, summary_of(devices)))
+    page = folder / PAGE
+    relative = Path(os.path.relpath(images, page.parent)).as_posix()
+    yield _Page(page, page.read_text(encoding="utf-8") if page.is_file() else "", page_of(devices, relative))
+    spread = folder / SPREAD_PAGE
+    if spread.is_file():
+        text = spread.read_text(encoding="utf-8")
+        marks = (spread_tables.START, spread_tables.END)
+        yield _Page(spread, text, insert(text, spread_tables.page(devices), marks))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The text that README shows between its benchmark markers, from the rows of the results files alone."""
+"""The tables of docs/benchmarks.md, from the rows of the results files alone."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ MEMORY_TITLES = {
 
 
 def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> str:
-    """Everything that README says of one device.
+    """All tables and charts of one device.
 
     Args:
         device_slug: the folder of the results, which is in the names of the charts.
         rows: of all its files, those that belong together.
-        charts: the file names of charts that there are, relative to README.
+        charts: the file names of charts that there are, relative to the page.
     """
-    parts = [f"### {rows[0].device}"]
+    parts = [f"## {rows[0].device}"]
     for suite in RACES:
         parts += race_parts(device_slug, rows, suite, charts)
     parts += training_parts(device_slug, rows, charts)
     parts += model_parts(rows)
     if any(row.suite == FEATURES_SUITE for row in rows):
-        parts += [_features_text(rows), _features_table(rows)]
+        parts += ["### Features", _features_text(rows), _features_table(rows)]
     if any(row.suite == WINDOW_SUITE for row in rows):
-        parts += [_window_text(rows)]
+        parts += ["### Sliding windows", _window_text(rows)]
     if any(row.suite == MEMORY_SUITE for row in rows):
-        parts += [_memory_text(rows), *image(charts, f"memory_{device_slug}", "Memory against sequence length")]
+        chart = image(charts, f"memory_{device_slug}", "Memory against sequence length")
+        parts += ["### Memory of the forward pass", _memory_text(rows), *chart]
     if any(row.suite == "overhead" for row in rows):
-        parts.append(_overhead_text(rows))
+        parts += ["### Host time", _overhead_text(rows)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What README says of training: GPT-2 step by step, and what the papers claim beside what was measured."""
+"""The tables of training: GPT-2 step by step, and what the papers claim beside what was measured."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ CLAIM_HEAD_DIM = 64
 
 
 def training_parts(device_slug: str, rows: Sequence[Row], charts: Sequence[str]) -> list[str]:
-    """All that README says of training, or nothing if it has no rows."""
+    """The sections of training, or nothing if it has no rows."""
     used = [row for row in rows if row.suite in MODES]
     parts = []
     if used:
-        parts = [_text(used), *image(charts, f"training_{device_slug}", "GPT-2 in training"), _table(used)]
+        chart = image(charts, f"training_{device_slug}", "GPT-2 in training")
+        parts = ["### Training GPT-2", _text(used), *chart, _table(used)]
     if any(row.suite == TRAINING_SUITE for row in rows):
-        parts += [_memory_text(rows), *image(charts, f"training_memory_{device_slug}", "Memory of both passes")]
-        parts.append(_memory_table(rows))
+        chart = image(charts, f"training_memory_{device_slug}", "Memory of both passes")
+        parts += ["### Memory of both passes", _memory_text(rows), *chart, _memory_table(rows)]
     claims = list(_claims(rows))
     if claims:
         head = [table_row(["the papers' claim", "measured here"]), table_row(["---", "---"])]
-        parts.append("\n".join([*head, *(table_row(claim) for claim in claims)]))
+        parts += ["### Claims of the papers", "\n".join([*head, *(table_row(claim) for claim in claims)])]
     return parts
 
 

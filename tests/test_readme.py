@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.markdown import RAW, REPOSITORY
 from flashgen.codegen.families import FAMILIES
 from flashgen.core import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+COMMAND_LINE = (ROOT / "docs/command-line.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")]
 
 
@@ -70,7 +72,7 @@ def table(text: str, heading: str) -> dict[str, str]:
 
 
 def test_environment_variables_are_those_of_the_settings() -> None:
-    documented = {name for name in table(README, "## Environment variables") if name.startswith("FLASHGEN_")}
+    documented = {name for name in table(COMMAND_LINE, "## Environment variables") if name.startswith("FLASHGEN_")}
     assert documented == set(re.findall(r"FLASHGEN_[A-Z_]+", settings.__doc__ or ""))
 
 
@@ -81,11 +83,54 @@ def test_make_targets_that_pages_name_exist() -> None:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names `make {target}`"
 
 
+def links(text: str) -> list[tuple[str, str]]:
+    """Target and anchor of every link and image of a page; code blocks have none."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text)
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links: GitHub's rule."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_resolve() -> None:
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        for link, anchor in links(page.read_text()):
             if "://" not in link:
-                assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links to {link}"
+                target = page.parent / link if link else page
+                assert target.exists(), f"{page.relative_to(ROOT)} links to {link}"
+                assert not anchor or anchor in anchors(target), f"{page.relative_to(ROOT)} links to {link}#{anchor}"
+
+
+def test_links_of_the_readme_are_absolute_and_name_what_exists() -> None:
+    """It is the page of the package index as well, where a relative link leads nowhere."""
+    found = links(README)
+    assert len(found) > 10
+    for link, anchor in found:
+        if not link:
+            assert anchor in anchors(ROOT / "README.md")
+            continue
+        assert link.startswith("https://"), f"README.md links to {link}"
+        match = re.fullmatch(rf"(?:{REPOSITORY}/(blob|tree)|({RAW.removesuffix('/main')}))/main/(.+)", link)
+        assert match, f"README.md links to {link}, which is not below {REPOSITORY}"
+        path = ROOT / match[3]
+        assert path.is_dir() if match[1] == "tree" else path.is_file(), f"README.md links to {link}"
+
+
+def test_the_addresses_of_the_package_are_those_of_the_readme() -> None:
+    declared = dict(re.findall(r'^(\w+) = "(https://[^"]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    assert declared["Homepage"] == REPOSITORY
+    assert {"Homepage", "Documentation", "Changelog", "Issues"} == declared.keys()
+    for name in ("Documentation", "Changelog"):
+        assert (ROOT / declared[name].removeprefix(f"{REPOSITORY}/blob/main/")).is_file()
+
+
+def test_the_readme_is_two_screens() -> None:
+    assert len(README.splitlines()) <= 140
+    assert len(README.encode()) <= 9_000
 
 
 def commands() -> list[tuple[str, str]]:
@@ -124,6 +169,7 @@ def test_commands_exist_with_the_options_that_pages_give(page: str, line: str) -
 
 def test_exit_codes_are_those_of_the_command() -> None:
     shown = help_text()
-    for code in table(README, "## Exit codes"):
-        if code.isdigit():
-            assert re.search(rf"\b{code}\b", shown), f"`flashgen --help` does not explain exit code {code}"
+    codes = [code for code in table(COMMAND_LINE, "## Exit codes") if code.isdigit()]
+    assert {"0", "1", "2"} < set(codes)
+    for code in codes:
+        assert re.search(rf"\b{code}\b", shown), f"`flashgen --help` does not explain exit code {code}"

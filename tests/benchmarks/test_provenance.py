@@ -19,15 +19,16 @@ def git(root: Path, *arguments: str) -> str:
 
 def test_commit_and_whether_files_differ_from_it(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
-    for name in ("code.py", "README.md", "benchmarks/results/gpu/forward.csv"):
+    generated = ("README.md", "docs/benchmarks.md", "benchmarks/results/gpu/forward.csv")
+    for name in ("code.py", *generated):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one\n")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "one")
     commit = git(tmp_path, "rev-parse", "HEAD")[:12]
     assert commit_of(tmp_path) == commit
-    (tmp_path / "README.md").write_text("two\n")
-    (tmp_path / "benchmarks/results/gpu/forward.csv").write_text("two\n")
+    for name in generated:
+        (tmp_path / name).write_text("two\n")
     assert commit_of(tmp_path) == commit
     (tmp_path / "code.py").write_text("two\n")
     assert commit_of(tmp_path) == f"{commit}-dirty"

@@ -1,4 +1,4 @@
-"""README and the charts are what the results files give, byte for byte and every time."""
+"""The pages and the charts are what the results files give, byte for byte and every time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report, spread_tables
+from benchmarks.markdown import RAW
 from benchmarks.race_tables import lines_of
 from benchmarks.results import ResultsFile, latest, read_rows
 from benchmarks.suites import paper_grid
@@ -27,31 +28,80 @@ def run(place: Path, *more: str) -> int:
     return report.main(["--results", str(place / "results"), "--readme", str(place / "README.md"), *more])
 
 
+def tables(place: Path) -> str:
+    """The page of all tables, after a run."""
+    assert run(place) == 0
+    return (place / "docs/benchmarks.md").read_text()
+
+
 def test_the_second_run_changes_nothing(place: Path) -> None:
     assert run(place, "--check") == 1
     assert (place / "README.md").read_text() == README
+    assert not (place / "docs").exists()
     assert run(place) == 0
-    once = (place / "README.md").read_bytes()
+    once = [(place / name).read_bytes() for name in ("README.md", "docs/benchmarks.md")]
     images = {path.name: path.read_bytes() for path in (place / "docs/img").iterdir()}
     assert run(place, "--check") == 0
     assert run(place) == 0
-    assert (place / "README.md").read_bytes() == once
+    assert [(place / name).read_bytes() for name in ("README.md", "docs/benchmarks.md")] == once
     assert {path.name: path.read_bytes() for path in (place / "docs/img").iterdir()} == images
     assert set(images) == {"forward_test_gpu.png", "memory_test_gpu.png"}
     assert all(image.startswith(b"\x89PNG") and len(image) > 10_000 for image in images.values())
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_a_check_tells_which_page_differs(place: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(place)
+    (place / name).write_text((place / name).read_text().replace("1.10", "1.11"))
+    capsys.readouterr()
+    assert run(place, "--check") == 1
+    assert [line for line in capsys.readouterr().out.splitlines() if "differs" in line] == [
+        f"{place / name} differs: run python -m benchmarks.report"
+    ]
+
+
 def test_everything_around_the_markers_stays(place: Path) -> None:
     run(place)
     text = (place / "README.md").read_text()
-    assert text.startswith(f"# Title\n\n{report.START}\n### Test GPU\n")
+    assert text.startswith(f"# Title\n\n{report.START}\n![Forward pass in TFLOP/s on Test GPU](")
     assert text.endswith(f"\n{report.END}\n\n## More\n")
     assert "stale" not in text
 
 
-def test_the_table_says_what_the_rows_say(place: Path) -> None:
+def test_the_readme_has_one_chart_and_a_line_for_each_group_of_workloads(place: Path) -> None:
     run(place)
     lines = (place / "README.md").read_text().splitlines()
+    images = [line for line in lines if line.startswith("![")]
+    assert images == [f"![Forward pass in TFLOP/s on Test GPU]({RAW}/docs/img/forward_test_gpu.png)"]
+    at = next(n for n, line in enumerate(lines) if line.startswith("| speed of flashgen over that of "))
+    assert lines[at].endswith(
+        "| workloads | the fastest peer | lowest | FlexAttention | SDPA flash | SDPA cuDNN | FA3 | standard |"
+    )
+    # 440 + n against 600 + n, or 550 where FA3 is missing, over twelve workloads of each head_dim
+    assert lines[at + 2] == "| Forward, head_dim 64 | 12 | 0.74 | 0.73 | 1.10 | 1.33 | 0.80 | 0.74 | 7.38 |"
+    assert [line.split(" | ")[0] for line in lines[at + 3 : at + 5]] == [
+        f"| Forward, head_dim {dim}" for dim in (128, 256)
+    ]
+    assert not lines[at + 5].startswith("|")
+    assert lines[at + 6].startswith("Measured on Test GPU with torch 2.11.0, Triton 3.6.0, cuDNN 1.0, FA3 1.0, commit ")
+
+
+def test_the_readme_compares_with_the_fastest_peer_and_training_by_tokens(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(README)
+    write_training(tmp_path / "results")
+    assert run(tmp_path) == 0
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    # FA3 is the fastest at 600; flashgen's deterministic kernels are no peer
+    assert "| Backward, head_dim 64 | 1 | 0.73 | 0.73 | 1.10 | 1.33 | 0.80 | 0.73 | 0.88 | 8.00 |" in lines
+    assert "| GPT-2 training, tokens/s | 3 | 1.25 | 1.25 | - | 1.33 | 1.25 | - | - | 2.50 |" in lines
+    assert not any(line.startswith("![") for line in lines), "there is no forward pass to draw"
+
+
+def test_the_table_says_what_the_rows_say(place: Path) -> None:
+    lines = tables(place).splitlines()
+    assert lines[:3] == ["# Benchmarks", "", report.HEAD.splitlines()[2]]
+    assert "## Test GPU" in lines
+    assert "![Forward pass in TFLOP/s](img/forward_test_gpu.png)" in lines
     head = "| head_dim | seqlen | causal | flashgen | FlexAttention | SDPA flash | SDPA cuDNN | FA3 | standard "
     at = next(n for n, line in enumerate(lines) if line.startswith(head))
     # speeds of the first workload are 440, 400, 330, 550, none, 55; each further one is a TFLOP/s faster
@@ -63,8 +113,7 @@ def test_the_table_says_what_the_rows_say(place: Path) -> None:
 
 
 def test_machine_versions_commit_and_day_come_from_the_rows(place: Path) -> None:
-    run(place)
-    text = (place / "README.md").read_text()
+    text = tables(place)
     assert "on Test GPU with torch 2.11.0, Triton 3.6.0, cuDNN 1.0, FA3 1.0, commit 0123456789ab, 2026-11-20." in text
     assert "flashgen 0, flashgen with LSE 64, SDPA flash 64. Standard attention holds 64.0 GiB at 32768 tokens." in text
     assert "8.0 at 2048, 8.0 at 2048 causal, 8.0 at 16384, 8.0 at 16384 causal." in text
@@ -78,23 +127,21 @@ def test_a_later_commit_replaces_a_workload_as_a_whole(place: Path) -> None:
     ResultsFile(path, append=True).write([row(workload, "flashgen", 500.0, commit="new")])
     last = lines_of(latest(read_rows(path)), "forward")[-1]
     assert (last.workload, last.tflops) == (workload, {"flashgen": 500.0})
-    run(place)
-    text = (place / "README.md").read_text()
+    text = tables(place)
     assert "| 256 | 16384 | yes | 500 | - | - | - | - | - | - | - |" in text
     assert "commit 0123456789ab and new" in text
 
 
 def test_without_results_the_block_is_empty(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(README)
-    assert run(tmp_path) == 0
+    assert tables(tmp_path) == report.HEAD
     assert (tmp_path / "README.md").read_text() == README.replace("stale\n", "")
 
 
 def test_training_is_reported_beside_what_the_papers_claim(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(README)
     write_training(tmp_path / "results")
-    assert run(tmp_path) == 0
-    lines = (tmp_path / "README.md").read_text().splitlines()
+    lines = tables(tmp_path).splitlines()
     head = "| seqlen | mode | flashgen | SDPA flash | SDPA cuDNN | standard | vs standard | vs better SDPA | GiB "
     at = next(n for n, line in enumerate(lines) if line.startswith(head))
     assert (
@@ -126,12 +173,13 @@ def test_markers_must_be_there_once(text: str) -> None:
         report.insert(text, "x")
 
 
-def test_readme_is_what_the_committed_results_give() -> None:
+def test_pages_are_what_the_committed_results_give() -> None:
     devices = report.load(report.RESULTS)
     readme = (ROOT / "README.md").read_text()
-    assert report.insert(readme, report.text_of(devices, "docs/img")) == readme, "run python -m benchmarks.report"
-    page, marks = (ROOT / report.PAGE).read_text(), (spread_tables.START, spread_tables.END)
+    assert report.insert(readme, report.summary_of(devices)) == readme, "run python -m benchmarks.report"
+    assert report.page_of(devices, "img") == (ROOT / report.PAGE).read_text(), "run python -m benchmarks.report"
+    page, marks = (ROOT / report.SPREAD_PAGE).read_text(), (spread_tables.START, spread_tables.END)
     assert report.insert(page, spread_tables.page(devices), marks) == page, "run python -m benchmarks.report"
     for slug, rows in devices.items():
         for name in report.charts_of(slug, rows):
-            assert (ROOT / "docs/img" / name).is_file()
+            assert (ROOT / report.IMAGES / name).is_file()
