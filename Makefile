@@ -3,6 +3,7 @@
 # make test       every check that runs without a GPU; CI runs this and nothing else
 # make gpu-test   the tests that need a GPU
 # make docs       docs/supported.md again, from the table of kernel families
+# make databases  tuning_db/ again, after a schema revision
 # make lint       formatting, lint, types and import contracts       make format   rewrite files in the one format
 #
 # PYTHON=python3.12 chooses the interpreter. One that already has torch with a usable GPU keeps that torch.
@@ -18,7 +19,7 @@ TRITONS := 3.6 3.9
 OLDEST := $(firstword $(TRITONS))
 
 .PRECIOUS: .venvs/triton-%/.stamp
-.PHONY: venv tune test docs lint format pytest interpreter crosscompile gpu-test clean
+.PHONY: venv tune test docs databases lint format pytest interpreter crosscompile gpu-test clean
 
 venv: $(VENV)/.stamp
 
@@ -34,6 +35,9 @@ test: lint interpreter crosscompile pytest
 
 docs: venv
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/supported.py
+
+databases: venv
+	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/databases.py
 
 lint: venv
 	$(BIN)/ruff format --check .
