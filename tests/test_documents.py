@@ -1,11 +1,22 @@
-"""A decision is one page that says what was, what is and why; its log of attempts stands apart; paths exist."""
+"""Decisions have one form, pages that sources name exist, and CONTRIBUTING says what templates and launches get."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from flashgen.codegen import families
+from flashgen.codegen import render as rendering
+from flashgen.codegen.family import Sizes
+from flashgen.core.device import find_device
+from flashgen.core.errors import UnsupportedError
+from flashgen.core.workload import Specialization
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,3 +68,99 @@ def test_every_page_of_the_folder_is_in_its_list() -> None:
     for path in (ROOT / "docs").iterdir():
         if path.name not in ("README.md", "img"):
             assert f"({path.name})" in listed, path.name
+
+
+# --- CONTRIBUTING ---------------------------------------------------------------------------------------------------
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+SPECIALIZATIONS = (
+    "fwd-bf16-d128-causal",
+    "fwd-bf16-d192-dv128-causal",
+    "fwd-bf16-d96-bias-mask",
+    "fwd-fp32-d80-softcap-window-offset",
+    "fwd-bf16-d192-causal-softcap-alibi-sink-bias-mask-window-scattered",
+    "fwd-fp16-d64-alibi-keybias-keymask-window-unaligned",
+)
+MODS_ONLY = re.compile(r"Aux\d|(Partial|Full)(Counts|Indices)|num_[qk]_blocks|stride_block_[bh]")
+"""Names of calls with functions of the caller, which no key can ask for."""
+
+
+def section(heading: str) -> str:
+    return CONTRIBUTING.split(f"### {heading}\n")[1].split("\n#")[0]
+
+
+def expanded(pattern: str) -> Iterator[str]:
+    """`stride_{q,k}{b,h}` as the shell reads it."""
+    pieces = [piece.split(",") for piece in re.split(r"[{}]", pattern)]
+    yield from map("".join, itertools.product(*pieces))
+
+
+def first_column(text: str) -> set[str]:
+    cells = (line.split("|")[1] for line in text.splitlines() if line.startswith("| ") and "`" in line)
+    return {name for cell in cells for pattern in re.findall(r"`([^`]+)`", cell) for name in expanded(pattern)}
+
+
+def parameters() -> Iterator[tuple[str, set[str]]]:
+    """Names of parameters of default kernels, each with the names that pieces of scratch memory give."""
+    sizes = Sizes(batch=2, nheads=8, nheads_k=2, seqlen_q=100, seqlen_k=300)
+    for key, direction, name in itertools.product(SPECIALIZATIONS, ("forward", "backward"), ("h200", "a100")):
+        spec = replace(Specialization.parse(key), direction=direction)
+        if direction == "backward":
+            spec = replace(spec, sink=False, sink_dtype="", bias_grad=bool(spec.bias))
+        device = find_device(name)
+        try:
+            rows = families.applicable(spec, device)
+        except UnsupportedError:
+            continue
+        for row in rows:
+            config = row.default(spec, device)
+            pieces = [piece.name for piece in row.scratch(spec, config, sizes)]
+            scratch = {f"{piece}_desc" for piece in pieces} | {piece.title().replace("_", "") for piece in pieces}
+            for kernel in row.kernels(spec, config):
+                yield from ((parameter.name, scratch) for parameter in kernel.parameters)
+
+
+def test_the_launch_vocabulary_is_that_of_the_families() -> None:
+    documented = first_column(section("The launch vocabulary"))
+    used = set()
+    for name, scratch in parameters():
+        assert name in documented | scratch, f"CONTRIBUTING.md does not say what {name} is bound to"
+        used.add(name)
+    unused = {name for name in documented - used if not MODS_ONLY.fullmatch(name)}
+    assert unused == {"dq_acc"}, "a piece of scratch memory is no parameter, anything else that is documented is one"
+
+
+def test_what_every_template_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, device = Specialization.parse("fwd-bf16-d128-causal"), find_device("h200")
+    given: dict[str, Any] = {}
+    original = rendering.render_template
+
+    def spy(template: str, purpose: str, **values: object) -> str:
+        given[template] = values
+        return original(template, purpose, **values)
+
+    monkeypatch.setattr(rendering, "render_template", spy)
+    documented = first_column(section("What a template receives"))
+    for row in families.applicable(spec, device):
+        config = row.default(spec, device)
+        rendering.render(spec, config)
+        values = given[row.template]
+        assert documented | {name for name, _ in config.knobs} <= values.keys()
+        assert values["entry"] == row.id
+    # what families have in common is either documented or about the call
+    assert documented == {"entry", "title", "command", "kernels", "parameters", "do_not_specialize"}
+
+
+def test_every_rendered_text_ends_with_its_launcher() -> None:
+    for spec in (Specialization.parse("fwd-bf16-d128-causal"), Specialization.parse("bwd-bf16-d128-causal")):
+        device = find_device("h200")
+        for row in families.applicable(spec, device):
+            text = rendering.render(spec, row.default(spec, device)).text
+            *_, last = re.findall(r"^def (\w+)\(", text, re.MULTILINE)
+            assert last == f"{row.id}_call"
+
+
+def test_targets_that_contributing_names_are_phony() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = next(line for line in makefile.splitlines() if line.startswith(".PHONY:")).split()[1:]
+    assert set(re.findall(r"^\| `make ([a-z-]+)`", CONTRIBUTING, re.MULTILINE)) <= set(phony)
