@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ import pytest
 
 from flashgen.codegen import families
 from flashgen.codegen import render as rendering
-from flashgen.codegen.family import Sizes
+from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.core.device import find_device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Specialization
+from flashgen.db.schema import SCHEMA_VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,6 +72,11 @@ def test_every_page_of_the_folder_is_in_its_list() -> None:
             assert f"({path.name})" in listed, path.name
 
 
+def test_every_schema_revision_is_in_the_table_of_databases() -> None:
+    listed = re.findall(r"^\| (\d{4}) \| \w", (ROOT / "docs/databases.md").read_text(), re.MULTILINE)
+    assert listed == [f"{revision:04d}" for revision in range(1, int(SCHEMA_VERSION) + 1)]
+
+
 # --- CONTRIBUTING ---------------------------------------------------------------------------------------------------
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
@@ -91,7 +98,8 @@ def section(heading: str) -> str:
 
 def expanded(pattern: str) -> Iterator[str]:
     """`stride_{q,k}{b,h}` as the shell reads it."""
-    pieces = [piece.split(",") for piece in re.split(r"[{}]", pattern)]
+    # what lies between braces stands at odd places
+    pieces = [piece.split(",") if n % 2 else [piece] for n, piece in enumerate(re.split(r"[{}]", pattern))]
     yield from map("".join, itertools.product(*pieces))
 
 
@@ -118,6 +126,12 @@ def parameters() -> Iterator[tuple[str, set[str]]]:
             scratch = {f"{piece}_desc" for piece in pieces} | {piece.title().replace("_", "") for piece in pieces}
             for kernel in row.kernels(spec, config):
                 yield from ((parameter.name, scratch) for parameter in kernel.parameters)
+
+
+def test_every_field_of_a_row_is_explained() -> None:
+    documented = {name.split("(")[0] for name in first_column(section("The row"))}
+    declared = {field.name for field in dataclasses.fields(KernelFamily)}
+    assert documented == declared
 
 
 def test_the_launch_vocabulary_is_that_of_the_families() -> None:
