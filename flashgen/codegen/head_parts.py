@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 
 LEAST_BLOCK = 16
@@ -52,6 +53,11 @@ def can_split(head_dim: int) -> bool:
     if whole == head_dim:
         return head_dim >= HALVED_FROM
     return whole // 2 >= LEAST_BLOCK and whole // 2 + _power_of_two(head_dim - whole // 2) < whole
+
+
+def is_split(config: Config) -> bool:
+    """Whether heads lie in two parts; a config that is older than the knob means that they do not."""
+    return bool(config.get("split_d", False))
 
 
 def why_not_split(spec: Specialization) -> str | None:

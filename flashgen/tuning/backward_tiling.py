@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flashgen.codegen.head_parts import padded
-from flashgen.codegen.hopper_forward.resources import ROWS, block
-from flashgen.codegen.portable_forward.resources import MAX_REGS_PER_THREAD, is_split
+from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD
+from flashgen.codegen.common_wgmma import ROWS, block
+from flashgen.codegen.head_parts import is_split, padded
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload

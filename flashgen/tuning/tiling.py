@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flashgen.codegen.head_parts import padded
+from flashgen.codegen.head_parts import is_split, padded
 from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.hopper_forward import template_context as hopper_text
 from flashgen.codegen.portable_forward import defaults as portable_defaults
-from flashgen.codegen.portable_forward.resources import is_split, registers_needed, smem_needed
+from flashgen.codegen.portable_forward.resources import registers_needed, smem_needed
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import TuningError

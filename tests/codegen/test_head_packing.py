@@ -12,11 +12,11 @@ import pytest
 
 from flashgen.codegen import families
 from flashgen.codegen.build import compile_kernel
+from flashgen.codegen.common_wgmma import descriptor_type
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_packing import PACKED_HEADS, packing, poor_at_sizes, tiles
 from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
-from flashgen.codegen.hopper_forward.template_context import descriptor_type
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device

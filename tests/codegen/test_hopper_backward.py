@@ -11,10 +11,10 @@ import pytest
 
 from flashgen.codegen import families
 from flashgen.codegen.build import CompiledKernel, compile_kernel
+from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, NAMED_BARRIERS
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.hopper_backward import resources as hopper_backward_resources
 from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
-from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.codegen.space import search_space
@@ -117,7 +117,7 @@ def test_the_portable_families_serve_the_rest(key: str, device: str, reason: str
 
 
 def test_no_config_takes_more_named_barriers_than_triton_leaves() -> None:
-    left = hopper_resources.NAMED_BARRIERS - hopper_resources.FIRST_NAMED_BARRIER
+    left = NAMED_BARRIERS - FIRST_NAMED_BARRIER
     most = 0
     for key in ("d64", "d128", "d256"):
         spec = spec_of(f"bf16-{key}")
@@ -257,7 +257,7 @@ def check_named_barriers(kernel: CompiledKernel) -> None:
         if part.kernel.language == "gluon":
             ids = {int(number) for number in re.findall(r"\bbar(?:rier)?\.sync\S*\s+(\d+)", part.handle.asm["ptx"])}
             assert ids
-            assert max(ids) < hopper_resources.FIRST_NAMED_BARRIER
+            assert max(ids) < FIRST_NAMED_BARRIER
 
 
 def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from flashgen.codegen import families
 from flashgen.codegen.build import CompiledKernel, compile_kernel
+from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, descriptor_type
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources as hopper_resources
 from flashgen.codegen.hopper_forward import seed_configs as hopper_seed_configs
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
-from flashgen.codegen.hopper_forward.template_context import descriptor_type
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.codegen.space import search_space
@@ -333,7 +333,7 @@ def test_triton_leaves_the_named_barriers_that_a_kernel_takes() -> None:
         assert own
         ids = {int(number) for number in re.findall(r"\bbar(?:rier)?\.sync\S*\s+(\d+)", handle.asm["ptx"])}
         assert ids
-        assert max(ids) < hopper_resources.FIRST_NAMED_BARRIER
+        assert max(ids) < FIRST_NAMED_BARRIER
 
 
 NAMED = {"barriers": "named", "conditional_rescale": True, "exp_order": "data"}

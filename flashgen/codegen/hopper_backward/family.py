@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from flashgen.codegen.common_types import GL_DTYPES
+from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim
 from flashgen.codegen.family import KernelFamily, Knob
 from flashgen.codegen.hopper_backward import kernels, resources
 from flashgen.codegen.hopper_backward import template_context as text
 from flashgen.codegen.hopper_backward.resources import FUSED_ID, SPLIT_ID
-from flashgen.codegen.hopper_forward.resources import ROWS, block, why_not_head_dim
-from flashgen.codegen.hopper_forward.template_context import GL_DTYPES
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization

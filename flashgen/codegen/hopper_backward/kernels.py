@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_wgmma import ROWS, block, descriptor_type
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Scratch, Sizes
 from flashgen.codegen.hopper_backward import resources
-from flashgen.codegen.hopper_forward.resources import ROWS, block
-from flashgen.codegen.hopper_forward.template_context import descriptor_type
-from flashgen.codegen.score_parameters import score_parameters
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.hopper_forward.resources import BARRIER_BYTES, FIRST_NAMED_BARRIER, ROWS, block
+from flashgen.codegen.common_wgmma import BARRIER_BYTES, FIRST_NAMED_BARRIER, ROWS, block
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization

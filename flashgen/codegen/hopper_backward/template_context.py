@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_scores import is_positional, window_edges
+from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
+from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, HOPPER, ROWS, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.hopper_backward import resources
 from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
-from flashgen.codegen.hopper_forward.resources import FIRST_NAMED_BARRIER, ROWS, THREADS_PER_WARPGROUP, block
-from flashgen.codegen.hopper_forward.template_context import GL_DTYPES, HOPPER, TORCH_DTYPES
-from flashgen.codegen.portable_forward.template_context import is_positional
-from flashgen.codegen.score_parameters import window_edges
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 

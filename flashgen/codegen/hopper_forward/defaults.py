@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_wgmma import LEAST_COLUMNS, block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import why_not_split
 from flashgen.codegen.hopper_forward import resources, rules
@@ -76,7 +77,7 @@ def default(spec: Specialization, device: Device) -> Config:
 
 def _in_parts(spec: Specialization, config: Config, device: Device) -> Config:
     """`config` with heads in two parts where that is less, and steps of 128 keys where there is room then."""
-    if _width(spec) == resources.LEAST_COLUMNS or why_not_split(spec):
+    if _width(spec) == LEAST_COLUMNS or why_not_split(spec):
         return config
     parts = config.replace(split_d=True)
     wide = parts.replace(block_n=128, v_stages=2)
@@ -139,4 +140,4 @@ def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
 
 
 def _width(spec: Specialization) -> int:
-    return max(resources.block(spec.head_dim), resources.block(spec.head_dim_v))
+    return max(block(spec.head_dim), block(spec.head_dim_v))

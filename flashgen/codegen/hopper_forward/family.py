@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_types import GL_DTYPES
+from flashgen.codegen.common_wgmma import why_not_head_dim
 from flashgen.codegen.family import KernelFamily, Knob, KnobRows
 from flashgen.codegen.hopper_forward import defaults, resources, rules
 from flashgen.codegen.hopper_forward import template_context as text
@@ -112,9 +114,9 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         )
     if spec.page_size is not None:
         return "it reads no paged keys"
-    if spec.dtype not in text.GL_DTYPES:
+    if spec.dtype not in GL_DTYPES:
         return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
-    if reason := resources.why_not_head_dim(spec):
+    if reason := why_not_head_dim(spec):
         return reason
     if not spec.aligned16:
         return "the copy engine needs pointers and strides that are multiples of 16 bytes"

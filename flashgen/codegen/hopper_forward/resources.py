@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.head_parts import HeadPart, can_split, head_parts
-from flashgen.codegen.portable_forward.template_context import bias_dtype
+from flashgen.codegen.common_types import bias_dtype
+from flashgen.codegen.common_wgmma import BARRIER_BYTES, ROWS, THREADS_PER_WARPGROUP, block
+from flashgen.codegen.head_parts import HeadPart, can_split, head_parts, is_split
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
-ROWS = 64
-"""Query rows of a consumer warpgroup: the height of one wgmma tile. Two tiles a warpgroup were never faster."""
-
-THREADS_PER_WARPGROUP = 128
 REGISTER_STEP = 8
 """setmaxnreg moves the registers of a warpgroup in steps of eight a thread."""
 
@@ -31,9 +28,6 @@ TOLERATED_SPILLS = 384
 """Bytes of local memory of a thread. The roles divide all registers between them, and the fastest kernels leave none
 unused: defaults spill up to 80 bytes under Triton 3.6 and 3.7, around the loop and under the branch of masked blocks,
 and up to 330 under 3.9."""
-
-BARRIER_BYTES = 1024
-"""Barriers, the next tile and alignment; 330 to 800 bytes were measured."""
 
 VERDICT_BYTES = 512
 """Where a tile may come again: what a warpgroup says of two tiles. Masks of single scores need as much again as
@@ -57,38 +51,6 @@ CAPPED_BITS = 160
 55, Gemma's 50 among them. A row's first keys may be at the lower end and later ones at the upper: weights come to
 2**(160 - 64) and sums of a hundred thousand of them leave V 2**14, at a cap of 50 2**30."""
 
-NAMED_BARRIERS = 16
-"""Barriers of a block in hardware (PTX: bar.sync 0 to 15)."""
-
-FIRST_NAMED_BARRIER = 6
-"""Triton takes 0, 1 and one for each role but the first, of which there are at most four."""
-
-
-LEAST_COLUMNS = 64
-"""Columns of a full swizzle: a head that lies in one part has no fewer."""
-
-LEAST_HEAD_DIM = 40
-"""Smaller heads than this would be padded to twice their size and more."""
-
-MOST_HEAD_DIM = 256
-"""Of larger ones the output of 64 rows leaves no registers for scores."""
-
-HEAD_DIM_STEP = 8
-"""Rows of a multiple of 16 bytes, for the copy engine."""
-
-
-def why_not_head_dim(spec: Specialization) -> str | None:
-    """Why heads of this size are left to the portable families, or None."""
-    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
-        if not LEAST_HEAD_DIM <= size <= MOST_HEAD_DIM or size % HEAD_DIM_STEP:
-            return f"its {name} is a multiple of 8 from {LEAST_HEAD_DIM} to {MOST_HEAD_DIM}, not {size}"
-    return None
-
-
-def is_split(config: Config) -> bool:
-    """Whether heads lie in two parts; a config that is older than the knob means that they do not."""
-    return bool(config.get("split_d", False))
-
 
 def parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
     """The parts of a head: one, padded to the next power of two, or two: 96 = 64 + 32, 192 = 128 + 64."""
@@ -100,11 +62,6 @@ def parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:
 def columns(head_dim: int, config: Config) -> int:
     """Columns of all parts of a head together."""
     return sum(part.block for part in parts(head_dim, config))
-
-
-def block(head_dim: int) -> int:
-    """Columns of a head in one part: the next power of two, at least the 64 of a full swizzle."""
-    return max(LEAST_COLUMNS, 1 << (head_dim - 1).bit_length())
 
 
 def score_tiles(spec: Specialization) -> dict[str, str]:

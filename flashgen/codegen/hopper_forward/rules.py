@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, NAMED_BARRIERS, ROWS
 from flashgen.codegen.family import Knob
-from flashgen.codegen.head_parts import why_not_split
+from flashgen.codegen.head_parts import is_split, why_not_split
 from flashgen.codegen.hopper_forward import resources
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -36,7 +37,7 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
     shared, limit = resources.smem_bytes(spec, config, own_o=own_o), resources.smem_available(config, device)
     if shared > limit:
         return f"it needs {shared} bytes of shared memory and a block has {limit}"
-    barriers, left = resources.named_barriers(spec, config), resources.NAMED_BARRIERS - resources.FIRST_NAMED_BARRIER
+    barriers, left = resources.named_barriers(spec, config), NAMED_BARRIERS - FIRST_NAMED_BARRIER
     if barriers > left:
         return f"it needs {barriers} named barriers and Triton leaves {left}"
     return None
@@ -87,7 +88,7 @@ def knob_rows(knobs: Sequence[Knob]) -> tuple[tuple[KnobValue, ...], ...]:
 
 
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
-    if resources.is_split(config) and (reason := why_not_split(spec)):
+    if is_split(config) and (reason := why_not_split(spec)):
         return reason
     if spec.causal and not spec.window and config["heads_per_group"] == 1:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
@@ -118,7 +119,7 @@ def hides_whole_blocks(spec: Specialization, config: Config) -> bool:
     return (
         (spec.causal or spec.window)
         and config["masked_blocks"] == "branch"
-        and resources.block_m(config) - resources.ROWS >= resources.packed_heads(config) * config.integer("block_n")
+        and resources.block_m(config) - ROWS >= resources.packed_heads(config) * config.integer("block_n")
         and not resources.score_tiles(spec)
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_scores import is_natural, is_positional, scales, score_strides, window_edges
+from flashgen.codegen.common_types import bias_dtype
 from flashgen.codegen.hopper_forward.resources import score_tiles
-from flashgen.codegen.portable_forward.template_context import bias_dtype, is_natural, is_positional, score_strides
-from flashgen.codegen.score_parameters import scales, window_edges
 from flashgen.core.workload import Specialization
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
+from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, HOPPER, ROWS, THREADS_PER_WARPGROUP, descriptor_type
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
 from flashgen.codegen.hopper_forward import resources
 from flashgen.codegen.hopper_forward import scores as hopper_scores
-from flashgen.codegen.hopper_forward.resources import ROWS
-from flashgen.codegen.score_parameters import score_parameters
 from flashgen.core.config import Config
-from flashgen.core.device import Device, find_device
-from flashgen.core.workload import DTYPE_BYTES, Specialization
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
 
 FAMILY_ID = "hopper_forward"
 
-HOPPER = find_device("h100")
-"""All of sm90 have the same registers and shared memory: a kernel depends on no more of a device than that."""
-
-GL_DTYPES = {"bf16": "gl.bfloat16", "fp16": "gl.float16"}
-TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 OUTPUT_STRIDES = ("stride_ob", "stride_oh", "stride_os")
 
 
@@ -64,9 +60,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "named": config["barriers"] == "named",
         "k_empty": "K_EMPTY" if config["barriers"] == "named" else "k_empty",
         "v_empty": "V_EMPTY" if config["barriers"] == "named" else "v_empty",
-        "first_barrier": resources.FIRST_NAMED_BARRIER,
+        "first_barrier": FIRST_NAMED_BARRIER,
         "ring_threads": resources.ring_threads(config),
-        "slot_threads": resources.THREADS_PER_WARPGROUP + 32,
+        "slot_threads": THREADS_PER_WARPGROUP + 32,
         "barriers": list(slots),
         "barrier_slots": slots,
         "barrier_arrivals": arrivals,
@@ -178,23 +174,6 @@ def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
     ]
     tiles = resources.score_tiles(spec).items()
     return found + [Parameter(name=f"{name}_desc", type=descriptor_type(dtype, ROWS, block_n)) for name, dtype in tiles]
-
-
-def descriptor_type(dtype: str, *box: int) -> str:
-    """The type of a descriptor in the signature of a Gluon kernel, which names the layout in shared memory as well.
-
-    `box` is (rows, columns) of one head, or (heads, positions, columns) of several that share keys: these have an axis
-    of their own behind that of the heads of keys, so that the copy engine clips at the end of a group.
-    Rows of 128 bytes and more are swizzled in lines of 128, shorter ones in lines of 64: what
-    `NVMMASharedLayout.get_default_for` says, written out because the table of families is read without Triton.
-    """
-    size = DTYPE_BYTES.get(dtype, 1)
-    layout = (
-        f"NVMMASharedLayout(swizzle_byte_width={min(128, box[-1] * size)}, element_bitwidth={8 * size}, "
-        f"rank={2 + len(box)}, "
-        "transposed=False, fp4_padded=False, cga_layout=[])"
-    )
-    return f"tensordesc<{dtype}[1, 1, {', '.join(map(str, box))}],{layout}>"
 
 
 def _options(config: Config) -> CompileOptions:

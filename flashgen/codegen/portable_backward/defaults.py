@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_portable import LARGE_SMEM, MIN_WARPGROUP_ROWS, is_heavy
 from flashgen.codegen.head_parts import padded
 from flashgen.codegen.portable_backward.resources import FUSED_ID, SPLIT_ID
-from flashgen.codegen.portable_forward.defaults import LARGE_SMEM, is_heavy
-from flashgen.codegen.portable_forward.resources import MIN_WARPGROUP_ROWS
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization

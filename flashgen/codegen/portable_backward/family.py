@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from flashgen.codegen.common_portable import allowed_values_of_all, why_not_loads, why_not_portable
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Scratch, Sizes
-from flashgen.codegen.head_parts import why_not_split
+from flashgen.codegen.head_parts import is_split, why_not_split
 from flashgen.codegen.portable_backward import parameters
 from flashgen.codegen.portable_backward.defaults import default_fused, default_split, seed_configs_fused
 from flashgen.codegen.portable_backward.resources import (
@@ -28,7 +29,6 @@ from flashgen.codegen.portable_backward.resources import (
     why_too_wide,
 )
 from flashgen.codegen.portable_backward.template_context import has_dbias, values
-from flashgen.codegen.portable_forward.resources import allowed_values_of_all, is_split, why_not_loads, why_not_portable
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_types import bias_dtype, storage
 from flashgen.codegen.family import Parameter
-from flashgen.codegen.head_parts import head_parts
+from flashgen.codegen.head_parts import head_parts, is_split
 from flashgen.codegen.portable_backward.resources import is_fused
 from flashgen.codegen.portable_backward.template_context import sums_keys
-from flashgen.codegen.portable_forward.resources import is_split
-from flashgen.codegen.portable_forward.template_context import bias_dtype, storage
-from flashgen.codegen.score_parameters import score_parameters
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.codegen.head_parts import LEAST_BLOCK, padded
-from flashgen.codegen.portable_forward.resources import (
+from flashgen.codegen.common_portable import (
     MAX_REGS_PER_THREAD,
     MIN_WARPGROUP_ROWS,
     OTHER_REGS,
     TENSOR_MEMORY_COLUMNS,
     TENSOR_MEMORY_ROWS,
-    is_split,
 )
+from flashgen.codegen.head_parts import LEAST_BLOCK, is_split, padded
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.head_parts import HeadPart, head_parts
+from flashgen.codegen.common_scores import is_natural, is_positional, score_strides
+from flashgen.codegen.common_types import ALIGNMENT_BYTES, PRECISIONS, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
+from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
 from flashgen.codegen.portable_backward.resources import dbias_blocks, is_fused, prepare_rows, row_block
-from flashgen.codegen.portable_forward.resources import is_split
-from flashgen.codegen.portable_forward.template_context import (
-    ALIGNMENT_BYTES,
-    PRECISIONS,
-    TL_DTYPES,
-    TORCH_DTYPES,
-    bias_dtype,
-    is_natural,
-    is_positional,
-    score_strides,
-    storage,
-)
 from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashgen.codegen.common_portable import LARGE_SMEM, MIN_WARPGROUP_ROWS, is_heavy
 from flashgen.codegen.head_parts import padded
-from flashgen.codegen.portable_forward.resources import MIN_WARPGROUP_ROWS
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
 FAMILY_ID = "portable_forward"
-
-LARGE_SMEM = 160 * 1024
-"""A block of a data-centre card has at least this much shared memory, one of a consumer card at most 100 KB."""
 
 # (kind of device, larger block_d): block_m, block_n, num_warps, num_stages for 16-bit elements; none spills
 _DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
@@ -141,11 +138,6 @@ def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
         if spec.aligned16 and spec.mask == "keys" and not is_heavy(replace(spec, mask="")):
             table = {**table, **_DEFAULTS_PADDED}
     return table[(kind, block) if (kind, block) in table else ("nvidia", block)]
-
-
-def is_heavy(spec: Specialization) -> bool:
-    """Whether scores depend on more than products, the ends of the keys and a softcap."""
-    return spec.window or spec.alibi or bool(spec.bias) or bool(spec.mask) or spec.mods is not None
 
 
 def _kind(device: Device) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
-from flashgen.codegen.head_parts import head_parts, padded, why_not_split
-from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config
-from flashgen.codegen.portable_forward.mods import mod_parameters, why_mods_do_not_fit
-from flashgen.codegen.portable_forward.resources import (
+from flashgen.codegen.common_portable import (
     MAX_REGS_PER_THREAD,
     MIN_WARPGROUP_ROWS,
     allowed_values_of_all,
-    is_split,
-    smem_needed,
     why_not_loads,
     why_not_portable,
-    why_too_large,
 )
-from flashgen.codegen.portable_forward.template_context import storage, values
-from flashgen.codegen.score_parameters import score_parameters
+from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_types import storage
+from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
+from flashgen.codegen.head_parts import head_parts, is_split, padded, why_not_split
+from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config
+from flashgen.codegen.portable_forward.mods import mod_parameters, why_mods_do_not_fit
+from flashgen.codegen.portable_forward.resources import smem_needed, why_too_large
+from flashgen.codegen.portable_forward.template_context import values
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization

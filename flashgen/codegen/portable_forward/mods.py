@@ -29,11 +29,6 @@ def hides(spec: Specialization) -> bool:
     return spec.mods is not None and spec.mods.mask_mod is not None
 
 
-def changes_scores(spec: Specialization) -> bool:
-    """Whether a function of the user computes scores."""
-    return spec.mods is not None and spec.mods.score_mod is not None
-
-
 def mod_values(spec: Specialization) -> dict[str, object]:
     """Values of the template."""
     mods = spec.mods

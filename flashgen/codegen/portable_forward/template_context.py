@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.head_parts import HeadPart, head_parts
-from flashgen.codegen.portable_forward.mods import changes_scores, has_blocks, hides, mod_step_arguments, mod_values
-from flashgen.codegen.portable_forward.resources import is_split
+from flashgen.codegen.common_scores import is_natural, is_positional, score_strides
+from flashgen.codegen.common_types import ALIGNMENT_BYTES, PRECISIONS, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
+from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
+from flashgen.codegen.portable_forward.mods import has_blocks, hides, mod_step_arguments, mod_values
 from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Specialization
-
-ALIGNMENT_BYTES = 16
-"""Widest vector load, and what the copy engine demands of base addresses and strides."""
-
-TL_DTYPES = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
-TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-PRECISIONS = {"fp32": ', input_precision="ieee"', "tf32": ', input_precision="tf32"'}
-"""Of products of fp32 tiles: exact means IEEE, TF32 has three decimal digits."""
 
 
 def values(spec: Specialization, config: Config) -> dict[str, object]:
@@ -42,35 +35,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
     }
 
 
-def storage(spec: Specialization) -> str:
-    """The element type of q, k, v and out."""
-    return "fp32" if spec.dtype == "tf32" else spec.dtype
-
-
-def bias_dtype(spec: Specialization) -> str:
-    """The element type of a bias."""
-    return spec.bias_dtype or storage(spec)
-
-
-def is_positional(spec: Specialization) -> bool:
-    """Whether scores depend on where a query stands among the keys."""
-    return spec.causal or spec.window or spec.alibi
-
-
 def has_hull(spec: Specialization) -> bool:
     """Whether a program looks first where the visible keys of its mask begin and end."""
     return spec.mask == "keys" and not has_blocks(spec)
-
-
-def is_natural(spec: Specialization) -> bool:
-    """Whether something is added to the scores, so that their scale cannot be folded into the exponent."""
-    return spec.alibi or bool(spec.bias) or changes_scores(spec)
-
-
-def score_strides(spec: Specialization, name: str, kind: str) -> list[str]:
-    """Names of the strides of a bias or a mask that a kernel needs."""
-    axes = "bhq" if kind == "full" else "bh"
-    return [f"stride_{name}_{axis}" for axis in axes + ("" if spec.aligned_scores else "k")]
 
 
 def _features(spec: Specialization, config: Config) -> dict[str, object]:

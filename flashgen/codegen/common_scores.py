@@ -1,9 +1,9 @@
-"""The run-time parameters that turn products into scores and hide them, which every forward family has alike."""
+"""What turns products into scores and hides them, alike in all families."""
 
 from __future__ import annotations
 
+from flashgen.codegen.common_types import bias_dtype
 from flashgen.codegen.family import Parameter
-from flashgen.codegen.portable_forward.template_context import bias_dtype, is_positional, score_strides
 from flashgen.core.workload import Specialization
 
 
@@ -35,3 +35,24 @@ def window_edges(spec: Specialization) -> list[str]:
     if not spec.window:
         return []
     return ["window_left"] if spec.causal else ["window_left", "window_right"]
+
+
+def is_positional(spec: Specialization) -> bool:
+    """Whether scores depend on where a query stands among the keys."""
+    return spec.causal or spec.window or spec.alibi
+
+
+def is_natural(spec: Specialization) -> bool:
+    """Whether something is added to the scores, so that their scale cannot be folded into the exponent."""
+    return spec.alibi or bool(spec.bias) or changes_scores(spec)
+
+
+def changes_scores(spec: Specialization) -> bool:
+    """Whether a function of the user computes scores."""
+    return spec.mods is not None and spec.mods.score_mod is not None
+
+
+def score_strides(spec: Specialization, name: str, kind: str) -> list[str]:
+    """Names of the strides of a bias or a mask that a kernel needs."""
+    axes = "bhq" if kind == "full" else "bh"
+    return [f"stride_{name}_{axis}" for axis in axes + ("" if spec.aligned_scores else "k")]

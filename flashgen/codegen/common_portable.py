@@ -1,0 +1,66 @@
+"""What the portable families have in common: the calls they serve, their loads, and what a GPU gives a thread."""
+
+from __future__ import annotations
+
+from flashgen.codegen.head_parts import why_not_split
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
+MAX_REGS_PER_THREAD = 255
+"""The most registers that one thread can address, on NVIDIA and (in vector registers of a wave) close to it on AMD."""
+
+OTHER_REGS = 24
+"""Registers per thread for row statistics, addresses and loop state; below what any compiled variant needed."""
+
+MIN_WARPGROUP_ROWS = 64
+"""Rows that the matrix units of sm90 and sm100 multiply at once, from shared memory; smaller tiles use mma.sync."""
+
+TENSOR_MEMORY_ROWS, TENSOR_MEMORY_COLUMNS = 128, 512
+"""Where sm100 accumulates: 32-bit words of a multiprocessor."""
+
+LARGE_SMEM = 160 * 1024
+"""A block of a data-centre card has at least this much shared memory, one of a consumer card at most 100 KB."""
+
+
+def why_not_portable(spec: Specialization, device: Device) -> str | None:
+    """What no portable family does, in either direction: the reason, or None."""
+    if spec.varlen:
+        return "it has no varlen"
+    if spec.page_size is not None:
+        return "it reads no paged keys"
+    for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
+    if spec.dtype == "tf32" and not (device.is_nvidia or device.arch == "gfx942"):
+        return f"the matrix unit of {device.arch} multiplies no TF32"
+    if device.is_nvidia and device.capability < 80:
+        return f"it needs sm80 or newer, not {device.arch}"
+    return None
+
+
+def allowed_values_of_all(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    """What a specialization leaves of the knobs that all portable families have: no other value is ever valid."""
+    found: dict[str, tuple[KnobValue, ...]] = {}
+    if not spec.aligned16:
+        found["loads"] = ("pointer",)
+    if why_not_split(spec):
+        found["split_d"] = (False,)
+    return found
+
+
+def why_not_loads(spec: Specialization, config: Config, device: Device) -> str | None:
+    """Why Triton would refuse the config's kind of loads, or silently turn it into the other, or None."""
+    if config["loads"] != "descriptor":
+        return None
+    if not device.has_tma:
+        return f"descriptors are turned into pointers on {device.arch}: the same kernel twice"
+    if not spec.aligned16:
+        return "descriptors need pointers and strides that are multiples of 16 bytes"
+    return None
+
+
+def is_heavy(spec: Specialization) -> bool:
+    """Whether scores depend on more than products, the ends of the keys and a softcap."""
+    return spec.window or spec.alibi or bool(spec.bias) or bool(spec.mask) or spec.mods is not None
