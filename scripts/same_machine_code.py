@@ -1,0 +1,217 @@
+"""Whether a change of the templates left the machine code of tuned kernels alone: for maintainers of tuning_db/.
+
+    python scripts/same_machine_code.py OLD_CHECKOUT --python PYTHON_OF_THE_TRITON_THAT_MEASURED [--write]
+
+A record keeps the digest of its source, and counts as out of date once the template renders another text. Where only
+comments, names or the layout of the text changed, the measured time is still that of the kernel. So every record of
+every shipped database is rendered in both checkouts (this one and the old one), and where the texts differ both are
+compiled, for the device of the record and with the Triton that measured it. Equal means the same instructions,
+constants, registers, shared memory and launch of each kernel of the config; names of variables, line numbers and debug
+information do not count.
+
+One line for each record that is not `current` already: `same`, or `different` with what differs. With `--write` the
+digests of those that are the same are carried over to this checkout's database and its CSV; the others are to be timed
+again. Exit code 1 if there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE_SECTIONS = (".text", ".nv.constant", ".nv.shared", ".nv.info", ".nv.callgraph", ".nv.global", ".rel")
+"""Of a cubin: instructions, constants, static shared memory, what the driver is told of registers and parameters."""
+
+LEFT_OUT = (".nv.info.debug", ".rel.debug", ".rela.debug", ".rel.nv_debug", ".rela.nv_debug")
+
+Row = dict[str, Any]
+"""A record as JSON: workload, device, specialization, family, knobs, digest, triton."""
+
+
+def main() -> int:
+    """Compare all records; a line for each whose digest is not that of this checkout's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, help="a checkout of the commit that the records are current in")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with the Triton that measured")
+    parser.add_argument("--cache", type=Path, help="a JSON file of what was compiled before, read and written")
+    parser.add_argument("--write", action="store_true", help="carry over the digests of those that are the same")
+    arguments = parser.parse_args()
+    failed = 0
+    for database in sorted((ROOT / "tuning_db").glob("*.sqlite3")):
+        verdicts = compare(database.name, arguments.old.resolve(), arguments.python, arguments.cache)
+        for row, verdict in verdicts:
+            if verdict != "current":
+                print(f"{verdict:9} {row['workload']}", flush=True)
+        words = [verdict.split(":")[0] for _, verdict in verdicts]
+        counted = ", ".join(f"{words.count(word)} {word}" for word in ("current", "same", "different"))
+        print(f"{database.name}: {len(words)} records: {counted}")
+        failed += words.count("different")
+        if arguments.write:
+            carry_over(database, [row for row, verdict in verdicts if verdict == "same"])
+    return 1 if failed else 0
+
+
+def compare(database: str, old: Path, python: str, cache: Path | None) -> list[tuple[Row, str]]:
+    """For each record of this checkout's database: `current`, `same`, or `different` and why."""
+    rows = _in_checkout(sys.executable, ROOT, "rows", database)
+    before = {_key(row): row for row in _in_checkout(sys.executable, old, "rows", database)}
+    changed = [row for row in rows if row["digest"] != row["text"]]
+    pairs = [(before[_key(row)], row) for row in changed]
+    for earlier, row in pairs:
+        if earlier["digest"] != earlier["text"]:
+            raise SystemExit(f"the record of {row['workload']} is not current in {old}: nothing can be carried over")
+    compiled: dict[str, dict[str, str]] = json.loads(cache.read_text()) if cache and cache.is_file() else {}
+    for checkout, found in ((old, [pair[0] for pair in pairs]), (ROOT, [pair[1] for pair in pairs])):
+        missing = [row for row in found if _source(row) not in compiled]
+        compiled |= _in_checkout(python, checkout, "compile", missing)
+        if cache:
+            cache.write_text(json.dumps(compiled))
+    verdicts = {_key(row): _verdict(compiled[_source(earlier)], compiled[_source(row)]) for earlier, row in pairs}
+    return [(row, verdicts.get(_key(row), "current")) for row in rows]
+
+
+def carry_over(database: Path, rows: list[Row]) -> None:
+    """Write the digests of this checkout's texts into these records, and the CSV anew."""
+    sys.path.insert(0, str(ROOT))
+    from flashgen.db.exchange import export_records
+    from flashgen.db.store import Store
+
+    texts = {_key(row): row["text"] for row in rows}
+    with Store.open(database, shipped=True) as store:
+        records = store.all_records()
+    found = [
+        replace(record, source_digest=texts.get((record.workload.key, record.device.identity), record.source_digest))
+        for record in records
+    ]
+    print(f"{export_records(found, database)} records written to {database}, {len(texts)} of them with a new digest")
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row["workload"], row["device"]
+
+
+def _source(row: Row) -> str:
+    """What is compiled: texts depend on nothing else, and their digests are those of the records."""
+    return f"{row['text']} {row['specialization']} {row['triton']}"
+
+
+def _verdict(old: dict[str, str], new: dict[str, str]) -> str:
+    differing = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    return f"different: {', '.join(differing)}" if differing else "same"
+
+
+def _in_checkout(python: str, checkout: Path, task: str, given: object) -> Any:
+    """What a task of this file answers in another process, which imports the flashgen of `checkout`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        answer = Path(scratch) / "answer.json"
+        # compile for real: neither a cache of an earlier run nor this run's leftovers
+        environment = {**os.environ, "PYTHONPATH": str(checkout), "TRITON_CACHE_DIR": scratch}
+        environment |= {"FLASHGEN_CACHE_DIR": scratch, "FLASHGEN_ROOT_OF_TASK": str(checkout)}
+        command = [python, __file__, "--task", task, str(answer)]
+        subprocess.run(command, input=json.dumps(given), text=True, env=environment, cwd=checkout, check=True)
+        return json.loads(answer.read_text())
+
+
+# --- tasks, in a process that imports the flashgen of one checkout ------------------------------------------------
+
+
+def rows(database: str) -> list[Row]:
+    """Every record of a shipped database, with the digest of the text that this checkout renders for it."""
+    from flashgen.codegen.render import source_digest
+    from flashgen.core.workload import Specialization
+    from flashgen.db.store import Store
+
+    with Store.open(Path.cwd() / "tuning_db" / database, shipped=True) as store:
+        records = store.all_records()
+    return [
+        {
+            "workload": record.workload.key,
+            "device": record.device.identity,
+            "name": record.device.name,
+            "specialization": Specialization.of(record.workload, bias_grad=True).key,
+            "family": record.config.family,
+            "knobs": dict(record.config.knobs),
+            "digest": record.source_digest,
+            "text": source_digest(record.workload, record.config),
+            "triton": record.versions.triton,
+        }
+        for record in records
+    ]
+
+
+def compile_all(found: list[Row]) -> dict[str, dict[str, str]]:
+    """For each text: digests of the machine code of its kernels, and of what a launch gives them."""
+    import triton
+
+    others = {row["triton"] for row in found} - {triton.__version__}
+    if others:
+        raise SystemExit(
+            f"records are compared under the Triton that measured them, {others}, got {triton.__version__}"
+        )
+    distinct = {_source(row): row for row in found}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
+        return dict(zip(distinct, pool.map(fingerprint, distinct.values()), strict=True))
+
+
+def fingerprint(row: Row) -> dict[str, str]:
+    """Of each kernel of a config: its launch, and each section of its machine code, as digests."""
+    from flashgen.codegen.build import compile_kernel
+    from flashgen.core.config import Config
+    from flashgen.core.device import find_device
+    from flashgen.core.workload import Specialization
+
+    spec = Specialization.parse(row["specialization"])
+    compiled = compile_kernel(spec, Config.of(row["family"], row["knobs"]), find_device(row["name"]))
+    if compiled.source.digest != row["text"]:
+        raise SystemExit(f"{row['specialization']} renders another text in this interpreter")
+    found = {}
+    for number, part in enumerate(compiled.parts):
+        metadata = part.handle.metadata
+        types = [(parameter.type, parameter.aligned16) for parameter in part.kernel.parameters]
+        launch = (types, part.num_warps, part.shared_bytes, part.registers, part.spills)
+        scratch = (metadata.global_scratch_size, getattr(metadata, "profile_scratch_size", 0))
+        found[f"launch of kernel {number}"] = repr((launch, scratch))
+        for name, content in _sections(part.handle.asm["cubin"]):
+            plain = name.replace(part.kernel.entry, f"kernel {number}")
+            found[plain if str(number) in plain else f"{plain} of kernel {number}"] = content
+    return found
+
+
+def _sections(cubin: bytes) -> Iterator[tuple[str, str]]:
+    """Names of the sections that make the machine code, each with its flags, its length and a digest of its bytes."""
+    (offset,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + size * index) for index in range(count)]
+    table = headers[names][4]
+    for name_at, kind, flags, _, start, length, *_ in headers:
+        begin = table + name_at
+        name = cubin[begin : cubin.index(b"\0", begin)].decode()
+        if not name.startswith(CODE_SECTIONS) or name.startswith(LEFT_OUT):
+            continue
+        empty = kind == 8  # SHT_NOBITS: shared memory has a size alone
+        content = b"" if empty else cubin[start : start + length]
+        yield name, f"{flags} {length} {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+TASKS = {"rows": rows, "compile": compile_all}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--task"]:
+        Path(sys.argv[3]).write_text(json.dumps(TASKS[sys.argv[2]](json.load(sys.stdin))))
+    else:
+        sys.exit(main())
