@@ -95,6 +95,11 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         # pointer loads leave out what no query sees because of its place; else it may hold anything, and 0 * NaN is NaN
         "guard": spec.mask == "keys" or (edges and (bool(spec.mask) or config["loads"] == "descriptor")),
         "cleaning": _cleaning(spec, config),
+        # what shared parts ask for and a backward pass has not
+        "sink": False,
+        "score_mod": "",
+        "mask_mod": "",
+        "block_mask": False,
         "host_features": [name for name, present in host.items() if present],
     }
 
