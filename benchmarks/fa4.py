@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from flashgen.core.feature_words import feature_words
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.feature_values import Features
 
 MODULE, PACKAGE = "flash_attn.cute", "flash-attn-4"
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8

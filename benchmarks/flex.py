@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.feature_values import Features
 from flashgen.measure.inputs import Inputs
 
 ScoreMod = Callable[..., torch.Tensor]

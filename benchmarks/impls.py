@@ -21,8 +21,8 @@ import flashgen
 from benchmarks import fa4
 from benchmarks.flex import compiled_flex, flex_call
 from benchmarks.masks import dense_mask
+from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Workload
-from flashgen.launch.feature_values import Features
 from flashgen.measure import baselines
 from flashgen.measure.inputs import Inputs
 

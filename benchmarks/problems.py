@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.feature_values import Features
 from flashgen.measure.backward_reference import exact_gradients
 from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs

@@ -25,7 +25,7 @@ from flashgen.core.errors import (
 from flashgen.core.workload import Workload
 
 if TYPE_CHECKING:
-    from flashgen.launch.feature_values import BlockMask
+    from flashgen.core.features.values import BlockMask
     from flashgen.runtime.api import attention
     from flashgen.runtime.block_mask import block_mask
     from flashgen.runtime.explain import explain
@@ -57,7 +57,7 @@ __all__ = [
 
 
 _LATE = {
-    "BlockMask": "flashgen.launch.feature_values",
+    "BlockMask": "flashgen.core.features.values",
     "attention": "flashgen.runtime.api",
     "block_mask": "flashgen.runtime.block_mask",
     "explain": "flashgen.runtime.explain",

@@ -13,7 +13,7 @@ from pathlib import Path
 from flashgen.codegen.families import FAMILIES, unsupported
 from flashgen.codegen.family import KernelFamily
 from flashgen.core.device import CATALOGUE, Device
-from flashgen.core.score_mods import ScoreMods, UserFunction
+from flashgen.core.features.table import FEATURES
 from flashgen.core.workload import Specialization
 
 PAGE = Path(__file__).parents[1] / "docs" / "supported.md"
@@ -22,8 +22,6 @@ DEVICES: tuple[Device, ...] = tuple({device.arch: device for device in reversed(
 """One device of each architecture in the catalogue, the first one listed."""
 
 BASE = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128)
-SCORE = UserFunction(name="score", source="def score(s, b, h, q_idx, k_idx):\n    return s\n")
-MASK = UserFunction(name="mask", source="def mask(b, h, q_idx, k_idx):\n    return q_idx >= k_idx\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +43,12 @@ def row(name: str, **changes: object) -> Row:
     return Row(name=name, spec=replace(BASE, **changes))  # type: ignore[arg-type]
 
 
+def declared(group: str) -> tuple[Row, ...]:
+    """The rows of a group that the table of features declares."""
+    found = (one for feature in FEATURES for one in feature.support)
+    return tuple(row(one.name, **one.fields) for one in found if one.group == group)
+
+
 GROUPS: dict[str, tuple[Row, ...]] = {
     "Data types": (
         row("bf16"),
@@ -57,23 +61,9 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         head_dim(192, 128),
         head_dim(576, 512),
     ),
-    "Masks": (
-        row("causal", causal=True),
-        row("window, with or without causal", window=True),
-        row("boolean mask for every query and key", mask="full"),
-        row("boolean mask for every key", mask="keys"),
-        row("`mask_mod`", mods=ScoreMods(mask_mod=MASK)),
-        row("`mask_mod` with a block mask", mods=ScoreMods(mask_mod=MASK, block_mask=True)),
-        row("`q_offset` in a device tensor", causal=True, offset_tensor=True),
-    ),
+    "Masks": declared("Masks"),
     "Scores": (
-        row("softcap", softcap=True),
-        row("ALiBi", alibi=True),
-        row("sinks", sink=True),
-        row("bias for every query and key", bias="full"),
-        row("bias for every key", bias="keys"),
-        row("bias in fp32 beside bf16", bias="full", bias_dtype="fp32"),
-        row("`score_mod`", mods=ScoreMods(score_mod=SCORE)),
+        *declared("Scores"),
         row(
             "all of these and a window and a mask",
             causal=True,
@@ -87,15 +77,13 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     ),
     "Memory": (
         row("pointers or strides that are no multiples of 16 bytes", aligned16=False),
-        row("bias or mask strided along the keys", bias="full", mask="full", aligned_scores=False),
-        row("packed sequences of different lengths (varlen)", varlen=True),
-        row("paged keys and values", page_size=16),
+        *declared("Memory"),
     ),
 }
-GRADIENTS = (
-    row("the same bits every time (`deterministic`)", deterministic=True),
-    row("gradient of a bias for every query and key", bias="full", bias_grad=True),
-    row("gradient of a bias for every key", bias="keys", bias_grad=True),
+GRADIENTS = tuple(
+    row(one.name, **one.fields)
+    for feature in sorted(FEATURES, key=lambda feature: feature.gradient is not None)
+    for one in feature.gradient_support
 )
 """What only a backward pass is asked for."""
 

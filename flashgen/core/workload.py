@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields, replace
 
 from flashgen.core.errors import WorkloadError
+from flashgen.core.features.table import FEATURES
 from flashgen.core.score_mods import ScoreMods
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
@@ -73,9 +74,8 @@ class Workload:
         parts += [f"sq{self.seqlen_q}", f"sk{self.seqlen_k}", f"d{self.head_dim}"]
         if self.head_dim_v != self.head_dim:
             parts.append(f"dv{self.head_dim_v}")
-        for prefix, value in (("wl", self.window_left), ("wr", self.window_right), ("page", self.page_size)):
-            if value is not None:
-                parts.append(f"{prefix}{value}")
+        sized = ((prefix, getattr(self, field)) for prefix, field in _SIZED.items())
+        parts += [f"{prefix}{value}" for prefix, value in sized if value is not None]
         return "-".join([*parts, *_flags(self)])
 
     @classmethod
@@ -140,17 +140,20 @@ class Workload:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-FLAGS = ("causal", "softcap", "alibi", "sink", "varlen", "deterministic")
-KINDS = {"bias": ("bias", "full"), "keybias": ("bias", "keys"), "mask": ("mask", "full"), "keymask": ("mask", "keys")}
+_TOKENS = tuple(token for feature in FEATURES for token in feature.tokens)
+FLAGS = {token.text: {token.field: True} for token in _TOKENS if token.value is True}
+"""Tokens of a key for what is there or not, and the field that each sets."""
+
+KINDS = {token.text: {token.field: token.value} for token in _TOKENS if isinstance(token.value, str)}
 """Tokens of a key that name the kind of a bias or a mask."""
+
+_SIZED = {token.text: token.field for token in _TOKENS if token.value is None}
+"""Prefixes of tokens with a number, which is that of a field."""
 
 
 def _flags(value: Workload | Specialization) -> list[str]:
-    """The tokens of a key for what is there or not, in one order."""
-    scores, others = FLAGS[:4], FLAGS[4:]
-    found = [name for name in scores if getattr(value, name)]
-    found += [token for token, (field, kind) in KINDS.items() if getattr(value, field) == kind]
-    return found + [name for name in others if getattr(value, name)]
+    """The tokens of a key for features without a number, in one order."""
+    return [t.text for t in _TOKENS if t.value is not None and getattr(value, t.field) == t.value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,16 +272,18 @@ class Specialization:
 _SHARED = tuple(f.name for f in fields(Specialization) if f.name in {g.name for g in fields(Workload)})
 """What a specialization takes over from its workload."""
 
-# tokens of a specialization's key that a workload's key does not have
+_PLACES = ("class", "alignment", "offset", "dtype", "gradient")
 _VARIANTS: dict[str, dict[str, object]] = {
-    "window": {"window": True},
     "unaligned": {"aligned16": False},
-    "scattered": {"aligned_scores": False},
-    "offset": {"offset_tensor": True},
-    **{f"bias_{dtype}": {"bias_dtype": dtype} for dtype in ("bf16", "fp16", "fp32")},
-    **{f"sink_{dtype}": {"sink_dtype": dtype} for dtype in ("bf16", "fp16")},
-    "dbias": {"bias_grad": True},
+    **{
+        variant.text: {variant.field: variant.value}
+        for place in _PLACES
+        for feature in sorted(FEATURES, key=lambda feature: feature.name)
+        for variant in feature.variants
+        if variant.place == place
+    },
 }
+"""Tokens of a specialization's key that a workload's key does not have, in order."""
 
 
 def _has(spec: Specialization, values: dict[str, object]) -> bool:
@@ -294,9 +299,7 @@ _INT_TOKENS = {
     "s": ("seqlen_q", "seqlen_k"),
     "d": ("head_dim",),
     "dv": ("head_dim_v",),
-    "wl": ("window_left",),
-    "wr": ("window_right",),
-    "page": ("page_size",),
+    **{prefix: (field,) for prefix, field in _SIZED.items()},
 }
 
 
@@ -305,10 +308,8 @@ def _token(token: str, text: str) -> dict[str, object]:
         return {"direction": DIRECTIONS[token]}
     if token in DTYPE_BYTES:
         return {"dtype": token}
-    if token in FLAGS:
-        return {token: True}
-    if token in KINDS:
-        return dict([KINDS[token]])
+    if token in FLAGS or token in KINDS:
+        return dict(FLAGS.get(token) or KINDS[token])
     match = re.fullmatch(r"([a-z]+)(\d+)", token)
     if match and match[1] in _INT_TOKENS:
         return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2]))

@@ -26,8 +26,7 @@ CALL_SCALARS = (
     "softmax_scale",
     "softmax_scale_log2",
     "q_offset",
-    *feature_arguments.WINDOW,
-    *feature_arguments.SOFTCAP,
+    *feature_arguments.CALL_NUMBERS,
 )
 """Numbers that may differ between the calls of one geometry."""
 

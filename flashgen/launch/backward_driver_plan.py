@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from flashgen.core.errors import LaunchError
+from flashgen.core.features.values import Features
 from flashgen.launch import driver
 from flashgen.launch.backward_binding import CALL_SCALARS, OWN, POINTERS, BackwardBinding
 from flashgen.launch.backward_geometry import FIELDS, BackwardTensors
 from flashgen.launch.counters import Counters
 from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
-from flashgen.launch.feature_values import Features
 from flashgen.launch.feature_writers import features_writer
 from flashgen.launch.parameter_buffer import C_TYPES, ParameterBuffer
 from flashgen.launch.parameters import SLOT_BYTES, Layout, is_descriptor

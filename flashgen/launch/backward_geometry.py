@@ -9,7 +9,8 @@ import torch
 
 from flashgen.codegen.family import Sizes
 from flashgen.core.errors import LaunchError
-from flashgen.launch.feature_values import ALIGNMENT_BYTES, Features, Shape4
+from flashgen.core.features.score_tensors import ALIGNMENT_BYTES, Shape4
+from flashgen.core.features.values import Features
 from flashgen.launch.geometry import Geometry, has_aligned_strides, scalars
 
 FIELDS = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout", "dq": "dq", "dk": "dk", "dv": "dv"}

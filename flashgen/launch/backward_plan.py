@@ -15,6 +15,7 @@ import torch
 from flashgen.codegen.build import CompiledKernel
 from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch import feature_arguments
 from flashgen.launch.backward_binding import OWN, POINTERS, BackwardBinding
@@ -22,7 +23,6 @@ from flashgen.launch.backward_driver_plan import DriverBackwardPlan
 from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, BackwardTensors
 from flashgen.launch.counters import Counters
 from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
-from flashgen.launch.feature_values import Features
 from flashgen.launch.parameters import block_of, is_descriptor
 from flashgen.launch.plan import known_layout, load_part
 

@@ -12,7 +12,7 @@ from flashgen.codegen.family import Scratch, Sizes
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import DTYPE_BYTES, Specialization
-from flashgen.launch.feature_values import TORCH_DTYPES
+from flashgen.launch.dtypes import TORCH_DTYPES
 
 PIECE_ALIGNMENT_BYTES = 256
 """Every piece begins at a multiple of this: what vector loads, the copy engine and whole cache lines ask for."""

@@ -13,11 +13,11 @@ from flashgen.codegen.build import CompiledKernel
 from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch import driver, feature_arguments
 from flashgen.launch.counters import Counters
 from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
-from flashgen.launch.feature_values import Features
 from flashgen.launch.feature_writers import features_writer
 from flashgen.launch.geometry import Geometry, clamp_offset, scalars
 from flashgen.launch.parameter_buffer import ParameterBuffer, View

@@ -1,52 +1,44 @@
-"""From the `Features` of a call to the arguments of a kernel: window edges, softcap factors, and tensors by name."""
+"""From the `Features` of a call to the parameters of kernels, as the table of features declares them.
+
+Every parameter of a feature has one writer: `TENSORS` and `NUMBERS` are written by launches, `SIZES` by the geometry.
+`check_written` refuses a kernel with a parameter that nobody writes.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
 
+from flashgen.codegen.family import Parameter
 from flashgen.core.errors import LaunchError
-from flashgen.launch.feature_values import Features, clamp_window
+from flashgen.core.features.scores import LOG2E
+from flashgen.core.features.table import FEATURES
+from flashgen.core.features.values import Features
 
-LOG2E = math.log2(math.e)
+__all__ = ["CALL_NUMBERS", "FAR_FEATURES", "LOG2E", "NO_FEATURES", "NUMBERS", "SIZES", "TENSORS"]
 
 NO_FEATURES = Features()
 
-WINDOW = ("window_left", "window_right")
-SOFTCAP = ("softcap_rate", "softcap_scale_log2")
-FAR_FEATURES = frozenset({*WINDOW, "AlibiSlopes"})
+TENSORS = {tensor.name: tensor.of for feature in FEATURES for tensor in feature.tensors}
+"""Pointer parameters, and what finds their tensors in the features of a call; aux tensors are beside them."""
+
+NUMBERS = tuple(numbers for feature in FEATURES for numbers in feature.numbers)
+"""Numbers that may differ between the calls of one geometry, in groups that are computed together."""
+
+CALL_NUMBERS = tuple(name for numbers in NUMBERS for name in numbers.names)
+
+SIZES = frozenset(name for feature in FEATURES for name in feature.sizes)
+"""Numbers that follow from the geometry."""
+
+FAR_FEATURES = frozenset(
+    name
+    for feature in FEATURES
+    if feature.has_far_reach
+    for name in (*(tensor.name for tensor in feature.tensors), *(n for group in feature.numbers for n in group.names))
+)
 """Parameters of kernels whose scores depend on query offsets beyond the lengths."""
-
-_TENSORS: dict[str, Callable[[Features], torch.Tensor | None]] = {
-    "AlibiSlopes": lambda features: features.alibi_slopes,
-    "Sinks": lambda features: features.sinks,
-    "Bias": lambda features: features.bias,
-    "Mask": lambda features: features.mask,
-    "PartialCounts": lambda features: features.block_mask.partial_counts if features.block_mask else None,
-    "PartialIndices": lambda features: features.block_mask.partial_indices if features.block_mask else None,
-    "FullCounts": lambda features: features.block_mask.full_counts if features.block_mask else None,
-    "FullIndices": lambda features: features.block_mask.full_indices if features.block_mask else None,
-}
-
-
-def window_edges(features: Features, seqlen_q: int, seqlen_k: int, *, causal: bool) -> tuple[int, int]:
-    """`window_left` and `window_right`; a causal mask is a right edge of 0."""
-    left, right = features.window
-    return clamp_window((left, 0 if causal else right), seqlen_q, seqlen_k)
-
-
-def softcap_factors(features: Features, softmax_scale: float) -> tuple[float, float]:
-    """`softcap_rate` and `softcap_scale_log2`.
-
-    Raises:
-        LaunchError: the call has no softcap.
-    """
-    if not features.softcap:
-        raise LaunchError(f"a kernel with a softcap is launched with one above 0, got {features.softcap}")
-    return 2 * LOG2E * softmax_scale / features.softcap, 2 * LOG2E * features.softcap
 
 
 def arguments(
@@ -58,17 +50,15 @@ def arguments(
         LaunchError: the features do not have what a kernel with these parameters reads.
     """
     found: dict[str, Any] = {name: tensor_of(name)(features) for name in names if is_tensor(name)}
-    if not names.isdisjoint(WINDOW):
-        edges = window_edges(features, scalars["seqlen_q"], scalars["seqlen_k"], causal=causal)
-        found |= zip(WINDOW, edges, strict=True)
-    if not names.isdisjoint(SOFTCAP):
-        found |= zip(SOFTCAP, softcap_factors(features, softmax_scale), strict=True)
+    for numbers in NUMBERS:
+        if not names.isdisjoint(numbers.names):
+            found |= zip(numbers.names, numbers.of(features, softmax_scale, scalars, causal), strict=True)
     return found
 
 
 def is_tensor(name: str) -> bool:
     """Whether a parameter of the launch vocabulary is a tensor of the features."""
-    return name in _TENSORS or _aux_number(name) is not None
+    return name in TENSORS or _aux_number(name) is not None
 
 
 def tensor_of(name: str) -> Callable[[Features], torch.Tensor]:
@@ -76,12 +66,32 @@ def tensor_of(name: str) -> Callable[[Features], torch.Tensor]:
     number = _aux_number(name)
 
     def find(features: Features) -> torch.Tensor:
-        found = _TENSORS[name](features) if number is None else next(iter(features.aux[number:]), None)
+        found = TENSORS[name](features) if number is None else next(iter(features.aux[number:]), None)
         if found is None:
             raise LaunchError(f"the kernel reads {name}, and the features of the call have none")
         return found
 
     return find
+
+
+def check_written(parameters: Iterable[Parameter], written: Set[str], entry: str) -> None:
+    """Refuse a kernel with a parameter that nobody writes: it would read what was left in that place.
+
+    Args:
+        parameters: of the kernel.
+        written: names that the plan writes itself, those of its geometry among them.
+        entry: the kernel's name.
+
+    Raises:
+        LaunchError: a parameter is neither among them nor one of the table of features.
+    """
+    for parameter in parameters:
+        name = parameter.name
+        if name not in written and name not in CALL_NUMBERS and not is_tensor(name):
+            raise LaunchError(
+                f"each parameter of a kernel is written by its launch, got {name} ({parameter.type}) of {entry}, which "
+                "neither the launch vocabulary nor a feature has"
+            )
 
 
 def _aux_number(name: str) -> int | None:

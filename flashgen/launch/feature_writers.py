@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from flashgen.core.features.declaration import KernelNumbers
+from flashgen.core.features.values import Features
 from flashgen.launch import feature_arguments
-from flashgen.launch.feature_values import Features
 
 WriteFeatures = Callable[[Features, float], None]
 """Writes what the features and the softmax scale of a call ask for."""
@@ -34,7 +34,8 @@ def features_writer(
         causal: whether a causal mask is compiled in.
         describe: for those tensors of the features that a kernel also has descriptors of, by the names of their slots.
     """
-    writers = [*_window_writers(slots, scalars, causal=causal), *_softcap_writers(slots)]
+    groups = (numbers for numbers in feature_arguments.NUMBERS if any(name in slots for name in numbers.names))
+    writers = [_number_writer(numbers, slots, scalars, causal=causal) for numbers in groups]
     writers += _tensor_writers(slots, describe or {})
     if not writers:
         return None
@@ -46,37 +47,24 @@ def features_writer(
     return write
 
 
-def _window_writers(slots: Mapping[str, Any], scalars: Mapping[str, int], *, causal: bool) -> list[WriteFeatures]:
-    if not any(name in slots for name in feature_arguments.WINDOW):
-        return []
-    left_slot, right_slot = (slots.get(name, ctypes.c_int32(0)) for name in feature_arguments.WINDOW)
-    seqlen_q, seqlen_k = scalars["seqlen_q"], scalars["seqlen_k"]
-    last: tuple[int | None, int | None] | None = None
+def _number_writer(
+    numbers: KernelNumbers, slots: Mapping[str, Any], scalars: Mapping[str, int], *, causal: bool
+) -> WriteFeatures:
+    """Writes the numbers of a group where what they follow from has changed; a kernel may have only some of them."""
+    placed = [slots.get(name) for name in numbers.names]
+    follows, compute = numbers.follows, numbers.of
+    last: object = None
 
     def write(features: Features, scale: float) -> None:
         nonlocal last
-        if features.window != last:
-            left_slot.value, right_slot.value = feature_arguments.window_edges(
-                features, seqlen_q, seqlen_k, causal=causal
-            )
-            last = features.window
+        given = follows(features, scale)
+        if given != last:
+            for slot, value in zip(placed, compute(features, scale, scalars, causal), strict=True):
+                if slot is not None:
+                    slot.value = value
+            last = given
 
-    return [write]
-
-
-def _softcap_writers(slots: Mapping[str, Any]) -> list[WriteFeatures]:
-    if not any(name in slots for name in feature_arguments.SOFTCAP):
-        return []
-    rate_slot, scale_slot = (slots.get(name, ctypes.c_float(0)) for name in feature_arguments.SOFTCAP)
-    last = (0.0, 0.0)
-
-    def write(features: Features, scale: float) -> None:
-        nonlocal last
-        if (features.softcap, scale) != last:
-            rate_slot.value, scale_slot.value = feature_arguments.softcap_factors(features, scale)
-            last = (features.softcap, scale)
-
-    return [write]
+    return write
 
 
 def _tensor_writers(slots: Mapping[str, Any], describe: Mapping[str, Describe]) -> list[WriteFeatures]:

@@ -9,7 +9,9 @@ import torch
 
 from flashgen.codegen.family import Sizes
 from flashgen.core.errors import LaunchError
-from flashgen.launch.feature_values import ALIGNMENT_BYTES, MAX_OFFSET, BlockMask, Features, Shape4, broadcast_strides
+from flashgen.core.features.positions import MAX_OFFSET
+from flashgen.core.features.score_tensors import ALIGNMENT_BYTES, Shape4, broadcast_strides
+from flashgen.core.features.values import BlockMask, Features
 
 __all__ = ["ALIGNMENT_BYTES", "Geometry", "Shape4", "aligned16", "clamp_offset", "legal_strides", "scalars"]
 

@@ -16,12 +16,12 @@ from flashgen.codegen.build import CompiledKernel, CompiledPart
 from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch import driver, feature_arguments
 from flashgen.launch.counters import Counters
 from flashgen.launch.driver_plan import DriverPlan
 from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
-from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry, clamp_offset, scalars
 from flashgen.launch.parameters import Layout, block_of, is_descriptor, subject_of, trailing_pointers
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.launch.feature_values import Shape4
+from flashgen.core.features.score_tensors import Shape4
 from flashgen.measure.reference import (
     Answer,
     Units,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
-from flashgen.launch.feature_values import Features
 from flashgen.measure.backward_inputs import BackwardInputs, make_backward_inputs, written
 from flashgen.measure.backward_verify import BackwardOracle, backward_oracle_of, check_backward
 from flashgen.measure.odd_shapes import (

@@ -11,8 +11,8 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.feature_values import Features
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure.inputs import Inputs
 from flashgen.measure.timing import Run

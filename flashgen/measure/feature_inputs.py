@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
+from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Workload
-from flashgen.launch.feature_values import ALIGNMENT_BYTES, TORCH_DTYPES, Features
+from flashgen.launch.dtypes import TORCH_DTYPES
 
 SOFTCAP = 50.0
 """Gemma-2's."""

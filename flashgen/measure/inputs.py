@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.feature_values import TORCH_DTYPES, Features
+from flashgen.launch.dtypes import TORCH_DTYPES
 from flashgen.measure.feature_inputs import SOFTCAP_BEND, FeatureForm, feature_bytes, make_features
 
 LAYOUTS = ("bhsd", "bshd")

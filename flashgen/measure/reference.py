@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from flashgen.launch.feature_values import Features
+from flashgen.core.features.values import Features
 from flashgen.measure.score_rule import Block, ScoreRule, check_shapes
 
 BLOCK_BYTES_GPU = 2**29

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flashgen.core.errors import WorkloadError
-from flashgen.launch.feature_values import Features
+from flashgen.core.features.values import Features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
-from flashgen.launch.feature_values import Features
 from flashgen.measure.reference import exact, rounded
 from flashgen.measure.score_rule import ScoreRule
 

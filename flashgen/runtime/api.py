@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.errors import WorkloadError
-from flashgen.launch.feature_values import BlockMask
+from flashgen.core.features.values import BlockMask
 from flashgen.runtime import ops, training
 from flashgen.runtime.arguments import (
     LAYOUTS,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.core.errors import UnsupportedError, WorkloadError
-from flashgen.launch.feature_values import BlockMask
+from flashgen.core.features.values import BlockMask
 from flashgen.runtime.feature_rules import check_window
 from flashgen.runtime.keys import is_tracked
 from flashgen.runtime.mods import UserCallable, handle_for

@@ -8,9 +8,10 @@ import torch
 
 from flashgen.core.device import Device
 from flashgen.core.errors import WorkloadError
+from flashgen.core.features.score_tensors import aligned_scores, broadcast_kind
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors, backward_aligned16
-from flashgen.launch.feature_values import Features, aligned_scores, broadcast_kind
 from flashgen.runtime.calls import MAX_ROW_STRIDE, Call, CheckedCall
 from flashgen.runtime.feature_rules import FLOATS
 from flashgen.runtime.gradients import META, BiasRule, bias_rule, empty_bias_gradient, empty_gradient

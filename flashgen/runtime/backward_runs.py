@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashgen.core.features.values import Features
 from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.feature_values import Features
 from flashgen.runtime.gradients import META, bias_gradient, empty_bias_gradient, empty_gradient, sink_gradient
 from flashgen.runtime.runs import Offset
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from flashgen.core.errors import BuildError, DeviceError, WorkloadError
+from flashgen.core.features.values import BlockMask
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
-from flashgen.launch.feature_values import BlockMask
 from flashgen.runtime.mods import UserCallable, score_mods
 
 

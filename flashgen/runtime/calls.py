@@ -9,9 +9,10 @@ import torch
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import WorkloadError
+from flashgen.core.features.score_tensors import aligned_scores, broadcast_kind
+from flashgen.core.features.values import Features
 from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
-from flashgen.launch.feature_values import Features, aligned_scores, broadcast_kind
 from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.feature_rules import FLOATS, checked
 from flashgen.runtime.runs import empty_output

@@ -8,8 +8,8 @@ import torch
 
 from flashgen.core.config import Config
 from flashgen.core.errors import WorkloadError
+from flashgen.core.features.values import BlockMask
 from flashgen.core.workload import DIRECTIONS
-from flashgen.launch.feature_values import BlockMask
 from flashgen.runtime import serve
 from flashgen.runtime.arguments import Window, check_layout, feature_arguments, split_offset
 from flashgen.runtime.backward_calls import BackwardCall

@@ -8,7 +8,7 @@ from flashgen.codegen.families import reasons
 from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
 from flashgen.core.device import Device
-from flashgen.core.feature_words import feature_words
+from flashgen.core.feature_words import feature_words, specialization_words
 from flashgen.core.record import age
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.dispatch import RUNGS, Records, Served, resolve, sdpa_backend
@@ -37,11 +37,7 @@ class Explanation:
     @property
     def features(self) -> tuple[str, ...]:
         """What the call asks for beside plain attention, in words."""
-        found = [
-            *feature_words(self.workload),
-            *(["offsets on the device"] if self.specialization.offset_tensor else []),
-        ]
-        return (*found, *([self.specialization.mods.title] if self.specialization.mods else []))
+        return (*feature_words(self.workload), *specialization_words(self.specialization))
 
     def to_dict(self) -> dict[str, object]:
         """The same facts for machines."""

@@ -10,8 +10,8 @@ import dataclasses
 import torch
 
 from flashgen.core.errors import WorkloadError
+from flashgen.core.features.values import Features
 from flashgen.core.score_mods import ScoreMods
-from flashgen.launch.feature_values import Features
 
 FLOATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 AXES = "(batch, nheads, seqlen_q, seqlen_k)"

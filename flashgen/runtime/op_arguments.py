@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flashgen.launch.feature_values import BlockMask, Features
+from flashgen.core.features.values import BlockMask, Features
 
 
 def features_of(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashgen.launch.feature_values import Features
+from flashgen.core.features.values import Features
 from flashgen.runtime import mods as user_mods
 from flashgen.runtime import serve
 from flashgen.runtime.calls import Call

@@ -10,7 +10,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from flashgen.launch.feature_values import Features
+    from flashgen.core.features.values import Features
     from flashgen.launch.plan import Launch
 
 Offset = int | torch.Tensor | None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashgen.launch.feature_values import Features
+from flashgen.core.features.values import Features
 from flashgen.runtime import serve
 from flashgen.runtime.backward_calls import BackwardCall
 from flashgen.runtime.calls import Call

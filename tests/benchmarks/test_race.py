@@ -17,8 +17,8 @@ from benchmarks.impls import IMPLS, Call, Impl
 from benchmarks.problems import last_heads
 from benchmarks.race import Pace, Result, race
 from flashgen.core.device import CATALOGUE
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.feature_values import Features
 from flashgen.measure.feature_inputs import SOFTCAP
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.reference import oracle

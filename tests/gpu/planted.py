@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from flashgen.core.config import Config
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
-from flashgen.launch.feature_values import Features
 from flashgen.launch.gpu import current_device
 from flashgen.measure.bench import GpuToolchain
 from flashgen.measure.service import GpuService

@@ -16,8 +16,8 @@ import flashgen
 from flashgen.codegen.build import compile_kernel
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
-from flashgen.launch.feature_values import Features
 from flashgen.measure.verification_case import VerificationCase
 from flashgen.measure.verify import LaunchFunction, Offset
 

@@ -13,10 +13,10 @@ import torch
 
 import flashgen
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, WorkloadError
+from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
 from flashgen.core.settings import settings
 from flashgen.launch import plan as plan_module
-from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry
 from flashgen.measure.verify import check, oracle_of
 from flashgen.runtime import serve

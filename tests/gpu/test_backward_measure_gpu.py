@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from flashgen.codegen.families import applicable, default_config
+from flashgen.core.features.values import Features
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
-from flashgen.launch.feature_values import Features
 from flashgen.launch.gpu import current_device
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure import gpu

@@ -12,9 +12,9 @@ import torch
 import flashgen
 from flashgen.codegen.families import applicable
 from flashgen.core.config import Config
+from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.feature_values import Features
 from flashgen.launch.gpu import current_device
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain
 from flashgen.measure.feature_inputs import alibi_slopes

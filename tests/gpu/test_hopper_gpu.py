@@ -12,8 +12,8 @@ from flashgen.codegen.families import fitted, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.core.config import Config
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
-from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.gpu import current_device
 from flashgen.launch.plan import Launch, make_plan

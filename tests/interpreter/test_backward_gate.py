@@ -12,10 +12,10 @@ from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
-from flashgen.launch.feature_values import Features
 from flashgen.measure.backward_inputs import written
 from flashgen.measure.backward_verification_case import backward_odd_problem
 from flashgen.measure.odd_shapes import odd_shapes

@@ -11,8 +11,8 @@ from flashgen.codegen.build import load_module
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
+from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
-from flashgen.launch.feature_values import Features
 from flashgen.measure.odd_shapes import odd_problem
 from flashgen.measure.verify import LaunchFunction, Offset
 from tests.covering import ForwardCase, forward_cases

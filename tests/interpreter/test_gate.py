@@ -9,8 +9,8 @@ from flashgen.codegen.build import load_module
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.feature_values import Features
 from flashgen.measure.odd_shapes import check_odd, odd_problems
 from flashgen.measure.verify import LaunchFunction
 

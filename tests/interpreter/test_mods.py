@@ -17,8 +17,8 @@ from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError
+from flashgen.core.features.values import BlockMask
 from flashgen.core.workload import Specialization
-from flashgen.launch.feature_values import BlockMask
 from flashgen.runtime.block_mask import block_mask
 from flashgen.runtime.mods import score_mods
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from flashgen.codegen.family import Parameter, Scratch, Sizes
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch import backward_scratch
 from flashgen.launch.backward_binding import BackwardBinding
 from flashgen.launch.backward_driver_plan import DriverBackwardPlan
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch, TritonBackwardPlan
-from flashgen.launch.feature_values import Features
 from flashgen.launch.parameters import Layout
 from tests.launch.fake_driver import FakeDriver, Launched
 from tests.launch.kernels import tensors

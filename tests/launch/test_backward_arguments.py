@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from flashgen.core.errors import LaunchError
+from flashgen.core.features.positions import MAX_OFFSET
+from flashgen.core.features.values import Features
 from flashgen.launch import counters
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
-from flashgen.launch.feature_values import MAX_OFFSET, Features
 from tests.launch.backward_rows import (
     DESCRIPTORS,
     NAMES,

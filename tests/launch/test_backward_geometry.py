@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flashgen.core.errors import LaunchError
+from flashgen.core.features.values import Features
 from flashgen.launch.backward_geometry import BackwardGeometry, backward_aligned16, backward_scalars
-from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry
 from tests.launch.backward_rows import NAMES, SHAPE, backward_tensors, replaced
 

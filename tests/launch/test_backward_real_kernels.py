@@ -13,11 +13,12 @@ from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.families import FAMILIES, family, invalid
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
+from flashgen.core.features.positions import MAX_OFFSET
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch import counters
 from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
 from flashgen.launch.backward_plan import TritonBackwardPlan, make_backward_plan
-from flashgen.launch.feature_values import MAX_OFFSET, Features
 from flashgen.launch.parameters import ptx_sizes, slot_sizes
 from flashgen.launch.plan import known_layout
 from tests.launch.backward_rows import NAMES, backward_tensors, calls_of, replaced

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flashgen.core.errors import LaunchError
-from flashgen.launch.feature_values import MAX_OFFSET, BlockMask, Features, clamp_window
+from flashgen.core.features.positions import MAX_OFFSET, clamp_window
+from flashgen.core.features.values import BlockMask, Features
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import EmptyPlan, Launch
 from tests.launch.fake_driver import FakeDriver

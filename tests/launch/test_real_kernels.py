@@ -15,9 +15,10 @@ from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import LaunchError
+from flashgen.core.features.positions import MAX_OFFSET
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch import counters
-from flashgen.launch.feature_values import MAX_OFFSET, Features
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import ptx_sizes, slot_sizes, trailing_pointers
 from flashgen.launch.plan import TritonPlan, make_plan

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.launch.feature_values import Features
+from flashgen.core.features.values import Features
 from flashgen.measure.verify import LaunchFunction
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashgen.core.features.values import Features
 from flashgen.launch.backward_geometry import BackwardTensors
 from flashgen.launch.backward_plan import BackwardLaunch
-from flashgen.launch.feature_values import Features
 from tests.measure.emulated import Emulated, _longer
 
 

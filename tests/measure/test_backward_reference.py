@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen.launch.feature_values import Features
+from flashgen.core.features.values import Features
 from flashgen.measure.backward_reference import (
     Gradients,
     exact_gradients,

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashgen.core.features.score_tensors import aligned_scores, broadcast_kind
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.feature_values import Features, aligned_scores, broadcast_kind
 from flashgen.measure.feature_inputs import FeatureForm, alibi_slopes, feature_bytes
 from flashgen.measure.inputs import make_inputs, rotation_copies
 

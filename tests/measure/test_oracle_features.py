@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashgen.core.errors import WorkloadError
-from flashgen.launch.feature_values import Features
+from flashgen.core.features.values import Features
 from flashgen.measure.reference import eager, exact, oracle, rounded
 from flashgen.measure.score_rule import ScoreRule
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.core.errors import WorkloadError
-from flashgen.launch.feature_values import Features
+from flashgen.core.features.values import Features
 from flashgen.measure.reference import eager, oracle
 
 

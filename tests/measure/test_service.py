@@ -11,9 +11,9 @@ import torch
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError, UnsupportedError
+from flashgen.core.features.score_tensors import aligned_scores
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.feature_values import aligned_scores
 from flashgen.measure.bench import Bench
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.odd_shapes import ODD_SHAPES

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from flashgen.core.config import Config
+from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, BackwardTensors, backward_aligned16
-from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry, aligned16
 from tests.runtime.fake_gpu import FakeGpu
 

@@ -11,9 +11,9 @@ import torch
 
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, BackwardTensors
-from flashgen.launch.feature_values import Features
 from flashgen.launch.geometry import Geometry
 from flashgen.runtime.calls import Call
 

@@ -362,7 +362,7 @@ def test_sdpa_gets_the_bias_or_the_mask() -> None:
     mask = torch.rand(1, 1, 32, 32, generator=generator) > 0.3
     run = runs.sdpa_run("sdpa-flash", causal=False, bshd=False, gqa=False)
     scores = q @ k.mT * 0.25
-    from flashgen.launch.feature_values import Features
+    from flashgen.core.features.values import Features
 
     for features, changed in (
         (Features(bias=bias), scores + bias),

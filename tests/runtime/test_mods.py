@@ -20,10 +20,10 @@ from flashgen.codegen.block_mask import render_block_mask
 from flashgen.codegen.families import default_config
 from flashgen.core.device import find_device
 from flashgen.core.errors import DeviceError, WorkloadError
+from flashgen.core.features.values import BlockMask
 from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.feature_values import BlockMask
 from flashgen.runtime import mods, serve
 from flashgen.runtime.block_mask import block_mask, check_aux, check_block_mask
 from flashgen.runtime.calls import Call

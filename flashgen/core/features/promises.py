@@ -1,0 +1,37 @@
+"""Features of memory and of bits: ragged batches, paged keys, determinism."""
+
+from __future__ import annotations
+
+from flashgen.core.features.declaration import Argument, Feature, OpArgument, Support, Token
+
+VARLEN = Feature(
+    name="varlen",
+    fields=("varlen",),
+    absent="it has no varlen",
+    tokens=(Token(text="varlen", field="varlen", value=True),),
+    words=lambda workload: ("varlen",) if workload.varlen else (),
+    support=(Support(group="Memory", name="packed sequences of different lengths (varlen)", fields={"varlen": True}),),
+)
+
+PAGES = Feature(
+    name="pages",
+    fields=("page_size",),
+    absent="it reads no paged keys",
+    tokens=(Token(text="page", field="page_size"),),
+    words=lambda workload: () if workload.page_size is None else (f"pages of {workload.page_size}",),
+    support=(Support(group="Memory", name="paged keys and values", fields={"page_size": 16}),),
+)
+
+DETERMINISTIC = Feature(
+    name="deterministic",
+    fields=("deterministic",),
+    absent="its sums have no fixed order, and the call is deterministic",
+    arguments=(Argument(name="deterministic", default=False),),
+    options=(OpArgument(schema="bool deterministic=False", default=False),),
+    tokens=(Token(text="deterministic", field="deterministic", value=True),),
+    words=lambda workload: ("deterministic",) if workload.deterministic else (),
+    gradient_support=(
+        Support(group="Gradients", name="the same bits every time (`deterministic`)", fields={"deterministic": True}),
+    ),
+)
+"""Forward passes always have it; only backward ones are asked for it."""

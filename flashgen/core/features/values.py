@@ -1,0 +1,67 @@
+"""`Features`: what a call brings beside q, k, v, the scale and the query offset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMask:
+    """Which blocks of `block_size` x `block_size` scores a mask_mod leaves, as lists of key blocks.
+
+    Shapes are (batch or 1, nheads or 1, query blocks) for counts and the same with (key blocks) for indices, int32 on
+    the device. `full_*` lists blocks in which every key is visible to every query, `partial_*` all other blocks with a
+    visible key. `seqlen_q` and `seqlen_k` are the lengths it was built for, `mask_mod` is the digest of the function it
+    was built from ("" where it was made by hand).
+    """
+
+    partial_counts: torch.Tensor
+    partial_indices: torch.Tensor
+    full_counts: torch.Tensor
+    full_indices: torch.Tensor
+    seqlen_q: int
+    seqlen_k: int
+    block_size: int = 128
+    mask_mod: str = ""
+
+    def sparsity(self) -> float:
+        """Percent of the blocks that are hidden and never loaded (it waits for the device)."""
+        blocks = self.partial_indices.numel()
+        listed = int(self.partial_counts.sum()) + int(self.full_counts.sum())
+        return 100.0 * (1.0 - listed / blocks) if blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """Feature arguments of one call; what is absent is None, 0 or empty.
+
+    A causal mask, the query offset and determinism are features of the table, too, but no fields: calls without any
+    of these fields have them.
+
+    Attributes:
+        window: keys visible to the left and right of a query, inclusive; None is unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: fp32 (nheads,) or (batch, nheads); `-slope * |i + q_offset - j|` is added.
+        sinks: (nheads,), contiguous: a score that every row sees and that has no value.
+        bias: four dimensions that broadcast to (batch, nheads, seqlen_q, seqlen_k), any strides; added to the scores.
+        mask: bool, likewise; True where attended.
+        mods: handle of the user's score functions; 0 is none.
+        aux: tensors for the user's score functions.
+        block_mask: the blocks that a mask_mod leaves.
+    """
+
+    window: Window = (None, None)
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    mods: int = 0
+    aux: tuple[torch.Tensor, ...] = ()
+    block_mask: BlockMask | None = None
