@@ -194,11 +194,15 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """The rows that belong together: for each suite and workload those of the commit that was measured last."""
+    """The rows that belong together, in their order: of each suite and workload those of the commit measured last.
+
+    Dates decide, whatever the order; of rows of one day the later one in the file is the newer one.
+    """
     ordered = list(rows)
-    newest = {(row.suite, row.workload): row.commit for row in ordered}
-    kept = {row.subject: row for row in ordered if row.commit == newest[row.suite, row.workload]}
-    return list(kept.values())
+    by_date = sorted(ordered, key=lambda row: row.date)  # stable: rows of one day keep their order
+    newest = {(row.suite, row.workload): row.commit for row in by_date}
+    kept = {row.subject: row for row in by_date if row.commit == newest[row.suite, row.workload]}
+    return [row for row in ordered if kept.get(row.subject) is row]
 
 
 def _lines(rows: Iterable[Sequence[str]]) -> str:

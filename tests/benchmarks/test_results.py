@@ -64,3 +64,12 @@ def test_only_rows_of_one_commit_are_compared() -> None:
     untouched = row(OTHER, "fa3", 3.0, commit="old")
     assert latest([*old, untouched, *new]) == [untouched, *new]
     assert latest([*old, row(WORKLOAD, "fa3", 9.0, commit="old")])[1].tflops == 9.0
+
+
+def test_dates_decide_which_commit_was_measured_last_whatever_the_order_of_the_file() -> None:
+    old = [dataclasses.replace(row(WORKLOAD, impl, 1.0, commit="old"), date="2026-11-21") for impl in ("fa3", "fa4")]
+    new = [dataclasses.replace(row(WORKLOAD, impl, 2.0, commit="new"), date="2026-11-22") for impl in ("fa3", "flex")]
+    for rows in ([*new, *old], [old[0], *new, old[1]], [*old, *new]):
+        assert latest(rows) == new
+    again = dataclasses.replace(new[0], date="2026-11-23", tflops=3.0)
+    assert latest([again, *old, *new]) == [again, new[1]]
