@@ -13,7 +13,7 @@ from flashgen.cli.arguments import Json, Shape
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DatabaseError
 from flashgen.core.feature_words import describe
-from flashgen.core.record import Failure, Trial, TuningRecord, age
+from flashgen.core.record import Failure, Prediction, Trial, TuningRecord, age
 from flashgen.core.workload import Workload
 
 app = typer.Typer(
@@ -51,11 +51,13 @@ def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
     workload, wanted = Workload.parse(shape), _device(device)
     with Layers.open() as layers:
         found = [hit for hit in layers.records(device=wanted) if hit[0].workload == workload]
-        trials = {
-            record.device.identity: [
-                trial for layer in layers.layers for trial in layer.store.trials(workload, record.device)
-            ]
-            for record, _ in found
+        stores = [layer.store for layer in layers.layers]
+        tried = {
+            device.identity: (
+                [trial for store in stores for trial in store.trials(workload, device)],
+                [prediction for store in stores for prediction in store.predictions(workload, device)],
+            )
+            for device in dict.fromkeys(record.device for record, _ in found)
         }
     if not found:
         raise DatabaseError(f"a workload to show must have a record; {workload.key} has none (flashgen db list)")
@@ -65,8 +67,11 @@ def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
     for number, (record, layer) in enumerate(found):
         if number:
             typer.echo("")
-        tried = trials[record.device.identity]
-        output.print_fields([*_fields(record), ("layer", layer), *_trial_fields(tried)])
+        trials, predictions = tried[record.device.identity]
+        counts: list[tuple[str, output.Cell]] = [("layer", layer), ("trials", _count(trials))]
+        if predictions:
+            counts.append(("ranked", f"{_count(predictions)} without a GPU"))
+        output.print_fields([*_fields(record), *counts])
 
 
 @app.command()
@@ -155,10 +160,11 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
     return fields
 
 
-def _trial_fields(trials: list[Trial]) -> list[tuple[str, output.Cell]]:
-    failures = Counter(trial.outcome.stage for trial in trials if isinstance(trial.outcome, Failure))
+def _count(tried: list[Trial] | list[Prediction]) -> str:
+    """How many, and how many of them failed in which stage."""
+    failures = Counter(each.outcome.stage for each in tried if isinstance(each.outcome, Failure))
     failed = ", ".join(f"{count} failed in {stage}" for stage, count in failures.most_common())
-    return [("trials", f"{len(trials)}{f' ({failed})' if failed else ''}")]
+    return f"{len(tried)}{f' ({failed})' if failed else ''}"
 
 
 def _record_json(record: TuningRecord) -> dict[str, object]:

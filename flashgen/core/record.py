@@ -95,6 +95,17 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One candidate ranked without a GPU, by its predicted time in ms: what makes a stopped ranking resumable."""
+
+    workload: Workload
+    device: Device
+    config: Config
+    outcome: float | Failure
+    created: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRecord:
     """The config to serve for a workload on a device, and how that is known.
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
-from flashgen.core.record import Baseline, Failure, Measurement, Trial, TuningRecord, Versions
+from flashgen.core.record import Baseline, Failure, Measurement, Prediction, Trial, TuningRecord, Versions
 from flashgen.core.workload import Workload
 from flashgen.db.schema import BaselineRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
 
@@ -25,6 +25,9 @@ Validate = Callable[[Config], Config]
 
 MAX_TEXT = 16384
 """Characters of one stored text; longer than any real one, short enough to refuse a flood before it is parsed."""
+
+PREDICTED_SOURCE = "predicted"
+"""The source of a row of trials that nothing measured: such a row is a `Prediction`, and every other one a `Trial`."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
@@ -82,6 +85,22 @@ def trial_row(trial: Trial, workload: WorkloadRow, device: DeviceRow) -> TrialRo
     )
 
 
+def prediction_row(prediction: Prediction, workload: WorkloadRow, device: DeviceRow) -> TrialRow:
+    """The row of a prediction, whether it has a time or failed."""
+    failure = prediction.outcome if isinstance(prediction.outcome, Failure) else None
+    return TrialRow(
+        workload=workload,
+        device=device,
+        family=prediction.config.family,
+        knobs=prediction.config.to_json(),
+        source=PREDICTED_SOURCE,
+        stage=failure.stage if failure else None,
+        reason=_plain(failure.reason) if failure else None,
+        times_ms=None if failure else json.dumps([prediction.outcome]),
+        created=prediction.created,
+    )
+
+
 def checked_record(record: TuningRecord, validate: Validate) -> TuningRecord:
     """The record as it would be read back: its config has every knob of its family.
 
@@ -94,6 +113,12 @@ def checked_record(record: TuningRecord, validate: Validate) -> TuningRecord:
 def checked_trial(trial: Trial, validate: Validate) -> Trial:
     """The trial as it would be read back, as `checked_record` does."""
     return trial_of(trial_row(trial, workload_row(trial.workload), device_row(trial.device)), validate)
+
+
+def checked_prediction(prediction: Prediction, validate: Validate) -> Prediction:
+    """The prediction as it would be read back, as `checked_record` does."""
+    owners = workload_row(prediction.workload), device_row(prediction.device)
+    return prediction_of(prediction_row(prediction, *owners), validate)
 
 
 def device_of(row: DeviceRow) -> Device:
@@ -138,17 +163,26 @@ def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
 
 def trial_of(row: TrialRow, validate: Validate) -> Trial:
     """The trial of a row; `validate` has accepted its config."""
-    outcome: Measurement | Failure
-    if row.times_ms is None:
-        outcome = Failure(stage=_typed("stage", row.stage, "str"), reason=_typed("reason", row.reason, "str"))
-    else:
-        outcome = _measurement(row)
+    source = _typed("source", row.source, "str")
+    if source == PREDICTED_SOURCE:
+        raise DatabaseError(f"a trial's source is what proposed it, got {source!r}, which nothing measured")
     return Trial(
         workload=workload_of(_present(row.workload, "workload")),
         device=device_of(_present(row.device, "device")),
         config=_config(row, validate),
-        source=_typed("source", row.source, "str"),
-        outcome=outcome,
+        source=source,
+        outcome=_failure(row) if row.times_ms is None else _measurement(row),
+        created=_moment(row.created),
+    )
+
+
+def prediction_of(row: TrialRow, validate: Validate) -> Prediction:
+    """The prediction of a row; `validate` has accepted its config."""
+    return Prediction(
+        workload=workload_of(_present(row.workload, "workload")),
+        device=device_of(_present(row.device, "device")),
+        config=_config(row, validate),
+        outcome=_failure(row) if row.times_ms is None else _predicted_time(row),
         created=_moment(row.created),
     )
 
@@ -159,15 +193,30 @@ def _measurement_columns(measurement: Measurement | None) -> dict[str, Any]:
     return {**asdict(measurement), "times_ms": json.dumps(measurement.times_ms)}
 
 
-def _measurement(row: RecordRow | TrialRow) -> Measurement:
+def _failure(row: TrialRow) -> Failure:
+    return Failure(stage=_typed("stage", row.stage, "str"), reason=_typed("reason", row.reason, "str"))
+
+
+def _times_ms(row: RecordRow | TrialRow) -> tuple[float, ...]:
     try:
         times = json.loads(_typed("times_ms", row.times_ms, "str"))
     except (ValueError, RecursionError) as error:
         raise DatabaseError(f"times_ms must be a JSON list, got {_quoted(row.times_ms)}") from error
     if not isinstance(times, list):
         raise DatabaseError(f"times_ms must be a JSON list, got {_quoted(row.times_ms)}")
+    return tuple(float(_typed("times_ms", time, "float")) for time in times)
+
+
+def _predicted_time(row: TrialRow) -> float:
+    times = _times_ms(row)
+    if len(times) != 1 or times[0] <= 0:
+        raise DatabaseError(f"a prediction has one time above 0, got {_quoted(row.times_ms)}")
+    return times[0]
+
+
+def _measurement(row: RecordRow | TrialRow) -> Measurement:
     return Measurement(
-        times_ms=tuple(float(_typed("times_ms", time, "float")) for time in times),
+        times_ms=_times_ms(row),
         max_error=_typed("max_error", row.max_error, "float"),
         mean_error=_typed("mean_error", row.mean_error, "float"),
         reference_ms=_typed("reference_ms", row.reference_ms, "float | None"),

@@ -132,7 +132,10 @@ class BaselineRow(Base):
 
 
 class TrialRow(Base):
-    """A `core.record.Trial`: a measurement, or a failure's stage and reason; a config is tried once."""
+    """A `core.record.Trial`: a measurement, or a failure's stage and reason; a config is tried once.
+
+    A row whose source is `predicted` is a `core.record.Prediction`: its one time is the model's.
+    """
 
     __tablename__ = "trials"
     __table_args__ = (

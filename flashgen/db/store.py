@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session, contains_eager, selectinload
 from flashgen.codegen.families import validate as validate_config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError, FlashgenError
-from flashgen.core.record import Trial, TuningRecord
+from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db import files, rows, writing
 from flashgen.db.rows import Validate
@@ -108,8 +108,18 @@ class Store:
         checked = rows.checked_trial(trial, self.validate)
         self._run(lambda session: writing.replace_trial(session, checked), write=True)
 
+    def put_prediction(self, prediction: Prediction) -> None:
+        """Store a prediction; an earlier one of the same config, workload and device identity is replaced, a trial not.
+
+        Raises:
+            FlashgenError: it breaks a rule that it would have to pass when read back, its config's knobs included.
+            DatabaseError: the file cannot be written.
+        """
+        checked = rows.checked_prediction(prediction, self.validate)
+        self._run(lambda session: writing.replace_prediction(session, checked), write=True)
+
     def forget_trials(self, workload: Workload, device: Device) -> int:
-        """Delete the trials of a workload on a device, so that a search starts afresh; how many there were."""
+        """Delete the trials and predictions of a workload on a device, to search afresh; how many there were."""
         keys = (workload.key, device.identity)
         trials = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device).where(*_same(*keys))
 
@@ -123,10 +133,13 @@ class Store:
 
     def trials(self, workload: Workload, device: Device) -> list[Trial]:
         """Every trial of a workload on a device identity, in the order they were stored."""
-        query = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device)
-        query = query.where(*_same(workload.key, device.identity)).order_by(TrialRow.id)
-        query = query.options(contains_eager(TrialRow.workload), contains_eager(TrialRow.device))
+        query = _trial_query(workload, device).where(TrialRow.source.is_distinct_from(rows.PREDICTED_SOURCE))
         return self._read(query, lambda row: rows.trial_of(row, self.validate))
+
+    def predictions(self, workload: Workload, device: Device) -> list[Prediction]:
+        """Every prediction of a workload for a device identity, in the order they were stored."""
+        query = _trial_query(workload, device).where(TrialRow.source == rows.PREDICTED_SOURCE)
+        return self._read(query, lambda row: rows.prediction_of(row, self.validate))
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
         """The record of exactly this workload on this device identity, a measured one before a predicted one."""
@@ -247,6 +260,12 @@ def _begin(connection: sa.Connection) -> None:
 
 def _same(key: str, identity: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
     return WorkloadRow.key == key, DeviceRow.identity == identity
+
+
+def _trial_query(workload: Workload, device: Device) -> sa.Select[TrialRow]:
+    query = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device)
+    query = query.where(*_same(workload.key, device.identity)).order_by(TrialRow.id)
+    return query.options(contains_eager(TrialRow.workload), contains_eager(TrialRow.device))
 
 
 def _record_query() -> sa.Select[RecordRow]:

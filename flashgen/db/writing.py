@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Trial, TuningRecord
+from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.db import rows
 from flashgen.db.rows import Validate
 from flashgen.db.schema import DeviceRow, RecordRow, TrialRow, WorkloadRow
@@ -54,16 +54,32 @@ def replace_trial(session: Session, trial: Trial) -> None:
     """Store a trial in place of an earlier one of the same config."""
     workload, device = _owners(session, trial)
     new = rows.trial_row(trial, workload, device)
-    owned = (TrialRow.workload == workload, TrialRow.device == device)
-    for old in session.scalars(
-        sa.select(TrialRow).where(*owned, TrialRow.family == new.family, TrialRow.knobs == new.knobs)
-    ):
+    for old in _of_same_config(session, new):
         session.delete(old)
     session.flush()
     session.add(new)
 
 
-def _owners(session: Session, value: TuningRecord | Trial) -> tuple[WorkloadRow, DeviceRow]:
+def replace_prediction(session: Session, prediction: Prediction) -> None:
+    """Store a prediction in place of an earlier one of the same config; a trial of it stays, and is worth more."""
+    workload, device = _owners(session, prediction)
+    new = rows.prediction_row(prediction, workload, device)
+    found = _of_same_config(session, new)
+    if any(old.source != rows.PREDICTED_SOURCE for old in found):
+        return
+    for old in found:
+        session.delete(old)
+    session.flush()
+    session.add(new)
+
+
+def _of_same_config(session: Session, row: TrialRow) -> Sequence[TrialRow]:
+    owned = (TrialRow.workload == row.workload, TrialRow.device == row.device)
+    same = sa.select(TrialRow).where(*owned, TrialRow.family == row.family, TrialRow.knobs == row.knobs)
+    return session.scalars(same).all()
+
+
+def _owners(session: Session, value: TuningRecord | Trial | Prediction) -> tuple[WorkloadRow, DeviceRow]:
     workload = rows.workload_row(value.workload)
     device = rows.device_row(value.device)
     return (

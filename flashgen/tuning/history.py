@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.render import source_digest
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Trial, TuningRecord
+from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.tuning.context import Context, moment
 
@@ -45,3 +45,11 @@ def unfinished_trials(context: Context, workload: Workload) -> list[Trial]:
     since = moment(record.created if record is not None and record.provenance == "measured" else "")
     trials = [trial for trial in context.store.trials(workload, context.device) if moment(trial.created) > since]
     return sorted(trials, key=lambda trial: moment(trial.created))
+
+
+def unfinished_predictions(context: Context, workload: Workload) -> list[Prediction]:
+    """The predictions since the last predicted record, oldest first: those of a ranking that was stopped."""
+    record = context.store.record(workload, context.device, provenance="predicted")
+    since = moment(record.created if record is not None else "")
+    found = [each for each in context.store.predictions(workload, context.device) if moment(each.created) > since]
+    return sorted(found, key=lambda each: moment(each.created))

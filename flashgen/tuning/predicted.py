@@ -2,6 +2,9 @@
 
 Candidates are compiled in the order in which the model, given a lower bound of their resources, would take them; what
 the compiler really used then decides. Nothing is measured, and the record says so.
+
+Every candidate is stored as it is ranked. What was stored since the last predicted record belongs to a ranking that was
+stopped, and the next one goes on behind it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Iterator
 from flashgen.codegen.families import family
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
-from flashgen.core.record import Failure, TuningRecord
+from flashgen.core.record import Failure, Prediction, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.measure.protocol import specialization
 from flashgen.tuning.candidates import Candidates, by_prediction
@@ -21,6 +24,7 @@ from flashgen.tuning.compile_pool import Compiled, rejected
 from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import CandidateRanked, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import complexity
+from flashgen.tuning.history import unfinished_predictions
 from flashgen.tuning.predict import is_modelled, predict_ms
 
 TIE = 0.005
@@ -38,10 +42,13 @@ class PredictedSearch:
         self._context = context
         self._workload = workload
         self._started = context.clock()
+        self._spec = specialization(workload)
         self._candidates = Candidates.of(workload, context.device)
+        self._every = [config for space in self._candidates.spaces for config in space.configs]
         self._predicted: dict[Config, float] = {}
         self._failures: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
+        self._resumed = self._resume()  # which this run has not compiled
 
     def run(self) -> WorkloadFinished:
         """Rank candidates within the budget and store the best one's record, marked as predicted."""
@@ -50,18 +57,17 @@ class PredictedSearch:
             WorkloadStarted(
                 workload=self._workload,
                 candidates=self._candidates.count,
-                resumed_trials=0,
+                resumed_trials=len(self._resumed),
                 budget_trials=context.budget.trials,
                 budget_s=context.budget.seconds,
             )
         )
         for config, compiled in self._compile():
             self._rank(config, compiled)
-        if not self._predicted:
+        best = self._confirmed_best()
+        if best is None:
             counted = ", ".join(f"{n} x {stage} ({self._reasons[stage]})" for stage, n in self._failures.items())
             return self._finished("failed", None, f"no candidate is valid: {counted}")
-        best = self._best()
-        assert best is not None
         record = TuningRecord(
             workload=self._workload,
             device=context.device,
@@ -75,15 +81,24 @@ class PredictedSearch:
         context.store.put_record(record)
         return self._finished("predicted", record, "nothing was measured")
 
+    def _resume(self) -> set[Config]:
+        """Take over what a stopped ranking left of the candidates of today; which ones they were."""
+        valid = set(self._every)
+        stored = unfinished_predictions(self._context, self._workload)
+        found = {each.config: each.outcome for each in stored if each.config in valid}
+        for config, outcome in found.items():
+            self._count(config, outcome)
+        return set(found)
+
     def _compile(self) -> Iterator[tuple[Config, Compiled | Failure]]:
         """Candidates with what they take, the families' defaults first, until the budget is spent."""
-        context, spec = self._context, specialization(self._workload)
-        every = [config for space in self._candidates.spaces for config in space.configs]
+        context, spec = self._context, self._spec
         default = self._candidates.default
         known = [config for config in self._candidates.defaults if is_modelled(config)]
-        order = iter(dict.fromkeys([*known, *by_prediction(every, default, self._workload, context.device)]))
+        ranked = dict.fromkeys([*known, *by_prediction(self._every, default, self._workload, context.device)])
+        order = iter([config for config in ranked if config not in self._resumed])
         waiting: deque[Config] = deque()
-        asked = 0
+        asked = len(self._resumed)
         while True:
             while len(waiting) < context.options.lookahead and asked < (context.budget.trials or math.inf):
                 config = next(order, None)
@@ -102,24 +117,51 @@ class PredictedSearch:
         return seconds is not None and self._context.clock() - self._started >= seconds
 
     def _rank(self, config: Config, compiled: Compiled | Failure) -> None:
-        failure = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
-        if failure is None and isinstance(compiled, Compiled):
-            self._predicted[config] = predict_ms(self._workload, config, self._context.device, compiled)
-        elif failure is not None:
-            self._failures[failure.stage] += 1
-            self._reasons.setdefault(failure.stage, failure.reason)
+        """Predict or reject a compiled candidate, store that, and tell it."""
+        context = self._context
+        outcome = self._predict(config, compiled)
+        self._count(config, outcome)
+        context.store.put_prediction(
+            Prediction(
+                workload=self._workload, device=context.device, config=config, outcome=outcome, created=timestamp()
+            )
+        )
         best = self._best()
-        self._context.emit(
+        context.emit(
             CandidateRanked(
                 workload=self._workload,
                 config=config,
                 predicted_ms=self._predicted.get(config),
-                failure=failure,
+                failure=outcome if isinstance(outcome, Failure) else None,
                 number=len(self._predicted) + sum(self._failures.values()),
                 best_ms=self._predicted[best] if best else None,
                 best_config=best,
             )
         )
+
+    def _predict(self, config: Config, compiled: Compiled | Failure) -> float | Failure:
+        failure = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
+        if failure is not None:
+            return failure
+        assert isinstance(compiled, Compiled)
+        return predict_ms(self._workload, config, self._context.device, compiled)
+
+    def _count(self, config: Config, outcome: float | Failure) -> None:
+        if isinstance(outcome, Failure):
+            self._failures[outcome.stage] += 1
+            self._reasons.setdefault(outcome.stage, outcome.reason)
+        else:
+            self._predicted[config] = outcome
+
+    def _confirmed_best(self) -> Config | None:
+        """The best config, compiled in this run: a stored time saves work, but what wins by it is looked at again."""
+        best = self._best()
+        while best is not None and best in self._resumed:
+            self._resumed.remove(best)
+            del self._predicted[best]
+            self._rank(best, self._context.compiler.result(self._spec, best))
+            best = self._best()
+        return best
 
     def _best(self) -> Config | None:
         if not self._predicted:

@@ -60,8 +60,9 @@ def tune(
 ) -> RunFinished:
     """Tune workloads one after the other, those of one specialization together.
 
-    Trials and records are stored as they come: an interrupt or a crash loses at most the trial in flight, and the same
-    call goes on where it stopped. A workload without a valid candidate is reported, and the others go on.
+    Trials, predictions and records are stored as they come: an interrupt or a crash loses at most the candidate in
+    flight, and the same call goes on where it stopped. A workload without a valid candidate is reported, and the others
+    go on.
 
     Args:
         workloads: what to tune.
@@ -211,7 +212,7 @@ def _planned(
         return Planned(
             workload=workload, status="unsupported", candidates=0, stored_trials=0, expected_s=0.0, reason=str(error)
         )
-    trials = len(store.trials(workload, device)) if store else 0
+    stored = _stored(workload, device, store, measured)
     record = store.record(workload, device) if store and not options.retune else None
     if record is not None and is_current(record) and (record.provenance == "measured" or not measured):
         reason = f"a {record.provenance} record of {record.created[:10]} is current"
@@ -219,7 +220,7 @@ def _planned(
             workload=workload,
             status="skip",
             candidates=candidates.count,
-            stored_trials=trials,
+            stored_trials=stored,
             expected_s=0.0,
             reason=reason,
         )
@@ -227,9 +228,16 @@ def _planned(
         workload=workload,
         status="tune",
         candidates=candidates.count,
-        stored_trials=trials,
+        stored_trials=stored,
         expected_s=_expected_s(workload, candidates.count, budget, measured, jobs, options),
     )
+
+
+def _stored(workload: Workload, device: Device, store: Store | None, measured: bool) -> int:
+    """How many candidates were measured, or ranked, before."""
+    if store is None:
+        return 0
+    return len(store.trials(workload, device) if measured else store.predictions(workload, device))
 
 
 def _expected_s(

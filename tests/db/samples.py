@@ -7,7 +7,7 @@ from dataclasses import replace
 from flashgen.codegen.families import validate
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
-from flashgen.core.record import Baseline, Failure, Measurement, Trial, TuningRecord, Versions
+from flashgen.core.record import Baseline, Failure, Measurement, Prediction, Trial, TuningRecord, Versions
 from flashgen.core.workload import Workload
 
 H200 = find_device("h200")
@@ -51,6 +51,7 @@ TRIAL = Trial(
     outcome=Measurement(times_ms=(1.4,), max_error=1e-3, mean_error=1e-5, sm_clock_mhz=1700.0),
     created="2026-11-20T11:00:00+00:00",
 )
+PREDICTION = Prediction(workload=CAUSAL, device=H200, config=CONFIG, outcome=1.6, created="2026-11-20T10:00:00+00:00")
 FAILED = replace(
     TRIAL,
     config=CONFIG.replace(num_warps=16),

@@ -27,6 +27,7 @@ from tests.db.samples import (
     H200,
     MEASURED,
     PREDICTED,
+    PREDICTION,
     RTX_4090,
     SHORT,
     TRIAL,
@@ -121,6 +122,25 @@ def test_a_trial_of_the_same_config_replaces_the_earlier_one(store: Store) -> No
     store.put_trial(TRIAL)
     store.put_trial(replace(FAILED, config=CONFIG))
     assert store.trials(CAUSAL, H200) == [replace(FAILED, config=CONFIG)]
+
+
+def test_predictions_and_trials_are_told_apart(store: Store) -> None:
+    failed = replace(PREDICTION, config=FAILED.config, outcome=FAILED.outcome)
+    for prediction in (PREDICTION, failed, replace(PREDICTION, outcome=1.5)):
+        store.put_prediction(prediction)
+    assert store.predictions(CAUSAL, H200) == [failed, replace(PREDICTION, outcome=1.5)]
+    assert store.trials(CAUSAL, H200) == store.predictions(CAUSAL, H100) == []
+
+
+def test_a_trial_takes_the_place_of_a_prediction_and_keeps_it(store: Store) -> None:
+    store.put_prediction(PREDICTION)
+    store.put_trial(TRIAL)
+    store.put_prediction(PREDICTION)
+    assert (store.trials(CAUSAL, H200), store.predictions(CAUSAL, H200)) == ([TRIAL], [])
+    with pytest.raises(DatabaseError, match="a trial's source is what proposed it"):
+        store.put_trial(replace(TRIAL, source="predicted"))
+    with pytest.raises(DatabaseError, match="one time above 0"):
+        store.put_prediction(replace(PREDICTION, outcome=-1.0))
 
 
 def test_a_compilers_coloured_message_is_stored_plain_and_short(store: Store) -> None:

@@ -19,13 +19,22 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import MeasureError, TuningError
 from flashgen.core.record import Failure, Measurement, TuningRecord, Versions
 from flashgen.core.settings import child_environment
-from flashgen.core.workload import Workload
+from flashgen.core.workload import Specialization, Workload
 from flashgen.db.store import Store
 from flashgen.measure.executor import LocalExecutor, Patience
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates, by_prediction, nearest
+from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.context import Options, moment, timestamp
-from flashgen.tuning.events import Event, RunFinished, TrialFinished, Warned, WorkloadFinished, to_json
+from flashgen.tuning.events import (
+    Event,
+    RunFinished,
+    TrialFinished,
+    Warned,
+    WorkloadFinished,
+    WorkloadStarted,
+    to_json,
+)
 from flashgen.tuning.finals import Finals
 from flashgen.tuning.predict import RANKED_FAMILIES
 from flashgen.tuning.report import report_rows
@@ -494,6 +503,71 @@ def test_predicted_runs_agree_and_reject_what_spills(store: Store, tmp_path: Pat
     assert one.record.config == two.record.config
     assert dict(one.failures)["resources"] > 0
     assert len(compiler.submitted) == 25
+
+
+class DyingCompiler(FakeCompiler):
+    """Ends the process, as kill -9 would, when the n-th result is asked for."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def result(self, spec: Specialization, config: Config) -> Compiled | Failure:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+        return super().result(spec, config)
+
+
+@pytest.mark.parametrize("after", [1, 12, 24])
+def test_a_killed_ranking_loses_the_candidate_in_flight_alone(store: Store, tmp_path: Path, after: int) -> None:
+    device = find_device("h100")
+    with pytest.raises(Killed):
+        predicted(store, compiler=DyingCompiler(after))
+    kept = {prediction.config for prediction in store.predictions(CAUSAL, device)}
+    assert len(kept) == after
+    assert store.record(CAUSAL, device) is None
+    compiler, events = FakeCompiler(), list[Event]()
+    (outcome,) = predicted(store, compiler=compiler, on_event=events.append).outcomes
+    (started,) = [event for event in events if isinstance(event, WorkloadStarted)]
+    assert (outcome.status, outcome.trials, started.resumed_trials) == ("predicted", 25, after)
+    with Store.open(tmp_path / "whole.sqlite3") as other:
+        (whole,) = predicted(other).outcomes
+    assert outcome.record is not None
+    assert whole.record is not None
+    assert (outcome.record.config, outcome.record.predicted_ms) == (whole.record.config, whole.record.predicted_ms)
+    # what was ranked before is compiled again only if it won
+    assert {config for _, config in compiler.submitted} & kept <= {outcome.record.config}
+    assert predicted(store).outcomes[0].status == "skipped"
+
+
+def test_a_stored_prediction_does_not_win_by_itself(store: Store) -> None:
+    """The file may be older than the model, or by somebody else."""
+    device = find_device("h100")
+    with pytest.raises(Killed):
+        predicted(store, compiler=DyingCompiler(12))
+    slow, *_ = store.predictions(CAUSAL, device)[::-1]
+    store.put_prediction(dataclasses.replace(slow, outcome=1e-6))
+    (outcome,) = predicted(store).outcomes
+    assert outcome.record is not None
+    assert outcome.record.predicted_ms is not None
+    assert outcome.record.predicted_ms > 1e-3
+
+
+def test_a_finished_ranking_is_not_resumed(store: Store) -> None:
+    predicted(store)
+    events: list[Event] = []
+    predicted(store, options=Options(retune=True), on_event=events.append)
+    assert [e.resumed_trials for e in events if isinstance(e, WorkloadStarted)] == [0]
+
+
+def test_predictions_are_no_trials_of_a_search(store: Store) -> None:
+    with pytest.raises(Killed):
+        predicted(store, target="h200", compiler=DyingCompiler(12))
+    events: list[Event] = []
+    run(store, events=events)
+    assert [e.resumed_trials for e in events if isinstance(e, WorkloadStarted)] == [0]
+    assert chosen(store).provenance == "measured"
 
 
 def test_nothing_compiles_means_failed_not_an_exception(store: Store) -> None:
