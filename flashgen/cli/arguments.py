@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +11,8 @@ import typer
 
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device, find_device
-from flashgen.core.errors import ConfigError, WorkloadError
+from flashgen.core.errors import ConfigError, FlashgenError, WorkloadError
+from flashgen.core.names import meant
 from flashgen.core.workload import Specialization, Workload
 
 if TYPE_CHECKING:
@@ -32,6 +35,23 @@ Deterministic = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 FALLBACK_TARGET = "h100"
+
+
+class CommandLineError(Exception):
+    """The command line is wrong: exit code 2, where an error of flashgen has 1."""
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Around what reads the command line: a rule that is broken there was broken by whoever wrote it.
+
+    Raises:
+        CommandLineError: with the message of the rule.
+    """
+    try:
+        yield
+    except FlashgenError as error:
+        raise CommandLineError(str(error)) from error
 
 
 def parse_shape(text: str, *, deterministic: bool = False) -> tuple[Workload | None, Specialization]:
@@ -65,10 +85,11 @@ def pick_device(target: str | None) -> tuple[Device, str]:
     """The GPU that `target` names, else the GPU here, else a common one; and a note if it was not chosen by anybody.
 
     Raises:
-        DeviceError: no GPU has that name.
+        CommandLineError: no GPU has that name.
     """
     if target is not None:
-        return find_device(target), ""
+        with reading():
+            return find_device(target), ""
     here = device_here()
     if here is not None:
         return here, ""
@@ -100,7 +121,8 @@ def parse_config(text: str, spec: Specialization, device: Device) -> Config:
     for assignment in filter(None, (part.strip() for part in assignments.split(","))):
         knob, equals, value = (part.strip() for part in assignment.partition("="))
         if not equals or knob not in declared or knob in given:
-            raise ConfigError(f"a config is {row.id}:knob=value,... with each of {list(declared)} once, got {text!r}")
+            rule = f"a config is {row.id}:knob=value,... with each of {list(declared)} once, got {text!r}"
+            raise ConfigError(rule + ("" if knob in declared else meant(knob, declared)))
         given[knob] = _value(row.id, declared[knob], value)
     if given.keys() == declared.keys():
         return validate(Config.of(row.id, given))
@@ -112,4 +134,5 @@ def _value(family_id: str, knob: Knob, text: str) -> KnobValue:
     for value in knob.values:
         if text.lower() == str(value).lower():
             return value
-    raise ConfigError(f"knob {knob.name} of {family_id} is one of {knob.values}, got {text!r}")
+    likely = meant(text, [value for value in knob.values if isinstance(value, str)])
+    raise ConfigError(f"knob {knob.name} of {family_id} is one of {knob.values}, got {text!r}{likely}")

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from flashgen.cli import output
-from flashgen.cli.arguments import Json, Shape
+from flashgen.cli.arguments import CommandLineError, Json, Shape, reading
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DatabaseError
 from flashgen.core.feature_words import describe
-from flashgen.core.record import Failure, Prediction, Trial, TuningRecord, age
+from flashgen.core.names import meant
+from flashgen.core.record import PROVENANCES, Failure, Prediction, Trial, TuningRecord, age
 from flashgen.core.workload import Workload
 
 app = typer.Typer(
@@ -48,7 +49,9 @@ def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
     """Show all that is known of a workload: its records on every device, and what was tried."""
     from flashgen.db.layers import Layers
 
-    workload, wanted = Workload.parse(shape), _device(device)
+    with reading():
+        workload = Workload.parse(shape)
+    wanted = _device(device)
     with Layers.open() as layers:
         found = [hit for hit in layers.records(device=wanted) if hit[0].workload == workload]
         stores = [layer.store for layer in layers.layers]
@@ -113,12 +116,13 @@ def import_(path: Annotated[Path, typer.Argument(help="A file that `flashgen db 
 
 
 def _device(text: str | None) -> Device | None:
-    return None if text is None else find_device(text)
+    with reading():
+        return None if text is None else find_device(text)
 
 
 def _provenance(text: str | None) -> str | None:
-    if text not in (None, "measured", "predicted"):
-        raise typer.BadParameter(f"--provenance is measured or predicted, got {text!r}")
+    if text is not None and text not in PROVENANCES:
+        raise CommandLineError(f"--provenance is measured or predicted, got {text!r}{meant(text, PROVENANCES)}")
     return text
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashgen.cli import arguments, output
-from flashgen.cli.arguments import ConfigText, Deterministic, Json, Shape, Target
-from flashgen.core.errors import WorkloadError
+from flashgen.cli.arguments import CommandLineError, ConfigText, Deterministic, Json, Shape, Target, reading
 
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel, CompiledPart
@@ -27,7 +26,7 @@ def render(
     """
     from flashgen.codegen.render import render as render_source
 
-    workload, spec = arguments.parse_shape(shape, deterministic=deterministic)
+    workload, spec = _parsed(shape, deterministic)
     device, note = arguments.pick_device(target)
     # a complete config gives the same text for every GPU, so only a look-up or a default depends on one
     chosen = _config(workload, spec, device, config, shape, check=target is not None)
@@ -49,7 +48,7 @@ def compile_(
     """Compile a config for any GPU and print what each of its kernels takes: registers, spills, shared memory."""
     from flashgen.codegen.build import compile_kernel
 
-    workload, spec = arguments.parse_shape(shape, deterministic=deterministic)
+    workload, spec = _parsed(shape, deterministic)
     results = []
     names: list[str | None] = [*target] if target else [None]
     for name in names:
@@ -69,9 +68,9 @@ def compile_(
 
 def explain(shape: Shape, target: Target = None, deterministic: Deterministic = False, json: Json = False) -> None:
     """Say which config serves a workload and why: the rung of the ladder, the record, and every family's reason."""
-    workload, spec = arguments.parse_shape(shape, deterministic=deterministic)
+    workload, spec = _parsed(shape, deterministic)
     if workload is None:
-        raise WorkloadError(f"explain needs a workload with its sizes, e.g. b4-h32-s4096-d128, got {shape!r}")
+        raise CommandLineError(f"explain needs a workload with its sizes, e.g. b4-h32-s4096-d128, got {shape!r}")
     device, note = arguments.pick_device(target)
     if note:
         output.note(note)
@@ -80,6 +79,11 @@ def explain(shape: Shape, target: Target = None, deterministic: Deterministic = 
         output.print_json(explanation.to_dict())
     else:
         typer.echo(str(explanation))
+
+
+def _parsed(shape: str, deterministic: bool) -> tuple[Workload | None, Specialization]:
+    with reading():
+        return arguments.parse_shape(shape, deterministic=deterministic)
 
 
 def _config(
@@ -91,9 +95,10 @@ def _config(
 
     if text is None:
         if workload is None:
-            raise WorkloadError(f"{shape!r} has no sizes to look up: give a workload, or a --config")
+            raise CommandLineError(f"{shape!r} has no sizes to look up: give a workload, or a --config")
         return _explanation(workload, spec, device).served.config
-    config = arguments.parse_config(text, spec, device)
+    with reading():
+        config = arguments.parse_config(text, spec, device)
     reason = invalid(config, spec, device) if check else None
     if reason is not None:
         raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")

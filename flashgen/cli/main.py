@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from flashgen._version import __version__
 from flashgen.cli import db, kernels, machine
+from flashgen.cli.arguments import CommandLineError
 from flashgen.cli.tune import tune
 from flashgen.core.errors import FlashgenError
 
@@ -26,16 +27,28 @@ class Commands(TyperGroup):
         """Run the chosen command.
 
         Raises:
-            typer.Exit: with code 1 for an error of flashgen, 130 for Ctrl-C.
+            typer.Exit: with code 2 for a wrong command line, 1 for another error of flashgen, 130 for Ctrl-C.
         """
         try:
             return super().invoke(ctx)
+        except CommandLineError as error:
+            raise _exit(2, str(error)) from error
         except FlashgenError as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(1) from error
+            raise _exit(1, str(error)) from error
+        except ModuleNotFoundError as error:
+            package = (error.name or "").split(".")[0]
+            if package in ("", "flashgen"):
+                raise
+            raise _exit(1, f"this needs the package {package}, which is missing (see `flashgen doctor`)") from error
         except KeyboardInterrupt as error:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from error
+
+
+def _exit(code: int, message: str) -> typer.Exit:
+    """Print an error in one line; the exit with this code, to be raised."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return typer.Exit(code)
 
 
 app = typer.Typer(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashgen.cli import output
+from flashgen.cli.arguments import CommandLineError, reading
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DeviceError
 from flashgen.core.settings import settings
@@ -37,7 +38,7 @@ class _Request:
     """The command's options, read and checked."""
 
     workloads: tuple[Workload, ...]
-    target: str | None
+    target: Device | None
     index: int
     database: Path
     budget: Budget
@@ -132,20 +133,22 @@ def tune(
     if list_models:
         _list_models(as_json=as_json)
         return
-    workloads = collect(
-        models=model or [], shapes=shape or [], paths=file or [], direction=direction, deterministic=deterministic
-    )
+    with reading():
+        workloads = collect(
+            models=model or [], shapes=shape or [], paths=file or [], direction=direction, deterministic=deterministic
+        )
+        part, spent = Shard.parse(shard), Budget.parse(budget)
+        named = None if target is None else find_device(target)
+        finals = Finals(window_s=finals_window, rounds=finals_rounds)
     if not workloads:
-        raise typer.BadParameter("name what to tune with --model, --shape or --file; --list-models shows the presets")
-    part = Shard.parse(shard)
+        raise CommandLineError("name what to tune with --model, --shape or --file; --list-models shows the presets")
     jobs = jobs or max(1, usable_cpus() // part.count)
-    finals = Finals(window_s=finals_window, rounds=finals_rounds)
     request = _Request(
         workloads=part.of(workloads),
-        target=target,
+        target=named,
         index=device,
         database=database or settings().db_layers[0],
-        budget=Budget.parse(budget),
+        budget=spent,
         options=Options(seed=seed, retune=retune, lookahead=min(jobs + 2, MOST_AHEAD), finals=finals),
         jobs=jobs,
         as_json=as_json,
@@ -199,7 +202,7 @@ def _run(request: _Request) -> RunFinished:
             executor = stack.enter_context(contextlib.closing(make_executor(request.index)))
             device = executor.describe().device
         else:
-            device = find_device(request.target)
+            device = request.target
         layers = stack.enter_context(Layers.open([request.database]))
         store = layers.writable
         compiler = stack.enter_context(make_compiler(device, request.jobs))
@@ -266,7 +269,7 @@ def _dry_run(request: _Request) -> None:
 def _device_to_plan(request: _Request) -> Device:
     from flashgen.launch.gpu import current_device
 
-    return find_device(request.target) if request.target is not None else current_device(request.index)
+    return request.target or current_device(request.index)
 
 
 def _list_models(*, as_json: bool) -> None:

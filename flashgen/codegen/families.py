@@ -10,6 +10,7 @@ from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError, UnsupportedError
+from flashgen.core.names import meant
 from flashgen.core.workload import Specialization
 
 FAMILIES: tuple[KernelFamily, ...] = (
@@ -32,7 +33,8 @@ def family(family_id: str) -> KernelFamily:
     for row in FAMILIES:
         if row.id == family_id:
             return row
-    raise ConfigError(f"a kernel family is one of {', '.join(row.id for row in FAMILIES)}, got {family_id!r}")
+    known = [row.id for row in FAMILIES]
+    raise ConfigError(f"a kernel family is one of {', '.join(known)}, got {family_id!r}{meant(family_id, known)}")
 
 
 def validate(config: Config) -> Config:

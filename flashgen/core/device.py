@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from flashgen.core.errors import DeviceError
+from flashgen.core.names import meant
 
 MEMORY_CLASSES_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 128, 141, 180, 192, 256, 288)
 """Sizes that cards are sold with; the nearest one names a card whatever a driver reserves of its memory."""
@@ -120,11 +121,13 @@ def find_device(text: str) -> Device:
         DeviceError: no catalogued device has that name; the message lists them.
     """
     wanted = re.sub(r"[^a-z0-9]+", "", text.lower())
+    every: list[str] = []
     for device in CATALOGUE:
         names = {device.slug, device.identity, device.arch}
         short = device.slug.removeprefix("nvidia_").removeprefix("amd_")
         names |= {short, short.removeprefix("rtx_"), short.removeprefix("rx_")}
         if wanted in {re.sub(r"[^a-z0-9]+", "", name) for name in names}:
             return device
+        every += sorted(names)
     known = ", ".join(f"{device.slug} ({device.arch})" for device in CATALOGUE)
-    raise DeviceError(f"a target is one of {known}, or an architecture of them; got {text!r}")
+    raise DeviceError(f"a target is one of {known}, or an architecture of them; got {text!r}{meant(text, every)}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.table import FEATURES
+from flashgen.core.names import meant
 from flashgen.core.score_mods import ScoreMods
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
@@ -313,8 +314,9 @@ def _token(token: str, text: str) -> dict[str, object]:
     match = re.fullmatch(r"([a-z]+)(\d+)", token)
     if match and match[1] in _INT_TOKENS:
         return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2]))
+    words = [*DIRECTIONS, *DTYPE_BYTES, *FLAGS, *KINDS]
     known = ", ".join([*DIRECTIONS, *DTYPE_BYTES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS])
-    raise WorkloadError(f"a shape is made of the tokens {known}; {text!r} has {token!r}")
+    raise WorkloadError(f"a shape is made of the tokens {known}; {text!r} has {token!r}{meant(token, words)}")
 
 
 def _default(workload: Workload, name: str, marker: int, value: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from flashgen.core.errors import WorkloadError
+from flashgen.core.names import meant
 from flashgen.core.workload import Workload
 
 ALL, TRAINING = "all", "training"
@@ -64,8 +65,9 @@ def preset(name: str) -> Preset:
     for candidate in presets():
         if candidate.name == name.lower():
             return candidate
-    known = ", ".join(p.name for p in presets())
-    raise WorkloadError(f"a model is one of {known}, or {ALL} or {TRAINING}, got {name!r}")
+    known = [p.name for p in presets()]
+    likely = meant(name, [*known, ALL, TRAINING])
+    raise WorkloadError(f"a model is one of {', '.join(known)}, or {ALL} or {TRAINING}, got {name!r}{likely}")
 
 
 def load_file(path: Path) -> tuple[Preset, ...]:
@@ -103,7 +105,8 @@ def collect(
         WorkloadError: a model, shape, file or direction is not valid, or determinism is asked of forward passes alone.
     """
     if direction is not None and direction not in DIRECTIONS:
-        raise WorkloadError(f"a direction is one of {', '.join(DIRECTIONS)}, got {direction!r}")
+        known = ", ".join(DIRECTIONS)
+        raise WorkloadError(f"a direction is one of {known}, got {direction!r}{meant(direction, DIRECTIONS)}")
     groups: list[Iterable[Workload]] = []
     for model in models:
         groups += [p.workloads for p in _named(model)]
@@ -205,5 +208,6 @@ def _mapping(value: object, where: str, allowed: tuple[str, ...]) -> dict[str, o
         raise WorkloadError(f"{where}: must be a mapping of {', '.join(allowed)}, got {value!r}")
     for name in value:
         if name not in allowed:
-            raise WorkloadError(f"{where}: a name here is one of {', '.join(allowed)}, got {name!r}")
+            likely = meant(str(name), allowed)
+            raise WorkloadError(f"{where}: a name here is one of {', '.join(allowed)}, got {name!r}{likely}")
     return value

@@ -40,8 +40,14 @@ def test_list_as_json_and_narrowed(invoke: Invoke, tuned: Path) -> None:
     assert rows[0]["layer"] == str(tuned)
     assert len(own(invoke("db", "list", "--json", "--provenance", "predicted").stdout)) == 1
     assert own(invoke("db", "list", "--json", "--device", "a100").stdout) == []
-    assert invoke("db", "list", "--provenance", "guessed").exit_code == 2
-    assert "a target is one of" in invoke("db", "list", "--device", "abacus").stderr
+    for wrong, rule in (
+        (["list", "--provenance", "measurd"], "did you mean measured?"),
+        (["list", "--device", "abacus"], "a target is one of"),
+        (["show", "b4-h32"], "a shape needs"),
+    ):
+        result = invoke("db", *wrong)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert rule in result.stderr
 
 
 def test_show_tells_everything_of_a_workload(invoke: Invoke, tuned: Path) -> None:

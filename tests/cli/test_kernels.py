@@ -62,24 +62,40 @@ def test_a_rendered_kernel_runs_without_flashgen(invoke: Invoke, tmp_path: Path)
     ("arguments", "rule"),
     [
         ([SHAPE, "--config", "nobody:block_m=64"], "a kernel family is one of"),
+        ([SHAPE, "--config", "portable_forwrd:block_m=64"], "did you mean portable_forward?"),
         ([SHAPE, "--config", "portable_forward:block_m=65"], "block_m of portable_forward is one of"),
+        ([SHAPE, "--config", "portable_forward:loads=pointr"], "did you mean pointer?"),
         ([SHAPE, "--config", "portable_forward:block_m=__import__('os')"], "block_m of portable_forward is one of"),
         ([SHAPE, "--config", "portable_forward:colour=red"], "with each of"),
+        ([SHAPE, "--config", "portable_forward:blockm=64"], "did you mean block_m?"),
         ([SHAPE, "--config", "portable_forward:block_m=64,block_m=64"], "with each of"),
         ([SHAPE, "--config", "portable_forward:block_m"], "with each of"),
-        ([SHAPE, "--config", "portable_forward:loads=descriptor", "--target", "sm_86"], "cannot serve"),
         ([SHAPE, "--target", "abacus"], "a target is one of"),
+        ([SHAPE, "--target", "rtx4091"], "did you mean rtx_4090?"),
         (["fwd-bf16-d128-causal"], "no sizes to look up"),
         (["b4-h32-s4096"], "a shape needs b, h, s"),
-        ([SHAPE + "-varlen"], "it has no varlen"),
+        (["b4-h32-s4096-d128-casual"], "did you mean causal?"),
         ([SHAPE, "--deterministic"], "--deterministic is about backward passes"),
     ],
 )
 def test_a_wrong_argument_is_one_line_with_its_rule(invoke: Invoke, arguments: list[str], rule: str) -> None:
     result = invoke("render", *arguments)
-    assert result.exit_code == 1
+    assert (result.exit_code, result.stdout) == (2, "")
     assert rule in result.stderr
-    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ([SHAPE, "--config", "portable_forward:loads=descriptor", "--target", "sm_86"], "cannot serve"),
+        ([SHAPE + "-varlen"], "it has no varlen"),
+    ],
+)
+def test_what_no_kernel_does_is_an_error_and_no_wrong_usage(invoke: Invoke, arguments: list[str], rule: str) -> None:
+    result = invoke("render", *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert rule in result.stderr
 
 
 def test_compile_prints_what_the_kernel_takes(invoke: Invoke) -> None:
@@ -172,7 +188,7 @@ def test_explain_without_records_says_default(invoke: Invoke) -> None:
 
 def test_explain_needs_sizes(invoke: Invoke) -> None:
     result = invoke("explain", "fwd-bf16-d128-causal")
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert "needs a workload with its sizes" in result.stderr
 
 

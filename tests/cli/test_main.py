@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from flashgen._version import __version__
 from flashgen.cli import main
+from flashgen.cli.arguments import CommandLineError
 from flashgen.core.errors import DatabaseError, FlashgenError
 from tests.cli.conftest import ROOT, Invoke, own
 
@@ -53,6 +54,19 @@ def test_an_error_of_ours_is_one_line_and_exit_code_1() -> None:
     assert result.stderr == "error: a rule, then the value\n"
 
 
+def test_a_wrong_command_line_is_one_line_and_exit_code_2() -> None:
+    result = CliRunner().invoke(raising(CommandLineError("a rule,\n  then the value")), ["work"])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "error: a rule, then the value\n")
+
+
+def test_a_missing_package_is_named_and_a_missing_module_of_ours_is_a_defect() -> None:
+    result = CliRunner().invoke(raising(ModuleNotFoundError("no", name="torch.cuda")), ["work"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: this needs the package torch, which is missing (see `flashgen doctor`)\n"
+    result = CliRunner().invoke(raising(ModuleNotFoundError("no", name="flashgen.nothing")), ["work"])
+    assert isinstance(result.exception, ModuleNotFoundError)
+
+
 def test_an_interrupt_is_exit_code_130() -> None:
     result = CliRunner().invoke(raising(KeyboardInterrupt()), ["work"])
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
@@ -66,7 +80,7 @@ def test_a_defect_keeps_its_traceback() -> None:
 
 def test_a_real_process_prints_one_line(command: Run) -> None:
     result = command("render", "b4-h32-s4096-d128-nonsense")
-    assert (result.returncode, result.stdout) == (1, "")
+    assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: a shape is made of the tokens")
     assert result.stderr.count("\n") == 1
 

@@ -255,7 +255,11 @@ mine:
             "a: {workloads: [b1-h1-s4-d8, {batch: 1, nheads: 3, nheads_k: 2, seqlen_q: 1, head_dim: 8}]}",
             ["a: entry 2", "multiple of nheads_k"],
         ),
-        ("a: {workloads: [{batch: 1, nheads: 3, seqlen: 1, head_dim: 8}]}", ["a: entry 1", "'seqlen'"]),
+        (
+            "a: {workloads: [{batch: 1, nheads: 3, seqlen: 1, head_dim: 8}]}",
+            ["a: entry 1", "'seqlen'; did you mean"],
+        ),
+        ("a: {worklods: [b1-h1-s4-d8]}", ["'worklods'; did you mean workloads?"]),
         ("a: {workloads: [{batch: 1, seqlen_q: 1, head_dim: 8}]}", ["a: entry 1", "missing ['nheads']"]),
         (
             "a: {workloads: [{batch: true, nheads: 1, seqlen_q: 1, head_dim: 8}]}",
@@ -287,7 +291,9 @@ def test_errors_name_the_entry_and_the_rule(tmp_path: Path, text: str, names: li
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(WorkloadError, match="a model is one of gpt2, "):
+    with pytest.raises(WorkloadError, match=r"a model is one of gpt2, .*, got 'gpt5'; did you mean gpt2\?"):
         collect(models=["gpt5"])
+    with pytest.raises(WorkloadError, match=r"got 'abacus'$"):
+        collect(models=["abacus"])
     with pytest.raises(WorkloadError, match="readable text"):
         load_file(Path("nowhere.yaml"))
