@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import TypeVar
 
 import typer
 
-MAX_WIDTH = 10_000
-"""Characters; wider than any table, so that none is cut or folded."""
+GAP = "  "
+"""Between columns, and before what belongs to the row above it."""
 
+V = TypeVar("V")
 Cell = str | int | float | None
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-    """Print rows under column names; what is in a cell is text, never markup."""
+    """Print rows under column names; what is in a cell is text, never markup.
+
+    A pipe gets a line for each row. In a terminal a table that is too wide gives up its widest columns, until the
+    others fit: each of their cells has lines of its own, above its row or, with the column's name, below it.
+    """
     cells = [[text(cell) for cell in row] for row in rows]
     numeric = [all(isinstance(cell, (int, float, type(None))) for cell in column) for column in zip(*rows, strict=True)]
     numeric = numeric or [False] * len(columns)
-    if sys.stdout.isatty():
-        _print_rich(columns, cells, numeric)
-        return
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    if sys.stdout.isatty():
+        _print_folded(columns, cells, widths, numeric)
+        return
     for line in (columns, *cells):
-        parts = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, numeric, strict=True)
-        ]
-        typer.echo("  ".join(parts).rstrip())
+        typer.echo(_aligned(line, widths, numeric))
 
 
 def print_fields(fields: Sequence[tuple[str, Cell]]) -> None:
@@ -57,15 +61,60 @@ def text(cell: Cell) -> str:
     return str(cell)
 
 
-def _print_rich(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
+def _aligned(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
+    parts = [
+        cell.rjust(width) if right else cell.ljust(width)
+        for cell, width, right in zip(cells, widths, numeric, strict=True)
+    ]
+    return GAP.join(parts).rstrip()
+
+
+def _print_folded(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], widths: Sequence[int], numeric: Sequence[bool]
+) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name, right in zip(columns, numeric, strict=True):
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for row in cells:
-        table.add_row(*(Text(cell) for cell in row))
-    # a key broken into pieces cannot be copied: let the terminal wrap a line that is too long
-    Console(width=MAX_WIDTH).print(table, crop=False)
+    console = Console()
+    within = _within(widths, console.width)
+    above = range(within[0])
+    below = [index for index in range(within[0], len(columns)) if index not in within]
+    indent = GAP if len(within) < len(columns) else ""
+
+    def row(line: Sequence[str]) -> str:
+        return indent + _aligned(_of(line, within), _of(widths, within), _of(numeric, within))
+
+    for line in (*(columns[index] for index in above), row(columns)):
+        console.print(Text(line, style="bold"), soft_wrap=True)
+    for line_cells in cells:
+        folded = (_fold(columns[index], line_cells[index], console.width) for index in below)
+        lines = [*(line_cells[index] for index in above), row(line_cells), *itertools.chain.from_iterable(folded)]
+        # a key broken into pieces cannot be copied: let the terminal wrap a line that is too long
+        console.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _of(values: Sequence[V], indices: Sequence[int]) -> list[V]:
+    return [values[index] for index in indices]
+
+
+def _within(widths: Sequence[int], width: int) -> list[int]:
+    """The columns that stay beside each other: all but the widest ones, which do not fit into `width` characters."""
+    kept = list(range(len(widths)))
+    while len(kept) > 1:
+        indent = len(GAP) * (len(kept) < len(widths))
+        if indent + sum(widths[index] for index in kept) + len(GAP) * (len(kept) - 1) <= width:
+            break
+        kept.remove(max(kept, key=lambda index: widths[index]))
+    return kept
+
+
+def _fold(name: str, cell: str, width: int) -> list[str]:
+    """A cell under its row: the column's name and the words of the cell in lines, a long word in one piece."""
+    return textwrap.wrap(
+        f"{name}: {cell}",
+        width,
+        initial_indent=GAP,
+        subsequent_indent=2 * GAP,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
+import click
 import pytest
 
-from flashgen.cli import output
+from flashgen.cli import db, output
 
 COLUMNS = ("name", "ms")
 ROWS = [("first", 1.23456), ("[link=x]second[/link]", None), ("third", 1234567.0)]
@@ -22,14 +24,90 @@ def test_a_pipe_gets_aligned_columns(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
-def test_a_terminal_gets_the_same_cells(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    key = "fwd-bf16-b4-h32-hk8-sq4096-sk4096-d128-causal-" + "softcap" * 20
-    output.print_table(COLUMNS, [*ROWS, (key, 1)])
-    shown = capsys.readouterr().out
-    assert "[link=x]second[/link]" in shown
-    assert "1.235" in shown
-    assert key in shown  # in one piece, to be copied
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make the standard output a terminal of so many columns."""
+
+    def use(width: int) -> None:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setenv("COLUMNS", str(width))
+
+    return use
+
+
+def test_a_terminal_gets_the_same_cells(capsys: pytest.CaptureFixture[str], terminal: Callable[[int], None]) -> None:
+    terminal(80)
+    output.print_table(COLUMNS, ROWS)
+    assert click.unstyle(capsys.readouterr().out).splitlines() == [
+        "name                        ms",
+        "first                    1.235",
+        "[link=x]second[/link]        -",
+        "third                  1234567",
+    ]
+
+
+WIDE = ("workload", "pass", "config", "ms", "source")
+WIDE_ROWS = [
+    ("fwd-bf16-b4-h32-hk8-sq4096-sk4096-d128-causal", "forward", "block_m=128 loads=pointer", 1.25, "measured"),
+    ("fwd-bf16-b4-h32-hk8-sq8192-sk8192-d128-causal", "forward", "block_m=64 loads=descriptor", None, "predicted"),
+]
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (
+            110,
+            [
+                "workload                                       pass     config                         ms  source",
+                f"{WIDE_ROWS[0][0]}  forward  block_m=128 loads=pointer    1.25  measured",
+                f"{WIDE_ROWS[1][0]}  forward  block_m=64 loads=descriptor     -  predicted",
+            ],
+        ),
+        (
+            60,
+            [
+                "workload",
+                "  pass     config                         ms  source",
+                WIDE_ROWS[0][0],
+                "  forward  block_m=128 loads=pointer    1.25  measured",
+                WIDE_ROWS[1][0],
+                "  forward  block_m=64 loads=descriptor     -  predicted",
+            ],
+        ),
+        (
+            30,
+            [
+                "workload",
+                "  pass       ms  source",
+                WIDE_ROWS[0][0],  # in one piece, to be copied
+                "  forward  1.25  measured",
+                "  config: block_m=128",
+                "    loads=pointer",
+                WIDE_ROWS[1][0],
+                "  forward     -  predicted",
+                "  config: block_m=64",
+                "    loads=descriptor",
+            ],
+        ),
+    ],
+)
+def test_a_table_folds_to_the_width_of_the_terminal(
+    capsys: pytest.CaptureFixture[str], terminal: Callable[[int], None], width: int, lines: list[str]
+) -> None:
+    terminal(width)
+    output.print_table(WIDE, WIDE_ROWS)
+    assert click.unstyle(capsys.readouterr().out).splitlines() == lines
+
+
+def test_every_shipped_record_is_listed_within_80_columns(
+    capsys: pytest.CaptureFixture[str], terminal: Callable[[int], None]
+) -> None:
+    terminal(80)
+    db.list_()
+    lines = click.unstyle(capsys.readouterr().out).splitlines()
+    assert len(lines) > 500
+    assert max(map(len, lines)) <= 80
 
 
 def test_no_rows_print_the_header(capsys: pytest.CaptureFixture[str]) -> None:
