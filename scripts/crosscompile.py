@@ -17,13 +17,14 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from flashgen.codegen import families
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import FAMILIES, fitted, invalid, unsupported
-from flashgen.codegen.family import Sizes
+from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import BuildError
@@ -38,11 +39,13 @@ would take as long as two others."""
 Shape = tuple[str, int, bool]
 """dtype, head_dim, causal."""
 
-HOPPER_SHAPES: tuple[Shape, ...] = (
+Rows = Sequence[KernelFamily]
+
+WGMMA_SHAPES: tuple[Shape, ...] = (
     *(("bf16", head_dim, causal) for head_dim in (64, 128, 256) for causal in (False, True)),
     ("fp16", 128, True),  # which differs from bf16 in conversions alone
 )
-"""Of a forward pass for sm90, which has families of its own."""
+"""Of a forward pass where wgmma is, for which there are families of its own."""
 
 SHAPES: tuple[Shape, ...] = (("bf16", 64, False), ("bf16", 128, True), ("fp16", 256, True))
 """Each head_dim once, with and without a mask, in both dtypes: of a forward pass for the other targets.
@@ -109,11 +112,13 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--targets", nargs="+", default=TARGETS)
     which.add_argument("--few", action="store_true", help="few shapes for each kind of target, each feature for two")
+    parser.add_argument("--family", action="append", default=[], metavar="ID", help="these families alone; repeatable")
     arguments = parser.parse_args()
+    rows = [families.family(name) for name in arguments.family] or list(FAMILIES)
     if importlib.util.find_spec("torch") is not None:
         print("note: torch is importable here, so this run does not show that compiling needs none")
-    found = few_jobs() if arguments.few else jobs(arguments.targets)
-    idle = {family.id for family in FAMILIES} - {job.config.family for job in found}
+    found = few_jobs(rows) if arguments.few else jobs(rows, arguments.targets)
+    idle = {row.id for row in rows} - {job.config.family for job in found}
     if idle:
         print(f"error: no target compiles {', '.join(sorted(idle))}")
         return 1
@@ -127,60 +132,63 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def jobs(targets: list[str]) -> list[Job]:
-    """Every family's default for each target, with and without a mask; functions; features for some targets in turn."""
+def jobs(rows: Rows, targets: list[str]) -> list[Job]:
+    """Every default for each target, with and without a mask; functions; features for some targets in turn."""
     found = []
     for number, device in enumerate(map(find_device, targets)):
-        forward = HOPPER_SHAPES if device.arch == "sm90" else SHAPES
-        found += with_shapes(device, number, forward) + with_functions(device)
-    return found + with_features([find_device(target) for target in targets])
+        forward = WGMMA_SHAPES if device.has_wgmma else SHAPES
+        found += with_shapes(rows, device, number, forward) + with_functions(rows, device)
+    return found + with_features(rows, [find_device(target) for target in targets])
 
 
-def few_jobs() -> list[Job]:
+def few_jobs(rows: Rows) -> list[Job]:
     """A shape or more for each of FEW_TARGETS; functions for sm90 and all of FEW_FEATURE_TARGETS, features for two."""
     found = []
     for number, device in enumerate(map(find_device, FEW_TARGETS)):
-        found += with_shapes(device, number, shapes_in_turn(device, number))
-    hopper, *others = map(find_device, ("sm90", *FEW_FEATURE_TARGETS))
-    for device in (hopper, *others):
-        found += with_functions(device)
+        found += with_shapes(rows, device, number, shapes_in_turn(device, number))
+    sm90, *others = map(find_device, ("sm90", *FEW_FEATURE_TARGETS))
+    for device in (sm90, *others):
+        found += with_functions(rows, device)
     for number, spec in enumerate(map(Specialization.parse, FEATURES)):
-        for device in (hopper, others[number % len(others)]):
-            rows = [family for family in FAMILIES if unsupported(family, spec, device) is None]
-            found += [variants(row.default(spec, device), spec, device)[-1] for row in rows]
+        for device in (sm90, others[number % len(others)]):
+            found += [variants(row.default(spec, device), spec, device)[-1] for row in serving(rows, spec, device)]
     return found
 
 
+def serving(rows: Rows, spec: Specialization, device: Device) -> list[KernelFamily]:
+    """Those of the families that serve `spec` on `device`."""
+    return [row for row in rows if unsupported(row, spec, device) is None]
+
+
 def shapes_in_turn(device: Device, number: int) -> tuple[Shape, ...]:
-    """All of SHAPES for sm90, which has families of its own; for another target one of them, in turn."""
-    return SHAPES if device.arch == "sm90" else (SHAPES[number % len(SHAPES)],)
+    """All of SHAPES where wgmma is, for which there are families of its own; else one of them, in turn."""
+    return SHAPES if device.has_wgmma else (SHAPES[number % len(SHAPES)],)
 
 
-def with_shapes(device: Device, number: int, forward: tuple[Shape, ...]) -> list[Job]:
+def with_shapes(rows: Rows, device: Device, number: int, forward: tuple[Shape, ...]) -> list[Job]:
     """Defaults of shapes; both kinds of loads, and what fits a decoding step, where these differ."""
     found = []
     for spec in specializations({"forward": forward, "backward": shapes_in_turn(device, number)}):
-        rows = [family for family in FAMILIES if unsupported(family, spec, device) is None]
-        if spec.direction == "backward" and device.arch != "sm90":
-            rows = rows[number % len(rows) :][:1]
-        for family in rows:
-            config = family.default(spec, device)
+        chosen = serving(rows, spec, device)
+        if spec.direction == "backward" and not device.has_wgmma and chosen:
+            chosen = chosen[number % len(chosen) :][:1]
+        for row in chosen:
+            config = row.default(spec, device)
             found.append(Job(spec=spec, config=config, device=device, may_spill=False))
             other = other_loads(config, spec, device) + for_short_queries(config, spec, device)
             found += [Job(spec=spec, config=each, device=device, may_spill=True) for each in other]
     return found
 
 
-def with_features(devices: list[Device]) -> list[Job]:
+def with_features(rows: Rows, devices: list[Device]) -> list[Job]:
     """Defaults of features, and with heads in two parts where these differ; what they hold may spill."""
     found = []
     for number, key in enumerate(FEATURES):
         spec = Specialization.parse(key)
         for step in range(FEATURE_TARGETS):
             device = devices[(number + step * (len(devices) // FEATURE_TARGETS)) % len(devices)]
-            for family in FAMILIES:
-                if unsupported(family, spec, device) is None:
-                    found += variants(family.default(spec, device), spec, device)
+            for row in serving(rows, spec, device):
+                found += variants(row.default(spec, device), spec, device)
     return list(dict.fromkeys(found))
 
 
@@ -192,11 +200,11 @@ def variants(config: Config, spec: Specialization, device: Device) -> list[Job]:
     return [Job(spec=spec, config=each, device=device, may_spill=True) for each in configs]
 
 
-def with_functions(device: Device) -> list[Job]:
+def with_functions(rows: Rows, device: Device) -> list[Job]:
     """Every family's default with functions of a user and a block mask; what they hold may spill."""
     spec = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
-    rows = [family for family in FAMILIES if unsupported(family, spec, device) is None]
-    return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True) for row in rows]
+    chosen = serving(rows, spec, device)
+    return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True) for row in chosen]
 
 
 def specializations(passes: dict[str, tuple[Shape, ...]]) -> list[Specialization]:

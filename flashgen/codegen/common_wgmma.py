@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashgen.core.device import find_device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
-HOPPER = find_device("h100")
+SM90 = find_device("h100")
 """All of sm90 have the same registers and shared memory: a kernel depends on no more of a device than that."""
 
 ROWS = 64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
@@ -79,15 +81,18 @@ def invalid(config: Config, spec: Specialization, device: Device) -> str | None:
     return unsupported(row, spec, device) or row.invalid(spec, config, device)
 
 
-def applicable(spec: Specialization, device: Device) -> tuple[KernelFamily, ...]:
-    """The families that serve `spec` on `device`, preferred first.
+def applicable(spec: Specialization, device: Device, only: Sequence[str] = ()) -> tuple[KernelFamily, ...]:
+    """The families that serve `spec` on `device`, preferred first; of those that `only` names, where it names any.
 
     Raises:
+        ConfigError: `only` names a family that there is not.
         UnsupportedError: there is none; the message lists every family with its reason.
     """
-    rows = tuple(row for row in FAMILIES if unsupported(row, spec, device) is None)
+    among = {family(name).id for name in only} or {row.id for row in FAMILIES}
+    rows = tuple(row for row in FAMILIES if row.id in among and unsupported(row, spec, device) is None)
     if not rows:
-        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons(spec, device).items())
+        why = {name: reason for name, reason in reasons(spec, device).items() if name in among}
+        listed = "; ".join(f"{name}: {reason}" for name, reason in why.items())
         raise UnsupportedError(f"no kernel family serves {spec.key} on {device.name} ({device.arch}): {listed}")
     return rows
 
@@ -102,10 +107,11 @@ def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     return family(config.family).poor_at_sizes(config, sizes)
 
 
-def default_config(spec: Specialization, device: Device) -> Config:
+def default_config(spec: Specialization, device: Device, only: Sequence[str] = ()) -> Config:
     """The config that serves without any record, for sizes that nothing is known of: the first applicable default.
 
     Raises:
+        ConfigError: `only` names a family that there is not.
         UnsupportedError: no family applies.
     """
-    return applicable(spec, device)[0].default(spec, device)
+    return applicable(spec, device, only)[0].default(spec, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flashgen.codegen.cost import CostModel
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization, Workload
@@ -175,6 +176,7 @@ class KernelFamily:
         fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
+        cost_model: what the analytic model is told of it; without one `tune --target` cannot rank its candidates.
     """
 
     id: str
@@ -195,6 +197,7 @@ class KernelFamily:
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
     tolerated_spills: int = TOLERATED_SPILLS
+    cost_model: CostModel | None = None
 
     def parameters(self, spec: Specialization, config: Config) -> tuple[Parameter, ...]:
         """The run-time parameters of the first kernel of a config, which is the only one of a forward pass."""

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from flashgen.codegen.cost import Ranking
 from flashgen.codegen.families import applicable, family, fitted
 from flashgen.codegen.family import Sizes
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.nearest import distance, position
 from flashgen.core.record import TuningRecord
@@ -18,16 +19,13 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import specialization
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.lattice import FamilySpace
-from flashgen.tuning.predict import RANKED_FAMILIES, estimate, predict_all
+from flashgen.tuning.predict import cost_model, estimate, predict_all
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config goes first."""
 
 FAR = 1.5
 """A tile predicted to be slower than this many times the best, or to spill, waits until others had several variants."""
-
-TILE_KNOBS = ("block_m", "block_n", "num_warps", "split_d", "dq_block_m", "dq_block_n", "dq_num_warps")
-STAGE_KNOBS = ("num_stages", "dq_num_stages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +36,13 @@ class Candidates:
     defaults: tuple[Config, ...]
 
     @classmethod
-    def of(cls, workload: Workload, device: Device) -> Candidates:
-        """Enumerate them.
+    def of(cls, workload: Workload, device: Device, families: tuple[str, ...] = ()) -> Candidates:
+        """Enumerate them; of these families alone, where any are named.
 
         Raises:
             UnsupportedError: no family applies; the message has every family's reason.
         """
-        return _candidates(specialization(workload), device).fitted_to(workload, device)
+        return _candidates(specialization(workload), device, families).fitted_to(workload, device)
 
     def fitted_to(self, workload: Workload, device: Device) -> Candidates:
         """The same with what becomes of each config at the sizes of a workload, where that is another one."""
@@ -71,11 +69,11 @@ class Candidates:
 
 
 @functools.lru_cache(maxsize=16)
-def _candidates(spec: Specialization, device: Device) -> Candidates:
-    families = applicable(spec, device)
+def _candidates(spec: Specialization, device: Device, families: tuple[str, ...]) -> Candidates:
+    rows = applicable(spec, device, families)
     return Candidates(
-        spaces=tuple(FamilySpace.of(family, spec, device) for family in families),
-        defaults=tuple(family.default(spec, device) for family in families),
+        spaces=tuple(FamilySpace.of(row, spec, device) for row in rows),
+        defaults=tuple(row.default(spec, device) for row in rows),
     )
 
 
@@ -113,7 +111,7 @@ def by_prediction(configs: Sequence[Config], default: Config, workload: Workload
 
     The best variant of each tile comes before the second best of any, so that a small budget meets different kernels.
     """
-    times = predict_all(workload, [config for config in configs if config.family in RANKED_FAMILIES], device)
+    times = predict_all(workload, [config for config in configs if ranking(config) is not None], device)
     if not times:
         return []
     limit = FAR * min(times.values())
@@ -121,11 +119,23 @@ def by_prediction(configs: Sequence[Config], default: Config, workload: Workload
     variants: Counter[tuple[object, ...]] = Counter()
     turn: dict[Config, int] = {}
     for config in sorted(times, key=lambda c: ranks[c]):
-        tile = tuple(value for name, value in config.knobs if name in TILE_KNOBS)
+        tile = (config.family, *tile_of(config))
         later = 8 if times[config] > limit else 3 if _spills(config, workload, device) else 0
         turn[config] = variants[tile] + later
         variants[tile] += 1
     return sorted(times, key=lambda c: (turn[c], ranks[c]))
+
+
+def ranking(config: Config) -> Ranking | None:
+    """By which knobs the model tells candidates of a config's family apart, or None where it does not."""
+    model = cost_model(config)
+    return model.ranking if model else None
+
+
+def tile_of(config: Config) -> tuple[KnobValue, ...]:
+    """The values of a ranked config that make its tile, in the order of their knobs' names."""
+    ranked = ranking(config)
+    return tuple(value for name, value in config.knobs if ranked and name in ranked.tile_knobs)
 
 
 def _spills(config: Config, workload: Workload, device: Device) -> bool:
@@ -137,10 +147,13 @@ def seed_configs(candidates: Candidates, workload: Workload, device: Device, mos
     """Defaults of other families, what won before, then the model's: different tiles, else as their default."""
     spec, sizes = specialization(workload), Sizes.of(workload)
     found = list(candidates.defaults[1:])
-    known = (config for row in applicable(spec, device) for config in row.seed_configs(spec, device))
+    known = (each for space in candidates.spaces for each in family(space.family).seed_configs(spec, device))
     found += [fitted(config, spec, sizes, device) for config in known]
     for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
-        rest = [name for name, _ in default.knobs if name not in (*TILE_KNOBS, *STAGE_KNOBS)]
+        ranked = ranking(default)
+        if ranked is None:
+            continue
+        rest = [name for name, _ in default.knobs if name not in (*ranked.tile_knobs, *ranked.stage_knobs)]
         configs = [config for config in space.configs if all(config[name] == default[name] for name in rest)]
         found += by_prediction(configs, default, workload, device)[:most]
     return found

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from flashgen.codegen.cost import Taken
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError, TuningError
@@ -36,16 +37,6 @@ class CompileJob:
     spec: Specialization
     config: Config
     device: Device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """What a kernel takes of a multiprocessor; registers and spills (bytes) are per thread, the rest per program."""
-
-    registers: int
-    spills: int
-    shared_bytes: int
-    occupancy: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

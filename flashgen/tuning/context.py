@@ -31,6 +31,7 @@ class Options:
         finals: windows and rounds of the last comparisons.
         neighbours: how many configs of the nearest records are tried after the default.
         seed_configs: how many configs that the analytic model likes best are tried after those.
+        families: the kernel families that are searched; none named means all.
     """
 
     seed: int = 0
@@ -39,6 +40,7 @@ class Options:
     finals: Finals = field(default_factory=Finals)
     neighbours: int = 4
     seed_configs: int = 6
+    families: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.lookahead < 1:

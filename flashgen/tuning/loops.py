@@ -1,4 +1,4 @@
-"""`Loop`: one kernel that walks tiles of scores, and the time that the analytic model gives it.
+"""`LoopModel`: the time that the analytic model gives a kernel that walks tiles of scores (`codegen.cost.Loop`).
 
 For one program (`rows` of the side that it owns) and one step (`columns` of the side that it walks) the model counts
 cycles of a multiprocessor:
@@ -22,21 +22,20 @@ With u groups of four warps that run independently (of all programs on a multipr
 of the next step run during the softmax of this one) the parts overlap: `busiest + (sum - busiest) / u`. Where a step
 has several products in flight, the larger one of products and shared memory counts alone. A pipeline of s stages hides
 the latency of loads behind s - 1 steps of all programs. The number of steps of every block follows the causal mask and
-the window (`steps.py`); programs fill `num_sms x occupancy` slots in waves: equal ones cost whole waves, unequal ones
-the mean and a tail that is short when heavy ones start first. Padding of partial tiles counts as work. The result is
-the larger of that and the time of the bytes that device memory and the L2 move; a bias is taken to be the same for all
-batches and a mask for all heads, as models have them.
+the window (`codegen/common_steps.py`); programs fill `num_sms x occupancy` slots in waves: equal ones cost whole waves,
+unequal ones the mean and a tail that is short when heavy ones start first. Padding of partial tiles counts as work. The
+result is the larger of that and the time of the bytes that device memory and the L2 move; a bias is taken to be the
+same for all batches and a mask for all heads, as models have them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from flashgen.codegen.cost import Loop, Taken
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Workload
-from flashgen.tuning.compile_pool import Taken
-from flashgen.tuning.multiprocessor import (
+from flashgen.tuning.sm import (
     EXP_PER_CLOCK,
     L2_OVER_DRAM,
     SCHEDULERS,
@@ -44,7 +43,6 @@ from flashgen.tuning.multiprocessor import (
     matrix_rate,
     rates,
 )
-from flashgen.tuning.steps import Steps
 
 LOAD_LATENCY = 900
 """Cycles from a load of a tile to its arrival when it hits the L2."""
@@ -65,58 +63,6 @@ SOFTCAP_EXPONENTIALS = 2
 """An exponential and a reciprocal for each score, both special functions."""
 
 MASK_BYTES = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """One kernel of a workload.
-
-    Attributes:
-        rows: rows of the side that a program owns: queries of a forward pass, keys of the sums of dK and dV.
-        columns: rows of the side that it walks, in one step.
-        steps: the steps of each program of one head.
-        heads: heads that have programs of their own.
-        repeats: times that a program walks: the query heads that share a head of keys, one after the other.
-        head_columns: columns of all products of a step together, padding included.
-        walked_columns: columns of the tiles that a step loads, padding included.
-        owned_columns: columns of the tiles of the program's own that a step reads again from shared memory.
-        reads: how often the products of a step read what it loaded.
-        score_operations: operations on each score beside the exponential.
-        row_operations: operations of a step for each owned row.
-        prologue: cycles of a program outside of its loop.
-        tensor_bytes: bytes of all tensors once.
-        walked_bytes: bytes of what is walked, once for all heads.
-        added_bytes: bytes of a step that are added to memory shared with other programs.
-        added_trips: how many times as long as one pass through shared memory they keep the warps busy.
-        products_in_flight: whether the matrix unit reads the operands of one product while it works on another.
-        through_smem: whether every score goes through shared memory once more, for a product with the other side.
-        warps, stages, pointer_loads, heads_per_group, heavy_first, steps_in_flight: as in `tiling.Tiling`.
-    """
-
-    rows: int
-    columns: int
-    steps: Steps
-    heads: int
-    repeats: int
-    head_columns: int
-    walked_columns: int
-    owned_columns: int
-    reads: float
-    score_operations: int
-    row_operations: int
-    prologue: int
-    tensor_bytes: int
-    walked_bytes: int
-    added_bytes: int = 0
-    added_trips: int = 0
-    products_in_flight: bool = False
-    through_smem: bool = False
-    warps: int
-    stages: int
-    pointer_loads: bool
-    heads_per_group: int
-    heavy_first: bool
-    steps_in_flight: int = 1
 
 
 class LoopModel:

@@ -52,7 +52,7 @@ class MeasuredSearch:
         self._spec = specialization(workload)  # what the executor measures, so that it finds it compiled
         self._started = context.clock()
         self._ready: float | None = None  # when the first candidate had been measured
-        self._candidates = Candidates.of(workload, context.device)
+        self._candidates = Candidates.of(workload, context.device, context.options.families)
         self._incumbent = incumbent(context, workload)
         self._measured: dict[Config, Measurement] = {}  # with times that compare
         self._levels = Levels()

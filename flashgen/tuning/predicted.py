@@ -1,7 +1,8 @@
 """The ranking for one workload without a GPU: compile for the target, reject what cannot run well, predict the rest.
 
 Candidates are compiled in the order in which the model, given a lower bound of their resources, would take them; what
-the compiler really used then decides. Nothing is measured, and the record says so.
+the compiler really used then decides. Nothing is measured, and the record says so. Families without a cost model cannot
+be compared: where no other family applies, theirs are tried in knob order, default first, until one compiles.
 
 Every candidate is stored as it is ranked. What was stored since the last predicted record belongs to a ranking that was
 stopped, and the next one goes on behind it.
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from flashgen.codegen.families import family
+from flashgen.codegen.families import applicable, family
+from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import UnsupportedError
 from flashgen.core.record import Failure, Prediction, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.measure.protocol import specialization
@@ -25,7 +29,7 @@ from flashgen.tuning.context import Context, timestamp
 from flashgen.tuning.events import CandidateRanked, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.history import unfinished_predictions
-from flashgen.tuning.predict import is_modelled, predict_ms
+from flashgen.tuning.predict import cost_model, predict_ms
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config is taken."""
@@ -43,9 +47,10 @@ class PredictedSearch:
         self._workload = workload
         self._started = context.clock()
         self._spec = specialization(workload)
-        self._candidates = Candidates.of(workload, context.device)
+        self._candidates = Candidates.of(workload, context.device, context.options.families)
         self._every = [config for space in self._candidates.spaces for config in space.configs]
         self._predicted: dict[Config, float] = {}
+        self._unranked: Config | None = None
         self._failures: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
         self._resumed = self._resume()  # which this run has not compiled
@@ -73,7 +78,7 @@ class PredictedSearch:
             device=context.device,
             config=best,
             provenance="predicted",
-            predicted_ms=self._predicted[best],
+            predicted_ms=self._predicted.get(best),
             source_digest=source_digest(self._workload, best),
             versions=context.versions,
             created=timestamp(),
@@ -93,10 +98,7 @@ class PredictedSearch:
     def _compile(self) -> Iterator[tuple[Config, Compiled | Failure]]:
         """Candidates with what they take, the families' defaults first, until the budget is spent."""
         context, spec = self._context, self._spec
-        default = self._candidates.default
-        known = [config for config in self._candidates.defaults if is_modelled(config)]
-        ranked = dict.fromkeys([*known, *by_prediction(self._every, default, self._workload, context.device)])
-        order = iter([config for config in ranked if config not in self._resumed])
+        order = iter([config for config in self._order() if config not in self._resumed])
         waiting: deque[Config] = deque()
         asked = len(self._resumed)
         while True:
@@ -107,10 +109,17 @@ class PredictedSearch:
                 context.compiler.submit(spec, config)
                 waiting.append(config)
                 asked += 1
-            if not waiting or (self._predicted and self._time_is_up()):
+            if not waiting or self._unranked or (self._predicted and self._time_is_up()):
                 return
             config = waiting.popleft()
             yield config, context.compiler.result(spec, config)
+
+    def _order(self) -> list[Config]:
+        known = [config for config in self._candidates.defaults if cost_model(config)]
+        if not known:
+            return self._every
+        ranked = by_prediction(self._every, self._candidates.default, self._workload, self._context.device)
+        return list(dict.fromkeys([*known, *ranked]))
 
     def _time_is_up(self) -> bool:
         seconds = self._context.budget.seconds
@@ -120,12 +129,15 @@ class PredictedSearch:
         """Predict or reject a compiled candidate, store that, and tell it."""
         context = self._context
         outcome = self._predict(config, compiled)
-        self._count(config, outcome)
-        context.store.put_prediction(
-            Prediction(
-                workload=self._workload, device=context.device, config=config, outcome=outcome, created=timestamp()
+        if outcome is None:
+            self._unranked = config
+        else:
+            self._count(config, outcome)
+            context.store.put_prediction(
+                Prediction(
+                    workload=self._workload, device=context.device, config=config, outcome=outcome, created=timestamp()
+                )
             )
-        )
         best = self._best()
         context.emit(
             CandidateRanked(
@@ -133,16 +145,19 @@ class PredictedSearch:
                 config=config,
                 predicted_ms=self._predicted.get(config),
                 failure=outcome if isinstance(outcome, Failure) else None,
-                number=len(self._predicted) + sum(self._failures.values()),
-                best_ms=self._predicted[best] if best else None,
+                number=self._tried,
+                best_ms=self._predicted.get(best) if best else None,
                 best_config=best,
             )
         )
 
-    def _predict(self, config: Config, compiled: Compiled | Failure) -> float | Failure:
+    def _predict(self, config: Config, compiled: Compiled | Failure) -> float | Failure | None:
+        """Its time, or why it cannot serve, or None for a valid config without a cost model."""
         failure = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
         if failure is not None:
             return failure
+        if cost_model(config) is None:
+            return None
         assert isinstance(compiled, Compiled)
         return predict_ms(self._workload, config, self._context.device, compiled)
 
@@ -165,18 +180,47 @@ class PredictedSearch:
 
     def _best(self) -> Config | None:
         if not self._predicted:
-            return None
+            return self._unranked
         limit = (1 + TIE) * min(self._predicted.values())
         tied = [config for config, time in self._predicted.items() if time <= limit]
         return min(tied, key=lambda config: complexity(config, self._candidates.default))
+
+    @property
+    def _tried(self) -> int:
+        return len(self._predicted) + (self._unranked is not None) + sum(self._failures.values())
 
     def _finished(self, status: str, record: TuningRecord | None, reason: str) -> WorkloadFinished:
         return WorkloadFinished(
             workload=self._workload,
             status=status,
             record=record,
-            trials=len(self._predicted) + sum(self._failures.values()),
+            trials=self._tried,
             failures=tuple(sorted(self._failures.items())),
             reason=reason,
             seconds=self._context.clock() - self._started,
         )
+
+
+def what_is_not_ranked(workloads: Iterable[Workload], device: Device, families: tuple[str, ...]) -> tuple[str, ...]:
+    """A sentence for every family of which the model does not rank the candidates, and what becomes of these."""
+    found: dict[str, None] = {}
+    for spec in dict.fromkeys(specialization(workload) for workload in workloads):
+        try:
+            rows = applicable(spec, device, families)
+        except UnsupportedError:
+            continue  # it is reported when the workload's turn comes
+        found |= dict.fromkeys(filter(None, (_why_not_ranked(row, rows) for row in rows)))
+    return tuple(found)
+
+
+def _why_not_ranked(row: KernelFamily, rows: tuple[KernelFamily, ...]) -> str | None:
+    if row.cost_model is None and any(other.cost_model for other in rows):
+        return f"{row.id} has no cost model, so none of its candidates is compared with those of other families"
+    if row.cost_model is None:
+        return (
+            f"{row.id} has no cost model: its candidates are tried in knob order, its default first, and the first "
+            "that compiles is taken"
+        )
+    if row.cost_model.ranking is None:
+        return f"the cost model of {row.id} does not tell its candidates apart: only its default is predicted"
+    return None

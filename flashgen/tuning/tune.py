@@ -20,7 +20,7 @@ from flashgen.tuning.context import Context, Neighbours, Options
 from flashgen.tuning.events import OnEvent, RunFinished, RunStarted, Warned, WorkloadFinished
 from flashgen.tuning.history import current_record, is_current
 from flashgen.tuning.measured import MeasuredSearch
-from flashgen.tuning.predicted import PredictedSearch
+from flashgen.tuning.predicted import PredictedSearch, what_is_not_ranked
 
 EVALUATE_S = 0.5
 """Typical seconds of one measured trial: oracle shared, verification, probe and short windows."""
@@ -98,6 +98,9 @@ def tune(
     ordered = grouped(workloads)
     started = clock()
     context.emit(RunStarted(device=device, workloads=ordered, measured=executor is not None))
+    if executor is None:
+        for message in what_is_not_ranked(ordered, device, context.options.families):
+            context.emit(Warned(message=message))
     outcomes: list[WorkloadFinished] = []
     interrupted = False
     try:
@@ -207,7 +210,7 @@ def _planned(
     options: Options,
 ) -> Planned:
     try:
-        candidates = Candidates.of(workload, device)
+        candidates = Candidates.of(workload, device, options.families)
     except FlashgenError as error:
         return Planned(
             workload=workload, status="unsupported", candidates=0, stored_trials=0, expected_s=0.0, reason=str(error)

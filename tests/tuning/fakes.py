@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flashgen.codegen.cost import Tiling
 from flashgen.codegen.families import default_config
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
-from flashgen.tuning import backward_tiling
 from flashgen.tuning.compile_pool import Compiled
-from flashgen.tuning.tiling import Tiling, tiling
+from flashgen.tuning.predict import cost_model
 
 H200 = find_device("h200")
 REFERENCE_MS = 0.7
@@ -29,10 +29,9 @@ def chance(*parts: object) -> float:
 def true_ms(workload: Workload, config: Config) -> float:
     """The time without noise: a smooth best near 128 x 64 with 8 warps and 3 stages, and 20 per cent of ruggedness."""
     spec = workload.specialization
-    if workload.direction == "backward":
-        tiles = [part.tile(spec, config) for part in backward_tiling.parts(config)]
-    else:
-        tiles = [tiling(spec, config)]
+    model = cost_model(config)
+    assert model is not None
+    tiles = [kernel.tile(spec, config) for kernel in model.kernels]
     factor = math.prod(_slower(tile) ** (1 / len(tiles)) for tile in tiles)
     return workload.flops / 500e9 * factor * (1 + 0.2 * chance("rugged", spec.key, config))
 

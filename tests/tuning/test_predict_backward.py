@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from flashgen.codegen.cost import CostModel, Taken
 from flashgen.codegen.families import FAMILIES, family, unsupported
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.space import search_space
@@ -13,10 +14,9 @@ from flashgen.core.config import Config
 from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Workload
-from flashgen.tuning.backward_tiling import adds_dq, parts
-from flashgen.tuning.candidates import TILE_KNOBS, Candidates, by_prediction, related, seed_configs
-from flashgen.tuning.compile_pool import Compiled, Taken
-from flashgen.tuning.predict import LAUNCH_MS, estimate, is_modelled, predict_all, predict_ms
+from flashgen.tuning.candidates import Candidates, by_prediction, related, seed_configs, tile_of
+from flashgen.tuning.compile_pool import Compiled
+from flashgen.tuning.predict import LAUNCH_MS, cost_model, estimate, predict_all, predict_ms
 from flashgen.tuning.workloads import collect
 
 H200 = find_device("h200")
@@ -71,7 +71,7 @@ def test_defaults_of_every_preset_are_predicted_below_the_peak(name: str) -> Non
         defaults = [row.default(workload.specialization, device) for row in applicable(workload, device)]
         assert defaults, workload.key
         for config in defaults:
-            assert is_modelled(config)
+            assert cost_model(config)
             compiled = estimate(workload, config, device)
             assert LAUNCH_MS < predict_ms(workload, config, device, compiled) < 1e4
             assert tflops(workload, config, device) < device.peak_tflops
@@ -114,10 +114,13 @@ def test_a_kernel_of_its_own_for_dq_depends_on_its_own_knobs() -> None:
     assert times[other] > times[base]
     for config in (base, other):
         assert times[config] == pytest.approx(predict_ms(LONG, config, H200, estimate(LONG, config, H200)))
-        assert not adds_dq(config)
-    names = {name for part in parts(base) for name in part.knobs}
-    assert names == {knob.name for knob in SPLIT.knobs} == dict(base.knobs).keys()
-    assert {name for part in parts(portable(fused=True)) for name in part.knobs} <= {knob.name for knob in FUSED.knobs}
+    assert knobs_of(SPLIT.cost_model) == {knob.name for knob in SPLIT.knobs} == dict(base.knobs).keys()
+    assert knobs_of(FUSED.cost_model) <= {knob.name for knob in FUSED.knobs}
+
+
+def knobs_of(model: CostModel | None) -> set[str]:
+    assert model is not None
+    return {name for kernel in model.kernels for name in kernel.knobs or ()}
 
 
 def test_masks_windows_and_groups_cost_what_they_show() -> None:
@@ -165,7 +168,7 @@ def test_determinism_decides_which_families_are_searched(deterministic: bool) ->
 def test_favourites_of_two_kernels_are_different_tiles() -> None:
     found = Candidates.of(LONG, H200)
     liked = [config for config in dict.fromkeys(seed_configs(found, LONG, H200, 6)) if config.family == SPLIT.id]
-    tiles = [tuple(value for name, value in config.knobs if name in TILE_KNOBS) for config in liked]
+    tiles = [tile_of(config) for config in liked]
     assert len(set(tiles)) == len(tiles) >= 4
 
 

@@ -23,7 +23,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.db.store import Store
 from flashgen.measure.executor import LocalExecutor, Patience
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.candidates import Candidates, by_prediction, nearest
+from flashgen.tuning.candidates import Candidates, by_prediction, nearest, ranking
 from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.context import Options, moment, timestamp
 from flashgen.tuning.events import (
@@ -36,7 +36,6 @@ from flashgen.tuning.events import (
     to_json,
 )
 from flashgen.tuning.finals import Finals
-from flashgen.tuning.predict import RANKED_FAMILIES
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import grouped, plan, tune
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor, true_ms
@@ -595,7 +594,7 @@ def test_plan_tells_candidates_and_time_and_does_nothing(store: Store) -> None:
 
 def test_a_small_prediction_budget_meets_different_tiles() -> None:
     candidates = Candidates.of(CAUSAL, H200)
-    (space,) = [space for space in candidates.spaces if space.family in RANKED_FAMILIES]
+    (space,) = [space for space in candidates.spaces if ranking(space.configs[0])]
     order = by_prediction(space.configs, candidates.default, CAUSAL, H200)
     assert len(order) == len(space.configs)
     tiles = {(c["block_m"], c["block_n"], c["num_warps"]) for c in order[:8]}

@@ -12,6 +12,7 @@ from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim
 from flashgen.codegen.family import KernelFamily, Knob
 from flashgen.codegen.hopper_backward import kernels, resources
 from flashgen.codegen.hopper_backward import template_context as text
+from flashgen.codegen.hopper_backward.cost_model import FUSED_COST_MODEL, SPLIT_COST_MODEL
 from flashgen.codegen.hopper_backward.resources import FUSED_ID, SPLIT_ID
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -227,6 +228,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     is_deterministic=False,
     seed_configs=_favourites,
     tolerated_spills=resources.TOLERATED_SPILLS,
+    cost_model=FUSED_COST_MODEL,
 )
 
 HOPPER_BACKWARD_SPLIT = dataclasses.replace(
@@ -238,4 +240,5 @@ HOPPER_BACKWARD_SPLIT = dataclasses.replace(
     default=_split_default,
     is_deterministic=True,
     seed_configs=lambda spec, device: (_split_default(spec, device).replace(**_ONE_EACH),),
+    cost_model=SPLIT_COST_MODEL,
 )

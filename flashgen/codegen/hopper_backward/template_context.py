@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.common_scores import is_positional, window_edges
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
-from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, HOPPER, ROWS, THREADS_PER_WARPGROUP, block
+from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.hopper_backward import resources
 from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
 from flashgen.core.config import Config
@@ -41,7 +41,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "wide": resources.is_wide(spec),
         "dq_columns": dq_columns,
         "dq_chunk": ROWS * dq_columns,
-        "dq_v_stages": 0 if fused else resources.dq_v_stages(spec, config, HOPPER),
+        "dq_v_stages": 0 if fused else resources.dq_v_stages(spec, config, SM90),
         # of 128 keys and 64 queries at the diagonal a quarter is visible
         "skips": fused and spec.causal and config["block_m"] == ROWS,
         "prepare_rows": PREPARE_ROWS,

@@ -10,6 +10,7 @@ from flashgen.codegen.common_wgmma import why_not_head_dim
 from flashgen.codegen.family import KernelFamily, Knob, KnobRows
 from flashgen.codegen.hopper_forward import defaults, resources, rules
 from flashgen.codegen.hopper_forward import template_context as text
+from flashgen.codegen.hopper_forward.cost_model import COST_MODEL
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -147,4 +148,5 @@ HOPPER_FORWARD = KernelFamily(
     fitted=defaults.fitted,
     poor_at_sizes=defaults.poor_at_sizes,
     tolerated_spills=resources.TOLERATED_SPILLS,
+    cost_model=COST_MODEL,
 )

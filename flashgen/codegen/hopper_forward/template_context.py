@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
-from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, HOPPER, ROWS, THREADS_PER_WARPGROUP, descriptor_type
+from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, descriptor_type
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
 from flashgen.codegen.hopper_forward import resources
 from flashgen.codegen.hopper_forward import scores as hopper_scores
@@ -20,7 +20,7 @@ OUTPUT_STRIDES = ("stride_ob", "stride_oh", "stride_os")
 
 def values(spec: Specialization, config: Config) -> dict[str, object]:
     """The values of the template for one kernel, by name."""
-    own_o = resources.own_o(spec, config, HOPPER)
+    own_o = resources.own_o(spec, config, SM90)
     aligned, first = is_aligned(spec, config), resources.maximum(config) == "first"
     slots, arrivals = _barriers(spec, config)
     d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
@@ -39,8 +39,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "q_descs": [f"q{part.descriptor_suffix}_desc" for part in d_parts],
         "q_places": [f"q{part.suffix}_tiles" for part in d_parts],
         "k_stages": resources.k_stages(config),
-        "maxnreg": resources.maxnreg(config, HOPPER),
-        "consumer_registers": resources.consumer_registers(config, HOPPER),
+        "maxnreg": resources.maxnreg(config, SM90),
+        "consumer_registers": resources.consumer_registers(config, SM90),
         "producer_registers": resources.producer_registers(config),
         "dtype": spec.dtype,
         "gl_dtype": GL_DTYPES[spec.dtype],
@@ -177,7 +177,7 @@ def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
 
 
 def _options(config: Config) -> CompileOptions:
-    return CompileOptions(num_warps=4, num_stages=1, maxnreg=resources.maxnreg(config, HOPPER))
+    return CompileOptions(num_warps=4, num_stages=1, maxnreg=resources.maxnreg(config, SM90))
 
 
 def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:

@@ -13,6 +13,7 @@ from flashgen.codegen.common_portable import allowed_values_of_all, why_not_load
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Scratch, Sizes
 from flashgen.codegen.head_parts import is_split, why_not_split
 from flashgen.codegen.portable_backward import parameters
+from flashgen.codegen.portable_backward.cost_model import FUSED_COST_MODEL, SPLIT_COST_MODEL
 from flashgen.codegen.portable_backward.defaults import default_fused, default_split, seed_configs_fused
 from flashgen.codegen.portable_backward.resources import (
     FUSED_ID,
@@ -240,6 +241,7 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     is_deterministic=False,
     seed_configs=_favourites_fused,
     tolerated_spills=TOLERATED_SPILLS,
+    cost_model=FUSED_COST_MODEL,
 )
 
 PORTABLE_BACKWARD_SPLIT = KernelFamily(
@@ -256,4 +258,5 @@ PORTABLE_BACKWARD_SPLIT = KernelFamily(
     scratch=_scratch,
     allowed_values=_choices,
     tolerated_spills=TOLERATED_SPILLS,
+    cost_model=SPLIT_COST_MODEL,
 )

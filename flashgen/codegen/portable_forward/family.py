@@ -13,6 +13,7 @@ from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_types import storage
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import head_parts, is_split, padded, why_not_split
+from flashgen.codegen.portable_forward.cost_model import COST_MODEL
 from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config
 from flashgen.codegen.portable_forward.mods import mod_parameters, why_mods_do_not_fit
 from flashgen.codegen.portable_forward.resources import smem_needed, why_too_large
@@ -166,4 +167,5 @@ PORTABLE_FORWARD = KernelFamily(
     values=values,
     kernels=_kernels,
     allowed_values=_choices,
+    cost_model=COST_MODEL,
 )

@@ -8,24 +8,11 @@ own queries walk fewer than `MIN_FULL_BLOCKS` unmasked blocks as masked ones.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
+from flashgen.codegen.cost import Steps
 from flashgen.core.workload import Workload
 
 MIN_FULL_BLOCKS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """Unmasked and masked steps of every block of one head, in the order of its rows."""
-
-    full: tuple[int, ...]
-    masked: tuple[int, ...]
-
-    @property
-    def total(self) -> int:
-        """Steps of all blocks together."""
-        return sum(self.full) + sum(self.masked)
 
 
 @functools.lru_cache(maxsize=256)

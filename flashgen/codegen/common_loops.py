@@ -1,4 +1,6 @@
-"""The kernels of a backward pass as the analytic model sees them: loops over tiles of scores, and streams of bytes.
+"""The kernels of all families as the analytic model sees them: loops over tiles of scores, and streams of bytes.
+
+A forward pass is one loop, which owns queries and walks keys. Of a backward pass:
 
 | kernel | a program owns, walks | products of a step | columns of all of them |
 |---|---|---|---|
@@ -14,13 +16,20 @@ knobs, so it costs all configs of a family alike.
 
 from __future__ import annotations
 
+from flashgen.codegen import head_packing
+from flashgen.codegen.common_steps import key_steps, steps
+from flashgen.codegen.cost import Loop, Tiling
+from flashgen.codegen.family import Sizes
 from flashgen.core.workload import DTYPE_BYTES, Workload
-from flashgen.tuning.loops import Loop
-from flashgen.tuning.steps import key_steps, steps
-from flashgen.tuning.tiling import Tiling
+
+FORWARD_SCORE_OPERATIONS = 5
+"""Of each score: scale, maximum, subtract, sum and pack."""
+
+FORWARD_PROLOGUE = 3000
+"""Cycles of a program outside of its loop: launch, the query tile's load, the division and the store."""
 
 SCORE_OPERATIONS = 5
-"""Of each score: scale and subtract in one, add and multiply for dS, pack P and dS."""
+"""Of each score of a backward pass: scale and subtract in one, add and multiply for dS, pack P and dS."""
 
 PROLOGUE = 5000
 """Cycles of a program outside of its loop: launch, loads of two tiles, stores of two others."""
@@ -28,6 +37,33 @@ PROLOGUE = 5000
 FP32_BYTES = 4
 STATISTICS_BYTES = 2 * FP32_BYTES
 """Of each query row: its LSE, and the sum over dO and O."""
+
+
+def forward_loop(w: Workload, tile: Tiling) -> Loop:
+    """The kernel of a forward pass."""
+    columns = tile.query_columns + tile.value_columns
+    return Loop(
+        rows=tile.block_m,
+        columns=tile.block_n,
+        steps=steps(w, tile.block_m // tile.packed_heads, tile.block_n),
+        heads=head_packing.packs(Sizes.of(w), tile.packed_heads),
+        repeats=1,
+        head_columns=columns,
+        walked_columns=columns,
+        owned_columns=tile.query_columns,
+        reads=1,
+        score_operations=FORWARD_SCORE_OPERATIONS,
+        row_operations=w.head_dim_v,  # every step rescales the output
+        prologue=FORWARD_PROLOGUE,
+        tensor_bytes=w.bytes,
+        walked_bytes=_key_bytes(w),
+        warps=tile.warps,
+        stages=tile.stages,
+        pointer_loads=tile.pointer_loads,
+        heads_per_group=tile.heads_per_group,
+        heavy_first=tile.heavy_first,
+        steps_in_flight=tile.steps_in_flight,
+    )
 
 
 def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:

@@ -1,24 +1,42 @@
-"""What the analytic model reads from the knobs of each family."""
+"""What a search starts from, and what the analytic model reads from the knobs of each family."""
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
 import pytest
 
-from flashgen.codegen.families import family
+from flashgen.codegen.cost import CostModel, Taken, Tiling
+from flashgen.codegen.families import FAMILIES, family
+from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.hopper_forward import family as hopper_forward
 from flashgen.codegen.space import search_space
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import TuningError
-from flashgen.core.workload import Workload
-from flashgen.tuning.candidates import TILE_KNOBS, Candidates, by_prediction, seed_configs
-from flashgen.tuning.predict import RANKED_FAMILIES, predict_ms
-from flashgen.tuning.tiling import is_modelled, least_resources, tiling
+from flashgen.core.workload import Specialization, Workload
+from flashgen.tuning.candidates import Candidates, by_prediction, ranking, seed_configs, tile_of
+from flashgen.tuning.predict import cost_model, estimate, predict_all, predict_ms
 
 H200 = find_device("h200")
 PLAIN = Workload.parse("b1-h16-s8192-d128")
 WIDE = Workload.parse("b1-h16-s8192-d192-dv128-causal")
 PORTABLE = family("portable_forward")
+
+
+def model_of(config: Config) -> CostModel:
+    found = cost_model(config)
+    assert found is not None
+    return found
+
+
+def tiling(spec: Specialization, config: Config) -> Tiling:
+    return model_of(config).kernels[0].tile(spec, config)
+
+
+def least(spec: Specialization, config: Config) -> Taken:
+    return model_of(config).kernels[0].taken(spec, config, H200)
 
 
 def test_a_portable_config_is_read_as_it_is() -> None:
@@ -36,25 +54,55 @@ def test_heads_in_two_parts_are_padded_less() -> None:
     parts = tiling(WIDE.specialization, config.replace(split_d=True))
     assert (whole.query_columns, whole.value_columns) == (256, 128)
     assert (parts.query_columns, parts.value_columns) == (192, 128)
-    resources = [least_resources(WIDE.specialization, config.replace(split_d=split), H200) for split in (False, True)]
+    resources = [least(WIDE.specialization, config.replace(split_d=split)) for split in (False, True)]
     assert resources[1].shared_bytes < resources[0].shared_bytes
 
 
 def test_a_hopper_default_is_predicted_from_what_it_takes() -> None:
     spec = PLAIN.specialization
     config = hopper_forward.HOPPER_FORWARD.default(spec, H200)
-    tile, least = tiling(spec, config), least_resources(spec, config, H200)
+    tile, taken = tiling(spec, config), estimate(PLAIN, config, H200)
     assert tile.block_m == 64 * config.integer("warpgroups")
-    assert least.occupancy == config["blocks_per_sm"]
-    assert 0.3 * H200.peak_tflops < PLAIN.flops / predict_ms(PLAIN, config, H200, least) / 1e9 < H200.peak_tflops
-    assert config.family not in RANKED_FAMILIES
+    assert taken.occupancy == config["blocks_per_sm"]
+    assert 0.3 * H200.peak_tflops < PLAIN.flops / predict_ms(PLAIN, config, H200, taken) / 1e9 < H200.peak_tflops
+    assert ranking(config) is None
 
 
 def test_other_families_are_refused() -> None:
     config = Config.of("another", {})
-    assert not is_modelled(config)
-    with pytest.raises(TuningError, match="a tiling is of portable_forward, hopper_forward, got another"):
-        tiling(PLAIN.specialization, config)
+    assert cost_model(config) is None
+    for asked in (estimate, lambda *args: predict_all(args[0], [args[1]], args[2])):
+        with pytest.raises(TuningError, match=r"covers .*portable_forward.*, got another"):
+            asked(PLAIN, config, H200)
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.id)
+def test_a_cost_model_speaks_of_knobs_and_kernels_that_its_family_has(row: KernelFamily) -> None:
+    if row.cost_model is None:
+        return
+    knobs = {knob.name for knob in row.knobs}
+    workload = dataclasses.replace(PLAIN, direction=row.direction)
+    default = row.default(workload.specialization, H200)
+    entries = {kernel.entry for kernel in row.kernels(workload.specialization, default)}
+    for kernel in row.cost_model.kernels:
+        assert kernel.entry(default) in entries
+        assert set(kernel.knobs or ()) <= knobs
+    ranked = row.cost_model.ranking
+    if ranked is not None:
+        assert ranked.tile_knobs
+        assert {*ranked.tile_knobs, *ranked.stage_knobs} <= knobs
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.id)
+def test_kernels_take_the_same_time_where_the_knobs_that_they_name_agree(row: KernelFamily) -> None:
+    """A kernel is predicted once for all configs that agree in them."""
+    workload = dataclasses.replace(PLAIN, direction=row.direction, seqlen_q=1024, seqlen_k=1024, causal=True)
+    space = search_space(row, workload.specialization, H200)
+    configs = random.Random(0).sample(space, min(100, len(space)))
+    if row.cost_model is not None:
+        together = predict_all(workload, configs, H200)
+        alone = {config: predict_ms(workload, config, H200, estimate(workload, config, H200)) for config in configs}
+        assert together == alone
 
 
 @pytest.mark.parametrize("workload", [PLAIN, WIDE], ids=lambda workload: workload.key)
@@ -62,9 +110,9 @@ def test_favourites_are_different_tiles_in_the_order_of_the_model(workload: Work
     found = Candidates.of(workload, H200)
     liked = [c for c in seed_configs(found, workload, H200, 6) if c.family == PORTABLE.id and c not in found.defaults]
     assert 4 <= len(liked) <= 6
-    tiles = [tuple(v for name, v in config.knobs if name in TILE_KNOBS) for config in liked]
+    tiles = [tile_of(config) for config in liked]
     assert len(set(tiles)) == len(tiles)
-    times = [predict_ms(workload, c, H200, least_resources(workload.specialization, c, H200)) for c in liked]
+    times = [predict_ms(workload, c, H200, estimate(workload, c, H200)) for c in liked]
     assert times[0] <= min(times) * 1.01
 
 
@@ -99,11 +147,10 @@ def test_short_queries_of_groups_are_searched_with_packed_heads_as_well() -> Non
 
 def test_packed_heads_are_predicted_to_save_tiles() -> None:
     decode = Workload.parse("b32-h64-hk8-sq1-sk8192-d128-causal")
-    spec = decode.specialization
     packed = Candidates.of(decode, H200).default
     alone = packed.replace(packed_heads=1)
     assert packed["packed_heads"] == 8
-    times = [predict_ms(decode, c, H200, least_resources(spec, c, H200)) for c in (packed, alone)]
+    times = [predict_ms(decode, c, H200, estimate(decode, c, H200)) for c in (packed, alone)]
     assert 4 * times[0] < times[1]
 
 

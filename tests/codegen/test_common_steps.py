@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashgen.codegen.common_steps import MIN_FULL_BLOCKS, key_steps, steps
 from flashgen.core.workload import Workload
-from flashgen.tuning.steps import MIN_FULL_BLOCKS, key_steps, steps
 
 edge = st.none() | st.integers(0, 40)
 

@@ -1,0 +1,71 @@
+"""Nothing but a family's own package and the table names a family: search, database, dispatcher and commands read it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.families import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted(path.parent for path in (ROOT / "flashgen/codegen").glob("*/__init__.py"))
+OTHERS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("flashgen", "scripts")
+    for path in (ROOT / folder).rglob("*.py")
+    if path.parent not in PACKAGES and path != ROOT / "flashgen/codegen/families.py"
+)
+WORDS = {family.id.split("_")[0] for family in FAMILIES}
+"""What ids begin with, so that a comparison with a beginning or a name that is put together is found as well."""
+
+NAMED = re.compile(rf"(?<![a-z])(?:{'|'.join(sorted(WORDS))})(?![a-z])", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_other_file_names_a_family(name: str) -> None:
+    assert not list(named(name, (ROOT / name).read_text()))
+
+
+def named(name: str, text: str) -> Iterator[tuple[int, str]]:
+    """Lines that name a family or import from its package, comments and docstrings left out."""
+    tree = ast.parse(text)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if id(node) not in prose:
+            yield from ((node.lineno, word) for word in words(node) if NAMED.search(word))
+
+
+def words(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.ImportFrom | ast.Import):
+        yield from (alias.name for alias in node.names)
+        yield getattr(node, "module", None) or ""
+
+
+def test_every_family_has_a_package_and_the_test_reads_the_rest() -> None:
+    assert {family.template.split("/")[0] for family in FAMILIES} == {path.name for path in PACKAGES}
+    assert {"flashgen/tuning/predict.py", "flashgen/runtime/dispatch.py", "scripts/crosscompile.py"} <= set(OTHERS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"x = {FAMILIES[0].id!r}",
+        f"from flashgen.codegen.{FAMILIES[0].template.split('/')[0]}.family import X",
+        f"from flashgen.codegen import {FAMILIES[0].template.split('/')[0]}",
+        f"x = family.id.startswith({FAMILIES[0].id.split('_')[0]!r})",
+        f"{FAMILIES[0].id.upper()}",
+    ],
+)
+def test_a_file_that_names_a_family_is_found(text: str) -> None:
+    tree_text = text if text.startswith(("x", "from")) else f"print({text})"
+    assert list(named("a file", tree_text))
