@@ -15,10 +15,10 @@ OTHER_REGS = 24
 """Registers per thread for row statistics, addresses and loop state; below what any compiled variant needed."""
 
 MIN_WARPGROUP_ROWS = 64
-"""Rows that the matrix units of sm90 and sm100 multiply at once, from shared memory; smaller tiles use mma.sync."""
+"""Rows that wgmma and tcgen05 multiply at once, from shared memory; smaller tiles use mma.sync."""
 
 TENSOR_MEMORY_ROWS, TENSOR_MEMORY_COLUMNS = 128, 512
-"""Where sm100 accumulates: 32-bit words of a multiprocessor."""
+"""Of an SM, in 32-bit words."""
 
 LARGE_SMEM = 160 * 1024
 """A block of a data-centre card has at least this much shared memory, one of a consumer card at most 100 KB."""
@@ -33,9 +33,9 @@ def why_not_portable(spec: Specialization, device: Device) -> str | None:
     for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
-    if spec.dtype == "tf32" and not (device.is_nvidia or device.arch == "gfx942"):
+    if spec.dtype == "tf32" and not device.has_tf32:
         return f"the matrix unit of {device.arch} multiplies no TF32"
-    if device.is_nvidia and device.capability < 80:
+    if device.is_nvidia and not device.has_async_copy:
         return f"it needs sm80 or newer, not {device.arch}"
     return None
 
@@ -59,6 +59,13 @@ def why_not_loads(spec: Specialization, config: Config, device: Device) -> str |
     if not spec.aligned16:
         return "descriptors need pointers and strides that are multiples of 16 bytes"
     return None
+
+
+def table_kind(device: Device) -> str:
+    """The row of a table of defaults for a device without one of its own: by how it multiplies and what it holds."""
+    if not device.is_nvidia or device.has_warpgroup_mma:
+        return device.mma
+    return "large" if device.smem_per_block >= LARGE_SMEM else "small_tma" if device.has_tma else "small"
 
 
 def is_heavy(spec: Specialization) -> bool:

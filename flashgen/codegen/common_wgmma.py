@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.core.device import find_device
+from flashgen.core.device import Device, find_device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
 SM90 = find_device("h100")
@@ -34,6 +34,13 @@ MOST_HEAD_DIM = 256
 
 HEAD_DIM_STEP = 8
 """Rows of a multiple of 16 bytes, for the copy engine."""
+
+
+def why_not_wgmma(device: Device) -> str | None:
+    """Why `device` cannot run kernels for wgmma and TMA, or None."""
+    if not (device.has_wgmma and device.has_tma):
+        return f"it needs sm90, not {device.arch}"
+    return None
 
 
 def why_not_head_dim(spec: Specialization) -> str | None:

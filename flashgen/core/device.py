@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from flashgen.core.architecture import Architecture, architecture
 from flashgen.core.errors import DeviceError
 from flashgen.core.names import meant
 
@@ -14,9 +15,9 @@ MEMORY_CLASSES_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One GPU model, without torch: a pure value.
+    """One GPU model, without torch: a pure value. What it can do follows from its architecture.
 
-    `identity` (architecture, number of multiprocessors, memory class) tells models apart in look-ups: H100 PCIe, H100
+    `identity` (architecture, number of SMs, memory class) tells models apart in look-ups: H100 PCIe, H100
     SXM, H200 and MIG slices differ in it. `name` is a label. Shared memory is in bytes, `bandwidth_gbs` in 1e9 bytes
     per second; `peak_tflops` is the dense bf16 matrix rate with fp32 accumulation (vendors' data sheets), 0 where it
     is not known.
@@ -63,9 +64,44 @@ class Device:
         return int(self.arch[2:]) if self.is_nvidia else 0
 
     @property
+    def architecture(self) -> Architecture:
+        """What its architecture can do."""
+        return architecture(self.arch, self.warp_size)
+
+    @property
+    def mma(self) -> str:
+        """How its tensor cores multiply: mma, wgmma, tcgen05, mfma or wmma (`Architecture.mma`)."""
+        return self.architecture.mma
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether warpgroups multiply from shared memory into registers, as on sm90 and nowhere else."""
+        return self.architecture.mma == "wgmma"
+
+    @property
+    def has_warpgroup_mma(self) -> bool:
+        """Whether tensor cores work for four warps together and read operands from shared memory."""
+        return self.architecture.mma_rows_per_read > 0
+
+    @property
+    def has_async_copy(self) -> bool:
+        """Whether loads go to shared memory beside the warps."""
+        return self.architecture.has_async_copy
+
+    @property
     def has_tma(self) -> bool:
-        """Whether tensor descriptors are hardware (the bulk tensor copy engine, from sm90 on)."""
-        return self.capability >= 90
+        """Whether tensor descriptors are hardware."""
+        return self.architecture.has_tma
+
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether accumulators lie in a memory of their own instead of in registers."""
+        return self.architecture.has_tensor_memory
+
+    @property
+    def has_tf32(self) -> bool:
+        """Whether its tensor cores multiply TF32."""
+        return self.architecture.has_tf32
 
 
 def memory_class_gb(total_bytes: int) -> int:
@@ -92,8 +128,6 @@ _ROWS: tuple[tuple[str, str, int, int, int, int, int, int, int, float, float], .
     ("AMD RX 9060 XT", "gfx1200", 32, 16, 64 * KB, 64 * KB, 2048, 32, 32, 322.0, 103.0),
 )
 
-_REGS_PER_SM = {"gfx942": 131072, "gfx1200": 98304}
-
 CATALOGUE: tuple[Device, ...] = tuple(
     Device(
         name=name,
@@ -102,7 +136,7 @@ CATALOGUE: tuple[Device, ...] = tuple(
         memory_gb=memory,
         smem_per_block=block,
         smem_per_sm=sm,
-        regs_per_sm=_REGS_PER_SM.get(arch, 65536),
+        regs_per_sm=architecture(arch, warp).regs_per_sm,
         max_threads_per_sm=threads,
         warp_size=warp,
         l2_bytes=l2 * KB * KB,

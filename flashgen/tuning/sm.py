@@ -1,4 +1,4 @@
-"""What one multiprocessor does in a cycle, by architecture: the figures behind the analytic model.
+"""What one SM does in a cycle, by architecture: the figures behind the analytic model.
 
 Rates come from the data-sheet peak, scaled by SUSTAINED because cards lower their clocks under such load (an H200
 sustains 672 of 989 TFLOP/s in an 8192^3 bf16 product at its power limit).
@@ -21,7 +21,7 @@ L2_OVER_DRAM = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Figures of one multiprocessor: nominal GHz, fp32 lanes, and rows that share one read of shared memory."""
+    """Figures of one SM: nominal GHz, fp32 lanes, and rows that share one read of shared memory."""
 
     ghz: float
     lanes: int
@@ -33,27 +33,14 @@ class Rates:
         return self.ghz * SUSTAINED * 1e6
 
 
-_RATES = {
-    # the boost clocks of the data sheets' peaks; wgmma reads a tile per 64 rows, tcgen05 per 128, mma per warp
-    "sm80": Rates(ghz=1.41, lanes=64, rows_per_read=0),
-    "sm86": Rates(ghz=1.70, lanes=128, rows_per_read=0),
-    "sm89": Rates(ghz=2.52, lanes=128, rows_per_read=0),
-    "sm90": Rates(ghz=1.83, lanes=128, rows_per_read=64),
-    "sm100": Rates(ghz=1.85, lanes=128, rows_per_read=128),
-    "sm120": Rates(ghz=2.41, lanes=128, rows_per_read=0),
-    "gfx942": Rates(ghz=2.10, lanes=128, rows_per_read=0),
-    "gfx1200": Rates(ghz=3.13, lanes=128, rows_per_read=0),
-}
-_OTHER_RATES = Rates(ghz=1.8, lanes=64, rows_per_read=0)
-
-
 def rates(device: Device) -> Rates:
     """The figures of a device's architecture, usual ones where it is not known."""
-    return _RATES.get(device.arch, _OTHER_RATES)
+    own = device.architecture
+    return Rates(ghz=own.boost_ghz, lanes=own.fp32_lanes, rows_per_read=own.mma_rows_per_read)
 
 
 def matrix_rate(device: Device, dtype: str, rows: int) -> float:
-    """Operations per clock of one multiprocessor: the power of two that fits the data sheet's peak.
+    """Operations per clock of one SM: the power of two that fits the data sheet's peak.
 
     `rows` is the height of the tile that is multiplied: one lower than the unit is padded to it.
     """
@@ -61,7 +48,7 @@ def matrix_rate(device: Device, dtype: str, rows: int) -> float:
     peak = device.peak_tflops * 1e3 / (device.num_sms * own.ghz)
     rate = float(2 ** round(math.log2(peak))) if peak > 1 else 1024.0
     if dtype == "fp32":
-        rate = 2.0 * own.lanes  # no matrix unit multiplies IEEE fp32
+        rate = 2.0 * own.lanes  # no tensor core multiplies IEEE fp32
     elif dtype == "tf32":
         rate /= 2  # elements of twice the bytes
     if own.rows_per_read and rows < own.rows_per_read:

@@ -1,4 +1,4 @@
-"""Nothing but a family's own package and the table names a family: search, database, dispatcher and commands read it."""
+"""Only a family's own package and the table name a family: search, database, dispatcher and commands read the table."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from flashgen.codegen.common_types import GL_DTYPES
-from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim
+from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob
 from flashgen.codegen.hopper_backward import kernels, resources
 from flashgen.codegen.hopper_backward import template_context as text
@@ -69,8 +69,8 @@ SPLIT_KNOBS = (
 
 
 def _why_not(spec: Specialization, device: Device) -> str | None:
-    if device.arch != "sm90":
-        return f"it needs sm90, not {device.arch}"
+    if reason := why_not_wgmma(device):
+        return reason
     if spec.mods:
         return "no gradient through functions of the caller"
     for name in ("varlen", "softcap", "alibi"):

@@ -6,7 +6,7 @@ import functools
 
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_types import GL_DTYPES
-from flashgen.codegen.common_wgmma import why_not_head_dim
+from flashgen.codegen.common_wgmma import why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob, KnobRows
 from flashgen.codegen.hopper_forward import defaults, resources, rules
 from flashgen.codegen.hopper_forward import template_context as text
@@ -103,8 +103,8 @@ KNOBS = (
 
 
 def _why_not(spec: Specialization, device: Device) -> str | None:
-    if device.arch != "sm90":
-        return f"it needs sm90, not {device.arch}"
+    if reason := why_not_wgmma(device):
+        return reason
     if spec.varlen:
         return "it has no varlen"
     if spec.mods:

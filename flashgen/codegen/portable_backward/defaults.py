@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_portable import LARGE_SMEM, MIN_WARPGROUP_ROWS, is_heavy
+from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_kind
 from flashgen.codegen.head_parts import padded
 from flashgen.codegen.portable_backward.resources import FUSED_ID, SPLIT_ID
 from flashgen.core.config import Config, KnobValue
@@ -14,41 +14,41 @@ Tile = tuple[int, int, int, int]
 
 # (kind of device, larger block_d): the kernels of dK and dV, of dQ, and the fused one, for 16-bit elements
 _DEFAULTS: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
-    ("sm90", 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
-    ("sm90", 128): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
-    ("sm90", 256): ((64, 32, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1)),
-    ("sm90", 512): ((32, 16, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)),
-    ("sm100", 64): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
-    ("sm100", 128): ((64, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
-    ("sm100", 256): ((64, 32, 8, 1), (64, 32, 8, 2), (32, 32, 8, 2)),
-    ("sm100", 512): ((16, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 2)),
+    ("wgmma", 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+    ("wgmma", 128): ((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+    ("wgmma", 256): ((64, 32, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1)),
+    ("wgmma", 512): ((32, 16, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)),
+    ("tcgen05", 64): ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+    ("tcgen05", 128): ((64, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+    ("tcgen05", 256): ((64, 32, 8, 1), (64, 32, 8, 2), (32, 32, 8, 2)),
+    ("tcgen05", 512): ((16, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 2)),
     ("nvidia", 64): ((128, 32, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3)),
     ("nvidia", 128): ((128, 16, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2)),
     ("nvidia", 256): ((32, 16, 8, 2), (64, 16, 4, 2), (32, 16, 8, 2)),
     ("nvidia", 512): ((16, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)),
     ("large", 128): ((128, 16, 8, 3), (128, 32, 8, 2), (64, 16, 8, 2)),
-    ("cdna", 64): ((128, 32, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1)),
-    ("cdna", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
-    ("cdna", 256): ((64, 16, 4, 1), (64, 16, 4, 1), (32, 32, 4, 1)),
-    ("cdna", 512): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
-    ("rdna", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1)),
-    ("rdna", 128): ((64, 32, 8, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
-    ("rdna", 256): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ("rdna", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("mfma", 64): ((128, 32, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1)),
+    ("mfma", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
+    ("mfma", 256): ((64, 16, 4, 1), (64, 16, 4, 1), (32, 32, 4, 1)),
+    ("mfma", 512): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    ("wmma", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1)),
+    ("wmma", 128): ((64, 32, 8, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
+    ("wmma", 256): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("wmma", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 # twice the bytes of 16-bit elements
 _DEFAULTS_TF32: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
-    ("sm90", 64): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
-    ("sm90", 128): ((64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 4, 2)),
-    ("sm90", 256): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    ("wgmma", 64): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    ("wgmma", 128): ((64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 4, 2)),
+    ("wgmma", 256): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
     ("nvidia", 64): ((64, 16, 4, 2), (64, 16, 4, 2), (64, 16, 4, 2)),
     ("nvidia", 128): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 4, 2)),
     ("nvidia", 256): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     ("nvidia", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ("cdna", 64): ((64, 16, 4, 1), (64, 16, 4, 1), (64, 16, 4, 1)),
-    ("cdna", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
-    ("cdna", 256): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
-    ("cdna", 512): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    ("mfma", 64): ((64, 16, 4, 1), (64, 16, 4, 1), (64, 16, 4, 1)),
+    ("mfma", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
+    ("mfma", 256): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    ("mfma", 512): ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
 # IEEE products come from the ordinary units, whose tiles hold more registers; what spills least on RDNA still spills
 _DEFAULTS_FP32: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
@@ -56,11 +56,11 @@ _DEFAULTS_FP32: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
     ("nvidia", 128): ((32, 32, 8, 2), (16, 16, 8, 2), (32, 32, 8, 2)),
     ("nvidia", 256): ((16, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 2)),
     ("nvidia", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ("cdna", 64): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
-    ("cdna", 128): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
-    ("cdna", 256): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ("cdna", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    **{("rdna", block): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)) for block in (64, 128, 256, 512)},
+    ("mfma", 64): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    ("mfma", 128): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    ("mfma", 256): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("mfma", 512): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    **{("wmma", block): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)) for block in (64, 128, 256, 512)},
 }
 
 
@@ -87,7 +87,7 @@ def default_fused(spec: Specialization, device: Device) -> Config:
 
 def seed_configs_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs of the fused family for a search to begin with, beside its default; some may be invalid."""
-    if device.arch != "sm90" or spec.dtype in ("fp32", "tf32") or is_heavy(spec):
+    if not device.has_wgmma or spec.dtype in ("fp32", "tf32") or is_heavy(spec):
         return ()
     default = default_fused(spec, device)
     tiles = _FAVOURITES_FUSED.get(_block(spec), ())
@@ -104,7 +104,7 @@ def _dq_knobs(tile: Tile) -> dict[str, KnobValue]:
 
 def _shared(spec: Specialization, device: Device, *tiles: Tile) -> dict[str, KnobValue]:
     # where the matrix unit reads shared memory; Triton pipelines only pointer loads for mma.sync
-    warpgroups = device.arch in ("sm90", "sm100") and all(tile[0] >= MIN_WARPGROUP_ROWS for tile in tiles)
+    warpgroups = device.has_warpgroup_mma and all(tile[0] >= MIN_WARPGROUP_ROWS for tile in tiles)
     descriptors = warpgroups and spec.aligned16 and spec.dtype != "fp32"
     return {
         "loads": "descriptor" if descriptors else "pointer",
@@ -116,7 +116,7 @@ def _shared(spec: Specialization, device: Device, *tiles: Tile) -> dict[str, Kno
 def _tiles(spec: Specialization, device: Device) -> tuple[Tile, Tile, Tile]:
     block = _block(spec)
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype, _DEFAULTS)
-    kinds = (_kind(device), "nvidia")
+    kinds = (table_kind(device), "nvidia")
     dkdv, dq, fused = next(table[kind, block] for kind in kinds if (kind, block) in table)
     if not is_heavy(spec):
         return dkdv, dq, fused
@@ -133,11 +133,3 @@ def _lighter(tile: Tile, device: Device) -> Tile:
     if device.is_nvidia and stages == 1:
         return tile  # shared memory set the length of its step
     return own, max(walk // 2, 16), warps, stages
-
-
-def _kind(device: Device) -> str:
-    if not device.is_nvidia:
-        return "cdna" if device.warp_size == 64 else "rdna"
-    if device.arch in ("sm90", "sm100"):
-        return device.arch
-    return "large" if device.smem_per_block >= LARGE_SMEM else "small"

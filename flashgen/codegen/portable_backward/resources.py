@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.codegen.common_portable import (
-    MAX_REGS_PER_THREAD,
     MIN_WARPGROUP_ROWS,
     OTHER_REGS,
     TENSOR_MEMORY_COLUMNS,
@@ -20,8 +19,6 @@ SPLIT_ID, FUSED_ID = "portable_backward_split", "portable_backward_fused"
 
 PREPARE_ELEMENTS = 8192
 """Of one tensor in a program that works on rows: 64 of each of its 128 threads, loaded 16 bytes at a time."""
-
-CDNA_REGS_PER_THREAD = 512
 
 VECTORS_BYTES = 2048
 """Of what has one value a row."""
@@ -131,7 +128,7 @@ def why_too_large(loop: Loop, device: Device) -> str | None:
     if needed > available:
         return f"a thread needs about {needed} registers and has {available}"
     columns = tensor_columns(loop)
-    if device.arch == "sm100" and columns > TENSOR_MEMORY_COLUMNS:
+    if device.has_tensor_memory and columns > TENSOR_MEMORY_COLUMNS:
         return f"it needs {columns} columns of tensor memory and there are {TENSOR_MEMORY_COLUMNS}"
     shared = smem_needed(loop, device)
     if shared > device.smem_per_block:
@@ -142,7 +139,7 @@ def why_too_large(loop: Loop, device: Device) -> str | None:
 def registers_needed(loop: Loop, device: Device) -> int:
     """A lower bound of the registers of a thread: p and dp, and the sums where tensor memory does not hold them."""
     words = loop.own * 2 * loop.walk
-    if not (device.arch == "sm100" and loop.own >= MIN_WARPGROUP_ROWS):
+    if not (device.has_tensor_memory and loop.own >= MIN_WARPGROUP_ROWS):
         words += loop.own * loop.acc
     return words // (loop.warps * device.warp_size) + OTHER_REGS
 
@@ -171,9 +168,9 @@ def smem_needed(loop: Loop, device: Device) -> int:
 def _is_warpgroup(loop: Loop, device: Device) -> bool:
     """Whether the matrix unit reads what a program owns from shared memory; it transposes no operand of 32 bits."""
     transposes = bool(loop.added) and loop.element_bytes == 4
-    return device.arch in ("sm90", "sm100") and loop.own >= MIN_WARPGROUP_ROWS and not transposes
+    return device.has_warpgroup_mma and loop.own >= MIN_WARPGROUP_ROWS and not transposes
 
 
 def _most_registers(device: Device) -> int:
     """Of one thread: CDNA has vector and accumulation registers."""
-    return CDNA_REGS_PER_THREAD if not device.is_nvidia and device.warp_size == 64 else MAX_REGS_PER_THREAD
+    return device.architecture.regs_per_thread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.codegen.common_portable import LARGE_SMEM, MIN_WARPGROUP_ROWS, is_heavy
+from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_kind
 from flashgen.codegen.head_parts import padded
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -14,14 +14,14 @@ FAMILY_ID = "portable_forward"
 
 # (kind of device, larger block_d): block_m, block_n, num_warps, num_stages for 16-bit elements; none spills
 _DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
-    ("sm90", 64): (128, 128, 4, 3),
-    ("sm90", 128): (128, 128, 8, 3),
-    ("sm90", 256): (128, 64, 8, 2),
-    ("sm90", 512): (64, 32, 8, 2),
-    ("sm100", 64): (128, 64, 4, 3),
-    ("sm100", 128): (128, 128, 8, 3),
-    ("sm100", 256): (128, 64, 8, 2),
-    ("sm100", 512): (64, 32, 8, 2),
+    ("wgmma", 64): (128, 128, 4, 3),
+    ("wgmma", 128): (128, 128, 8, 3),
+    ("wgmma", 256): (128, 64, 8, 2),
+    ("wgmma", 512): (64, 32, 8, 2),
+    ("tcgen05", 64): (128, 64, 4, 3),
+    ("tcgen05", 128): (128, 128, 8, 3),
+    ("tcgen05", 256): (128, 64, 8, 2),
+    ("tcgen05", 512): (64, 32, 8, 2),
     ("large", 64): (128, 64, 4, 3),
     ("large", 128): (128, 64, 8, 3),
     ("large", 256): (64, 16, 4, 2),
@@ -30,65 +30,65 @@ _DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("small", 128): (128, 32, 8, 3),
     ("small", 256): (64, 16, 4, 2),
     ("small", 512): (32, 32, 8, 2),
-    ("sm120", 64): (128, 64, 8, 3),
-    ("sm120", 128): (128, 32, 8, 3),
-    ("sm120", 256): (64, 16, 4, 2),
-    ("sm120", 512): (32, 32, 8, 2),
-    ("cdna", 64): (128, 64, 4, 1),
-    ("cdna", 128): (128, 32, 4, 1),
-    ("cdna", 256): (128, 32, 4, 1),
-    ("cdna", 512): (64, 16, 4, 1),
-    ("rdna", 64): (128, 32, 4, 1),
-    ("rdna", 128): (128, 32, 8, 1),
-    ("rdna", 256): (64, 16, 8, 1),
-    ("rdna", 512): (16, 16, 8, 1),
+    ("small_tma", 64): (128, 64, 8, 3),
+    ("small_tma", 128): (128, 32, 8, 3),
+    ("small_tma", 256): (64, 16, 4, 2),
+    ("small_tma", 512): (32, 32, 8, 2),
+    ("mfma", 64): (128, 64, 4, 1),
+    ("mfma", 128): (128, 32, 4, 1),
+    ("mfma", 256): (128, 32, 4, 1),
+    ("mfma", 512): (64, 16, 4, 1),
+    ("wmma", 64): (128, 32, 4, 1),
+    ("wmma", 128): (128, 32, 8, 1),
+    ("wmma", 256): (64, 16, 8, 1),
+    ("wmma", 512): (16, 16, 8, 1),
 }
 # the same with a window, ALiBi, a bias or a mask: positions, tiles of the bias and a second pass take registers too
 _DEFAULTS_HEAVY: dict[tuple[str, int], tuple[int, int, int, int]] = {
-    ("sm90", 64): (128, 64, 8, 3),
-    ("sm90", 128): (128, 64, 8, 3),
-    ("sm90", 256): (128, 32, 8, 2),
-    ("sm90", 512): (32, 32, 8, 2),
-    ("sm100", 64): (64, 64, 4, 3),
-    ("sm100", 128): (128, 64, 8, 3),
-    ("sm100", 256): (128, 32, 8, 2),
-    ("sm100", 512): (32, 16, 8, 2),
+    ("wgmma", 64): (128, 64, 8, 3),
+    ("wgmma", 128): (128, 64, 8, 3),
+    ("wgmma", 256): (128, 32, 8, 2),
+    ("wgmma", 512): (32, 32, 8, 2),
+    ("tcgen05", 64): (64, 64, 4, 3),
+    ("tcgen05", 128): (128, 64, 8, 3),
+    ("tcgen05", 256): (128, 32, 8, 2),
+    ("tcgen05", 512): (32, 16, 8, 2),
     ("nvidia", 64): (128, 64, 8, 2),
     ("nvidia", 128): (64, 32, 4, 2),
     ("nvidia", 256): (64, 16, 8, 2),
     ("nvidia", 512): (32, 16, 8, 2),
-    ("cdna", 64): (128, 32, 4, 1),
-    ("cdna", 128): (128, 32, 4, 1),
-    ("cdna", 256): (64, 16, 4, 1),
-    ("cdna", 512): (32, 16, 4, 1),
-    ("rdna", 64): (128, 32, 8, 1),
-    ("rdna", 128): (64, 32, 8, 1),
-    ("rdna", 256): (32, 16, 8, 1),
-    ("rdna", 512): (16, 16, 8, 1),
+    ("mfma", 64): (128, 32, 4, 1),
+    ("mfma", 128): (128, 32, 4, 1),
+    ("mfma", 256): (64, 16, 4, 1),
+    ("mfma", 512): (32, 16, 4, 1),
+    ("wmma", 64): (128, 32, 8, 1),
+    ("wmma", 128): (64, 32, 8, 1),
+    ("wmma", 256): (32, 16, 8, 1),
+    ("wmma", 512): (16, 16, 8, 1),
 }
 # a mask of keys and nothing else of that: most blocks run without it, as large as others
 _DEFAULTS_PADDED: dict[tuple[str, int], tuple[int, int, int, int]] = {
-    ("sm90", 64): (128, 64, 4, 3),
-    ("sm90", 128): (128, 128, 8, 3),
+    ("wgmma", 64): (128, 64, 4, 3),
+    ("wgmma", 128): (128, 128, 8, 3),
 }
 # twice the bytes of 16-bit elements, with and without features
 _DEFAULTS_TF32: dict[tuple[str, int], tuple[int, int, int, int]] = {
-    ("sm90", 64): (128, 64, 8, 2),
-    ("sm90", 128): (128, 32, 8, 2),
-    ("sm90", 256): (64, 16, 8, 2),
-    ("sm90", 512): (32, 16, 8, 2),
-    ("sm100", 64): (128, 64, 8, 2),
-    ("sm100", 128): (128, 32, 8, 2),
-    ("sm100", 256): (64, 16, 8, 2),
-    ("sm100", 512): (32, 16, 8, 2),
+    ("wgmma", 64): (128, 64, 8, 2),
+    ("wgmma", 128): (128, 32, 8, 2),
+    ("wgmma", 256): (64, 16, 8, 2),
+    ("wgmma", 512): (32, 16, 8, 2),
+    ("tcgen05", 64): (128, 64, 8, 2),
+    ("tcgen05", 128): (128, 32, 8, 2),
+    ("tcgen05", 256): (64, 16, 8, 2),
+    ("tcgen05", 512): (32, 16, 8, 2),
     ("nvidia", 64): (128, 32, 8, 2),
     ("nvidia", 128): (64, 16, 4, 2),
     ("nvidia", 256): (32, 16, 4, 2),
     ("nvidia", 512): (16, 16, 8, 1),
-    ("cdna", 64): (128, 32, 8, 1),
-    ("cdna", 128): (64, 16, 8, 1),
-    ("cdna", 256): (32, 16, 8, 1),
-    ("cdna", 512): (16, 16, 8, 1),
+    ("mfma", 64): (128, 32, 8, 1),
+    ("mfma", 128): (64, 16, 8, 1),
+    ("mfma", 256): (32, 16, 8, 1),
+    ("mfma", 512): (16, 16, 8, 1),
 }
 # IEEE products come from the ordinary units, whose tiles hold more registers; what spills least on RDNA still spills.
 _DEFAULTS_FP32: dict[tuple[str, int], tuple[int, int, int, int]] = {
@@ -99,14 +99,14 @@ _DEFAULTS_FP32: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("small", 64): (64, 32, 8, 2),
     ("small", 128): (16, 16, 4, 2),
     ("small", 256): (32, 16, 8, 2),
-    ("cdna", 64): (64, 32, 8, 1),
-    ("cdna", 128): (64, 32, 8, 1),
-    ("cdna", 256): (32, 16, 8, 1),
-    ("cdna", 512): (16, 16, 8, 1),
-    ("rdna", 64): (16, 16, 4, 1),
-    ("rdna", 128): (32, 16, 8, 1),
-    ("rdna", 256): (16, 16, 8, 1),
-    ("rdna", 512): (16, 16, 8, 1),
+    ("mfma", 64): (64, 32, 8, 1),
+    ("mfma", 128): (64, 32, 8, 1),
+    ("mfma", 256): (32, 16, 8, 1),
+    ("mfma", 512): (16, 16, 8, 1),
+    ("wmma", 64): (16, 16, 4, 1),
+    ("wmma", 128): (32, 16, 8, 1),
+    ("wmma", 256): (16, 16, 8, 1),
+    ("wmma", 512): (16, 16, 8, 1),
 }
 
 
@@ -131,7 +131,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
 
 def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
     block = max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
-    kind = _kind(device)
+    kind = table_kind(device)
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype)
     if table is None:
         table = _DEFAULTS_HEAVY if is_heavy(spec) else _DEFAULTS
@@ -140,15 +140,7 @@ def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
     return table[(kind, block) if (kind, block) in table else ("nvidia", block)]
 
 
-def _kind(device: Device) -> str:
-    if not device.is_nvidia:
-        return "cdna" if device.warp_size == 64 else "rdna"
-    if device.arch in ("sm90", "sm100", "sm120"):
-        return device.arch
-    return "large" if device.smem_per_block >= LARGE_SMEM else "small"
-
-
 def _prefers_descriptors(spec: Specialization, device: Device, block_m: int) -> bool:
     """Where the matrix unit reads shared memory; Triton pipelines only pointer loads for mma.sync."""
-    warpgroups = device.arch in ("sm90", "sm100") and block_m >= MIN_WARPGROUP_ROWS
+    warpgroups = device.has_warpgroup_mma and block_m >= MIN_WARPGROUP_ROWS
     return warpgroups and spec.aligned16 and spec.dtype != "fp32"

@@ -107,7 +107,7 @@ def _rows_per_warp(block_m: int, num_warps: int, device: Device, *, wide: bool) 
     """
     if device.is_nvidia and block_m < 16 * num_warps and num_warps > (8 if wide else 4):
         return f"{num_warps} warps of 16 rows are more than {block_m} rows"
-    if device.arch in ("sm90", "sm100") and block_m >= MIN_WARPGROUP_ROWS and num_warps < 4:
+    if device.has_warpgroup_mma and block_m >= MIN_WARPGROUP_ROWS and num_warps < 4:
         return "the matrix unit works for four warps together"
     return None
 

@@ -28,7 +28,7 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
     if needed > available:
         return f"a thread needs about {needed} registers and has {available}"
     columns = config.integer("block_m") // TENSOR_MEMORY_ROWS * _score_columns(spec, config)
-    if device.arch == "sm100" and columns > TENSOR_MEMORY_COLUMNS:
+    if device.has_tensor_memory and columns > TENSOR_MEMORY_COLUMNS:
         return f"it needs {columns} columns of tensor memory and there are {TENSOR_MEMORY_COLUMNS}"
     shared = smem_needed(spec, config, device)
     if shared > device.smem_per_block:
@@ -44,7 +44,7 @@ def registers_needed(spec: Specialization, config: Config, device: Device) -> in
     threads = config.integer("num_warps") * device.warp_size
     rows = config.integer("block_m")
     words = rows * _score_columns(spec, config)
-    if device.arch not in ("sm90", "sm100"):
+    if not device.has_warpgroup_mma:
         words += rows * padded(spec.head_dim, is_split(config)) * DTYPE_BYTES[spec.dtype] // 4
     return words // threads + OTHER_REGS
 
@@ -54,7 +54,7 @@ def smem_needed(spec: Specialization, config: Config, device: Device) -> int:
     size, split = DTYPE_BYTES[spec.dtype], is_split(config)
     step = config.integer("block_n") * (padded(spec.head_dim, split) + padded(spec.head_dim_v, split)) * size
     stages = config.integer("num_stages")
-    warpgroup = device.arch in ("sm90", "sm100") and config.integer("block_m") >= MIN_WARPGROUP_ROWS
+    warpgroup = device.has_warpgroup_mma and config.integer("block_m") >= MIN_WARPGROUP_ROWS
     query = config.integer("block_m") * padded(spec.head_dim, split) * size if warpgroup else 0
     if stages == 1 or not device.is_nvidia:
         return query + step // 2  # without a pipeline V takes the place of K
