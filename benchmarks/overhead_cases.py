@@ -24,9 +24,11 @@ from flashgen.core.device import Device
 from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
+from flashgen.launch.binding import Binding
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.gpu import current_device
-from flashgen.launch.plan import TritonPlan, make_plan
+from flashgen.launch.plan import make_plan
+from flashgen.launch.triton_plan import TritonForward
 from flashgen.measure import baselines
 
 SMALL = Workload(batch=1, nheads=8, seqlen_q=128, head_dim=128, causal=True)
@@ -208,7 +210,7 @@ def _launches(config: Config, device: Device) -> list[Case]:
     out = torch.empty_like(q)
     geometry, scale = Geometry.of(q, k, v, out), SMALL.head_dim**-0.5
     driver = make_plan(compiled, spec, config, geometry, 0)
-    portable = TritonPlan(compiled, spec, config, geometry, 0)
+    portable = TritonForward(Binding.of(compiled, spec, config, geometry), 0)
     jit: Any = getattr(load_module(compiled.source), f"{compiled.source.entry}_call")
 
     def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.backward_geometry import BackwardTensors
+from flashgen.launch.backward import BackwardTensors
 from flashgen.measure.backward_reference import exact_gradients
 from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs

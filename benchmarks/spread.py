@@ -26,9 +26,9 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
-from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
-from flashgen.launch.backward_plan import make_backward_plan
+from flashgen.launch.backward import BackwardTensors, backward_geometry
 from flashgen.launch.gpu import current_device
+from flashgen.launch.plan import make_backward_plan
 from flashgen.measure.backward_inputs import make_backward_inputs
 from flashgen.measure.backward_reference import exact_gradients
 from flashgen.measure.bench import INPUT_SEED
@@ -137,7 +137,7 @@ def launcher(config: Config, device: Device) -> Callable[[Workload, BackwardTens
     def bind(workload: Workload, tensors: BackwardTensors) -> Launch:
         spec = workload.specialization
         compiled = compile_kernel(spec, config, device)
-        return make_backward_plan(compiled, spec, config, BackwardGeometry.of(tensors), 0)
+        return make_backward_plan(compiled, spec, config, backward_geometry(tensors), 0)
 
     return bind
 

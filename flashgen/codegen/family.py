@@ -34,9 +34,9 @@ class Knob:
 class Parameter:
     """One run-time parameter of a kernel: its name from the launch vocabulary and its Triton type.
 
-    Names are bound in `flashgen.launch` (`geometry`, `features`, `backward_binding`). Types are as in a Triton
-    signature: `*bf16`, `i32`, `i64`, `fp32`, `tensordesc<bf16[1, 1, 128, 64]>`. `aligned16` tells the compiler that a
-    pointer is a multiple of 16 bytes.
+    The names are those of the table in `flashgen.launch.vocabulary`. Types are as in a Triton signature: `*bf16`,
+    `i32`, `i64`, `fp32`, `tensordesc<bf16[1, 1, 128, 64]>`. `aligned16` tells the compiler that a pointer is a multiple
+    of 16 bytes.
     """
 
     name: str

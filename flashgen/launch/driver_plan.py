@@ -1,220 +1,222 @@
-"""`DriverPlan`: a launch through the CUDA driver with all parameters prepared."""
+"""`DriverPlan`: the kernels of a config launched through the CUDA driver, with all parameters prepared.
+
+What differs from launch to launch (pointers, scale, query offset, features) is the same in all kernels, so it lies in
+one place that the parameter lists of all of them point to: a launch writes it once, however many kernels there are.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from flashgen.codegen.build import CompiledKernel
 from flashgen.codegen.family import Parameter
-from flashgen.core.config import Config
-from flashgen.core.errors import LaunchError
-from flashgen.core.features.values import Features
-from flashgen.core.workload import Specialization
-from flashgen.launch import driver, feature_arguments
+from flashgen.launch import driver
+from flashgen.launch.binding import Binding
 from flashgen.launch.counters import Counters
-from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
-from flashgen.launch.feature_writers import features_writer
-from flashgen.launch.geometry import Geometry, clamp_offset, scalars
-from flashgen.launch.parameter_buffer import ParameterBuffer, View
-from flashgen.launch.parameters import Layout, block_of, is_descriptor, subject_of
+from flashgen.launch.feature_writers import WriteFeatures, features_writer
+from flashgen.launch.parameter_buffer import C_TYPES, ParameterBuffer
+from flashgen.launch.parameters import SLOT_BYTES, Layout, is_descriptor
+from flashgen.launch.vocabulary import COUNTER
+
+PointTo = Callable[[int], None]
+"""Makes what is of a tensor point to its memory, or raises `LaunchError` and changes nothing."""
+
+PointToCounter = Callable[[int], torch.Tensor]
+"""Points a kernel to its counter on a stream and returns it, to be kept until the launch."""
+
+
+Call = tuple[int, int, int, None]
+"""Arguments of cuLaunchKernelEx: address of a configuration, handle of a kernel, address of an array of addresses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMaps:
+    """One descriptor, made once for all parameters that are equal to it.
+
+    Attributes:
+        subject: a tensor's id, or a piece of scratch memory.
+        maps: its CUtensorMaps.
+        places: the arrays of addresses that name it, and where.
+    """
+
+    subject: str
+    maps: driver.TensorMaps
+    places: list[tuple[Any, int]] = field(default_factory=list)
 
 
 class DriverPlan:
-    """Parameters of a launch in fixed places of memory; a launch writes what changed and calls the driver.
+    """Parameters of a config's kernels in fixed places of memory.
+
+    The first slots of the shared memory are the scratch memory, the call's tensors in the order of their direction, and
+    the pieces of scratch memory: a launch of many tensors writes all of them at once.
 
     Attributes:
-        launch: the plan as a function, see `flashgen.launch.plan.Launch`.
+        binding: the kernels, and what their parameters stand for.
+        device_index: torch's index of the GPU.
+        kernels: each kernel's parameters and launch configuration.
+        functions: the driver's handle of each kernel.
+        memory: what launches write.
+        slots: the values in it, by parameter.
+        maps: every different descriptor once.
     """
 
     def __init__(
-        self,
-        compiled: CompiledKernel,
-        spec: Specialization,
-        config: Config,
-        geometry: Geometry,
-        *,
-        function: int,
-        layout: Layout,
-        device_index: int,
+        self, binding: Binding, *, functions: Sequence[int], layouts: Sequence[Layout], device_index: int
     ) -> None:
         """Prepare everything but the pointers, in this thread's CUDA context (made that of the GPU if it had none).
 
         Args:
-            compiled: the kernel.
-            spec: what is compiled in.
-            config: its config.
-            geometry: shapes and strides of every later call.
-            function: the driver's handle of the loaded kernel.
-            layout: of the kernel's parameters.
+            binding: the kernels, and what their parameters stand for.
+            functions: the driver's handle of each loaded kernel.
+            layouts: of each kernel's parameters.
             device_index: torch's index of the GPU.
         """
-        self._geometry = geometry
-        self._scalars = scalars(geometry)
-        self._causal = spec.causal
-        self._device_index = device_index
-        self._function = function
+        self.binding = binding
+        self.device_index = device_index
+        self.functions = functions
         self._context = driver.use_context(device_index)
-        self._prepared = ParameterBuffer(
-            compiled.main,
-            layout,
-            programs=compiled.main.kernel.programs(compiled.device, geometry.sizes),
-            scalars=self._scalars,
-            view=self._view,
-        )
-        self._maps: dict[str, list[tuple[int, driver.TensorMaps]]] = {}  # by tensor: position of a parameter, its maps
-        for one in self._prepared.descriptors:
-            self._maps.setdefault(subject_of(one.parameter), []).append((one.position, one.maps()))
-        self._slots = self._bound_slots(layout)
-        self.launch = self._bind()
+        self.kernels = [
+            ParameterBuffer(part, layout, programs=programs, scalars=binding.scalars, view=binding.view)
+            for part, layout, programs in zip(binding.compiled.parts, layouts, binding.programs, strict=True)
+        ]
+        self._share(layouts)
+        self.maps = self._shared_maps()
 
-    def _view(self, parameter: Parameter) -> View:
-        return self._geometry.described(subject_of(parameter), len(block_of(parameter)))
+    def _share(self, layouts: Sequence[Layout]) -> None:
+        """Have the parameter lists of all kernels point to one place for everything that launches write."""
+        tensors = [tensor.pointer for tensor in self.binding.direction.tensors]
+        pieces = [piece.pointer for piece in self.binding.scratch.pieces.values()]
+        places = {name: number for number, name in enumerate([*tensors, *pieces], start=1)}
+        shared = list(self._shared(layouts))
+        for _, _, parameter in shared:
+            places.setdefault(parameter.name, 1 + len(places))
+        self.memory = ctypes.create_string_buffer(SLOT_BYTES * (1 + len(places)))
+        start = ctypes.addressof(self.memory)
+        self.slots: dict[str, Any] = {}
+        for kernel, layout, parameter in shared:
+            offset = SLOT_BYTES * places[parameter.name]
+            kernel.addresses[layout.positions[parameter.name]] = start + offset
+            kind = C_TYPES.get(parameter.type, ctypes.c_uint64)
+            self.slots[parameter.name] = kind.from_buffer(self.memory, offset)
 
-    def _bound_slots(self, layout: Layout) -> dict[str, Any]:
-        """The parameters that launches write, by name: those that a geometry does not fix."""
-        fixed = self._scalars.keys() - {"q_offset", "lse_rows"}
-        return {
-            parameter.name: self._prepared.slot(parameter)
-            for parameter in layout.parameters
-            if parameter.name not in fixed and not is_descriptor(parameter)
-        }
+    def _shared(self, layouts: Sequence[Layout]) -> Iterator[tuple[ParameterBuffer, Layout, Parameter]]:
+        for kernel, layout in zip(self.kernels, layouts, strict=True):
+            for parameter in layout.parameters:
+                is_own = is_descriptor(parameter) or parameter.name == COUNTER
+                if not is_own and not self.binding.is_fixed(parameter):
+                    yield kernel, layout, parameter
 
-    def _bind(self) -> Callable[..., None]:  # noqa: C901, PLR0915
-        """The launch as a function with all it uses in variables of its own: attribute look-ups cost a microsecond.
+    def _shared_maps(self) -> list[SharedMaps]:
+        found: dict[tuple[object, ...], SharedMaps] = {}
+        for kernel in self.kernels:
+            for one in kernel.descriptors:
+                subject = self.binding.subject(one.parameter)
+                key = (subject, one.view, one.box, one.swizzle, one.element)
+                entry = found.setdefault(key, SharedMaps(subject=subject, maps=one.maps()))
+                entry.places.append((kernel.addresses, one.position))
+        return list(found.values())
 
-        Only what differs from the last launch is written. The lock keeps two threads from mixing their parameters;
-        the driver copies them before it returns.
-        """
-        set_q, set_k, set_v, set_o = (self._setter(letter) for letter in "qkvo")
-        unused = ctypes.c_uint64(0)
-        lse_slot, rows_slot = self._slots["LSE"], self._slots["lse_rows"]
-        scale_slot = self._slots.get("softmax_scale_log2", ctypes.c_float(0))
-        offset_slot = self._slots.get("q_offset", self._slots.get("QOffset", unused))
-        counter_slot = self._slots.get("Counter")
-        counters = None if counter_slot is None else Counters(self._device_index)
-        describe = {
-            name.capitalize(): self._maps_setter(maps) for name, maps in self._maps.items() if name not in "qkvo"
-        }
-        write_features = features_writer(self._slots, self._scalars, causal=self._causal, describe=describe)
-        geometry, index, config, function = self._geometry, self._device_index, self._prepared.config, self._function
-        rows, default_offset = geometry.q_shape[2], self._scalars["q_offset"]
-        is_far = not feature_arguments.FAR_FEATURES.isdisjoint(self._slots)
-        default_scale = geometry.q_shape[3] ** -0.5
-        run, stream_of, current = (
-            driver.library().cuLaunchKernelEx,
-            torch._C._cuda_getCurrentRawStream,
-            torch._C._cuda_getDevice,
-        )
-        only_device, lock, plan = torch.cuda.device_count() == 1, threading.Lock(), self
-        config_address, parameters_address = ctypes.addressof(config), ctypes.addressof(self._prepared.addresses)
-        last_q = last_k = last_v = last_o = last_rows = 0
-        last_scale, last_stream, last_offset = 0.0, -1, default_offset
-        offset_slot.value = default_offset
+    @property
+    def configs(self) -> list[driver.LaunchConfig]:
+        """What the driver is told of each kernel beside its parameters."""
+        return [kernel.config for kernel in self.kernels]
 
-        def launch(  # noqa: C901, PLR0912 - one branch a parameter, and no call for what did not change
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            out: torch.Tensor,
-            lse: torch.Tensor | None = None,
-            softmax_scale: float | None = None,
-            q_offset: int | torch.Tensor | None = None,
-            features: Features | None = None,
-        ) -> None:
-            nonlocal last_q, last_k, last_v, last_o, last_rows, last_scale, last_stream, last_offset
-            if not only_device and current() != index:
-                with torch.cuda.device(index):
-                    return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
-            new_q, new_k, new_v, new_o = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-            scale = default_scale if softmax_scale is None else softmax_scale
-            if q_offset is None:
-                offset = default_offset
-            elif isinstance(q_offset, torch.Tensor):
-                offset = q_offset.data_ptr()
-            else:
-                offset = clamp_offset(q_offset, geometry, is_far=is_far)
-            try:
-                with lock:
-                    if new_q != last_q:
-                        set_q(new_q)
-                        last_q = new_q
-                    if new_k != last_k:
-                        set_k(new_k)
-                        last_k = new_k
-                    if new_v != last_v:
-                        set_v(new_v)
-                        last_v = new_v
-                    if new_o != last_o:
-                        set_o(new_o)
-                        last_o = new_o
-                    if scale != last_scale:
-                        scale_slot.value = scale * LOG2E
-                        last_scale = scale
-                    if offset != last_offset:
-                        offset_slot.value = last_offset = offset
-                    if lse is not None:
-                        lse_slot.value = lse.data_ptr()
-                        rows_slot.value = last_rows = rows
-                    elif last_rows:
-                        rows_slot.value = last_rows = 0
-                    if write_features is not None:
-                        write_features(features or NO_FEATURES, scale)
-                    stream = stream_of(index)
-                    if stream != last_stream:
-                        config.stream = last_stream = stream
-                    if counters is not None:
-                        counter = counters.of(stream)
-                        counter_slot.value = counter.data_ptr()  # type: ignore[union-attr]
-                    code = run(config_address, function, parameters_address, None)
-            except LaunchError:
-                if not plan._adopt():
-                    raise
-                return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
-            if code == 0:
-                return None
-            if not plan._adopt():
-                driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads")
-            return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
+    @property
+    def calls(self) -> list[Call]:
+        """What the driver is called with for each kernel."""
+        return [
+            (ctypes.addressof(kernel.config), function, ctypes.addressof(kernel.addresses), None)
+            for kernel, function in zip(self.kernels, self.functions, strict=True)
+        ]
 
-        return launch
+    def slot(self, name: str) -> Any:
+        """The value of a parameter that launches write; one that nobody reads where no kernel has the parameter."""
+        return self.slots.get(name, ctypes.c_uint64(0) if name[0].isupper() else ctypes.c_float(0))
 
-    def _adopt(self) -> bool:
+    def setter(self, subject: str, pointer: str) -> PointTo:
+        """What makes the descriptors of a tensor or a piece, and the parameter `pointer`, point to its memory."""
+        placed = [(maps, *place) for maps in self.maps if maps.subject == subject for place in maps.places]
+        describe = _maps_setter([(one.maps, addresses, position) for one, addresses, position in placed])
+        slot = self.slots.get(pointer)
+        if slot is None:
+            return describe or _nothing
+
+        def set_pointer(pointer: int) -> None:
+            slot.value = pointer
+
+        if describe is None:
+            return set_pointer
+        describe_first = describe
+
+        def set_both(pointer: int) -> None:
+            describe_first(pointer)
+            slot.value = pointer
+
+        return set_both
+
+    def features_writer(self) -> WriteFeatures | None:
+        """What writes the arguments of features; None where the kernels have none."""
+        subjects = {maps.subject for maps in self.maps} & {"bias", "mask"}
+        describe = {name.capitalize(): self.setter(name, "") for name in subjects}
+        causal = self.binding.spec.causal
+        return features_writer(self.slots, self.binding.scalars, causal=causal, describe=describe)
+
+    def counted(self) -> list[PointToCounter]:
+        """For each kernel with a counter, what points it to that of a stream."""
+
+        def pointing(counters: Counters, slot: Any) -> PointToCounter:
+            def point(stream: int) -> torch.Tensor:
+                counter = counters.of(stream)
+                slot.value = counter.data_ptr()
+                return counter
+
+            return point
+
+        own = [
+            (kernel, parameter)
+            for kernel, part in zip(self.kernels, self.binding.compiled.parts, strict=True)
+            for parameter in part.kernel.parameters
+            if parameter.name == COUNTER
+        ]
+        return [pointing(Counters(self.device_index), kernel.slot(parameter)) for kernel, parameter in own]
+
+    def adopt(self) -> bool:
         """Whether this thread had no CUDA context, and now has the plan's.
 
-        A new thread has none until something makes one current, and torch's allocator does not. (The launch above
-        names the plan for this call, which also keeps alive what its addresses point to.)
+        A new thread has none until something makes one current, and torch's allocator does not.
         """
         return driver.adopt_context(self._context)
 
-    def _setter(self, letter: str) -> Callable[[int], None]:
-        """What makes every parameter of a tensor point to it."""
-        describe = self._maps_setter(self._maps[letter]) if letter in self._maps else None
-        if describe is not None and letter.upper() not in self._slots:
-            return describe
-        slot = self._slots[letter.upper()]
+    def fail(self, number: int, code: int) -> None:
+        """Raise what the driver says to the launch of a kernel.
 
-        def set_pointer(pointer: int) -> None:
-            if describe is not None:
-                describe(pointer)
-            slot.value = pointer
+        Raises:
+            LaunchError: always; the message has the kernel and the driver's name and text for `code`.
+        """
+        entry, config = self.binding.compiled.parts[number].kernel.entry, self.kernels[number].config
+        driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads of {entry}")
 
-        return set_pointer
 
-    def _maps_setter(self, placed: list[tuple[int, driver.TensorMaps]]) -> Callable[[int], None]:
-        parameters, (position, maps) = self._prepared.addresses, placed[0]
-        known, at = maps.known.get, maps.at
+def _nothing(pointer: int) -> None:
+    """A tensor that no kernel has."""
 
-        def point_to(pointer: int) -> None:
-            parameters[position] = known(pointer) or at(pointer)
 
-        def point_all_to(pointer: int) -> None:
-            addresses = [each.at(pointer) for _, each in placed]  # all or, where one is refused, none
-            for (place, _), address in zip(placed, addresses, strict=True):
-                parameters[place] = address
+def _maps_setter(placed: list[tuple[driver.TensorMaps, Any, int]]) -> PointTo | None:
+    if not placed:
+        return None
+    maps, addresses, position = placed[0]
+    known, at = maps.known.get, maps.at
 
-        return point_to if len(placed) == 1 else point_all_to
+    def point_to(pointer: int) -> None:
+        addresses[position] = known(pointer) or at(pointer)
+
+    def point_all_to(pointer: int) -> None:
+        found = [each.at(pointer) for each, _, _ in placed]  # all or, where one is refused, none
+        for (_, places, place), address in zip(placed, found, strict=True):
+            places[place] = address
+
+    return point_to if len(placed) == 1 else point_all_to

@@ -1,17 +1,16 @@
 """From the `Features` of a call to the parameters of kernels, as the table of features declares them.
 
 Every parameter of a feature has one writer: `TENSORS` and `NUMBERS` are written by launches, `SIZES` by the geometry.
-`check_written` refuses a kernel with a parameter that nobody writes.
+A parameter that nobody writes is refused by `flashgen.launch.binding`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
 
-from flashgen.codegen.family import Parameter
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.scores import LOG2E
 from flashgen.core.features.table import FEATURES
@@ -72,26 +71,6 @@ def tensor_of(name: str) -> Callable[[Features], torch.Tensor]:
         return found
 
     return find
-
-
-def check_written(parameters: Iterable[Parameter], written: Set[str], entry: str) -> None:
-    """Refuse a kernel with a parameter that nobody writes: it would read what was left in that place.
-
-    Args:
-        parameters: of the kernel.
-        written: names that the plan writes itself, those of its geometry among them.
-        entry: the kernel's name.
-
-    Raises:
-        LaunchError: a parameter is neither among them nor one of the table of features.
-    """
-    for parameter in parameters:
-        name = parameter.name
-        if name not in written and name not in CALL_NUMBERS and not is_tensor(name):
-            raise LaunchError(
-                f"each parameter of a kernel is written by its launch, got {name} ({parameter.type}) of {entry}, which "
-                "neither the launch vocabulary nor a feature has"
-            )
 
 
 def _aux_number(name: str) -> int | None:

@@ -1,9 +1,8 @@
-"""Shapes and strides of one call, and the arguments of a kernel that follow from them."""
+"""Shapes and strides of the tensors of one call, of either direction, and the arguments of kernels that follow."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,8 +11,10 @@ from flashgen.core.errors import LaunchError
 from flashgen.core.features.positions import MAX_OFFSET
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES, Shape4, broadcast_strides
 from flashgen.core.features.values import BlockMask, Features
+from flashgen.launch.vocabulary import STRIDED
 
-__all__ = ["ALIGNMENT_BYTES", "Geometry", "Shape4", "aligned16", "clamp_offset", "legal_strides", "scalars"]
+View4 = tuple[Shape4, Shape4]
+"""Shape and strides (in elements) of a tensor in (batch, head, sequence, head_dim) order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,48 +40,53 @@ class BlockGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Shapes and strides (in elements) of a call's tensors, in (batch, head, sequence, head_dim) order.
+    """Shapes and strides of a call's tensors: whatever else its calls bring, a plan for them can be launched.
 
-    Of the features only what their tensors' sizes fix is here: the strides of bias and mask (0 where broadcast), the
-    stride of the slopes along the batch, the blocks of a block mask.
+    Attributes:
+        tensors: by their ids in the launch vocabulary: q, k, v and o, the gradients do, dq, dk and dv of a backward
+            pass, and the bias and the mask of the features. These two have size 1 and stride 0 where they broadcast.
+        alibi_batch_stride: stride of the slopes along the batch, 0 where they are shared.
+        blocks: the sizes of a block mask.
+        dbias_shape: of the gradient of a bias of kind "full".
     """
 
-    q_shape: Shape4
-    k_shape: Shape4
-    v_shape: Shape4
-    q_strides: Shape4
-    k_strides: Shape4
-    v_strides: Shape4
-    o_strides: Shape4
-    bias_strides: Shape4 | None = None
-    mask_strides: Shape4 | None = None
+    tensors: dict[str, View4] = field(hash=False)
     alibi_batch_stride: int = 0
     blocks: BlockGrid | None = None
+    dbias_shape: Shape4 | None = None
 
     @classmethod
     def of(
         cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, features: Features | None = None
     ) -> Geometry:
         """The geometry of four tensors in bhsd order, and of what comes beside them."""
-        named = (("q", q), ("k", k), ("v", v), ("o", out))
-        values: dict[str, Any] = {f"{name}_strides": tensor.stride() for name, tensor in named}
-        values |= {f"{name}_shape": tuple(tensor.shape) for name, tensor in named[:3]}
-        if features is not None:
-            slopes = features.alibi_slopes
-            values["bias_strides"] = None if features.bias is None else broadcast_strides(features.bias)
-            values["mask_strides"] = None if features.mask is None else broadcast_strides(features.mask)
-            values["alibi_batch_stride"] = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
-            values["blocks"] = None if features.block_mask is None else BlockGrid.of(features.block_mask)
-        return cls(**values)
+        tensors = {name: _view(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", out))}
+        if features is None:
+            return cls(tensors=tensors)
+        scores = (*q.shape[:3], k.shape[2])
+        for name, tensor in (("bias", features.bias), ("mask", features.mask)):
+            if tensor is not None:
+                tensors[name] = _broadcast_view(tensor, scores)
+        slopes, block_mask = features.alibi_slopes, features.block_mask
+        return cls(
+            tensors=tensors,
+            alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            blocks=None if block_mask is None else BlockGrid.of(block_mask),
+        )
 
     @property
-    def o_shape(self) -> Shape4:
-        """Shape of the output: that of q with v's head_dim."""
-        return (*self.q_shape[:3], self.v_shape[3])
+    def q_shape(self) -> Shape4:
+        """(batch, nheads, seqlen_q, head_dim)."""
+        return self.tensors["q"][0]
+
+    @property
+    def k_shape(self) -> Shape4:
+        """(batch, nheads_k, seqlen_k, head_dim)."""
+        return self.tensors["k"][0]
 
     @property
     def sizes(self) -> Sizes:
-        """What grids depend on."""
+        """What grids and scratch memory depend on."""
         batch, nheads, seqlen_q, _ = self.q_shape
         _, nheads_k, seqlen_k, _ = self.k_shape
         return Sizes(batch=batch, nheads=nheads, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
@@ -90,11 +96,16 @@ class Geometry:
         """Whether there is nothing to compute: no query row, or no key at all."""
         return 0 in self.q_shape or 0 in self.k_shape
 
-    def tensor(self, name: str) -> tuple[Shape4, Shape4]:
-        """Shape and strides of the tensor named q, k, v, o, bias or mask."""
-        if name in ("bias", "mask"):
-            return self._scores(name)
-        return getattr(self, f"{name}_shape"), getattr(self, f"{name}_strides")
+    def tensor(self, name: str) -> View4:
+        """Shape and strides of a tensor by its id.
+
+        Raises:
+            LaunchError: the call has none, which a kernel may ask of a bias or a mask.
+        """
+        found = self.tensors.get(name)
+        if found is None:
+            raise LaunchError(f"the kernel reads {name.capitalize()}, and the features of the call have none")
+        return found
 
     def described(self, name: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides of a tensor as a descriptor of some rank describes it.
@@ -110,25 +121,27 @@ class Geometry:
         grouped = (batch, nheads_k, group, *rest)
         return grouped, legal_strides(grouped, (stride_b, group * inner[0], *inner))
 
-    def _scores(self, name: str) -> tuple[Shape4, Shape4]:
-        """Those of a bias or a mask of its own, in which every axis but the keys has size 1 where it is broadcast.
 
-        Raises:
-            LaunchError: the call has none.
-        """
-        strides = getattr(self, f"{name}_strides")
-        if strides is None:
-            raise LaunchError(f"the kernel reads {name.capitalize()}, and the features of the call have none")
-        scores = (*self.q_shape[:3], self.k_shape[2])
-        batch, nheads, rows = (size if stride else 1 for size, stride in zip(scores[:3], strides, strict=False))
-        return (batch, nheads, rows, scores[3]), strides
+def _view(tensor: torch.Tensor) -> View4:
+    return tuple(tensor.shape), tensor.stride()  # type: ignore[return-value]
+
+
+def _broadcast_view(tensor: torch.Tensor, scores: Shape4) -> View4:
+    """That of a bias or a mask, in which every axis but the keys has size 1 where it is broadcast."""
+    strides = broadcast_strides(tensor)
+    batch, nheads, rows = (size if stride else 1 for size, stride in zip(scores[:3], strides, strict=False))
+    return (batch, nheads, rows, scores[3]), strides
 
 
 def aligned16(geometry: Geometry, pointers: int, element_bytes: int) -> bool:
-    """Whether every pointer (or-ed together in `pointers`) and every stride in use is a multiple of 16 bytes."""
+    """Whether every pointer (or-ed together in `pointers`) and every stride in use is a multiple of 16 bytes.
+
+    That is of all tensors but bias and mask; elements have `element_bytes` bytes.
+    """
     if pointers % ALIGNMENT_BYTES:
         return False
-    return all(has_aligned_strides(*geometry.tensor(letter), element_bytes) for letter in "qkvo")
+    strided = (view for name, view in geometry.tensors.items() if name in STRIDED)
+    return all(has_aligned_strides(*view, element_bytes) for view in strided)
 
 
 def has_aligned_strides(shape: Shape4, strides: Shape4, element_bytes: int) -> bool:
@@ -138,41 +151,54 @@ def has_aligned_strides(shape: Shape4, strides: Shape4, element_bytes: int) -> b
 
 
 def scalars(geometry: Geometry) -> dict[str, int]:
-    """The integer arguments of the launch vocabulary that a geometry fixes."""
-    batch, nheads, seqlen_q, _ = geometry.q_shape
-    _, nheads_k, seqlen_k, _ = geometry.k_shape
-    blocks = geometry.blocks or BlockGrid()
+    """The integer arguments of the launch vocabulary that a geometry fixes, and `q_offset` by default."""
+    sizes, blocks = geometry.sizes, geometry.blocks or BlockGrid()
     found = {
-        "batch": batch,
-        "nheads": nheads,
-        "group_size": nheads // nheads_k,
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
-        "q_offset": seqlen_k - seqlen_q,
-        "lse_rows": 0,
+        "batch": sizes.batch,
+        "nheads": sizes.nheads,
+        "group_size": sizes.nheads // sizes.nheads_k,
+        "seqlen_q": sizes.seqlen_q,
+        "seqlen_k": sizes.seqlen_k,
+        "q_offset": sizes.seqlen_k - sizes.seqlen_q,
         "stride_alibi_b": geometry.alibi_batch_stride,
         "num_q_blocks": blocks.query_blocks,
         "num_k_blocks": blocks.key_blocks,
         "stride_block_b": blocks.stride_b,
         "stride_block_h": blocks.stride_h,
     }
-    for letter in "qkvo":
-        for axis, stride in zip("bhs", geometry.tensor(letter)[1], strict=False):
-            found[f"stride_{letter}{axis}"] = stride
-    for name, strides in (("bias", geometry.bias_strides), ("mask", geometry.mask_strides)):
-        for axis, stride in zip("bhqk", strides or (0, 0, 0, 0), strict=True):
-            found[f"stride_{name}_{axis}"] = stride
-    return found
+    for name in ("bias", "mask"):
+        _, strides = geometry.tensors.get(name, ((), (0, 0, 0, 0)))
+        found |= {f"stride_{name}_{axis}": stride for axis, stride in zip("bhqk", strides, strict=True)}
+    for name, (_, strides) in geometry.tensors.items():
+        if name in STRIDED:
+            found |= {f"stride_{name}{axis}": stride for axis, stride in zip("bhs", strides, strict=False)}
+    return found | _dbias_scalars(geometry) if "dq" in geometry.tensors else found
+
+
+def _dbias_scalars(geometry: Geometry) -> dict[str, int]:
+    """Of the gradient of a bias; of kind "keys" it has a row for every head, where there is a gradient at all."""
+    if geometry.dbias_shape is None:
+        batch, heads, keys = geometry.sizes.batch, geometry.sizes.nheads, geometry.sizes.seqlen_k
+        steps = (heads * keys, keys, 0)
+    else:
+        batch, heads, rows, keys = geometry.dbias_shape
+        steps = (heads * rows * keys if batch > 1 else 0, rows * keys if heads > 1 else 0, keys if rows > 1 else 0)
+    strides = dict(zip(("stride_dbias_b", "stride_dbias_h", "stride_dbias_q"), steps, strict=True))
+    return strides | {"bias_batch": batch, "bias_heads": heads}
 
 
 def clamp_offset(q_offset: int, geometry: Geometry, *, is_far: bool = False) -> int:
-    """A query offset as 32 bits: with a causal mask alone, nothing changes beyond the lengths.
+    """A query offset as 32 bits."""
+    low, high = offset_range(geometry, is_far=is_far)
+    return max(low, min(q_offset, high))
+
+
+def offset_range(geometry: Geometry, *, is_far: bool) -> tuple[int, int]:
+    """The query offsets beyond which nothing changes: with a causal mask alone, the lengths.
 
     `is_far` is for kernels with a window or ALiBi, whose scores go on changing.
     """
-    if is_far:
-        return max(-MAX_OFFSET, min(q_offset, MAX_OFFSET))
-    return max(-geometry.q_shape[2], min(q_offset, geometry.k_shape[2]))
+    return (-MAX_OFFSET, MAX_OFFSET) if is_far else (-geometry.q_shape[2], geometry.k_shape[2])
 
 
 def legal_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -70,11 +70,6 @@ def is_descriptor(parameter: Parameter) -> bool:
     return parameter.type.startswith("tensordesc")
 
 
-def subject_of(parameter: Parameter) -> str:
-    """The tensor that a descriptor is of: `k` of `k_desc`, and of `k1_desc`, the second part of a head."""
-    return parameter.name.removesuffix("_desc").removesuffix("1")
-
-
 def element_of(parameter: Parameter) -> str:
     """The element type of a tensor descriptor: `bf16` of `tensordesc<bf16[1, 1, 128, 64]>`."""
     return parameter.type.split("<", 1)[1].split("[")[0]

@@ -1,8 +1,10 @@
-"""Plans: a compiled kernel bound to one set of shapes and strides, ready to be launched on any pointers.
+"""Plans: the kernels of a config bound to one set of shapes and strides, ready to be launched on any pointers.
 
-Two kinds do the same thing. `DriverPlan` prepares the parameters of a launch once and calls the CUDA driver;
-`TritonPlan` calls Triton's `CompiledKernel[grid]` and serves wherever the parameter layout is not the known one
-(another Triton, AMD). Tests hold them equal.
+Two kinds do the same thing. `DriverPlan` prepares the parameters of all kernels once and calls the CUDA driver;
+`TritonPlan` calls Triton's `CompiledKernel[grid]` and serves wherever the parameter layout of a kernel is not the known
+one (another Triton, AMD). Tests hold them equal. Both run the kernels in order on the current stream and hand all of
+them one piece of scratch memory, if their family asks for any, which a call takes from torch's allocator: inside a CUDA
+graph it belongs to the graph, on another stream to that stream.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ from typing import Any, Protocol
 import torch
 
 from flashgen.codegen.build import CompiledKernel, CompiledPart
-from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
-from flashgen.launch import driver, feature_arguments
-from flashgen.launch.counters import Counters
+from flashgen.launch import driver
+from flashgen.launch.backward import BackwardTensors
+from flashgen.launch.binding import Binding
+from flashgen.launch.driver_launch import launcher
 from flashgen.launch.driver_plan import DriverPlan
-from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
-from flashgen.launch.geometry import Geometry, clamp_offset, scalars
-from flashgen.launch.parameters import Layout, block_of, is_descriptor, subject_of, trailing_pointers
+from flashgen.launch.geometry import Geometry
+from flashgen.launch.parameters import Layout, trailing_pointers
+from flashgen.launch.triton_plan import TritonBackward, TritonForward
 
 _UNUSUAL = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
 """What the plan through the driver does not do, by its name in Triton's metadata."""
@@ -54,30 +57,73 @@ class Launch(Protocol):
         """
 
 
+class BackwardLaunch(Protocol):
+    """A backward pass that is ready but for pointers, scale, query offset and what the features hold."""
+
+    def __call__(
+        self,
+        tensors: BackwardTensors,
+        softmax_scale: float | None = None,
+        q_offset: int | torch.Tensor | None = None,
+        features: Features | None = None,
+        with_neg_delta: bool = True,
+    ) -> torch.Tensor:
+        """Launch on the current stream of the plan's device; dq, dk, dv and dbias are completely overwritten.
+
+        The tensors have the shapes and strides that the plan was made for (in any view: only their memory is used).
+        `softmax_scale` None means head_dim ** -0.5, and `q_offset` None seqlen_k - seqlen_q: both, and `features`, are
+        those of the forward pass.
+
+        Returns:
+            neg_delta, fp32 (batch, nheads, seqlen_q): dlse minus the row sums of dout * out. It is a view of the
+            scratch memory of this call and keeps all of that alive. With `with_neg_delta` False it may be the memory as
+            it is, which saves the time of making a view that nobody asked for.
+
+        Raises:
+            LaunchError: the driver refuses, or a kernel needs what the call does not have.
+        """
+
+
 def make_plan(
     compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
 ) -> Launch:
-    """Bind a compiled kernel to a geometry on a GPU of this process.
+    """Bind the kernels of a forward config to a geometry on a GPU of this process.
 
     Raises:
-        LaunchError: the driver refuses the binary or a tensor descriptor.
+        LaunchError: a kernel has a parameter that no launch writes, or the driver refuses a binary or a tensor
+            descriptor.
     """
+    launch: Launch = _planned(compiled, spec, config, geometry, device_index)
+    return launch
+
+
+def make_backward_plan(
+    compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
+) -> BackwardLaunch:
+    """Bind the kernels of a backward config to a geometry on a GPU of this process.
+
+    Raises:
+        LaunchError: as `make_plan`; or the family leaves no `neg_delta`, or the gradient of the bias has an impossible
+            shape.
+    """
+    launch: BackwardLaunch = _planned(compiled, spec, config, geometry, device_index)
+    return launch
+
+
+def _planned(
+    compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
+) -> Any:
+    empty, through_triton = _KINDS[spec.direction]
     if geometry.is_empty:
-        return EmptyPlan()
-    layout = known_layout(compiled.main)
+        return empty()
+    binding = Binding.of(compiled, spec, config, geometry)
+    layouts = [known_layout(part) for part in compiled.parts]
+    known = [layout for layout in layouts if layout is not None]
     with torch.cuda.device(device_index):
-        if layout is None:
-            return TritonPlan(compiled, spec, config, geometry, device_index)
-        plan = DriverPlan(
-            compiled,
-            spec,
-            config,
-            geometry,
-            function=load(compiled, device_index),
-            layout=layout,
-            device_index=device_index,
-        )
-        return plan.launch
+        if len(known) < len(layouts):
+            return through_triton(binding, device_index)
+        functions = [load_part(part, device_index) for part in compiled.parts]
+        return launcher(DriverPlan(binding, functions=functions, layouts=known, device_index=device_index))
 
 
 def known_layout(part: CompiledPart) -> Layout | None:
@@ -154,63 +200,26 @@ class EmptyPlan:
             lse.copy_(features.sinks.view(1, -1, 1).expand_as(lse))
 
 
-class TritonPlan:
-    """A launch through Triton's `CompiledKernel[grid]`."""
-
-    def __init__(
-        self, compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
-    ) -> None:
-        kernel = compiled.main.kernel
-        programs = kernel.programs(compiled.device, geometry.sizes)
-        self._runner = compiled.handle[(programs, 1, 1)]
-        self._parameters = kernel.parameters
-        self._names = {parameter.name for parameter in self._parameters}
-        self._geometry = geometry
-        self._scalars = scalars(geometry)
-        self._causal = spec.causal
-        self._device_index = device_index
-        self._counters = Counters(device_index) if "Counter" in self._names else None
+class EmptyBackwardPlan:
+    """Nothing to launch: no query sees a key, so nothing flows anywhere."""
 
     def __call__(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None = None,
+        tensors: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: int | torch.Tensor | None = None,
         features: Features | None = None,
-    ) -> None:
-        """See `Launch`."""
-        known: dict[str, Any] = dict(self._scalars)
-        if isinstance(q_offset, int):
-            is_far = not feature_arguments.FAR_FEATURES.isdisjoint(self._names)
-            known["q_offset"] = clamp_offset(q_offset, self._geometry, is_far=is_far)
-        scale = self._geometry.q_shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        known |= {"QOffset": q_offset, "softmax_scale_log2": scale * LOG2E, "LSE": lse}
-        known["lse_rows"] = self._geometry.q_shape[2] if lse is not None else 0
-        known |= feature_arguments.arguments(
-            self._names, features or NO_FEATURES, scale, self._scalars, causal=self._causal
-        )
-        tensors = {"q": q, "k": k, "v": v, "o": out}
-        with torch.cuda.device(self._device_index):
-            if self._counters is not None:
-                known["Counter"] = self._counters.of(torch._C._cuda_getCurrentRawStream(self._device_index))
-            self._runner(*(self._argument(parameter, tensors, known) for parameter in self._parameters))
+        with_neg_delta: bool = True,
+    ) -> torch.Tensor:
+        """Fill the gradients with 0; `out` is 0, so neg_delta is `dlse`, or zeros."""
+        for gradient in (tensors.dq, tensors.dk, tensors.dv, tensors.dbias):
+            if gradient is not None:
+                gradient.zero_()
+        return torch.zeros_like(tensors.lse) if tensors.dlse is None else tensors.dlse
 
-    def _argument(self, parameter: Parameter, tensors: dict[str, torch.Tensor], known: dict[str, Any]) -> Any:
-        if parameter.name in known:
-            return known[parameter.name]
-        if not is_descriptor(parameter):
-            return tensors[parameter.name[0].lower()]
-        # a launch reads no more than this of a descriptor, of Triton's or of Gluon's class
-        from triton.tools.tensor_descriptor import TensorDescriptor
 
-        name = subject_of(parameter)
-        shape, strides = self._geometry.described(name, len(block_of(parameter)))
-        tensor = tensors[name] if name in tensors else known[name.capitalize()]
-        return TensorDescriptor(tensor, list(shape), list(strides), list(block_of(parameter)))
+_KINDS = {"forward": (EmptyPlan, TritonForward), "backward": (EmptyBackwardPlan, TritonBackward)}
+"""By direction: what computes without a kernel where there is no query or no key, and what launches through Triton."""
 
 
 def check_capture(device_index: int, action: str) -> None:

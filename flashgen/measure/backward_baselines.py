@@ -21,7 +21,7 @@ import torch
 
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.backward_geometry import BackwardTensors
+from flashgen.launch.backward import BackwardTensors
 from flashgen.measure.backward_verification_case import BackwardVerificationCase
 from flashgen.measure.baselines import SAME_FUNCTION, BaselineCall, features_without_mask, why_not_masked
 

@@ -9,7 +9,7 @@ import torch
 from flashgen.core.features.score_tensors import Shape4
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
-from flashgen.launch.backward_geometry import BackwardTensors
+from flashgen.launch.backward import BackwardTensors
 from flashgen.launch.dtypes import TORCH_DTYPES
 from flashgen.measure.feature_inputs import FeatureForm
 from flashgen.measure.inputs import LAYOUTS, Arena, make_inputs

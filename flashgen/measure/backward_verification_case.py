@@ -10,8 +10,8 @@ import torch
 from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.backward_plan import BackwardLaunch
+from flashgen.launch.backward import BackwardTensors
+from flashgen.launch.plan import BackwardLaunch
 from flashgen.measure.backward_inputs import BackwardInputs, make_backward_inputs, written
 from flashgen.measure.backward_verify import BackwardOracle, backward_oracle_of, check_backward
 from flashgen.measure.odd_shapes import (

@@ -32,7 +32,7 @@ import torch
 
 from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
-from flashgen.launch.backward_geometry import BackwardTensors
+from flashgen.launch.backward import BackwardTensors
 from flashgen.measure.backward_inputs import dbias_shape, written
 from flashgen.measure.backward_reference import exact_gradients, rounded_gradients
 from flashgen.measure.score_rule import ScoreRule

@@ -19,10 +19,9 @@ from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.backward_geometry import BackwardGeometry
-from flashgen.launch.backward_plan import make_backward_plan
+from flashgen.launch.backward import backward_geometry
 from flashgen.launch.geometry import Geometry
-from flashgen.launch.plan import make_plan
+from flashgen.launch.plan import make_backward_plan, make_plan
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure.backward_verification_case import BackwardFactory
 from flashgen.measure.directions import DIRECTIONS, VerificationCase
@@ -105,7 +104,7 @@ def _forward_factory(compiled: CompiledKernel, spec: Specialization, config: Con
 
 def _backward_factory(compiled: CompiledKernel, spec: Specialization, config: Config, index: int) -> BackwardFactory:
     return lambda tensors, features: make_backward_plan(
-        compiled, spec, config, BackwardGeometry.of(tensors, features), index
+        compiled, spec, config, backward_geometry(tensors, features), index
     )
 
 

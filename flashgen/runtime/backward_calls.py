@@ -11,7 +11,8 @@ from flashgen.core.errors import WorkloadError
 from flashgen.core.features.score_tensors import aligned_scores, broadcast_kind
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors, backward_aligned16
+from flashgen.launch.backward import BackwardTensors, backward_geometry
+from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.calls import MAX_ROW_STRIDE, Call, CheckedCall
 from flashgen.runtime.feature_rules import FLOATS
 from flashgen.runtime.gradients import META, BiasRule, bias_rule, empty_bias_gradient, empty_gradient
@@ -56,7 +57,7 @@ class CheckedBackwardCall:
     call: BackwardCall
     workload: Workload
     spec: Specialization
-    geometry: BackwardGeometry
+    geometry: Geometry
     copies_dout: bool
     bias_rule: BiasRule
     copies_bias: bool
@@ -120,7 +121,7 @@ class _Laid:
     What is yet to be allocated, which torch does at multiples of 512 bytes, is on the meta device.
     """
 
-    geometry: BackwardGeometry
+    geometry: Geometry
     aligned16: bool
 
     @classmethod
@@ -144,11 +145,11 @@ class _Laid:
             dv=dv,
             dbias=None if bias is None else empty_bias_gradient(bias, rule, (*q.shape[:2], k.shape[2]), META),
         )
-        geometry = BackwardGeometry.of(tensors, features)
+        geometry = backward_geometry(tensors, features)
         pointers = 0
         for tensor in laid:
             pointers |= tensor.data_ptr()
-        return cls(geometry=geometry, aligned16=backward_aligned16(geometry, pointers, forward.q.element_size()))
+        return cls(geometry=geometry, aligned16=aligned16(geometry, pointers, forward.q.element_size()))
 
 
 def _bias(call: BackwardCall, forward: CheckedCall) -> tuple[BiasRule, Features | None, bool]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.core.features.values import Features
-from flashgen.launch.backward_geometry import BackwardTensors
+from flashgen.launch.backward import BackwardTensors
 from flashgen.runtime.gradients import META, bias_gradient, empty_bias_gradient, empty_gradient, sink_gradient
 from flashgen.runtime.runs import Offset
 
 if TYPE_CHECKING:
-    from flashgen.launch.backward_plan import BackwardLaunch
+    from flashgen.launch.plan import BackwardLaunch
     from flashgen.runtime.backward_calls import CheckedBackwardCall
 
 Tensor = torch.Tensor

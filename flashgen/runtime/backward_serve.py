@@ -28,7 +28,7 @@ def prepare_backward(call: BackwardCall, *, sink_grad: bool) -> BackwardRun:
         LaunchError: a kernel would have to be built while a CUDA graph is captured.
         BuildError: a compile is needed and the settings forbid it, or it failed.
     """
-    from flashgen.launch.backward_plan import make_backward_plan
+    from flashgen.launch.plan import make_backward_plan
     from flashgen.runtime.backward_runs import backward_run
     from flashgen.runtime.dispatch import resolve
 

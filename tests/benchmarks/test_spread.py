@@ -16,7 +16,7 @@ from benchmarks.results import SPREAD_COLUMNS, read_rows
 from benchmarks.spread import compared, grid, jobs_of, measured
 from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
-from flashgen.launch.backward_geometry import BackwardTensors
+from flashgen.launch.backward import BackwardTensors
 from tests.benchmarks.rows import SHARED
 
 CPU = torch.device("cpu")

@@ -17,7 +17,9 @@ from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
 from flashgen.core.settings import settings
 from flashgen.launch import plan as plan_module
+from flashgen.launch.binding import Binding
 from flashgen.launch.geometry import Geometry
+from flashgen.launch.triton_plan import TritonForward
 from flashgen.measure.verify import check, oracle_of
 from flashgen.runtime import serve
 
@@ -204,8 +206,8 @@ def test_both_kinds_of_plan_give_the_same_bits(loads: str) -> None:
         geometry = Geometry.of(q, k, v, torch.empty_like(q), features)
         compiled = compile_kernel(spec, config, device)
         fast = plan_module.make_plan(compiled, spec, config, geometry, 0)
-        slow = plan_module.TritonPlan(compiled, spec, config, geometry, 0)
-        assert not isinstance(fast, plan_module.TritonPlan), "the parameter layout of this Triton is unknown"
+        slow = TritonForward(Binding.of(compiled, spec, config, geometry), 0)
+        assert not isinstance(fast, TritonForward), "the parameter layout of this Triton is unknown"
         offset = torch.tensor([5, -3], device="cuda", dtype=torch.int32) if spec.offset_tensor else None
         results = []
         for launch in (fast, slow):

@@ -12,10 +12,11 @@ from flashgen.codegen.build import CompiledKernel, compile_kernel
 from flashgen.codegen.families import FAMILIES, family, invalid, unsupported
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.workload import Specialization
-from flashgen.launch.backward_binding import BackwardBinding
-from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
-from flashgen.launch.backward_plan import BackwardLaunch, TritonBackwardPlan, make_backward_plan
+from flashgen.launch.backward import BackwardTensors, backward_geometry
+from flashgen.launch.binding import Binding
 from flashgen.launch.gpu import current_device
+from flashgen.launch.plan import BackwardLaunch, make_backward_plan
+from flashgen.launch.triton_plan import TritonBackward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,10 +90,10 @@ def expected_gradients(given: BackwardTensors, *, causal: bool) -> list[torch.Te
 def plans(key: str, family_id: str, given: BackwardTensors) -> tuple[BackwardLaunch, BackwardLaunch]:
     """The same kernels through the driver and through Triton."""
     spec, config, compiled = compiled_for(key, family_id)
-    geometry = BackwardGeometry.of(given)
+    geometry = backward_geometry(given)
     launch = make_backward_plan(compiled, spec, config, geometry, 0)
-    assert not isinstance(launch, TritonBackwardPlan)
-    return launch, TritonBackwardPlan(BackwardBinding.of(compiled, spec, config, geometry), 0)
+    assert not isinstance(launch, TritonBackward)
+    return launch, TritonBackward(Binding.of(compiled, spec, config, geometry), 0)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -143,7 +144,7 @@ def test_every_order_of_a_step_gives_the_gradients(key: str, changes: dict[str, 
     for shape in (SHAPE, (1, 3, 3, 60, 130), (5, 16, 8, 700, 900)):
         given = random_tensors(shape, spec.head_dim)
         expected = expected_gradients(given, causal=spec.causal)
-        launch = make_backward_plan(compiled, spec, config, BackwardGeometry.of(given), 0)
+        launch = make_backward_plan(compiled, spec, config, backward_geometry(given), 0)
         for _ in range(3):
             launch(given)
             for name, mine, wanted in zip(GRADIENTS, gradients(given), expected, strict=True):

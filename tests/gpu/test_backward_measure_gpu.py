@@ -14,9 +14,9 @@ from flashgen.codegen.families import applicable, default_config
 from flashgen.core.features.values import Features
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
-from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.backward_plan import BackwardLaunch
+from flashgen.launch.backward import BackwardTensors
 from flashgen.launch.gpu import current_device
+from flashgen.launch.plan import BackwardLaunch
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure import gpu
 from flashgen.measure.backward_baselines import prepared

@@ -14,8 +14,8 @@ from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
-from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.backward_plan import BackwardLaunch
+from flashgen.launch.backward import BackwardTensors
+from flashgen.launch.plan import BackwardLaunch
 from flashgen.measure.backward_inputs import written
 from flashgen.measure.backward_verification_case import backward_odd_problem
 from flashgen.measure.odd_shapes import odd_shapes

@@ -8,8 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flashgen.launch import driver, plan
-from tests.launch.fake_driver import FakeDriver
+from flashgen.launch import driver, plan, scratch
+from tests.fakes.driver import FakeDriver
+from tests.fakes.imagined import imagined_family
+
+
+@pytest.fixture(autouse=True)
+def imagined_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "family", imagined_family)
 
 
 class Streams:

@@ -13,25 +13,22 @@ from flashgen.core.errors import LaunchError
 from flashgen.core.features.positions import MAX_OFFSET
 from flashgen.core.features.values import Features
 from flashgen.launch import counters
-from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
-from tests.launch.backward_rows import (
-    DESCRIPTORS,
-    NAMES,
-    POINTERS,
+from flashgen.launch.backward import FIELDS, BackwardTensors, backward_geometry
+from tests.fakes.driver import FakeDriver
+from tests.fakes.imagined import (
+    BACKWARD_DESCRIPTORS,
+    BACKWARD_POINTERS,
     ROWS,
-    BothBackward,
-    ImaginedBackward,
+    Both,
+    Imagined,
     backward_tensors,
-    kernels,
     pointers,
-    replaced,
 )
 from tests.launch.conftest import Streams
-from tests.launch.fake_driver import FakeDriver
 
 LOG2E = math.log2(math.e)
 SIZES = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k")
-STRIDES = tuple(f"stride_{name}{axis}: i64" for name in NAMES for axis in "bhs")
+STRIDES = tuple(f"stride_{name}{axis}: i64" for name in FIELDS for axis in "bhs")
 DBIAS = (
     "DBias: *bf16",
     *(f"stride_dbias_{axis}: i64" for axis in "bhq"),
@@ -41,22 +38,22 @@ DBIAS = (
 
 
 @pytest.fixture
-def both(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BothBackward]:
+def both(cuda: FakeDriver) -> Callable[..., Both]:
     def make(
         *named: tuple[str, ...],
         key: str = "bwd-bf16-d64",
         given: BackwardTensors | None = None,
         features: Features | None = None,
-    ) -> BothBackward:
-        kernel = ImaginedBackward(monkeypatch, kernels(*named), key)
-        return BothBackward(kernel, cuda, BackwardGeometry.of(given or backward_tensors(key), features))
+    ) -> Both:
+        kernel = Imagined(*named, key=key)
+        return Both(kernel, cuda, backward_geometry(given or backward_tensors(key), features))
 
     return make
 
 
-@pytest.mark.parametrize("named", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("named", [BACKWARD_POINTERS, BACKWARD_DESCRIPTORS], ids=["pointers", "descriptors"])
 def test_every_kernel_is_given_the_tensors_of_the_call(
-    named: tuple[tuple[str, ...], ...], both: Callable[..., BothBackward]
+    named: tuple[tuple[str, ...], ...], both: Callable[..., Both]
 ) -> None:
     launch = both(*named)
     for given in (backward_tensors(), backward_tensors(dlse=True), backward_tensors()):
@@ -70,22 +67,22 @@ def test_every_kernel_is_given_the_tensors_of_the_call(
             assert values.get("LSE", given.lse.data_ptr()) == given.lse.data_ptr()
             assert values.get("NegDelta", 0) == 0, "at the start of the scratch memory"
             assert values.get("DqAcc", 2 * 6 * ROWS * 4) == 2 * 6 * ROWS * 4
-        assert seen == set(NAMES)
+        assert seen == set(FIELDS)
         if "DLSE" in found[0]:
             expected = (0, 0) if given.dlse is None else (given.dlse.data_ptr(), 200)
             assert (found[0]["DLSE"], found[0]["dlse_rows"]) == expected
 
 
-def test_sizes_and_strides_are_those_of_the_geometry(both: Callable[..., BothBackward]) -> None:
+def test_sizes_and_strides_are_those_of_the_geometry(both: Callable[..., Both]) -> None:
     given = backward_tensors(bshd=True)
     named = (tuple(f"{name}: i32" for name in SIZES), STRIDES, ("NegDelta: *fp32",))
     sizes, strides, _ = both(*named, given=given)(given)
     assert sizes == dict(zip(SIZES, (2, 6, 2, 200, 333), strict=True))
-    for name, field in NAMES.items():
+    for name, field in FIELDS.items():
         assert tuple(strides[f"stride_{name}{axis}"] for axis in "bhs") == getattr(given, field).stride()[:3]
 
 
-def test_scale_offset_and_features_reach_every_kernel(both: Callable[..., BothBackward]) -> None:
+def test_scale_offset_and_features_reach_every_kernel(both: Callable[..., Both]) -> None:
     scores = (
         *("softmax_scale: fp32", "softmax_scale_log2: fp32", "softcap_rate: fp32", "softcap_scale_log2: fp32"),
         *("q_offset: i32", "window_left: i32", "window_right: i32"),
@@ -124,13 +121,13 @@ def test_scale_offset_and_features_reach_every_kernel(both: Callable[..., BothBa
         launch.plans[0](backward_tensors(), None, None, Features(softcap=30.0))
 
 
-def test_without_a_window_or_slopes_an_offset_is_clamped_to_the_lengths(both: Callable[..., BothBackward]) -> None:
+def test_without_a_window_or_slopes_an_offset_is_clamped_to_the_lengths(both: Callable[..., Both]) -> None:
     launch = both(("q_offset: i32",), ("q_offset: i32", "NegDelta: *fp32"))
     offsets = [launch(backward_tensors(), None, offset)[1]["q_offset"] for offset in (1 << 40, -(1 << 40), None, 7)]
     assert offsets == [333, -200, 133, 7]
 
 
-def test_query_offsets_may_be_a_tensor(both: Callable[..., BothBackward]) -> None:
+def test_query_offsets_may_be_a_tensor(both: Callable[..., Both]) -> None:
     given, ones = backward_tensors(), [torch.zeros(2, dtype=torch.int32) for _ in range(2)]
     launch = both(("NegDelta: *fp32",), ("QOffset: *i32",), key="bwd-bf16-d64-causal-offset")
     for one in (*ones, ones[0]):
@@ -145,9 +142,9 @@ def test_query_offsets_may_be_a_tensor(both: Callable[..., BothBackward]) -> Non
             plan(given, None, ones[0])
 
 
-def test_the_gradient_of_a_bias_is_written_where_the_call_wants_it(both: Callable[..., BothBackward]) -> None:
+def test_the_gradient_of_a_bias_is_written_where_the_call_wants_it(both: Callable[..., Both]) -> None:
     key = "bwd-bf16-d64-bias-dbias"
-    given = [replaced(backward_tensors(key), dbias=torch.empty(1, 6, 200, 333, dtype=torch.bfloat16)) for _ in "ab"]
+    given = [backward_tensors(key)._replace(dbias=torch.empty(1, 6, 200, 333, dtype=torch.bfloat16)) for _ in "ab"]
     launch = both(("NegDelta: *fp32",), DBIAS, key=key, given=given[0])
     for one in given:
         values = launch(one)[1]
@@ -162,11 +159,9 @@ def test_the_gradient_of_a_bias_is_written_where_the_call_wants_it(both: Callabl
 
 
 @pytest.mark.parametrize("shape", [None, (2, 6, 333), (2, 3, 200, 333), (1, 1, 200, 1), (2, 6, 100, 333)], ids=str)
-def test_a_full_bias_has_a_gradient_of_its_own_shape(
-    shape: tuple[int, ...] | None, both: Callable[..., BothBackward]
-) -> None:
+def test_a_full_bias_has_a_gradient_of_its_own_shape(shape: tuple[int, ...] | None, both: Callable[..., Both]) -> None:
     key = "bwd-bf16-d64-bias-dbias"
-    given = replaced(backward_tensors(key), dbias=None if shape is None else torch.empty(shape))
+    given = backward_tensors(key)._replace(dbias=None if shape is None else torch.empty(shape))
     four = shape if shape and len(shape) == 4 else None
     with pytest.raises(LaunchError) as caught:
         both(("NegDelta: *fp32",), DBIAS, key=key, given=given)
@@ -174,27 +169,27 @@ def test_a_full_bias_has_a_gradient_of_its_own_shape(
     both(("NegDelta: *fp32",), DBIAS, key="bwd-bf16-d64-keybias-dbias", given=backward_tensors())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_head_in_two_parts_has_two_descriptors_of_one_tensor(name: str, both: Callable[..., BothBackward]) -> None:
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_head_in_two_parts_has_two_descriptors_of_one_tensor(name: str, both: Callable[..., Both]) -> None:
     """Each is of the whole tensor: a kernel names the columns, so neither shape nor pointer is another."""
     two = (f"{name}_desc: tensordesc<bf16[1, 1, 64, 64]>", f"{name}1_desc: tensordesc<bf16[1, 1, 64, 32],Layout(a=1)>")
     given = [backward_tensors("bwd-bf16-d96", bshd=bshd) for bshd in (True, True)]
     launch = both(("NegDelta: *fp32",), two, key="bwd-bf16-d96", given=given[0])
     for one in given:
         values = launch(one)[1]
-        tensor = getattr(one, NAMES[name])
+        tensor = getattr(one, FIELDS[name])
         for key in (f"{name}_desc", f"{name}1_desc"):
             assert values[key] == tensor.data_ptr()
             assert values[f"{key}.shape"] == tuple(tensor.shape)
             assert values[f"{key}.strides"] == tensor.stride()
         boxes = [values[f"{name}{part}_desc.encoded"].box for part in ("", "1")]
         assert boxes == [(64, 64, 1, 1), (64, 65, 1, 1)], "as Triton's metadata has them"
-    descriptors = [launch.kernel.seen[-1][2][key] for key in (f"{name}_desc", f"{name}1_desc")]
+    descriptors = [launch.kernel.seen[-1].arguments[key] for key in (f"{name}_desc", f"{name}1_desc")]
     assert [one.block_shape for one in descriptors] == [[1, 1, 64, 64], [1, 1, 64, 32]]
 
 
-def test_scratch_memory_is_described_whatever_its_rank_and_type(both: Callable[..., BothBackward]) -> None:
-    _, values, _ = both(*DESCRIPTORS)(backward_tensors())
+def test_scratch_memory_is_described_whatever_its_rank_and_type(both: Callable[..., Both]) -> None:
+    _, values, _ = both(*BACKWARD_DESCRIPTORS)(backward_tensors())
     rows = 2 * 6 * ROWS + 1
     assert (values["dq_acc_desc.shape"], values["dq_acc_desc.strides"]) == ((rows, 64), (64, 1))
     assert (values["neg_delta_desc.shape"], values["neg_delta_desc.strides"]) == ((2, 6, ROWS), (6 * ROWS, ROWS, 1))
@@ -209,7 +204,7 @@ def test_scratch_memory_is_described_whatever_its_rank_and_type(both: Callable[.
 
 
 def test_each_persistent_kernel_has_a_counter_of_its_own_on_each_stream(
-    both: Callable[..., BothBackward], streams: Streams, monkeypatch: pytest.MonkeyPatch
+    both: Callable[..., Both], streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counters, "_FREE", {})
     monkeypatch.setattr(counters, "zeros", lambda index, count: torch.zeros(count, dtype=torch.int32))
@@ -219,33 +214,9 @@ def test_each_persistent_kernel_has_a_counter_of_its_own_on_each_stream(
         for plan in launch.plans:
             plan(backward_tensors())
         read = [one.values["Counter"] for one in launch.cuda.launches[-3:] if "Counter" in one.values]
-        given = [one["Counter"].data_ptr() for _, _, one in launch.kernel.seen[-3:] if "Counter" in one]
+        seen_last = [one.arguments for one in launch.kernel.seen[-3:]]
+        given = [one["Counter"].data_ptr() for one in seen_last if "Counter" in one]
         assert [one.stream for one in launch.cuda.launches[-3:]] == [streams.current] * 3
         seen.append(read + given)
     assert seen[0] == seen[2]
     assert len(set(seen[0] + seen[1])) == 8
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lse_rows: i32",
-        "Out: *bf16",
-        "window: i32",
-        "DqPart: *fp32",
-        "delta_desc: tensordesc<fp32[64]>",
-        "dq_acc_desc: tensordesc<fp32[1, 1, 64]>",
-        "q_desc: tensordesc<bf16[64, 64]>",
-        "q: tensordesc<bf16[1, 1, 64, 64]>",
-    ],
-)
-def test_a_parameter_that_no_launch_knows_is_refused(name: str, both: Callable[..., BothBackward]) -> None:
-    with pytest.raises(LaunchError) as caught:
-        both(("NegDelta: *fp32",), ("LSE: *fp32", name))
-    said, kind = name.split(": ")
-    assert f"(neg_delta, dq_acc, half_rows), got {said} ({kind}) of imagined_main" in str(caught.value)
-
-
-def test_a_parameter_has_one_type_in_all_kernels(both: Callable[..., BothBackward]) -> None:
-    with pytest.raises(LaunchError, match="got softmax_scale as fp32 and as i64 in imagined_main"):
-        both(("softmax_scale: fp32",), ("softmax_scale: i64",))

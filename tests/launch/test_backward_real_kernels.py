@@ -17,12 +17,12 @@ from flashgen.core.features.positions import MAX_OFFSET
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch import counters
-from flashgen.launch.backward_geometry import BackwardGeometry, BackwardTensors
-from flashgen.launch.backward_plan import TritonBackwardPlan, make_backward_plan
+from flashgen.launch.backward import FIELDS, BackwardTensors, backward_geometry
 from flashgen.launch.parameters import ptx_sizes, slot_sizes
-from flashgen.launch.plan import known_layout
-from tests.launch.backward_rows import NAMES, backward_tensors, calls_of, replaced
-from tests.launch.fake_driver import FakeDriver
+from flashgen.launch.plan import known_layout, make_backward_plan
+from flashgen.launch.triton_plan import TritonPlan
+from tests.fakes.driver import FakeDriver
+from tests.fakes.imagined import backward_tensors, calls_of
 
 FEATURES = "causal-softcap-alibi-bias-mask-window-bias_fp32-dbias"
 SMALL: dict[str, KnobValue] = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
@@ -70,13 +70,13 @@ def call_of(spec: Specialization) -> tuple[BackwardTensors, Features]:
         bias=torch.zeros(2, 1, 200, 336)[..., :333],
         mask=torch.ones(1, 6, 200, 336, dtype=torch.bool)[..., :333],
     )
-    return replaced(given, dbias=torch.empty(2, 1, 200, 333)), features
+    return given._replace(dbias=torch.empty(2, 1, 200, 333)), features
 
 
 def expected_arguments(given: BackwardTensors, features: Features) -> dict[str, Any]:
     """The whole launch vocabulary but scratch memory, for these tensors and a scale of 0.25."""
     found: dict[str, Any] = {"batch": 2, "nheads": 6, "group_size": 2, "seqlen_q": 200, "seqlen_k": 333}
-    for name, field in NAMES.items():
+    for name, field in FIELDS.items():
         tensor = getattr(given, field)
         found |= {
             name.upper(): tensor.data_ptr(),
@@ -118,10 +118,10 @@ def test_the_layout_is_that_of_the_compiled_kernels(family_id: str) -> None:
 def test_every_parameter_of_every_kernel_has_the_value_of_the_call(family_id: str, cuda: FakeDriver) -> None:
     spec, config, compiled = compiled_case(family_id)
     given, features = call_of(spec)
-    geometry = BackwardGeometry.of(given, features)
+    geometry = backward_geometry(given, features)
     cuda.named = {part.kernel.entry: part.kernel.parameters for part in compiled.parts}
     launch = make_backward_plan(compiled, spec, config, geometry, 0)
-    assert not isinstance(launch, TritonBackwardPlan)
+    assert not isinstance(launch, TritonPlan)
     neg_delta = launch(given, 0.25, None, features)
     (call,) = calls_of(cuda, len(compiled.parts))
     expected, start = expected_arguments(given, features), neg_delta.data_ptr()

@@ -10,10 +10,10 @@ import torch
 from flashgen.launch import counters
 from flashgen.launch.counters import Counters
 from flashgen.launch.geometry import Geometry
+from tests.fakes.driver import FakeDriver
+from tests.fakes.imagined import LSE, POINTERS, Imagined
 from tests.launch.conftest import Streams
-from tests.launch.fake_driver import FakeDriver
 from tests.launch.kernels import tensors
-from tests.launch.rows import Imagined, parameters
 
 
 class Graphs:
@@ -103,8 +103,7 @@ def test_a_plan_made_under_capture_leaves_the_gpu_alone(graphs: Graphs) -> None:
 
 
 def test_a_launch_gets_the_counter_of_its_stream(graphs: Graphs, cuda: FakeDriver, streams: Streams) -> None:
-    named = ("Q: *bf16", "K: *bf16", "V: *bf16", "O: *bf16", "Counter: *i32")
-    kernel = Imagined(parameters(*named), "fwd-bf16-d64")
+    kernel = Imagined((*POINTERS, *LSE, "Counter: *i32"))
     four = tensors(kernel.spec)
     launch, triton = kernel.through_the_driver(cuda, Geometry.of(*four)), kernel.through_triton(Geometry.of(*four))
     seen = []
@@ -113,6 +112,6 @@ def test_a_launch_gets_the_counter_of_its_stream(graphs: Graphs, cuda: FakeDrive
         graphs.capture(capture)
         launch(*four)
         triton(*four)
-        seen += [cuda.launches[-1].values["Counter"], kernel.seen[-1]["Counter"].data_ptr()]
+        seen += [cuda.launches[-1].values["Counter"], kernel.seen[-1].arguments["Counter"].data_ptr()]
     assert seen[:2] == seen[4:6] == seen[-2:]
     assert len(set(seen)) == 8

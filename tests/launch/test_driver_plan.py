@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from flashgen.codegen.families import family
-from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
 from flashgen.launch import driver
-from flashgen.launch import plan as plan_module
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import Launch, make_plan
+from flashgen.launch.triton_plan import TritonPlan
+from tests.fakes.driver import FakeDriver
 from tests.launch.conftest import Streams
-from tests.launch.fake_driver import INVALID_CONTEXT, FakeDriver
 from tests.launch.kernels import KERNELS, kernel, tensors
 
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -29,7 +26,7 @@ def planned(name: str, cuda: FakeDriver, four: Four) -> tuple[Specialization, La
     spec, config, compiled = kernel(name)
     cuda.parameters = family(config.family).parameters(spec, config)
     launch = make_plan(compiled, spec, config, Geometry.of(*four), 0)
-    assert not isinstance(launch, plan_module.TritonPlan)
+    assert not isinstance(launch, TritonPlan)
     return spec, launch
 
 
@@ -73,7 +70,7 @@ def test_descriptors_describe_the_tensors(name: str, bshd: bool, cuda: FakeDrive
     spec, config, _ = kernel(name)
     four = tensors(spec, bshd=bshd)
     _, launch = planned(name, cuda, four)
-    launch(*four)
+    launch(*four, q_offset=torch.zeros(2, dtype=torch.int32) if spec.offset_tensor else None)
     values = cuda.launches[0].values
     rows = {"q": "block_m", "k": "block_n", "v": "block_n", "o": "block_m"}
     for letter, tensor in zip("qkvo", four, strict=True):
@@ -167,33 +164,6 @@ def test_dimensions_of_size_one_get_strides_that_a_descriptor_takes(cuda: FakeDr
     assert cuda.launches[0].values["q_desc.encoded"].byte_strides == (128, 32, 32)
 
 
-def test_a_plan_keeps_what_its_addresses_point_to(cuda: FakeDriver) -> None:
-    """Only the function is kept by the memo; the parameters must live as long as it does."""
-    spec, _, _ = kernel("descriptors")
-    four = tensors(spec)
-    launches = [planned("descriptors", cuda, four)[1] for _ in range(3)]
-    gc.collect()
-    for launch in launches:
-        launch(*four)
-    assert len({str(done.values) for done in cuda.launches}) == 1
-    assert pointers(cuda.launches[0].values, descriptors=True) == [tensor.data_ptr() for tensor in four]
-
-
-def test_a_new_thread_gets_the_context_of_the_plan(cuda: FakeDriver) -> None:
-    for name in ("descriptors", "pointers"):
-        spec, _, _ = kernel(name)
-        four = tensors(spec)
-        cuda.context = 0x7700
-        _, launch = planned(name, cuda, four)
-        launch(*four)
-        cuda.context, cuda.needs_context = 0, True
-        other = tensors(spec)
-        launch(*other)
-        assert cuda.context == 0x7700
-        got = pointers(cuda.launches[-1].values, descriptors=name == "descriptors")
-        assert got == [tensor.data_ptr() for tensor in other]
-
-
 @pytest.mark.parametrize("name", ["descriptors", "pointers"])
 def test_a_plan_made_on_a_thread_without_a_context_takes_the_one_of_torch(name: str, cuda: FakeDriver) -> None:
     """A thread whose first use of the GPU is this call; twice, because the second finds the kernel loaded."""
@@ -209,70 +179,3 @@ def test_a_plan_made_on_a_thread_without_a_context_takes_the_one_of_torch(name: 
         assert cuda.context == cuda.primary
     assert len(cuda.loaded) == 1
     assert len(cuda.launches) == 2
-
-
-def test_a_context_of_the_caller_is_left_alone(cuda: FakeDriver) -> None:
-    cuda.context = 0x9900
-    spec, _, _ = kernel("pointers")
-    four = tensors(spec)
-    _, launch = planned("pointers", cuda, four)
-    launch(*four)
-    assert cuda.context == 0x9900
-    cuda.code = INVALID_CONTEXT
-    with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_CONTEXT"):
-        launch(*four)
-    assert cuda.context == 0x9900
-
-
-def test_errors_carry_the_text_of_the_driver(cuda: FakeDriver) -> None:
-    spec, _, _ = kernel("descriptors")
-    four = tensors(spec)
-    _, launch = planned("descriptors", cuda, four)
-    cuda.code = 700
-    with pytest.raises(LaunchError, match=r"launch 24 blocks of 128 threads: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal"):
-        launch(*four)
-    cuda.code = 12345
-    with pytest.raises(LaunchError, match=r"\? \(12345\)"):
-        launch(*four)
-
-
-def test_a_refused_descriptor_is_an_error_and_later_calls_are_right(cuda: FakeDriver) -> None:
-    spec, _, _ = kernel("descriptors")
-    good, bad = tensors(spec), tensors(spec)
-    _, launch = planned("descriptors", cuda, good)
-    cuda.refused = {good[1].data_ptr(), bad[2].data_ptr()}
-    with pytest.raises(LaunchError, match=r"describe a bf16 tensor of shape \(2, 3, 333, 64\).*INVALID_VALUE"):
-        launch(*good)
-    cuda.refused = {bad[2].data_ptr()}
-    launch(*good)
-    with pytest.raises(LaunchError, match=rf"describe a tensor at {bad[2].data_ptr():#x}: CUDA_ERROR_INVALID_VALUE"):
-        launch(*bad)
-    launch(*good)
-    assert [pointers(done.values, descriptors=True) for done in cuda.launches] == [
-        [tensor.data_ptr() for tensor in good]
-    ] * 2
-
-
-def test_another_current_device_is_changed_for_the_launch_and_back(
-    cuda: FakeDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    spec, _, _ = kernel("pointers")
-    four = tensors(spec)
-    _, launch = planned("pointers", cuda, four)
-    devices = []
-    monkeypatch.setattr(cuda, "cuLaunchKernelEx", _recording(cuda, lambda: devices.append(streams.device)))
-    _, launch = planned("pointers", cuda, four)
-    streams.device = 1
-    launch(*four)
-    assert (devices, streams.device) == ([0], 1)
-
-
-def _recording(cuda: FakeDriver, note: Callable[[], None]) -> Callable[..., int]:
-    original = cuda.cuLaunchKernelEx
-
-    def launch(*arguments: object) -> int:
-        note()
-        return original(*arguments)  # type: ignore[arg-type]
-
-    return launch

@@ -14,10 +14,10 @@ from flashgen.core.errors import LaunchError
 from flashgen.core.features.positions import MAX_OFFSET, clamp_window
 from flashgen.core.features.values import BlockMask, Features
 from flashgen.launch.geometry import Geometry
-from flashgen.launch.plan import EmptyPlan, Launch
-from tests.launch.fake_driver import FakeDriver
+from flashgen.launch.plan import EmptyPlan
+from tests.fakes.driver import FakeDriver
+from tests.fakes.imagined import DESCRIPTORS, LSE, POINTERS, Both, Imagined
 from tests.launch.kernels import tensors
-from tests.launch.rows import Imagined, parameters
 
 SHAPE = (2, 6, 3, 200, 333)
 LOG2E = math.log2(math.e)
@@ -26,32 +26,19 @@ STRIDES = [f"stride_{name}_{axis}: i64" for name in ("bias", "mask") for axis in
 BLOCKS = [f"{name}: *i32" for name in ("PartialCounts", "PartialIndices", "FullCounts", "FullIndices")]
 
 
-class Both:
-    """One kernel, launched both ways; the arguments of either, with addresses for tensors."""
+class Launched(Both):
+    """One forward kernel, launched both ways."""
 
-    def __init__(self, kernel: Imagined, cuda: FakeDriver, geometry: Geometry) -> None:
-        self.kernel, self.cuda = kernel, cuda
-        self.plans: tuple[Launch, Launch] = (
-            kernel.through_the_driver(cuda, geometry),
-            kernel.through_triton(geometry),
-        )
-
-    def __call__(self, *arguments: Any) -> dict[str, Any]:
-        for plan in self.plans:
-            plan(*arguments)
-        given = self.kernel.seen[-1]
-        values = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-        values = {name: value or 0 for name, value in values.items()}
-        read = self.cuda.launches[-1].values
-        assert {name: read[name] for name in values} == pytest.approx(values, rel=1e-6)
+    def __call__(self, *arguments: Any) -> dict[str, Any]:  # type: ignore[override]
+        (values,) = super().__call__(*arguments)
         return values
 
 
 @pytest.fixture
-def both(cuda: FakeDriver) -> Callable[..., Both]:
-    def make(*named: str, key: str = "fwd-bf16-d64", features: Features | None = None) -> Both:
-        kernel = Imagined(parameters(*named, "Q: *bf16", "K: *bf16", "V: *bf16", "O: *bf16"), key)
-        return Both(kernel, cuda, Geometry.of(*tensors(kernel.spec, SHAPE), features))
+def both(cuda: FakeDriver) -> Callable[..., Launched]:
+    def make(*named: str, key: str = "fwd-bf16-d64", features: Features | None = None) -> Launched:
+        kernel = Imagined((*named, *POINTERS, *LSE), key=key)
+        return Launched(kernel, cuda, Geometry.of(*tensors(kernel.spec, SHAPE), features))
 
     return make
 
@@ -62,7 +49,7 @@ def four() -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_window_may_change_at_every_call(causal: bool, both: Callable[..., Both]) -> None:
+def test_a_window_may_change_at_every_call(causal: bool, both: Callable[..., Launched]) -> None:
     launch = both("window_left: i32", "window_right: i32", key="fwd-bf16-d64" + "-causal" * causal + "-window")
     given = four()
     cases: list[tuple[tuple[int | None, int | None], tuple[int, int]]] = [
@@ -85,7 +72,7 @@ def test_clamped_windows_and_offsets_keep_every_sum_within_32_bits() -> None:
     assert left >= MAX_OFFSET + length, "unlimited stays unlimited under the largest offset"
 
 
-def test_only_with_a_window_or_slopes_does_an_offset_beyond_the_lengths_matter(both: Callable[..., Both]) -> None:
+def test_only_with_a_window_or_slopes_does_an_offset_beyond_the_lengths_matter(both: Callable[..., Launched]) -> None:
     given, slopes = four(), torch.ones(6)
     for named, features, expected in (
         (["q_offset: i32"], None, (333, -200)),
@@ -98,7 +85,7 @@ def test_only_with_a_window_or_slopes_does_an_offset_beyond_the_lengths_matter(b
         assert launch(*given, None, None, 400, features)["q_offset"] == (400 if features else 333)
 
 
-def test_softcap_factors_follow_the_cap_and_the_scale(both: Callable[..., Both]) -> None:
+def test_softcap_factors_follow_the_cap_and_the_scale(both: Callable[..., Launched]) -> None:
     launch = both("softcap_rate: fp32", "softcap_scale_log2: fp32")
     given = four()
     for cap, scale in ((30.0, None), (30.0, 0.5), (50.0, 0.5), (50.0, None), (30.0, None)):
@@ -111,7 +98,7 @@ def test_softcap_factors_follow_the_cap_and_the_scale(both: Callable[..., Both])
         launch(*given)
 
 
-def test_tensors_of_features_are_found_by_name(both: Callable[..., Both]) -> None:
+def test_tensors_of_features_are_found_by_name(both: Callable[..., Launched]) -> None:
     bias = torch.empty(2, 1, 200, 333)
     mask = torch.empty(1, 6, 1, 333, dtype=torch.bool)
     slopes, sinks, aux = torch.empty(2, 6), torch.empty(6), (torch.empty(3), torch.empty(4))
@@ -130,7 +117,7 @@ def test_tensors_of_features_are_found_by_name(both: Callable[..., Both]) -> Non
 
 
 @pytest.mark.parametrize("name", ["AlibiSlopes", "Sinks", "Bias", "Mask", "Aux0", "Aux11", "FullCounts"])
-def test_a_tensor_that_the_kernel_needs_and_the_call_lacks_is_named(name: str, both: Callable[..., Both]) -> None:
+def test_a_tensor_that_the_kernel_needs_and_the_call_lacks_is_named(name: str, both: Callable[..., Launched]) -> None:
     launch = both(f"{name}: *fp32")
     for features in (None, Features(window=(1, 1))):
         for plan in launch.plans:
@@ -143,7 +130,7 @@ def test_a_tensor_that_the_kernel_needs_and_the_call_lacks_is_named(name: str, b
     ("sizes", "strides"), [((1, 1), (0, 0)), ((2, 1), (2, 0)), ((1, 6), (0, 2)), ((2, 6), (12, 2))]
 )
 def test_a_block_mask_is_walked_in_rows_of_query_blocks(
-    sizes: tuple[int, int], strides: tuple[int, int], both: Callable[..., Both]
+    sizes: tuple[int, int], strides: tuple[int, int], both: Callable[..., Launched]
 ) -> None:
     counts = [torch.empty(*sizes, 2, dtype=torch.int32) for _ in range(2)]
     indices = [torch.empty(*sizes, 2, 3, dtype=torch.int32) for _ in range(2)]
@@ -164,7 +151,7 @@ def test_a_block_mask_is_walked_in_rows_of_query_blocks(
     assert found == [t.data_ptr() for t in (counts[0], indices[0], counts[1], indices[1])]
 
 
-def test_a_kernel_without_features_takes_any_features(both: Callable[..., Both]) -> None:
+def test_a_kernel_without_features_takes_any_features(both: Callable[..., Launched]) -> None:
     launch = both("nheads: i32")
     plain, featured = launch(*four()), launch(*four(), None, None, None, Features(softcap=3.0, window=(1, 2)))
     assert plain.keys() == featured.keys()
@@ -173,9 +160,8 @@ def test_a_kernel_without_features_takes_any_features(both: Callable[..., Both])
 @pytest.mark.parametrize("letter", "qkvo")
 def test_every_descriptor_of_a_tensor_follows_its_pointer(letter: str, cuda: FakeDriver) -> None:
     """A head_dim in two parts: two boxes over the same tensor, side by side in the signature or not."""
-    descriptors = [f"{name}_desc: tensordesc<bf16[1, 1, 64, 64]>" for name in ("q", "k", "v", "o")]
     second = f"{letter}1_desc: tensordesc<bf16[1, 1, 64, 32],NVMMASharedLayout(a=128, b=16, c=4)>"
-    kernel = Imagined(parameters(*descriptors, second), "fwd-bf16-d96")
+    kernel = Imagined((*DESCRIPTORS, second, *LSE), key="fwd-bf16-d96")
     first, other = tensors(kernel.spec, SHAPE), tensors(kernel.spec, SHAPE)
     launch = kernel.through_the_driver(cuda, Geometry.of(*first))
     for given in (first, other, first):
@@ -194,8 +180,8 @@ def test_every_descriptor_of_a_tensor_follows_its_pointer(letter: str, cuda: Fak
     launch(*first)
     assert cuda.launches[-1].values[f"{letter}1_desc"] == first[at].data_ptr()
     kernel.through_triton(Geometry.of(*first))(*first)
-    assert kernel.seen[-1][f"{letter}1_desc"].base is first[at]
-    assert kernel.seen[-1][f"{letter}1_desc"].block_shape == [1, 1, 64, 32]
+    assert kernel.seen[-1].arguments[f"{letter}1_desc"].base is first[at]
+    assert kernel.seen[-1].arguments[f"{letter}1_desc"].block_shape == [1, 1, 64, 32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,10 +13,11 @@ from flashgen.codegen.build import CompiledKernel
 from flashgen.codegen.families import family
 from flashgen.core.errors import LaunchError
 from flashgen.launch import driver
-from flashgen.launch.driver_plan import LOG2E
+from flashgen.launch.feature_arguments import LOG2E
 from flashgen.launch.geometry import Geometry
-from flashgen.launch.plan import EmptyPlan, TritonPlan, check_capture, load, make_plan
-from tests.launch.fake_driver import FakeDriver
+from flashgen.launch.plan import EmptyPlan, check_capture, load, make_plan
+from flashgen.launch.triton_plan import TritonPlan
+from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import KERNELS, kernel, tensors
 
 
@@ -73,7 +74,7 @@ def test_triton_is_given_the_arguments_of_the_signature(name: str, bshd: bool, c
     lse = torch.empty(2, 6, 200)
     offset = torch.zeros(2, dtype=torch.int32) if spec.offset_tensor else 1000 if spec.causal else None
     plan(*four, lse, 0.3, offset)
-    plan(*four)
+    plan(*four, q_offset=offset if spec.offset_tensor else None)
     parameters = family(config.family).parameters(spec, config)
     (grid, full), (_, plain) = stand_in.handle.launches
     assert grid == (-(-200 // config.integer("block_m")) * 12, 1, 1)

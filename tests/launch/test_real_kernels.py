@@ -21,8 +21,9 @@ from flashgen.core.workload import Specialization
 from flashgen.launch import counters
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import ptx_sizes, slot_sizes, trailing_pointers
-from flashgen.launch.plan import TritonPlan, make_plan
-from tests.launch.fake_driver import FakeDriver
+from flashgen.launch.plan import make_plan
+from flashgen.launch.triton_plan import TritonPlan
+from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import tensors
 
 EVERYTHING = "fwd-bf16-d96-causal-softcap-alibi-sink-bias-mask-window-bias_fp32-sink_bf16"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashgen.core.features.values import Features
-from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.backward_plan import BackwardLaunch
+from flashgen.launch.backward import BackwardTensors
+from flashgen.launch.plan import BackwardLaunch
 from tests.measure.emulated import Emulated, _longer
 
 

@@ -15,8 +15,8 @@ from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.values import Features
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Specialization, Workload
-from flashgen.launch.backward_geometry import BackwardTensors
-from flashgen.launch.backward_plan import BackwardLaunch
+from flashgen.launch.backward import BackwardTensors
+from flashgen.launch.plan import BackwardLaunch
 from flashgen.measure import odd_shapes
 from flashgen.measure.backward_inputs import make_backward_inputs
 from flashgen.measure.backward_verification_case import BackwardFactory, backward_problem

@@ -11,7 +11,7 @@ import torch
 
 from flashgen.codegen import build
 from flashgen.db import layers
-from flashgen.launch import backward_plan, plan
+from flashgen.launch import plan
 from flashgen.runtime import serve
 from tests.db.samples import H200
 from tests.runtime.emulated_gpu import EmulatedGpu
@@ -56,7 +56,7 @@ def _installed(fake: AnyGpu, monkeypatch: pytest.MonkeyPatch) -> AnyGpu:
     monkeypatch.setattr(serve, "prepare", fake.counting(serve.prepare))
     monkeypatch.setattr(build, "compile_kernel", fake.compile_kernel)
     monkeypatch.setattr(plan, "make_plan", fake.make_plan)
-    monkeypatch.setattr(backward_plan, "make_backward_plan", fake.make_backward_plan)
+    monkeypatch.setattr(plan, "make_backward_plan", fake.make_backward_plan)
     monkeypatch.setattr(plan, "load", fake.load)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return fake

@@ -15,7 +15,7 @@ import torch
 from flashgen.core.config import Config
 from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Specialization
-from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, BackwardTensors, backward_aligned16
+from flashgen.launch.backward import FIELDS, BackwardTensors
 from flashgen.launch.geometry import Geometry, aligned16
 from tests.runtime.fake_gpu import FakeGpu
 
@@ -104,7 +104,7 @@ class EmulatedGpu(FakeGpu):
         return launch
 
     def make_backward_plan(
-        self, kernel: Any, spec: Specialization, config: Config, geometry: BackwardGeometry, index: int
+        self, kernel: Any, spec: Specialization, config: Config, geometry: Geometry, index: int
     ) -> Any:
         mark = super().make_backward_plan(kernel, spec, config, geometry, index)
 
@@ -117,9 +117,7 @@ class EmulatedGpu(FakeGpu):
         ) -> torch.Tensor:
             mark(tensors, softmax_scale, q_offset, features)
             views = {n: getattr(tensors, f).as_strided(*geometry.tensor(n)) for n, f in FIELDS.items()}
-            assert not spec.aligned16 or backward_aligned16(
-                geometry, _pointers(views.values()), DTYPE_BYTES[spec.dtype]
-            )
+            assert not spec.aligned16 or aligned16(geometry, _pointers(views.values()), DTYPE_BYTES[spec.dtype])
             assert tensors.lse.is_contiguous()
             features = features or Features()
             q, k, v, out, dout = (views[name].float() for name in ("q", "k", "v", "o", "do"))
@@ -140,7 +138,7 @@ class EmulatedGpu(FakeGpu):
 
 
 def _write_bias_gradient(
-    spec: Specialization, geometry: BackwardGeometry, tensors: BackwardTensors, dscores: torch.Tensor
+    spec: Specialization, geometry: Geometry, tensors: BackwardTensors, dscores: torch.Tensor
 ) -> None:
     dbias = tensors.dbias
     assert (dbias is not None) is spec.bias_grad

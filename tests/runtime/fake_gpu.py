@@ -13,7 +13,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
-from flashgen.launch.backward_geometry import FIELDS, BackwardGeometry, BackwardTensors
+from flashgen.launch.backward import FIELDS, BackwardTensors
 from flashgen.launch.geometry import Geometry
 from flashgen.runtime.calls import Call
 
@@ -60,7 +60,7 @@ class FakeGpu:
     prepared: list[Call] = field(default_factory=list)
     compiled: list[tuple[Specialization, Config]] = field(default_factory=list)
     planned: list[tuple[Specialization, Config, Geometry, int]] = field(default_factory=list)
-    planned_backward: list[tuple[Specialization, Config, BackwardGeometry, int]] = field(default_factory=list)
+    planned_backward: list[tuple[Specialization, Config, Geometry, int]] = field(default_factory=list)
     loaded: list[tuple[Specialization, Config]] = field(default_factory=list)
     launched: list[SimpleNamespace] = field(default_factory=list)
     launched_backward: list[SimpleNamespace] = field(default_factory=list)
@@ -93,7 +93,7 @@ class FakeGpu:
         return launch
 
     def make_backward_plan(
-        self, kernel: Any, spec: Specialization, config: Config, geometry: BackwardGeometry, index: int
+        self, kernel: Any, spec: Specialization, config: Config, geometry: Geometry, index: int
     ) -> Any:
         assert (kernel.spec, kernel.config) == (spec, config)
         self.planned_backward.append((spec, config, geometry, index))

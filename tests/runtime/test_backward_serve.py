@@ -266,9 +266,7 @@ def test_nothing_is_built_while_a_graph_is_captured(gpu: EmulatedGpu, monkeypatc
     assert len(gpu.compiled) == 3
 
 
-@pytest.mark.parametrize(
-    "stage", ["flashgen.codegen.build.compile_kernel", "flashgen.launch.backward_plan.make_backward_plan"]
-)
+@pytest.mark.parametrize("stage", ["flashgen.codegen.build.compile_kernel", "flashgen.launch.plan.make_backward_plan"])
 def test_a_record_that_cannot_be_built_here_leaves_the_call_to_the_default(
     stage: str, gpu: EmulatedGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +292,7 @@ def test_a_failure_is_not_remembered(gpu: EmulatedGpu, monkeypatch: pytest.Monke
     out = flashgen.attention(*plain())
     known = dict(serve.MEMO)
     with monkeypatch.context() as patch:
-        patch.setattr("flashgen.launch.backward_plan.make_backward_plan", broken)
+        patch.setattr("flashgen.launch.plan.make_backward_plan", broken)
         with pytest.raises(BuildError, match="ptxas failed"):
             out.float().sum().backward()
     assert known == serve.MEMO

@@ -101,7 +101,9 @@ def test_everything_at_once_in_either_layout(gpu: FakeGpu) -> None:
         assert out.shape == q.shape
         spec, _, geometry, _ = gpu.planned[-1]
         assert spec.key == "fwd-bf16-d64-causal-softcap-alibi-sink-bias-mask-window-bias_fp32"
-        assert geometry.bias_strides == geometry.mask_strides == (0, 0, 64, 1), "rows and keys in either layout"
+        assert geometry.tensor("bias")[1] == geometry.tensor("mask")[1] == (0, 0, 64, 1), (
+            "rows and keys in either layout"
+        )
     assert gpu.launched[-1].offset == 3
 
 

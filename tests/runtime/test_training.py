@@ -280,11 +280,10 @@ def test_an_expanded_key_gets_the_sum_of_its_gradients() -> None:
 def test_nothing_to_attend_to_has_gradients_of_zero(
     shape: tuple[int, ...], keys: int, emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flashgen.launch.backward_plan import EmptyBackwardPlan
-    from flashgen.launch.plan import EmptyPlan
+    from flashgen.launch.plan import EmptyBackwardPlan, EmptyPlan
 
     monkeypatch.setattr("flashgen.launch.plan.make_plan", lambda *_: EmptyPlan())
-    monkeypatch.setattr("flashgen.launch.backward_plan.make_backward_plan", lambda *_: EmptyBackwardPlan())
+    monkeypatch.setattr("flashgen.launch.plan.make_backward_plan", lambda *_: EmptyBackwardPlan())
     q, k, v = leaf(*shape), leaf(shape[0], 2, keys, 16), leaf(shape[0], 2, keys, 16)
     extra = {"sinks": leaf(2), "bias": leaf(2, shape[2], keys)}
     out, lse = flashgen.attention(q, k, v, **extra, return_lse=True)

@@ -1,4 +1,4 @@
-"""Scratch memory of a backward call: pieces beside each other, each where the copy engine takes it."""
+"""Scratch memory of a call: pieces beside each other, each where TMA takes it; what a backward family must leave."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from hypothesis import strategies as st
 from flashgen.codegen.family import Scratch, Sizes
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import DTYPE_BYTES, Specialization
-from flashgen.launch import backward_scratch
-from flashgen.launch.backward_scratch import PIECE_ALIGNMENT_BYTES, ScratchPlan
-from tests.launch.rows import CONFIG
+from flashgen.launch import scratch as scratch_module
+from flashgen.launch.backward import NEG_DELTA as FIRST
+from flashgen.launch.backward import backward_geometry, check_backward, neg_delta_view
+from flashgen.launch.scratch import PIECE_ALIGNMENT_BYTES, ScratchPlan
+from tests.fakes.imagined import PLAIN, backward_tensors
 
 SIZES = Sizes(batch=2, nheads=3, nheads_k=3, seqlen_q=5, seqlen_k=7)
 NEG_DELTA = Scratch(name="neg_delta", shape=(2, 3, 8))
+GEOMETRY = backward_geometry(backward_tensors(shape=(2, 3, 3, 5, 7)))
+
+
+SPEC = Specialization.parse("bwd-bf16-d64")
 
 
 def laid_out(*asked: Scratch) -> ScratchPlan:
     with pytest.MonkeyPatch.context() as patch:
         row = SimpleNamespace(scratch=lambda spec, config, sizes: asked)
-        patch.setattr(backward_scratch, "family", lambda name: row)
-        return ScratchPlan.of(Specialization.parse("bwd-bf16-d64"), CONFIG, SIZES)
+        patch.setattr(scratch_module, "family", lambda name: row)
+        return ScratchPlan.of(SPEC, PLAIN, SIZES, first=FIRST)
 
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple)
@@ -61,7 +67,7 @@ def test_neg_delta_is_a_view_of_the_start_without_its_padding() -> None:
     plan = laid_out(Scratch(name="dq_acc", shape=(48, 64)), NEG_DELTA)
     memory = plan.allocate(torch.empty(1)).zero_()
     plan.pieces["neg_delta"].of(memory).copy_(torch.arange(48.0).view(2, 3, 8))
-    view = memory.as_strided(*plan.neg_delta_view)
+    view = memory.as_strided(*neg_delta_view(plan))
     assert torch.equal(view, torch.arange(48.0).view(2, 3, 8)[..., :5])
 
 
@@ -84,7 +90,15 @@ def test_pointers_are_named_in_camel_case() -> None:
 )
 def test_a_family_without_neg_delta_is_refused(wrong: tuple[Scratch, ...]) -> None:
     with pytest.raises(LaunchError, match=r"leaves neg_delta, fp32 \(2, 3, 5 or more rows\), got .* of imagined"):
-        laid_out(*wrong)
+        check_backward(SPEC, PLAIN.family, GEOMETRY, laid_out(*wrong))
+
+
+def test_a_family_with_neg_delta_is_not() -> None:
+    check_backward(SPEC, PLAIN.family, GEOMETRY, laid_out(NEG_DELTA))
+
+
+def test_kernels_that_share_nothing_have_no_memory() -> None:
+    assert (laid_out().pieces, laid_out().floats) == ({}, 0)
 
 
 def test_two_pieces_of_one_name_are_refused() -> None:

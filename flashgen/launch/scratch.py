@@ -1,4 +1,4 @@
-"""`ScratchPlan`: the memory that the kernels of one backward call share, as one allocation."""
+"""`ScratchPlan`: the memory that the kernels of one call share, as one allocation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 from flashgen.launch.dtypes import TORCH_DTYPES
 
 PIECE_ALIGNMENT_BYTES = 256
-"""Every piece begins at a multiple of this: what vector loads, the copy engine and whole cache lines ask for."""
-
-NEG_DELTA = "neg_delta"
-"""The piece that every family leaves: fp32 (batch, nheads, padded rows), gradient of the LSE minus rowsum(dO * O)."""
+"""Every piece begins at a multiple of this: what vector loads, TMA and whole cache lines ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,56 +50,42 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScratchPlan:
-    """All pieces of a call side by side, `neg_delta` first.
+    """All pieces of a call side by side; none for kernels that share nothing.
 
     Attributes:
-        pieces: by name.
+        pieces: by name, in the order of memory.
         floats: 32-bit elements of the allocation.
-        rows: of `neg_delta`: the query rows of a call and the padding behind them.
         sizes: what the pieces are for.
     """
 
     pieces: dict[str, Piece]
     floats: int
-    rows: int
     sizes: Sizes
 
     @classmethod
-    def of(cls, spec: Specialization, config: Config, sizes: Sizes) -> ScratchPlan:
+    def of(cls, spec: Specialization, config: Config, sizes: Sizes, *, first: str = "") -> ScratchPlan:
         """Lay out what the config's family asks for.
 
+        Args:
+            spec: what is compiled in.
+            config: its config.
+            sizes: those of the call.
+            first: the piece that lies at the start of the allocation, if the family asks for it.
+
         Raises:
-            LaunchError: the family names a piece twice, or leaves no `neg_delta`.
+            LaunchError: the family names a piece twice.
         """
-        asked = sorted(family(config.family).scratch(spec, config, sizes), key=lambda one: one.name != NEG_DELTA)
+        asked = sorted(family(config.family).scratch(spec, config, sizes), key=lambda one: one.name != first)
         names = [one.name for one in asked]
         if len(set(names)) < len(names):
             raise LaunchError(f"pieces of scratch memory have different names, got {names} of {config.family}")
-        first = asked[0] if asked else None
-        if first is None or not _is_neg_delta(first, sizes):
-            raise LaunchError(
-                f"a backward family leaves {NEG_DELTA}, fp32 ({sizes.batch}, {sizes.nheads}, {sizes.seqlen_q} or more "
-                f"rows), got {first} first of {config.family}"
-            )
         pieces, end = {}, 0
         for one in asked:
             pieces[one.name] = Piece(scratch=one, offset_bytes=end)
             end += math.prod(one.shape) * DTYPE_BYTES[one.dtype]
             end += -end % PIECE_ALIGNMENT_BYTES
-        return cls(pieces=pieces, floats=end // 4, rows=first.shape[2], sizes=sizes)
-
-    @property
-    def neg_delta_view(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of `neg_delta` without its padding, at the start of the allocation."""
-        sizes, rows = self.sizes, self.rows
-        return (sizes.batch, sizes.nheads, sizes.seqlen_q), (sizes.nheads * rows, rows, 1)
+        return cls(pieces=pieces, floats=end // 4, sizes=sizes)
 
     def allocate(self, beside: torch.Tensor) -> torch.Tensor:
         """Memory for one call, uninitialised: fp32, on the device of `beside`, from the current stream's pool."""
         return beside.new_empty(self.floats, dtype=torch.float32)
-
-
-def _is_neg_delta(scratch: Scratch, sizes: Sizes) -> bool:
-    if scratch.name != NEG_DELTA or scratch.dtype != "fp32" or len(scratch.shape) != 3:
-        return False
-    return scratch.shape[:2] == (sizes.batch, sizes.nheads) and scratch.shape[2] >= sizes.seqlen_q
