@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import inspect
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -134,6 +137,33 @@ def test_version_is_the_same_everywhere() -> None:
     assert flashgen.__version__ == importlib.metadata.version("flashgen")
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"## {flashgen.__version__}" in changelog
+
+
+def imported(source: Path) -> Iterator[str]:
+    """The top-level names that a file imports, at any depth, `import_module("name")` included."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (
+                str(argument.value).split(".")[0] for argument in node.args if isinstance(argument, ast.Constant)
+            )
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    declared = set(re.findall(r'^    "([A-Za-z0-9-]+)', listed[1], re.MULTILINE))
+    owners = importlib.metadata.packages_distributions()
+    found = {name for source in (ROOT / "flashgen").rglob("*.py") for name in imported(source)}
+    found -= {*sys.stdlib_module_names, "flashgen"}
+    assert {"torch", "pynvml"} <= found
+    needed = {owner.lower() for name in found for owner in owners.get(name, [name])}
+    assert needed <= declared
+    assert not declared - needed, "nothing imports these"
 
 
 def test_no_ignore_rule_hides_a_database() -> None:

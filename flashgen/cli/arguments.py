@@ -98,9 +98,11 @@ def pick_device(target: str | None) -> tuple[Device, str]:
 
 
 def device_here() -> Device | None:
-    """The first GPU of this machine, None without one."""
-    import torch
-
+    """The first GPU of this machine; None without one, or without torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
     from flashgen.launch.gpu import current_device
 
     return current_device() if torch.cuda.is_available() else None

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from flashgen._version import __version__
 from flashgen.cli import db, kernels, machine
 from flashgen.cli.arguments import CommandLineError
+from flashgen.cli.doctor import doctor
 from flashgen.cli.tune import tune
 from flashgen.core.errors import FlashgenError
 
@@ -65,7 +66,7 @@ app.command()(kernels.render)
 app.command(name="compile")(kernels.compile_)
 app.command()(kernels.explain)
 app.command()(machine.devices)
-app.command()(machine.doctor)
+app.command()(doctor)
 app.add_typer(db.app, name="db")
 
 

@@ -1,7 +1,7 @@
 """What a measurement has to know of the GPU beside its properties: what drives it, its clock, and who else uses it.
 
-NVML (the package nvidia-ml-py) is optional: without it there is no clock, no driver version and no warning of other
-processes, and everything else works.
+NVML (the package nvidia-ml-py) may be missing or refuse: without it there is no clock, no driver version and no warning
+of other processes, and everything else works.
 """
 
 from __future__ import annotations

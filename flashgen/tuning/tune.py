@@ -28,6 +28,12 @@ EVALUATE_S = 0.5
 COMPILE_S = 1.0
 """Typical seconds of one compile on one CPU: 0.5 to 1.3 s on average, by architecture and head dimension."""
 
+WITHOUT_NVML = (
+    "NVML does not answer (is nvidia-ml-py installed?): nobody can tell whether other processes use this GPU, and "
+    "records have neither clocks nor the driver's version"
+)
+"""Said once a run where an NVIDIA GPU is measured without it."""
+
 BACKWARD_FACTOR = 3.0
 """A backward pass has three or four kernels to compile, three gradients to verify, and takes 2.5 times as long."""
 
@@ -182,6 +188,8 @@ def _versions(executor: Executor | None, device: Device, versions: Versions | No
     if host.other_processes:
         named = ", ".join(host.other_processes)
         on_event(Warned(message=f"other processes use this GPU, so times will be noisy: {named}"))
+    if host.device.is_nvidia and not host.versions.driver:
+        on_event(Warned(message=WITHOUT_NVML))
     return _plain(host.versions)
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flashgen.cli import arguments
 from flashgen.cli.main import app
+from flashgen.core.device import find_device
 from flashgen.core.settings import settings
 from flashgen.db.store import Store
 from tests.db.samples import FAILED, MEASURED, PREDICTED, SHORT, TRIAL, timed
@@ -58,3 +60,15 @@ def tuned() -> Path:
         store.put_trial(TRIAL)
         store.put_trial(FAILED)
     return path
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU."""
+    monkeypatch.setattr(arguments, "device_here", lambda: None)
+
+
+@pytest.fixture
+def h100_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an H100."""
+    monkeypatch.setattr(arguments, "device_here", lambda: find_device("h100"))

@@ -22,6 +22,7 @@ from flashgen.core.settings import child_environment
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.store import Store
 from flashgen.measure.executor import LocalExecutor, Patience
+from flashgen.measure.protocol import HostInfo
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates, by_prediction, nearest, ranking
 from flashgen.tuning.compile_pool import Compiled
@@ -415,6 +416,21 @@ def test_another_process_on_the_gpu_is_a_warning(store: Store) -> None:
     events: list[Event] = []
     run(store, executor=FakeExecutor(others=("process 1 (2.0 GB)",)), events=events, budget=Budget(trials=2))
     assert any(isinstance(event, Warned) and "process 1" in event.message for event in events)
+
+
+def test_a_gpu_without_nvml_is_one_warning(store: Store) -> None:
+    class Blind(FakeExecutor):
+        def describe(self) -> HostInfo:
+            return dataclasses.replace(super().describe(), versions=Versions(triton="3.6.0"))
+
+    warned = []
+    for executor in (FakeExecutor(), Blind()):
+        events: list[Event] = []
+        run(store, CAUSAL, PLAIN, executor=executor, events=events, budget=Budget(trials=2), retune=True)
+        warned.append([event.message for event in events if isinstance(event, Warned)])
+    without, (message,) = warned
+    assert without == []
+    assert "nvidia-ml-py" in message
 
 
 def test_an_executor_of_another_device_is_refused(store: Store) -> None:
