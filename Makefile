@@ -1,11 +1,12 @@
 # make venv       the environment that all targets use (.venv); built once, rebuilt when its pins change
-# make tune       the main job: tune one model preset on a short budget, then show what would serve a call
+# make tune       the main job: tune one model preset on a short budget, then show what serves a call, and its kernel
 # make test       every check that runs without a GPU; CI runs this and nothing else
 # make gpu-test   the tests that need a GPU
 # make docs       docs/supported.md again, from the table of kernel families
 # make databases  tuning_db/ again, after a schema revision
 # make lint       formatting, lint, types and import contracts       make format   rewrite files in the one format
 #
+# Without a GPU, make tune ranks for TARGET, of whose architecture no record ships: what is found is what serves.
 # PYTHON=python3.12 chooses the interpreter. One that already has torch with a usable GPU keeps that torch.
 
 PYTHON ?= python3
@@ -13,6 +14,7 @@ VENV ?= .venv
 MODEL ?= gpt2
 BUDGET ?= 30s
 SAMPLE ?= b1-h12-s1024-d64-causal
+TARGET ?= a100
 
 BIN := $(VENV)/bin
 TRITONS := 3.6 3.9
@@ -27,9 +29,10 @@ $(VENV)/.stamp: pyproject.toml constraints/cpu.txt scripts/make_venv.py
 	$(PYTHON) scripts/make_venv.py $(VENV)
 
 tune: venv
-	@target=$$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--target h100')") \
+	@target=$$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--target $(TARGET)')") \
 		&& $(BIN)/python -m flashgen tune --model $(MODEL) --budget $(BUDGET) $$target \
-		&& $(BIN)/python -m flashgen explain $(SAMPLE) $$target
+		&& $(BIN)/python -m flashgen explain $(SAMPLE) $$target \
+		&& $(BIN)/python -m flashgen render $(SAMPLE) $$target
 
 test: lint interpreter crosscompile pytest
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashgen.cli import arguments, output
 from flashgen.cli.arguments import CommandLineError, ConfigText, Deterministic, Json, Shape, Target, reading
+from flashgen.core.rungs import MEANINGS, RUNGS
 
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel, CompiledPart
@@ -15,6 +18,15 @@ if TYPE_CHECKING:
     from flashgen.core.device import Device
     from flashgen.core.workload import Specialization, Workload
     from flashgen.runtime.explanation import Explanation
+
+
+EXPLAIN_HELP = "\n\n".join(
+    [
+        "Say which config serves a workload and why: the rung of the ladder, the record, and every family's reason.",
+        "The first of these rungs that has a valid config serves:",
+        "\b\n" + "\n".join(f"{rung}. {RUNGS[rung]}: {meaning}" for rung, meaning in MEANINGS.items()),
+    ]
+)
 
 
 def render(
@@ -74,7 +86,7 @@ def explain(shape: Shape, target: Target = None, deterministic: Deterministic = 
     device, note = arguments.pick_device(target)
     if note:
         output.note(note)
-    explanation = _explanation(workload, spec, device)
+    explanation = explanation_of(workload, spec, device)
     if json:
         output.print_json(explanation.to_dict())
     else:
@@ -96,7 +108,7 @@ def _config(
     if text is None:
         if workload is None:
             raise CommandLineError(f"{shape!r} has no sizes to look up: give a workload, or a --config")
-        return _explanation(workload, spec, device).served.config
+        return explanation_of(workload, spec, device).served.config
     with reading():
         config = arguments.parse_config(text, spec, device)
     reason = invalid(config, spec, device) if check else None
@@ -105,12 +117,19 @@ def _config(
     return config
 
 
-def _explanation(workload: Workload, spec: Specialization, device: Device) -> Explanation:
+def explanation_of(
+    workload: Workload, spec: Specialization, device: Device, databases: Sequence[Path] | None = None
+) -> Explanation:
+    """Why a workload is served the way it is, with the user's databases or with these in their place.
+
+    Raises:
+        UnsupportedError: no family serves it.
+    """
     from flashgen.db.layers import Layers
     from flashgen.runtime.dispatch import Records
     from flashgen.runtime.explanation import explain
 
-    with Layers.open() as layers:
+    with Layers.open(databases) as layers:
         return explain(workload, spec, device, Records(layers))
 
 

@@ -64,7 +64,7 @@ app = typer.Typer(
 app.command()(tune)
 app.command()(kernels.render)
 app.command(name="compile")(kernels.compile_)
-app.command()(kernels.explain)
+app.command(help=kernels.EXPLAIN_HELP)(kernels.explain)
 app.command()(machine.devices)
 app.command()(doctor)
 app.add_typer(db.app, name="db")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from flashgen.cli import output
 from flashgen.cli.arguments import CommandLineError, reading
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DeviceError
+from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.settings import settings
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class _Request:
 
     workloads: tuple[Workload, ...]
     target: Device | None
+    target_name: str | None
     index: int
     database: Path
     budget: Budget
@@ -146,6 +149,7 @@ def tune(
     request = _Request(
         workloads=part.of(workloads),
         target=named,
+        target_name=target,
         index=device,
         database=database or settings().db_layers[0],
         budget=spent,
@@ -221,7 +225,27 @@ def _run(request: _Request) -> RunFinished:
             )
     if not request.as_json:
         print_report(finished, device, str(request.database))
+        _print_served(finished, device, request)
     return finished
+
+
+def _print_served(finished: RunFinished, device: Device, request: _Request) -> None:
+    """What serves the first workload that has a record now, and the commands that show it and its kernel."""
+    from flashgen.cli.kernels import explanation_of
+    from flashgen.core.workload import Specialization
+
+    found = next((outcome.workload for outcome in finished.outcomes if outcome.record is not None), None)
+    if found is None:
+        return
+    is_usual = request.database in settings().db_layers
+    spec = Specialization.of(found, bias_grad=True)
+    why = explanation_of(found, spec, device, None if is_usual else [request.database])
+    rung = why.served.rung
+    typer.echo(f"\n{found.key} is now served by rung {rung}, {RUNGS[rung]}: {MEANINGS[rung]}.")
+    before = "" if is_usual else f"FLASHGEN_DB={shlex.quote(str(request.database))} "
+    behind = "" if request.target_name is None else f" --target {shlex.quote(request.target_name)}"
+    typer.echo(f"  why         {before}flashgen explain {found.key}{behind}")
+    typer.echo(f"  its kernel  {before}flashgen render {found.key}{behind}")
 
 
 def _dry_run(request: _Request) -> None:

@@ -38,20 +38,10 @@ from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError
 from flashgen.core.nearest import Position, distance, position
 from flashgen.core.record import TuningRecord
+from flashgen.core.rungs import RUNGS
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Found, Layers
-
-RUNGS = {
-    1: "explicit config",
-    2: "memo",
-    3: "user database, exact",
-    4: "shipped database, exact",
-    5: "nearest record on this device",
-    6: "nearest record on the same architecture",
-    7: "predicted record",
-    8: "default config",
-}
 
 LAST_EXACT = 4
 """Records of the rungs up to this one were measured at the sizes of the call."""

@@ -10,8 +10,9 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.feature_words import feature_words, specialization_words
 from flashgen.core.record import age
+from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime.dispatch import RUNGS, Records, Served, resolve, sdpa_backend
+from flashgen.runtime.dispatch import Records, Served, resolve, sdpa_backend
 
 GENERATED = "generated"
 
@@ -69,6 +70,7 @@ class Explanation:
             f"features   {', '.join(self.features) or 'plain'}",
             f"device     {self.device.name} ({self.device.identity})",
             f"rung       {self.served.rung}. {RUNGS[self.served.rung]}",
+            f"           {MEANINGS[self.served.rung]}",
             f"backend    {self.backend}",
             f"config     {self.served.config}",
         ]

@@ -15,6 +15,7 @@ from flashgen.codegen.families import default_config, family
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.errors import ConfigError, WorkloadError
+from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.settings import settings
 from flashgen.db.store import Store
 from tests.cli.conftest import Invoke
@@ -178,6 +179,14 @@ def test_explain_says_when_sdpa_was_measured_faster(invoke: Invoke, tuned: Path)
     with Store.open(tuned) as store:
         store.put_record(replace(MEASURED, baselines=(Baseline(impl="sdpa-cudnn", median_ms=1.0),)))
     assert json.loads(invoke("explain", SHAPE, "--target", "h200", "--json").stdout)["backend"] == "sdpa-cudnn"
+
+
+def test_explain_says_what_a_rung_means_and_its_help_lists_all(invoke: Invoke, tuned: Path) -> None:
+    assert RUNGS.keys() == MEANINGS.keys() == set(range(1, 9))
+    assert f"3. user database, exact\n           {MEANINGS[3]}\n" in invoke("explain", SHAPE, "--target", "h200").stdout
+    listed = " ".join(invoke("explain", "--help").stdout.split())
+    for rung, name in RUNGS.items():
+        assert f"{rung}. {name}: {MEANINGS[rung]}" in listed
 
 
 def test_explain_without_records_says_default(invoke: Invoke) -> None:

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 
 from flashgen.cli import tune as command_module
+from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Failure
 from flashgen.core.settings import child_environment, settings
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
+from flashgen.tuning.workloads import preset
 from tests.cli.conftest import ROOT, Invoke
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 
@@ -241,6 +243,33 @@ def test_a_target_is_compiled_for_ranked_and_said_not_to_be_measured(invoke: Inv
         assert record.provenance == "predicted"
         assert record.versions.triton
         assert record.source_digest
+
+
+def test_a_first_run_without_a_gpu_ends_with_what_it_found_being_used(invoke: Invoke) -> None:
+    """What `make tune` does there: of the target's architecture no record ships, so the prediction is what serves."""
+    makefile = (ROOT / "Makefile").read_text()
+    values = dict(re.findall(r"^(TARGET|SAMPLE|MODEL) \?= (\S+)$", makefile, re.MULTILINE))
+    target, sample = values["TARGET"], Workload.parse(values["SAMPLE"])
+    assert sample in preset(values["MODEL"]).workloads
+    result = invoke("tune", "--shape", sample.key, "--target", target, "--budget", "2", "--jobs", "1")
+    assert result.exit_code == 0, result.output
+    said, why, kernel = result.stdout.splitlines()[-3:]
+    assert said.startswith(f"{sample.key} is now served by rung 7, predicted record: ")
+    with Store.open(settings().db_layers[0], read_only=True) as store:
+        (record,) = store.records()
+    explained = json.loads(invoke(*why.split("flashgen ")[1].split(), "--json").stdout)
+    assert (explained["rung"], explained["knobs"]) == (7, dict(record.config.knobs))
+    shown = invoke(*kernel.split("flashgen ")[1].split()).stdout
+    assert shown == render(sample.specialization, record.config).text
+
+
+def test_commands_for_a_database_of_choice_name_it(invoke: Invoke, measure: Measure, tmp_path: Path) -> None:
+    measure(FakeExecutor())
+    database = tmp_path / "my own.sqlite3"
+    result = invoke("tune", "--shape", SHAPE, "--db", database, "--budget", "3")
+    said, why, _ = result.stdout.splitlines()[-3:]
+    assert "is now served by rung 3, user database, exact: " in said
+    assert why.endswith(f"FLASHGEN_DB='{database}' flashgen explain {Workload.parse(SHAPE).key}")
 
 
 def test_both_passes_are_measured_and_named_in_the_table(invoke: Invoke, measure: Measure) -> None:

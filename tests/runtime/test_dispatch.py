@@ -11,17 +11,19 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from flashgen.codegen.families import FAMILIES, default_config, invalid, validate
+from flashgen.codegen.families import FAMILIES, default_config, fitted, invalid, validate
+from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render
 from flashgen.core.device import CATALOGUE, Device
 from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.nearest import distance, position
 from flashgen.core.record import TuningRecord
+from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
 from flashgen.launch.sdpa import BACKENDS
-from flashgen.runtime.dispatch import RUNGS, SDPA_IMPLS, Records, resolve, sdpa_backend
+from flashgen.runtime.dispatch import SDPA_IMPLS, Records, resolve, sdpa_backend
 from flashgen.runtime.explanation import explain
 from tests.db.samples import H100, H200, RTX_4090, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
@@ -312,7 +314,8 @@ def test_the_ladder_never_fails_on_a_workload_that_a_family_supports(
     spec = Specialization.of(workload, aligned16=aligned, offset_tensor=causal and offset_tensor)
     served = resolve(workload, spec, device, crowd)
     assert invalid(validate(served.config), spec, device) is None
-    assert served.config == default_config(spec, device) or served.record is not None
+    safe = fitted(default_config(spec, device), spec, Sizes.of(workload), device)
+    assert served.config == safe or served.record is not None
 
 
 def test_records_of_a_class_are_read_once(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,6 +421,7 @@ def test_explain_names_the_rung_the_record_and_every_family(ladder: Ladder) -> N
         "features   causal",
         "device     NVIDIA H200 (sm90-132sm-141gb)",
         "rung       4. shipped database, exact",
+        f"           {MEANINGS[4]}",
         "backend    generated",
         f"config     {config()}",
         f"record     {CAUSAL.key} in {SHIPPED}: 1.2500 ms, {CAUSAL.flops / 1.25 / 1e9:.0f} TFLOP/s",
