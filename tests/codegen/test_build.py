@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flashgen.codegen import build
 from flashgen.codegen.build import CompiledPart, compile_kernel, load_module
-from flashgen.codegen.families import default_config, family
+from flashgen.codegen.families import FAMILIES, default_config, family
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import KernelSource, render
@@ -139,3 +141,11 @@ def test_an_unknown_parameter_list_is_not_guessed(text: str) -> None:
     assert ptx_sizes(text) == ()
     spec, config = golden("forward_d64_h200")
     assert trailing_pointers(text, family(config.family).parameters(spec, config)) is None
+
+
+def test_what_may_be_spilled_is_what_the_cross_compile_says() -> None:
+    text = (Path(__file__).parents[2] / "scripts" / "crosscompile.py").read_text(encoding="utf-8")
+    found = re.search(r"from (\d+) bytes\s+of local memory a thread, up to (\d+) where", text)
+    assert found is not None
+    limits = [row.tolerated_spills for row in FAMILIES]
+    assert (min(limits), max(limits)) == (int(found[1]), int(found[2]))
