@@ -145,7 +145,7 @@ def test_an_unknown_parameter_list_is_not_guessed(text: str) -> None:
 
 def test_what_may_be_spilled_is_what_the_cross_compile_says() -> None:
     text = (Path(__file__).parents[2] / "scripts" / "crosscompile.py").read_text(encoding="utf-8")
-    found = re.search(r"from (\d+) bytes\s+of local memory a thread, up to (\d+) where", text)
+    found = re.search(r"from (\d+)\s+bytes of local memory a thread, up to (\d+) where", text)
     assert found is not None
     limits = [row.tolerated_spills for row in FAMILIES]
     assert (min(limits), max(limits)) == (int(found[1]), int(found[2]))
