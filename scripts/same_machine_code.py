@@ -7,7 +7,8 @@ comments, names or the layout of the text changed, the measured time is still th
 every shipped database is rendered in both checkouts (this one and the old one), and where the texts differ both are
 compiled, for the device of the record and with the Triton that measured it. Equal means the same instructions,
 constants, registers, shared memory and launch of each kernel of the config; names of variables, line numbers and debug
-information do not count.
+information do not count. With `--by-syntax` texts are not compiled whose syntax trees are the same but for docstrings
+and for names that the text itself gives to its functions, parameters and variables.
 
 One line for each record that is not `current` already: `same`, or `different` with what differs. With `--write` the
 digests of those that are the same are carried over to this checkout's database and its CSV; the others are to be timed
@@ -17,6 +18,7 @@ again. Exit code 1 if there are any.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import multiprocessing
@@ -35,10 +37,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CODE_SECTIONS = (".text", ".nv.constant", ".nv.shared", ".nv.info", ".nv.callgraph", ".nv.global", ".rel")
 """Of a cubin: instructions, constants, static shared memory, what the driver is told of registers and parameters."""
 
+BATCH = 16
+"""Configs that one process compiles before what it found is kept."""
+
 LEFT_OUT = (".nv.info.debug", ".rel.debug", ".rela.debug", ".rel.nv_debug", ".rela.nv_debug")
 
 Row = dict[str, Any]
-"""A record as JSON: workload, device, specialization, family, knobs, digest, triton."""
+"""A record as JSON: its workload, device, config and digest, and the text and the syntax tree that it renders to."""
 
 
 def main() -> int:
@@ -46,12 +51,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="a checkout of the commit that the records are current in")
     parser.add_argument("--python", default=sys.executable, help="an interpreter with the Triton that measured")
+    parser.add_argument("--by-syntax", action="store_true", help="compile only what differs in more than names")
     parser.add_argument("--cache", type=Path, help="a JSON file of what was compiled before, read and written")
     parser.add_argument("--write", action="store_true", help="carry over the digests of those that are the same")
     arguments = parser.parse_args()
     failed = 0
     for database in sorted((ROOT / "tuning_db").glob("*.sqlite3")):
-        verdicts = compare(database.name, arguments.old.resolve(), arguments.python, arguments.cache)
+        verdicts = compare(database.name, arguments)
         for row, verdict in verdicts:
             if verdict != "current":
                 print(f"{verdict:9} {row['workload']}", flush=True)
@@ -64,23 +70,29 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def compare(database: str, old: Path, python: str, cache: Path | None) -> list[tuple[Row, str]]:
+def compare(database: str, arguments: argparse.Namespace) -> list[tuple[Row, str]]:
     """For each record of this checkout's database: `current`, `same`, or `different` and why."""
+    old, cache = arguments.old.resolve(), arguments.cache
     rows = _in_checkout(sys.executable, ROOT, "rows", database)
     before = {_key(row): row for row in _in_checkout(sys.executable, old, "rows", database)}
     changed = [row for row in rows if row["digest"] != row["text"]]
-    pairs = [(before[_key(row)], row) for row in changed]
-    for earlier, row in pairs:
+    both = [(before[_key(row)], row) for row in changed]
+    for earlier, row in both:
         if earlier["digest"] != earlier["text"]:
             raise SystemExit(f"the record of {row['workload']} is not current in {old}: nothing can be carried over")
+    apart = [(earlier, row) for earlier, row in both if earlier["tree"] != row["tree"]]
+    print(f"{database}: of {len(rows)} texts {len(both)} differ, {len(apart)} of them in more than names", flush=True)
+    pairs = apart if arguments.by_syntax else both
     compiled: dict[str, dict[str, str]] = json.loads(cache.read_text()) if cache and cache.is_file() else {}
-    for checkout, found in ((old, [pair[0] for pair in pairs]), (ROOT, [pair[1] for pair in pairs])):
-        missing = [row for row in found if _source(row) not in compiled]
-        compiled |= _in_checkout(python, checkout, "compile", missing)
+    for first in range(0, len(pairs), BATCH):
+        for checkout, found in zip((old, ROOT), zip(*pairs[first : first + BATCH], strict=True), strict=True):
+            missing = list({_source(row): row for row in found if _source(row) not in compiled}.values())
+            compiled |= _in_checkout(arguments.python, checkout, "compile", missing)
         if cache:
             cache.write_text(json.dumps(compiled))
     verdicts = {_key(row): _verdict(compiled[_source(earlier)], compiled[_source(row)]) for earlier, row in pairs}
-    return [(row, verdicts.get(_key(row), "current")) for row in rows]
+    unchanged = {_key(row): "current" for row in rows} | {_key(row): "same" for row in changed}
+    return [(row, (unchanged | verdicts)[_key(row)]) for row in rows]
 
 
 def carry_over(database: Path, rows: list[Row]) -> None:
@@ -104,7 +116,7 @@ def _key(row: Row) -> tuple[str, str]:
 
 
 def _source(row: Row) -> str:
-    """What is compiled: texts depend on nothing else, and their digests are those of the records."""
+    """What is compiled."""
     return f"{row['text']} {row['specialization']} {row['triton']}"
 
 
@@ -130,30 +142,60 @@ def _in_checkout(python: str, checkout: Path, task: str, given: object) -> Any:
 
 def rows(database: str) -> list[Row]:
     """Every record of a shipped database, with the digest of the text that this checkout renders for it."""
-    from flashgen.codegen.render import source_digest
-    from flashgen.core.workload import Specialization
     from flashgen.db.store import Store
 
     with Store.open(Path.cwd() / "tuning_db" / database, shipped=True) as store:
-        records = store.all_records()
-    return [
-        {
-            "workload": record.workload.key,
-            "device": record.device.identity,
-            "name": record.device.name,
-            "specialization": Specialization.of(record.workload, bias_grad=True).key,
-            "family": record.config.family,
-            "knobs": dict(record.config.knobs),
-            "digest": record.source_digest,
-            "text": source_digest(record.workload, record.config),
-            "triton": record.versions.triton,
-        }
-        for record in records
-    ]
+        return [_row(record) for record in store.all_records()]
+
+
+def _row(record: Any) -> Row:
+    from flashgen.codegen.render import render
+    from flashgen.core.workload import Specialization
+
+    spec = Specialization.of(record.workload, bias_grad=True)
+    source = render(spec, record.config)
+    return {
+        "workload": record.workload.key,
+        "device": record.device.identity,
+        "name": record.device.name,
+        "specialization": spec.key,
+        "family": record.config.family,
+        "knobs": dict(record.config.knobs),
+        "digest": record.source_digest,
+        "text": source.digest,
+        "tree": _tree(source.text),
+        "triton": record.versions.triton,
+    }
+
+
+def _tree(text: str) -> str:
+    """A digest of what a text says: its syntax without docstrings, and with numbers for the names that it gives itself.
+
+    Parameters of kernels keep theirs, which a launch may bind by name.
+    """
+    module = ast.parse(text)
+    kernels = [node for node in module.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    kept = {argument.arg for kernel in kernels for argument in kernel.args.args} | {kernel.name for kernel in kernels}
+    given = [node.id for node in ast.walk(module) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    given += [node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    given += [node.arg for node in ast.walk(module) if isinstance(node, ast.arg)]
+    numbers = {name: f"name {number}" for number, name in enumerate(dict.fromkeys(given)) if name not in kept}
+    for node in ast.walk(module):
+        if isinstance(node, (ast.Module, ast.FunctionDef)):
+            node.body = [each for each in node.body if not _is_docstring(each)]
+        for place in ("id", "arg", "name"):  # of variables, of parameters and keywords, of functions
+            name = getattr(node, place, None)
+            if isinstance(name, str) and not isinstance(node, (ast.alias, ast.keyword)):
+                setattr(node, place, numbers.get(name, name))
+    return hashlib.sha256(ast.dump(module).encode()).hexdigest()[:16]
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def compile_all(found: list[Row]) -> dict[str, dict[str, str]]:
-    """For each text: digests of the machine code of its kernels, and of what a launch gives them."""
+    """For each kernel source: digests of the machine code of its kernels, and of what a launch gives them."""
     import triton
 
     others = {row["triton"] for row in found} - {triton.__version__}
@@ -161,10 +203,9 @@ def compile_all(found: list[Row]) -> dict[str, dict[str, str]]:
         raise SystemExit(
             f"records are compared under the Triton that measured them, {others}, got {triton.__version__}"
         )
-    distinct = {_source(row): row for row in found}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
-        return dict(zip(distinct, pool.map(fingerprint, distinct.values()), strict=True))
+        return dict(zip(map(_source, found), pool.map(fingerprint, found), strict=True))
 
 
 def fingerprint(row: Row) -> dict[str, str]:
