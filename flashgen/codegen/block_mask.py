@@ -16,7 +16,6 @@ def render_block_mask(mods: ScoreMods, block_size: int) -> KernelSource:
         BuildError: the template did not render.
     """
     assert mods.mask_mod is not None
-    aux = [f"Aux{i}" for i in range(len(mods.aux))]
     text = render_template(
         TEMPLATE,
         mods.key,
@@ -24,7 +23,6 @@ def render_block_mask(mods: ScoreMods, block_size: int) -> KernelSource:
         block_size=block_size,
         score_mod="",
         mask_mod=mods.mask_mod.source,
-        aux=aux,
-        aux_arguments="".join(f", {name}" for name in aux),
+        aux=[f"Aux{i}" for i in range(len(mods.aux))],
     )
     return KernelSource(entry=ENTRY, text=text)

@@ -29,7 +29,7 @@ from flashgen.core.workload import Specialization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledPart:
-    """One compiled kernel of a config and what it takes of a multiprocessor.
+    """One compiled kernel of a config and what it takes of an SM.
 
     `registers` are per thread, `spills` are bytes of local memory per thread (0 is clean), `shared_bytes` are per
     block, `num_warps` those of all roles together. `handle` is Triton's own compiled kernel; nothing of it is loaded to
@@ -45,7 +45,7 @@ class CompiledPart:
     handle: Any
 
     def occupancy(self, device: Device) -> int:
-        """Blocks that run side by side on one multiprocessor of `device`; 0 if not even one fits."""
+        """Blocks that run side by side on one SM of `device`; 0 if not even one fits."""
         threads = self.num_warps * device.warp_size
         if self.shared_bytes > device.smem_per_block:
             return 0
@@ -104,7 +104,7 @@ class CompiledKernel:
         return self.main.handle
 
     def occupancy(self, device: Device) -> int:
-        """Blocks that run side by side on one multiprocessor of `device`; 0 if not even one fits."""
+        """Blocks that run side by side on one SM of `device`; 0 if not even one fits."""
         return self.main.occupancy(device)
 
 

@@ -34,7 +34,7 @@ def why_not_portable(spec: Specialization, device: Device) -> str | None:
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
     if spec.dtype == "tf32" and not device.has_tf32:
-        return f"the matrix unit of {device.arch} multiplies no TF32"
+        return f"the tensor cores of {device.arch} multiply no TF32"
     if device.is_nvidia and not device.has_async_copy:
         return f"it needs sm80 or newer, not {device.arch}"
     return None

@@ -42,7 +42,7 @@ def is_positional(spec: Specialization) -> bool:
     return spec.causal or spec.window or spec.alibi
 
 
-def is_natural(spec: Specialization) -> bool:
+def has_additive_score(spec: Specialization) -> bool:
     """Whether something is added to the scores, so that their scale cannot be folded into the exponent."""
     return spec.alibi or bool(spec.bias) or changes_scores(spec)
 

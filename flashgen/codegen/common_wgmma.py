@@ -33,7 +33,7 @@ MOST_HEAD_DIM = 256
 """Of larger ones the output of 64 rows leaves no registers for scores."""
 
 HEAD_DIM_STEP = 8
-"""Rows of a multiple of 16 bytes, for the copy engine."""
+"""Rows of a multiple of 16 bytes, for TMA."""
 
 
 def why_not_wgmma(device: Device) -> str | None:
@@ -60,7 +60,7 @@ def descriptor_type(dtype: str, *box: int) -> str:
     """The type of a descriptor in the signature of a Gluon kernel, which names the layout in shared memory as well.
 
     `box` is (rows, columns) of one head, or (heads, positions, columns) of several that share keys: these have an axis
-    of their own behind that of the heads of keys, so that the copy engine clips at the end of a group.
+    of their own behind that of the heads of keys, so that TMA clips at the end of a group.
     Rows of 128 bytes and more are swizzled in lines of 128, shorter ones in lines of 64: what
     `NVMMASharedLayout.get_default_for` says, written out because the table of families is read without Triton.
     """

@@ -78,7 +78,7 @@ class Loop:
         walked_bytes: bytes of what is walked, once for all heads.
         added_bytes: bytes of a step that are added to memory shared with other programs.
         added_trips: how many times as long as one pass through shared memory they keep the warps busy.
-        products_in_flight: whether the matrix unit reads the operands of one product while it works on another.
+        products_in_flight: whether the tensor cores read the operands of one product while they work on another.
         through_smem: whether every score goes through shared memory once more, for a product with the other side.
         warps, stages, pointer_loads, heads_per_group, heavy_first, steps_in_flight: as in `Tiling`.
     """

@@ -9,7 +9,7 @@ from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 
 LEAST_BLOCK = 16
-"""The least depth that a matrix unit multiplies."""
+"""The least depth that tensor cores multiply."""
 
 HALVED_FROM = 512
 """Powers of two from here on may be cut in halves: one tile of them is more than a warpgroup multiplies at once."""

@@ -166,7 +166,7 @@ def capture_id(stream: int) -> int:
 
 
 class TensorMaps:
-    """The descriptors (CUtensorMap) of one tensor for the bulk tensor copy engine, one for each of its last pointers.
+    """The descriptors (CUtensorMap) of one tensor for TMA, one for each of its last pointers.
 
     Tensors of a model come back to the same few places. The first descriptor is encoded; those for other pointers are
     copies of it with another address, and a pointer that was seen lately costs no call of the driver at all.

@@ -64,7 +64,7 @@ FLUSHED = 4.0
 
 FP32_ULP = torch.finfo(torch.float32).eps
 TF32_UNIT = 2.0**-10
-"""A matrix unit drops bits of fp32 data instead of rounding: a whole unit of the last of 10 bits."""
+"""Tensor cores drop bits of fp32 data instead of rounding: a whole unit of the last of 10 bits."""
 
 TF32_SCORE_SIZE = 8.0
 """A score of this size (or from vectors of such lengths) is off by about a unit in TF32; a larger one by more."""

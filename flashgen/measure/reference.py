@@ -6,7 +6,7 @@ value that no query of a block sees takes no part in its product, so NaN in it s
 
 The yardstick of a kernel is how far plain eager attention in the same dtype is from the oracle (the rule of the
 flash-attention test-suites), not an absolute tolerance: outputs shrink as 1/sqrt(seqlen_k). For fp32 data in TF32
-products, the eager products drop the 13 low bits of their inputs, as a matrix unit does with fp32 data.
+products, the eager products drop the 13 low bits of their inputs, as tensor cores do with fp32 data.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tf32_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An fp32 tensor as a matrix unit reads it for a TF32 product."""
+    """An fp32 tensor as tensor cores read it for a TF32 product."""
     return (tensor.contiguous().view(torch.int32) & TF32_MASK).view(torch.float32)
 
 

@@ -1,11 +1,11 @@
 """`LoopModel`: the time that the analytic model gives a kernel that walks tiles of scores (`codegen.cost.Loop`).
 
 For one program (`rows` of the side that it owns) and one step (`columns` of the side that it walks) the model counts
-cycles of a multiprocessor:
+cycles of an SM:
 
 | part | cycles | source |
 |---|---|---|
-| matrix products | 2 rows columns head_columns / rate | data sheets; padding to the matrix unit's height counts |
+| matrix products | 2 rows columns head_columns / rate | data sheets; padding to the height of wgmma counts |
 | exponentials | rows columns / 16 | CUDA Programming Guide: 16 special functions a clock; a soft cap adds 2 |
 | other arithmetic | operations of every score and row / fp32 lanes | what the kernel's loop does; masks add 3, |
 | | | and the score's own features what FEATURE_OPERATIONS counts |
@@ -18,7 +18,7 @@ cycles of a multiprocessor:
 | waiting | 300 | chain of products and barriers of one step: no resource, but time |
 | | 600 | where warps share rows, so that sums go through shared memory |
 
-With u groups of four warps that run independently (of all programs on a multiprocessor; twice as many where products
+With u groups of four warps that run independently (of all programs on an SM; twice as many where products
 of the next step run during the softmax of this one) the parts overlap: `busiest + (sum - busiest) / u`. Where a step
 has several products in flight, the larger one of products and shared memory counts alone. A pipeline of s stages hides
 the latency of loads behind s - 1 steps of all programs. The number of steps of every block follows the causal mask and
@@ -106,7 +106,7 @@ class LoopModel:
         return max(self._dram_bytes() * per_gbs, through_l2 * per_gbs / L2_OVER_DRAM)
 
     def _step_cycles(self, resident: int, *, masked: bool) -> float:
-        """Cycles that one program needs for one step while `resident` programs share the multiprocessor."""
+        """Cycles that one program needs for one step while `resident` programs share the SM."""
         w, loop = self.workload, self.loop
         scores = loop.rows * loop.columns
         operations = (loop.score_operations + self._feature_operations() + (MASK_OPERATIONS if masked else 0)) * scores

@@ -1,66 +1,124 @@
-"""The kernels that are kept whole in tests/golden, for people to read."""
+"""The kernels that are kept whole in tests/golden, for people to read, and others with branches they do not take."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
-from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
-from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
-from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
-from flashgen.core.config import Config
+from flashgen.codegen.families import family
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
-# of the portable family, name of the golden file: specialization, device whose default it is, knobs changed
+DOCUMENT = UserFunction(
+    name="mask_mod",
+    source="def mask_mod(b, h, q_idx, k_idx, doc, slopes):\n    return tl.load(doc + q_idx) == tl.load(doc + k_idx)\n",
+)
+SLOPED = UserFunction(
+    name="score_mod",
+    source="def score_mod(score, b, h, q_idx, k_idx, doc, slopes):\n"
+    "    return score - tl.load(slopes + h) * tl.abs(q_idx - k_idx)\n",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A kernel of a family: its call, the device whose default config it has, and the knobs that are changed."""
+
+    family: str
+    key: str
+    device: str = "h200"
+    changes: dict[str, KnobValue] = field(default_factory=dict)
+    mods: ScoreMods | None = None
+
+    @property
+    def rendered_from(self) -> tuple[Specialization, Config]:
+        """What `render` takes."""
+        spec = replace(Specialization.parse(self.key), mods=self.mods)
+        return spec, family(self.family).default(spec, find_device(self.device)).replace(**self.changes)
+
+
 GOLDENS = {
-    "forward_d128_causal_h200": ("fwd-bf16-d128-causal", "h200", {}),
-    "forward_d64_h200": ("fwd-bf16-d64", "h200", {}),
-    "forward_d256_fp16_h200": ("fwd-fp16-d256", "h200", {}),
-    "forward_d128_causal_4090": ("fwd-bf16-d128-causal", "rtx 4090", {}),
-    "forward_d64_causal_a100_offset": ("fwd-fp16-d64-causal-offset", "a100", {"heads_per_group": 1}),
-    "forward_d80_unaligned_h200": ("fwd-bf16-d80-unaligned", "h200", {}),
-    "forward_d192_dv128_causal_h200": ("fwd-bf16-d192-dv128-causal", "h200", {"heads_per_group": 0}),
-    "forward_d64_fp32_h200": ("fwd-fp32-d64", "h200", {}),
-    "forward_d128_mi300x": ("fwd-fp16-d128", "mi300x", {}),
-    # Gemma 2: alternating windows, capped scores
-    "forward_d256_causal_softcap_window_h200": ("fwd-bf16-d256-causal-softcap-window", "h200", {}),
-    # gpt-oss
-    "forward_d64_causal_sink_window_4090": ("fwd-bf16-d64-causal-sink-window-sink_bf16", "rtx 4090", {}),
-    "forward_d64_bias_h200": ("fwd-bf16-d64-bias", "h200", {}),
-    "forward_d128_keymask_h200": ("fwd-bf16-d128-keymask", "h200", {}),
-    "forward_d128_alibi_mask_scattered_h200": ("fwd-fp16-d128-causal-alibi-mask-scattered-offset", "h200", {}),
-    "forward_d192_dv128_split_h200": ("fwd-bf16-d192-dv128-causal", "h200", {"split_d": True}),
-    "forward_d80_split_a100": ("fwd-fp16-d80", "a100", {"split_d": True}),
-    "forward_d128_causal_maxnreg": (
-        "fwd-bf16-d128-causal",
-        "h200",
-        {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168, "heavy_first": False},
+    "portable_forward_causal": Kernel(family="portable_forward", key="fwd-bf16-d128-causal"),
+    # gpt-oss, by pointers
+    "portable_forward_sink_window": Kernel(
+        family="portable_forward", key="fwd-bf16-d64-causal-sink-window-sink_bf16", device="rtx 4090"
     ),
+    "portable_forward_alibi_mask": Kernel(
+        family="portable_forward", key="fwd-fp16-d128-causal-alibi-mask-scattered-offset"
+    ),
+    "portable_forward_mods": Kernel(
+        family="portable_forward",
+        key="fwd-bf16-d128",
+        mods=ScoreMods(score_mod=SLOPED, mask_mod=DOCUMENT, aux=("i32", "fp32"), block_mask=True),
+    ),
+    "portable_backward_fused": Kernel(family="portable_backward_fused", key="bwd-fp16-d64", device="a100"),
+    "portable_backward_split_causal": Kernel(family="portable_backward_split", key="bwd-bf16-d128-causal"),
+    "hopper_forward": Kernel(family="hopper_forward", key="fwd-bf16-d64"),
+    "hopper_forward_causal": Kernel(family="hopper_forward", key="fwd-bf16-d128-causal"),
+    "hopper_forward_sink_window": Kernel(family="hopper_forward", key="fwd-bf16-d64-causal-sink-window"),
+    "hopper_backward_fused_causal": Kernel(family="hopper_backward_fused", key="bwd-bf16-d128-causal"),
+    "hopper_backward_split_offset": Kernel(family="hopper_backward_split", key="bwd-fp16-d256-causal-offset"),
 }
+"""Of each family one or more, chosen to be read."""
 
-
-def golden(name: str) -> tuple[Specialization, Config]:
-    key, device, changes = GOLDENS[name]
-    spec = Specialization.parse(key)
-    return spec, PORTABLE_FORWARD.default(spec, find_device(device)).replace(**changes)  # type: ignore[arg-type]
-
-
-HOPPER_GOLDENS = {
-    "hopper_d128_causal": ("fwd-bf16-d128-causal", {}),
-    "hopper_d64": ("fwd-bf16-d64", {}),
-    "hopper_d256_causal_offset": ("fwd-fp16-d256-causal-offset", {}),
-    "hopper_d256_gemma": ("fwd-bf16-d256-causal-softcap-window", {}),
-    "hopper_d64_gpt_oss": ("fwd-bf16-d64-causal-sink-window", {}),
-    "hopper_d128_causal_packed": ("fwd-bf16-d128-causal", {"packed_heads": 4, "masked_blocks": "branch"}),
-    "hopper_d96_bias_mask": ("fwd-bf16-d96-bias-mask", {"split_d": True}),
-    "hopper_d64_short": (
-        "fwd-bf16-d64-causal",
-        {
+OTHERS = {
+    "forward_d64_h200": Kernel(family="portable_forward", key="fwd-bf16-d64"),
+    "forward_d256_fp16_h200": Kernel(family="portable_forward", key="fwd-fp16-d256"),
+    "forward_d128_causal_4090": Kernel(family="portable_forward", key="fwd-bf16-d128-causal", device="rtx 4090"),
+    "forward_d64_causal_a100_offset": Kernel(
+        family="portable_forward", key="fwd-fp16-d64-causal-offset", device="a100", changes={"heads_per_group": 1}
+    ),
+    "forward_d80_unaligned_h200": Kernel(family="portable_forward", key="fwd-bf16-d80-unaligned"),
+    "forward_d192_dv128_causal_h200": Kernel(
+        family="portable_forward", key="fwd-bf16-d192-dv128-causal", changes={"heads_per_group": 0}
+    ),
+    "forward_d64_fp32_h200": Kernel(family="portable_forward", key="fwd-fp32-d64"),
+    "forward_d128_mi300x": Kernel(family="portable_forward", key="fwd-fp16-d128", device="mi300x"),
+    # Gemma 2: alternating windows, capped scores
+    "forward_d256_gemma_h200": Kernel(family="portable_forward", key="fwd-bf16-d256-causal-softcap-window"),
+    "forward_d64_bias_h200": Kernel(family="portable_forward", key="fwd-bf16-d64-bias"),
+    "forward_d128_keymask_h200": Kernel(family="portable_forward", key="fwd-bf16-d128-keymask"),
+    "forward_d192_dv128_split_h200": Kernel(
+        family="portable_forward", key="fwd-bf16-d192-dv128-causal", changes={"split_d": True}
+    ),
+    "forward_d80_split_a100": Kernel(
+        family="portable_forward", key="fwd-fp16-d80", device="a100", changes={"split_d": True}
+    ),
+    "forward_d128_causal_maxnreg": Kernel(
+        family="portable_forward",
+        key="fwd-bf16-d128-causal",
+        changes={
+            "block_m": 64,
+            "block_n": 64,
+            "num_warps": 4,
+            "num_stages": 2,
+            "maxnreg": 168,
+            "heavy_first": False,
+        },
+    ),
+    "mods_d64_a100": Kernel(
+        family="portable_forward",
+        key="fwd-fp16-d64",
+        device="a100",
+        mods=ScoreMods(mask_mod=DOCUMENT, aux=("i32", "fp32")),
+    ),
+    "backward_split_bias_softcap_window_4090": Kernel(
+        family="portable_backward_split", key="bwd-bf16-d64-softcap-bias-window-dbias", device="rtx 4090"
+    ),
+    "hopper_d256_causal_offset": Kernel(family="hopper_forward", key="fwd-fp16-d256-causal-offset"),
+    "hopper_d256_gemma": Kernel(family="hopper_forward", key="fwd-bf16-d256-causal-softcap-window"),
+    "hopper_d128_causal_packed": Kernel(
+        family="hopper_forward", key="fwd-bf16-d128-causal", changes={"packed_heads": 4, "masked_blocks": "branch"}
+    ),
+    "hopper_d96_bias_mask": Kernel(family="hopper_forward", key="fwd-bf16-d96-bias-mask", changes={"split_d": True}),
+    "hopper_d64_short": Kernel(
+        family="hopper_forward",
+        key="fwd-bf16-d64-causal",
+        changes={
             "warpgroups": 1,
             "blocks_per_sm": 3,
             "block_n": 64,
@@ -73,67 +131,9 @@ HOPPER_GOLDENS = {
         },
     ),
 }
-"""Kernels of the Hopper family: specialization, knobs changed from its default."""
+"""Rendered, formatted and compiled as the goldens are; nobody reads them whole."""
 
 
-def hopper_golden(name: str) -> tuple[Specialization, Config]:
-    key, changes = HOPPER_GOLDENS[name]
-    spec = Specialization.parse(key)
-    return spec, HOPPER_FORWARD.default(spec, find_device("h200")).replace(**changes)  # type: ignore[arg-type]
-
-
-HOPPER_BACKWARD_GOLDENS = {
-    "hopper_backward_d128_causal": ("bwd-bf16-d128-causal", HOPPER_BACKWARD_FUSED),
-    "hopper_backward_d256_offset": ("bwd-fp16-d256-causal-offset", HOPPER_BACKWARD_SPLIT),
-}
-"""Kernels of the Hopper backward families: specialization, family whose default it is."""
-
-
-def hopper_backward_golden(name: str) -> tuple[Specialization, Config]:
-    key, row = HOPPER_BACKWARD_GOLDENS[name]
-    spec = Specialization.parse(key)
-    return spec, row.default(spec, find_device("h200"))
-
-
-DOCUMENT = UserFunction(
-    name="mask_mod",
-    source="def mask_mod(b, h, q_idx, k_idx, doc, slopes):\n    return tl.load(doc + q_idx) == tl.load(doc + k_idx)\n",
-)
-SLOPED = UserFunction(
-    name="score_mod",
-    source="def score_mod(score, b, h, q_idx, k_idx, doc, slopes):\n"
-    "    return score - tl.load(slopes + h) * tl.abs(q_idx - k_idx)\n",
-)
-MODS_GOLDENS = {
-    "mods_d128_blocks_h200": (
-        "fwd-bf16-d128",
-        "h200",
-        ScoreMods(score_mod=SLOPED, mask_mod=DOCUMENT, aux=("i32", "fp32"), block_mask=True),
-    ),
-    "mods_d64_a100": ("fwd-fp16-d64", "a100", ScoreMods(mask_mod=DOCUMENT, aux=("i32", "fp32"))),
-}
-"""Kernels with a user's functions: specialization without them, device whose default it is, the functions."""
-
-
-def mods_golden(name: str) -> tuple[Specialization, Config]:
-    key, device, mods = MODS_GOLDENS[name]
-    spec = replace(Specialization.parse(key), mods=mods)
-    return spec, PORTABLE_FORWARD.default(spec, find_device(device))
-
-
-BACKWARD_GOLDENS = {
-    "backward_split_d128_causal_h200": (PORTABLE_BACKWARD_SPLIT, "bwd-bf16-d128-causal", "h200"),
-    "backward_fused_d64_a100": (PORTABLE_BACKWARD_FUSED, "bwd-fp16-d64", "a100"),
-    "backward_split_d64_bias_softcap_window_4090": (
-        PORTABLE_BACKWARD_SPLIT,
-        "bwd-bf16-d64-softcap-bias-window-dbias",
-        "rtx 4090",
-    ),
-}
-"""Kernels of the portable backward families: family, specialization, device whose default it is."""
-
-
-def backward_golden(name: str) -> tuple[Specialization, Config]:
-    row, key, device = BACKWARD_GOLDENS[name]
-    spec = Specialization.parse(key)
-    return spec, row.default(spec, find_device(device))
+def kernel(name: str) -> tuple[Specialization, Config]:
+    """What a golden or one of the others is rendered from."""
+    return {**GOLDENS, **OTHERS}[name].rendered_from

@@ -210,8 +210,8 @@ def test_packed_kernels_compile_to_the_same_loop(key: str, heads: int, changes: 
     ptx = kernel.handle.asm["ptx"]
     assert trailing_pointers(ptx, HOPPER_FORWARD.parameters(spec, config)) == 2
     assert kernel.spills <= 192
-    own_o = hopper_resources.own_o(spec, config, H200)
-    assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, own_o=own_o)
+    separate_o_smem = hopper_resources.separate_o_smem(spec, config, H200)
+    assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem)
     parts = len(hopper_resources.parts(spec.head_dim, config))
     boxes = -(-spec.head_dim // 64)  # one copy brings 128 bytes of a row
     assert parts <= ptx.count("cp.async.bulk.tensor.5d.shared") // config.integer("warpgroups") <= boxes

@@ -22,7 +22,6 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
-from tests.codegen.goldens import GOLDEN, HOPPER_BACKWARD_GOLDENS, hopper_backward_golden
 from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")
@@ -33,15 +32,6 @@ BOTH = (FUSED, SPLIT)
 
 def spec_of(key: str) -> Specialization:
     return Specialization.parse(f"bwd-{key}")
-
-
-@pytest.mark.parametrize("name", HOPPER_BACKWARD_GOLDENS)
-def test_goldens(name: str, update_golden: bool) -> None:
-    text = render(*hopper_backward_golden(name)).text
-    path = GOLDEN / f"{name}.py"
-    if update_golden:
-        path.write_text(text)
-    assert text == path.read_text(), f"{path.name} differs; look at it, then rewrite it with --update-golden"
 
 
 @pytest.mark.parametrize("mask", ["", "-causal", "-causal-window-offset", "-window"])

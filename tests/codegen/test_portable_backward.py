@@ -19,7 +19,6 @@ from flashgen.codegen.space import search_space
 from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
-from tests.codegen.goldens import BACKWARD_GOLDENS, GOLDEN, backward_golden
 from tests.codegen.ruff import FORMAT, assert_passes
 
 FAMILY = pytest.mark.parametrize("row", [PORTABLE_BACKWARD_SPLIT, PORTABLE_BACKWARD_FUSED], ids=lambda row: row.id[18:])
@@ -36,15 +35,6 @@ KEYS = (
     "bwd-fp16-d192-dv128-causal",
     "bwd-bf16-d64-bias-mask-dbias",
 )
-
-
-@pytest.mark.parametrize("name", BACKWARD_GOLDENS)
-def test_goldens(name: str, update_golden: bool) -> None:
-    text = render(*backward_golden(name)).text
-    path = GOLDEN / f"{name}.py"
-    if update_golden:
-        path.write_text(text)
-    assert text == path.read_text(), f"{path.name} differs; look at it, then rewrite it with --update-golden"
 
 
 @FAMILY

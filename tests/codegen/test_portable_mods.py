@@ -1,4 +1,4 @@
-"""User functions in the portable forward family: goldens, text of all variants, compiles, and what cannot be walked."""
+"""User functions in the portable forward family: text of all variants, compiles, and what cannot be walked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
-from tests.codegen.goldens import DOCUMENT, GOLDEN, MODS_GOLDENS, SLOPED, mods_golden
+from tests.codegen.goldens import DOCUMENT, SLOPED, kernel
 from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")
@@ -33,25 +33,16 @@ TOLERATED_SPILLS = 256
 PLAIN = Specialization.parse("fwd-bf16-d64")
 
 
-@pytest.mark.parametrize("name", MODS_GOLDENS)
-def test_goldens(name: str, update_golden: bool) -> None:
-    text = render(*mods_golden(name)).text
-    path = GOLDEN / f"{name}.py"
-    if update_golden:
-        path.write_text(text)
-    assert text == path.read_text(), f"{path.name} differs; look at it, then rewrite it with --update-golden"
-
-
 def test_the_functions_are_in_the_text_as_they_are() -> None:
-    text = render(*mods_golden("mods_d128_blocks_h200")).text
+    text = render(*kernel("portable_forward_mods")).text
     for function in (DOCUMENT, SLOPED):
         assert text.count(f"@triton.jit\n{function.source}") == 1
     assert "flashgen render" not in text, "no command line can give a user's function"
-    assert render(*mods_golden("mods_d64_a100")).text.count("score_mod") == 0
+    assert render(*kernel("mods_d64_a100")).text.count("score_mod") == 0
 
 
 def test_what_a_function_is_called_is_no_part_of_the_text() -> None:
-    spec, config = mods_golden("mods_d64_a100")
+    spec, config = kernel("mods_d64_a100")
     renamed = replace(spec, mods=replace(spec.mods, mask_mod=replace(DOCUMENT, label="another name")))
     assert render(renamed, config).text == render(spec, config).text
 
@@ -95,7 +86,7 @@ def test_compiles_elsewhere(target: str) -> None:
 
 
 def test_parameters_come_in_the_order_of_the_launch() -> None:
-    spec, config = mods_golden("mods_d128_blocks_h200")
+    spec, config = kernel("portable_forward_mods")
     names = [parameter.name for parameter in family(config.family).parameters(spec, config)]
     start = names.index("Aux0")
     assert names[start : start + 9] == [

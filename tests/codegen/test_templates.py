@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
+from flashgen.codegen.families import FAMILIES, unsupported
+from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.render import _environment
+from flashgen.core.device import find_device
+from flashgen.core.workload import Specialization
 
 ENVIRONMENT = _environment()
 TEMPLATES = ENVIRONMENT.list_templates()
+H200 = find_device("h200")
 
 
 def parsed(template: str) -> nodes.Template:
@@ -44,3 +50,102 @@ def test_an_if_within_an_if_is_found() -> None:
     text = "{% if a %}" + inner + "{% elif d %}{% if e %}3{% endif %}{% endif %}"
     assert len(list(nested_ifs(ENVIRONMENT.parse(text)))) == 2
     assert not list(nested_ifs(ENVIRONMENT.parse("{% if a %}1{% elif b %}2{% endif %}{% if c %}3{% endif %}")))
+
+
+# --- what templates are given --------------------------------------------------------------------------------------
+
+GIVEN_TO_ALL = {"entry", "title", "command", "kernels", "parameters", "do_not_specialize"}
+"""By `render`, to every entry template."""
+
+CALLS = (
+    "fwd-bf16-d128",
+    "fwd-fp16-d192-dv128-causal-softcap-sink-window-bias-mask-offset",
+    "bwd-bf16-d128",
+    "bwd-fp16-d256-causal-window-offset",
+    "bwd-fp16-d64-causal-softcap-alibi-bias-mask-window-dbias",
+)
+ENTRIES = sorted({row.template for row in FAMILIES})
+
+
+def parts(entry: str) -> dict[str, nodes.Template]:
+    """The syntax of a template and of all that it includes or imports, by name."""
+    found: dict[str, nodes.Template] = {}
+    waiting = [entry]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = parsed(name)
+            named = list(meta.find_referenced_templates(found[name]))
+            assert None not in named, f"{name} includes a template whose name is computed"
+            waiting += [each for each in named if each is not None]
+    return found
+
+
+def made(part: nodes.Template) -> set[str]:
+    """Names that a template sets, imports, loops over or defines, for itself and for what it includes."""
+    names = {name.name for name in part.find_all(nodes.Name) if name.ctx in ("store", "param")}
+    names |= {macro.name for macro in part.find_all(nodes.Macro)}
+    imports = [name for each in part.find_all(nodes.FromImport) for name in each.names]
+    return names | {name if isinstance(name, str) else name[1] for name in imports}
+
+
+def used(entry: str) -> tuple[set[str], set[str]]:
+    """Names that the templates of a family take from their context, and those of them that no template sets."""
+    found = parts(entry).values()
+    names = set().union(*map(meta.find_undeclared_variables, found))
+    return names, names - set().union(*map(made, found))
+
+
+def contexts(entry: str) -> Iterator[tuple[KernelFamily, dict[str, object]]]:
+    """What the families of an entry template give it, with the knobs, for several calls."""
+    for row in FAMILIES:
+        for spec in map(Specialization.parse, CALLS):
+            if row.template == entry and unsupported(row, spec, H200) is None:
+                yield row, row.values(spec, row.default(spec, H200))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_templates_are_given_all_that_they_use(entry: str) -> None:
+    _, needed = used(entry)
+    given = [set(values) for _, values in contexts(entry)]
+    assert needed <= set().union(*given) | GIVEN_TO_ALL
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_templates_use_all_that_they_are_given(entry: str) -> None:
+    """A knob may do its work in values that follow from it."""
+    names, _ = used(entry)
+    for row, values in contexts(entry):
+        assert set(values) <= names | {knob.name for knob in row.knobs}, row.id
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_family_gives_the_same_names_whatever_the_call(entry: str) -> None:
+    by_family: dict[str, set[frozenset[str]]] = {}
+    for row, values in contexts(entry):
+        by_family.setdefault(row.id, set()).add(frozenset(values))
+    assert by_family
+    assert all(len(names) == 1 for names in by_family.values()), entry
+
+
+CODE = re.compile(r"[-+*/%<>=()\[\]]|\.(?!(bfloat16|float16|float32|uint8)$)")
+
+
+def texts(value: object) -> Iterator[str]:
+    """Every text in a value of a context."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in (*value.keys(), *value.values()):
+            yield from texts(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from texts(each)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_templates_are_given_names_and_no_code(entry: str) -> None:
+    """Expressions are written where they can be read, beside the lines around them."""
+    for row, values in contexts(entry):
+        code = {name: text for name, value in values.items() for text in texts(value) if CODE.search(text)}
+        assert not code, f"{row.id} gives its template expressions: {code}"

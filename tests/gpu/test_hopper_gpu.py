@@ -278,7 +278,7 @@ def test_two_streams_without_graphs() -> None:
 
 @pytest.mark.parametrize("key", ["fwd-bf16-d64-mask", "fwd-bf16-d96-causal-mask"])
 def test_tiles_that_hidden_values_spoil_come_again(key: str) -> None:
-    """More tiles than multiprocessors, of which those of one batch element are spoilt, or all, the last included."""
+    """More tiles than SMs, of which those of one batch element are spoilt, or all, the last included."""
     spec = Specialization.parse(key)
     generator = torch.Generator(device="cuda").manual_seed(5)
     shape = (2, 24, 1500, spec.head_dim)

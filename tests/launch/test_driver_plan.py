@@ -66,7 +66,7 @@ def test_every_parameter_is_where_the_kernel_expects_it(name: str, bshd: bool, c
 @pytest.mark.parametrize("bshd", [False, True])
 @pytest.mark.parametrize("name", [name for name in KERNELS if "descriptors" in name])
 def test_descriptors_describe_the_tensors(name: str, bshd: bool, cuda: FakeDriver) -> None:
-    """Shape and strides of four dimensions, so that the copy engine clips at the end of each sequence."""
+    """Shape and strides of four dimensions, so that TMA clips at the end of each sequence."""
     spec, config, _ = kernel(name)
     four = tensors(spec, bshd=bshd)
     _, launch = planned(name, cuda, four)

@@ -29,7 +29,7 @@ _COMMON = (
     Knob(
         name="persistent",
         values=(False, True),
-        meaning="a program for each tile, or one for each multiprocessor, which loads ahead for its next tile",
+        meaning="a program for each tile, or one for each SM, which loads ahead for its next tile",
     ),
     Knob(
         name="heads_per_group",
@@ -82,11 +82,11 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
     if spec.page_size is not None:
         return "it reads no paged keys"
     if spec.dtype not in GL_DTYPES:
-        return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
+        return f"its tensor cores multiply bf16 and fp16, not {spec.dtype}"
     if reason := why_not_head_dim(spec):
         return reason
     if not spec.aligned16:
-        return "the copy engine needs pointers and strides that are multiples of 16 bytes"
+        return "TMA needs pointers and strides that are multiples of 16 bytes"
     return None
 
 

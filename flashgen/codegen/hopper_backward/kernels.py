@@ -16,7 +16,7 @@ PREPARE_ROWS = 32
 """Rows of a program of the first kernel; 16 to 128 took the same time."""
 
 LINE = 32
-"""Sums of dq in a line of 128 bytes, as the copy engine swizzles it."""
+"""Sums of dq in a line of 128 bytes, as TMA swizzles it."""
 
 Boxes = dict[str, tuple[int, int]]
 """By the name of a descriptor: rows and columns of what it copies at a time."""

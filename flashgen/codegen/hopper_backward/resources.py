@@ -25,7 +25,7 @@ WIDEST = 128
 
 FP32_BYTES = 4
 
-MULTIPROCESSORS = 132
+NUM_SMS = 132
 """The most of any device of sm90, on each of which one program runs."""
 
 PART_BLOCKS = 8

@@ -10,12 +10,6 @@ from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 
-STARTS_TEXTS = {
-    "late": "dp gets its start while s is computed",
-    "ahead": "s gets its start a step ahead, dp at the beginning of its own",
-    "early": "both products get their start before the first begins, each sum in a register of its own",
-}
-
 
 def values(spec: Specialization, config: Config) -> dict[str, object]:
     """The values of the template for the kernels of a config, by name."""
@@ -25,20 +19,24 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
     return {
         **dict(config.knobs),
         "fused": fused,
+        # whether tiles of the same kernel convert sums of dq; the orders of the steps
         "converts": resources.converts(config),
         "staggered": resources.is_staggered(config),
         "ahead": resources.is_ahead(config),
         "part_blocks": resources.PART_BLOCKS,
-        "multiprocessors": resources.MULTIPROCESSORS,
+        "num_sms": resources.NUM_SMS,
         "main": f"{config.family}_{'main' if fused else 'dkdv'}",
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
         "block_d": block_d,
         "block_dv": block_dv,
+        # keys of a warpgroup
         "rows": ROWS,
         "do_stages": resources.DO_STAGES,
         "block_n": resources.block_n(spec),
+        # whether dk and dv of a tile take a warpgroup each
         "wide": resources.is_wide(spec),
+        # of a chunk: what one warpgroup adds to dq at once
         "dq_columns": dq_columns,
         "dq_chunk": ROWS * dq_columns,
         "dq_v_stages": 0 if fused else resources.dq_v_stages(spec, config, SM90),
@@ -51,9 +49,6 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "dtype": spec.dtype,
         "gl_dtype": GL_DTYPES[spec.dtype],
         "torch_dtype": TORCH_DTYPES[spec.dtype],
-        "schedule_text": _schedule_text(config),
-        "order_text": _order_text(config),
-        "starts_text": STARTS_TEXTS["ahead" if resources.is_ahead(config) else str(config["starts"])],
         **_features(spec),
         **_names(spec, config),
         **_synchronisation(spec, config),
@@ -67,20 +62,19 @@ def _features(spec: Specialization) -> dict[str, object]:
     extra = [*([offset] if offset else []), *edges]
     sizes = ["batch", "nheads", "group_size", "seqlen_q", "seqlen_k", *extra]
     seen = ["offset", *edges] if positional else []
-    offset_value = "offset, " if positional else ""
     return {
         "causal": spec.causal,
         "window": spec.window,
         "positional": positional,
-        "far": spec.window,
+        # offsets beyond the lengths still change what a window shows
+        "offset_unbounded": spec.window,
+        # rows of K and V that no query sees may hold NaN, and are cleared in shared memory
         "clears_hidden": positional,
         "offset_tensor": spec.offset_tensor and positional,
         "offset_name": offset,
-        # query i sees no key behind i + this
-        "right": "offset" if spec.causal else "(offset + window_right)",
+        # names of the numbers that all roles are handed, and of what functions of theirs take and return
         "sizes": sizes,
-        "tile_values": f"first_key, b, h_k, {offset_value}first, blocks",
-        "dq_sizes": sizes,
+        "tile_values": ["first_key", "b", "h_k", *(["offset"] if positional else []), "first", "blocks"],
         "query_block_arguments": (["first_key", *seen] if positional else [])
         + ["seqlen_q", *(["seqlen_k"] if spec.window else [])],
         "key_block_arguments": (["first_row", *seen, "seqlen_q"] if positional else []) + ["seqlen_k"],
@@ -129,16 +123,3 @@ def _synchronisation(spec: Specialization, config: Config) -> dict[str, object]:
         "dq_barriers": list(dq_slots),
         "dq_barrier_slots": dq_slots,
     }
-
-
-def _schedule_text(config: Config) -> str:
-    if config["persistent"]:
-        return "persistent: one program a multiprocessor, which fetch tiles from Counter"
-    return "one program a tile"
-
-
-def _order_text(config: Config) -> str:
-    group = config.integer("heads_per_group")
-    if group == 1:
-        return "blocks fastest"
-    return f"heads fastest, in groups of {group}, most work first"

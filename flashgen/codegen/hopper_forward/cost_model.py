@@ -28,11 +28,11 @@ def tiling(spec: Specialization, config: Config) -> Tiling:
 
 
 def _taken(spec: Specialization, config: Config, device: Device) -> Taken:
-    own_o = resources.own_o(spec, config, device)
+    separate_o_smem = resources.separate_o_smem(spec, config, device)
     return Taken(
         registers=resources.maxnreg(config, device),
         spills=0,
-        shared_bytes=resources.smem_bytes(spec, config, own_o=own_o),
+        shared_bytes=resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem),
         occupancy=config.integer("blocks_per_sm"),
     )
 

@@ -38,7 +38,7 @@ KNOBS = (
         values=("mbarrier", "named"),
         meaning="what slots are released by and turns passed with: barriers in shared memory, or the hardware's own",
     ),
-    Knob(name="ping_pong", values=(False, True), meaning="warpgroups take turns at the matrix unit"),
+    Knob(name="ping_pong", values=(False, True), meaning="warpgroups take turns at the tensor cores"),
     Knob(
         name="conditional_rescale",
         values=(False, True),
@@ -110,17 +110,15 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
     if spec.mods:
         return "it takes no functions of the caller"
     if resources.score_tiles(spec) and not spec.aligned_scores:
-        return (
-            "the copy engine needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
-        )
+        return "TMA needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
     if spec.page_size is not None:
         return "it reads no paged keys"
     if spec.dtype not in GL_DTYPES:
-        return f"its matrix unit multiplies bf16 and fp16, not {spec.dtype}"
+        return f"its tensor cores multiply bf16 and fp16, not {spec.dtype}"
     if reason := why_not_head_dim(spec):
         return reason
     if not spec.aligned16:
-        return "the copy engine needs pointers and strides that are multiples of 16 bytes"
+        return "TMA needs pointers and strides that are multiples of 16 bytes"
     if rules.why_too_large(spec, defaults.smallest(spec, device), device):
         return "its tiles of bias and mask do not fit beside heads of this size"
     return None

@@ -67,8 +67,8 @@ def columns(head_dim: int, config: Config) -> int:
 def score_tiles(spec: Specialization) -> dict[str, str]:
     """What has a value for every query and key, and is loaded a tile at a time: its element type by its name.
 
-    The copy engine brings a tile for each warpgroup and block of keys, [ROWS, block_n], into the warpgroup's own slot.
-    Its warps take it to registers while the matrix unit computes the scores, and the next tile has the rest of the step
+    TMA brings a tile for each warpgroup and block of keys, [ROWS, block_n], into the warpgroup's own slot.
+    Its warps take it to registers while the tensor cores compute the scores, and the next tile has the rest of the step
     to arrive (docs/decisions/tiles-of-scores-on-hopper.md).
     """
     found = {"bias": bias_dtype(spec)} if spec.bias == "full" else {}
@@ -127,7 +127,7 @@ def headroom_bits(spec: Specialization) -> int:
     return CAPPED_HEADROOM_BITS if is_capped(spec) else HEADROOM_BITS
 
 
-def comes_again(spec: Specialization, config: Config) -> bool:
+def may_recompute(spec: Specialization, config: Config) -> bool:
     """Whether a tile may be found spoilt once it is computed, and is then computed a second time."""
     return spec.mask == "full" or (maximum(config) == "first" and not is_capped(spec))
 
@@ -176,14 +176,14 @@ def live_registers(spec: Specialization, config: Config) -> int:
     return block_n // 2 + weights + by_key + tiles + columns(spec.head_dim_v, config) // 2 + other
 
 
-def smem_bytes(spec: Specialization, config: Config, *, own_o: bool) -> int:
-    """Shared memory of a block: Q, the rings of K and V, bias and mask, and the output's own place if `own_o`."""
+def smem_bytes(spec: Specialization, config: Config, *, separate_o_smem: bool) -> int:
+    """Shared memory of a block: Q, the rings of K and V, bias, mask, and the output if `separate_o_smem`."""
     d, dv, block_n = columns(spec.head_dim, config), columns(spec.head_dim_v, config), config.integer("block_n")
-    elements = block_m(config) * (q_stages(config) * d + (dv if own_o else 0))
+    elements = block_m(config) * (q_stages(config) * d + (dv if separate_o_smem else 0))
     elements += block_n * (k_stages(config) * d + config.integer("v_stages") * dv)
     tiles = config.integer("warpgroups") * score_bytes(spec, config)
     barriers = BARRIER_BYTES
-    if comes_again(spec, config):
+    if may_recompute(spec, config):
         barriers += VERDICT_BYTES * config.integer("warpgroups") + (BARRIER_BYTES if spec.mask == "full" else 0)
     return elements * DTYPE_BYTES[spec.dtype] + tiles + barriers
 
@@ -193,7 +193,7 @@ def smem_available(config: Config, device: Device) -> int:
     return min(device.smem_per_block, device.smem_per_sm // config.integer("blocks_per_sm") - 1024)
 
 
-def own_o(spec: Specialization, config: Config, device: Device) -> bool:
+def separate_o_smem(spec: Specialization, config: Config, device: Device) -> bool:
     """Whether the output of a tile has its own place, so that Q of the next tile is loaded meanwhile.
 
     Else its parts take the places of Q's parts, where those have the same shapes.
@@ -201,4 +201,4 @@ def own_o(spec: Specialization, config: Config, device: Device) -> bool:
     d, dv = parts(spec.head_dim, config), parts(spec.head_dim_v, config)
     if [part.block for part in dv] != [part.block for part in d[: len(dv)]]:
         return True
-    return smem_bytes(spec, config, own_o=True) <= smem_available(config, device)
+    return smem_bytes(spec, config, separate_o_smem=True) <= smem_available(config, device)

@@ -27,14 +27,17 @@ def invalid(spec: Specialization, config: Config, device: Device) -> str | None:
 
 
 def why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:
-    """The reason why registers, shared memory or named barriers of a multiprocessor do not suffice, or None."""
+    """The reason why registers, shared memory or named barriers of an SM do not suffice, or None."""
     needed, available = resources.live_registers(spec, config), resources.consumer_registers(config, device)
     if needed > available:
         return f"a consumer thread needs about {needed} registers and gets {available}"
-    own_o = resources.own_o(spec, config, device)
-    if resources.q_stages(config) > 1 and not own_o:
+    separate_o_smem = resources.separate_o_smem(spec, config, device)
+    if resources.q_stages(config) > 1 and not separate_o_smem:
         return "two tiles of Q leave no place for the output"
-    shared, limit = resources.smem_bytes(spec, config, own_o=own_o), resources.smem_available(config, device)
+    shared, limit = (
+        resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem),
+        resources.smem_available(config, device),
+    )
     if shared > limit:
         return f"it needs {shared} bytes of shared memory and a block has {limit}"
     barriers, left = resources.named_barriers(spec, config), NAMED_BARRIERS - FIRST_NAMED_BARRIER
@@ -74,7 +77,7 @@ def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
     if values.get("maximum", "running") == "first" and not plain:
         return "where few steps follow the maximum, one way to do so is enough"
     if (values["warpgroups"] == 1) != (values["blocks_per_sm"] != 1):
-        return "blocks side by side are for those of one warpgroup, which leave the matrix unit idle during a softmax"
+        return "blocks side by side are for those of one warpgroup, which leave the tensor cores idle during a softmax"
     if values["k_release"] == "with_v" and (values["warpgroups"], values["v_stages"]) != (4, 3):
         return "releasing K with V only pays in a long ring that four warpgroups release"
     return None

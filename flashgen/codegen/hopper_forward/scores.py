@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_scores import is_natural, is_positional, scales, score_strides, window_edges
+from flashgen.codegen.common_scores import has_additive_score, is_positional, scales, score_strides, window_edges
 from flashgen.codegen.common_types import bias_dtype
 from flashgen.codegen.hopper_forward.resources import score_tiles
 from flashgen.core.workload import Specialization
@@ -31,11 +31,11 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "sink_dtype": spec.sink_dtype or "fp32",
         "score_stride": not spec.aligned_scores,
         "aligned_scores": spec.aligned_scores,
-        "natural": is_natural(spec),
-        "modified": spec.softcap or is_natural(spec),
+        "has_additive_score": has_additive_score(spec),
+        "modified": spec.softcap or has_additive_score(spec),
         "positional": is_positional(spec),
         # scores that go on changing when a query stands far behind the last key or before the first
-        "far": spec.window or spec.alibi,
+        "offset_unbounded": spec.window or spec.alibi,
         "aligned": aligned,
         # a row may see no key of a block, or of any
         "guards": hides or bool(spec.bias or spec.mask),
@@ -43,14 +43,12 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "offset_tensor": spec.offset_tensor,
         "offset_name": offset,
         "sizes": sizes,
-        "reach": "offset + 1" if spec.causal else "offset + window_right + 1",
         "key_block_arguments": _key_block_arguments(spec),
         "features": _features(spec),
         "kernel_features": scales(spec)[-1:] + _features(spec)[1:],
         "rule": _rule(spec),
         # one number needs no tuple, unless a function takes it apart
-        "by_rule": len(_rule(spec)) > 1 or is_natural(spec),
-        "step_scale": "LOG2E" if is_natural(spec) else "rule[0]" if len(_rule(spec)) > 1 else "scale",
+        "by_rule": len(_rule(spec)) > 1 or has_additive_score(spec),
         "host_features": [name for name, present in host.items() if present],
     }
 
@@ -71,10 +69,11 @@ def _seen(spec: Specialization) -> list[str]:
     return ["mask_base", "stride_mask_q", "tile_row", *offset, *window_edges(spec), "seqlen_q", "seqlen_k"]
 
 
-def _key_block_arguments(spec: Specialization) -> str:
+def _key_block_arguments(spec: Specialization) -> list[str]:
+    """What tells which blocks of keys a tile sees."""
     if not (spec.causal or spec.window):
-        return "seqlen_k"
-    return ", ".join(["tile_row", "offset", *window_edges(spec), "seqlen_q", "seqlen_k"])
+        return ["seqlen_k"]
+    return ["tile_row", "offset", *window_edges(spec), "seqlen_q", "seqlen_k"]
 
 
 def _features(spec: Specialization) -> list[str]:
@@ -89,7 +88,7 @@ def _features(spec: Specialization) -> list[str]:
 
 def _rule(spec: Specialization) -> list[str]:
     """What makes scores of products, the same for all steps of a tile."""
-    found = ["score_scale" if is_natural(spec) else "scale"]
+    found = ["score_scale" if has_additive_score(spec) else "scale"]
     found += ["softcap_rate"] if spec.softcap else []
     found += ["slope", "positions"] if spec.alibi else []
     for name, kind in (("bias", spec.bias), ("mask", spec.mask)):

@@ -19,10 +19,10 @@ OUTPUT_STRIDES = ("stride_ob", "stride_oh", "stride_os")
 
 
 def values(spec: Specialization, config: Config) -> dict[str, object]:
-    """The values of the template for one kernel, by name."""
-    own_o = resources.own_o(spec, config, SM90)
+    """The values of the template for one kernel, by name: every knob, and what follows from the knobs and the call."""
+    separate_o_smem = resources.separate_o_smem(spec, config, SM90)
     aligned, first = is_aligned(spec, config), resources.maximum(config) == "first"
-    slots, arrivals = _barriers(spec, config)
+    barriers = _barriers(spec, config)
     d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
     return {
         **dict(config.knobs),
@@ -30,8 +30,10 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "head_dim_v": spec.head_dim_v,
         "d_parts": d_parts,
         "v_parts": v_parts,
+        # names of the tiles of Q, of the accumulators, and of the descriptors and places in shared memory of Q
         "q_names": [f"q{part.suffix}" for part in d_parts],
         "acc_names": [f"acc{part.suffix}" for part in v_parts],
+        # query rows of a warpgroup, and query positions of a tile, which are fewer where heads are packed
         "rows": ROWS,
         "q_stages": resources.q_stages(config),
         "block_m": resources.positions(config),
@@ -45,33 +47,36 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "dtype": spec.dtype,
         "gl_dtype": GL_DTYPES[spec.dtype],
         "torch_dtype": TORCH_DTYPES[spec.dtype],
-        "own_o": own_o,
+        # whether the output has shared memory of its own, or takes the place of Q
+        "separate_o_smem": separate_o_smem,
         "maximum": resources.maximum(config),
         "scores_ahead": resources.scores_ahead(config),
-        "comes_again": resources.comes_again(spec, config),
+        # whether sums may overflow a reference that does not follow the maximum, or hold NaN of hidden rows of V
+        "may_recompute": resources.may_recompute(spec, config),
+        # exponents of two: how far the reference is above the first maximum, how far a softcap lets scores lie apart at
+        # most, which sums and weights are too large; `capped`: none is, because of a softcap
         "headroom": resources.headroom_bits(spec),
         "capped": first and resources.is_capped(spec),
         "largest_scale": resources.CAPPED_BITS,
         "most_sum": resources.HEADROOM_BITS,
         "most_weight": resources.MOST_WEIGHT_BITS if first and spec.dtype == "fp16" else 0,
-        "o_places": [f"{'o' if own_o else 'q'}{part.suffix}_tiles" for part in (v_parts if own_o else d_parts)],
+        "o_places": [
+            f"{'o' if separate_o_smem else 'q'}{part.suffix}_tiles"
+            for part in (v_parts if separate_o_smem else d_parts)
+        ],
+        # what roles are handed together: tensor descriptors, tiles in shared memory, barriers, what the output needs
         "descs": [parameter.name for parameter in _descriptors(spec, config)],
-        "buffers": _buffers(spec, config, own_o=own_o),
+        "buffers": _buffers(spec, config, separate_o_smem=separate_o_smem),
+        # whether slots are released by named barriers; numbers and threads of those
         "named": config["barriers"] == "named",
-        "k_empty": "K_EMPTY" if config["barriers"] == "named" else "k_empty",
-        "v_empty": "V_EMPTY" if config["barriers"] == "named" else "v_empty",
         "first_barrier": FIRST_NAMED_BARRIER,
         "ring_threads": resources.ring_threads(config),
         "slot_threads": THREADS_PER_WARPGROUP + 32,
-        "barriers": list(slots),
-        "barrier_slots": slots,
-        "barrier_arrivals": arrivals,
-        "schedule_text": _schedule_text(config),
-        "order_text": _order_text(config),
-        "softmax_text": _softmax_text(config),
+        "barriers": list(barriers),
+        "barrier_kinds": barriers,
         "outputs": ["LSE", "lse_rows", *(["O", *OUTPUT_STRIDES] if aligned else [])],
         **hopper_scores.values(spec, aligned=aligned),
-        "schedule_arguments": ", ".join(_schedule_arguments(config, aligned=aligned)),
+        "schedule_arguments": _schedule_arguments(config, aligned=aligned),
     }
 
 
@@ -86,57 +91,31 @@ def _schedule_arguments(config: Config, *, aligned: bool) -> list[str]:
     return ["tile", "tiles", "nheads", *group, "seqlen_q", *(["q_offset"] if aligned else [])]
 
 
-def _buffers(spec: Specialization, config: Config, *, own_o: bool) -> list[str]:
+def _buffers(spec: Specialization, config: Config, *, separate_o_smem: bool) -> list[str]:
     """Names of the tiles in shared memory, in the order in which roles unpack them."""
-    dims = {"q": spec.head_dim, "k": spec.head_dim, "v": spec.head_dim_v} | ({"o": spec.head_dim_v} if own_o else {})
+    dims = {"q": spec.head_dim, "k": spec.head_dim, "v": spec.head_dim_v} | (
+        {"o": spec.head_dim_v} if separate_o_smem else {}
+    )
     found = [f"{name}{part.suffix}_tiles" for name, size in dims.items() for part in resources.parts(size, config)]
     found += [f"{name}_tiles" for name in resources.score_tiles(spec)]
-    return [*found, *(["verdicts"] if resources.comes_again(spec, config) else []), "next_tiles"]
+    return [*found, *(["overflow_flags"] if resources.may_recompute(spec, config) else []), "next_tiles"]
 
 
-def _barriers(spec: Specialization, config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Number of slots and number of arrivals that complete a phase, by the name of a barrier in shared memory."""
-    q_slots = "WARPGROUPS" if resources.q_stages(config) == 1 else f"{resources.q_stages(config)} * WARPGROUPS"
-    slots = {"q_full": q_slots, "k_full": "K_STAGES", "v_full": "V_STAGES"}
-    if config["barriers"] == "mbarrier":
-        slots["v_empty"] = "V_STAGES"
-        if config["k_release"] == "own":
-            slots["k_empty"] = "K_STAGES"
-        if config["ping_pong"]:
-            slots["turn"] = "WARPGROUPS"
+def _barriers(spec: Specialization, config: Config) -> dict[str, tuple[str, bool]]:
+    """The barriers in shared memory by name: what has a slot each, and whether all warpgroups complete a phase.
+
+    A slot is one of a ring (q, k, v), of a warpgroup, or of one of two tiles.
+    """
+    in_memory = config["barriers"] == "mbarrier"
+    found = {"q_full": ("q", False), "k_full": ("k", False), "v_full": ("v", False)}
+    found |= {"v_empty": ("v", True)} if in_memory else {}
+    found |= {"k_empty": ("k", True)} if in_memory and config["k_release"] == "own" else {}
+    found |= {"turn": ("warpgroup", False)} if in_memory and config["ping_pong"] else {}
     if resources.score_tiles(spec):
-        slots["score_full"] = "WARPGROUPS"
-        if config["barriers"] == "mbarrier":
-            slots["score_empty"] = "WARPGROUPS"
-    slots |= {"q_empty": q_slots, "tile_full": "2", "tile_empty": "2"}
-    if resources.comes_again(spec, config):
-        slots["judged"] = "2"
-    shared = ("k_empty", "v_empty", "tile_empty", "judged")
-    return slots, {name: "WARPGROUPS" if name in shared else "1" for name in slots}
-
-
-def _schedule_text(config: Config) -> str:
-    blocks = config.integer("blocks_per_sm")
-    programs = "one program" if blocks == 1 else f"{blocks} programs"
-    return f"persistent: {programs} a multiprocessor, which fetch tiles from Counter"
-
-
-def _order_text(config: Config) -> str:
-    group = config.integer("heads_per_group")
-    if group == 1:
-        return "query blocks fastest"
-    unit = "packs of heads" if resources.packed_heads(config) > 1 else "heads"
-    return f"{unit} fastest, in groups of {group}, most keys first"
-
-
-def _softmax_text(config: Config) -> str:
-    rescale = (
-        "rescaled only when a maximum grew by more than 2**8" if config["conditional_rescale"] else "rescaled always"
-    )
-    if resources.maximum(config) == "first":
-        rescale += "; after a row's first keys the maximum is not followed"
-    turns = ", warpgroups take turns at the matrix unit" if config["ping_pong"] else ""
-    return rescale + turns
+        found["score_full"] = ("warpgroup", False)
+        found |= {"score_empty": ("warpgroup", False)} if in_memory else {}
+    found |= {"q_empty": ("q", False), "tile_full": ("tile", False), "tile_empty": ("tile", True)}
+    return found | ({"overflow_ready": ("tile", True)} if resources.may_recompute(spec, config) else {})
 
 
 def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:

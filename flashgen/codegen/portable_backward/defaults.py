@@ -103,7 +103,7 @@ def _dq_knobs(tile: Tile) -> dict[str, KnobValue]:
 
 
 def _shared(spec: Specialization, device: Device, *tiles: Tile) -> dict[str, KnobValue]:
-    # where the matrix unit reads shared memory; Triton pipelines only pointer loads for mma.sync
+    # where the tensor cores read shared memory; Triton pipelines only pointer loads for mma.sync
     warpgroups = device.has_warpgroup_mma and all(tile[0] >= MIN_WARPGROUP_ROWS for tile in tiles)
     descriptors = warpgroups and spec.aligned16 and spec.dtype != "fp32"
     return {

@@ -49,7 +49,7 @@ ROW_WARPS = 4
 
 DBIAS_WARPS = 4
 DBIAS_PROGRAMS_PER_SM = 8
-"""Enough for all that a multiprocessor holds at once; each walks more blocks where there are more."""
+"""Enough for all that an SM holds at once; each walks more blocks where there are more."""
 
 _SHARED = (
     Knob(name="loads", values=("pointer", "descriptor"), meaning="pointers with masks, or tensor descriptors (TMA)"),
@@ -144,7 +144,7 @@ def _why_loop(spec: Specialization, loop: Loop, device: Device) -> str | None:
 def _why_pointless(loop: Loop, device: Device) -> str | None:
     """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
     if loop.stages == 1 and device.is_nvidia and loop.columns < WIDE_COLUMNS:
-        # without a pipeline only other blocks of the multiprocessor work while one waits for its loads
+        # without a pipeline only other blocks of the SM work while one waits for its loads
         deeper = device.smem_per_sm // smem_needed(replace(loop, stages=2), device)
         if deeper >= device.smem_per_sm // smem_needed(loop, device):
             return "without a pipeline every load is waited for, and two stages let as many blocks run side by side"

@@ -1,4 +1,4 @@
-"""What a config of the portable backward families needs of a multiprocessor at least; what could run needs no more."""
+"""What a config of the portable backward families needs of an SM at least; what could run needs no more."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prepare_rows(spec: Specialization) -> int:
 def dbias_blocks(spec: Specialization) -> tuple[int, int]:
     """Queries and keys of a block of the kernel for the gradient of a bias."""
     width = max(padded(spec.head_dim, False), padded(spec.head_dim_v, False))
-    largest = 32 if spec.dtype == "fp32" else 64  # without a matrix unit a tile takes more registers
+    largest = 32 if spec.dtype == "fp32" else 64  # without tensor cores a tile takes more registers
     rows = max(LEAST_BLOCK, min(largest, DBIAS_TILE_BYTES // (width * DTYPE_BYTES[spec.dtype])))
     return rows, max(LEAST_BLOCK, rows // 2)  # the sum is one more tile in registers
 
@@ -110,7 +110,7 @@ def loops(spec: Specialization, config: Config) -> tuple[Loop, ...]:
 def why_too_wide(spec: Specialization, device: Device, *, fused: bool) -> str | None:
     """The reason why not even blocks of 16 fit into the shared memory of an NVIDIA device, or None.
 
-    That is Q, K, V and dO; where products of a matrix unit change their layouts once more, also K and what becomes dQ.
+    That is Q, K, V and dO; where products of tensor cores change their layouts once more, also K and what becomes dQ.
     """
     d, dv = padded(spec.head_dim, False), padded(spec.head_dim_v, False)
     columns = 2 * (d + dv) + (0 if spec.dtype == "fp32" else d + d * fused)
@@ -155,7 +155,7 @@ def tensor_columns(loop: Loop) -> int:
 def smem_needed(loop: Loop, device: Device) -> int:
     """A lower bound of shared memory in bytes: what a program loads once, and the stages of what it walks.
 
-    A loop for Hopper's matrix unit has a buffer for each stage, another one less. On AMD its own rows are in registers.
+    A loop for wgmma has a buffer for each stage, another one less. On AMD its own rows are in registers.
     """
     if not device.is_nvidia:
         return loop.step_bytes * max(loop.stages - 1, 1) // (2 if loop.stages == 1 else 1)
@@ -166,7 +166,7 @@ def smem_needed(loop: Loop, device: Device) -> int:
 
 
 def _is_warpgroup(loop: Loop, device: Device) -> bool:
-    """Whether the matrix unit reads what a program owns from shared memory; it transposes no operand of 32 bits."""
+    """Whether the tensor cores read what a program owns from shared memory; it transposes no operand of 32 bits."""
     transposes = bool(loop.added) and loop.element_bytes == 4
     return device.has_warpgroup_mma and loop.own >= MIN_WARPGROUP_ROWS and not transposes
 

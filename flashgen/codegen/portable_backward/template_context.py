@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_scores import is_natural, is_positional, score_strides
+from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, PRECISIONS, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
 from flashgen.codegen.portable_backward.resources import dbias_blocks, is_fused, prepare_rows, row_block
@@ -28,7 +28,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "torch_dtype": TORCH_DTYPES[storage(spec)],
         "aligned16": spec.aligned16,
         "descriptors": config["loads"] == "descriptor",
-        "dot_precision": PRECISIONS.get(spec.dtype, ""),
+        "precision": PRECISIONS.get(spec.dtype, ""),
         "fused": fused,
         "dkdv_entry": f"{config.family}_{'main' if fused else 'dkdv'}",
         "row_block": row_block(spec, config),
@@ -36,7 +36,6 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "dbias_block_m": dbias_blocks(spec)[0],
         "dbias_block_n": dbias_blocks(spec)[1],
         "zero_parts": d_parts if fused else (),
-        "order_text": _order_text(config),
         **_features(spec, config),
         "strides": _strides(spec),
         "dkdv_state": [*_each("dk", d_parts), *_each("dv", v_parts), *(["dbias"] if sums_keys(spec) else [])],
@@ -69,7 +68,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "positional": is_positional(spec),
         "offset_tensor": spec.offset_tensor and is_positional(spec),
         # scores that go on changing when a query stands far behind the last key or before the first
-        "far": spec.window or spec.alibi,
+        "offset_unbounded": spec.window or spec.alibi,
         "softcap": spec.softcap,
         "exact_softcap": spec.dtype == "fp32",
         "alibi": spec.alibi,
@@ -79,11 +78,11 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "bias_dtype": bias_dtype(spec),
         "sums_keys": sums_keys(spec),
         "dbias_kernel": has_dbias(spec),
-        "hull": spec.mask == "keys",
+        "visible_key_range": spec.mask == "keys",
         "tiled": tiled,
         "aligned_scores": spec.aligned_scores,
-        "natural": is_natural(spec),
-        "scale": "LOG2E" if is_natural(spec) else _scale_name(spec),
+        "has_additive_score": has_additive_score(spec),
+        "scale": "LOG2E" if has_additive_score(spec) else _scale_name(spec),
         "scale_argument": _scale_name(spec),
         # loads leave out what lies before the keys that any query sees, beside what lies behind them
         "two_ends": spec.window or spec.mask == "keys",
@@ -186,7 +185,7 @@ def _dq_arguments(
 
 def _score_arguments(spec: Specialization) -> list[str]:
     found = ["softcap_rate"] if spec.softcap else []
-    found += ["score_scale"] if is_natural(spec) else [_scale_name(spec)]
+    found += ["score_scale"] if has_additive_score(spec) else [_scale_name(spec)]
     return found + (["slope"] if spec.alibi else [])
 
 
@@ -196,8 +195,3 @@ def _each(name: str, parts: tuple[HeadPart, ...]) -> list[str]:
 
 def _descriptors(name: str, parts: tuple[HeadPart, ...]) -> list[str]:
     return [f"{name}{part.descriptor_suffix}_desc" for part in parts]
-
-
-def _order_text(config: Config) -> str:
-    group = config.integer("heads_per_group")
-    return "blocks fastest" if group == 1 else f"heads fastest, in groups of {group}"

@@ -141,6 +141,6 @@ def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
 
 
 def _prefers_descriptors(spec: Specialization, device: Device, block_m: int) -> bool:
-    """Where the matrix unit reads shared memory; Triton pipelines only pointer loads for mma.sync."""
+    """Where the tensor cores read shared memory; Triton pipelines only pointer loads for mma.sync."""
     warpgroups = device.has_warpgroup_mma and block_m >= MIN_WARPGROUP_ROWS
     return warpgroups and spec.aligned16 and spec.dtype != "fp32"

@@ -69,7 +69,7 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
     if is_split(config) and (reason := why_not_split(spec)):
         return reason
     if spec.dtype == "fp32":
-        return None  # no matrix unit, no tiles of it
+        return None  # no tensor cores, no tiles of it
     wide = max(padded(size, is_split(config)) for size in (spec.head_dim, spec.head_dim_v)) >= WIDE_HEAD
     return _rows_per_warp(config.integer("block_m"), config.integer("num_warps"), device, wide=wide)
 
@@ -77,7 +77,7 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
 def _why_pointless(spec: Specialization, config: Config, device: Device) -> str | None:
     """What cannot be faster than another config of the space, so that a search does not spend its time on it."""
     if config["num_stages"] == 1 and device.is_nvidia:
-        # without a pipeline only other blocks of the multiprocessor work while one waits for its loads
+        # without a pipeline only other blocks of the SM work while one waits for its loads
         deeper = device.smem_per_sm // smem_needed(spec, config.replace(num_stages=2), device)
         if deeper >= device.smem_per_sm // smem_needed(spec, config, device):
             return "without a pipeline every load is waited for, and two stages let as many blocks run side by side"
@@ -108,7 +108,7 @@ def _rows_per_warp(block_m: int, num_warps: int, device: Device, *, wide: bool) 
     if device.is_nvidia and block_m < 16 * num_warps and num_warps > (8 if wide else 4):
         return f"{num_warps} warps of 16 rows are more than {block_m} rows"
     if device.has_warpgroup_mma and block_m >= MIN_WARPGROUP_ROWS and num_warps < 4:
-        return "the matrix unit works for four warps together"
+        return "the tensor cores work for four warps together"
     return None
 
 

@@ -35,7 +35,7 @@ def mod_values(spec: Specialization) -> dict[str, object]:
     return {
         "score_mod": _named("score_mod", mods.score_mod) if mods and mods.score_mod else "",
         "mask_mod": _named("mask_mod", mods.mask_mod) if mods and mods.mask_mod else "",
-        "mod_arguments": ["b", "h", "row[:, None]", "k_idx", *aux_names(spec)],
+        "aux": aux_names(spec),
         "block_mask": has_blocks(spec),
         "mask_block": MASK_BLOCK,
     }

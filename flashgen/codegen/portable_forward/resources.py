@@ -1,4 +1,4 @@
-"""What a config of the portable forward family needs of a multiprocessor at least; what could run needs no more."""
+"""What a config of the portable forward family needs of an SM at least; what could run needs no more."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
 def registers_needed(spec: Specialization, config: Config, device: Device) -> int:
     """A lower bound of the 32-bit registers of a thread: output accumulator, fp32 scores, and Q where it stays in them.
 
-    Matrix units before Hopper's (and consumer Blackwell's) multiply from registers, and Q is kept there over the loop.
+    Tensor cores before Hopper's (and consumer Blackwell's) multiply from registers, and Q is kept there over the loop.
     """
     threads = config.integer("num_warps") * device.warp_size
     rows = config.integer("block_m")
@@ -50,7 +50,7 @@ def registers_needed(spec: Specialization, config: Config, device: Device) -> in
 
 
 def smem_needed(spec: Specialization, config: Config, device: Device) -> int:
-    """A lower bound of the shared memory in bytes: the stages of K and V, and Q where the matrix unit reads it from."""
+    """A lower bound of the shared memory in bytes: the stages of K and V, and Q where the tensor cores read it from."""
     size, split = DTYPE_BYTES[spec.dtype], is_split(config)
     step = config.integer("block_n") * (padded(spec.head_dim, split) + padded(spec.head_dim_v, split)) * size
     stages = config.integer("num_stages")

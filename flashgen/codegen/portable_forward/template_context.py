@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_scores import is_natural, is_positional, score_strides
+from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, PRECISIONS, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
 from flashgen.codegen.portable_forward.mods import has_blocks, hides, mod_step_arguments, mod_values
@@ -24,18 +24,18 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "torch_dtype": TORCH_DTYPES[storage(spec)],
         "aligned16": spec.aligned16,
         "descriptors": config["loads"] == "descriptor",
-        "dot_precision": PRECISIONS.get(spec.dtype, ""),
-        "order_text": _order_text(config),
+        "precision": PRECISIONS.get(spec.dtype, ""),
         **_features(spec, config),
         **_strides(spec, config),
         **mod_values(spec),
+        # names of what a step of the loop changes, and of what it reads
         "state": [*_each("acc", v_parts), "l_i", "m_i"],
         "step_arguments": _step_arguments(spec, config, d_parts),
         **dict(config.knobs),
     }
 
 
-def has_hull(spec: Specialization) -> bool:
+def has_visible_key_range(spec: Specialization) -> bool:
     """Whether a program looks first where the visible keys of its mask begin and end."""
     return spec.mask == "keys" and not has_blocks(spec)
 
@@ -50,32 +50,31 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "positional": is_positional(spec),
         "window": spec.window,
         # scores that go on changing when a query stands far behind the last key or before the first
-        "far": spec.window or spec.alibi,
+        "offset_unbounded": spec.window or spec.alibi,
         "softcap": spec.softcap,
         "exact_softcap": spec.dtype == "fp32",
         "alibi": spec.alibi,
         "sink": spec.sink,
         "bias": spec.bias,
         "mask": spec.mask,
-        "hull": has_hull(spec),
+        "visible_key_range": has_visible_key_range(spec),
         # rows of a block may have ends of their own, or all that of the keys where no mask hides what lies behind it
         "ends": _has_ends(spec),
         # tiles of a bias or a mask are loaded beside K and V, 16 bytes at a time where the compiler knows their places
         "tiled": "full" in (spec.bias, spec.mask),
         # loads leave out what lies before and what lies behind all visible keys
-        "two_ends": spec.window or has_hull(spec),
+        "two_ends": spec.window or has_visible_key_range(spec),
         "bias_dtype": bias_dtype(spec),
         "sink_dtype": spec.sink_dtype or "fp32",
         "aligned_scores": spec.aligned_scores,
-        "natural": is_natural(spec),
+        "has_additive_score": has_additive_score(spec),
         # a whole row of any block may be hidden, not only in the blocks at the ends
         "guarded": bool(spec.bias or spec.mask == "full" or spec.mods),
         "cleaning": _cleaning(spec, config),
-        # a pass without a pipeline takes fewer registers of the whole kernel; without a matrix unit it takes more
-        "lean_clean": has_hull(spec) and spec.dtype != "fp32",
+        # a pass without a pipeline takes fewer registers of the whole kernel; without tensor cores it takes more
+        "lean_clean": has_visible_key_range(spec) and spec.dtype != "fp32",
         "key_end": _key_end(spec),
-        "scale": "LOG2E" if is_natural(spec) else _scale_name(spec),
-        "scale_argument": _scale_name(spec),
+        "scale": "LOG2E" if has_additive_score(spec) else _scale_name(spec),
         "host_features": [name for name, present in host.items() if present],
     }
 
@@ -94,11 +93,11 @@ def _cleaning(spec: Specialization, config: Config) -> str:
 
 
 def _has_ends(spec: Specialization) -> bool:
-    return spec.causal or spec.window or not has_hull(spec)
+    return spec.causal or spec.window or not has_visible_key_range(spec)
 
 
 def _key_end(spec: Specialization) -> str:
-    return "key_end" if spec.causal or spec.window or has_hull(spec) else "seqlen_k"
+    return "key_end" if spec.causal or spec.window or has_visible_key_range(spec) else "seqlen_k"
 
 
 def _scale_name(spec: Specialization) -> str:
@@ -130,13 +129,13 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         found += ["k_base", "v_base", "stride_ks", "stride_vs", *(["b"] if spec.mods else [])]
     found += [
         "n",
-        *(["key_start"] if spec.window or has_hull(spec) else []),
+        *(["key_start"] if spec.window or has_visible_key_range(spec) else []),
         _key_end(spec),
         *(["first"] if spec.window else []),
         *(["limit"] if _has_ends(spec) else []),
     ]
     found += ["softcap_rate"] if spec.softcap else []
-    found += ["score_scale"] if is_natural(spec) else [_scale_name(spec)]
+    found += ["score_scale"] if has_additive_score(spec) else [_scale_name(spec)]
     found += ["slope", "positions"] if spec.alibi else []
     for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
         if kind:
@@ -147,9 +146,3 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
 
 def _each(name: str, parts: tuple[HeadPart, ...]) -> list[str]:
     return [f"{name}{part.suffix}" for part in parts]
-
-
-def _order_text(config: Config) -> str:
-    group = config.integer("heads_per_group")
-    text = {1: "query blocks fastest", 0: "heads fastest"}.get(group, f"heads fastest, in groups of {group}")
-    return text + (", most keys first" if config["heavy_first"] else "")

@@ -20,7 +20,7 @@ Knobs
     NUM_WARPS             warps of a program
     NUM_STAGES            depth of the software pipeline over Q and dO
     DQ_BLOCK_M, ...       the same of the kernel of dQ: queries of a program, keys of a step, its pipeline over K and V
-    loads                 tensor descriptors: the copy engine clips at the ends of a sequence
+    loads                 tensor descriptors: TMA clips at the ends of a sequence
     order                 heads fastest, in groups of 8
 Assertions
     BLOCK_D = next power of two of HEAD_DIM, at least 16; likewise BLOCK_DV
@@ -70,7 +70,7 @@ def _schedule(blocks, nheads):
 
 @triton.jit
 def _load_rows(desc, b, h, start, rows: tl.constexpr, cols: tl.constexpr):
-    # the copy engine fills what lies past the end of a dimension with zeros
+    # TMA fills what lies past the end of a dimension with zeros
     return desc.load([b, h, start, 0]).reshape([rows, cols])
 
 

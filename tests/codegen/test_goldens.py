@@ -1,0 +1,52 @@
+"""Whole kernels that people read, and others with the branches that those do not take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.build import compile_kernel
+from flashgen.codegen.families import FAMILIES, family
+from flashgen.codegen.render import render
+from flashgen.core.device import find_device
+from flashgen.launch.parameters import trailing_pointers
+from tests.codegen.goldens import GOLDEN, GOLDENS, OTHERS, kernel
+from tests.codegen.ruff import FORMAT, assert_passes
+
+H200 = find_device("h200")
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_goldens(name: str, update_golden: bool) -> None:
+    text = render(*kernel(name)).text
+    path = GOLDEN / f"{name}.py"
+    if update_golden:
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name} differs; look at it, then rewrite it with --update-golden"
+
+
+def test_there_is_no_golden_without_a_test() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.py")} == set(GOLDENS)
+    assert not set(GOLDENS) & set(OTHERS)
+
+
+def test_every_family_has_a_golden_and_few_have_many() -> None:
+    assert {golden.family for golden in GOLDENS.values()} == {row.id for row in FAMILIES}
+    assert len(GOLDENS) < 2 * len(FAMILIES)
+
+
+def test_all_are_formatted(tmp_path: Path) -> None:
+    for name in (*GOLDENS, *OTHERS):
+        (tmp_path / f"{name}.py").write_text(render(*kernel(name)).text)
+    assert_passes(tmp_path, *FORMAT)
+
+
+@pytest.mark.parametrize("name", [*GOLDENS, *OTHERS])
+def test_all_compile_for_sm90(name: str) -> None:
+    """Whatever device they are the default of: sm90 has the loads and the products of the others, too."""
+    spec, config = kernel(name)
+    kernels = family(config.family).kernels(spec, config)
+    compiled = compile_kernel(spec, config, H200)
+    for part, known in zip(compiled.parts, kernels, strict=True):
+        assert trailing_pointers(part.handle.asm["ptx"], known.parameters) == 2
