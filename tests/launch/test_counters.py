@@ -7,11 +7,13 @@ import itertools
 import pytest
 import torch
 
-from flashgen.launch import counters
+from flashgen.core.errors import LaunchError
+from flashgen.launch import counters, driver
+from flashgen.launch.backward import backward_geometry
 from flashgen.launch.counters import Counters
 from flashgen.launch.geometry import Geometry
 from tests.fakes.driver import FakeDriver
-from tests.fakes.imagined import LSE, POINTERS, Imagined
+from tests.fakes.imagined import LSE, POINTERS, Imagined, backward_tensors
 from tests.launch.conftest import Streams
 from tests.launch.kernels import tensors
 
@@ -102,16 +104,61 @@ def test_a_plan_made_under_capture_leaves_the_gpu_alone(graphs: Graphs) -> None:
     assert (len(graphs.blocks), len(graphs.in_graph)) == (0, 1)
 
 
-def test_a_launch_gets_the_counter_of_its_stream(graphs: Graphs, cuda: FakeDriver, streams: Streams) -> None:
-    kernel = Imagined((*POINTERS, *LSE, "Counter: *i32"))
-    four = tensors(kernel.spec)
-    launch, triton = kernel.through_the_driver(cuda, Geometry.of(*four)), kernel.through_triton(Geometry.of(*four))
-    seen = []
-    for stream, capture in ((0, None), (8, None), (0, None), (0, 1), (0, 2), (0, None)):
+KERNELS = {
+    "forward": (("fwd-bf16-d64"), ((*POINTERS, *LSE, "Counter: *i32"),)),
+    "split forward": (("fwd-bf16-d64"), ((*POINTERS, "Counter: *i32"), (*LSE, "Counter: *i32"))),
+    "backward": (("bwd-bf16-d64"), (("NegDelta: *fp32", "Counter: *i32"), ("Counter: *i32", "Q: *bf16"))),
+}
+ORDER = ((0, None), (0, None), (8, None), (0, None), (0, 1), (0, 1), (0, 2), (0, None), (8, 2), (8, None), (0, None))
+"""Streams and captures such that each is followed by the others and by itself."""
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_launch_gets_the_counters_of_its_stream_and_capture(
+    name: str, graphs: Graphs, cuda: FakeDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters, "BLOCK_COUNTERS", 64)
+    key, named = KERNELS[name]
+    kernel = Imagined(*named, key=key)
+    given = tensors(kernel.spec) if name != "backward" else (backward_tensors(),)
+    geometry = Geometry.of(*given) if name != "backward" else backward_geometry(*given)
+    launch, triton = kernel.through_the_driver(cuda, geometry), kernel.through_triton(geometry)
+    seen: dict[tuple[int, int | None], set[int]] = {}
+    for stream, capture in ORDER:
         streams.current = stream
         graphs.capture(capture)
-        launch(*four)
-        triton(*four)
-        seen += [cuda.launches[-1].values["Counter"], kernel.seen[-1].arguments["Counter"].data_ptr()]
-    assert seen[:2] == seen[4:6] == seen[-2:]
-    assert len(set(seen)) == 8
+        launch(*given)
+        triton(*given)
+        count = len(named)
+        found = [one.values["Counter"] for one in cuda.launches[-count:]]
+        found += [one.arguments["Counter"].data_ptr() for one in kernel.seen[-count:]]
+        assert len(set(found)) == 2 * count, "each kernel of each plan has its own"
+        assert seen.setdefault((stream, capture), set(found)) == set(found)
+    everything = [address for found in seen.values() for address in found]
+    assert len(everything) == len(set(everything)), "nothing is shared between streams or captures"
+
+
+def test_after_a_counter_was_refused_all_of_them_are_written_again(
+    graphs: Graphs, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, named = KERNELS["split forward"]
+    kernel = Imagined(*named, key=key)
+    four = tensors(kernel.spec)
+    launch = kernel.through_the_driver(cuda, Geometry.of(*four))
+    launch(*four)
+    first = [one.values["Counter"] for one in cuda.launches]
+    graphs.capture(1)
+    real, turns = driver.capture_id, itertools.count()
+
+    def once(stream: int) -> int:
+        if next(turns):
+            raise LaunchError("no capture has this stream")
+        return real(stream)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "capture_id", once)
+        with pytest.raises(LaunchError, match="no capture"):
+            launch(*four)
+    graphs.capture(None)
+    launch(*four)
+    assert [one.values["Counter"] for one in cuda.launches[2:]] == first
