@@ -38,20 +38,17 @@ def launcher(plan: DriverPlan) -> Callable[..., Any]:
 def _forward(plan: DriverPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
     set_q, set_k, set_v, set_o = (plan.setter(name, name.upper()) for name in "qkvo")
     lse_slot, rows_slot = plan.slot("LSE"), plan.slot("lse_rows")
-    rows, floats, fp32 = plan.binding.geometry.q_shape[2], plan.binding.scratch.floats, torch.float32
-    set_scratch = _scratch_setter(plan)
+    rows, new_scratch = plan.binding.geometry.q_shape[2], _scratch_maker(plan)
     index, only_device, lock = plan.device_index, torch.cuda.device_count() == 1, threading.Lock()
-    scale_slot, scale_log2_slot = plan.slot("softmax_scale"), plan.slot("softmax_scale_log2")
+    default_scale, set_scale, write_features = plan.binding.default_scale, _scale_setter(plan), plan.features_writer()
     offset_slot, default_offset, offset_of = _offset(plan)
-    default_scale, write_features = plan.binding.default_scale, plan.features_writer()
-    configs, counted, is_capturing = plan.configs, plan.counted(), torch.cuda.is_current_stream_capturing
+    set_stream, is_capturing = _stream_setter(plan)
     run, (config, function, parameters, _) = _runner(plan), plan.calls[0]
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    has_more = bool(floats or counted)
     last_q = last_k = last_v = last_o = last_rows = 0
-    last_scale, last_offset, last_stream, last_counted = 0.0, 0, -1, -1
+    last_scale, last_offset, last_stream = 0.0, 0, -1
 
-    def launch(  # noqa: C901, PLR0912, PLR0915 - one branch a parameter, and no call for what did not change
+    def launch(  # noqa: C901, PLR0912 - one branch a parameter, and no call for what did not change
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -61,7 +58,7 @@ def _forward(plan: DriverPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
         q_offset: Offset = None,
         features: Features | None = None,
     ) -> None:
-        nonlocal last_q, last_k, last_v, last_o, last_rows, last_scale, last_offset, last_stream, last_counted
+        nonlocal last_q, last_k, last_v, last_o, last_rows, last_scale, last_offset, last_stream
         if not only_device and current() != index:
             with torch.cuda.device(index):
                 return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
@@ -88,28 +85,21 @@ def _forward(plan: DriverPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
                 elif last_rows:
                     rows_slot.value = last_rows = 0
                 if scale != last_scale:
-                    scale_slot.value, scale_log2_slot.value = scale, scale * LOG2E
+                    set_scale(scale)
                     last_scale = scale
                 if offset != last_offset:
                     offset_slot.value = last_offset = offset_of(None) if offset is None else offset
                 if write_features is not None:
                     write_features(features or NO_FEATURES, scale)
                 stream = stream_of(index)
-                if stream != last_stream:
-                    for each in configs:
-                        each.stream = stream
-                    last_stream = stream
-                if has_more:
-                    if floats:
-                        scratch = q.new_empty(floats, dtype=fp32)
-                        set_scratch(scratch.data_ptr())
-                    if counted:
-                        is_captured = is_capturing()
-                        if is_captured or stream != last_counted:
-                            last_counted = -1  # where one is refused, the next launch points to all of them again
-                            held = [point(stream) for point in counted]  # noqa: F841 - until they are launched
-                            if not is_captured:
-                                last_counted = stream
+                is_captured = is_capturing is not None and is_capturing()
+                if stream != last_stream or is_captured:
+                    last_stream = -1  # where a counter is refused, the next launch writes all of this again
+                    held = set_stream(stream)  # noqa: F841 - until the kernels are launched
+                    if not is_captured:
+                        last_stream = stream
+                if new_scratch is not None:
+                    scratch = new_scratch(q)  # noqa: F841 - likewise
                 code = run(config, function, parameters, None)
         except LaunchError:
             if not plan.adopt():
@@ -124,27 +114,26 @@ def _forward(plan: DriverPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
     return launch
 
 
-def _backward(plan: DriverPlan) -> Callable[..., torch.Tensor]:  # noqa: C901, PLR0915
+def _backward(plan: DriverPlan) -> Callable[..., torch.Tensor]:  # noqa: C901
     floats, (sizes, strides), fp32 = plan.binding.scratch.floats, neg_delta_view(plan.binding.scratch), torch.float32
     write_pointers = _pointers_writer(plan)
     index, only_device, lock = plan.device_index, torch.cuda.device_count() == 1, threading.Lock()
-    scale_slot, scale_log2_slot = plan.slot("softmax_scale"), plan.slot("softmax_scale_log2")
+    default_scale, set_scale, write_features = plan.binding.default_scale, _scale_setter(plan), plan.features_writer()
     offset_slot, default_offset, offset_of = _offset(plan)
-    default_scale, write_features = plan.binding.default_scale, plan.features_writer()
-    configs, counted, is_capturing = plan.configs, plan.counted(), torch.cuda.is_current_stream_capturing
+    set_stream, is_capturing = _stream_setter(plan)
     run, (config, function, parameters, _) = _runner(plan), plan.calls[0]
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     last_pointers: tuple[int, ...] = ()
-    last_scale, last_offset, last_stream, last_counted = 0.0, 0, -1, -1
+    last_scale, last_offset, last_stream = 0.0, 0, -1
 
-    def launch(  # noqa: C901, PLR0912 - as above
+    def launch(
         tensors: BackwardTensors,
         softmax_scale: float | None = None,
         q_offset: Offset = None,
         features: Features | None = None,
         with_neg_delta: bool = True,
     ) -> torch.Tensor:
-        nonlocal last_pointers, last_scale, last_offset, last_stream, last_counted
+        nonlocal last_pointers, last_scale, last_offset, last_stream
         if not only_device and current() != index:
             with torch.cuda.device(index):
                 return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
@@ -173,24 +162,19 @@ def _backward(plan: DriverPlan) -> Callable[..., torch.Tensor]:  # noqa: C901, P
                     write_pointers(pointers)
                     last_pointers = pointers
                 if scale != last_scale:
-                    scale_slot.value, scale_log2_slot.value = scale, scale * LOG2E
+                    set_scale(scale)
                     last_scale = scale
                 if offset != last_offset:
                     offset_slot.value = last_offset = offset_of(None) if offset is None else offset
                 if write_features is not None:
                     write_features(features or NO_FEATURES, scale)
                 stream = stream_of(index)
-                if stream != last_stream:
-                    for each in configs:
-                        each.stream = stream
-                    last_stream = stream
-                if counted:
-                    is_captured = is_capturing()
-                    if is_captured or stream != last_counted:
-                        last_counted = -1  # where one is refused, the next launch points to all of them again
-                        held = [point(stream) for point in counted]  # noqa: F841 - until they are launched
-                        if not is_captured:
-                            last_counted = stream
+                is_captured = is_capturing is not None and is_capturing()
+                if stream != last_stream or is_captured:
+                    last_stream = -1  # where a counter is refused, the next launch writes all of this again
+                    held = set_stream(stream)  # noqa: F841 - until the kernels are launched
+                    if not is_captured:
+                        last_stream = stream
                 code = run(config, function, parameters, None)
         except LaunchError:
             if not plan.adopt():
@@ -222,6 +206,46 @@ def _runner(plan: DriverPlan) -> Callable[..., int]:
         return 0
 
     return run
+
+
+def _scale_setter(plan: DriverPlan) -> Callable[[float], None]:
+    scale_slot, scale_log2_slot = plan.slot("softmax_scale"), plan.slot("softmax_scale_log2")
+
+    def set_scale(scale: float) -> None:
+        scale_slot.value, scale_log2_slot.value = scale, scale * LOG2E
+
+    return set_scale
+
+
+def _stream_setter(plan: DriverPlan) -> tuple[Callable[[int], list[torch.Tensor]], Callable[[], bool] | None]:
+    """What points all kernels to a stream and to their counters on it, and what says whether a graph is captured.
+
+    The first returns the counters, to be kept until the kernels are launched. They are others in each capture, so that
+    is asked before every launch of a plan that has any; the second is None for a plan that has none.
+    """
+    configs, counted = [kernel.config for kernel in plan.kernels], plan.counted()
+
+    def set_stream(stream: int) -> list[torch.Tensor]:
+        for config in configs:
+            config.stream = stream
+        return [point(stream) for point in counted]
+
+    return set_stream, torch.cuda.is_current_stream_capturing if counted else None
+
+
+def _scratch_maker(plan: DriverPlan) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Allocates scratch memory beside a tensor and points parameters to its pieces, one by one; None without any."""
+    scratch = plan.binding.scratch
+    setters = [(plan.setter(name, piece.pointer), piece.offset_bytes) for name, piece in scratch.pieces.items()]
+
+    def new_scratch(beside: torch.Tensor) -> torch.Tensor:
+        memory = scratch.allocate(beside)
+        start = memory.data_ptr()
+        for point_to, offset in setters:
+            point_to(start + offset)
+        return memory
+
+    return new_scratch if setters else None
 
 
 def _offset(plan: DriverPlan) -> tuple[Any, int | None, Callable[[Offset], int]]:
@@ -274,17 +298,5 @@ def _pointers_writer(plan: DriverPlan) -> Callable[[tuple[int, ...]], None]:
         for number, offset, known, at, addresses, position in described:
             pointer = pointers[number] + offset
             addresses[position] = known(pointer) or at(pointer)
-
-    return write
-
-
-def _scratch_setter(plan: DriverPlan) -> Callable[[int], None]:
-    """What makes parameters point to the pieces of scratch memory, of a direction that sets its tensors one by one."""
-    pieces = plan.binding.scratch.pieces
-    setters = [(plan.setter(name, piece.pointer), piece.offset_bytes) for name, piece in pieces.items()]
-
-    def write(scratch: int) -> None:
-        for point_to, offset in setters:
-            point_to(scratch + offset)
 
     return write

@@ -121,11 +121,6 @@ class DriverPlan:
         return list(found.values())
 
     @property
-    def configs(self) -> list[driver.LaunchConfig]:
-        """What the driver is told of each kernel beside its parameters."""
-        return [kernel.config for kernel in self.kernels]
-
-    @property
     def calls(self) -> list[Call]:
         """What the driver is called with for each kernel."""
         return [
