@@ -29,6 +29,10 @@ ConfigText = Annotated[
     str | None,
     typer.Option("--config", help="family:knob=value,... (knobs left out have their default).", metavar="CONFIG"),
 ]
+Family = Annotated[
+    str | None,
+    typer.Option("--family", help="The default config of this kernel family, whatever would serve.", metavar="ID"),
+]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="A backward pass that gives the same bits every time.")
 ]
@@ -129,6 +133,19 @@ def parse_config(text: str, spec: Specialization, device: Device) -> Config:
     if given.keys() == declared.keys():
         return validate(Config.of(row.id, given))
     return validate(row.default(spec, device).replace(**given))
+
+
+def family_default(name: str, workload: Workload | None, spec: Specialization, device: Device) -> Config:
+    """The default config of a family, as it is best at the sizes of a workload where there is one.
+
+    Raises:
+        UnsupportedError: the family does not serve `spec` on `device`; the message has its reason.
+    """
+    from flashgen.codegen.families import default_config, fitted
+    from flashgen.codegen.family import Sizes
+
+    config = default_config(spec, device, (name,))
+    return config if workload is None else fitted(config, spec, Sizes.of(workload), device)
 
 
 def _value(family_id: str, knob: Knob, text: str) -> KnobValue:

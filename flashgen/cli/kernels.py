@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashgen.cli import arguments, output
-from flashgen.cli.arguments import CommandLineError, ConfigText, Deterministic, Json, Shape, Target, reading
+from flashgen.cli.arguments import CommandLineError, ConfigText, Deterministic, Family, Json, Shape, Target, reading
 from flashgen.core.rungs import MEANINGS, RUNGS
 
 if TYPE_CHECKING:
@@ -30,9 +30,13 @@ EXPLAIN_HELP = "\n\n".join(
 
 
 def render(
-    shape: Shape, target: Target = None, config: ConfigText = None, deterministic: Deterministic = False
+    shape: Shape,
+    target: Target = None,
+    config: ConfigText = None,
+    family: Family = None,
+    deterministic: Deterministic = False,
 ) -> None:
-    """Print a kernel: of a given config, or of the one that would serve the workload.
+    """Print a kernel: of a given config or family, or of the one that would serve the workload.
 
     The text runs with torch and triton alone.
     """
@@ -41,7 +45,7 @@ def render(
     workload, spec = _parsed(shape, deterministic)
     device, note = arguments.pick_device(target)
     # a complete config gives the same text for every GPU, so only a look-up or a default depends on one
-    chosen = _config(workload, spec, device, config, shape, check=target is not None)
+    chosen = _config(workload, spec, device, config, family, shape, check=target is not None)
     if note and config is None:
         output.note(note)
     typer.echo(render_source(spec, chosen).text, nl=False)
@@ -54,6 +58,7 @@ def compile_(
         typer.Option("--target", help="A GPU; repeat it for several. Default: the GPU here, else h100."),
     ] = None,
     config: ConfigText = None,
+    family: Family = None,
     deterministic: Deterministic = False,
     json: Json = False,
 ) -> None:
@@ -67,7 +72,7 @@ def compile_(
         device, note = arguments.pick_device(name)
         if note:
             output.note(note)
-        chosen = _config(workload, spec, device, config, shape, check=True)
+        chosen = _config(workload, spec, device, config, family, shape, check=True)
         results.append((device, chosen, compile_kernel(spec, chosen, device)))
     if json:
         output.print_json([_compiled_json(*result) for result in results])
@@ -99,19 +104,32 @@ def _parsed(shape: str, deterministic: bool) -> tuple[Workload | None, Specializ
 
 
 def _config(
-    workload: Workload | None, spec: Specialization, device: Device, text: str | None, shape: str, *, check: bool
+    workload: Workload | None,
+    spec: Specialization,
+    device: Device,
+    text: str | None,
+    family: str | None,
+    shape: str,
+    *,
+    check: bool,
 ) -> Config:
-    """The config that `text` names, or the one that would serve; checked against the device if asked."""
-    from flashgen.codegen.families import invalid
+    """The config that `text` names, a family's default, or what would serve; checked against the device if asked."""
+    from flashgen.codegen import families
     from flashgen.core.errors import ConfigError
 
+    if text is not None and family is not None:
+        raise CommandLineError("name a --family for its default, or a --config, not both")
+    if family is not None:
+        with reading():
+            families.family(family)
+        return arguments.family_default(family, workload, spec, device)
     if text is None:
         if workload is None:
-            raise CommandLineError(f"{shape!r} has no sizes to look up: give a workload, or a --config")
+            raise CommandLineError(f"{shape!r} has no sizes to look up: give a workload, a --config or a --family")
         return explanation_of(workload, spec, device).served.config
     with reading():
         config = arguments.parse_config(text, spec, device)
-    reason = invalid(config, spec, device) if check else None
+    reason = families.invalid(config, spec, device) if check else None
     if reason is not None:
         raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
     return config

@@ -63,6 +63,10 @@ def tune(
         list[Path] | None,
         typer.Option("--file", "-f", help="A YAML or JSON file in the form of the presets; repeatable."),
     ] = None,
+    family: Annotated[
+        list[str] | None,
+        typer.Option("--family", help="Only candidates of this kernel family; repeatable.", metavar="ID"),
+    ] = None,
     direction: Annotated[
         str | None,
         typer.Option(
@@ -126,6 +130,7 @@ def tune(
     Exit codes: 0 done; 1 an error; 2 wrong usage; 3 some workloads have no valid candidate; 130 interrupted (what was
     found is saved).
     """
+    from flashgen.codegen import families
     from flashgen.tuning.budget import Budget
     from flashgen.tuning.compile_pool import usable_cpus
     from flashgen.tuning.context import Options
@@ -143,6 +148,7 @@ def tune(
         part, spent = Shard.parse(shard), Budget.parse(budget)
         named = None if target is None else find_device(target)
         finals = Finals(window_s=finals_window, rounds=finals_rounds)
+        searched = tuple(families.family(name).id for name in family or [])
     if not workloads:
         raise CommandLineError("name what to tune with --model, --shape or --file; --list-models shows the presets")
     jobs = jobs or max(1, usable_cpus() // part.count)
@@ -153,7 +159,9 @@ def tune(
         index=device,
         database=database or settings().db_layers[0],
         budget=spent,
-        options=Options(seed=seed, retune=retune, lookahead=min(jobs + 2, MOST_AHEAD), finals=finals),
+        options=Options(
+            seed=seed, retune=retune, lookahead=min(jobs + 2, MOST_AHEAD), finals=finals, families=searched
+        ),
         jobs=jobs,
         as_json=as_json,
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flashgen.codegen import families
 from flashgen.codegen.cost import CostModel, LoopKernel, Taken
-from flashgen.codegen.families import FAMILIES
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import TuningError
@@ -22,7 +22,7 @@ LAUNCH_MS = 0.003
 
 def cost_model(config: Config) -> CostModel | None:
     """The cost model of a config's family, or None where it has none (or is unknown)."""
-    return next((row.cost_model for row in FAMILIES if row.id == config.family), None)
+    return next((row.cost_model for row in families.FAMILIES if row.id == config.family), None)
 
 
 def predict_ms(workload: Workload, config: Config, device: Device, compiled: Compiled) -> float:
@@ -88,7 +88,7 @@ def estimate(workload: Workload, config: Config, device: Device) -> Compiled:
 def _known(config: Config) -> CostModel:
     model = cost_model(config)
     if model is None:
-        covered = ", ".join(row.id for row in FAMILIES if row.cost_model is not None)
+        covered = ", ".join(row.id for row in families.FAMILIES if row.cost_model is not None)
         raise TuningError(f"the analytic model covers {covered}, got {config.family}")
     return model
 

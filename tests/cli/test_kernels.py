@@ -231,3 +231,39 @@ def test_a_config_is_read_back_from_its_text() -> None:
     assert partial == family("portable_forward").default(CAUSAL.specialization, H200).replace(num_stages=2)
     with pytest.raises(ConfigError):
         parse_config("", CAUSAL.specialization, H200)
+
+
+def test_a_family_is_rendered_and_compiled_with_its_default(invoke: Invoke, tuned: Path) -> None:
+    spec, h200 = CAUSAL.specialization, find_device("h200")
+    portable = family("portable_forward").default(spec, h200)
+    assert (
+        invoke("render", SHAPE, "--target", "h200", "--family", portable.family).stdout == render(spec, portable).text
+    )
+    key = invoke("render", spec.key, "--target", "h200", "--family", portable.family)
+    assert key.stdout == render(spec, portable).text
+    compiled = invoke("compile", SHAPE, "--target", "a100", "--family", portable.family, "--json")
+    assert json.loads(compiled.stdout)[0]["family"] == portable.family
+
+
+def test_a_family_is_rendered_as_it_is_best_at_the_sizes_of_a_workload(invoke: Invoke) -> None:
+    text = invoke(
+        "render", "b8-h32-hk8-sq1-sk4096-d128-causal", "--target", "h200", "--family", "hopper_forward"
+    ).stdout
+    assert "packed_heads=4" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--family", "hopper_sideways"), 2, "a kernel family is one of"),
+        (("--family", "portable_forward", "--config", SMALL), 2, "not both"),
+        (("--family", "hopper_forward", "--target", "a100"), 1, "it needs sm90, not sm80"),
+        (("--family", "portable_backward_split", "--target", "a100"), 1, "it computes the backward pass"),
+    ],
+)
+def test_a_family_that_cannot_be_rendered_is_refused(
+    invoke: Invoke, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    result = invoke("render", SHAPE, *arguments)
+    assert result.exit_code == code
+    assert words in result.stderr

@@ -205,6 +205,7 @@ def test_a_shard_without_workloads_has_nothing_to_do(invoke: Invoke, measure: Me
         (("--shape", SHAPE, "--shard", "4/4"), "a shard is i/n"),
         (("--shape", SHAPE, "--direction", "sideways"), "a direction is one of forward, backward, both"),
         (("--shape", SHAPE, "--direction", "backwards"), "did you mean backward?"),
+        (("--shape", SHAPE, "--family", "abacus"), "a kernel family is one of"),
         (("--shape", SHAPE, "--deterministic"), "only a backward pass is asked for the same bits"),
     ],
 )
@@ -215,6 +216,15 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_only_candidates_of_named_families_are_planned(invoke: Invoke) -> None:
+    def candidates(*named: str) -> int:
+        line = ("tune", "--shape", SHAPE, "--target", "h200", "--dry-run", "--json")
+        return json.loads(invoke(*line, *named).stdout)["workloads"][0]["candidates"]
+
+    one, other = ("--family", "portable_forward"), ("--family", "hopper_forward")
+    assert candidates(*one) + candidates(*other) == candidates(*one, *other) == candidates()
 
 
 def test_help_documents_exit_codes(invoke: Invoke) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.codegen import families
 from flashgen.codegen.families import default_config
+from flashgen.codegen.space import search_space
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import MeasureError, TuningError
@@ -28,6 +30,7 @@ from flashgen.tuning.candidates import Candidates, by_prediction, nearest, ranki
 from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.context import Options, moment, timestamp
 from flashgen.tuning.events import (
+    CandidateRanked,
     Event,
     RunFinished,
     TrialFinished,
@@ -39,7 +42,7 @@ from flashgen.tuning.events import (
 from flashgen.tuning.finals import Finals
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import grouped, plan, tune
-from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor, true_ms
+from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor, true_ms
 from tests.tuning.faulty_service import fault
 
 CAUSAL = Workload(batch=1, nheads=32, nheads_k=8, seqlen_q=4096, head_dim=128, causal=True)
@@ -643,3 +646,86 @@ def test_bad_options_are_refused() -> None:
         Options(lookahead=0)
     with pytest.raises(TuningError, match="at least 0"):
         Options(neighbours=-1)
+
+
+# --- families that the model does not rank ------------------------------------------------------------------------
+
+
+def without_cost_models(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
+    rows = [dataclasses.replace(row, cost_model=None) if row.id in ids else row for row in families.FAMILIES]
+    monkeypatch.setattr(families, "FAMILIES", tuple(rows))
+
+
+def test_a_family_without_a_cost_model_is_tried_in_knob_order(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_cost_models(monkeypatch, "portable_forward")
+    events: list[Event] = []
+    a100 = find_device("a100")
+    compiler = FakeCompiler(failing=0.5, spilling=0.5)
+    (outcome,) = predicted(store, target="a100", compiler=compiler, on_event=events.append).outcomes
+    assert [event.message for event in events if isinstance(event, Warned)] == [
+        "portable_forward has no cost model: its candidates are tried in knob order, its default first, and the first "
+        "that compiles is taken"
+    ]
+    assert outcome.status == "predicted"
+    assert outcome.record is not None
+    assert outcome.record.predicted_ms is None
+    assert store.record(CAUSAL, a100) == outcome.record
+    ranked = [event for event in events if isinstance(event, CandidateRanked)]
+    order = search_space(families.family("portable_forward"), CAUSAL.specialization, a100)
+    assert [event.config for event in ranked] == list(order[: len(ranked)])
+    assert len(ranked) > 1  # some failed to compile before
+    assert ranked[-1].best_config == outcome.record.config == ranked[-1].config
+    assert report_rows([outcome], a100)[0].ms is None
+
+
+def test_a_family_without_a_cost_model_is_said_to_be_left_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_cost_models(monkeypatch, "hopper_forward")
+    events: list[Event] = []
+    (outcome,) = predicted(store, on_event=events.append).outcomes
+    assert [event.message for event in events if isinstance(event, Warned)] == [
+        "hopper_forward has no cost model, so none of its candidates is compared with those of other families"
+    ]
+    assert outcome.record is not None
+    assert outcome.record.config.family == "portable_forward"
+
+
+def test_a_family_of_which_only_the_default_is_predicted_is_named(store: Store) -> None:
+    events: list[Event] = []
+    predicted(store, CAUSAL, PLAIN, on_event=events.append)
+    assert [event.message for event in events if isinstance(event, Warned)] == [
+        "the cost model of hopper_forward does not tell its candidates apart: only its default is predicted"
+    ]
+
+
+def test_a_run_searches_the_families_that_it_is_told(store: Store) -> None:
+    options = Options(families=("portable_forward",))
+    clock = Clock()
+    executor = FakeExecutor(clock=clock)
+    tune(
+        [CAUSAL],
+        device=H200,
+        store=store,
+        compiler=FakeCompiler(),
+        executor=executor,
+        budget=Budget(trials=20),
+        options=options,
+        clock=clock,
+    )
+    assert {config.family for _, config in executor.evaluated} == {"portable_forward"}
+    assert chosen(store).config.family == "portable_forward"
+    both, one = (
+        plan([CAUSAL], device=H200, store=None, budget=Budget(trials=5), measured=True, jobs=1, options=each)[0]
+        for each in (Options(), options)
+    )
+    assert 0 < one.candidates < both.candidates
+    (row,) = plan(
+        [CAUSAL],
+        device=find_device("a100"),
+        store=None,
+        budget=Budget(trials=5),
+        measured=True,
+        jobs=1,
+        options=Options(families=("hopper_forward",)),
+    )
+    assert row.status == "unsupported"
+    assert "portable_forward" not in row.reason
