@@ -244,8 +244,10 @@ def _event_line(event: Event, progress: Progress) -> str | None:
 def _ended_line(event: WorkloadFinished, progress: Progress) -> str:
     place = f"[{progress.ended}/{progress.total}]"
     reason = f" ({event.reason})" if event.reason else ""
-    if event.record is None or event.record.time_ms is None:
+    if event.record is None:
         return f"{place} {event.workload.key}: {event.status}{reason}"
+    if event.record.time_ms is None:
+        return f"{place} {event.workload.key}: {event.status}, {short_config(event.record)}{reason}"
     failed = sum(count for _, count in event.failures)
     figures = f"{event.record.time_ms:.4g} ms, {event.record.tflops or 0:.0f} TFLOP/s"
     tried = f", {event.trials} tried, {failed} failed" if event.trials else ""

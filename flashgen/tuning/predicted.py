@@ -84,7 +84,8 @@ class PredictedSearch:
             created=timestamp(),
         )
         context.store.put_record(record)
-        return self._finished("predicted", record, "nothing was measured")
+        reason = "nothing was measured" if best in self._predicted else "nothing was measured, and no model ranked it"
+        return self._finished("predicted", record, reason)
 
     def _resume(self) -> set[Config]:
         """Take over what a stopped ranking left of the candidates of today; which ones they were."""

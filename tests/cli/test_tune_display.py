@@ -9,12 +9,15 @@ import pytest
 from rich.console import Console
 
 from flashgen.cli import display
+from flashgen.codegen.families import default_config
+from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import Options
-from flashgen.tuning.events import Event, RunStarted, TrialFinished, WorkloadStarted
+from flashgen.tuning.events import Event, RunStarted, TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.progress import Progress
+from flashgen.tuning.report import short_config
 from flashgen.tuning.tune import tune
 from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
 
@@ -122,3 +125,16 @@ def test_progress_of_a_budget_in_seconds_counts_down() -> None:
 )
 def test_durations_read_well(seconds: float | None, text: str) -> None:
     assert display.duration(seconds) == text
+
+
+def test_a_config_that_no_model_ranked_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workload, _), config = WORKLOADS, default_config(WORKLOADS[0].specialization, H200)
+    record = TuningRecord(workload=workload, device=H200, config=config, provenance="predicted")
+    lines = display.PlainLines(Clock())
+    lines(RunStarted(device=H200, workloads=(workload,), measured=False))
+    lines(
+        WorkloadFinished(
+            workload=workload, status="predicted", record=record, trials=1, failures=(), reason="no model", seconds=1.0
+        )
+    )
+    assert f"[1/1] {workload.key}: predicted, {short_config(record)} (no model)" in capsys.readouterr().out

@@ -8,7 +8,16 @@ from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import why_not_split
 from flashgen.codegen.hopper_forward import resources, rules
 from flashgen.codegen.hopper_forward import template_context as text
-from flashgen.codegen.hopper_forward.seed_configs import FIRST, MBARRIER, NAMED, SHORT, SMALLER, SPLIT, WON, Changes
+from flashgen.codegen.hopper_forward.seed_configs import (
+    FIRST_MAXIMUM,
+    MBARRIERS,
+    NAMED_BARRIERS,
+    SEED_CONFIGS,
+    SHORT_STEPS,
+    SHORT_WINDOWS,
+    SPLIT_HEADS,
+    Changes,
+)
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -24,12 +33,12 @@ _DEFAULTS: dict[tuple[int, bool], Changes] = {
         "conditional_rescale": True,
         "q_stages": 2,
         "hidden_blocks": "skipped",
-        **MBARRIER,
+        **MBARRIERS,
     },
-    (128, False): NAMED,
-    (128, True): {"heads_per_group": 4, **NAMED},
-    (256, False): {"block_n": 64, **NAMED},
-    (256, True): {"block_n": 64, "heads_per_group": 8, **NAMED},
+    (128, False): NAMED_BARRIERS,
+    (128, True): {"heads_per_group": 4, **NAMED_BARRIERS},
+    (256, False): {"block_n": 64, **NAMED_BARRIERS},
+    (256, True): {"block_n": 64, "heads_per_group": 8, **NAMED_BARRIERS},
 }
 
 
@@ -61,16 +70,16 @@ def default(spec: Specialization, device: Device) -> Config:
     config = Config.of(text.FAMILY_ID, {**USUAL, **_DEFAULTS[width, spec.causal]})
     if width == 64 and spec.window:
         # the windows of such models are as short as a block
-        config = config.replace(warpgroups=2, block_n=64, **NAMED)
+        config = config.replace(warpgroups=2, block_n=64, **NAMED_BARRIERS)
     if spec.softcap:
         # three times as many exponentials must not wait for the product
-        config = config.replace(**NAMED)
+        config = config.replace(**NAMED_BARRIERS)
     if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
-        config = config.replace(warpgroups=2, **NAMED)
+        config = config.replace(warpgroups=2, **NAMED_BARRIERS)
     config = _in_parts(spec, config, device)
     if rules.why_not_first(spec) is None:
-        config = config.replace(**FIRST)
-    changes: tuple[Changes, ...] = ({}, {"v_stages": 2}, {"warpgroups": 2, "v_stages": 2, **NAMED})
+        config = config.replace(**FIRST_MAXIMUM)
+    changes: tuple[Changes, ...] = ({}, {"v_stages": 2}, {"warpgroups": 2, "v_stages": 2, **NAMED_BARRIERS})
     smaller = (_tidy(spec, config.replace(**change), device) for change in changes)
     return next((each for each in smaller if rules.why_too_large(spec, each, device) is None), smallest(spec, device))
 
@@ -86,7 +95,7 @@ def _in_parts(spec: Specialization, config: Config, device: Device) -> Config:
 
 def smallest(spec: Specialization, device: Device) -> Config:
     """What takes the least registers and shared memory for a warpgroup's rows, of what is not pointless."""
-    changes: Changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED}
+    changes: Changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED_BARRIERS}
     config = Config.of(text.FAMILY_ID, {**USUAL, **changes})
     config = config.replace(split_d=why_not_split(spec) is None)
     return _tidy(spec, config, device)
@@ -95,21 +104,22 @@ def smallest(spec: Specialization, device: Device) -> Config:
 def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs that won at other lengths, for a search to begin with."""
     usual = default(spec, device)
-    found = [usual.replace(**changes) for changes in WON[_width(spec), spec.causal]]
+    found = [usual.replace(**changes) for changes in SEED_CONFIGS[_width(spec), spec.causal]]
     best = found[0]
     if resources.maximum(usual) == "first":
         found.append(usual.replace(maximum="running"))
     if spec.window:
         # a tile of a few steps waits for its Q longest
         found += [
-            config.replace(q_stages=2) for config in (best, best.replace(**{**NAMED, "ping_pong": best["ping_pong"]}))
+            config.replace(q_stages=2)
+            for config in (best, best.replace(**{**NAMED_BARRIERS, "ping_pong": best["ping_pong"]}))
         ]
         # what wins for short windows is furthest from the default: it must not come last where there is time for little
-        found = [*(usual.replace(**change) for change in SHORT), *found]
+        found = [*(usual.replace(**change) for change in SHORT_WINDOWS), *found]
     if resources.score_tiles(spec):
-        found += [config.replace(**change) for config in (usual, best) for change in SMALLER]
+        found += [config.replace(**change) for config in (usual, best) for change in SHORT_STEPS]
     if why_not_split(spec) is None:
-        found += [config.replace(**change) for config in (usual, best) for change in SPLIT]
+        found += [config.replace(**change) for config in (usual, best) for change in SPLIT_HEADS]
     others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != usual)
     return tuple(config for config in others if rules.invalid(spec, config, device) is None)
 

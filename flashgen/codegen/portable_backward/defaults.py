@@ -65,7 +65,7 @@ _DEFAULTS_FP32: dict[tuple[str, int], tuple[Tile, Tile, Tile]] = {
 
 
 # by larger block_d: tiles that were faster on an H200 than smaller ones that spill nothing
-_FAVOURITES_FUSED: dict[int, tuple[Tile, ...]] = {
+_SEED_TILES_FUSED: dict[int, tuple[Tile, ...]] = {
     64: ((128, 128, 8, 2),),
     128: ((128, 64, 8, 3), (128, 64, 8, 2)),
 }
@@ -90,7 +90,7 @@ def seed_configs_fused(spec: Specialization, device: Device) -> tuple[Config, ..
     if not device.has_wgmma or spec.dtype in ("fp32", "tf32") or is_heavy(spec):
         return ()
     default = default_fused(spec, device)
-    tiles = _FAVOURITES_FUSED.get(_block(spec), ())
+    tiles = _SEED_TILES_FUSED.get(_block(spec), ())
     return tuple(default.replace(**_knobs(tile, "block_n", "block_m")) for tile in tiles)
 
 
