@@ -175,7 +175,7 @@ def test_under_a_softcap_no_tile_comes_again() -> None:
         assert config["maximum"] == "first"
         assert hopper_resources.may_recompute(spec, config) == again
         text = render(spec, config).text
-        assert ("verdicts" in text) == again
+        assert ("overflow_flags" in text) == again
         assert ("> LARGEST_SCALE" in text) != again
     weight = hopper_resources.CAPPED_BITS - hopper_resources.CAPPED_HEADROOM_BITS
     keys, values, fp32 = 17, 14, 127
