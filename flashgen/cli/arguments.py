@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,7 +128,7 @@ def parse_config(text: str, spec: Specialization, device: Device) -> Config:
         knob, equals, value = (part.strip() for part in assignment.partition("="))
         if not equals or knob not in declared or knob in given:
             rule = f"a config is {row.id}:knob=value,... with each of {list(declared)} once, got {text!r}"
-            raise ConfigError(rule + ("" if knob in declared else meant(knob, declared)))
+            raise ConfigError(rule + ("" if knob in declared else _now(knob, row.knobs) or meant(knob, declared)))
         given[knob] = _value(row.id, declared[knob], value)
     if given.keys() == declared.keys():
         return validate(Config.of(row.id, given))
@@ -146,6 +146,11 @@ def family_default(name: str, workload: Workload | None, spec: Specialization, d
 
     config = default_config(spec, device, (name,))
     return config if workload is None else fitted(config, spec, Sizes.of(workload), device)
+
+
+def _now(name: str, knobs: Sequence[Knob]) -> str:
+    """What has become of a knob that once had this name; empty if none had."""
+    return next((f"; {name} is {knob.name} now: {knob.meaning}" for knob in knobs if knob.former == name), "")
 
 
 def _value(family_id: str, knob: Knob, text: str) -> KnobValue:

@@ -17,6 +17,7 @@ class Knob:
 
     `default` is for a knob that came later: configs that were stored before it existed mean this value. If it is
     `implied`, the text of a kernel does not name it at its default: kernels rendered before keep their digests.
+    `former` is the name that it had before, of which a command line is told; databases were migrated.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Knob:
     meaning: str
     default: KnobValue | None = None
     implied: bool = False
+    former: str = ""
 
     def allows(self, value: KnobValue) -> bool:
         """Whether `value` is declared; True is not 1 here."""

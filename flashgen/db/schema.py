@@ -15,7 +15,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 APPLICATION_ID = 0x464C474E
 """`FLGN` in the header of every file of ours (PRAGMA application_id): tells a foreign SQLite file at once."""
 
-SCHEMA_VERSION = "0003"
+SCHEMA_VERSION = "0004"
 """The newest revision in `migrations/versions`; revisions are four digits and compare as numbers."""
 
 

@@ -13,11 +13,14 @@ from flashgen.codegen.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in (ROOT / "flashgen/codegen").glob("*/__init__.py"))
+MIGRATIONS = ROOT / "flashgen/db/migrations/versions"
+"""Of which each speaks of the rows of its time, whatever families there are now."""
+
 OTHERS = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in ("flashgen", "scripts")
     for path in (ROOT / folder).rglob("*.py")
-    if path.parent not in PACKAGES and path != ROOT / "flashgen/codegen/families.py"
+    if path.parent not in (*PACKAGES, MIGRATIONS) and path != ROOT / "flashgen/codegen/families.py"
 )
 WORDS = {family.id.split("_")[0] for family in FAMILIES}
 """What ids begin with, so that a comparison with a beginning or a name that is put together is found as well."""

@@ -69,11 +69,11 @@ def test_a_deterministic_pass_has_fixed_sums() -> None:
         (FUSED, "d128", {"persistent": False, "dq_conversion": "tiles"}, "two kinds"),
         (FUSED, "d64", {"block_m": 64, "dq_conversion": "tiles"}, "swizzle"),
         (FUSED, "d64", {"q_stages": 3, "block_m": 128}, None),
-        (FUSED, "d64", {"scores": "ahead", "starts": "late"}, None),
-        (FUSED, "d64-causal", {"pace": "abreast"}, None),
-        (FUSED, "d64-causal", {"scores": "ahead", "starts": "late"}, "spill"),
-        (FUSED, "d64", {"scores": "ahead", "starts": "early"}, "long before"),
-        (FUSED, "d128", {"scores": "ahead", "starts": "late"}, "more than 64 columns"),
+        (FUSED, "d64", {"qk_prefetch": True, "accumulator_init": "interleaved"}, None),
+        (FUSED, "d64-causal", {"stagger_warpgroups": False}, None),
+        (FUSED, "d64-causal", {"qk_prefetch": True, "accumulator_init": "interleaved"}, "spill"),
+        (FUSED, "d64", {"qk_prefetch": True, "accumulator_init": "upfront"}, "long before"),
+        (FUSED, "d128", {"qk_prefetch": True, "accumulator_init": "interleaved"}, "more than 64 columns"),
         (SPLIT, "d256", {"q_stages": 3}, "shared memory"),
         (SPLIT, "d256", {"dq_block_n": 128}, "shared memory"),
         (SPLIT, "d128", {"dq_block_n": 64}, "128 keys"),
@@ -121,13 +121,15 @@ def test_no_config_takes_more_named_barriers_than_triton_leaves() -> None:
 
 def test_older_configs_mean_the_order_that_they_were_rendered_with() -> None:
     spec = spec_of("bf16-d64")
-    abreast = FUSED.default(spec, H200).replace(pace="abreast")
-    older = Config.of(FUSED.id, {name: value for name, value in abreast.knobs if name not in ("pace", "scores")})
-    assert families.validate(older) == abreast
+    together = FUSED.default(spec, H200).replace(stagger_warpgroups=False)
+    older = Config.of(
+        FUSED.id, {name: value for name, value in together.knobs if name not in ("stagger_warpgroups", "qk_prefetch")}
+    )
+    assert families.validate(older) == together
     text = render(spec, older).text
-    assert text == render(spec, abreast).text
-    assert "pace" not in text
-    staggered = render(spec, abreast.replace(pace="staggered")).text
+    assert text == render(spec, together).text
+    assert "stagger_warpgroups" not in text
+    staggered = render(spec, together.replace(stagger_warpgroups=True)).text
     # the warpgroup that is ahead meets the other one at the beginning of a step, and has one sum of dq left at the end
     assert staggered.count("_meet()") == text.count("_meet()") + 3
     assert "_sum_last(wg" in staggered
@@ -206,8 +208,8 @@ def gluon_function(text: str, name: str) -> Any:
     [
         (FUSED, "bf16-d128-causal", {}),
         (FUSED, "fp16-d64-window-offset", {"dq_conversion": "tiles"}),
-        (FUSED, "bf16-d64", {"scores": "ahead", "starts": "late"}),
-        (FUSED, "bf16-d80-causal", {"pace": "abreast"}),
+        (FUSED, "bf16-d64", {"qk_prefetch": True, "accumulator_init": "interleaved"}),
+        (FUSED, "bf16-d80-causal", {"stagger_warpgroups": False}),
         (SPLIT, "bf16-d256-causal", {}),
         (SPLIT, "bf16-d96-dv64", {"persistent": False}),
     ],

@@ -117,14 +117,14 @@ def test_the_registers_of_the_roles_are_what_was_measured() -> None:
         ({"heads_per_group": 1}, "most keys"),
         ({"barriers": "mbarrier"}, "named barrier"),
         ({"barriers": "mbarrier", "exp_order": "barrier", "conditional_rescale": False}, "conditional rescale"),
-        ({"max_tree": "chains"}, "one"),
+        ({"max_chains": 4}, "one"),
         ({"masked_blocks": "one"}, "diagonal"),
         ({"blocks_per_sm": 2, "block_n": 64, "warpgroups": 2}, "side by side"),
         ({"warpgroups": 1}, "take turns"),
-        ({"masked_blocks": "peeled", "warpgroups": 3, "maximum": "running"}, "second loop"),
+        ({"masked_blocks": "peeled", "warpgroups": 3, "softmax_reference": "running"}, "second loop"),
         ({"masked_blocks": "peeled"}, "apart from the others anyway"),
         ({"conditional_rescale": False, "exp_order": "free"}, "one way to do so"),
-        ({"scores_ahead": "half"}, "three warpgroups or four programs lack"),
+        ({"qk_prefetch": "half"}, "three warpgroups or four programs lack"),
         ({"split_d": True}, "no smaller"),
     ],
 )
@@ -160,19 +160,19 @@ def test_what_wins_for_short_windows_is_tried_first() -> None:
 def test_four_programs_side_by_side_compute_scores_after_the_product() -> None:
     spec = Specialization.parse("fwd-bf16-d64-causal-window")
     found = {
-        config["scores_ahead"] for config in search_space(HOPPER_FORWARD, spec, H200) if config["blocks_per_sm"] == 4
+        config["qk_prefetch"] for config in search_space(HOPPER_FORWARD, spec, H200) if config["blocks_per_sm"] == 4
     }
     assert found == {"half", "none"}
     wide = Specialization.parse("fwd-bf16-d128-causal-window")
     assert not any(config["blocks_per_sm"] > 2 for config in search_space(HOPPER_FORWARD, wide, H200))
 
 
-def test_under_a_softcap_no_tile_comes_again() -> None:
+def test_under_a_softcap_no_tile_is_recomputed() -> None:
     """What bounds scores bounds weights: from the lowest first key to the highest later one fp32 has room."""
     capped, open_ended = (Specialization.parse(f"fwd-bf16-{key}") for key in ("d256-softcap", "d256-softcap-alibi"))
     for spec, again in ((capped, False), (open_ended, True), (Specialization.parse("fwd-fp16-d256-softcap"), True)):
         config = HOPPER_FORWARD.default(spec, H200)
-        assert config["maximum"] == "first"
+        assert config["softmax_reference"] == "first_block"
         assert hopper_resources.may_recompute(spec, config) == again
         text = render(spec, config).text
         assert ("overflow_flags" in text) == again
@@ -339,12 +339,12 @@ WIDE = {"warpgroups": 3, "block_n": 128, "v_stages": 2, "barriers": "mbarrier", 
         pytest.param("d64-causal", NAMED_BY_FOUR, marks=NAMED_BARRIERS),
         ("d64-causal", {**NAMED, **ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
         ("d64-causal", {**ONCE, "warpgroups": 2, "masked_blocks": "one", "heads_per_group": 2}),
-        ("d64-causal-offset", {**ONCE, "warpgroups": 2, "masked_blocks": "peeled", "maximum": "running"}),
-        ("d128", {"barriers": "mbarrier", "exp_order": "barrier", "max_tree": "chains", "maximum": "running"}),
-        ("d128", {"conditional_rescale": False, "exp_order": "free", "maximum": "running"}),
-        ("d128", {**WIDE, "scores_ahead": "half"}),
-        ("d128-causal", {**WIDE, "scores_ahead": "half", "masked_blocks": "branch", "maximum": "running"}),
-        ("d96", {**WIDE, "scores_ahead": "none", "split_d": True}),
+        ("d64-causal-offset", {**ONCE, "warpgroups": 2, "masked_blocks": "peeled", "softmax_reference": "running"}),
+        ("d128", {"barriers": "mbarrier", "exp_order": "barrier", "max_chains": 4, "softmax_reference": "running"}),
+        ("d128", {"conditional_rescale": False, "exp_order": "free", "softmax_reference": "running"}),
+        ("d128", {**WIDE, "qk_prefetch": "half"}),
+        ("d128-causal", {**WIDE, "qk_prefetch": "half", "masked_blocks": "branch", "softmax_reference": "running"}),
+        ("d96", {**WIDE, "qk_prefetch": "none", "split_d": True}),
         ("d96-causal-keymask", {"split_d": True}),
         ("d192-dv128-causal", {"split_d": True, "block_n": 128}),
         ("d64-mask", {"warpgroups": 3, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),

@@ -121,13 +121,13 @@ def test_both_ways_to_launch_give_the_gradients(family_id: str, key: str) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pace": "abreast"},
-        {"pace": "abreast", "q_stages": 3, "persistent": False},
+        {"stagger_warpgroups": False},
+        {"stagger_warpgroups": False, "q_stages": 3, "persistent": False},
         {"dq_conversion": "tiles"},
         {"q_stages": 3, "persistent": False},
-        {"scores": "ahead", "starts": "late"},
-        {"scores": "ahead", "starts": "late", "block_m": 64, "pace": "abreast"},
-        {"scores": "ahead", "starts": "late", "pace": "abreast"},
+        {"qk_prefetch": True, "accumulator_init": "interleaved"},
+        {"qk_prefetch": True, "accumulator_init": "interleaved", "block_m": 64, "stagger_warpgroups": False},
+        {"qk_prefetch": True, "accumulator_init": "interleaved", "stagger_warpgroups": False},
     ],
     ids=str,
 )

@@ -34,7 +34,7 @@ WIDE = {
     "v_stages": 2,
     "barriers": "mbarrier",
     "exp_order": "free",
-    "scores_ahead": "half",
+    "qk_prefetch": "half",
     "q_stages": 1,
     "hidden_blocks": "computed",
 }
@@ -47,7 +47,7 @@ CROWD = {
     "barriers": "mbarrier",
     "exp_order": "free",
     "ping_pong": False,
-    "scores_ahead": "none",
+    "qk_prefetch": "none",
 }
 SKIPPED = {
     "warpgroups": 2,
@@ -105,7 +105,7 @@ VARIANTS = (
     ("fwd-bf16-d96-dv192-causal-window", {"split_d": True, "block_n": 64}),
     ("fwd-bf16-d96-keymask-offset", {"split_d": True, "barriers": "mbarrier", "exp_order": "free"}),
     ("fwd-bf16-d192-causal-offset", {"split_d": True}),
-    ("fwd-fp16-d192", {"split_d": True, "v_stages": 3, "conditional_rescale": False, "maximum": "running"}),
+    ("fwd-fp16-d192", {"split_d": True, "v_stages": 3, "conditional_rescale": False, "softmax_reference": "running"}),
     ("fwd-bf16-d192-dv128-causal", {"split_d": True, "block_n": 128}),
     ("fwd-bf16-d128-dv96-mask", {"split_d": True}),
     ("fwd-bf16-d192-bias-mask", {"split_d": True}),
@@ -115,23 +115,23 @@ VARIANTS = (
     ("fwd-bf16-d80-dv40-window", {}),
     ("fwd-fp16-d160-causal", {}),
     ("fwd-bf16-d216", {}),
-    ("fwd-bf16-d128-causal", {"maximum": "running"}),
-    ("fwd-bf16-d128", {"maximum": "running", "conditional_rescale": False}),
-    ("fwd-bf16-d64-causal", {"maximum": "running"}),
+    ("fwd-bf16-d128-causal", {"softmax_reference": "running"}),
+    ("fwd-bf16-d128", {"softmax_reference": "running", "conditional_rescale": False}),
+    ("fwd-bf16-d64-causal", {"softmax_reference": "running"}),
     ("fwd-bf16-d128", WIDE),
     ("fwd-fp16-d128", WIDE),
     ("fwd-fp16-d64", {"warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
     ("fwd-bf16-d64-causal-window", {"warpgroups": 3, "block_n": 64, "hidden_blocks": "skipped"}),
     ("fwd-bf16-d128-window-offset", {}),
-    ("fwd-bf16-d128-causal-window-sink", {"maximum": "running"}),
+    ("fwd-bf16-d128-causal-window-sink", {"softmax_reference": "running"}),
     ("fwd-bf16-d128-causal", {**WIDE, "masked_blocks": "branch", "hidden_blocks": "skipped"}),
-    ("fwd-bf16-d128-causal", {**WIDE, "barriers": "named", "masked_blocks": "branch", "maximum": "running"}),
-    ("fwd-fp16-d128-offset-causal", {**WIDE, "masked_blocks": "branch", "scores_ahead": "none", "ping_pong": False}),
+    ("fwd-bf16-d128-causal", {**WIDE, "barriers": "named", "masked_blocks": "branch", "softmax_reference": "running"}),
+    ("fwd-fp16-d128-offset-causal", {**WIDE, "masked_blocks": "branch", "qk_prefetch": "none", "ping_pong": False}),
     ("fwd-bf16-d96-causal-sink", {**WIDE, "split_d": True, "masked_blocks": "branch"}),
-    ("fwd-bf16-d96", {**WIDE, "split_d": True, "scores_ahead": "none"}),
+    ("fwd-bf16-d96", {**WIDE, "split_d": True, "qk_prefetch": "none"}),
     ("fwd-bf16-d64-causal-softcap-alibi", {**WIDE, "masked_blocks": "branch"}),
     ("fwd-bf16-d64-causal-sink-window", {**CROWD, "heads_per_group": 1}),
-    ("fwd-fp16-d64-window", {**CROWD, "scores_ahead": "half"}),
+    ("fwd-fp16-d64-window", {**CROWD, "qk_prefetch": "half"}),
     ("fwd-bf16-d64-causal", {**CROWD, "masked_blocks": "one", "heads_per_group": 32}),
     ("fwd-bf16-d128-causal-window", {**SKIPPED, "heads_per_group": 1}),
     ("fwd-fp16-d128-causal-window-offset", {**SKIPPED, "warpgroups": 3}),
@@ -139,7 +139,7 @@ VARIANTS = (
     ("fwd-bf16-d64-window-keymask", SKIPPED),
     ("fwd-bf16-d96-window-sink", {**SKIPPED, "split_d": True, "barriers": "mbarrier"}),
     ("fwd-bf16-d256-causal-softcap", {}),
-    ("fwd-bf16-d128-softcap", {"maximum": "running"}),
+    ("fwd-bf16-d128-softcap", {"softmax_reference": "running"}),
     ("fwd-bf16-d128-softcap-sink", {}),
     ("fwd-fp16-d128-softcap", {}),
     ("fwd-bf16-d64-causal-softcap-sink-window", SKIPPED),
@@ -278,7 +278,7 @@ def test_two_streams_without_graphs() -> None:
 
 @pytest.mark.parametrize("key", ["fwd-bf16-d64-mask", "fwd-bf16-d96-causal-mask"])
 def test_tiles_that_hidden_values_spoil_come_again(key: str) -> None:
-    """More tiles than SMs, of which those of one batch element are spoilt, or all, the last included."""
+    """More tiles than SMs, of which those of one batch element overflow, or all, the last included."""
     spec = Specialization.parse(key)
     generator = torch.Generator(device="cuda").manual_seed(5)
     shape = (2, 24, 1500, spec.head_dim)
@@ -293,9 +293,9 @@ def test_tiles_that_hidden_values_spoil_come_again(key: str) -> None:
     v[1, :, 100:300], v[0, :, 700:710] = 0, 0
     launch(q, k, v, out, features=features)
     expected = out.clone()
-    for spoilt in ([(1, 100, 300)], [(0, 700, 710)], [(1, 100, 300), (0, 700, 710)]):
+    for overflowing in ([(1, 100, 300)], [(0, 700, 710)], [(1, 100, 300), (0, 700, 710)]):
         hidden = v.clone()
-        for b, first, last in spoilt:
+        for b, first, last in overflowing:
             hidden[b, :, first:last] = float("nan")
         for _ in range(3):
             out.fill_(float("nan"))

@@ -22,9 +22,10 @@ _COMMON = (
     Knob(name="block_m", values=(64, 128), meaning="queries of a step"),
     Knob(name="q_stages", values=(2, 3), meaning="slots for blocks of Q"),
     Knob(
-        name="starts",
-        values=("late", "early"),
-        meaning="dp gets the values that its sums begin with while s is computed, or both before the first product",
+        name="accumulator_init",
+        values=("interleaved", "upfront"),
+        meaning="when sums of dp get the values that they begin with: while s is computed, or before either product",
+        former="starts",
     ),
     Knob(
         name="persistent",
@@ -45,18 +46,20 @@ FUSED_KNOBS = (
         meaning="sums of dq are converted by a kernel after all tiles, or by tiles of their own between the others",
     ),
     Knob(
-        name="pace",
-        values=("abreast", "staggered"),
-        meaning="both warpgroups are in the same part of a step, or the first is half a step ahead of the second",
-        default="abreast",
+        name="stagger_warpgroups",
+        values=(False, True),
+        meaning="the first warpgroup is half a step ahead of the second, or both are in the same part of a step",
+        default=False,
         implied=True,
+        former="pace",
     ),
     Knob(
-        name="scores",
-        values=("now", "ahead"),
-        meaning="s of a step is computed at its beginning, or beside dq and dk of the step before",
-        default="now",
+        name="qk_prefetch",
+        values=(False, True),
+        meaning="whether s of a step is computed beside dq and dk of the step before, or at its beginning",
+        default=False,
         implied=True,
+        former="scores",
     ),
 )
 SPLIT_KNOBS = (
@@ -126,11 +129,11 @@ def _why_impossible_conversion(spec: Specialization, config: Config, device: Dev
 
 
 def _why_impossible_order(spec: Specialization, config: Config) -> str | None:
-    if not resources.is_ahead(config):
+    if not resources.prefetches_scores(config):
         return None
     if _width(spec) > ROWS:
         return "s of the next step takes the registers that dk and dv of heads of more than 64 columns need"
-    if config["starts"] == "early":
+    if config["accumulator_init"] == "upfront":
         return "s that is computed a step ahead has its start long before dp"
     if resources.is_staggered(config) and (spec.causal or spec.window):
         return "the loop of the warpgroup that is ahead would spill what it hides scores by"
@@ -156,14 +159,19 @@ def _why_too_large(spec: Specialization, config: Config, device: Device) -> str 
 
 
 def _fused_default(spec: Specialization, device: Device) -> Config:
-    own: dict[str, KnobValue] = {"dq_conversion": "kernel", "pace": "staggered", "scores": "now", "starts": "early"}
+    own: dict[str, KnobValue] = {
+        "dq_conversion": "kernel",
+        "stagger_warpgroups": True,
+        "qk_prefetch": False,
+        "accumulator_init": "upfront",
+    }
     return Config.of(FUSED_ID, {**_common_default(spec), **own})
 
 
 def _split_default(spec: Specialization, device: Device) -> Config:
     own: dict[str, KnobValue] = {
         # with scores of 128 queries the starts of all sums do not fit beside the mask of none
-        "starts": "early" if _width(spec) > ROWS or spec.causal else "late",
+        "accumulator_init": "upfront" if _width(spec) > ROWS or spec.causal else "interleaved",
         "dq_block_n": ROWS if resources.is_wide(spec) else 2 * ROWS,
         "dq_stages": 2 if _width(spec) > ROWS else 3,
     }
@@ -196,13 +204,13 @@ _WON: tuple[Changes, ...] = (
 """Changes of a default that won at some length on an H200, or were within 1% of the winner."""
 
 
-_ABREAST: Changes = {"pace": "abreast"}
+_TOGETHER: Changes = {"stagger_warpgroups": False}
 _ORDERS: tuple[Changes, ...] = (
     {"q_stages": 3},
-    {"scores": "ahead", "starts": "late"},
-    _ABREAST,
-    {**_ABREAST, "dq_conversion": "tiles"},
-    {"starts": "late"},
+    {"qk_prefetch": True, "accumulator_init": "interleaved"},
+    _TOGETHER,
+    {**_TOGETHER, "dq_conversion": "tiles"},
+    {"accumulator_init": "interleaved"},
 )
 """Other orders of a step, of which each won at some length."""
 

@@ -58,12 +58,12 @@ def converts(config: Config) -> bool:
 
 def is_staggered(config: Config) -> bool:
     """Whether one warpgroup is half a step ahead; a config that is older than the knob means that none is."""
-    return config.get("pace", "abreast") == "staggered"
+    return config.get("stagger_warpgroups", False) is True
 
 
-def is_ahead(config: Config) -> bool:
+def prefetches_scores(config: Config) -> bool:
     """Whether s is computed a step ahead; a config that is older than the knob means that it is not."""
-    return config.get("scores", "now") == "ahead"
+    return config.get("qk_prefetch", False) is True
 
 
 def dq_columns(spec: Specialization, config: Config) -> int:

@@ -22,7 +22,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         # whether tiles of the same kernel convert sums of dq; the orders of the steps
         "converts": resources.converts(config),
         "staggered": resources.is_staggered(config),
-        "ahead": resources.is_ahead(config),
+        "prefetches_scores": resources.prefetches_scores(config),
         "part_blocks": resources.PART_BLOCKS,
         "num_sms": resources.NUM_SMS,
         "main": f"{config.family}_{'main' if fused else 'dkdv'}",

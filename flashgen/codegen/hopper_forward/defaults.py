@@ -52,15 +52,15 @@ USUAL: Changes = {
     "ping_pong": False,
     "conditional_rescale": False,
     "exp_order": "free",
-    "max_tree": "chain",
+    "max_chains": 1,
     "heads_per_group": 1,
     "masked_blocks": "one",
     "split_d": False,
     "q_stages": 1,
     "hidden_blocks": "computed",
     "packed_heads": 1,
-    "scores_ahead": "block",
-    "maximum": "running",
+    "qk_prefetch": "block",
+    "softmax_reference": "running",
 }
 
 
@@ -106,8 +106,8 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     usual = default(spec, device)
     found = [usual.replace(**changes) for changes in SEED_CONFIGS[_width(spec), spec.causal]]
     best = found[0]
-    if resources.maximum(usual) == "first":
-        found.append(usual.replace(maximum="running"))
+    if resources.softmax_reference(usual) == "first_block":
+        found.append(usual.replace(softmax_reference="running"))
     if spec.window:
         # a tile of a few steps waits for its Q longest
         found += [

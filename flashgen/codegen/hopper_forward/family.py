@@ -50,22 +50,29 @@ KNOBS = (
         meaning="exponentials stay ahead of the wait for the product: not, by a wait, by a release that needs them",
     ),
     Knob(
-        name="scores_ahead",
+        name="qk_prefetch",
         values=("block", "half", "none"),
         meaning="what of a block's scores is computed beside the product of the block before: "
         "the less, the fewer registers",
         default="block",
         implied=True,
+        former="scores_ahead",
     ),
     Knob(
-        name="maximum",
-        values=("running", "first"),
+        name="softmax_reference",
+        values=("running", "first_block"),
         meaning="what exponentials are taken against: the running maximum of their row, or that of its first keys, and "
         "a tile for which that was too low is computed again",
         default="running",
         implied=True,
+        former="maximum",
     ),
-    Knob(name="max_tree", values=("chain", "chains"), meaning="the maximum of a row in one chain or four"),
+    Knob(
+        name="max_chains",
+        values=(1, 4),
+        meaning="chains of instructions that find the maximum of a row",
+        former="max_tree",
+    ),
     Knob(
         name="heads_per_group",
         values=(1, 2, 4, 8, 16, 32),

@@ -105,14 +105,14 @@ def k_stages(config: Config) -> int:
     return config.integer("v_stages") + (config["k_release"] == "with_v")
 
 
-def maximum(config: Config) -> str:
+def softmax_reference(config: Config) -> str:
     """What exponentials are taken against; a config that is older than the knob means the running maximum."""
-    return str(config.get("maximum", "running"))
+    return str(config.get("softmax_reference", "running"))
 
 
-def scores_ahead(config: Config) -> str:
+def qk_prefetch(config: Config) -> str:
     """What of a block's scores is computed beside the product of the block before; older configs mean all of it."""
-    return str(config.get("scores_ahead", "block"))
+    return str(config.get("qk_prefetch", "block"))
 
 
 def is_capped(spec: Specialization) -> bool:
@@ -129,7 +129,7 @@ def headroom_bits(spec: Specialization) -> int:
 
 def may_recompute(spec: Specialization, config: Config) -> bool:
     """Whether a tile may be found spoilt once it is computed, and is then computed a second time."""
-    return spec.mask == "full" or (maximum(config) == "first" and not is_capped(spec))
+    return spec.mask == "full" or (softmax_reference(config) == "first_block" and not is_capped(spec))
 
 
 def named_barriers(spec: Specialization, config: Config) -> int:
@@ -171,8 +171,8 @@ def live_registers(spec: Specialization, config: Config) -> int:
     # a thread has block_n / 2 scores; the bytes of a mask come by twos, each pair in a register of its own
     tiles = block_n // 8 * sum(max(2, DTYPE_BYTES.get(dtype, 1)) for dtype in score_tiles(spec).values())
     # the weights of the block before are in use while the scores come, unless these come after
-    weights = block_n // 4 if scores_ahead(config) == "block" else 0
-    other = OTHER_REGS if scores_ahead(config) == "block" else FEW_OTHER_REGS
+    weights = block_n // 4 if qk_prefetch(config) == "block" else 0
+    other = OTHER_REGS if qk_prefetch(config) == "block" else FEW_OTHER_REGS
     return block_n // 2 + weights + by_key + tiles + columns(spec.head_dim_v, config) // 2 + other
 
 

@@ -48,7 +48,7 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
 
 TOGETHER = (
     *("warpgroups", "blocks_per_sm", "v_stages", "k_release", "barriers"),
-    *("ping_pong", "conditional_rescale", "exp_order", "max_tree", "scores_ahead", "maximum"),
+    *("ping_pong", "conditional_rescale", "exp_order", "max_chains", "qk_prefetch", "softmax_reference"),
 )
 """Knobs of a program's warps and their order. Of 18432 combinations of their values 342 are worth a try."""
 
@@ -62,9 +62,9 @@ def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
         return "the release that needs the exponentials is that of K, by a named barrier"
     if values["exp_order"] == "barrier" and (named or not values["conditional_rescale"]):
         return "a wait for their sake only pays together with the conditional rescale, and data does it where it can"
-    if values["max_tree"] == "chains" and named:
+    if values["max_chains"] == 4 and named:
         return "four chains of maxima are slower than one where little else waits"
-    if values.get("scores_ahead", "block") != "block":
+    if values.get("qk_prefetch", "block") != "block":
         short = values["warpgroups"] == 3 or values["blocks_per_sm"] == 4
         if not short or values["exp_order"] != "free":
             return (
@@ -73,8 +73,8 @@ def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
             )
     elif values["blocks_per_sm"] == 4:
         return "four programs leave no registers for scores ahead"
-    plain = values["conditional_rescale"] and values["max_tree"] == "chain"
-    if values.get("maximum", "running") == "first" and not plain:
+    plain = values["conditional_rescale"] and values["max_chains"] == 1
+    if values.get("softmax_reference", "running") == "first_block" and not plain:
         return "where few steps follow the maximum, one way to do so is enough"
     if (values["warpgroups"] == 1) != (values["blocks_per_sm"] != 1):
         return "blocks side by side are for those of one warpgroup, which leave the tensor cores idle during a softmax"
@@ -97,9 +97,9 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
     if not spec.causal and config["heads_per_group"] != 1:
         return "without a causal mask all tiles are equally heavy"
-    if resources.scores_ahead(config) != "block" and resources.score_tiles(spec):
+    if resources.qk_prefetch(config) != "block" and resources.score_tiles(spec):
         return "tiles of bias and mask are taken to registers while the product is computed, and need all that are free"
-    if resources.maximum(config) == "first" and (reason := why_not_first(spec)):
+    if resources.softmax_reference(config) == "first_block" and (reason := why_not_first(spec)):
         return reason
     if config["hidden_blocks"] == "skipped" and not hides_whole_blocks(spec, config):
         return "every warpgroup sees keys of every block that its tile sees"
@@ -149,7 +149,7 @@ def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
         return (
             "one block of keys holds the diagonal where it has as many keys as the tile has rows, at one known offset"
         )
-    if kind == "peeled" and resources.maximum(config) == "first":
+    if kind == "peeled" and resources.softmax_reference(config) == "first_block":
         return "steps that follow the maximum are apart from the others anyway"
     if kind == "peeled" and (one or config.integer("warpgroups") > 2):
         return "a second loop for masked blocks only pays where more than one is masked, and where registers are left"
@@ -172,7 +172,7 @@ def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """What a specialization leaves of knobs: no other value is valid or, of `packed_heads`, is for sizes to decide."""
     found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
     if why_not_first(spec):
-        found["maximum"] = ("running",)
+        found["softmax_reference"] = ("running",)
     if why_not_split(spec):
         found["split_d"] = (False,)
     if not spec.causal:

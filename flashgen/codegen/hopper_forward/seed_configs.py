@@ -15,14 +15,14 @@ NAMED_BARRIERS: Changes = {
     "ping_pong": True,
     "conditional_rescale": True,
     "exp_order": "data",
-    "max_tree": "chain",
+    "max_chains": 1,
 }
 FREE_EXP_ORDER: Changes = {**NAMED_BARRIERS, "exp_order": "free"}
-MBARRIERS: Changes = {"barriers": "mbarrier", "exp_order": "free", "max_tree": "chain"}
+MBARRIERS: Changes = {"barriers": "mbarrier", "exp_order": "free", "max_chains": 1}
 EXP_BEFORE_WAIT: Changes = {**MBARRIERS, "ping_pong": False, "conditional_rescale": True, "exp_order": "barrier"}
 """Exponentials stay ahead of the wait for the product."""
 
-FIRST_MAXIMUM: Changes = {"maximum": "first", "conditional_rescale": True, "max_tree": "chain"}
+FIRST_MAXIMUM: Changes = {"softmax_reference": "first_block", "conditional_rescale": True, "max_chains": 1}
 """The default wherever it is possible (docs/decisions/first-maximum.md); what won is tried with it."""
 
 FOUR_WARPGROUPS: Changes = {
@@ -37,7 +37,7 @@ THREE_WARPGROUPS_HALF_AHEAD: Changes = {
     "warpgroups": 3,
     "block_n": 128,
     "v_stages": 2,
-    "scores_ahead": "half",
+    "qk_prefetch": "half",
     "ping_pong": True,
     "conditional_rescale": True,
 }
@@ -64,7 +64,7 @@ FOUR_CTAS_PER_SM: Changes = {
     "blocks_per_sm": 4,
     "v_stages": 2,
     "q_stages": 1,
-    "scores_ahead": "none",
+    "qk_prefetch": "none",
 }
 """Of one warpgroup each: where tiles have few steps, others work while one begins or ends."""
 
@@ -74,7 +74,7 @@ SPLIT_HEADS: tuple[Changes, ...] = (
     {"split_d": True, "v_stages": 3},
     {"split_d": True, "block_n": 64, "v_stages": 3, "warpgroups": 3},
     {**THREE_WARPGROUPS_HALF_AHEAD, "split_d": True},
-    {**THREE_WARPGROUPS_HALF_AHEAD, "split_d": True, "scores_ahead": "none"},
+    {**THREE_WARPGROUPS_HALF_AHEAD, "split_d": True, "qk_prefetch": "none"},
 )
 """Of heads of 96 and 192 columns: a quarter less to multiply and to keep than of padded ones, 13 to 17% faster. A
 search tries what the room that two parts leave is good for."""

@@ -21,7 +21,7 @@ OUTPUT_STRIDES = ("stride_ob", "stride_oh", "stride_os")
 def values(spec: Specialization, config: Config) -> dict[str, object]:
     """The values of the template for one kernel, by name: every knob, and what follows from the knobs and the call."""
     separate_o_smem = resources.separate_o_smem(spec, config, SM90)
-    aligned, first = is_aligned(spec, config), resources.maximum(config) == "first"
+    aligned, first = is_aligned(spec, config), resources.softmax_reference(config) == "first_block"
     barriers = _barriers(spec, config)
     d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
     return {
@@ -49,8 +49,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "torch_dtype": TORCH_DTYPES[spec.dtype],
         # whether the output has shared memory of its own, or takes the place of Q
         "separate_o_smem": separate_o_smem,
-        "maximum": resources.maximum(config),
-        "scores_ahead": resources.scores_ahead(config),
+        "softmax_reference": resources.softmax_reference(config),
+        "qk_prefetch": resources.qk_prefetch(config),
         # whether sums may overflow a reference that does not follow the maximum, or hold NaN of hidden rows of V
         "may_recompute": resources.may_recompute(spec, config),
         # exponents of two: how far the reference is above the first maximum, how far a softcap lets scores lie apart at
