@@ -174,7 +174,7 @@ def test_every_row_of_every_head_has_one_tile(key: str, batch: int, nheads_k: in
         schedule, case = schedule_of(spec, config), sizes(seqlen_q, group, nheads_k, batch)
         nheads = group * nheads_k
         count = schedule._query_blocks(seqlen_q) * schedule._packs(nheads, group) * batch
-        assert count == tiles(case, hopper_resources.block_m(config), heads)
+        assert count == tiles(case, hopper_resources.tile_rows(config), heads)
         kernel = HOPPER_FORWARD.kernels(spec, config)[0]
         assert kernel.programs(H200, case) == min(count, H200.num_sms * config.integer("blocks_per_sm"))
         found = []

@@ -30,7 +30,7 @@ _COMMON = (
     Knob(
         name="persistent",
         values=(False, True),
-        meaning="a program for each tile, or one for each SM, which loads ahead for its next tile",
+        meaning="a CTA for each tile, or one for each SM, which loads ahead for its next tile",
     ),
     Knob(
         name="heads_per_group",

@@ -13,7 +13,7 @@ from flashgen.core.workload import Specialization
 def tiling(spec: Specialization, config: Config) -> Tiling:
     """The tile of a config's program, all its warpgroups together."""
     return Tiling(
-        block_m=resources.block_m(config),
+        block_m=resources.tile_rows(config),
         block_n=config.integer("block_n"),
         warps=4 * config.integer("warpgroups"),
         stages=config.integer("v_stages"),

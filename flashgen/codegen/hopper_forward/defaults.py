@@ -137,7 +137,7 @@ def _tidy(spec: Specialization, config: Config, device: Device) -> Config:
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """`config` with so many heads in a tile as the query length and the group ask for."""
-    heads = head_packing.packing(sizes, resources.block_m(config))
+    heads = head_packing.packing(sizes, resources.tile_rows(config))
     if heads == resources.packed_heads(config):
         return config
     found = _tidy(spec, config.replace(packed_heads=heads), device)
@@ -146,7 +146,7 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     """Why a nearby record's config is not worth serving at these sizes, or None."""
-    return head_packing.poor_at_sizes(sizes, resources.block_m(config), resources.packed_heads(config))
+    return head_packing.poor_at_sizes(sizes, resources.tile_rows(config), resources.packed_heads(config))
 
 
 def _width(spec: Specialization) -> int:

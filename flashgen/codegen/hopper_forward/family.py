@@ -15,10 +15,8 @@ from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
 KNOBS = (
-    Knob(name="warpgroups", values=(1, 2, 3, 4), meaning="consumer warpgroups of a program, each of 64 query rows"),
-    Knob(
-        name="blocks_per_sm", values=(1, 2, 3, 4), meaning="programs side by side, between which registers are divided"
-    ),
+    Knob(name="warpgroups", values=(1, 2, 3, 4), meaning="consumer warpgroups of a CTA, each of 64 query rows"),
+    Knob(name="blocks_per_sm", values=(1, 2, 3, 4), meaning="CTAs per SM, between which registers are divided"),
     Knob(name="block_n", values=(64, 128), meaning="keys of a step"),
     Knob(name="v_stages", values=(2, 3), meaning="slots for blocks of V, and of K"),
     Knob(

@@ -80,8 +80,8 @@ def score_bytes(spec: Specialization, config: Config) -> int:
     return ROWS * config.integer("block_n") * sum(DTYPE_BYTES.get(dtype, 1) for dtype in score_tiles(spec).values())
 
 
-def block_m(config: Config) -> int:
-    """Query rows of a program."""
+def tile_rows(config: Config) -> int:
+    """Query rows of a tile: those of all consumer warpgroups."""
     return config.integer("warpgroups") * ROWS
 
 
@@ -96,8 +96,8 @@ def packed_heads(config: Config) -> int:
 
 
 def positions(config: Config) -> int:
-    """Query positions of a program: as many as rows, but for heads that lie side by side in them."""
-    return block_m(config) // packed_heads(config)
+    """Query positions of a tile, BLOCK_M in the kernel: as many as rows, but for heads side by side in them."""
+    return tile_rows(config) // packed_heads(config)
 
 
 def k_stages(config: Config) -> int:
@@ -179,7 +179,7 @@ def live_registers(spec: Specialization, config: Config) -> int:
 def smem_bytes(spec: Specialization, config: Config, *, separate_o_smem: bool) -> int:
     """Shared memory of a block: Q, the rings of K and V, bias, mask, and the output if `separate_o_smem`."""
     d, dv, block_n = columns(spec.head_dim, config), columns(spec.head_dim_v, config), config.integer("block_n")
-    elements = block_m(config) * (q_stages(config) * d + (dv if separate_o_smem else 0))
+    elements = tile_rows(config) * (q_stages(config) * d + (dv if separate_o_smem else 0))
     elements += block_n * (k_stages(config) * d + config.integer("v_stages") * dv)
     tiles = config.integer("warpgroups") * score_bytes(spec, config)
     barriers = BARRIER_BYTES

@@ -122,7 +122,7 @@ def hides_whole_blocks(spec: Specialization, config: Config) -> bool:
     return (
         (spec.causal or spec.window)
         and config["masked_blocks"] == "branch"
-        and resources.block_m(config) - ROWS >= resources.packed_heads(config) * config.integer("block_n")
+        and resources.tile_rows(config) - ROWS >= resources.packed_heads(config) * config.integer("block_n")
         and not resources.score_tiles(spec)
     )
 
@@ -144,7 +144,7 @@ def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
         return None if kind == "one" else "without a causal mask only the first block of a tile may need a mask"
     if resources.packed_heads(config) > 1:
         return None if kind == "branch" else "few query positions of packed heads are not cut along the diagonal"
-    one = resources.block_m(config) <= config.integer("block_n") and not spec.offset_tensor
+    one = resources.tile_rows(config) <= config.integer("block_n") and not spec.offset_tensor
     if kind == "one" and not one:
         return (
             "one block of keys holds the diagonal where it has as many keys as the tile has rows, at one known offset"

@@ -163,7 +163,7 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     """The one kernel of a config, with the programs of a launch: no more than tiles, nor than run side by side."""
 
     def programs(device: Device, sizes: Sizes) -> int:
-        tiles = head_packing.tiles(sizes, resources.block_m(config), resources.packed_heads(config))
+        tiles = head_packing.tiles(sizes, resources.tile_rows(config), resources.packed_heads(config))
         return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
 
     parameters, options = _parameters(spec, config), _options(config)
