@@ -29,8 +29,8 @@ TOLERATED_SPILLS = 384
 unused: defaults spill up to 80 bytes under Triton 3.6 and 3.7, around the loop and under the branch of masked blocks,
 and up to 330 under 3.9."""
 
-VERDICT_BYTES = 512
-"""Where a tile may come again: what a warpgroup says of two tiles. Masks of single scores need as much again as
+OVERFLOW_FLAG_BYTES = 512
+"""Where a tile may be recomputed: the flags of a warpgroup for two tiles. Masks of single scores need as much again as
 barriers for the rest."""
 
 HEADROOM_BITS = 32
@@ -44,10 +44,10 @@ MOST_WEIGHT_BITS = 15
 15 ln 2 = 10."""
 
 CAPPED_HEADROOM_BITS = 64
-"""What `HEADROOM_BITS` is under a softcap, where no sum is judged."""
+"""What `HEADROOM_BITS` is under a softcap, where no sum overflows."""
 
 CAPPED_BITS = 160
-"""How far apart a softcap may let two scores be for no tile to come again, as an exponent of two: caps up to 80 ln 2 =
+"""How far apart a softcap may let two scores be for no tile to be recomputed, an exponent of two: caps up to 80 ln 2 =
 55, Gemma's 50 among them. A row's first keys may be at the lower end and later ones at the upper: weights come to
 2**(160 - 64) and sums of a hundred thousand of them leave V 2**14, at a cap of 50 2**30."""
 
@@ -128,7 +128,7 @@ def headroom_bits(spec: Specialization) -> int:
 
 
 def may_recompute(spec: Specialization, config: Config) -> bool:
-    """Whether a tile may be found spoilt once it is computed, and is then computed a second time."""
+    """Whether sums of a tile may overflow, or be NaN of what a mask hides: then it is computed a second time."""
     return spec.mask == "full" or (softmax_reference(config) == "first_block" and not is_capped(spec))
 
 
@@ -184,7 +184,7 @@ def smem_bytes(spec: Specialization, config: Config, *, separate_o_smem: bool) -
     tiles = config.integer("warpgroups") * score_bytes(spec, config)
     barriers = BARRIER_BYTES
     if may_recompute(spec, config):
-        barriers += VERDICT_BYTES * config.integer("warpgroups") + (BARRIER_BYTES if spec.mask == "full" else 0)
+        barriers += OVERFLOW_FLAG_BYTES * config.integer("warpgroups") + (BARRIER_BYTES if spec.mask == "full" else 0)
     return elements * DTYPE_BYTES[spec.dtype] + tiles + barriers
 
 
