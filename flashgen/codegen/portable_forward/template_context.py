@@ -83,7 +83,7 @@ def _cleaning(spec: Specialization, config: Config) -> str:
     """How rows of V that no query sees are kept from the products.
 
     Pointer loads leave out what lies before and behind all visible keys. Descriptors load whole blocks: behind a causal
-    mask the last one can "shift" back. What may be hidden elsewhere needs a "pass" of its own once it made something NaN.
+    mask the last one can "shift" back. What may be hidden elsewhere needs a "pass" of its own once it made sums NaN.
     """
     if spec.mask or hides(spec):
         return "pass"
