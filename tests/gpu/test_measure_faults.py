@@ -21,7 +21,7 @@ WORKLOAD = Workload.parse("bf16-b1-h8-hk2-s512-d64-causal")
 @pytest.fixture(scope="module")
 def executor() -> Iterator[Executor]:
     patience = Patience(evaluate_s=30.0, race_s=60.0)
-    with LocalExecutor(service="tests.gpu.planted:PlantedService", patience=patience) as made:
+    with LocalExecutor(service="tests.fakes.planted:PlantedService", patience=patience) as made:
         yield made
 
 

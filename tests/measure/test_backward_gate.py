@@ -22,8 +22,8 @@ from flashgen.measure.backward_verification_case import (
 from flashgen.measure.backward_verify import MOST_UNITS, check_backward
 from flashgen.measure.odd_shapes import ODD_SHAPES, OddShape, check_odd, odd_shapes
 from flashgen.measure.verify import Errors
-from tests.measure.emulated import Emulated
-from tests.measure.emulated_backward import EmulatedBackward
+from tests.fakes.attention import Emulated
+from tests.fakes.attention_backward import EmulatedBackward
 
 EVERYTHING = "softcap-alibi-bias-mask-window-dbias"
 

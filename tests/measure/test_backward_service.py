@@ -24,8 +24,8 @@ from flashgen.measure.bench import Bench, GpuToolchain
 from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
 from flashgen.measure.reference import oracle
 from flashgen.measure.service import Judge
-from tests.measure.emulated import Emulated
-from tests.measure.emulated_backward import EmulatedBackward
+from tests.fakes.attention import Emulated
+from tests.fakes.attention_backward import EmulatedBackward
 from tests.measure.test_service import Clocked, CountingStopwatch
 
 SMALL = Workload.parse("bwd-bf16-b1-h2-hk1-s40-d16-causal-keybias-sink")

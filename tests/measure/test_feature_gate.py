@@ -14,7 +14,7 @@ from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 from flashgen.measure.odd_shapes import check_odd, odd_problems, odd_shapes
 from flashgen.measure.verify import LSE_ATOL, check, oracle_of
-from tests.measure.emulated import Emulated
+from tests.fakes.attention import Emulated
 
 FEATURES = ("window", "softcap", "alibi", "sink", "bias", "keybias", "mask", "keymask")
 EVERYTHING = "softcap-alibi-sink-bias-mask-window"

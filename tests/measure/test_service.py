@@ -20,7 +20,7 @@ from flashgen.measure.odd_shapes import ODD_SHAPES
 from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
 from flashgen.measure.service import Judge
 from flashgen.measure.verify import KernelFactory, LaunchFunction
-from tests.measure.emulated import Emulated
+from tests.fakes.attention import Emulated
 
 SMALL = Workload.parse("bf16-b1-h2-s96-d16-causal")
 

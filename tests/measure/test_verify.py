@@ -12,7 +12,7 @@ from flashgen.measure.inputs import make_inputs
 from flashgen.measure.odd_shapes import EARLY_KEYS, ODD_SHAPES, check_odd, odd_problem, odd_problems
 from flashgen.measure.verification_case import VerificationCase
 from flashgen.measure.verify import Errors, check, oracle_of, ulp_of
-from tests.measure.emulated import Emulated
+from tests.fakes.attention import Emulated
 
 
 def problem(workload: Workload, layout: str = "bhsd") -> VerificationCase:

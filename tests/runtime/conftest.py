@@ -14,8 +14,7 @@ from flashgen.db import layers
 from flashgen.launch import plan
 from flashgen.runtime import serve
 from tests.db.samples import H200
-from tests.runtime.emulated_gpu import EmulatedGpu
-from tests.runtime.fake_gpu import FakeGpu
+from tests.fakes.gpu import EmulatedGpu, FakeGpu
 from tests.runtime.ladders import Ladder
 
 AnyGpu = TypeVar("AnyGpu", bound=FakeGpu)

@@ -23,7 +23,7 @@ from flashgen.runtime import ops, runs, serve
 from flashgen.runtime.calls import Call
 from flashgen.runtime.mods import handle_for
 from tests.db.samples import H100, RTX_4090
-from tests.runtime.fake_gpu import FakeGpu, OnGpu, qkv, tensor
+from tests.fakes.gpu import FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
 NO_GPU = (

@@ -17,8 +17,7 @@ from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime import serve, training_ops
 from tests.db.samples import H200
-from tests.runtime.emulated_gpu import EmulatedGpu
-from tests.runtime.fake_gpu import FakeGpu, qkv
+from tests.fakes.gpu import EmulatedGpu, FakeGpu, qkv
 from tests.runtime.ladders import Ladder, faster, measured
 
 BACKWARD = Workload.parse("bwd-b1-h4-hk2-sq48-sk64-d64")

@@ -9,7 +9,7 @@ import flashgen
 from flashgen.core.device import find_device
 from flashgen.core.errors import WorkloadError
 from flashgen.runtime import serve
-from tests.runtime.fake_gpu import FakeGpu, OnGpu, qkv, tensor
+from tests.fakes.gpu import FakeGpu, OnGpu, qkv, tensor
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -15,7 +15,7 @@ import flashgen
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.runtime import runs, serve
 from flashgen.runtime.calls import Call, CheckedCall
-from tests.runtime.fake_gpu import FakeGpu, OnGpu, qkv, tensor
+from tests.fakes.gpu import FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import Ladder, default, faster, measured
 
 SIZES = (1, 4, 48, 64)

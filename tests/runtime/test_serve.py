@@ -17,7 +17,7 @@ from flashgen.launch.sdpa import BACKENDS
 from flashgen.runtime import dispatch, runs, serve
 from flashgen.runtime.calls import Call, CheckedCall
 from tests.db.samples import H100
-from tests.runtime.fake_gpu import MARK, FakeGpu, OnGpu, qkv, tensor
+from tests.fakes.gpu import MARK, FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
 

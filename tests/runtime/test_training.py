@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import flashgen
 from flashgen.core.errors import UnsupportedError
 from flashgen.runtime import training_ops
+from tests.fakes.gpu import EmulatedGpu
 from tests.runtime.dense_attention import dense
-from tests.runtime.emulated_gpu import EmulatedGpu
 
 B, H, HK, SQ, SK, D, DV = 2, 4, 2, 10, 13, 16, 24
 

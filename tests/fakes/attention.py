@@ -140,6 +140,7 @@ class Emulated:
 
     def _part(self, tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """What a bias or mask has for some keys, NaN or True as it is in memory for those behind the end."""
+        tensor = tensor[(None,) * (4 - tensor.dim())]
         return tensor[..., keys.clamp_max(tensor.shape[3] - 1)]
 
 

@@ -9,7 +9,7 @@ import torch
 from flashgen.core.features.values import Features
 from flashgen.launch.backward import BackwardTensors
 from flashgen.launch.plan import BackwardLaunch
-from tests.measure.emulated import Emulated, _longer
+from tests.fakes.attention import Emulated, _longer
 
 
 @dataclass(kw_only=True)
