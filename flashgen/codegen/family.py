@@ -168,7 +168,7 @@ class KernelFamily:
         unsupported: the reason why the family does not apply to a specialization on a device, or None.
         invalid: the reason why a config of declared values cannot work there, or None.
         default: a config that is valid wherever the family applies, in constant time.
-        values: what the template needs beside the parameters, by name.
+        template_values: what the template needs beside the parameters, by name.
         kernels: the kernels of a config, in the order of their launches.
         scratch: the memory that they share.
         is_deterministic: whether equal inputs give equal bits every time.
@@ -190,7 +190,7 @@ class KernelFamily:
     unsupported: Callable[[Specialization, Device], str | None]
     invalid: Callable[[Specialization, Config, Device], str | None]
     default: Callable[[Specialization, Device], Config]
-    values: Callable[[Specialization, Config], dict[str, object]]
+    template_values: Callable[[Specialization, Config], dict[str, object]]
     kernels: Callable[[Specialization, Config], tuple[KernelSpec, ...]]
     scratch: Callable[[Specialization, Config, Sizes], tuple[Scratch, ...]] = _no_scratch
     is_deterministic: bool = True

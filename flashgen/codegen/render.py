@@ -54,7 +54,7 @@ def render(spec: Specialization, config: Config) -> KernelSource:
         kernels={kernel.entry: kernel for kernel in kernels},
         parameters=kernels[0].names,
         do_not_specialize=kernels[0].do_not_specialize,
-        **row.values(spec, config),
+        **row.template_values(spec, config),
     )
     return KernelSource(entry=row.id, text=text)
 

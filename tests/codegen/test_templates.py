@@ -101,7 +101,7 @@ def contexts(entry: str) -> Iterator[tuple[KernelFamily, dict[str, object]]]:
     for row in FAMILIES:
         for spec in map(Specialization.parse, CALLS):
             if row.template == entry and unsupported(row, spec, H200) is None:
-                yield row, row.values(spec, row.default(spec, H200))
+                yield row, row.template_values(spec, row.default(spec, H200))
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
