@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from flashgen.codegen.families import FAMILIES, default_config, fitted, invalid, validate
+from flashgen.codegen.families import FAMILIES, default_config, family, fitted, invalid, unsupported, validate
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render
 from flashgen.core.device import CATALOGUE, Device
@@ -407,10 +407,6 @@ def test_a_causal_mask_of_another_corner_is_not_handed_over(ladder: Ladder) -> N
     assert sdpa_backend(full, full.specialization, ladder.resolve(full)) == "sdpa-flash"
 
 
-BACKWARD_FAMILIES = [row.id for row in FAMILIES if row.direction == "backward"]
-BACKWARD_ALONE = "it computes the backward pass, not forward"
-
-
 def test_explain_names_the_rung_the_record_and_every_family(ladder: Ladder) -> None:
     made = (datetime.now(timezone.utc) - timedelta(days=3, hours=1)).isoformat()
     digest = render(CAUSAL.specialization, config()).digest
@@ -428,9 +424,7 @@ def test_explain_names_the_rung_the_record_and_every_family(ladder: Ladder) -> N
         f"           measured {made} (3 days ago), triton 3.6.0, torch 2.11.0",
         "           measured beside it: sdpa-flash 2.5000 ms, other 99.0000 ms",
         "skipped    3. user database, exact: no such record",
-        "family     hopper_forward: applies",
-        "family     portable_forward: applies",
-        *(f"family     {name}: {BACKWARD_ALONE}" for name in BACKWARD_FAMILIES),
+        *(f"family     {row.id}: {unsupported(row, CAUSAL.specialization, H200) or 'applies'}" for row in FAMILIES),
     ]
 
 
@@ -455,12 +449,15 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "record_ms": 1.5,
         "stale": True,
         "skipped": [f"{rung}. {RUNGS[rung]}: no such record" for rung in range(3, 7)],
-        "families": {
-            "hopper_forward": None,
-            "portable_forward": None,
-            **dict.fromkeys(BACKWARD_FAMILIES, BACKWARD_ALONE),
-        },
+        "families": {row.id: unsupported(row, CAUSAL.specialization, H200) for row in FAMILIES},
     }
+
+
+def test_families_that_apply_and_those_of_the_other_pass_have_their_words() -> None:
+    for row in FAMILIES:
+        if row.direction == "backward":
+            assert unsupported(row, CAUSAL.specialization, H200) == "it computes the backward pass, not forward"
+    assert unsupported(family(config().family), CAUSAL.specialization, H200) is None
 
 
 def test_explain_says_that_nothing_was_measured(ladder: Ladder) -> None:

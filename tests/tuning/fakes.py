@@ -19,6 +19,7 @@ from flashgen.tuning.predict import cost_model
 
 H200 = find_device("h200")
 REFERENCE_MS = 0.7
+UNKNOWN = 3.0
 
 
 def chance(*parts: object) -> float:
@@ -30,9 +31,9 @@ def true_ms(workload: Workload, config: Config) -> float:
     """The time without noise: a smooth best near 128 x 64 with 8 warps and 3 stages, and 20 per cent of ruggedness."""
     spec = workload.specialization
     model = cost_model(config)
-    assert model is not None
-    tiles = [kernel.tile(spec, config) for kernel in model.kernels]
-    factor = math.prod(_slower(tile) ** (1 / len(tiles)) for tile in tiles)
+    tiles = [kernel.tile(spec, config) for kernel in model.kernels] if model else []
+    # whatever a family without a cost model computes, it is slower than the others and has a best config of its own
+    factor = math.prod(_slower(tile) ** (1 / len(tiles)) for tile in tiles) if tiles else UNKNOWN
     return workload.flops / 500e9 * factor * (1 + 0.2 * chance("rugged", spec.key, config))
 
 

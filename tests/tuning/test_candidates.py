@@ -8,7 +8,7 @@ import random
 import pytest
 
 from flashgen.codegen.cost import CostModel, Taken, Tiling
-from flashgen.codegen.families import FAMILIES, family
+from flashgen.codegen.families import FAMILIES, applicable, family
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.hopper_forward import family as hopper_forward
 from flashgen.codegen.space import search_space
@@ -122,7 +122,8 @@ def test_what_won_before_comes_before_what_the_model_likes(key: str) -> None:
     found = Candidates.of(workload, H200)
     won = hopper_forward.HOPPER_FORWARD.seed_configs(workload.specialization, H200)
     others = seed_configs(found, workload, H200, 6)
-    assert others[: 1 + len(won)] == [PORTABLE.default(workload.specialization, H200), *won]
+    defaults = [row.default(workload.specialization, H200) for row in applicable(workload.specialization, H200)]
+    assert others[: len(defaults) - 1 + len(won)] == [*defaults[1:], *won]
     assert 2 <= len(won) <= 10
     space = next(space for space in found.spaces if space.family == "hopper_forward")
     assert set(won) <= set(space.configs)
@@ -141,8 +142,9 @@ def test_short_queries_of_groups_are_searched_with_packed_heads_as_well() -> Non
     assert found.default["packed_heads"] == 4
     won = hopper_forward.HOPPER_FORWARD.seed_configs(spec, H200)
     liked = seed_configs(found, short, H200, 6)
-    assert {config["packed_heads"] for config in liked[1 : 1 + len(won)]} == {4}
-    assert {found.default, *liked[1 : 1 + len(won)]} <= set(space.configs)
+    first = liked[len(found.defaults) - 1 :][: len(won)]  # behind the defaults of other families
+    assert {config["packed_heads"] for config in first} == {4}
+    assert {found.default, *first} <= set(space.configs)
 
 
 def test_packed_heads_are_predicted_to_save_tiles() -> None:

@@ -651,6 +651,9 @@ def test_bad_options_are_refused() -> None:
 # --- families that the model does not rank ------------------------------------------------------------------------
 
 
+TWO_FAMILIES = Options(families=("hopper_forward", "portable_forward"))
+
+
 def without_cost_models(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
     rows = [dataclasses.replace(row, cost_model=None) if row.id in ids else row for row in families.FAMILIES]
     monkeypatch.setattr(families, "FAMILIES", tuple(rows))
@@ -661,7 +664,8 @@ def test_a_family_without_a_cost_model_is_tried_in_knob_order(store: Store, monk
     events: list[Event] = []
     a100 = find_device("a100")
     compiler = FakeCompiler(failing=0.5, spilling=0.5)
-    (outcome,) = predicted(store, target="a100", compiler=compiler, on_event=events.append).outcomes
+    alone = Options(families=("portable_forward",))
+    (outcome,) = predicted(store, target="a100", compiler=compiler, options=alone, on_event=events.append).outcomes
     assert [event.message for event in events if isinstance(event, Warned)] == [
         "portable_forward has no cost model: its candidates are tried in knob order, its default first, and the first "
         "that compiles is taken"
@@ -681,7 +685,7 @@ def test_a_family_without_a_cost_model_is_tried_in_knob_order(store: Store, monk
 def test_a_family_without_a_cost_model_is_said_to_be_left_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     without_cost_models(monkeypatch, "hopper_forward")
     events: list[Event] = []
-    (outcome,) = predicted(store, on_event=events.append).outcomes
+    (outcome,) = predicted(store, options=TWO_FAMILIES, on_event=events.append).outcomes
     assert [event.message for event in events if isinstance(event, Warned)] == [
         "hopper_forward has no cost model, so none of its candidates is compared with those of other families"
     ]
@@ -691,7 +695,7 @@ def test_a_family_without_a_cost_model_is_said_to_be_left_out(store: Store, monk
 
 def test_a_family_of_which_only_the_default_is_predicted_is_named(store: Store) -> None:
     events: list[Event] = []
-    predicted(store, CAUSAL, PLAIN, on_event=events.append)
+    predicted(store, CAUSAL, PLAIN, options=TWO_FAMILIES, on_event=events.append)
     assert [event.message for event in events if isinstance(event, Warned)] == [
         "the cost model of hopper_forward does not tell its candidates apart: only its default is predicted"
     ]
