@@ -72,3 +72,14 @@ def test_every_family_has_a_package_and_the_test_reads_the_rest() -> None:
 def test_a_file_that_names_a_family_is_found(text: str) -> None:
     tree_text = text if text.startswith(("x", "from")) else f"print({text})"
     assert list(named("a file", tree_text))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_no_family_imports_from_another_one(package: Path) -> None:
+    """The import contract of pyproject.toml says so of those that it lists; this reads them all."""
+    others = {path.name for path in PACKAGES} - {package.name}
+    for path in package.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                imported = {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+                assert not imported & others, f"{path.name}:{node.lineno}"
