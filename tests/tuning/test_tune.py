@@ -61,6 +61,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
+TWO_FAMILIES = ("hopper_forward", "portable_forward")
+
+
 def run(
     store: Store,
     *workloads: Workload,
@@ -340,7 +343,9 @@ def test_a_short_budget_leaves_time_to_search(store: Store) -> None:
     """With few configs near the best the finals are short, and the search gets what they do not need."""
     executor = FakeExecutor()
     finals = Finals(rounds=2)
-    (outcome,) = run(store, executor=executor, budget=Budget(seconds=12.0), finals=finals).outcomes
+    (outcome,) = run(
+        store, executor=executor, budget=Budget(seconds=12.0), finals=finals, families=TWO_FAMILIES
+    ).outcomes
     assert outcome.status == "tuned"
     assert len(executor.evaluated) >= 14
     assert outcome.seconds <= 12.0 + 2 * executor.evaluate_s
@@ -651,9 +656,6 @@ def test_bad_options_are_refused() -> None:
 # --- families that the model does not rank ------------------------------------------------------------------------
 
 
-TWO_FAMILIES = Options(families=("hopper_forward", "portable_forward"))
-
-
 def without_cost_models(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
     rows = [dataclasses.replace(row, cost_model=None) if row.id in ids else row for row in families.FAMILIES]
     monkeypatch.setattr(families, "FAMILIES", tuple(rows))
@@ -685,7 +687,7 @@ def test_a_family_without_a_cost_model_is_tried_in_knob_order(store: Store, monk
 def test_a_family_without_a_cost_model_is_said_to_be_left_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     without_cost_models(monkeypatch, "hopper_forward")
     events: list[Event] = []
-    (outcome,) = predicted(store, options=TWO_FAMILIES, on_event=events.append).outcomes
+    (outcome,) = predicted(store, options=Options(families=TWO_FAMILIES), on_event=events.append).outcomes
     assert [event.message for event in events if isinstance(event, Warned)] == [
         "hopper_forward has no cost model, so none of its candidates is compared with those of other families"
     ]
@@ -695,7 +697,7 @@ def test_a_family_without_a_cost_model_is_said_to_be_left_out(store: Store, monk
 
 def test_a_family_of_which_only_the_default_is_predicted_is_named(store: Store) -> None:
     events: list[Event] = []
-    predicted(store, CAUSAL, PLAIN, options=TWO_FAMILIES, on_event=events.append)
+    predicted(store, CAUSAL, PLAIN, options=Options(families=TWO_FAMILIES), on_event=events.append)
     assert [event.message for event in events if isinstance(event, Warned)] == [
         "the cost model of hopper_forward does not tell its candidates apart: only its default is predicted"
     ]
