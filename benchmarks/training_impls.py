@@ -106,7 +106,7 @@ def _fa4_backward(workload: Workload, inputs: Inputs) -> Call:
 
 
 def _backward_op() -> Callable[..., Any]:
-    op: Callable[..., Any] = importlib.import_module("flashgen.runtime.training_ops").attention_backward_op
+    op: Callable[..., Any] = importlib.import_module("flashgen.runtime.autograd.ops").attention_backward_op
     return op
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flashgen.core.config import Config
     from flashgen.core.device import Device
     from flashgen.core.workload import Specialization, Workload
-    from flashgen.runtime.explanation import Explanation
+    from flashgen.runtime.lookup.explanation import Explanation
 
 
 EXPLAIN_HELP = "\n\n".join(
@@ -144,8 +144,8 @@ def explanation_of(
         UnsupportedError: no family serves it.
     """
     from flashgen.db.layers import Layers
-    from flashgen.runtime.dispatch import Records
-    from flashgen.runtime.explanation import explain
+    from flashgen.runtime.lookup.explanation import explain
+    from flashgen.runtime.lookup.records import Records
 
     with Layers.open(databases) as layers:
         return explain(workload, spec, device, Records(layers))

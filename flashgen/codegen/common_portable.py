@@ -26,10 +26,6 @@ LARGE_SMEM = 160 * 1024
 
 def why_not_portable(spec: Specialization, device: Device) -> str | None:
     """What no portable family does, in either direction: the reason, or None."""
-    if spec.varlen:
-        return "it has no varlen"
-    if spec.page_size is not None:
-        return "it reads no paged keys"
     for name, size in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             return f"its {name} is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"

@@ -12,6 +12,7 @@ from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError, UnsupportedError
+from flashgen.core.features.table import asked
 from flashgen.core.names import meant
 from flashgen.core.workload import Specialization
 
@@ -70,9 +71,15 @@ def unsupported(row: KernelFamily, spec: Specialization, device: Device) -> str 
     """The reason why `row` does not serve `spec` on `device`, or None."""
     if spec.direction != row.direction:
         return f"it computes the {row.direction} pass, not {spec.direction}"
-    if spec.deterministic and not row.is_deterministic:
-        return "its sums have no fixed order, and the call is deterministic"
-    return row.unsupported(spec, device)
+    return row.unsupported(spec, device) or _undeclared(row, spec)
+
+
+def _undeclared(row: KernelFamily, spec: Specialization) -> str | None:
+    """The reason against the first feature that is asked for and that the family does not declare, or None."""
+    for feature in asked(spec):
+        if feature.name not in row.features:
+            return feature.absence(row.direction)
+    return None
 
 
 def invalid(config: Config, spec: Specialization, device: Device) -> str | None:

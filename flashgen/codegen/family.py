@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from flashgen.codegen.cost import CostModel
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
+from flashgen.core.errors import ConfigError
+from flashgen.core.features import table
+from flashgen.core.features.promises import DETERMINISTIC
 from flashgen.core.workload import Specialization, Workload
 
 
@@ -165,13 +168,15 @@ class KernelFamily:
     A new kernel is one template and one such row. `id` is permanent: databases name it.
 
     Attributes:
-        unsupported: the reason why the family does not apply to a specialization on a device, or None.
+        features: the names of the features that its kernels compute (`core.features.table`). Whoever asks for another
+            one is refused, so a new feature is refused by every family until that family names it.
+        unsupported: the reason why the family does not apply to a specialization on a device, or None: of
+            architectures, dtypes, head dimensions, and of features in some combinations.
         invalid: the reason why a config of declared values cannot work there, or None.
         default: a config that is valid wherever the family applies, in constant time.
         template_values: what the template needs beside the parameters, by name.
         kernels: the kernels of a config, in the order of their launches.
         scratch: the memory that they share.
-        is_deterministic: whether equal inputs give equal bits every time.
         seed_configs: valid configs that won before, for a search to begin with (beside the default).
         allowed_values: values of some knobs in an enumeration, where others are never valid for a specialization
             or follow from sizes that it does not know.
@@ -187,13 +192,13 @@ class KernelFamily:
     template: str
     direction: str
     knobs: tuple[Knob, ...]
+    features: frozenset[str]
     unsupported: Callable[[Specialization, Device], str | None]
     invalid: Callable[[Specialization, Config, Device], str | None]
     default: Callable[[Specialization, Device], Config]
     template_values: Callable[[Specialization, Config], dict[str, object]]
     kernels: Callable[[Specialization, Config], tuple[KernelSpec, ...]]
     scratch: Callable[[Specialization, Config, Sizes], tuple[Scratch, ...]] = _no_scratch
-    is_deterministic: bool = True
     seed_configs: Callable[[Specialization, Device], tuple[Config, ...]] = _no_seed_configs
     allowed_values: Callable[[Specialization], dict[str, tuple[KnobValue, ...]]] = _all_values
     knob_rows: Callable[[], KnobRows] = _no_knob_rows
@@ -201,6 +206,15 @@ class KernelFamily:
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
     tolerated_spills: int = TOLERATED_SPILLS
     cost_model: CostModel | None = None
+
+    def __post_init__(self) -> None:
+        if unknown := self.features - table.names():
+            raise ConfigError(f"features of a family are those of the table, got {sorted(unknown)} in {self.id}")
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether equal inputs give equal bits every time."""
+        return DETERMINISTIC.name in self.features
 
     def parameters(self, spec: Specialization, config: Config) -> tuple[Parameter, ...]:
         """The run-time parameters of the first kernel of a config, which is the only one of a forward pass."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from flashgen.codegen.families import unsupported
 from flashgen.codegen.family import KernelFamily
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -19,7 +20,7 @@ def search_space(family: KernelFamily, spec: Specialization, device: Device) -> 
     The valid set is enumerated so that a sampler never proposes an invalid point. It is empty where the
     family does not apply.
     """
-    if family.unsupported(spec, device) is not None or spec.direction != family.direction:
+    if unsupported(family, spec, device) is not None:
         return ()
     default = family.default(spec, device)
     steps = [{value: step for step, value in enumerate(knob.values)} for knob in family.knobs]

@@ -1,4 +1,4 @@
-"""The rungs of the look-up ladder in words; `flashgen.runtime.dispatch` is what walks it."""
+"""The rungs of the look-up ladder in words; `flashgen.runtime.lookup.ladder` is what walks it."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def backward_odd_problems(
     pair of shapes has a gradient of the LSE.
 
     Raises:
-        UnsupportedError: the specialization has user-defined scores, which have no oracle.
+        UnsupportedError: the specialization has a feature that the references do not compute.
     """
     shapes = enumerate(odd_shapes(spec))
     return tuple(

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
+from flashgen.core.features.table import asked, given
 from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Workload
 from flashgen.launch.dtypes import TORCH_DTYPES
@@ -62,6 +64,9 @@ def make_features(
 
     With `padding`, a bias or a mask is a part of a larger tensor, in every dimension: behind a bias is NaN, behind
     a mask True. Slopes and sinks are the same for all copies.
+
+    Raises:
+        UnsupportedError: the workload asks for a feature that nothing is made for here.
     """
     w, device = workload, generator.device
     slopes, sinks = None, None
@@ -72,7 +77,7 @@ def make_features(
     if w.sink:
         sinks = torch.randn(w.nheads, generator=generator, device=device)
         sinks = sinks.to(TORCH_DTYPES[form.sink_dtype or "fp32"])
-    return tuple(
+    found = tuple(
         Features(
             window=(w.window_left, w.window_right),
             softcap=form.softcap if w.softcap else 0.0,
@@ -83,6 +88,11 @@ def make_features(
         )
         for _ in range(copies)
     )
+    made = {feature.name for feature in given(found[0])}
+    missing = [feature.name for feature in asked(w) if feature.values and feature.name not in made]
+    if missing:
+        raise UnsupportedError(f"random inputs have {sorted(made)}, and {w.key} also asks for {missing}")
+    return found
 
 
 def alibi_slopes(nheads: int, device: torch.device | str) -> torch.Tensor:

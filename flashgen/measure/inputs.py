@@ -12,6 +12,7 @@ from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.launch.dtypes import TORCH_DTYPES
 from flashgen.measure.feature_inputs import SOFTCAP_BEND, FeatureForm, feature_bytes, make_features
+from flashgen.measure.score_rule import uncomputed
 
 LAYOUTS = ("bhsd", "bshd")
 
@@ -119,7 +120,9 @@ def make_inputs(
         raise WorkloadError(f"layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
     if copies < 1:
         raise WorkloadError(f"copies must be at least 1, got {copies}")
-    _require_forward(workload)
+    missing = [*uncomputed(workload), *(["backward"] if workload.direction == "backward" else [])]
+    if missing:
+        raise UnsupportedError(f"inputs can be made for packed forward attention; {workload.key} has {missing}")
     form = form or FeatureForm()
     w, dtype = workload, TORCH_DTYPES[workload.dtype]
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -149,11 +152,3 @@ def rotation_copies(workload: Workload, l2_bytes: int) -> int:
     """Sets to rotate so that one pass over them moves at least twice the L2 cache; at most `MAX_COPIES`."""
     wanted = 2 * (l2_bytes or USUAL_L2_BYTES)
     return min(MAX_COPIES, max(1, -(-wanted // max(1, workload.bytes + feature_bytes(workload)))))
-
-
-def _require_forward(workload: Workload) -> None:
-    missing = ["varlen"] if workload.varlen else []
-    missing += ["page_size"] if workload.page_size is not None else []
-    missing += ["backward"] if workload.direction == "backward" else []
-    if missing:
-        raise UnsupportedError(f"inputs can be made for packed forward attention; {workload.key} has {missing}")

@@ -16,12 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from flashgen.core.errors import UnsupportedError
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.feature_inputs import FeatureForm
 from flashgen.measure.inputs import make_inputs
-from flashgen.measure.score_rule import ScoreRule
+from flashgen.measure.score_rule import ScoreRule, refuse_uncomputed
 from flashgen.measure.verification_case import VerificationCase
 from flashgen.measure.verify import Errors, Offset, oracle_of
 
@@ -114,7 +113,7 @@ def odd_problems(spec: Specialization, device: torch.device | str) -> tuple[tupl
     """The odd shapes of one specialization with their right answers; meant to be kept for all its configs.
 
     Raises:
-        UnsupportedError: the specialization has user-defined scores, which have no oracle.
+        UnsupportedError: the specialization has a feature that the references do not compute.
     """
     return tuple((shape, odd_problem(spec, shape, device)) for shape in odd_shapes(spec))
 
@@ -123,10 +122,9 @@ def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
     """The shapes for a specialization, with what does not concern it left out.
 
     Raises:
-        UnsupportedError: the specialization has user-defined scores, which have no oracle.
+        UnsupportedError: the specialization has a feature that the references do not compute.
     """
-    if spec.mods is not None:
-        raise UnsupportedError(f"user-defined scores have no oracle, got {spec.key}")
+    refuse_uncomputed(spec)
     found = []
     capped = CAP_SHAPES if spec.softcap and spec.direction == "forward" else ()
     for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ()) + capped):

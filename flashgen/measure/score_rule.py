@@ -11,8 +11,33 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.core.errors import WorkloadError
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.features.table import asked, given
 from flashgen.core.features.values import Features
+from flashgen.core.workload import Specialization, Workload
+
+COMPUTED = frozenset({"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "deterministic"})
+"""The features that the references compute; the gate judges no kernel with another one."""
+
+
+def uncomputed(value: Workload | Specialization) -> list[str]:
+    """The names of the features that a problem asks for and the references do not compute."""
+    return [feature.name for feature in asked(value) if feature.name not in COMPUTED]
+
+
+def refuse_uncomputed(spec: Specialization) -> None:
+    """Refuse what the references do not compute, so that no kernel is compared with the wrong answer.
+
+    Raises:
+        UnsupportedError: it asks for a feature that is not among `COMPUTED`.
+    """
+    if missing := uncomputed(spec):
+        raise UnsupportedError(
+            f"the references compute {_LISTED} and no user-defined scores, and {spec.key} also asks for {missing}"
+        )
+
+
+_LISTED = ", ".join(sorted(COMPUTED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +91,13 @@ class ScoreRule:
         """Resolve the defaults of the public call for `q` and `k`, both (batch, heads, seqlen, head_dim).
 
         Raises:
-            WorkloadError: a tensor does not broadcast, or there is user code, which has no oracle here.
+            WorkloadError: a tensor does not broadcast, or there is a feature that is not among `COMPUTED`.
         """
         check_shapes(q, k)
         features = features or Features()
-        if features.aux or features.block_mask is not None:
-            raise WorkloadError("the oracle knows no user-defined scores, got aux tensors or a block mask")
+        missing = [feature.name for feature in given(features) if feature.name not in COMPUTED]
+        if missing:
+            raise WorkloadError(f"the references compute {_LISTED}, got {missing}")
         left, right = features.window
         if causal:
             right = 0 if right is None else min(0, right)

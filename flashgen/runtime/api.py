@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from flashgen.core.errors import WorkloadError
-from flashgen.core.features.values import BlockMask
-from flashgen.runtime import ops, training
+from flashgen.core.features.values import BlockMask, Window
 from flashgen.runtime.arguments import (
     LAYOUTS,
-    Window,
-    feature_arguments,
+    CallArguments,
+    check_layout,
+    check_scale,
+    features_of,
     in_autocast,
     requires_gradient,
     split_offset,
 )
-from flashgen.runtime.keys import are_plain, can_bypass_dispatcher, is_tracked
-from flashgen.runtime.mods import UserCallable
+from flashgen.runtime.autograd import training
+from flashgen.runtime.ops import forward as ops
+from flashgen.runtime.ops.keys import WITH_LSE, are_plain, can_bypass_dispatcher, is_tracked, tensors_of
+from flashgen.runtime.ops.mods import UserCallable
+from flashgen.runtime.ops.schemas import SERVED
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
@@ -31,68 +36,16 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    layout: str = ...,
-    causal: bool = ...,
-    q_offset: int | torch.Tensor | None = ...,
-    window: Window = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    bias: torch.Tensor | None = ...,
-    mask: torch.Tensor | None = ...,
-    score_mod: UserCallable | None = ...,
-    mask_mod: UserCallable | None = ...,
-    aux: tuple[torch.Tensor, ...] = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
+    **arguments: Unpack[CallArguments],
 ) -> torch.Tensor: ...
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    layout: str = ...,
-    causal: bool = ...,
-    q_offset: int | torch.Tensor | None = ...,
-    window: Window = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    bias: torch.Tensor | None = ...,
-    mask: torch.Tensor | None = ...,
-    score_mod: UserCallable | None = ...,
-    mask_mod: UserCallable | None = ...,
-    aux: tuple[torch.Tensor, ...] = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[True],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **arguments: Unpack[CallArguments]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    layout: str = ...,
-    causal: bool = ...,
-    q_offset: int | torch.Tensor | None = ...,
-    window: Window = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    bias: torch.Tensor | None = ...,
-    mask: torch.Tensor | None = ...,
-    score_mod: UserCallable | None = ...,
-    mask_mod: UserCallable | None = ...,
-    aux: tuple[torch.Tensor, ...] = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
-    return_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **arguments: Unpack[CallArguments]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
@@ -172,9 +125,9 @@ def attention(
         LaunchError: the first call for these shapes happens while a CUDA graph is captured.
     """
     if layout not in LAYOUTS:
-        raise WorkloadError(f'layout is "bhsd" or "bshd", got {layout!r}')
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
-        raise WorkloadError(f"softmax_scale is finite and above 0, got {softmax_scale}")
+        check_layout(layout)
+    if softmax_scale is not None:
+        check_scale(softmax_scale)
     is_traced = is_dynamo_compiling()
     if is_traced or _is_any_autocast_enabled():
         q, k, v, sinks = in_autocast(q, k, v, sinks)
@@ -192,35 +145,34 @@ def attention(
         or aux
         or block_mask is not None
     ):
-        flat_features = feature_arguments(
-            window, softcap, alibi_slopes, sinks, bias, mask, score_mod, mask_mod, tuple(aux), block_mask
+        features = features_of(
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            bias=bias,
+            mask=mask,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            aux=aux,
+            block_mask=block_mask,
+            is_traced=is_traced,
         )
         is_shifted = causal or window != (None, None) or alibi_slopes is not None
         options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=is_shifted))
         bypasses_dispatcher = (
-            not is_traced
-            and len(flat_features) == ops.FEATURES_WITHOUT_MODS
-            and can_bypass_dispatcher(q, k, v)
-            and are_plain((alibi_slopes, sinks, bias, mask))
+            not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))
         )
         if torch.is_grad_enabled() and requires_gradient(
-            q, k, v, flat_features, aux, is_hidden=not (bypasses_dispatcher or is_traced)
+            q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
         ):
-            return training.attention(
-                q,
-                k,
-                v,
-                options,
-                flat_features,
-                deterministic=deterministic,
-                return_lse=return_lse,
-                can_bypass_dispatcher=bypasses_dispatcher,
-            )
-        if bypasses_dispatcher:
-            op = ops.attention_features_lse_kernel if return_lse else ops.attention_features_kernel
+            train_features = training.direct_features if bypasses_dispatcher else training.features_attention
+            result = train_features(q, k, v, options, features, deterministic, return_lse)
+        elif bypasses_dispatcher:
+            result = ops.attention_features_kernel(q, k, v, *options, features, WITH_LSE if return_lse else 0)
         else:
             op = ops.attention_features_lse_op if return_lse else ops.attention_features_op
-        result = op(q, k, v, *options, *flat_features)
+            result = op(q, k, v, *options, *SERVED.flat(features))
         return result
     bypasses_dispatcher = not is_traced and can_bypass_dispatcher(q, k, v)
     if torch.is_grad_enabled() and (

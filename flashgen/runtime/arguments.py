@@ -1,31 +1,59 @@
-"""The arguments of `flashgen.attention`: their rules, as far as the shapes of q and k are not needed, and autocast."""
+"""The arguments of `flashgen.attention`: their types, their rules as far as no shapes are needed, and autocast."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
 
 import torch
 
 from flashgen.core.errors import UnsupportedError, WorkloadError
-from flashgen.core.features.values import BlockMask
-from flashgen.runtime.feature_rules import check_window
-from flashgen.runtime.keys import is_tracked
-from flashgen.runtime.mods import UserCallable, handle_for
-from flashgen.runtime.op_arguments import split_block_mask
-from flashgen.runtime.ops import FEATURES_WITHOUT_MODS
+from flashgen.core.features import table
+from flashgen.core.features.functions import FUNCTIONS
+from flashgen.core.features.values import BlockMask, Features, Window
+from flashgen.runtime.ops.generated import features_function, requires_grad_function
+from flashgen.runtime.ops.keys import is_tracked
+from flashgen.runtime.ops.mods import UserCallable, handle_for
+from flashgen.runtime.ops.schemas import GRADIENT_FIELDS, differentiable_of
 
 LAYOUTS = ("bhsd", "bshd")
 
-NO_GRADIENT_OF_SLOPES = (
-    "alibi_slopes have no gradient here, and these require one; detach them, or add the slopes as a bias"
-)
-NO_GRADIENT_OF_FUNCTIONS = (
-    "no gradient flows through functions of the caller (score_mod, mask_mod and their aux tensors), and an input "
-    "requires one; call it under torch.no_grad() or detach the inputs"
-)
 
-Window = tuple[int | None, int | None]
+class CallArguments(TypedDict, total=False):
+    """The keyword arguments of `flashgen.attention` but `return_lse`, for type checkers; a test compares them."""
+
+    layout: str
+    causal: bool
+    q_offset: int | torch.Tensor | None
+    window: Window
+    softmax_scale: float | None
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+    bias: torch.Tensor | None
+    mask: torch.Tensor | None
+    score_mod: UserCallable | None
+    mask_mod: UserCallable | None
+    aux: tuple[torch.Tensor, ...]
+    block_mask: BlockMask | None
+    deterministic: bool
+
+
+FEATURE_ARGUMENTS = tuple(
+    argument.name for feature in table.FEATURES if feature.values for argument in feature.arguments
+)
+"""The arguments of the public call that `features_of` takes."""
+
+_WITHOUT_GRADIENT = {
+    value.name: feature.no_gradient
+    for feature in table.FEATURES
+    if feature.trains and feature.no_gradient
+    for value in feature.values
+}
+_needs_what_there_is_not = requires_grad_function(_WITHOUT_GRADIENT)
+_needs_gradient = requires_grad_function(GRADIENT_FIELDS)
 
 
 def check_layout(layout: str) -> None:
@@ -38,68 +66,85 @@ def check_layout(layout: str) -> None:
         raise WorkloadError(f'layout is "bhsd" or "bshd", got {layout!r}')
 
 
-def feature_arguments(
-    window: Window,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
+def check_scale(softmax_scale: float | None) -> None:
+    """Refuse a scale of the scores that is none.
+
+    Raises:
+        WorkloadError: it is not above 0, or not finite.
+    """
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
+        raise WorkloadError(f"softmax_scale is finite and above 0, got {softmax_scale}")
+
+
+def _with_functions(
     score_mod: UserCallable | None,
     mask_mod: UserCallable | None,
     aux: tuple[torch.Tensor, ...],
     block_mask: BlockMask | None,
-) -> tuple[Any, ...]:
-    """The feature arguments of an op, as far as they can be checked without the shapes of q and k.
+    **others: Any,
+) -> Features:
+    if score_mod is None and mask_mod is None:
+        raise WorkloadError("aux tensors and a block mask belong to a score_mod or a mask_mod, got neither")
+    aux = tuple(aux)
+    handle = handle_for(score_mod, mask_mod, tuple(tensor.dtype for tensor in aux), block_mask is not None)
+    return Features(**others, mods=handle, aux=aux, block_mask=block_mask)
+
+
+features_of = features_function(_with_functions)
+"""The features of a call from those of its arguments that `FEATURE_ARGUMENTS` names, all of them by name.
+
+It raises `WorkloadError` where one breaks a rule that needs no shapes of q and k. `is_traced` says that torch.compile
+looks on.
+"""
+
+
+def bound(call: Callable[..., Any], named: Mapping[str, Any], function: str) -> dict[str, Any]:
+    """Keyword arguments of `call` with its defaults, for a function that takes the same ones.
 
     Raises:
-        WorkloadError: one breaks a rule.
+        TypeError: `call` has no argument of such a name.
     """
-    check_window(window)
-    if not 0 <= softcap < math.inf:
-        raise WorkloadError(f"softcap is finite and at least 0 (off), got {softcap}")
-    plain = (*window, softcap, alibi_slopes, sinks, bias, mask)
-    if score_mod is None and mask_mod is None:
-        if aux or block_mask is not None:
-            raise WorkloadError("aux tensors and a block mask belong to a score_mod or a mask_mod, got neither")
-        return plain
-    handle = handle_for(score_mod, mask_mod, tuple(tensor.dtype for tensor in aux), block_mask is not None)
-    if block_mask is None:
-        return (*plain, handle, aux)
-    return (*plain, handle, aux, *split_block_mask(block_mask))
+    known = {
+        name: parameter.default
+        for name, parameter in inspect.signature(call).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise TypeError(f"{function}() takes the arguments of {call.__name__}, which has no {unknown[0]!r}")
+    return {**known, **named}
 
 
 def requires_gradient(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    flat_features: tuple[Any, ...],
-    aux: tuple[torch.Tensor, ...],
-    *,
-    is_hidden: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features, *, is_hidden: bool
 ) -> bool:
-    """Whether a call with these flat_features, under autograd, is one that trains.
+    """Whether a call with these features, under autograd, is one that trains.
 
     `is_hidden` says that transforms may hide which tensors require a gradient.
 
     Raises:
         UnsupportedError: it is, and what requires a gradient, or stands between, has no derivative.
     """
-    slopes, sinks, bias = flat_features[3], flat_features[4], flat_features[5]
-    if slopes is not None and (slopes.requires_grad or (is_hidden and is_tracked((slopes,)))):
-        raise UnsupportedError(NO_GRADIENT_OF_SLOPES)
+    if is_hidden or _needs_what_there_is_not(features):
+        _refuse_what_has_no_gradient(features, is_hidden=is_hidden)
     trains = (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (len(aux) > 0 and any(tensor.requires_grad for tensor in aux))
-        or (is_hidden and is_tracked((q, k, v, sinks, bias, *aux)))
+        or _needs_gradient(features)
+        or (bool(features.aux) and any(tensor.requires_grad for tensor in features.aux))
+        or (is_hidden and is_tracked((q, k, v, *differentiable_of(features), *features.aux)))
     )
-    if trains and len(flat_features) > FEATURES_WITHOUT_MODS:
-        raise UnsupportedError(NO_GRADIENT_OF_FUNCTIONS)
+    if trains and features.mods:
+        raise UnsupportedError(FUNCTIONS.no_gradient)
     return trains
+
+
+def _refuse_what_has_no_gradient(features: Features, *, is_hidden: bool) -> None:
+    for name, reason in _WITHOUT_GRADIENT.items():
+        tensor = getattr(features, name)
+        if tensor is not None and (tensor.requires_grad or (is_hidden and is_tracked((tensor,)))):
+            raise UnsupportedError(reason)
 
 
 def in_autocast(

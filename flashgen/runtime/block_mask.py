@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from flashgen.core.errors import BuildError, DeviceError, WorkloadError
+from flashgen.core.features.functions import check_aux
 from flashgen.core.features.values import BlockMask
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
-from flashgen.runtime.mods import UserCallable, score_mods
+from flashgen.runtime.ops.mods import UserCallable, score_mods
 
 
 def block_mask(
@@ -57,60 +58,6 @@ def block_mask(
     mods = score_mods(None, mask_mod, tuple(tensor.dtype for tensor in aux))
     visible = _visible_scores(mods, (batch or 1, nheads or 1), seqlen_q, seqlen_k, aux, where)
     return _listed(visible, seqlen_q, seqlen_k, mods)
-
-
-def check_aux(aux: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    """Refuse aux tensors that a function cannot index by plain arithmetic.
-
-    Raises:
-        WorkloadError: a tensor is not contiguous or lives elsewhere.
-    """
-    for i, tensor in enumerate(aux):
-        if tensor.device != device or not tensor.is_contiguous():
-            raise WorkloadError(
-                f"aux tensors are contiguous and on the device of q ({device}), got aux[{i}] with shape "
-                f"{tuple(tensor.shape)} and strides {tuple(tensor.stride())} on {tensor.device}"
-            )
-
-
-def check_block_mask(
-    mask: BlockMask, mods: ScoreMods, *, batch: int, nheads: int, seqlen_q: int, seqlen_k: int, device: torch.device
-) -> None:
-    """Refuse a block mask that does not belong to a call.
-
-    Raises:
-        WorkloadError: lengths, shapes, device or mask_mod are not those of the call.
-    """
-    if (mask.seqlen_q, mask.seqlen_k) != (seqlen_q, seqlen_k):
-        raise WorkloadError(
-            f"a block mask is built for the lengths of its call, got one for seqlen_q {mask.seqlen_q} and seqlen_k "
-            f"{mask.seqlen_k} in a call with {seqlen_q} and {seqlen_k}"
-        )
-    digest = mods.mask_mod.digest if mods.mask_mod else ""
-    if mask.mask_mod and mask.mask_mod != digest:
-        raise WorkloadError(
-            f"a block mask goes with the mask_mod that it was built from, got one of {mask.mask_mod} and a call with "
-            f"mask_mod {digest or None}"
-        )
-    if mask.block_size != MASK_BLOCK:
-        raise WorkloadError(f"block_size of a block mask is {MASK_BLOCK}, got {mask.block_size}")
-    counts = (-(-seqlen_q // MASK_BLOCK),)
-    indices = (*counts, -(-seqlen_k // MASK_BLOCK))
-    heads = tuple(mask.partial_counts.shape[:2])
-    if len(heads) != 2 or heads[0] not in (1, batch) or heads[1] not in (1, nheads):
-        raise WorkloadError(
-            f"a block mask has 1 or all of the call's {batch} sequences and {nheads} heads, got shape "
-            f"{tuple(mask.partial_counts.shape)} of partial_counts"
-        )
-    for name in ("partial_counts", "partial_indices", "full_counts", "full_indices"):
-        tensor, shape = getattr(mask, name), (*heads, *(counts if name.endswith("counts") else indices))
-        if tensor.dtype != torch.int32 or tensor.shape != shape or tensor.device != device:
-            raise WorkloadError(
-                f"{name} of a block mask is int32 {shape} on {device}, got {tensor.dtype} {tuple(tensor.shape)} on "
-                f"{tensor.device}"
-            )
-        if not tensor.is_contiguous():
-            raise WorkloadError(f"{name} of a block mask is contiguous, got strides {tuple(tensor.stride())}")
 
 
 def _device(device: torch.device | str | None, aux: tuple[torch.Tensor, ...]) -> torch.device:

@@ -10,7 +10,7 @@ import torch
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime import serve
+from flashgen.runtime.ops import serve
 
 SHORT_QUERIES = 1024
 """From this query length on the default config is the same for all lengths."""
@@ -85,7 +85,7 @@ def _reachable(
 ) -> set[Config]:
     from flashgen.codegen.families import default_config, fitted, invalid
     from flashgen.codegen.family import Sizes
-    from flashgen.runtime.dispatch import resolve
+    from flashgen.runtime.lookup.ladder import resolve
 
     records = serve.records()
     if lengths is not None:

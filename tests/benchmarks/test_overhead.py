@@ -15,7 +15,8 @@ from benchmarks.overhead_cases import MOST_NEW_SEQLENS, SMALL, Arguments, Case, 
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.device import find_device
 from flashgen.db.layers import Layers
-from flashgen.runtime.dispatch import Records, resolve
+from flashgen.runtime.lookup.ladder import resolve
+from flashgen.runtime.lookup.records import Records
 
 
 def case(name: str, most_calls: int = 1024) -> Case:

@@ -18,7 +18,7 @@ from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 from flashgen.launch.backward import FIELDS, BackwardTensors
 from flashgen.launch.geometry import Geometry, aligned16
-from flashgen.runtime.calls import Call
+from flashgen.runtime.ops.calls import Call
 from tests.fakes.attention import Emulated
 from tests.fakes.attention_backward import EmulatedBackward
 

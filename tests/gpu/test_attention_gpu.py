@@ -21,7 +21,7 @@ from flashgen.launch.binding import Binding
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.triton_plan import TritonForward
 from flashgen.measure.verify import check, oracle_of
-from flashgen.runtime import serve
+from flashgen.runtime.ops import serve
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.families import FAMILIES, unsupported
 from flashgen.codegen.render import render
 from flashgen.core.workload import Specialization
 from flashgen.launch.gpu import current_device
@@ -39,7 +39,7 @@ def standalone(key: str, family: str, folder: Path) -> ModuleType:
     """The rendered default config of a family, imported as a user would; skips what the family does not do here."""
     spec, device = Specialization.parse(key), current_device()
     row = next(each for each in FAMILIES if each.id == family)
-    reason = row.unsupported(spec, device)
+    reason = unsupported(row, spec, device)
     if reason is not None:
         pytest.skip(reason)
     path = folder / "kernel.py"

@@ -16,7 +16,8 @@ from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError, UnsupportedError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
-from flashgen.runtime import serve, training_ops
+from flashgen.runtime.autograd import ops as training_ops
+from flashgen.runtime.ops import serve
 from tests.gpu.public import compile_ahead
 from tests.runtime.dense_attention import dense
 

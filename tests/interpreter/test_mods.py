@@ -20,7 +20,7 @@ from flashgen.core.errors import BuildError
 from flashgen.core.features.values import BlockMask
 from flashgen.core.workload import Specialization
 from flashgen.runtime.block_mask import block_mask
-from flashgen.runtime.mods import score_mods
+from flashgen.runtime.ops.mods import score_mods
 
 SHAPES = [  # batch, nheads, nheads_k, seqlen_q, seqlen_k
     (2, 4, 2, 77, 203),

@@ -13,11 +13,13 @@ import torch
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.positions import MAX_OFFSET, clamp_window
 from flashgen.core.features.values import BlockMask, Features
-from flashgen.launch.geometry import Geometry
-from flashgen.launch.plan import EmptyPlan
+from flashgen.launch.feature_arguments import SIZES
+from flashgen.launch.geometry import Geometry, scalars
+from flashgen.launch.plan import EmptyPlan, make_plan
 from tests.fakes.driver import FakeDriver
 from tests.fakes.imagined import DESCRIPTORS, LSE, POINTERS, Both, Imagined
 from tests.launch.kernels import tensors
+from tests.toy import declare_toy
 
 SHAPE = (2, 6, 3, 200, 333)
 LOG2E = math.log2(math.e)
@@ -194,3 +196,17 @@ def test_without_keys_the_lse_is_that_of_the_sinks(dtype: torch.dtype) -> None:
     assert torch.equal(lse, sinks.float().view(1, 3, 1).expand(2, 3, 5))
     EmptyPlan()(q, k, k, out, lse, None, None, Features(window=(1, 1)))
     assert torch.all(lse == -math.inf)
+
+
+def test_the_geometry_has_the_sizes_of_every_feature() -> None:
+    geometry = Geometry.of(*tensors(Imagined(()).spec, SHAPE))
+    assert scalars(geometry).keys() >= SIZES
+
+
+@pytest.mark.parametrize("name", ["Toys: *fp32", "toys: i32", "stride_toys_b: i64"])
+def test_a_parameter_of_a_feature_that_no_launch_writes_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    declare_toy(monkeypatch)
+    kernel = Imagined((*POINTERS, *LSE, name))
+    geometry = Geometry.of(*tensors(kernel.spec, SHAPE))
+    with pytest.raises(LaunchError, match=f"got {name.split(':', maxsplit=1)[0]} "):
+        make_plan(kernel.compiled, kernel.spec, kernel.config, geometry, 0)

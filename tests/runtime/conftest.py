@@ -12,7 +12,7 @@ import torch
 from flashgen.codegen import build
 from flashgen.db import layers
 from flashgen.launch import plan
-from flashgen.runtime import serve
+from flashgen.runtime.ops import serve
 from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu, FakeGpu
 from tests.runtime.ladders import Ladder

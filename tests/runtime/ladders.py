@@ -14,7 +14,8 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.db.exchange import export_records
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
-from flashgen.runtime.dispatch import Records, Served, resolve
+from flashgen.runtime.lookup.ladder import Served, resolve
+from flashgen.runtime.lookup.records import Records
 from tests.db.samples import H200, MEASURED, PREDICTED
 
 CAUSAL = Workload.parse("b4-h32-hk8-s4096-d128-causal")

@@ -19,9 +19,10 @@ import flashgen
 from flashgen.core.config import Config
 from flashgen.core.errors import DeviceError, UnsupportedError, WorkloadError
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime import ops, runs, serve
-from flashgen.runtime.calls import Call
-from flashgen.runtime.mods import handle_for
+from flashgen.runtime.ops import forward as ops
+from flashgen.runtime.ops import runs, serve
+from flashgen.runtime.ops.calls import Call
+from flashgen.runtime.ops.mods import handle_for
 from tests.db.samples import H100, RTX_4090
 from tests.fakes.gpu import FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted

@@ -15,7 +15,8 @@ from flashgen.core.config import Config
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime import serve, training_ops
+from flashgen.runtime.autograd import ops as training_ops
+from flashgen.runtime.ops import serve
 from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, qkv
 from tests.runtime.ladders import Ladder, faster, measured

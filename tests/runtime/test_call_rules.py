@@ -8,7 +8,7 @@ import torch
 import flashgen
 from flashgen.core.device import find_device
 from flashgen.core.errors import WorkloadError
-from flashgen.runtime import serve
+from flashgen.runtime.ops import serve
 from tests.fakes.gpu import FakeGpu, OnGpu, qkv, tensor
 
 

@@ -23,8 +23,9 @@ from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
 from flashgen.launch.sdpa import BACKENDS
-from flashgen.runtime.dispatch import SDPA_IMPLS, Records, resolve, sdpa_backend
-from flashgen.runtime.explanation import explain
+from flashgen.runtime.lookup.explanation import explain
+from flashgen.runtime.lookup.ladder import SDPA_IMPLS, resolve, sdpa_backend
+from flashgen.runtime.lookup.records import Records
 from tests.db.samples import H100, H200, RTX_4090, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 

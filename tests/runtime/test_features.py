@@ -13,8 +13,8 @@ import torch
 
 import flashgen
 from flashgen.core.errors import UnsupportedError, WorkloadError
-from flashgen.runtime import runs, serve
-from flashgen.runtime.calls import Call, CheckedCall
+from flashgen.runtime.ops import runs, serve
+from flashgen.runtime.ops.calls import Call, CheckedCall
 from tests.fakes.gpu import FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import Ladder, default, faster, measured
 
@@ -429,15 +429,15 @@ def test_a_block_mask_travels_with_its_function(gpu: FakeGpu, monkeypatch: pytes
 
 def test_a_call_with_functions_is_served_from_the_records_without(gpu: FakeGpu, ladder: Ladder) -> None:
     from flashgen.core.device import find_device
-    from flashgen.runtime.dispatch import Choices
+    from flashgen.runtime.lookup.records import Choices
 
     workload = CheckedCall.of(Call(q=qkv()[0], k=qkv()[1], v=qkv()[2], causal=False)).workload
     ladder.user(measured(workload, config=default(workload)))
     records, device = ladder.records(), find_device("h200")
     plain = workload.specialization
     found = records.of(plain, device)
-    handle = flashgen.runtime.mods.handle_for(None, visible)
-    spec = replace(plain, mods=flashgen.runtime.mods.resolve(handle))
+    handle = flashgen.runtime.ops.mods.handle_for(None, visible)
+    spec = replace(plain, mods=flashgen.runtime.ops.mods.resolve(handle))
     assert records.of(spec, device) == found
     choices = Choices.of(spec, device, default(workload), found)
     assert (choices.exact, len(choices.here)) == ({}, 1), "none of them is a record of these functions"

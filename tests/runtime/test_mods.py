@@ -20,14 +20,15 @@ from flashgen.codegen.block_mask import render_block_mask
 from flashgen.codegen.families import default_config
 from flashgen.core.device import find_device
 from flashgen.core.errors import DeviceError, WorkloadError
+from flashgen.core.features.functions import check_aux, check_block_mask
 from flashgen.core.features.values import BlockMask
 from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime import mods, serve
-from flashgen.runtime.block_mask import block_mask, check_aux, check_block_mask
-from flashgen.runtime.calls import Call
-from flashgen.runtime.mods import score_mods, user_function
+from flashgen.runtime.block_mask import block_mask
+from flashgen.runtime.ops import mods, serve
+from flashgen.runtime.ops.calls import Call
+from flashgen.runtime.ops.mods import score_mods, user_function
 
 WIDTH = 3
 

@@ -14,8 +14,9 @@ from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, Work
 from flashgen.core.settings import settings
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.sdpa import BACKENDS
-from flashgen.runtime import dispatch, runs, serve
-from flashgen.runtime.calls import Call, CheckedCall
+from flashgen.runtime.lookup import ladder as dispatch
+from flashgen.runtime.ops import runs, serve
+from flashgen.runtime.ops.calls import Call, CheckedCall
 from tests.db.samples import H100
 from tests.fakes.gpu import MARK, FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted

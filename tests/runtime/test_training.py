@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import flashgen
 from flashgen.core.errors import UnsupportedError
-from flashgen.runtime import training_ops
+from flashgen.runtime.autograd import ops as training_ops
 from tests.fakes.gpu import EmulatedGpu
 from tests.runtime.dense_attention import dense
 
@@ -170,8 +170,8 @@ def test_the_ops_have_the_same_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "offset tensor", "everything"])
 def test_a_plain_call_saves_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashgen.runtime.training.attention_train_op", None)
-    monkeypatch.setattr("flashgen.runtime.training.attention_backward_op", None)
+    monkeypatch.setattr("flashgen.runtime.autograd.training.attention_train_op", None)
+    monkeypatch.setattr("flashgen.runtime.autograd.training.attention_backward_op", None)
     for lse in (False, True):
         assert_gradients(qkv(), FEATURES[name](), lse=lse)
 
@@ -498,7 +498,7 @@ STRIDES: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", STRIDES)
 def test_a_gradient_is_dense_in_the_order_of_its_tensor(name: str) -> None:
-    from flashgen.runtime.gradients import empty_gradient
+    from flashgen.runtime.ops.gradients import empty_gradient
 
     tensor = STRIDES[name]()
     found = empty_gradient(tensor)

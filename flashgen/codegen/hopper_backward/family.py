@@ -74,16 +74,6 @@ SPLIT_KNOBS = (
 def _why_not(spec: Specialization, device: Device) -> str | None:
     if reason := why_not_wgmma(device):
         return reason
-    if spec.mods:
-        return "no gradient through functions of the caller"
-    for name in ("varlen", "softcap", "alibi"):
-        if getattr(spec, name):
-            return f"it has no {name}"
-    for name in ("bias", "mask"):
-        if getattr(spec, name):
-            return f"it reads no {name}"
-    if spec.page_size is not None:
-        return "it reads no paged keys"
     if spec.dtype not in GL_DTYPES:
         return f"its tensor cores multiply bf16 and fp16, not {spec.dtype}"
     if reason := why_not_head_dim(spec):
@@ -221,19 +211,22 @@ def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
 
+FEATURES = frozenset({"causal", "window", "sinks", "q_offset"})
+"""Sinks are part of the LSE that a backward pass starts from."""
+
 HOPPER_BACKWARD_FUSED = KernelFamily(
     id=FUSED_ID,
     title="Warp-specialised FlashAttention for Hopper in Gluon",
     template="hopper_backward/hopper_backward.py.jinja",
     direction="backward",
     knobs=FUSED_KNOBS,
+    features=FEATURES,
     unsupported=_why_not_fused,
     invalid=_why_invalid,
     default=_fused_default,
     template_values=text.values,
     kernels=kernels.kernels,
     scratch=kernels.scratch,
-    is_deterministic=False,
     seed_configs=_favourites,
     tolerated_spills=resources.TOLERATED_SPILLS,
     cost_model=FUSED_COST_MODEL,
@@ -244,9 +237,9 @@ HOPPER_BACKWARD_SPLIT = dataclasses.replace(
     id=SPLIT_ID,
     title="Warp-specialised FlashAttention for Hopper in Gluon, in a fixed order",
     knobs=SPLIT_KNOBS,
+    features=FEATURES | {"deterministic"},
     unsupported=_why_not,
     default=_split_default,
-    is_deterministic=True,
     seed_configs=lambda spec, device: (_split_default(spec, device).replace(**_ONE_EACH),),
     cost_model=SPLIT_COST_MODEL,
 )

@@ -107,17 +107,14 @@ KNOBS = (
 )
 
 
+FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "deterministic"})
+
+
 def _why_not(spec: Specialization, device: Device) -> str | None:
     if reason := why_not_wgmma(device):
         return reason
-    if spec.varlen:
-        return "it has no varlen"
-    if spec.mods:
-        return "it takes no functions of the caller"
     if resources.score_tiles(spec) and not spec.aligned_scores:
         return "TMA needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
-    if spec.page_size is not None:
-        return "it reads no paged keys"
     if spec.dtype not in GL_DTYPES:
         return f"its tensor cores multiply bf16 and fp16, not {spec.dtype}"
     if reason := why_not_head_dim(spec):
@@ -140,6 +137,7 @@ HOPPER_FORWARD = KernelFamily(
     template="hopper_forward/hopper_forward.py.jinja",
     direction="forward",
     knobs=KNOBS,
+    features=FEATURES,
     unsupported=_why_not,
     invalid=rules.invalid,
     default=defaults.default,

@@ -86,17 +86,11 @@ _DQ = (
 
 
 def _why_not_split(spec: Specialization, device: Device) -> str | None:
-    return _why_not(spec, device) or why_too_wide(spec, device, fused=False)
+    return why_not_portable(spec, device) or why_too_wide(spec, device, fused=False)
 
 
 def _why_not_fused(spec: Specialization, device: Device) -> str | None:
-    return _why_not(spec, device) or why_too_wide(spec, device, fused=True)
-
-
-def _why_not(spec: Specialization, device: Device) -> str | None:
-    if spec.mods is not None:
-        return "no gradient through functions of the caller"
-    return why_not_portable(spec, device)
+    return why_not_portable(spec, device) or why_too_wide(spec, device, fused=True)
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
@@ -225,12 +219,16 @@ def _scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratc
     return tuple(found)
 
 
+FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset"})
+"""Sinks are part of the LSE that a backward pass starts from."""
+
 PORTABLE_BACKWARD_FUSED = KernelFamily(
     id=FUSED_ID,
     title="Portable FlashAttention in plain Triton, backward in one pass",
     template="portable_backward/portable_backward.py.jinja",
     direction="backward",
     knobs=(*_DKDV, *_FUSED, *_SHARED),
+    features=FEATURES,
     unsupported=_why_not_fused,
     invalid=_why_invalid,
     default=default_fused,
@@ -238,7 +236,6 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     kernels=_kernels,
     scratch=_scratch,
     allowed_values=_choices,
-    is_deterministic=False,
     seed_configs=_favourites_fused,
     tolerated_spills=TOLERATED_SPILLS,
     cost_model=FUSED_COST_MODEL,
@@ -250,6 +247,7 @@ PORTABLE_BACKWARD_SPLIT = KernelFamily(
     template="portable_backward/portable_backward.py.jinja",
     direction="backward",
     knobs=(*_DKDV, *_DQ, *_SHARED),
+    features=FEATURES | {"deterministic"},
     unsupported=_why_not_split,
     invalid=_why_invalid,
     default=default_split,

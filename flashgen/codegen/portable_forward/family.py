@@ -155,12 +155,17 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     return (KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs),)
 
 
+FEATURES = frozenset(
+    {"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "functions", "q_offset", "deterministic"}
+)
+
 PORTABLE_FORWARD = KernelFamily(
     id=FAMILY_ID,
     title="Portable FlashAttention in plain Triton",
     template="portable_forward/portable_forward.py.jinja",
     direction="forward",
     knobs=KNOBS,
+    features=FEATURES,
     unsupported=why_not_portable,
     invalid=_why_invalid,
     default=default_config,

@@ -14,29 +14,30 @@ if TYPE_CHECKING:
     from flashgen.core.features.values import Features
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Argument:
     """An argument of the public call.
 
-    `check` refuses a value by rules that need no shapes; it raises `WorkloadError`.
+    `check` returns a value as `Features` has it, or raises `WorkloadError` by rules that need no shapes.
     """
 
     name: str
     default: object = None
-    check: Callable[[Any], None] | None = None
+    check: Callable[[Any], Any] | None = None
 
 
-def _itself(value: Any) -> Any:
+def itself(value: Any) -> Any:
+    """The value as it is."""
     return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OpArgument:
     """A flat argument of the torch.library ops: its schema text, its default, and what it is of its field's value."""
 
     schema: str
     default: object
-    read: Callable[[Any], Any] = _itself
+    read: Callable[[Any], Any] = itself
 
     @property
     def name(self) -> str:
@@ -44,7 +45,7 @@ class OpArgument:
         return self.schema.split("=")[0].split()[-1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Value:
     """A field of `Features`.
 
@@ -62,7 +63,7 @@ class Value:
     default: object = None
     chooses_code: Literal["value", "is_on", "layout", "tensors"] = "layout"
     op: tuple[OpArgument, ...] = ()
-    restore: Callable[..., Any] = _itself
+    restore: Callable[..., Any] = itself
     packed: bool = False
 
     @property
@@ -70,13 +71,18 @@ class Value:
         """Whether it is one tensor or None."""
         return self.chooses_code == "layout"
 
+    @property
+    def reads(self) -> tuple[Callable[[Any], Any], ...]:
+        """What makes its flat arguments, in order."""
+        return tuple(argument.read for argument in self.op)
+
     def is_in(self, features: Features) -> bool:
         """Whether a call brings it."""
         value = getattr(features, self.name)
         return value is not None and (self.is_tensor or value != self.default)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CallFacts:
     """What rules may need of a call beside its features.
 
@@ -93,7 +99,7 @@ class CallFacts:
     has_own_offset: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Token:
     """A token of the keys: `text` stands for `value` in `field`. Without a value it is a prefix of the number there."""
 
@@ -102,7 +108,7 @@ class Token:
     value: object = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
     """A token that the key of a specialization has beside that of its workload.
 
@@ -115,7 +121,7 @@ class Variant:
     place: Literal["class", "alignment", "offset", "dtype", "gradient"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class KernelTensor:
     """A pointer parameter of kernels, and the tensor that a launch writes there."""
 
@@ -123,7 +129,7 @@ class KernelTensor:
     of: Callable[[Features], torch.Tensor | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class KernelNumbers:
     """Parameters that a launch writes, numbers of the Triton type `type`.
 
@@ -138,7 +144,7 @@ class KernelNumbers:
     follows: Callable[[Features, float], object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Gradient:
     """How the gradient of a tensor argument is made: by a "kernel", or by a "formula" from what kernels leave.
 
@@ -150,7 +156,7 @@ class Gradient:
     needed: OpArgument
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Support:
     """A row of docs/supported.md: its group, its name, and the fields of the specialization that stands for it."""
 
@@ -167,7 +173,7 @@ def _no_words(_: Any) -> tuple[str, ...]:
     return ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Feature:
     """One row of the table; `name` is what families list.
 
@@ -190,6 +196,7 @@ class Feature:
         has_far_reach: whether scores go on changing with a query offset beyond the lengths.
         trains: whether calls with it have a backward pass.
         gradient: what it adds to the gradients of a call.
+        no_gradient: what a call is told that would need one, where there is none.
         words: of a workload, for people.
         specialization_words: of a specialization, for people.
         first_words: whether its words come before those of other features.
@@ -215,6 +222,7 @@ class Feature:
     has_far_reach: bool = False
     trains: bool = True
     gradient: Gradient | None = None
+    no_gradient: str = ""
     words: Callable[[Any], tuple[str, ...]] = _no_words
     specialization_words: Callable[[Any], tuple[str, ...]] = _no_words
     first_words: bool = False

@@ -157,6 +157,10 @@ FUNCTIONS = Feature(
     ),
     sizes=("num_q_blocks", "num_k_blocks", "stride_block_b", "stride_block_h"),
     trains=False,
+    no_gradient=(
+        "no gradient flows through functions of the caller (score_mod, mask_mod and their aux tensors), and an input "
+        "requires one; call it under torch.no_grad() or detach the inputs"
+    ),
     specialization_words=lambda spec: (spec.mods.title,) if spec.mods else (),
     support=(
         Support(group="Masks", name="`mask_mod`", fields={"mods": ScoreMods(mask_mod=_MASK)}),

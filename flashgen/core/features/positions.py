@@ -23,8 +23,8 @@ MAX_OFFSET = 1 << 28
 """Query offsets reach this far to both sides, so that sums with lengths and windows stay within 32 bits."""
 
 
-def check_window(window: object) -> None:
-    """Refuse what is no window.
+def checked_window(window: Any) -> Window:
+    """A window as a tuple.
 
     Raises:
         WorkloadError: it is not two edges, each None or an int of at least 0.
@@ -36,6 +36,8 @@ def check_window(window: object) -> None:
             continue
         hint = "; None is unlimited, where flash-attn writes -1" if edge == -1 else ""
         raise WorkloadError(f"an edge of a window is None or an int of at least 0, got {tuple(window)!r}{hint}")
+    left, right = window
+    return left, right
 
 
 def clamp_window(window: Window, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
@@ -86,7 +88,7 @@ WINDOW = Feature(
     name="window",
     fields=("window", "window_left", "window_right"),
     absent="it has no window",
-    arguments=(Argument(name="window", default=(None, None), check=check_window),),
+    arguments=(Argument(name="window", default=(None, None), check=checked_window),),
     values=(
         Value(
             name="window",

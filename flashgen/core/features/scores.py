@@ -26,9 +26,10 @@ from flashgen.core.features.values import Features
 LOG2E = math.log2(math.e)
 
 
-def _check_softcap(softcap: float) -> None:
+def _checked_softcap(softcap: float) -> float:
     if not 0 <= softcap < math.inf:
         raise WorkloadError(f"softcap is finite and at least 0 (off), got {softcap}")
+    return softcap
 
 
 def _softcap_factors(features: Features, scale: float, sizes: Mapping[str, int], causal: bool) -> tuple[float, float]:
@@ -65,7 +66,7 @@ SOFTCAP = Feature(
     name="softcap",
     fields=("softcap",),
     absent="it has no softcap",
-    arguments=(Argument(name="softcap", default=0.0, check=_check_softcap),),
+    arguments=(Argument(name="softcap", default=0.0, check=_checked_softcap),),
     values=(
         Value(
             name="softcap",
@@ -103,6 +104,7 @@ ALIBI = Feature(
     tensors=(KernelTensor(name="AlibiSlopes", of=lambda features: features.alibi_slopes),),
     sizes=("stride_alibi_b",),
     has_far_reach=True,
+    no_gradient=("alibi_slopes have no gradient here, and these require one; detach them, or add the slopes as a bias"),
     words=lambda workload: ("ALiBi",) if workload.alibi else (),
     support=(Support(group="Scores", name="ALiBi", fields={"alibi": True}),),
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from flashgen.core.features.declaration import Feature, OpArgument, Value
+from flashgen.core.features.declaration import CallFacts, Feature, Gradient, OpArgument, Value
 from flashgen.core.features.functions import FUNCTIONS
 from flashgen.core.features.positions import CAUSAL, Q_OFFSET, WINDOW
 from flashgen.core.features.promises import DETERMINISTIC, PAGES, VARLEN
@@ -55,7 +56,29 @@ def op_arguments(*, trains: bool = False) -> tuple[OpArgument, ...]:
     return tuple(argument for value in values(trains=trains) for argument in value.op)
 
 
-def gradients() -> tuple[Any, ...]:
+def checked(features: Features, facts: CallFacts) -> Features:
+    """The features of a call in the form that the slow path needs: bias and mask in four dimensions.
+
+    Raises:
+        WorkloadError: an argument breaks a rule; the message names the rule and the value.
+    """
+    changes: dict[str, Any] = {}
+    for feature in FEATURES:
+        changes |= feature.checked(features, facts)
+    return replace(features, **changes)
+
+
+def workload_fields(features: Features, facts: CallFacts) -> dict[str, Any]:
+    """What the features of a call are in its `Workload`."""
+    return {name: value for feature in FEATURES for name, value in feature.workload(features, facts).items()}
+
+
+def specialization_fields(features: Features) -> dict[str, Any]:
+    """What the features of a call are in its `Specialization` beside that."""
+    return {name: value for feature in FEATURES for name, value in feature.specialization(features).items()}
+
+
+def gradients() -> tuple[Gradient, ...]:
     """Gradients beside those of q, k and v, in the order in which backward passes return them: by kernels first."""
     found = [feature.gradient for feature in FEATURES if feature.gradient is not None]
     return tuple(sorted(found, key=lambda gradient: gradient.by != "kernel"))

@@ -11,18 +11,32 @@ from typing import Any
 import torch
 
 from flashgen.core.errors import UnsupportedError
-from flashgen.runtime.training_ops import NO_DOUBLE_BACKWARD, attention_backward_op, attention_train_op
+from flashgen.core.features.values import Features
+from flashgen.runtime.autograd.ops import NO_DOUBLE_BACKWARD, attention_backward_op, attention_train_op
+from flashgen.runtime.ops.schemas import (
+    DIFFERENTIATED,
+    GRADIENT_FIELDS,
+    TENSOR_FIELDS,
+    TRAINED,
+    differentiable_of,
+    joined,
+    split,
+)
 
 Tensor = torch.Tensor
 
+_ARGUMENTS = ("q", "k", "v", "offset_tensor", *TENSOR_FIELDS, "numbers")
+"""What `_Transformed` is applied to: every tensor by itself, as transforms ask for."""
+
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], flat_features: tuple[Any, ...], *, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], features: Features, *, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE; the arguments are those of `flashgen.runtime.training.attention`."""
-    numbers = (*options[:4], *flat_features[:3], deterministic)
+    """Output and LSE; the arguments are those of `flashgen.runtime.autograd.training.features_attention`."""
+    *others, offset_tensor = options
+    tensors, rest = split(features)
     apply: Any = _Transformed.apply
-    found: tuple[Tensor, Tensor] = apply(q, k, v, options[4], *flat_features[3:], numbers)
+    found: tuple[Tensor, Tensor] = apply(q, k, v, offset_tensor, *tensors, (others, rest, deterministic))
     return found
 
 
@@ -30,26 +44,15 @@ class _Transformed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        offset_tensor: Tensor | None,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        numbers: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor]:
-        causal, scale, bshd, offset, left, right, softcap, fixed = numbers
-        options = (causal, scale, bshd, offset, offset_tensor)
-        found: tuple[Tensor, Tensor]
-        found = attention_train_op(q, k, v, *options, left, right, softcap, slopes, sinks, bias, mask, fixed)
+    def forward(q: Tensor, k: Tensor, v: Tensor, offset_tensor: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+        *tensors, (options, rest, deterministic) = others
+        flat = TRAINED.flat(joined(tensors, rest), deterministic)
+        found: tuple[Tensor, Tensor] = attention_train_op(q, k, v, *options, offset_tensor, *flat)
         return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensors, ctx.numbers = inputs[:8], inputs[8]
+        *tensors, ctx.numbers = inputs
         ctx.places = [tensor is not None for tensor in tensors]
         ctx.save_for_backward(*output, *(tensor for tensor in tensors if tensor is not None))
 
@@ -59,9 +62,11 @@ class _Transformed(torch.autograd.Function):
         given = iter(present)
         tensors = [next(given) if is_there else None for is_there in ctx.places]
         apply: Any = _Gradients.apply
-        dq, dk, dv, dbias, dsinks = apply(dout, dlse, out, lse, *tensors, ctx.numbers)
-        _, _, _, _, _, has_sinks, has_bias, _ = ctx.places
-        return dq, dk, dv, None, None, dsinks if has_sinks else None, dbias if has_bias else None, None, None
+        dq, dk, dv, *others = apply(dout, dlse, out, lse, *tensors, ctx.numbers)
+        is_there = dict(zip(_ARGUMENTS, ctx.places, strict=False))
+        found = {"q": dq, "k": dk, "v": dv}
+        found |= {name: one for name, one in zip(GRADIENT_FIELDS, others, strict=True) if is_there[name]}
+        return tuple(found.get(name) for name in _ARGUMENTS)
 
 
 class _Gradients(torch.autograd.Function):
@@ -79,18 +84,14 @@ class _Gradients(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         offset_tensor: Tensor | None,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        numbers: tuple[Any, ...],
+        *others: Any,
     ) -> tuple[Tensor, ...]:
-        causal, scale, bshd, offset, left, right, softcap, fixed = numbers
-        options = (causal, scale, bshd, offset, offset_tensor)
-        flat_features = (left, right, softcap, slopes, sinks, bias, mask)
-        asked = (fixed, bias is not None, sinks is not None)
+        *tensors, (options, rest, deterministic) = others
+        features = joined(tensors, rest)
+        needs = (tensor is not None for tensor in differentiable_of(features))
+        flat = DIFFERENTIATED.flat(features, deterministic, *needs)
         found: tuple[Tensor, ...]
-        found = attention_backward_op(dout, dlse, q, k, v, out, lse, *options, *flat_features, *asked)
+        found = attention_backward_op(dout, dlse, q, k, v, out, lse, *options, offset_tensor, *flat)
         return found
 
     @staticmethod

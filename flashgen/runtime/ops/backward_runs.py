@@ -10,16 +10,17 @@ import torch
 
 from flashgen.core.features.values import Features
 from flashgen.launch.backward import BackwardTensors
-from flashgen.runtime.gradients import META, bias_gradient, empty_bias_gradient, empty_gradient, sink_gradient
-from flashgen.runtime.runs import Offset
+from flashgen.runtime.ops.gradients import FORMULAS, META, bias_gradient, empty_bias_gradient, empty_gradient
+from flashgen.runtime.ops.runs import Offset
+from flashgen.runtime.ops.schemas import GRADIENT_FIELDS
 
 if TYPE_CHECKING:
     from flashgen.launch.plan import BackwardLaunch
-    from flashgen.runtime.backward_calls import CheckedBackwardCall
+    from flashgen.runtime.ops.backward_calls import CheckedBackwardCall
 
 Tensor = torch.Tensor
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""Of q, k, v, bias and sinks; None where it was not asked for."""
+Gradients = tuple[Tensor | None, ...]
+"""Of q, k and v, then those of features in the order of the table; None where it was not asked for."""
 
 BackwardRun = Callable[
     [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, float | None, Offset, Features | None], Gradients
@@ -30,12 +31,13 @@ Tensors are in the layout of the call: a launch uses only their memory.
 """
 
 
-def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall, *, sink_grad: bool) -> BackwardRun:
+def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
     """Allocate the gradients, launch the kernels of a config, and add what needs no kernel."""
     if problem.call.forward.features is None:
         return _plain_run(launch, problem)
     copies_dout, copies_bias, rule = problem.copies_dout, problem.copies_bias, problem.bias_rule
     sizes = problem.geometry.sizes
+    formulas = {name: FORMULAS[name] for name in problem.call.gradients if name in FORMULAS}
     per_key = (sizes.batch, sizes.nheads, sizes.seqlen_k)
 
     def run(
@@ -51,7 +53,7 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall, *, sink_g
         features: Features | None,
     ) -> Gradients:
         assert features is not None
-        bias, sinks = features.bias, features.sinks
+        bias = features.bias
         dbias = None if bias is None else empty_bias_gradient(bias, rule, per_key)
         tensors = BackwardTensors(
             q=q,
@@ -69,9 +71,9 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall, *, sink_g
         given = replace(features, bias=bias.contiguous()) if copies_bias and bias is not None else features
         neg_delta = launch(tensors, scale, offset, given)
         if rule and bias is not None:
-            dbias = bias_gradient(bias, rule, dbias, lse=lse, dlse=tensors.dlse, neg_delta=neg_delta, sinks=sinks)
-        dsinks = sink_gradient(sinks, lse, neg_delta) if sink_grad and sinks is not None else None
-        return tensors.dq, tensors.dk, tensors.dv, dbias, dsinks
+            dbias = bias_gradient(features, bias, rule, dbias, lse=lse, dlse=tensors.dlse, neg_delta=neg_delta)
+        others = {"bias": dbias, **{name: formula(features, lse, neg_delta) for name, formula in formulas.items()}}
+        return tensors.dq, tensors.dk, tensors.dv, *[others.get(name) for name in GRADIENT_FIELDS]
 
     return run
 
@@ -79,6 +81,7 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall, *, sink_g
 def _plain_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
     """The same without features: no more than a training step of most models needs, since every call pays for it."""
     copies_dout, forward = problem.copies_dout, problem.call.forward
+    absent = (None,) * len(GRADIENT_FIELDS)
     empty_q, empty_k, empty_v = (_allocator(tensor) for tensor in (forward.q, forward.k, forward.v))
 
     def run(
@@ -99,7 +102,7 @@ def _plain_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backward
             dlse = dlse.contiguous()
         dq, dk, dv = empty_q(q), empty_k(k), empty_v(v)
         launch(BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse), scale, offset, None, False)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, *absent
 
     return run
 

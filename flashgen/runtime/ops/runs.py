@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 if TYPE_CHECKING:
     from flashgen.core.features.values import Features
     from flashgen.launch.plan import Launch
+    from flashgen.runtime.ops.calls import CheckedCall
 
 Offset = int | torch.Tensor | None
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset], Any]
@@ -19,6 +20,18 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset],
 
 FeatureRun = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, Offset, "Features"], Any]
 """The same for a key with features, whose arguments come last."""
+
+
+def forward_run(launch: Launch, problem: CheckedCall) -> Run | FeatureRun:
+    """What serves the calls of a key by a generated kernel."""
+    call = problem.call
+    if call.features is not None:
+        return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
+    same_head_dim = call.q.shape[-1] == call.v.shape[-1]
+    if call.with_lse:
+        lse_shape = problem.geometry.q_shape[:3]
+        return kernel_lse_run(launch, bshd=call.bshd, same_head_dim=same_head_dim, lse_shape=lse_shape)
+    return kernel_run(launch, bshd=call.bshd, same_head_dim=same_head_dim)
 
 
 def kernel_run(launch: Launch, *, bshd: bool, same_head_dim: bool) -> Run:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.autograd import profiler
 
 from flashgen.core.errors import UnsupportedError
+from flashgen.core.features import table
+from flashgen.core.features.values import Features
+from flashgen.runtime.ops.generated import feature_key_function
 
 WITH_LSE, EXPLICIT_OFFSET, OFFSET_TENSOR, BSHD, CAUSAL, TF32 = 16, 32, 64, 128, 256, 512
 """Bits of a key's flags, above the four of the pointers' alignment."""
 
-TRAINS, BACKWARD, DETERMINISTIC, BIAS_GRAD, SINK_GRAD = 1024, 2048, 4096, 8192, 16384
-"""More of them: a forward pass whose gradients will be asked for, a backward pass, and what is asked of it."""
+TRAINS, BACKWARD, DETERMINISTIC = 1024, 2048, 4096
+"""More of them: a forward pass whose gradients will be asked for, a backward pass, and one of the same bits."""
 
 DOUT_SHIFT = 16
 """Where the alignment of the output's gradient lies, which may be copied where it alone is odd."""
+
+GRADIENT_BITS = {gradient.field: 1 << 20 + number for number, gradient in enumerate(table.gradients())}
+"""Above them: which gradients of features are asked for."""
+
+ANY_GRADIENT = sum(GRADIENT_BITS.values())
 
 FLOAT32 = torch.float32
 
@@ -56,9 +65,16 @@ def can_bypass_dispatcher(
     )
 
 
-def are_plain(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+def are_plain(
+    tensors: tuple[torch.Tensor | None, ...],
+    tensor: type = torch.Tensor,
+    parameter: type = torch.nn.Parameter,
+) -> bool:
     """Whether none of these is of a class that does more than to hold data."""
-    return all(one is None or type(one) in (torch.Tensor, torch.nn.Parameter) for one in tensors)
+    for one in tensors:  # noqa: SIM110 - a generator costs more than its four steps
+        if one is not None and type(one) is not tensor and type(one) is not parameter:
+            return False
+    return True
 
 
 def is_transformed() -> bool:
@@ -87,6 +103,14 @@ def is_tracked(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     return False
 
 
-def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What of a tensor beside q, k and v may choose code."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15
+def fields_reader(names: tuple[str, ...]) -> Callable[[Features], tuple[Any, ...]]:
+    """What reads these fields of `Features`, in the order of their names."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda features: tuple(getattr(features, name) for name in names)
+
+
+tensors_of = fields_reader(tuple(value.name for value in table.values() if value.is_tensor))
+"""The tensors of a call's features, None for those that it has not; without those of functions."""
+
+feature_key = feature_key_function()

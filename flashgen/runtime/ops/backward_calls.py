@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from flashgen.core.device import Device
+from flashgen.core.config import Config
 from flashgen.core.errors import WorkloadError
-from flashgen.core.features.score_tensors import aligned_scores, broadcast_kind
+from flashgen.core.features.score_tensors import broadcast_kind
+from flashgen.core.features.table import specialization_fields
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.backward import BackwardTensors, backward_geometry
 from flashgen.launch.geometry import Geometry, aligned16
-from flashgen.runtime.calls import MAX_ROW_STRIDE, Call, CheckedCall
-from flashgen.runtime.feature_rules import FLOATS
-from flashgen.runtime.gradients import META, BiasRule, bias_rule, empty_bias_gradient, empty_gradient
-from flashgen.runtime.runs import empty_lse, empty_output
+from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, NO_FEATURES, Call, CheckedCall
+from flashgen.runtime.ops.gradients import META, BiasRule, bias_rule, empty_bias_gradient, empty_gradient
+from flashgen.runtime.ops.runs import empty_lse, empty_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +24,34 @@ class BackwardCall:
     """The arguments of one backward pass that choose code; tensors are in the layout of the forward call.
 
     `dout` and `out` of None are laid out as the forward pass allocates its output: so they are where a backward pass
-    is only asked about.
+    is only asked about. `gradients` names the fields of the features whose gradients are asked for. SDPA takes no part
+    (`generated_only`): its backward pass belongs to its own forward pass.
     """
 
     forward: Call
     out: torch.Tensor | None = None
     dout: torch.Tensor | None = None
     deterministic: bool = False
-    bias_grad: bool = False
+    gradients: frozenset[str] = frozenset()
+    generated_only: bool = field(default=True, init=False)
+
+    def checked(self) -> CheckedBackwardCall:
+        """The call, its rules checked; raises as `CheckedBackwardCall.of` does."""
+        return CheckedBackwardCall.of(self)
+
+    def exact(self) -> BackwardCall:
+        """The call with exact products."""
+        return replace(self, forward=self.forward.exact())
 
     @property
-    def is_bias_grad(self) -> bool:
-        """Whether there is a bias, and its gradient is asked for."""
-        features = self.forward.features
-        return self.bias_grad and features is not None and features.bias is not None
+    def q(self) -> torch.Tensor:
+        """The queries."""
+        return self.forward.q
+
+    @property
+    def config(self) -> Config | None:
+        """A config to serve with, in the place of the look-up."""
+        return self.forward.config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +102,9 @@ class CheckedBackwardCall:
             workload,
             aligned16=laid.aligned16,
             offset_tensor=call.forward.offset_tensor,
-            aligned_scores=aligned_scores((features.bias, features.mask)) if features else True,
-            bias_dtype=FLOATS[features.bias.dtype] if features and features.bias is not None else "",
             bias_grad=rule in ("full", "keys"),
             mods=call.forward.mods,
+            **specialization_fields(features or NO_FEATURES),
         )
         return cls(
             call=call,
@@ -102,16 +115,6 @@ class CheckedBackwardCall:
             bias_rule=rule,
             copies_bias=copies_bias,
         )
-
-    def on(self, device: Device) -> CheckedBackwardCall:
-        """The problem on `device`: with exact products where no family has TF32, which is allowed but not asked for."""
-        if self.workload.dtype != "tf32":
-            return self
-        from flashgen.codegen.families import reasons
-
-        if None in reasons(self.spec, device).values():
-            return self
-        return CheckedBackwardCall.of(replace(self.call, forward=replace(self.call.forward, tf32=False)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +158,7 @@ class _Laid:
 def _bias(call: BackwardCall, forward: CheckedCall) -> tuple[BiasRule, Features | None, bool]:
     """How the gradient of the bias is made, the features that the kernels get, and whether their bias is a copy."""
     features = forward.features
-    if features is None or features.bias is None or not call.is_bias_grad:
+    if features is None or features.bias is None or "bias" not in call.gradients:
         return "", features, False
     rule = bias_rule(features.bias, forward.workload.seqlen_k)
     is_shared = rule == "full" and broadcast_kind(features.bias) == "keys"

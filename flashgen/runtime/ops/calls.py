@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from flashgen.core.config import Config
-from flashgen.core.device import Device
 from flashgen.core.errors import WorkloadError
-from flashgen.core.features.score_tensors import aligned_scores, broadcast_kind
+from flashgen.core.features import table
+from flashgen.core.features.declaration import CallFacts
 from flashgen.core.features.values import Features
 from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 from flashgen.launch.geometry import Geometry, aligned16
-from flashgen.runtime.feature_rules import FLOATS, checked
-from flashgen.runtime.runs import empty_output
+from flashgen.runtime.ops.runs import empty_output
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_FEATURES = Features()
@@ -42,6 +42,14 @@ class Call:
     features: Features | None = None
     mods: ScoreMods | None = None
     config: Config | None = None
+
+    def checked(self) -> CheckedCall:
+        """The call, its rules checked; raises as `CheckedCall.of` does."""
+        return CheckedCall.of(self)
+
+    def exact(self) -> Call:
+        """The call with exact products."""
+        return replace(self, tf32=False)
 
     @property
     def generated_only(self) -> bool:
@@ -78,63 +86,44 @@ class CheckedCall:
         """
         q, k, v = call.views
         _check_tensors(q, k, v)
-        features = call.features
-        if features is not None:
-            features = checked(features, q, (*q.shape[:3], k.shape[2]), call.mods)
-        workload = _workload(call, q, k, v, features or NO_FEATURES)
+        facts = CallFacts(
+            q=q,
+            sizes=(*q.shape[:3], k.shape[2]),
+            mods=call.mods,
+            has_own_offset=call.explicit_offset or call.offset_tensor,
+        )
+        features = None if call.features is None else table.checked(call.features, facts)
+        workload = _workload(call, (q, k, v), table.workload_fields(features or NO_FEATURES, facts))
         out = empty_output(call.q, call.v, bshd=call.bshd)
         geometry = Geometry.of(q, k, v, out.transpose(1, 2) if call.bshd else out, features)
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
         fits = aligned16(geometry, pointers, DTYPE_BYTES[workload.dtype])
-        if features is None:
-            spec = Specialization.of(workload, aligned16=fits, offset_tensor=call.offset_tensor)
-        else:
-            spec = Specialization.of(
-                workload,
-                aligned16=fits,
-                offset_tensor=call.offset_tensor,
-                aligned_scores=aligned_scores((features.bias, features.mask)),
-                bias_dtype="" if features.bias is None else FLOATS[features.bias.dtype],
-                sink_dtype="" if features.sinks is None else FLOATS[features.sinks.dtype],
-                mods=call.mods,
-            )
+        spec = Specialization.of(
+            workload,
+            aligned16=fits,
+            offset_tensor=call.offset_tensor,
+            mods=call.mods,
+            **table.specialization_fields(features or NO_FEATURES),
+        )
         return cls(call=call, workload=workload, spec=spec, geometry=geometry, features=features)
 
-    def on(self, device: Device) -> CheckedCall:
-        """The problem on `device`: with exact products where no family has TF32, which is allowed but not asked for."""
-        if self.workload.dtype != "tf32":
-            return self
-        from flashgen.codegen.families import reasons
 
-        served = None in reasons(self.spec, device).values()
-        return self if served else CheckedCall.of(replace(self.call, tf32=False))
-
-
-def _workload(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features) -> Workload:
+def _workload(
+    call: Call, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], features: dict[str, Any]
+) -> Workload:
+    q, k, v = inputs
     batch, nheads, seqlen_q, head_dim = q.shape
-    seqlen_k = k.shape[2]
-    left, right = features.window
-    if call.explicit_offset or call.offset_tensor:
-        # under an offset of its own, an edge beyond the lengths still hides keys
-        reach = max(seqlen_q + seqlen_k - 1, 0)
-        left, right = (edge if edge is None else min(edge, reach) for edge in (left, right))
     return Workload(
         dtype="tf32" if call.tf32 and q.dtype == torch.float32 else DTYPES[q.dtype],
         batch=batch,
         nheads=nheads,
         nheads_k=k.shape[1],
         seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
+        seqlen_k=k.shape[2],
         head_dim=head_dim,
         head_dim_v=v.shape[3],
         causal=call.causal,
-        window_left=left,
-        window_right=right,
-        softcap=features.softcap > 0,
-        alibi=features.alibi_slopes is not None,
-        sink=features.sinks is not None,
-        bias=broadcast_kind(features.bias),
-        mask=broadcast_kind(features.mask),
+        **features,
     )
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
+
+from flashgen.core.features.values import Features
 
 BiasRule = Literal["", "full", "keys", "rows"]
 """How the gradient of a bias is made: not at all; by a kernel, one number a score; by a kernel that sums over the
 queries; or, where it has one number for all keys of a row, by a formula."""
 
+Formula = Callable[[Features, torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""From the features of a call, its LSE and what kernels leave of every row: `neg_delta`."""
 
 META = torch.device("meta")
 """Where tensors have strides and no memory."""
@@ -42,6 +47,7 @@ def empty_bias_gradient(
 
 
 def bias_gradient(
+    features: Features,
     bias: torch.Tensor,
     rule: BiasRule,
     written: torch.Tensor | None,
@@ -49,23 +55,24 @@ def bias_gradient(
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
     neg_delta: torch.Tensor,
-    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The gradient of a bias, contiguous in its own shape and dtype.
 
     Args:
+        features: of the call.
         bias: as the call had it, up to four dimensions.
         rule: how the gradient is made.
         written: what the kernels wrote.
         lse: fp32 (batch, nheads, seqlen_q), of the forward pass.
         dlse: its gradient, or None for 0.
         neg_delta: `dlse - rowsum(dout * out)`, fp32, likewise.
-        sinks: of the call.
     """
     if rule == "full" and written is not None:
         return written.view(bias.shape)
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    scores = written.unsqueeze(2) if written is not None else _row_sums(lse, dlse, neg_delta, sinks).unsqueeze(3)
+    scores = (
+        written.unsqueeze(2) if written is not None else _row_sums(lse, dlse, neg_delta, features.sinks).unsqueeze(3)
+    )
     return scores.sum_to_size(shape).to(bias.dtype).reshape(bias.shape)
 
 
@@ -75,6 +82,14 @@ def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, neg_delta: torch.Tenso
     A sink has the probability `exp(sink - lse)` in every row, and no value: its dP is 0, so dS is P times neg_delta.
     """
     return (_sink_probability(sinks, lse) * neg_delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _sink_gradient(features: Features, lse: torch.Tensor, neg_delta: torch.Tensor) -> torch.Tensor | None:
+    return None if features.sinks is None else sink_gradient(features.sinks, lse, neg_delta)
+
+
+FORMULAS: dict[str, Formula] = {"sinks": _sink_gradient}
+"""The gradients that need no kernel, by the fields of the features; None where a call has no such tensor."""
 
 
 def _row_sums(

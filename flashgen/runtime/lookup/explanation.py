@@ -12,7 +12,8 @@ from flashgen.core.feature_words import feature_words, specialization_words
 from flashgen.core.record import age
 from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime.dispatch import Records, Served, resolve, sdpa_backend
+from flashgen.runtime.lookup.ladder import Served, resolve, sdpa_backend
+from flashgen.runtime.lookup.records import Records
 
 GENERATED = "generated"
 

@@ -20,9 +20,13 @@ from flashgen.core.device import Device
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime.calls import Call, CheckedCall
+from flashgen.runtime.ops.backward_calls import BackwardCall, CheckedBackwardCall
+from flashgen.runtime.ops.calls import Call, CheckedCall
 
 T = TypeVar("T")
+
+AnyCall = Call | BackwardCall
+AnyCheckedCall = CheckedCall | CheckedBackwardCall
 
 MEMO_LIMIT = 65536
 """Plans kept; a process that sees more shapes than this starts over rather than growing for ever."""
@@ -32,9 +36,10 @@ TUNE_SECONDS_PER_WORKLOAD = 30
 
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel
-    from flashgen.runtime.backward_runs import BackwardRun
-    from flashgen.runtime.dispatch import Records, Served
-    from flashgen.runtime.runs import FeatureRun, Run
+    from flashgen.runtime.lookup.ladder import Served
+    from flashgen.runtime.lookup.records import Records
+    from flashgen.runtime.ops.backward_runs import BackwardRun
+    from flashgen.runtime.ops.runs import FeatureRun, Run
 
 MEMO: dict[tuple[Any, ...], Any] = {}
 """Rung 2 of the ladder: a `Run`, for keys with features a `FeatureRun`, of backward passes a `BackwardRun`.
@@ -68,7 +73,7 @@ def reload() -> None:
         _records.cache_clear()
 
 
-def prepare(call: Call) -> Run | FeatureRun:
+def prepare(call: AnyCall) -> Any:
     """The slow path: resolve, compile if needed, and bind a plan. Returns what serves every later call of this key.
 
     Raises:
@@ -77,41 +82,54 @@ def prepare(call: Call) -> Run | FeatureRun:
         LaunchError: a kernel would have to be built while a CUDA graph is captured.
         BuildError: a compile is needed and the settings forbid it, or it failed.
     """
+    from flashgen.runtime.lookup.ladder import resolve, sdpa_backend
+
     problem, device, index = placed(call)
     workload = problem.workload
     with LOCK:
-        served = _served(problem, device)
+        served = resolve(workload, problem.spec, device, records(), config=call.config)
         notice(workload, served, device)
-        backend = _sdpa_backend(problem, served)
+        backend = None if call.generated_only else sdpa_backend(workload, problem.spec, served)
         if backend is None:
             return built(problem.spec, served, device, index, lambda *kernel: _bound(problem, *kernel))
-    from flashgen.runtime.runs import sdpa_run
+    from flashgen.runtime.ops.runs import sdpa_run
 
-    run: Run | FeatureRun = sdpa_run(
-        backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k
-    )
-    return run
+    assert isinstance(call, Call)
+    return sdpa_run(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
 
 
-def placed(call: Call) -> tuple[CheckedCall, Device, int]:
+def check_support(call: BackwardCall) -> None:
+    """Refuse a call whose backward pass no family serves.
+
+    Raises:
+        UnsupportedError: that is so; the message lists each family's reason.
+    """
+    from flashgen.codegen.families import applicable
+
+    problem, device, _ = placed(call)
+    applicable(problem.spec, device)
+
+
+def placed(call: AnyCall) -> tuple[AnyCheckedCall, Device, int]:
     """A call as a problem of its GPU, the GPU, and torch's index of it.
+
+    With exact products where no family has TF32 on that GPU, which is allowed but not asked for.
 
     Raises:
         WorkloadError: shapes or dtypes do not fit together.
         UnsupportedError: the tensors are not on a GPU; the message lists every family.
     """
-    problem = CheckedCall.of(call)
+    problem = call.checked()
     index = gpu_index(call.q)
     if index is None:
-        raise UnsupportedError(not_on_gpu(problem.workload, call))
+        raise UnsupportedError(not_on_gpu(problem.workload, call.q))
     device = device_at(index)
-    return problem.on(device), device, index
+    if problem.workload.dtype == "tf32":
+        from flashgen.codegen.families import reasons
 
-
-def _served(problem: CheckedCall, device: Device) -> Served:
-    from flashgen.runtime.dispatch import resolve
-
-    return resolve(problem.workload, problem.spec, device, _records(), config=problem.call.config)
+        if None not in reasons(problem.spec, device).values():
+            return call.exact().checked(), device, index
+    return problem, device, index
 
 
 def built(
@@ -152,25 +170,18 @@ def built(
         return run
 
 
-def _sdpa_backend(problem: CheckedCall, served: Served) -> str | None:
-    from flashgen.runtime.dispatch import sdpa_backend
+def _bound(problem: AnyCheckedCall, kernel: CompiledKernel, config: Config, index: int) -> Any:
+    """What the memo holds for a compiled kernel."""
+    if isinstance(problem, CheckedBackwardCall):
+        from flashgen.launch.plan import make_backward_plan
+        from flashgen.runtime.ops.backward_runs import backward_run
 
-    return None if problem.call.generated_only else sdpa_backend(problem.workload, problem.spec, served)
-
-
-def _bound(problem: CheckedCall, kernel: CompiledKernel, config: Config, index: int) -> Run | FeatureRun:
+        return backward_run(make_backward_plan(kernel, problem.spec, config, problem.geometry, index), problem)
     from flashgen.launch.plan import make_plan
-    from flashgen.runtime.runs import feature_run, kernel_lse_run, kernel_run
+    from flashgen.runtime.ops.runs import forward_run
 
-    call = problem.call
     launch = make_plan(kernel, problem.spec, config, problem.geometry, index)
-    if call.features is not None:
-        return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
-    same_head_dim = call.q.shape[-1] == call.v.shape[-1]
-    if call.with_lse:
-        lse_shape = problem.geometry.q_shape[:3]
-        return kernel_lse_run(launch, bshd=call.bshd, same_head_dim=same_head_dim, lse_shape=lse_shape)
-    return kernel_run(launch, bshd=call.bshd, same_head_dim=same_head_dim)
+    return forward_run(launch, problem)
 
 
 def compiled(spec: Specialization, config: Config, device: Device, index: int) -> CompiledKernel:
@@ -212,7 +223,7 @@ def device_at(index: int) -> Device:
 @functools.cache
 def _records() -> Records:
     from flashgen.db.layers import Layers
-    from flashgen.runtime.dispatch import Records
+    from flashgen.runtime.lookup.records import Records
 
     return Records(Layers.open())
 
@@ -222,12 +233,12 @@ def records() -> Records:
     return _records()
 
 
-def not_on_gpu(workload: Workload, call: Call) -> str:
+def not_on_gpu(workload: Workload, tensor: torch.Tensor) -> str:
     """The message of the error for tensors that are not on a GPU: every family with its reason."""
     from flashgen.codegen.families import FAMILIES
 
     listed = "; ".join(f"{row.id}: it runs on GPUs" for row in FAMILIES)
-    return f"no kernel family serves {workload.key} on {call.q.device}: {listed}"
+    return f"no kernel family serves {workload.key} on {tensor.device}: {listed}"
 
 
 def notice(workload: Workload, served: Served, device: Device) -> None:

@@ -1,7 +1,7 @@
 """Calls whose gradients will be asked for: without torch's dispatcher where that would do nothing but call the op.
 
 An `autograd.Function` of our own costs some 30 us beside its kernels, forward and backward together and with torch's
-engine in them. The op of `flashgen.runtime.training_ops` costs three times the whole of such a call, most of it in
+engine in them. The op of `flashgen.runtime.autograd.ops` costs three times the whole of such a call, most of it in
 torch's wrapper for gradients, which is why it is left to torch.compile and to modes.
 """
 
@@ -12,66 +12,78 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from flashgen.runtime import transforms
-from flashgen.runtime.keys import can_bypass_dispatcher, is_transformed
-from flashgen.runtime.ops import attention_kernel
-from flashgen.runtime.training_kernels import (
+from flashgen.core.features.values import Features
+from flashgen.runtime.autograd import transforms
+from flashgen.runtime.autograd.ops import (
     asked_of,
-    attention_backward_kernel,
-    attention_train_kernel,
-    plain_backward_kernel,
+    attention_backward_op,
+    attention_train_op,
+    differentiate,
+    differentiate_by_op,
+    save,
+    train,
 )
-from flashgen.runtime.training_ops import attention_backward_op, attention_train_op, differentiate, save
+from flashgen.runtime.ops.backward import attention_backward_kernel
+from flashgen.runtime.ops.forward import attention_kernel
+from flashgen.runtime.ops.keys import can_bypass_dispatcher, is_transformed
+from flashgen.runtime.ops.schemas import DIFFERENTIATED, TRAINED, differentiable_of
 
 Tensor = torch.Tensor
-NO_FEATURES: tuple[Any, ...] = (None, None, 0.0, None, None, None, None)
+NO_FEATURES = Features()
+_NO_FLAT_FEATURES = DIFFERENTIATED.flat(NO_FEATURES)
 
 
-def attention(
+def features_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     options: tuple[Any, ...],
-    flat_features: tuple[Any, ...],
-    *,
+    features: Features,
     deterministic: bool,
     return_lse: bool,
-    can_bypass_dispatcher: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention that autograd knows.
+    """Attention that autograd knows, by torch's dispatcher.
 
     Args:
         q: as the user gave it.
         k: likewise.
         v: likewise.
         options: causal, softmax_scale, bshd, q_offset and its tensor.
-        flat_features: window_left, window_right, softcap, alibi_slopes, sinks, bias and mask.
+        features: of the call.
         deterministic: whether the backward pass gives the same bits every time.
         return_lse: whether the LSE is returned, too.
-        can_bypass_dispatcher: whether torch's dispatcher would do nothing but call the op.
     """
-    found: Tensor | tuple[Tensor, Tensor]
-    if can_bypass_dispatcher:
-        found = _apply(q, k, v, flat_features[4], flat_features[5], options, flat_features, deterministic, return_lse)
-        return found
     if not is_dynamo_compiling() and is_transformed():
-        out, lse = transforms.attention(q, k, v, options, flat_features, deterministic=deterministic)
+        out, lse = transforms.attention(q, k, v, options, features, deterministic=deterministic)
     else:
-        out, lse = attention_train_op(q, k, v, *options, *flat_features, deterministic)
+        out, lse = attention_train_op(q, k, v, *options, *TRAINED.flat(features, deterministic))
     return (out, lse) if return_lse else out
+
+
+def direct_features(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: tuple[Any, ...],
+    features: Features,
+    deterministic: bool,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same for calls for which torch's dispatcher would do nothing but call the op."""
+    found: Tensor | tuple[Tensor, Tensor]
+    found = _apply(q, k, v, options, features, deterministic, return_lse, *differentiable_of(features))
+    return found
 
 
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], deterministic: bool, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same without flat_features, for calls that are not direct."""
-    return attention(
-        q, k, v, options, NO_FEATURES, deterministic=deterministic, return_lse=return_lse, can_bypass_dispatcher=False
-    )
+    """`features_attention` without features."""
+    return features_attention(q, k, v, options, NO_FEATURES, deterministic, return_lse)
 
 
 class _Plain(torch.autograd.Function):
-    """Without flat_features: what most models train with has fewer tensors to keep and arguments to pass."""
+    """Without features: what most models train with has fewer tensors to keep and arguments to pass."""
 
     @staticmethod
     def forward(
@@ -102,11 +114,11 @@ class _Plain(torch.autograd.Function):
             q, k, v
         ):  # the op says that there is no second derivative
             options = (causal, scale, bshd, offset, offset_tensor)
-            dq, dk, dv, _, _ = attention_backward_op(
-                dout, dlse, q, k, v, out, lse, *options, *NO_FEATURES, deterministic
+            dq, dk, dv, *_ = attention_backward_op(
+                dout, dlse, q, k, v, out, lse, *options, *_NO_FLAT_FEATURES, deterministic
             )
         else:
-            dq, dk, dv, _, _ = plain_backward_kernel(
+            dq, dk, dv, *_ = attention_backward_kernel(
                 dout, dlse, q, k, v, out, lse, causal, scale, bshd, offset, offset_tensor, deterministic
             )
         return dq, dk, dv, None, None, None
@@ -119,32 +131,30 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
-        bias: Tensor | None,
         options: tuple[Any, ...],
-        flat_features: tuple[Any, ...],
+        features: Features,
         deterministic: bool,
         return_lse: bool,
+        *differentiable: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        arguments = (*options, *flat_features, deterministic)
-        outputs = attention_train_kernel(q, k, v, *arguments)
-        save(ctx, (q, k, v), outputs, options, flat_features, deterministic)
+        outputs = train(q, k, v, options, features, deterministic)
+        save(ctx, (q, k, v), outputs, options, features, deterministic)
         return outputs if return_lse else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        _, _, _, needs_sinks, needs_bias, *_ = ctx.needs_input_grad
+        _, _, _, _, _, _, _, *needs = ctx.needs_input_grad
         saved = ctx.saved_tensors
-        is_plain = not torch.is_grad_enabled() and can_bypass_dispatcher(*saved[:3])
-        backward = attention_backward_kernel if is_plain else attention_backward_op
-        dq, dk, dv, dbias, dsinks = differentiate(
-            saved, ctx.numbers, (dout, dlse), backward, needs_bias=needs_bias, needs_sinks=needs_sinks
-        )
-        return dq, dk, dv, dsinks if needs_sinks else None, dbias if needs_bias else None, None, None, None, None
+        q, k, v, *_ = saved
+        is_plain = not torch.is_grad_enabled() and can_bypass_dispatcher(q, k, v)
+        backward = differentiate if is_plain else differentiate_by_op
+        dq, dk, dv, *others = backward(saved, ctx.numbers, (dout, dlse), tuple(needs))
+        given = (gradient if needed else None for gradient, needed in zip(others, needs, strict=True))
+        return dq, dk, dv, None, None, None, None, *given
 
 
 direct_attention: Any = super(torch.autograd.Function, _Plain).apply
-"""`plain_attention` for calls that are direct."""
+"""`plain_attention` for calls that bypass the dispatcher."""
 
 _apply: Any = super(torch.autograd.Function, _Attention).apply
 """`apply` without the questions about transforms, to which `can_bypass_dispatcher` has the answers."""

@@ -1,0 +1,113 @@
+"""The records that a look-up chooses from: those of a class of workloads, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from flashgen.codegen.families import default_config, invalid
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.nearest import Position, position
+from flashgen.core.record import TuningRecord
+from flashgen.core.workload import Specialization, Workload
+from flashgen.db.layers import Found, Layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One record of a class, with what every look-up asks of it."""
+
+    record: TuningRecord
+    layer: str
+    reason: str | None  # why its config cannot serve here
+    position: Position
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What can serve a specialization on a device: the records of its class by rung, and the default config."""
+
+    default: Config
+    exact: dict[Workload, tuple[Candidate, ...]]
+    here: tuple[Candidate, ...]
+    twins: tuple[Candidate, ...]
+    elsewhere: tuple[Candidate, ...]
+    predicted: tuple[Candidate, ...]
+
+    @classmethod
+    def of(
+        cls, spec: Specialization, device: Device, default: Config, found: Iterable[Found], twins: Iterable[Found] = ()
+    ) -> Choices:
+        """Check every record once, so that a look-up of another shape only compares positions."""
+        own: dict[str, list[Candidate]] = {"measured": [], "predicted": []}
+        elsewhere, exact = [], dict[Workload, tuple[Candidate, ...]]()
+        for record, layer in found:
+            candidate = _candidate(record, layer, spec, device)
+            if record.device.identity == device.identity:
+                own.setdefault(record.provenance, []).append(candidate)
+            elif record.provenance == "measured":
+                elsewhere.append(candidate)
+        if spec.mods is None:
+            for candidate in own["measured"]:
+                workload = candidate.record.workload
+                exact[workload] = (*exact.get(workload, ()), candidate)
+        return cls(
+            default=default,
+            exact=exact,
+            here=tuple(own["measured"]),
+            twins=tuple(
+                _candidate(record, layer, spec, device)
+                for record, layer in twins
+                if record.device.identity == device.identity
+                and record.provenance == "measured"
+                and record.config.family == default.family
+            ),
+            elsewhere=tuple(elsewhere),
+            predicted=tuple(own["predicted"]),
+        )
+
+
+def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: Device) -> Candidate:
+    return Candidate(
+        record=record,
+        layer=layer,
+        reason=invalid(record.config, spec, device),
+        position=position(record.workload),
+        key=record.workload.key,
+    )
+
+
+class Records:
+    """The records of all layers by specialization class, read once a class and kept until `flashgen.reload`."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._classes: dict[tuple[str, str], tuple[Found, ...]] = {}
+        self._choices: dict[tuple[Specialization, Device], Choices] = {}
+
+    def of(self, spec: Specialization, device: Device) -> tuple[Found, ...]:
+        """Every record of the class on any device of this architecture."""
+        key = (spec.workload_class, device.arch)
+        if key not in self._classes:
+            found = self._layers.records(arch=device.arch, specialization=spec.workload_class, hidden=True)
+            self._classes[key] = tuple(found)
+        return self._classes[key]
+
+    def choices(self, spec: Specialization, device: Device) -> Choices:
+        """What of these records can serve a specialization.
+
+        Raises:
+            UnsupportedError: no family supports it; the message lists each one's reason.
+        """
+        found = self._choices.get((spec, device))
+        if found is None:
+            default = default_config(
+                spec, device
+            )  # before any look-up: what nobody supports is an error, record or not
+            twins: tuple[Found, ...] = ()
+            if spec.direction == "backward":
+                twins = self.of(replace(spec, deterministic=not spec.deterministic), device)
+            found = self._choices[spec, device] = Choices.of(spec, device, default, self.of(spec, device), twins)
+        return found

@@ -1,0 +1,133 @@
+"""Backward passes by plans of the memo; `flashgen.runtime.autograd` knows when they are asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashgen.core.features.values import Features
+from flashgen.runtime.ops import serve
+from flashgen.runtime.ops.backward_calls import BackwardCall
+from flashgen.runtime.ops.calls import Call
+from flashgen.runtime.ops.keys import (
+    BACKWARD,
+    BSHD,
+    CAUSAL,
+    DETERMINISTIC,
+    DOUT_SHIFT,
+    EXPLICIT_OFFSET,
+    FLOAT32,
+    GRADIENT_BITS,
+    OFFSET_TENSOR,
+    TF32,
+    allows_tf32,
+    feature_key,
+)
+
+Tensor = torch.Tensor
+
+_remembered = serve.MEMO.get
+is_deterministic = torch._C._get_deterministic_algorithms
+"""`torch.are_deterministic_algorithms_enabled` without a call around it."""
+
+
+def attention_backward_kernel(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    bshd: bool,
+    q_offset: int | None,
+    q_offset_tensor: Tensor | None,
+    deterministic: bool,
+    features: Features | None = None,
+    needs: tuple[bool, ...] = (),
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k and v, and those of features in the order of the table, None where `needs` does not ask."""
+    flags = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15 | BACKWARD
+    flags |= (dout.data_ptr() & 15) << DOUT_SHIFT
+    if causal:
+        flags |= CAUSAL
+    if bshd:
+        flags |= BSHD
+    offset: int | Tensor | None = None
+    if q_offset is not None:
+        offset = q_offset
+        flags |= EXPLICIT_OFFSET
+    elif q_offset_tensor is not None:
+        offset = q_offset_tensor
+        flags |= OFFSET_TENSOR
+    if deterministic or is_deterministic():
+        flags |= DETERMINISTIC
+    dtype = q.dtype
+    if dtype is FLOAT32 and allows_tf32():
+        flags |= TF32
+    part: tuple[Any, ...] = ()
+    if features is not None:
+        part = feature_key(features)
+        for bit, needed in zip(GRADIENT_BITS.values(), needs, strict=True):
+            flags |= bit * needed
+    key: tuple[Any, ...] = (
+        flags,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        out.stride(),
+        dout.shape,
+        dout.stride(),
+        dtype,
+        k.dtype,
+        v.dtype,
+        dout.dtype,
+        q.get_device(),
+        k.get_device(),
+        v.get_device(),
+        *part,
+    )
+    run = _remembered(key)
+    if run is None:
+        run = _prepared(key, (q, k, v), out, dout, flags, features)
+    found: tuple[Tensor | None, ...] = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, features)
+    return found
+
+
+def _prepared(
+    key: tuple[Any, ...],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    dout: Tensor,
+    flags: int,
+    features: Features | None,
+) -> Any:
+    q, k, v = inputs
+    forward = Call(
+        q=q,
+        k=k,
+        v=v,
+        causal=bool(flags & CAUSAL),
+        bshd=bool(flags & BSHD),
+        with_lse=True,
+        explicit_offset=bool(flags & EXPLICIT_OFFSET),
+        offset_tensor=bool(flags & OFFSET_TENSOR),
+        tf32=bool(flags & TF32),
+        features=features,
+    )
+    call = BackwardCall(
+        forward=forward,
+        out=out,
+        dout=dout,
+        deterministic=bool(flags & DETERMINISTIC),
+        gradients=frozenset(field for field, bit in GRADIENT_BITS.items() if flags & bit),
+    )
+    run = serve.prepare(call)
+    serve.remember(key, run)
+    return run

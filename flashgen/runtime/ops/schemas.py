@@ -1,0 +1,88 @@
+"""The schemas of the torch.library ops, and the one place where features become flat arguments and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashgen.core.features import table
+from flashgen.core.features.declaration import OpArgument, Value
+from flashgen.core.features.positions import CAUSAL, Q_OFFSET
+from flashgen.core.features.promises import DETERMINISTIC
+from flashgen.core.features.values import Features
+from flashgen.runtime.ops.generated import of_numbers, restore_function
+from flashgen.runtime.ops.keys import fields_reader
+
+
+def text_of(arguments: Iterable[OpArgument]) -> str:
+    """Arguments as a schema has them."""
+    return ", ".join(argument.schema for argument in arguments)
+
+
+INPUTS = "Tensor q, Tensor k, Tensor v"
+OPTIONS = f"{text_of(CAUSAL.options)}, float? softmax_scale=None, bool bshd=False, {text_of(Q_OFFSET.options)}"
+"""What every op has behind its tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatArguments:
+    """What an op has behind its options: features as flat arguments, and others beside them.
+
+    Attributes:
+        schema: the text.
+        reads: for every argument of a feature, the field and what makes the argument from it.
+        restored: the features from these arguments, and what is beside them. Torch leaves out arguments at the end that
+            equal their defaults.
+    """
+
+    schema: str
+    reads: tuple[tuple[str, Callable[[Any], Any]], ...]
+    restored: Callable[..., tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, values: tuple[Value, ...], beside: tuple[OpArgument, ...] = ()) -> FlatArguments:
+        """Those of these fields of `Features`, and others behind them."""
+        arguments = [*(argument for value in values for argument in value.op), *beside]
+        return cls(
+            schema=text_of(arguments),
+            reads=tuple((value.name, read) for value in values for read in value.reads),
+            restored=restore_function(values, beside),
+        )
+
+    def flat(self, features: Features, *beside: Any) -> tuple[Any, ...]:
+        """The arguments of an op for these features."""
+        return (*(read(getattr(features, name)) for name, read in self.reads), *beside)
+
+
+SERVED = FlatArguments.of(table.values())
+TRAINED = FlatArguments.of(table.values(trains=True), DETERMINISTIC.options)
+DIFFERENTIATED = FlatArguments.of(
+    table.values(trains=True), (*DETERMINISTIC.options, *(gradient.needed for gradient in table.gradients()))
+)
+"""Of forward passes, of those that have a gradient, and of backward passes."""
+
+GRADIENT_FIELDS = tuple(gradient.field for gradient in table.gradients())
+"""Fields of `Features` that have a gradient, in the order in which backward passes return them."""
+
+differentiable_of = fields_reader(GRADIENT_FIELDS)
+
+TENSOR_FIELDS = tuple(value.name for value in table.values(trains=True) if value.is_tensor)
+_NUMBER_FIELDS = tuple(value.name for value in table.values(trains=True) if not value.is_tensor)
+_tensors, _numbers = fields_reader(TENSOR_FIELDS), fields_reader(_NUMBER_FIELDS)
+
+Numbers = tuple[Any, ...]
+
+
+def split(features: Features) -> tuple[tuple[torch.Tensor | None, ...], Numbers]:
+    """The tensors of features that train, which autograd keeps in its own way, and the rest."""
+    return _tensors(features), _numbers(features)
+
+
+def joined(tensors: Iterable[torch.Tensor | None], numbers: Numbers) -> Features:
+    """What `split` took apart."""
+    found = ((name, tensor) for name, tensor in zip(TENSOR_FIELDS, tensors, strict=True) if tensor is not None)
+    fields: dict[str, Any] = dict(found)
+    return Features(**fields, **dict(zip(_NUMBER_FIELDS, numbers, strict=True))) if fields else of_numbers(*numbers)
