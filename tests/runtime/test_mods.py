@@ -296,13 +296,13 @@ def test_torch_compile_finds_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
     doc = torch.tensor([3, 1, 2], dtype=torch.int32)
 
-    def model(q: torch.Tensor) -> torch.Tensor:
-        return flashgen.attention(q, q, q, score_mod=shifted, mask_mod=document, aux=(doc,), block_mask=MASK) + 1
+    def model(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return flashgen.attention(q, k, k, score_mod=shifted, mask_mod=document, aux=(doc,), block_mask=MASK) + 1
 
     torch._dynamo.reset()
     flashgen.reload()
-    q = torch.randn(2, 4, 3, 16)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=backend)(q), q * 3 + 1)
+    q, k = torch.randn(2, 4, MASK.seqlen_q, 16), torch.randn(2, 4, MASK.seqlen_k, 16)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=backend)(q, k), q * 3 + 1)
     torch._dynamo.reset()
     flashgen.reload()
     assert len(graphs) == 1

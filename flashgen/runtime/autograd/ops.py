@@ -14,8 +14,8 @@ from flashgen.core.errors import UnsupportedError
 from flashgen.core.features import table
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops.backward import attention_backward_kernel, is_deterministic
-from flashgen.runtime.ops.forward import LIBRARY, attention_features_kernel, attention_kernel, fake_lse
-from flashgen.runtime.ops.gradients import empty_gradient
+from flashgen.runtime.ops.fakes import backward_fake, forward_fake
+from flashgen.runtime.ops.forward import LIBRARY, attention_features_kernel, attention_kernel
 from flashgen.runtime.ops.keys import DETERMINISTIC, GRADIENT_BITS, TRAINS, WITH_LSE
 from flashgen.runtime.ops.schemas import DIFFERENTIATED, GRADIENT_FIELDS, INPUTS, OPTIONS, TRAINED, joined, split
 
@@ -172,16 +172,6 @@ def _attention_backward(
     return tuple(lse.new_empty(0) if one is None else one for one in gradients)
 
 
-def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    _, _, q, k, v, _, lse, *_ = arguments
-    given = dict(zip(_BACKWARD_NAMES, arguments, strict=False))
-    asked = (given.get(one.field) if given.get(one.needed.name) else None for one in table.gradients())
-    return (
-        *(empty_gradient(tensor) for tensor in (q, k, v)),
-        *(lse.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in asked),
-    )
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, causal, scale, bshd, offset, offset_tensor, *flat = inputs
     features, deterministic = TRAINED.restored(*flat)
@@ -204,14 +194,13 @@ def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
 
 for _schema in (_TRAIN, _BACKWARD):
     LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
-for _key in ("CPU", "CUDA"):  # the CPU's raises the error that lists every family
+for _key in ("CPU", "CUDA"):  # the CPU's raises an error
     LIBRARY.impl("attention_train", _attention_train, _key)  # type: ignore[no-untyped-call]
     LIBRARY.impl("attention_backward", _attention_backward, _key)  # type: ignore[no-untyped-call]
 attention_train_op = torch.ops.flashgen.attention_train.default
 attention_backward_op = torch.ops.flashgen.attention_backward.default
 _TRAIN_NAMES = [argument.name for argument in attention_train_op._schema.arguments]
-_BACKWARD_NAMES = [argument.name for argument in attention_backward_op._schema.arguments]
-torch.library.register_fake("flashgen::attention_train", fake_lse, lib=LIBRARY)
-torch.library.register_fake("flashgen::attention_backward", _fake_backward, lib=LIBRARY)
+torch.library.register_fake("flashgen::attention_train", forward_fake(TRAINED.restored, with_lse=True), lib=LIBRARY)
+torch.library.register_fake("flashgen::attention_backward", backward_fake, lib=LIBRARY)
 torch.library.register_autograd("flashgen::attention_train", _differentiate, setup_context=_save, lib=LIBRARY)
 torch.library.register_autograd("flashgen::attention_backward", _refuse, lib=LIBRARY)

@@ -85,7 +85,8 @@ class CheckedCall:
             WorkloadError: shapes, dtypes or arguments do not fit together; the message names the rule and the values.
         """
         q, k, v = call.views
-        _check_tensors(q, k, v)
+        check_inputs(q, k, v)
+        _check_strides(q, k, v)
         facts = CallFacts(
             q=q,
             sizes=(*q.shape[:3], k.shape[2]),
@@ -127,7 +128,12 @@ def _workload(
     )
 
 
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check what q, k and v, in bhsd order, must be wherever they are: also of tensors without memory.
+
+    Raises:
+        WorkloadError: a number of dimensions, a dtype, a device or a shape does not fit.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise WorkloadError(f"q, k and v have 4 dimensions, got {name} with shape {tuple(tensor.shape)}")
@@ -138,6 +144,15 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"q, k and v share dtype and device, got q {q.dtype} on {q.device}, "
                 f"{name} {tensor.dtype} on {tensor.device}"
             )
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
+        raise WorkloadError(
+            "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, nheads_k, "
+            f"seqlen_k, head_dim_v) in bhsd order, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+
+
+def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[3] > 1 and tensor.stride(3) != 1 and tensor.numel():
             raise WorkloadError(f"the last dimension is contiguous, got {name} with strides {tensor.stride()}")
         if tensor.shape[2] > 1 and tensor.stride(2) >= MAX_ROW_STRIDE:
@@ -145,8 +160,3 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"rows lie less than {MAX_ROW_STRIDE} elements apart, got {name} with {tensor.stride(2)} between rows; "
                 f"{name}.contiguous() brings them together"
             )
-    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
-        raise WorkloadError(
-            "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, nheads_k, "
-            f"seqlen_k, head_dim_v) in bhsd order, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )

@@ -1,7 +1,7 @@
 """The torch.library ops of forward passes.
 
-Workload, memo and look-up live inside the ops, because torch.compile cannot trace them; the fakes say no more than
-shapes and strides. Calls without an LSE have ops of their own, so that none is allocated, and so have calls without
+Workload, memo and look-up live inside the ops, because torch.compile cannot trace them; `flashgen.runtime.ops.fakes`
+says what it asks. Calls without an LSE have ops of their own, so that none is allocated, and so have calls without
 features, whose key is short. Arguments that equal their default cost nothing in the dispatcher, so the front passes
 only the others. A user's score functions come as a number that `flashgen.runtime.ops.mods` knows. None of these ops has
 a gradient, which would cost 6 us a call even where nobody asks for one: `flashgen.runtime.autograd.ops` has those.
@@ -18,6 +18,7 @@ from flashgen.runtime.ops import mods as user_mods
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.backward_calls import BackwardCall
 from flashgen.runtime.ops.calls import Call
+from flashgen.runtime.ops.fakes import forward_fake
 from flashgen.runtime.ops.keys import (
     ANY_GRADIENT,
     BSHD,
@@ -33,7 +34,7 @@ from flashgen.runtime.ops.keys import (
     allows_tf32,
     feature_key,
 )
-from flashgen.runtime.ops.runs import Run, empty_lse, empty_output
+from flashgen.runtime.ops.runs import Run
 from flashgen.runtime.ops.schemas import INPUTS, OPTIONS, SERVED
 
 Tensor = torch.Tensor
@@ -222,44 +223,21 @@ def _features(asked: int) -> Any:
     return attention
 
 
-def fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    bshd: bool = False,
-    *others: Any,
-    **named: Any,
-) -> Tensor:
-    """Shape and strides of what an op without an LSE returns."""
-    return empty_output(q, v, bshd=bshd)
-
-
-def fake_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    bshd: bool = False,
-    *others: Any,
-    **named: Any,
-) -> tuple[Tensor, Tensor]:
-    """Shapes and strides of what an op with an LSE returns."""
-    return empty_output(q, v, bshd=bshd), empty_lse(q, bshd=bshd)
+def _plain(*flat: Any, **named: Any) -> tuple[None]:
+    """A call without features."""
+    return (None,)
 
 
 _IMPLEMENTATIONS = {
-    "attention": (attention_kernel, fake),
-    "attention_lse": (attention_lse_kernel, fake_lse),
-    "attention_features": (_features(0), fake),
-    "attention_features_lse": (_features(WITH_LSE), fake_lse),
+    "attention": (attention_kernel, forward_fake(_plain, with_lse=False)),
+    "attention_lse": (attention_lse_kernel, forward_fake(_plain, with_lse=True)),
+    "attention_features": (_features(0), forward_fake(SERVED.restored, with_lse=False)),
+    "attention_features_lse": (_features(WITH_LSE), forward_fake(SERVED.restored, with_lse=True)),
 }
-for _name, (_kernel, _shapes) in _IMPLEMENTATIONS.items():
-    for _key in ("CPU", "CUDA"):  # the CPU's raises the error that lists every family
+for _name, (_kernel, _fake) in _IMPLEMENTATIONS.items():
+    for _key in ("CPU", "CUDA"):  # the CPU's raises an error
         LIBRARY.impl(_name, _kernel, _key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"flashgen::{_name}", _shapes, lib=LIBRARY)
+    torch.library.register_fake(f"flashgen::{_name}", _fake, lib=LIBRARY)
 
 attention_op = torch.ops.flashgen.attention.default
 attention_lse_op = torch.ops.flashgen.attention_lse.default

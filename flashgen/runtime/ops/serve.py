@@ -117,7 +117,7 @@ def placed(call: AnyCall) -> tuple[AnyCheckedCall, Device, int]:
 
     Raises:
         WorkloadError: shapes or dtypes do not fit together.
-        UnsupportedError: the tensors are not on a GPU; the message lists every family.
+        UnsupportedError: the tensors are not on a GPU.
     """
     problem = call.checked()
     index = gpu_index(call.q)
@@ -234,11 +234,8 @@ def records() -> Records:
 
 
 def not_on_gpu(workload: Workload, tensor: torch.Tensor) -> str:
-    """The message of the error for tensors that are not on a GPU: every family with its reason."""
-    from flashgen.codegen.families import FAMILIES
-
-    listed = "; ".join(f"{row.id}: it runs on GPUs" for row in FAMILIES)
-    return f"no kernel family serves {workload.key} on {tensor.device}: {listed}"
+    """The message of the error for tensors that are not on a GPU."""
+    return f"no kernel family serves {workload.key} on {tensor.device}: all of them run on GPUs"
 
 
 def notice(workload: Workload, served: Served, device: Device) -> None:

@@ -1,0 +1,106 @@
+"""What the ops return for tensors without memory: shapes and strides, where the call that they stand for is valid.
+
+torch.compile and torch.export ask these, and torch itself does where one tensor of a call is on the meta device. So
+the rules of shapes, dtypes and devices hold here, too: else a graph could be made that fails when it runs, or a call
+be answered with memory that nothing was written to. Rules of strides and pointers wait for real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashgen.core.errors import WorkloadError
+from flashgen.core.features import table
+from flashgen.core.features.declaration import CallFacts
+from flashgen.core.features.values import Features
+from flashgen.runtime.ops import mods as user_mods
+from flashgen.runtime.ops.calls import check_inputs
+from flashgen.runtime.ops.gradients import empty_gradient
+from flashgen.runtime.ops.runs import empty_lse, empty_output
+from flashgen.runtime.ops.schemas import DIFFERENTIATED
+
+Tensor = torch.Tensor
+Restore = Callable[..., tuple[Any, ...]]
+"""Makes the features of flat arguments, and what is beside them."""
+
+
+def forward_fake(restored: Restore, *, with_lse: bool) -> Callable[..., Any]:
+    """The fake of an op of forward passes whose features travel in these flat arguments."""
+
+    def fake(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        bshd: bool = False,
+        q_offset: int | None = None,
+        q_offset_tensor: Tensor | None = None,
+        *flat: Any,
+        **named: Any,
+    ) -> Any:
+        features, *_ = restored(*flat, **named)
+        check(q, k, v, bshd=bshd, offset=q_offset_tensor, features=features)
+        out = empty_output(q, v, bshd=bshd)
+        return (out, empty_lse(q, bshd=bshd)) if with_lse else out
+
+    return fake
+
+
+def backward_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    bshd: bool = False,
+    q_offset: int | None = None,
+    q_offset_tensor: Tensor | None = None,
+    *flat: Any,
+    **named: Any,
+) -> tuple[Tensor, ...]:
+    """The fake of the op of backward passes, which returns an empty tensor for what is not asked for."""
+    features, _, *needs = DIFFERENTIATED.restored(*flat, **named)
+    check(q, k, v, bshd=bshd, offset=q_offset_tensor, features=features)
+    shape = (*q.shape[:3], v.shape[3])
+    for name, tensor in (("dout", dout), ("out", out)):
+        if tuple(tensor.shape) != shape or tensor.dtype != q.dtype or tensor.device != q.device:
+            raise WorkloadError(
+                f"out and dout are {shape} in the dtype of q on its device, got {name} {tuple(tensor.shape)} in "
+                f"{tensor.dtype} on {tensor.device}"
+            )
+    _check_device("lse", lse, q)
+    _check_device("dlse", dlse, q)
+    asked = (
+        getattr(features, one.field) if needed else None for one, needed in zip(table.gradients(), needs, strict=True)
+    )
+    return (
+        *(empty_gradient(tensor) for tensor in (q, k, v)),
+        *(lse.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in asked),
+    )
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, *, bshd: bool, offset: Tensor | None, features: Features | None) -> None:
+    """Check the shapes, dtypes and devices of a call.
+
+    Raises:
+        WorkloadError: they break a rule, as they would in the call itself.
+    """
+    views = tuple(tensor.transpose(1, 2) if bshd and tensor.dim() == 4 else tensor for tensor in (q, k, v))
+    check_inputs(*views)
+    _check_device("q_offset", offset, q)
+    if features is not None and table.given(features):
+        mods = user_mods.resolve(features.mods) if features.mods else None
+        table.checked(features, CallFacts(q=q, sizes=(*views[0].shape[:3], views[1].shape[2]), mods=mods))
+
+
+def _check_device(name: str, tensor: Tensor | None, q: Tensor) -> None:
+    if tensor is not None and tensor.device != q.device:
+        raise WorkloadError(f"{name} is on the device of q, got {tensor.device} and {q.device}")
