@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,7 @@ differentiable_of = fields_reader(GRADIENT_FIELDS)
 
 TENSOR_FIELDS = tuple(value.name for value in table.values(trains=True) if value.is_tensor)
 _NUMBER_FIELDS = tuple(value.name for value in table.values(trains=True) if not value.is_tensor)
+_FIELDS = (*TENSOR_FIELDS, *_NUMBER_FIELDS)
 _tensors, _numbers = fields_reader(TENSOR_FIELDS), fields_reader(_NUMBER_FIELDS)
 
 Numbers = tuple[Any, ...]
@@ -81,8 +82,9 @@ def split(features: Features) -> tuple[tuple[torch.Tensor | None, ...], Numbers]
     return _tensors(features), _numbers(features)
 
 
-def joined(tensors: Iterable[torch.Tensor | None], numbers: Numbers) -> Features:
+def joined(tensors: Sequence[torch.Tensor | None], numbers: Numbers) -> Features:
     """What `split` took apart."""
-    found = ((name, tensor) for name, tensor in zip(TENSOR_FIELDS, tensors, strict=True) if tensor is not None)
-    fields: dict[str, Any] = dict(found)
-    return Features(**fields, **dict(zip(_NUMBER_FIELDS, numbers, strict=True))) if fields else of_numbers(*numbers)
+    for tensor in tensors:
+        if tensor is not None:
+            return Features(**dict(zip(_FIELDS, (*tensors, *numbers), strict=True)))
+    return of_numbers(*numbers)
