@@ -361,6 +361,35 @@ def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> 
     assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem)
 
 
+def test_references_follow_row_sums_wherever_the_first_maximum_would_do() -> None:
+    """And in fp16 under a causal mask, but not where a softcap lets no sum come too high."""
+    for key, expected in (
+        ("fwd-bf16-d128", {"running", "first_block", "row_sums"}),
+        ("fwd-fp16-d64-causal", {"running", "row_sums"}),
+        ("fwd-bf16-d128-softcap", {"running", "first_block"}),
+        ("fwd-bf16-d128-keymask", {"running"}),
+    ):
+        space = search_space(HOPPER_FORWARD, Specialization.parse(key), H200)
+        assert {config["softmax_reference"] for config in space} == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "branch"),
+    [
+        ("fwd-bf16-d128-causal", r"LOP3\.LUT P\d, RZ, R\d+, 0x40000000, R\d+"),
+        ("fwd-fp16-d64", r"FSETP\.GT\.\w+ P\d, PT, R\d+, 32768, "),
+    ],
+)
+def test_a_step_tests_its_row_sums_by_few_instructions(key: str, branch: str) -> None:
+    """The usual path of a step computes no maximum, and what `_settle` does stands behind a vote of the warp."""
+    spec = Specialization.parse(key)
+    config = HOPPER_FORWARD.default(spec, H200).replace(softmax_reference="row_sums")
+    assert families.invalid(config, spec, H200) is None
+    compiled = compile_kernel(spec, config, H200)
+    assert compiled.spills <= HOPPER_FORWARD.tolerated_spills
+    assert re.search(branch, sass(compiled.handle))
+
+
 @LOOPS
 def test_exponentials_stay_ahead_of_the_wait_for_the_product() -> None:
     for key in ("fwd-bf16-d128", "fwd-bf16-d128-causal", "fwd-fp16-d256"):

@@ -12,12 +12,15 @@ from flashgen.codegen.families import fitted, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.core.config import Config
+from flashgen.core.device import find_device
 from flashgen.core.features.values import Features
+from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.gpu import current_device
 from flashgen.launch.plan import Launch, make_plan
 from flashgen.measure.odd_shapes import PER_HEAD, OddShape, check_odd, odd_problem, odd_problems
+from flashgen.measure.verify import check, oracle_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,6 +149,20 @@ VARIANTS = (
 )
 
 
+H200 = find_device("h200")
+
+
+def row_sums(key: str, changes: dict[str, int | str | bool]) -> Config:
+    """The default with these changes, whose references follow the row sums."""
+    changes = {**changes, "softmax_reference": "row_sums", "conditional_rescale": True, "max_chains": 1}
+    return HOPPER_FORWARD.default(Specialization.parse(key), H200).replace(**changes)
+
+
+ROW_SUMS = tuple(
+    (key, changes) for key, changes in VARIANTS if not invalid(row_sums(key, changes), Specialization.parse(key), H200)
+)
+
+
 def launch_of(
     key: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, config: Config | None = None
 ) -> Launch:
@@ -168,6 +185,52 @@ def test_every_kind_of_kernel_passes_the_gate(key: str, changes: dict[str, int |
     assert verdict is None, str(verdict)
 
 
+@pytest.mark.parametrize(("key", "changes"), ROW_SUMS, ids=str)
+def test_references_that_follow_row_sums_pass_the_gate(key: str, changes: dict[str, int | str | bool]) -> None:
+    spec, device, config = Specialization.parse(key), current_device(), row_sums(key, changes)
+    compiled = compile_kernel(spec, config, device)
+    verdict = check_odd(
+        lambda q, k, v, out, features: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, features), 0),
+        odd_problems(spec, "cuda"),
+    )
+    assert verdict is None, str(verdict)
+
+
+def hard_data(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k and v whose scores have a standard deviation, or one key or a ramp of this height, in natural units."""
+    generator = torch.Generator(device="cuda").manual_seed(11)
+    q, k, v = (torch.randn(shape, device="cuda", generator=generator) for _ in range(3))
+    name, height = kind.split("-")
+    if name == "std":
+        q *= float(height)
+    else:  # the first column adds the same to all scores of a key
+        q[..., 0], k[..., 0] = 16.0, 0.0
+        rise = float(height) / (16.0 * shape[3] ** -0.5)
+        if name == "sink":
+            k[..., 3, 0] = rise
+        else:
+            k[..., 0] = rise * (1 - torch.arange(shape[2], device="cuda") / shape[2])
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["std-8", "std-20", "std-100", "sink-60", "sink-400", "ramp-200", "ramp-4000"])
+@pytest.mark.parametrize(
+    "key", ["fwd-bf16-d64-causal", "fwd-bf16-d128", "fwd-fp16-d128-causal", "fwd-bf16-d256", "fwd-bf16-d96-causal"]
+)
+def test_scores_that_grow_are_right_and_repeat(key: str, kind: str) -> None:
+    """Where rows grow a little at each step, a lot at once, or by more than fp32 holds and their tile is recomputed."""
+    spec, config = Specialization.parse(key), row_sums(key, {"split_d": True} if "d96" in key else {})
+    shape, dtype = (2, 3, 1500, spec.head_dim), torch.float16 if spec.dtype == "fp16" else torch.bfloat16
+    q, k, v = hard_data(kind, shape, dtype)
+    out, again, lse = torch.empty_like(q), torch.empty_like(q), torch.empty(shape[:3], device="cuda")
+    launch = launch_of(key, q, k, v, out, config)
+    launch(q, k, v, out, lse)
+    launch(q, k, v, again, lse)
+    assert torch.equal(out, again)
+    verdict = check(out, lse, oracle_of(q, k, v, causal=spec.causal))
+    assert not isinstance(verdict, Failure), str(verdict)
+
+
 # specialization, packed heads, knobs: each at every shape of PACKED_SHAPES
 PACKED = (
     ("fwd-bf16-d128-causal", 4, {}),
@@ -178,6 +241,8 @@ PACKED = (
     ("fwd-bf16-d64-causal-sink-window-sink_bf16", 8, {}),
     ("fwd-bf16-d128-alibi-sink", 4, {"barriers": "mbarrier", "exp_order": "free"}),
     ("fwd-bf16-d192-dv128-causal", 4, {"split_d": True, "block_n": 128}),
+    ("fwd-bf16-d128-causal", 4, {"softmax_reference": "row_sums"}),
+    ("fwd-bf16-d64-causal-sink-window-sink_bf16", 8, {"softmax_reference": "row_sums"}),
 )
 PACKED_SHAPES = (
     OddShape(seqlen_q=1, seqlen_k=1023, nheads=8, nheads_k=2, batch=3, window=(200, None)),

@@ -58,9 +58,9 @@ KNOBS = (
     ),
     Knob(
         name="softmax_reference",
-        values=("running", "first_block"),
-        meaning="what exponentials are taken against: the running maximum of their row, or that of its first keys, and "
-        "a tile for which that was too low is computed again",
+        values=("running", "first_block", "row_sums"),
+        meaning="what exponentials are taken against: the running maximum of a row, or that of its first keys, where a "
+        "tile is recomputed for which it was too low, or the latter and then what the row's sum says",
         default="running",
         implied=True,
         former="maximum",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 from flashgen.codegen.common_types import bias_dtype
 from flashgen.codegen.common_wgmma import BARRIER_BYTES, ROWS, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.head_parts import HeadPart, can_split, head_parts, is_split
@@ -42,6 +44,18 @@ below 2**-90 of the first keys' largest."""
 MOST_WEIGHT_BITS = 15
 """What a weight in fp16 may come to, as an exponent of two: its range is too short for headroom, and scores may grow by
 15 ln 2 = 10."""
+
+SETTLING_HEADROOM_BITS = {"bf16": 16, "fp16": 0}
+"""What `HEADROOM_BITS` is where references follow the row sums: scores may grow by 127 and this many bits between two
+steps, 99 natural units in bf16. The less, the sooner a key that takes all weight gets an exact power of two."""
+
+SETTLED_BITS = {"bf16": 32, "fp16": 0}
+"""To which negative exponent of two the sum of a row is brought back. With more, a row whose scores go on growing comes
+back less often; with less, a key that is far above all others keeps an exact weight (up to 120 less this many bits).
+Weights in fp16 have no room for any."""
+
+FEW_KEYS, FEW_KEYS_HEADROOM_BITS = 16, {"bf16": 60, "fp16": 0}
+"""A row that sees fewer keys than this in its first block says little of its maximum, and gets more headroom."""
 
 CAPPED_HEADROOM_BITS = 64
 """What `HEADROOM_BITS` is under a softcap, where no sum overflows."""
@@ -129,7 +143,13 @@ def headroom_bits(spec: Specialization) -> int:
 
 def may_recompute(spec: Specialization, config: Config) -> bool:
     """Whether sums of a tile may overflow, or be NaN of what a mask hides: then it is computed a second time."""
-    return spec.mask == "full" or (softmax_reference(config) == "first_block" and not is_capped(spec))
+    kind = softmax_reference(config)
+    return spec.mask == "full" or kind == "row_sums" or (kind == "first_block" and not is_capped(spec))
+
+
+def fp32_bits(value: float) -> str:
+    """An fp32 constant as PTX writes it."""
+    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
 
 
 def named_barriers(spec: Specialization, config: Config) -> int:

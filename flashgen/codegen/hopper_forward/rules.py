@@ -74,7 +74,7 @@ def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
     elif values["blocks_per_sm"] == 4:
         return "four programs leave no registers for scores ahead"
     plain = values["conditional_rescale"] and values["max_chains"] == 1
-    if values.get("softmax_reference", "running") == "first_block" and not plain:
+    if values.get("softmax_reference", "running") != "running" and not plain:
         return "where few steps follow the maximum, one way to do so is enough"
     if (values["warpgroups"] == 1) != (values["blocks_per_sm"] != 1):
         return "blocks side by side are for those of one warpgroup, which leave the tensor cores idle during a softmax"
@@ -99,7 +99,10 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "without a causal mask all tiles are equally heavy"
     if resources.qk_prefetch(config) != "block" and resources.score_tiles(spec):
         return "tiles of bias and mask are taken to registers while the product is computed, and need all that are free"
-    if resources.softmax_reference(config) == "first_block" and (reason := why_not_first(spec)):
+    kind = resources.softmax_reference(config)
+    if kind == "first_block" and (reason := why_not_first(spec)):
+        return reason
+    if kind == "row_sums" and (reason := why_not_row_sums(spec)):
         return reason
     if config["hidden_blocks"] == "skipped" and not hides_whole_blocks(spec, config):
         return "every warpgroup sees keys of every block that its tile sees"
@@ -112,6 +115,17 @@ def why_not_first(spec: Specialization) -> str | None:
         return (
             "weights in fp16 have little room for a maximum that grows, and first keys of causal models draw attention"
         )
+    return _why_running(spec)
+
+
+def why_not_row_sums(spec: Specialization) -> str | None:
+    """Why references cannot follow the row sums, or need not, or None."""
+    if resources.is_capped(spec):
+        return "a softcap bounds the scores, and no sum can come too high"
+    return _why_running(spec)
+
+
+def _why_running(spec: Specialization) -> str | None:
     if spec.bias or spec.mask:
         return "where a bias or a mask hides single keys, a row may see its first key in any block"
     return None
@@ -149,7 +163,7 @@ def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
         return (
             "one block of keys holds the diagonal where it has as many keys as the tile has rows, at one known offset"
         )
-    if kind == "peeled" and resources.softmax_reference(config) == "first_block":
+    if kind == "peeled" and resources.softmax_reference(config) != "running":
         return "steps that follow the maximum are apart from the others anyway"
     if kind == "peeled" and (one or config.integer("warpgroups") > 2):
         return "a second loop for masked blocks only pays where more than one is masked, and where registers are left"
@@ -171,8 +185,8 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
 def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """What a specialization leaves of knobs: no other value is valid or, of `packed_heads`, is for sizes to decide."""
     found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
-    if why_not_first(spec):
-        found["softmax_reference"] = ("running",)
+    refused = {"first_block": why_not_first(spec), "row_sums": why_not_row_sums(spec)}
+    found["softmax_reference"] = ("running", *(kind for kind, reason in refused.items() if reason is None))
     if why_not_split(spec):
         found["split_d"] = (False,)
     if not spec.causal:

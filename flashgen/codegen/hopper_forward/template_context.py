@@ -7,6 +7,7 @@ from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, descriptor_type
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
+from flashgen.codegen.head_parts import HeadPart
 from flashgen.codegen.hopper_forward import resources
 from flashgen.codegen.hopper_forward import scores as hopper_scores
 from flashgen.core.config import Config
@@ -22,6 +23,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
     """The values of the template for one kernel, by name: every knob, and what follows from the knobs and the call."""
     separate_o_smem = resources.separate_o_smem(spec, config, SM90)
     aligned, first = is_aligned(spec, config), resources.softmax_reference(config) == "first_block"
+    settles = resources.softmax_reference(config) == "row_sums"
     barriers = _barriers(spec, config)
     d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
     return {
@@ -55,11 +57,19 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "may_recompute": resources.may_recompute(spec, config),
         # exponents of two: how far the reference is above the first maximum, how far a softcap lets scores lie apart at
         # most, which sums and weights are too large; `capped`: none is, because of a softcap
-        "headroom": resources.headroom_bits(spec),
+        "headroom": resources.SETTLING_HEADROOM_BITS[spec.dtype] if settles else resources.headroom_bits(spec),
         "capped": first and resources.is_capped(spec),
         "largest_scale": resources.CAPPED_BITS,
         "most_sum": resources.HEADROOM_BITS,
         "most_weight": resources.MOST_WEIGHT_BITS if first and spec.dtype == "fp16" else 0,
+        # whether references follow the row sums; then: to which exponent of two below 0 sums are brought back, the keys
+        # of a row up to which its reference has more headroom, the pieces that a step is cut into
+        "settles": settles,
+        "settled": resources.SETTLED_BITS[spec.dtype],
+        "settled_bits": resources.fp32_bits(resources.SETTLED_BITS[spec.dtype]),
+        "few_keys": resources.FEW_KEYS if settles and (spec.causal or spec.window) else 0,
+        "few_keys_headroom": resources.FEW_KEYS_HEADROOM_BITS[spec.dtype],
+        **_pieces(v_parts, config.integer("block_n")),
         "o_places": [
             f"{'o' if separate_o_smem else 'q'}{part.suffix}_tiles"
             for part in (v_parts if separate_o_smem else d_parts)
@@ -78,6 +88,13 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         **hopper_scores.values(spec, aligned=aligned),
         "schedule_arguments": _schedule_arguments(config, aligned=aligned),
     }
+
+
+def _pieces(v_parts: tuple[HeadPart, ...], block_n: int) -> dict[str, object]:
+    """Columns of a piece, and names of the pieces of each accumulator and of the weights: all have one shape."""
+    piece = min(block_n, *(part.block for part in v_parts))
+    accs = [[f"a{part.suffix or 0}_{i}" for i in range(part.block // piece)] for part in v_parts]
+    return {"piece": piece, "acc_pieces": accs, "weight_pieces": [f"w_{i}" for i in range(block_n // piece)]}
 
 
 def is_aligned(spec: Specialization, config: Config) -> bool:
