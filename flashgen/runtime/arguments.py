@@ -132,7 +132,7 @@ def requires_gradient(
         or k.requires_grad
         or v.requires_grad
         or _needs_gradient(features)
-        or (bool(features.aux) and any(tensor.requires_grad for tensor in features.aux))
+        or (len(features.aux) > 0 and any(tensor.requires_grad for tensor in features.aux))
         or (is_hidden and is_tracked((q, k, v, *differentiable_of(features), *features.aux)))
     )
     if trains and features.mods:

@@ -24,7 +24,7 @@ from flashgen.measure.verify import LaunchFunction, Offset
 MOST_PROCESSES = 16
 
 
-def features(features: Features) -> dict[str, Any]:
+def call_arguments(features: Features) -> dict[str, Any]:
     """Feature arguments of `flashgen.attention`."""
     found = {name: getattr(features, name) for name in ("alibi_slopes", "sinks", "bias", "mask")}
     found = {name: tensor for name, tensor in found.items() if tensor is not None}
@@ -73,7 +73,7 @@ class PublicCall:
 
     def _options(self, softmax_scale: float, q_offset: Offset, features: Features) -> dict[str, Any]:
         spec = self.spec
-        options = {"causal": spec.causal, "softmax_scale": softmax_scale, **features(features)}
+        options = {"causal": spec.causal, "softmax_scale": softmax_scale, **call_arguments(features)}
         if spec.causal or features.window != (None, None) or spec.alibi:
             options["q_offset"] = q_offset
         return options | {"layout": "bhsd" if self.layout == "bhsd" else "bshd"}

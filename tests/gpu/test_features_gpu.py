@@ -23,7 +23,7 @@ from flashgen.measure.reference import oracle
 from flashgen.measure.timing import CudaStopwatch
 from flashgen.measure.verify import check, oracle_of
 from tests.covering import ForwardCase, forward_cases
-from tests.gpu.public import PublicCall, compile_ahead, features
+from tests.gpu.public import PublicCall, call_arguments, compile_ahead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -98,7 +98,7 @@ def assert_right(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the public call and judge it as the gate judges every tuned config."""
     options = {"causal": causal, "q_offset": q_offset, "softmax_scale": softmax_scale}
-    found = flashgen.attention(q, k, v, **options, **features(features), return_lse=True)
+    found = flashgen.attention(q, k, v, **options, **call_arguments(features), return_lse=True)
     verdict = check(*found, oracle_of(q, k, v, **options, features=features))
     assert not isinstance(verdict, Failure), str(verdict)
     return found
@@ -225,7 +225,7 @@ def every_feature(dtype: torch.dtype) -> Features:
 def test_a_graph_reads_features_again_at_each_replay() -> None:
     q, k, v = tensors(2, 4, 2, 130, 200, 64, torch.bfloat16)
     features = every_feature(torch.bfloat16)
-    arguments = features(features)
+    arguments = call_arguments(features)
     before = flashgen.attention(q, k, v, **arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -242,7 +242,7 @@ def test_a_graph_reads_features_again_at_each_replay() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile uses what torch deprecates
 def test_torch_compile_without_graph_breaks() -> None:
     q, k, v = tensors(2, 4, 2, 130, 200, 64, torch.bfloat16)
-    arguments = features(every_feature(torch.bfloat16))
+    arguments = call_arguments(every_feature(torch.bfloat16))
 
     @torch.compile(fullgraph=True)
     def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

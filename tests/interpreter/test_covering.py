@@ -48,8 +48,8 @@ def rendered(case: ForwardCase, loads: str) -> Any:
         q_offset: Offset,
         features: Features,
     ) -> None:
-        features = {name: getattr(features, name) for name in ("alibi_slopes", "sinks", "bias", "mask")}
-        arguments: dict[str, Any] = {name: value for name, value in features.items() if value is not None}
+        tensors = {name: getattr(features, name) for name in ("alibi_slopes", "sinks", "bias", "mask")}
+        arguments: dict[str, Any] = {name: value for name, value in tensors.items() if value is not None}
         arguments |= {"window": features.window} if spec.window else {}
         arguments |= {"softcap": features.softcap} if spec.softcap else {}
         arguments |= {"q_offset": q_offset} if spec.causal or spec.window or spec.alibi else {}
