@@ -20,7 +20,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import DeviceError, UnsupportedError, WorkloadError
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.ops import forward as ops
-from flashgen.runtime.ops import runs, serve
+from flashgen.runtime.ops import outputs, runs, serve
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import handle_for
 from tests.db.samples import H100, RTX_4090
@@ -209,7 +209,7 @@ def test_what_is_promised_is_what_is_allocated(name: str, bshd: bool) -> None:
     q, k, v = INPUTS[name]()
     if bshd:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = runs.empty_output(q, v, bshd=bshd), runs.empty_lse(q, bshd=bshd)
+    out, lse = outputs.empty_output(q, v, bshd=bshd), outputs.empty_lse(q, bshd=bshd)
     assert out.shape == (*q.shape[:3], v.shape[3])
     assert out.stride(3) == 1
     layout = "bshd" if bshd else "bhsd"
@@ -231,10 +231,10 @@ def test_an_output_keeps_the_memory_order_of_q() -> None:
     """So that the reshape after it, to (batch, seqlen, nheads * head_dim), costs no copy."""
     for dim in (64, 32):
         q, _, _ = INPUTS["transposed"]()
-        out = runs.empty_output(q, _at(2, 3, 7, dim), bshd=False)
+        out = outputs.empty_output(q, _at(2, 3, 7, dim), bshd=False)
         assert out.transpose(1, 2).is_contiguous()
         q, _, _ = INPUTS["contiguous"]()
-        assert runs.empty_output(q, _at(2, 3, 7, dim), bshd=False).is_contiguous()
+        assert outputs.empty_output(q, _at(2, 3, 7, dim), bshd=False).is_contiguous()
 
 
 def test_the_outputs_of_gpu_tensors_are_on_that_gpu() -> None:
@@ -262,8 +262,8 @@ def reference(call: Call) -> runs.Run:
         offset: runs.Offset,
         features: Any = None,
     ) -> Any:
-        out = runs.empty_output(q, v, bshd=call.bshd)
-        lse = runs.empty_lse(q, bshd=call.bshd)
+        out = outputs.empty_output(q, v, bshd=call.bshd)
+        lse = outputs.empty_lse(q, bshd=call.bshd)
         q, k, v, view = (x.transpose(1, 2) if call.bshd else x for x in (q, k, v, out))
         group = q.shape[1] // k.shape[1]
         scores = q @ k.repeat_interleave(group, 1).mT * (q.shape[-1] ** -0.5 if scale is None else scale)

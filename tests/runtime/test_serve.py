@@ -15,7 +15,7 @@ from flashgen.core.settings import settings
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.runtime.lookup import ladder as dispatch
-from flashgen.runtime.ops import runs, serve
+from flashgen.runtime.ops import outputs, runs, serve
 from flashgen.runtime.ops.calls import Call, CheckedCall
 from tests.db.samples import H100
 from tests.fakes.gpu import MARK, FakeGpu, OnGpu, qkv, tensor
@@ -480,7 +480,7 @@ def test_sdpa_computes_the_same_in_the_strides_that_were_promised(causal: bool, 
         if bshd:
             given = [x.transpose(1, 2) for x in given]
         out = run(*given, 0.3, None)
-        assert out.stride() == runs.empty_output(given[0], given[2], bshd=bshd).stride()
+        assert out.stride() == outputs.empty_output(given[0], given[2], bshd=bshd).stride()
         torch.testing.assert_close(out.transpose(1, 2) if bshd else out, expected, atol=1e-5, rtol=1e-4)
 
 

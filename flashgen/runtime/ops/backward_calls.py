@@ -16,7 +16,7 @@ from flashgen.launch.backward import BackwardTensors, backward_geometry
 from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, NO_FEATURES, Call, CheckedCall
 from flashgen.runtime.ops.gradients import META, BiasRule, bias_rule, empty_bias_gradient, empty_gradient
-from flashgen.runtime.ops.runs import empty_lse, empty_output
+from flashgen.runtime.ops.outputs import empty_lse, empty_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

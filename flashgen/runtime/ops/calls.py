@@ -15,7 +15,7 @@ from flashgen.core.features.values import Features
 from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 from flashgen.launch.geometry import Geometry, aligned16
-from flashgen.runtime.ops.runs import empty_output
+from flashgen.runtime.ops.outputs import empty_output
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_FEATURES = Features()

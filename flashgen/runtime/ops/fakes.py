@@ -19,7 +19,7 @@ from flashgen.core.features.values import Features
 from flashgen.runtime.ops import mods as user_mods
 from flashgen.runtime.ops.calls import check_inputs
 from flashgen.runtime.ops.gradients import empty_gradient
-from flashgen.runtime.ops.runs import empty_lse, empty_output
+from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from flashgen.runtime.ops.schemas import DIFFERENTIATED
 
 Tensor = torch.Tensor

@@ -9,6 +9,8 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashgen.runtime.ops.outputs import empty_lse, empty_output
+
 if TYPE_CHECKING:
     from flashgen.core.features.values import Features
     from flashgen.launch.plan import Launch
@@ -113,19 +115,3 @@ def _attn_mask(features: Features | None) -> torch.Tensor | None:
     """Bias or mask, whichever is there, in the four dimensions that every backend takes."""
     given = None if features is None else features.bias if features.bias is not None else features.mask
     return None if given is None else given[(None,) * (4 - given.dim())]
-
-
-def empty_output(q: torch.Tensor, v: torch.Tensor, *, bshd: bool) -> torch.Tensor:
-    """The uninitialised output of a call: q's layout in memory, with v's head_dim."""
-    if q.shape[-1] == v.shape[-1]:
-        return torch.empty_like(q)
-    if bshd or q.stride(1) >= q.stride(2):
-        return q.new_empty((*q.shape[:3], v.shape[-1]))
-    # (batch, nheads, seqlen, head_dim) as a view of memory in bshd order
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
-
-
-def empty_lse(q: torch.Tensor, *, bshd: bool) -> torch.Tensor:
-    """The uninitialised LSE of a call: fp32 (batch, nheads, seqlen_q), whatever the layout of q."""
-    batch, one, two, _ = q.shape
-    return q.new_empty((batch, two, one) if bshd else (batch, one, two), dtype=torch.float32)

@@ -1,0 +1,21 @@
+"""Where a call writes: its output and its LSE, uninitialised."""
+
+from __future__ import annotations
+
+import torch
+
+
+def empty_output(q: torch.Tensor, v: torch.Tensor, *, bshd: bool) -> torch.Tensor:
+    """The uninitialised output of a call: q's layout in memory, with v's head_dim."""
+    if q.shape[-1] == v.shape[-1]:
+        return torch.empty_like(q)
+    if bshd or q.stride(1) >= q.stride(2):
+        return q.new_empty((*q.shape[:3], v.shape[-1]))
+    # (batch, nheads, seqlen, head_dim) as a view of memory in bshd order
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
+
+
+def empty_lse(q: torch.Tensor, *, bshd: bool) -> torch.Tensor:
+    """The uninitialised LSE of a call: fp32 (batch, nheads, seqlen_q), whatever the layout of q."""
+    batch, one, two, _ = q.shape
+    return q.new_empty((batch, two, one) if bshd else (batch, one, two), dtype=torch.float32)
