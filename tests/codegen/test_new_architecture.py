@@ -58,7 +58,7 @@ def test_families_for_wgmma_serve_it_where_its_row_says_wgmma_and_tma(monkeypatc
     ("lacking", "spec", "reason"),
     [
         ("has_async_copy", SPECS[0], "it needs sm80 or newer, not sm150"),
-        ("has_tf32", SPECS[2], "multiplies no TF32"),
+        ("has_tf32", SPECS[2], "multiply no TF32"),
     ],
 )
 def test_what_its_row_denies_is_refused(

@@ -199,7 +199,7 @@ def test_the_size_of_scores_counts_parts_that_cancel_and_weighs_keys() -> None:
         (Features(mask=torch.ones(1, 3, 1, 1, dtype=torch.bool)), "mask broadcasts"),
         (Features(sinks=torch.zeros(3)), "sinks broadcasts"),
         (Features(alibi_slopes=torch.zeros(3, 2)), "alibi_slopes broadcasts"),
-        (Features(aux=(torch.zeros(1),)), "user-defined"),
+        (Features(aux=(torch.zeros(1),)), "the references compute .*functions"),
     ],
 )
 def test_what_does_not_fit_is_refused(features: Features, rule: str) -> None:
