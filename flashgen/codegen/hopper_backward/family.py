@@ -205,7 +205,7 @@ _ORDERS: tuple[Changes, ...] = (
 """Other orders of a step, of which each won at some length."""
 
 
-def _favourites(spec: Specialization, device: Device) -> tuple[Config, ...]:
+def _seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     default = _fused_default(spec, device)
     found = dict.fromkeys(default.replace(**changes) for changes in (*_ORDERS, *_WON))
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
@@ -227,7 +227,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     template_values=text.values,
     kernels=kernels.kernels,
     scratch=kernels.scratch,
-    seed_configs=_favourites,
+    seed_configs=_seed_configs,
     tolerated_spills=resources.TOLERATED_SPILLS,
     cost_model=FUSED_COST_MODEL,
 )

@@ -102,7 +102,7 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
     )
 
 
-def _favourites_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
+def _seed_configs_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
     found = seed_configs_fused(spec, device)
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
@@ -236,7 +236,7 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     kernels=_kernels,
     scratch=_scratch,
     allowed_values=_choices,
-    seed_configs=_favourites_fused,
+    seed_configs=_seed_configs_fused,
     tolerated_spills=TOLERATED_SPILLS,
     cost_model=FUSED_COST_MODEL,
 )
