@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen import families
-from flashgen.codegen.families import unsupported
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
@@ -26,7 +25,7 @@ def rendered(direction: str, folder: Path) -> int:
         for mask in MASKS:
             spec = Specialization.parse(f"{direction}-bf16-d{head_dim}{mask}")
             for row in families.FAMILIES:
-                if row.direction != spec.direction or unsupported(row, spec, H200) is not None:
+                if row.direction != spec.direction or families.unsupported(row, spec, H200) is not None:
                     continue
                 # seed_configs differ by head dimension only where the padded size does
                 seed_configs = row.seed_configs(spec, H200) if head_dim in (64, 72, 128, 192, 256) else ()
