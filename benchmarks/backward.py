@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
 from benchmarks.impls import Impl
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.results import ResultsFile
+from benchmarks.results import RACE_COLUMNS, ResultsFile
 from benchmarks.suites import BACKWARD_SUITE, backward_grid, select
 from benchmarks.training_impls import BACKWARD
 from flashgen.core.errors import FlashgenError
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> i
     try:
         impls, provenance = chosen(options.impls, what.impls), Provenance.here(options.commit)
         path = options.results / provenance.slug / f"{what.suite}.csv"
-        file = ResultsFile(path, append=options.append)
+        file = ResultsFile(path, RACE_COLUMNS, append=options.append)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as scratch:

@@ -19,7 +19,7 @@ from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.problems import forward_of
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, race
-from benchmarks.results import ResultsFile, Row
+from benchmarks.results import RACE_COLUMNS, ResultsFile, Row
 from benchmarks.suites import SUITES, select, work_of
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         impls, provenance = chosen(options.impls), Provenance.here(options.commit)
-        file = ResultsFile(options.results / provenance.slug / "forward.csv", append=options.append)
+        file = ResultsFile(options.results / provenance.slug / "forward.csv", RACE_COLUMNS, append=options.append)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
@@ -120,6 +120,7 @@ def _row(provenance: Provenance, suite: str, workload: Workload, result: Result)
         median_ms=result.median_ms if timed else None,
         extra_bytes=result.extra_bytes,
         outcome=(result.reason or "")[:REASON_LENGTH],
+        timing=result.timing,
     )
 
 
@@ -129,6 +130,8 @@ def line_of(workload: Workload, result: Result, suite: str = "") -> str:
         return f"{result.impl.name:12} no row: {result.reason}"
     clock = median_clock(result.windows)
     tail = f" at {clock:.0f} MHz" if clock else ""
+    tail += f", {result.timing}" if result.timing else ""
+    tail += f": {result.queued_because}" if result.queued_because else ""
     tail += "" if result.extra_bytes is None else f", {result.extra_bytes / 2**20:.1f} MiB"
     rate = work_of(suite, workload)[0] / result.median_ms / 1e9
     return f"{result.impl.name:12} {result.median_ms:9.4f} ms {rate:6.1f} TFLOP/s, spread {result.spread:.1%}{tail}"

@@ -240,7 +240,14 @@ def _speedup(workload: Workload, file: ResultsFile, provenance: Provenance, pace
     torch.cuda.empty_cache()
     results = race(workload, impls, device=current_device(), where=where, stopwatch=stopwatch, pace=pace)
     file.write(
-        provenance.row(SPEEDUP_SUITE, workload, each.impl.name, each.impl.version(), median_ms=each.median_ms)
+        provenance.row(
+            SPEEDUP_SUITE,
+            workload,
+            each.impl.name,
+            each.impl.version(),
+            median_ms=each.median_ms,
+            timing=each.timing,
+        )
         for each in results
         if each.reason is None
     )

@@ -58,6 +58,7 @@ class Provenance:
         median_ms: float | None = None,
         extra_bytes: int | None = None,
         outcome: str = "",
+        timing: str = "",
         rates: bool = True,
     ) -> Row:
         """A row of today; with `rates`, its TFLOP/s and its GB/s (fewest bytes that the workload can move)."""
@@ -70,6 +71,7 @@ class Provenance:
             impl_version=version,
             extra_bytes=extra_bytes,
             outcome=outcome,
+            timing=timing,
             median_ms=median_ms,
             tflops=flops / timed / 1e9 if timed else None,
             gbps=moved / timed / 1e6 if timed else None,

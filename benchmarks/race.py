@@ -1,12 +1,19 @@
-"""One workload, several implementations: each is checked, then they take turns in balanced order."""
+"""One workload, several implementations: each is checked, then they take turns in balanced order.
+
+The device's time is measured in the same way for all of them: from CUDA graphs up to `GRAPH_BELOW_MS`, where the time
+that some of them take on the host (FlashAttention-3 and -4 about 0.1 ms a call) could not be hidden, and queued above.
+"""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -16,7 +23,28 @@ from flashgen.core.device import Device
 from flashgen.core.workload import Workload
 from flashgen.measure.baselines import SAME_FUNCTION
 from flashgen.measure.inputs import rotation_copies
-from flashgen.measure.timing import Stopwatch, Unit, Window, make_unit, measure, orders
+from flashgen.measure.timing import QUEUE, Stopwatch, Unit, Window, make_unit, measure, orders
+
+GRAPH_BELOW_MS = 2.0
+"""Many times what any implementation takes on the host for a call, autograd and the wrappers of torch.compile included.
+The estimate that is held against it contains the host's time, so that a short call of a slow host is below it, too."""
+
+HOST_SHARE = 0.5
+"""Of the device's time: a host that takes more to launch a call may not be hidden by a queue."""
+
+T = TypeVar("T")
+
+
+class RaceStopwatch(Stopwatch, Protocol):
+    """What a race needs of a stopwatch beside windows and graphs."""
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Surrounds the whole race, so that a backward pass is prepared where it is recorded."""
+        ...
+
+    def host_ms(self, call: Callable[[], object]) -> float:
+        """How long the host takes to launch `call` while the device is idle."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +60,14 @@ class Pace:
 class Result:
     """The windows of one implementation, or the reason why it has none.
 
+    `timing` is "graph" or "queue", `queued_because` the reason why a short call could not be recorded into a graph.
     `extra_bytes` is what a call held beside inputs and output, where that was asked for.
     """
 
     impl: Impl
     windows: tuple[Window, ...] = ()
+    timing: str = ""
+    queued_because: str | None = None
     extra_bytes: int | None = None
     reason: str | None = None
 
@@ -58,44 +89,70 @@ def race(
     *,
     device: Device,
     where: torch.device,
-    stopwatch: Stopwatch,
+    stopwatch: RaceStopwatch,
     pace: Pace,
 ) -> list[Result]:
     """Time `impls` against each other on one workload; one result each, in their order.
 
     An implementation that refuses the workload, fails, or computes something else gets no time but a reason.
     """
+    with stopwatch.stream():
+        found = _race(workload, impls, device, where, stopwatch, pace)
+    gc.collect()  # graphs and their memory, where a cycle holds them
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """What a window of an implementation repeats; `queued_because` as in `Result`."""
+
+    unit: Unit
+    queued_because: str | None = None
+
+
+def _race(
+    workload: Workload,
+    impls: Sequence[Impl],
+    device: Device,
+    where: torch.device,
+    stopwatch: RaceStopwatch,
+    pace: Pace,
+) -> list[Result]:
     task = problem(workload, copies=rotation_copies(workload, device.l2_bytes), where=where)
-    units: dict[str, Unit] = {}
+    entries: dict[str, _Entry] = {}
     reasons: dict[str, str] = {}
     for impl in impls:
-        made = _attempt(partial(_unit, impl, workload, task, stopwatch))
-        if isinstance(made, Unit):
-            units[impl.name] = made
+        made = _attempt(partial(_entry, impl, workload, task, stopwatch))
+        if isinstance(made, _Entry):
+            entries[impl.name] = made
         else:
-            reasons[impl.name] = str(made)
-    runners = [impl for impl in impls if impl.name in units]
+            reasons[impl.name] = made
+    runners = [impl for impl in impls if impl.name in entries]
     windows: dict[str, list[Window]] = {impl.name: [] for impl in runners}
     for order in orders(len(runners), pace.rounds):
         for impl in (runners[turn] for turn in order if runners[turn].name not in reasons):
-            seen = _attempt(partial(_visit, impl, units[impl.name], stopwatch, pace))
+            seen = _attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))
             if isinstance(seen, Window):
                 windows[impl.name].append(seen)
             else:
-                reasons[impl.name] = str(seen)
+                reasons[impl.name] = seen
     return [
         Result(impl=impl, reason=reasons[impl.name])
         if impl.name in reasons
-        else Result(impl=impl, windows=tuple(windows[impl.name]))
+        else _result(impl, entries[impl.name], windows[impl.name])
         for impl in impls
     ]
 
 
-def _visit(impl: Impl, unit: Unit, stopwatch: Stopwatch, pace: Pace) -> Window:
+def _result(impl: Impl, entry: _Entry, windows: Sequence[Window]) -> Result:
+    return Result(impl=impl, windows=tuple(windows), timing=entry.unit.timing, queued_because=entry.queued_because)
+
+
+def _visit(impl: Impl, unit: Unit, stopwatch: RaceStopwatch, pace: Pace) -> Window:
     return measure(unit, stopwatch, warm_ms=impl.share * pace.warm_ms, window_ms=impl.share * pace.window_ms)
 
 
-def _unit(impl: Impl, workload: Workload, task: Problem, stopwatch: Stopwatch) -> Unit | str:
+def _entry(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> _Entry | str:
     """What a window of `impl` repeats, once its results have been checked; or the reason why there is none."""
     reason = impl.unsupported(workload)
     if reason is not None:
@@ -104,9 +161,22 @@ def _unit(impl: Impl, workload: Workload, task: Problem, stopwatch: Stopwatch) -
         warnings.simplefilter("ignore")  # torch explains at length why a backend was left out
         call = impl.prepare(workload, task.inputs)
         wrong = _why_wrong(call, task.expected)
-        if wrong is not None:
-            return wrong
-        return make_unit(call.run, task.inputs.copies, stopwatch, call.context)
+        return wrong or _timed(call, task.inputs.copies, stopwatch)
+
+
+def _timed(call: Call, copies: int, stopwatch: RaceStopwatch) -> _Entry | str:
+    """How the device's time of a call is measured, or why it cannot be told from the host's."""
+    unit = _attempt(lambda: make_unit(call.run, copies, stopwatch, call.context, graph_below_ms=GRAPH_BELOW_MS))
+    because = None if isinstance(unit, Unit) else f"it cannot be recorded into a CUDA graph ({unit})"
+    if not isinstance(unit, Unit):
+        unit = make_unit(call.run, copies, stopwatch, call.context, graph_below_ms=0.0)
+    if unit.timing == QUEUE:
+        with unit.context():
+            host_ms = min(stopwatch.host_ms(unit.run) for _ in range(3))
+        if host_ms > HOST_SHARE * unit.ms:
+            slow = f"the host takes {host_ms:.3f} ms to launch a call of {unit.ms:.3f} ms, which a queue does not hide"
+            return f"{because}, and {slow}" if because else slow
+    return _Entry(unit=unit, queued_because=because)
 
 
 def _why_wrong(call: Call, expected: Sequence[torch.Tensor]) -> str | None:
@@ -123,7 +193,7 @@ def _why_wrong(call: Call, expected: Sequence[torch.Tensor]) -> str | None:
     return None
 
 
-def _attempt(work: Callable[[], Unit | Window | str]) -> Unit | Window | str:
+def _attempt(work: Callable[[], T | str]) -> T | str:
     """An implementation that fails costs its own row only."""
     try:
         return work()

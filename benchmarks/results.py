@@ -25,10 +25,13 @@ COLUMNS = (
 )
 """Columns of every file that is not named below."""
 
-MEMORY_COLUMNS = (*COLUMNS[:4], "extra_bytes", *COLUMNS[4:])
+RACE_COLUMNS = (*COLUMNS[:4], "timing", *COLUMNS[4:])
+"""Columns of `forward.csv`, `backward.csv` and `forward_backward.csv`."""
+
+MEMORY_COLUMNS = (*COLUMNS[:4], "extra_bytes", *RACE_COLUMNS[4:])
 """Columns of `memory.csv` and `features.csv`."""
 
-OUTCOME_COLUMNS = (*COLUMNS[:4], "outcome", *COLUMNS[4:])
+OUTCOME_COLUMNS = (*COLUMNS[:4], "outcome", *RACE_COLUMNS[4:])
 """Columns of `models.csv`, which has a row for what could not run, too."""
 
 TRAINING_NUMBERS = ("steps", "tokens_per_s", "peak_gib", "loss_first", "loss_last")
@@ -82,8 +85,9 @@ class Row:
     Of a run of training, `median_ms` is the median step, `tokens_per_s` follows from it, `peak_gib` is the most memory
     that was allocated, and `outcome` says whether it came to its end; `loss_deviation`, the mean distance from the
     losses of the run that it is compared with, is in no file: `training_tables` finds it in the curves. Of a race,
-    `outcome` is the reason why an implementation has no time. What repeats of one call differ by is explained in
-    `spread.Spread`. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was measured on and with.
+    `outcome` is the reason why an implementation has no time, and `timing` says how its time was taken, `graph` or
+    `queue`. What repeats of one call differ by is explained in `spread.Spread`. `device`, `torch`, `triton`, `commit`
+    and `date` (UTC) say what a row was measured on and with.
     """
 
     suite: str
@@ -91,6 +95,7 @@ class Row:
     impl: str
     impl_version: str
     extra_bytes: int | None = None
+    timing: str = ""
     median_ms: float | None = None
     tflops: float | None = None
     gbps: float | None = None

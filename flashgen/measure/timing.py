@@ -1,9 +1,9 @@
 """Timing on a card that changes its clock: windows of back-to-back calls, interleaved in balanced order.
 
 What a number means: mean device time per call, in ms, of calls that follow one another without a gap, with inputs
-rotated over at least twice the L2 cache, between two device events. Host time is no part of it: a call shorter than
-`GRAPH_BELOW_MS` is recorded into a CUDA graph of many calls (each with its own set of inputs) that is replayed;
-a longer one is queued, which the host does faster than the device works it off.
+rotated over at least twice the L2 cache, between two device events. Host time is no part of it: a call below a limit
+is recorded into a CUDA graph of many calls (each with its own set of inputs) that is replayed; a longer one is queued,
+which the host does faster than the device works it off. `Unit.timing` says which of the two.
 
 Under a power cap the clock follows what ran in the last tenths of a second. So candidates take turns, every one of
 them runs for a while before its measured window starts, and the order of the turns changes from round to round.
@@ -13,20 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from flashgen.measure import graph_capture
+
 GRAPH_BELOW_MS = 0.1
-"""Well above the host's cost of a launch (5 to 25 us in Python), which a shorter call could not hide."""
+"""The limit in a search, whose candidates and baselines cost the host 5 to 25 us a call: well above what a shorter call
+could not hide. Where others are timed who cost it more, the limit has to be higher."""
 
 GRAPH_MS = 2.0
 """Length of one graph: the gap of some microseconds between two replays stays under half a per cent."""
 
 MAX_GRAPH_CALLS = 1024
 ESTIMATES = 3
+LONG_MS = 1.0
+"""Of a call this long the host's share is small."""
+
+GRAPH, QUEUE = "graph", "queue"
+"""How a unit is timed: replayed from a CUDA graph, or launched call by call."""
 
 Run = Callable[[int], object]
 """Launches one call on the n-th set of inputs, without waiting for it."""
@@ -68,10 +77,20 @@ class CudaStopwatch:
 
     def capture(self, calls: Callable[[], object]) -> Callable[[], object]:
         """Record what `calls` launches into a CUDA graph; the result replays it."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            calls()
-        return graph.replay
+        return graph_capture.capture(calls)
+
+    def stream(self) -> contextlib.AbstractContextManager[object]:
+        """The side stream that graphs are recorded on: what is prepared on it can be recorded, backward passes too."""
+        return graph_capture.on_side_stream()
+
+    def host_ms(self, call: Callable[[], object]) -> float:
+        """How long the host takes to launch `call` while the device is idle."""
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        call()
+        took = time.perf_counter() - started
+        torch.cuda.synchronize()
+        return 1e3 * took
 
     def sm_clock_mhz(self) -> float | None:
         """The clock seen during the last window, None where it cannot be read."""
@@ -84,7 +103,7 @@ class Unit:
 
     `context` surrounds every window (it chooses a backend of torch, for one) and costs nothing per call. `keeps` is
     what was recorded: a graph knows only addresses, and the tensors behind them (workspaces, what a forward pass left)
-    must live as long as it does. Torch unmaps freed memory at each capture.
+    must live as long as it does. Torch unmaps freed memory at each capture. `timing` is `GRAPH` or `QUEUE`.
     """
 
     run: Callable[[], object]
@@ -92,6 +111,7 @@ class Unit:
     ms: float
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     keeps: object = None
+    timing: str = QUEUE
 
     @property
     def call_ms(self) -> float:
@@ -112,6 +132,8 @@ def make_unit(
     copies: int,
     stopwatch: Stopwatch,
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    *,
+    graph_below_ms: float = GRAPH_BELOW_MS,
 ) -> Unit:
     """Estimate a call and decide whether it is queued or replayed from a graph.
 
@@ -120,6 +142,11 @@ def make_unit(
         copies: sets of inputs to rotate.
         stopwatch: measures.
         context: surrounds the calls.
+        graph_below_ms: calls whose estimate is below are recorded. An estimate is never below the host's time of a
+            call, so a limit far above that of the slowest host leaves no time to any of them.
+
+    Raises:
+        Exception: what the call raised, or what prevented its recording.
     """
     turn = 0
 
@@ -130,17 +157,10 @@ def make_unit(
 
     with context():
         estimate = _estimate_ms(queue, stopwatch)
-        if estimate >= GRAPH_BELOW_MS:
+        if estimate >= graph_below_ms:
             return Unit(run=queue, calls=1, ms=estimate, context=context)
-        calls = _graph_calls(estimate, copies)
-
-        def all_calls() -> None:
-            for n in range(calls):
-                run(n % copies)
-
-        replay = stopwatch.capture(all_calls)
-        ms = stopwatch.elapsed_ms(replay, replay)
-    return Unit(run=replay, calls=calls, ms=max(ms, 1e-6), context=context, keeps=run)
+        calls, replay, ms = _recorded(run, copies, stopwatch, estimate)
+    return Unit(run=replay, calls=calls, ms=max(ms, 1e-6), context=context, keeps=run, timing=GRAPH)
 
 
 def measure(unit: Unit, stopwatch: Stopwatch, *, warm_ms: float, window_ms: float) -> Window:
@@ -196,13 +216,34 @@ def median_clock(windows: Sequence[Window]) -> float | None:
 def _estimate_ms(call: Callable[[], object], stopwatch: Stopwatch) -> float:
     """The least of a few single calls; two are enough where the host's share is small: the first may build its plan."""
     estimate = min(stopwatch.elapsed_ms(_nothing, call) for _ in range(2))
-    if estimate >= 10 * GRAPH_BELOW_MS:
+    if estimate >= LONG_MS:
         return estimate
     return min(estimate, *(stopwatch.elapsed_ms(_nothing, call) for _ in range(ESTIMATES - 2)))
 
 
 def _nothing() -> None:
     pass
+
+
+def _recorded(
+    run: Run, copies: int, stopwatch: Stopwatch, estimate_ms: float
+) -> tuple[int, Callable[[], object], float]:
+    """A graph of about `GRAPH_MS`: its calls, its replay and its ms.
+
+    An estimate that was mostly the host's gives a graph of a fraction of that, which is recorded anew.
+    """
+
+    def record(calls: int) -> tuple[int, Callable[[], object], float]:
+        def all_calls() -> None:
+            for n in range(calls):
+                run(n % copies)
+
+        replay = stopwatch.capture(all_calls)
+        return calls, replay, stopwatch.elapsed_ms(replay, replay)
+
+    calls, replay, ms = record(_graph_calls(estimate_ms, copies))
+    wanted = _graph_calls(ms / calls, copies)
+    return record(wanted) if wanted >= 2 * calls else (calls, replay, ms)
 
 
 def _graph_calls(estimate_ms: float, copies: int) -> int:

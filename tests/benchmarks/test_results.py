@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.results import COLUMNS, MEMORY_COLUMNS, ResultsFile, latest, read_rows
+from benchmarks.results import (
+    COLUMNS,
+    MEMORY_COLUMNS,
+    OUTCOME_COLUMNS,
+    RACE_COLUMNS,
+    ResultsFile,
+    latest,
+    read_rows,
+)
 from flashgen.core.workload import Workload
 from tests.benchmarks.rows import memory_row, row
 
@@ -23,7 +31,9 @@ def test_columns_are_the_promised_ones(tmp_path: Path) -> None:
     assert line.startswith("forward,fwd-bf16-b2-h4-hk4-sq256-sk256-d64-causal,flashgen,1.0,")
     assert ",123.5," in line
     assert line.endswith(",Test GPU,2.11.0,3.6.0,0123456789ab,2026-11-20")
-    assert [name for name in MEMORY_COLUMNS if name != "extra_bytes"] == list(COLUMNS)
+    assert [name for name in RACE_COLUMNS if name != "timing"] == list(COLUMNS)
+    assert [name for name in MEMORY_COLUMNS if name != "extra_bytes"] == list(RACE_COLUMNS)
+    assert [name for name in OUTCOME_COLUMNS if name != "outcome"] == list(RACE_COLUMNS)
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from benchmarks.impls import STANDARD_LIMIT_BYTES, Call, Impl, results_of, stand
 from benchmarks.problems import TrainingInputs, forward_of, problem, training_inputs
 from benchmarks.provenance import Provenance
 from benchmarks.race import Pace, race
-from benchmarks.results import COLUMNS, read_rows
+from benchmarks.results import RACE_COLUMNS, read_rows
 from benchmarks.suites import BOTH_PASSES, backward_grid, paper_grid, work_of
 from benchmarks.training_impls import BACKWARD, FORWARD_BACKWARD
 from flashgen.core.device import CATALOGUE
@@ -249,7 +249,7 @@ def test_a_run_writes_its_rows(
     monkeypatch.setattr(backward, "chosen", lambda names, among: entrants)
     arguments = ["--results", str(tmp_path), "--commit", "abc", "--warm", "0.001", "--window", "0.002", "--rounds", "2"]
     assert run([*arguments, "--limit-seconds", "60"]) == 0
-    (row,) = read_rows(tmp_path / SHARED.slug / f"{suite}.csv", COLUMNS)
+    (row,) = read_rows(tmp_path / SHARED.slug / f"{suite}.csv", RACE_COLUMNS)
     assert (row.suite, row.workload, row.impl, row.commit) == (suite, SQUARE.key, "standard", "abc")
     assert row.median_ms == pytest.approx(1.0)
     assert row.tflops == pytest.approx(work * forward_of(SQUARE).flops / 1e9, abs=0.05)

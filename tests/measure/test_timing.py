@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from flashgen.measure.timing import (
+    GRAPH,
     GRAPH_BELOW_MS,
     GRAPH_MS,
     MAX_GRAPH_CALLS,
+    QUEUE,
     Unit,
     Window,
     interleave,
@@ -74,6 +76,17 @@ def test_a_time_is_the_kernels_and_not_the_hosts(ms: float) -> None:
     assert window.ms == pytest.approx(ms)
     assert unit.call_ms == pytest.approx(ms)
     assert (unit.calls > 1) == (ms < GRAPH_BELOW_MS)
+
+
+@pytest.mark.parametrize("ms", [0.004, 0.05, 0.15, 1.5])
+def test_a_higher_limit_keeps_a_slow_host_out_of_the_time(ms: float) -> None:
+    """100 us of host beside 150 us of device: above the limit of a search, and a queue that runs dry shows the host."""
+    gpu = FakeGpu(host_ms=0.1)
+    unit = make_unit(LaunchFunction(gpu, ms), 4, gpu, graph_below_ms=2.0)
+    assert unit.timing == GRAPH
+    assert measure(unit, gpu, warm_ms=5.0, window_ms=50.0).ms == pytest.approx(ms)
+    assert unit.ms >= 0.5 * GRAPH_MS  # recorded anew where the estimate was the host's
+    assert make_unit(LaunchFunction(gpu, ms), 4, gpu, graph_below_ms=0.0).timing == QUEUE
 
 
 def test_every_set_of_inputs_takes_its_turn() -> None:
