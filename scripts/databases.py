@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flashgen.core.errors import DatabaseError
 from flashgen.db import exchange, files
-from flashgen.db.schema import SCHEMA_VERSION
+from flashgen.db.layout import SCHEMA_VERSION
 from flashgen.db.store import Store
 
 FOLDER = Path(__file__).parents[1] / "tuning_db"

@@ -12,7 +12,7 @@ import pytest
 from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.settings import settings
 from flashgen.db import files
-from flashgen.db.schema import SCHEMA_VERSION
+from flashgen.db.layout import SCHEMA_VERSION
 from flashgen.db.store import Store
 from scripts import databases
 

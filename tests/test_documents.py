@@ -18,7 +18,7 @@ from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.core.device import find_device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Specialization
-from flashgen.db.schema import SCHEMA_VERSION
+from flashgen.db.layout import SCHEMA_VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,6 +1,7 @@
 """Opening files: whose they are, which schema they have, and how each kind of access connects.
 
-alembic is imported only when an older file must be migrated; every look-up in an up-to-date file does without it.
+SQLAlchemy and alembic are imported only when a file must be created or migrated: every look-up in an up-to-date file
+does without them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
-
-import sqlalchemy as sa
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flashgen.core.errors import DatabaseError
 from flashgen.core.settings import settings
-from flashgen.db.schema import APPLICATION_ID, SCHEMA_VERSION, Base
+from flashgen.db.layout import APPLICATION_ID, SCHEMA_VERSION, TABLES
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 Access = Literal["write", "read", "shipped"]
 """`write` creates and migrates; `read` sees what other processes write; `shipped` is a file that nobody writes."""
@@ -106,7 +108,7 @@ def version_of(connection: sqlite3.Connection, path: Path) -> str | None:
             f"this flashgen reads tuning databases up to schema {SCHEMA_VERSION}; {path} has schema {version}: "
             "upgrade flashgen, or leave the file out of FLASHGEN_DB"
         )
-    missing = set(Base.metadata.tables) - {name for _, name in objects}
+    missing = TABLES - {name for _, name in objects}
     if missing and version == SCHEMA_VERSION:
         raise DatabaseError(f"a tuning database has every table of its schema; {path} lacks {sorted(missing)}")
     return version
@@ -127,17 +129,16 @@ def retry(path: Path, action: Callable[[], T]) -> T:
     for attempt in range(LOCKED_RETRIES):
         try:
             return action()
-        except (sqlite3.Error, sa.exc.DBAPIError) as error:
-            cause = error.orig if isinstance(error, sa.exc.DBAPIError) else error
-            if attempt + 1 == LOCKED_RETRIES or not _is_locked(cause):
-                raise DatabaseError(f"a tuning database must be usable by SQLite; {path}: {cause}") from error
+        except sqlite3.Error as error:
+            if attempt + 1 == LOCKED_RETRIES or not _is_locked(error):
+                raise DatabaseError(f"a tuning database must be usable by SQLite; {path}: {error}") from error
         except OverflowError as error:
             raise DatabaseError(f"a tuning database holds integers of 64 bits; {path}: {error}") from error
         time.sleep(0.01 * 2**attempt)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _is_locked(error: BaseException | None) -> bool:
+def _is_locked(error: sqlite3.Error) -> bool:
     return isinstance(error, sqlite3.OperationalError) and ("locked" in str(error) or "busy" in str(error))
 
 
@@ -159,20 +160,36 @@ def _become_writer(connection: sqlite3.Connection) -> None:
 
 def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
     """Create or migrate in one transaction, so that a killed process leaves the old file and a second one waits."""
+    import sqlalchemy as sa
+
     # a changed table is dropped and made again, which SQLite would refuse while rows of other tables point to its rows
     connection.execute("PRAGMA foreign_keys = OFF").close()
     engine = sa.create_engine("sqlite://", creator=lambda: connection, poolclass=sa.pool.StaticPool)
-    with engine.connect() as bound:
-        bound.exec_driver_sql("BEGIN IMMEDIATE")
-        version = version_of(connection, path)  # again: another process may have been faster
-        if version is None:
-            Base.metadata.create_all(bound)
-            bound.exec_driver_sql(_VERSION_TABLE)
-            bound.exec_driver_sql("INSERT INTO alembic_version VALUES (?)", (SCHEMA_VERSION,))
-            bound.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
-        elif version != SCHEMA_VERSION:
-            migrate(bound)
-        bound.commit()
+    try:
+        with engine.connect() as bound:
+            bound.exec_driver_sql("BEGIN IMMEDIATE")
+            version = version_of(connection, path)  # again: another process may have been faster
+            if version is None:
+                _create(bound)
+            elif version != SCHEMA_VERSION:
+                migrate(bound)
+            bound.commit()
+    except sa.exc.DBAPIError as error:
+        raise of_sqlite(error) from error
+
+
+def _create(bound: sa.Connection) -> None:
+    from flashgen.db.schema import Base
+
+    Base.metadata.create_all(bound)
+    bound.exec_driver_sql(_VERSION_TABLE)
+    bound.exec_driver_sql("INSERT INTO alembic_version VALUES (?)", (SCHEMA_VERSION,))
+    bound.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+
+
+def of_sqlite(error: sa.exc.DBAPIError) -> BaseException:
+    """The error of SQLite that SQLAlchemy has wrapped."""
+    return error if error.orig is None else error.orig
 
 
 _VERSION_TABLE = (

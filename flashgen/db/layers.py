@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flashgen.codegen.families import validate as validate_config
 from flashgen.core.device import Device
@@ -15,8 +15,11 @@ from flashgen.core.errors import DatabaseError
 from flashgen.core.record import TuningRecord
 from flashgen.core.settings import settings, shipped
 from flashgen.core.workload import Workload
-from flashgen.db.rows import Validate
-from flashgen.db.store import Store
+from flashgen.db.reader import Reader
+from flashgen.db.reading import Validate
+
+if TYPE_CHECKING:
+    from flashgen.db.store import Store
 
 Found = tuple[TuningRecord, str]
 """A record and the name of the layer it came from."""
@@ -26,10 +29,17 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One open database and its name: the path of a user's file, `shipped/<file>` for one of ours."""
+    """One database and its name: the path of a user's file, `shipped/<file>` for one of ours."""
 
     name: str
-    store: Store
+    reader: Reader
+
+    @property
+    def store(self) -> Store:
+        """What else than records there is in the file; look-ups do without, and so without SQLAlchemy."""
+        from flashgen.db.store import Store
+
+        return Store(self.reader)
 
 
 class Layers:
@@ -60,8 +70,8 @@ class Layers:
         layers = []
         for name, path, immutable in wanted:
             try:
-                store = Store.open(path, read_only=True, shipped=immutable, validate=validate)
-                layers.append(Layer(name=name, store=store))
+                reader = Reader.open(path, shipped=immutable, validate=validate)
+                layers.append(Layer(name=name, reader=reader))
             except DatabaseError as error:  # noqa: PERF203 - a bad layer must not cost the others
                 _warn(name, error)
         return cls(layers, first=user[0], validate=validate)
@@ -83,10 +93,12 @@ class Layers:
         Raises:
             DatabaseError: it cannot be written; the message names it.
         """
+        from flashgen.db.store import Store
+
         if self._writable is None:
             self._writable = Store.open(self._first, validate=self._validate)
             if not any(layer.name == self.first_name for layer in self._layers):
-                self._layers.insert(0, Layer(name=self.first_name, store=self._writable))
+                self._layers.insert(0, Layer(name=self.first_name, reader=self._writable.reader))
         return self._writable
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> Found | None:
@@ -100,7 +112,7 @@ class Layers:
         for wanted in ("measured", "predicted"):
             if provenance in (None, wanted):
                 for layer in tuple(self._layers):
-                    record = self._ask(layer, lambda store: store.record(workload, device, provenance=wanted))  # noqa: B023
+                    record = self._ask(layer, lambda reader: reader.record(workload, device, provenance=wanted))  # noqa: B023
                     if record is not None:
                         return record, layer.name
         return None
@@ -114,7 +126,7 @@ class Layers:
         provenance: str | None = None,
         hidden: bool = False,
     ) -> list[Found]:
-        """The records of all layers, narrowed as in `Store.records`; an earlier layer's record hides a later one's.
+        """The records of all layers, narrowed as in `Reader.records`; an earlier layer's record hides a later one's.
 
         With `hidden` those are listed too, after the ones that hide them: a look-up needs them where the first cannot
         serve.
@@ -123,7 +135,7 @@ class Layers:
         for layer in tuple(self._layers):
             records = self._ask(
                 layer,
-                lambda store: store.records(
+                lambda reader: reader.records(
                     device=device, arch=arch, specialization=specialization, provenance=provenance
                 ),
             )
@@ -139,8 +151,6 @@ class Layers:
 
     def close(self) -> None:
         """Close every file."""
-        for layer in self._layers:
-            layer.store.close()
         if self._writable is not None:
             self._writable.close()
 
@@ -152,9 +162,9 @@ class Layers:
     ) -> None:
         self.close()
 
-    def _ask(self, layer: Layer, question: Callable[[Store], V]) -> V | None:
+    def _ask(self, layer: Layer, question: Callable[[Reader], V]) -> V | None:
         try:
-            return question(layer.store)
+            return question(layer.reader)
         except DatabaseError as error:
             _warn(layer.name, error)
             self._layers = [other for other in self._layers if other is not layer]

@@ -2,7 +2,8 @@
 
 A column per field; identities and foreign keys are UNIQUE constraints, so that a second row for the same thing cannot
 exist. Times are a JSON list of milliseconds and knobs a JSON object, because their length differs from row to row.
-A change here needs a new revision in `migrations/versions` and a new `SCHEMA_VERSION`.
+A change here needs a new revision in `migrations/versions`, a new `SCHEMA_VERSION` in `flashgen.db.layout`, and the
+same change in the plain SQL of `flashgen.db.reader`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,6 @@ from typing import ClassVar
 
 from sqlalchemy import CheckConstraint, Float, ForeignKey, MetaData, UniqueConstraint, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
-
-APPLICATION_ID = 0x464C474E
-"""`FLGN` in the header of every file of ours (PRAGMA application_id): tells a foreign SQLite file at once."""
-
-SCHEMA_VERSION = "0004"
-"""The newest revision in `migrations/versions`; revisions are four digits and compare as numbers."""
 
 
 class Base(DeclarativeBase):

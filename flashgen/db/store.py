@@ -2,43 +2,49 @@
 
 Several processes may use a file at once: writers queue up (BEGIN IMMEDIATE, WAL), readers never wait, and a process
 that is killed loses only the row it was writing. What comes back from a file has passed every rule again
-(`flashgen.db.rows`); a row that has not is left out with a warning. Nothing in a file is ever executed.
+(`flashgen.db.reading`); a row that has not is left out with a warning. Nothing in a file is ever executed.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.orm import Session, contains_eager, selectinload
+from sqlalchemy.orm import Session, contains_eager
 
 from flashgen.codegen.families import validate as validate_config
 from flashgen.core.device import Device
-from flashgen.core.errors import DatabaseError, FlashgenError
+from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.workload import Workload
-from flashgen.db import files, rows, writing
-from flashgen.db.rows import Validate
+from flashgen.db import files, reading, rows, writing
+from flashgen.db.reader import BadRow, Reader
+from flashgen.db.reading import Validate
 from flashgen.db.schema import BaselineRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
 from flashgen.db.writing import Merged, Wins
 
-R = TypeVar("R", RecordRow, TrialRow, DeviceRow, WorkloadRow)
+R = TypeVar("R", TrialRow, DeviceRow, WorkloadRow)
 V = TypeVar("V")
 
 
 class Store:
     """One SQLite file. Open it with `Store.open`; close it, or use it as a context manager."""
 
-    def __init__(self, path: Path, engine: sa.Engine, access: files.Access, validate: Validate) -> None:
-        self.path = path
-        self.access = access
-        self._engine = engine
-        self.validate = validate
-        self._reported: set[tuple[str, int]] = set()
+    def __init__(self, reader: Reader) -> None:
+        """The file of `reader`, which reads the records; nothing connects to it yet."""
+        self.path = reader.path
+        self.access = access = reader.access
+        self.validate = reader.validate
+        self.reader = reader
+        # a reader connects anew for each look-up: nothing stays open across a fork or beside a migration
+        pool = sa.pool.QueuePool if access == "write" else sa.pool.NullPool
+        self._engine = sa.create_engine(
+            "sqlite://", creator=lambda: files.connect(reader.actual, access), poolclass=pool
+        )
+        sa.event.listen(self._engine, "begin", _begin)
 
     @classmethod
     def open(
@@ -57,12 +63,7 @@ class Store:
         """
         path = Path(path)
         access: files.Access = "shipped" if shipped else "read" if read_only else "write"
-        actual = files.prepare(path, access)
-        # a reader connects anew for each look-up: nothing stays open across a fork or beside a migration
-        pool = sa.pool.QueuePool if access == "write" else sa.pool.NullPool
-        engine = sa.create_engine("sqlite://", creator=lambda: files.connect(actual, access), poolclass=pool)
-        sa.event.listen(engine, "begin", _begin)
-        return cls(path, engine, access, validate)
+        return cls(Reader(path, files.prepare(path, access), access, validate))
 
     def close(self) -> None:
         """Close the file's connections."""
@@ -133,18 +134,17 @@ class Store:
 
     def trials(self, workload: Workload, device: Device) -> list[Trial]:
         """Every trial of a workload on a device identity, in the order they were stored."""
-        query = _trial_query(workload, device).where(TrialRow.source.is_distinct_from(rows.PREDICTED_SOURCE))
-        return self._read(query, lambda row: rows.trial_of(row, self.validate))
+        query = _trial_query(workload, device).where(TrialRow.source.is_distinct_from(reading.PREDICTED_SOURCE))
+        return self._read(query, lambda row: reading.trial_of(row, self.validate))
 
     def predictions(self, workload: Workload, device: Device) -> list[Prediction]:
         """Every prediction of a workload for a device identity, in the order they were stored."""
-        query = _trial_query(workload, device).where(TrialRow.source == rows.PREDICTED_SOURCE)
-        return self._read(query, lambda row: rows.prediction_of(row, self.validate))
+        query = _trial_query(workload, device).where(TrialRow.source == reading.PREDICTED_SOURCE)
+        return self._read(query, lambda row: reading.prediction_of(row, self.validate))
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
         """The record of exactly this workload on this device identity, a measured one before a predicted one."""
-        found = self._records(*_same(workload.key, device.identity), provenance=provenance)
-        return found[0] if found else None
+        return self.reader.record(workload, device, provenance=provenance)
 
     def records(
         self,
@@ -162,22 +162,15 @@ class Store:
             specialization: of this `Specialization.workload_class`.
             provenance: `measured` or `predicted`.
         """
-        conditions = []
-        if device is not None:
-            conditions.append(DeviceRow.identity == device.identity)
-        if arch is not None:
-            conditions.append(DeviceRow.arch == arch)
-        if specialization is not None:
-            conditions.append(WorkloadRow.specialization == specialization)
-        return self._records(*conditions, provenance=provenance)
+        return self.reader.records(device=device, arch=arch, specialization=specialization, provenance=provenance)
 
     def devices(self) -> list[Device]:
         """Every device that has rows, by identity."""
-        return self._read(sa.select(DeviceRow).order_by(DeviceRow.identity), rows.device_of)
+        return self._read(sa.select(DeviceRow).order_by(DeviceRow.identity), reading.device_of)
 
     def workloads(self) -> list[Workload]:
         """Every workload that has rows, by key."""
-        return self._read(sa.select(WorkloadRow).order_by(WorkloadRow.key), rows.workload_of)
+        return self._read(sa.select(WorkloadRow).order_by(WorkloadRow.key), reading.workload_of)
 
     def counts(self) -> dict[str, int]:
         """Number of rows of each table, checked or not."""
@@ -197,48 +190,21 @@ class Store:
         Raises:
             DatabaseError: a row breaks a rule; the message says which and how.
         """
-        return self._read(_record_query(), lambda row: rows.record_of(row, self.validate), strict=True)
+        return self.reader.all_records()
 
-    def _records(self, *conditions: sa.ColumnElement[bool], provenance: str | None) -> list[TuningRecord]:
-        query = _record_query().where(*conditions)
-        if provenance is not None:
-            query = query.where(RecordRow.provenance == provenance)
-        return self._read(query, lambda row: rows.record_of(row, self.validate))
-
-    def _read(self, query: sa.Select[R], build: Callable[[R], V], *, strict: bool = False) -> list[V]:
+    def _read(self, query: sa.Select[R], build: Callable[[R], V]) -> list[V]:
         """Build the value of each row; rows that break a rule are left out and reported together, once."""
-        bad: list[tuple[str, int, str]] = []
+        bad: list[BadRow] = []
 
         def read(session: Session) -> list[V]:
             bad.clear()
-            values = []
             found: Iterable[R | None] = session.scalars(query)
-            for row in found:
-                if row is None:  # in a file with tables of its own making, an id may be NULL
-                    bad.append(("a row", 0, "it has no id"))
-                    continue
-                try:
-                    values.append(build(row))
-                except FlashgenError as error:  # it must not cost the good ones
-                    bad.append((row.__tablename__, row.id, str(error)))
-            return values
+            rows = (("a row", None, None) if row is None else (row.__tablename__, row.id, row) for row in found)
+            return self.reader.built(rows, build, bad)
 
         values = self._run(read)
-        if bad and strict:
-            table, row_id, reason = bad[0]
-            raise DatabaseError(
-                f"every row must be valid; {self.path} has {len(bad)} bad: {table} {row_id}: {reason[:300]}"
-            )
-        self._report(bad)
+        self.reader.report(bad)
         return values
-
-    def _report(self, bad: Sequence[tuple[str, int, str]]) -> None:
-        new = [entry for entry in bad if entry[:2] not in self._reported]
-        self._reported.update(entry[:2] for entry in new)
-        if new:
-            table, row_id, reason = new[0]
-            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
-            warnings.warn(f"{self.path}: {table} {row_id} is ignored{more}: {reason[:300]}", stacklevel=2)
 
     def _run(self, action: Callable[[Session], V], *, write: bool = False) -> V:
         if write and self.access != "write":
@@ -246,8 +212,11 @@ class Store:
         engine = self._engine.execution_options(write=write)
 
         def attempt() -> V:
-            with Session(engine) as session, session.begin():
-                return action(session)
+            try:
+                with Session(engine) as session, session.begin():
+                    return action(session)
+            except sa.exc.DBAPIError as error:
+                raise files.of_sqlite(error) from error
 
         return files.retry(self.path, attempt)
 
@@ -266,10 +235,3 @@ def _trial_query(workload: Workload, device: Device) -> sa.Select[TrialRow]:
     query = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device)
     query = query.where(*_same(workload.key, device.identity)).order_by(TrialRow.id)
     return query.options(contains_eager(TrialRow.workload), contains_eager(TrialRow.device))
-
-
-def _record_query() -> sa.Select[RecordRow]:
-    query = sa.select(RecordRow).outerjoin(RecordRow.workload).outerjoin(RecordRow.device)
-    loading = (contains_eager(RecordRow.workload), contains_eager(RecordRow.device), selectinload(RecordRow.baselines))
-    query = query.options(*loading)
-    return query.order_by(DeviceRow.identity, WorkloadRow.key, RecordRow.provenance)  # measured before predicted

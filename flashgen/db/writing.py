@@ -11,8 +11,8 @@ from sqlalchemy.orm import Session
 
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Prediction, Trial, TuningRecord
-from flashgen.db import rows
-from flashgen.db.rows import Validate
+from flashgen.db import reading, rows
+from flashgen.db.reading import Validate
 from flashgen.db.schema import DeviceRow, RecordRow, TrialRow, WorkloadRow
 
 R = TypeVar("R", DeviceRow, WorkloadRow)
@@ -65,7 +65,7 @@ def replace_prediction(session: Session, prediction: Prediction) -> None:
     workload, device = _owners(session, prediction)
     new = rows.prediction_row(prediction, workload, device)
     found = _of_same_config(session, new)
-    if any(old.source != rows.PREDICTED_SOURCE for old in found):
+    if any(old.source != reading.PREDICTED_SOURCE for old in found):
         return
     for old in found:
         session.delete(old)
@@ -100,6 +100,6 @@ def _upsert(session: Session, row: R, same: sa.Select[int]) -> R:
 
 def _beats(record: TuningRecord, old: RecordRow, wins: Wins, validate: Validate) -> bool:
     try:
-        return wins(record, rows.record_of(old, validate))
+        return wins(record, reading.record_of(old, validate))
     except FlashgenError:
         return True  # a row that breaks a rule would never be served

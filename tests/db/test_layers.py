@@ -16,7 +16,7 @@ from flashgen.db import files
 from flashgen.db import layers as module
 from flashgen.db.exchange import export_records
 from flashgen.db.layers import Layers
-from flashgen.db.schema import SCHEMA_VERSION
+from flashgen.db.layout import SCHEMA_VERSION
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL, H100, H200, MEASURED, PREDICTED, SHORT, WIDE, timed
 

@@ -26,7 +26,8 @@ from flashgen.core.settings import settings
 from flashgen.db import files
 from flashgen.db.exchange import import_records
 from flashgen.db.layers import Layers
-from flashgen.db.schema import SCHEMA_VERSION, Base
+from flashgen.db.layout import SCHEMA_VERSION, TABLES
+from flashgen.db.schema import Base
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL, FAILED, FIRST_KNOBS, H200, MEASURED, PREDICTED, TRIAL
 
@@ -54,6 +55,10 @@ def test_the_newest_revision_is_the_schema_version() -> None:
     revisions = [script.revision for script in scripts.walk_revisions()]
     assert revisions == [f"{number:04d}" for number in range(int(SCHEMA_VERSION), 0, -1)]
     assert [path.stem for path in OLD_FILES] == sorted(f"schema_{revision}" for revision in revisions)
+
+
+def test_readers_and_the_schema_name_the_same_tables() -> None:
+    assert set(Base.metadata.tables) == TABLES
 
 
 def test_a_new_file_equals_a_migrated_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import ConfigError, DatabaseError
 from flashgen.core.record import Baseline
 from flashgen.core.workload import BROADCASTS, DTYPE_BYTES, Workload
-from flashgen.db.schema import APPLICATION_ID, SCHEMA_VERSION
+from flashgen.db.layout import APPLICATION_ID, SCHEMA_VERSION
 from flashgen.db.store import Store
 from tests.db.samples import (
     CAUSAL,

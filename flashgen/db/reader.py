@@ -1,0 +1,205 @@
+"""`Reader`: the records of one tuning database by plain SQL.
+
+The first call of every process looks records up, and importing SQLAlchemy would take longer than that. What comes back
+has passed every rule again (`flashgen.db.reading`); a row that has not is left out with a warning.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from flashgen.codegen.families import validate as validate_config
+from flashgen.core.device import Device
+from flashgen.core.errors import DatabaseError, FlashgenError
+from flashgen.core.record import TuningRecord
+from flashgen.core.workload import Workload
+from flashgen.db import files
+from flashgen.db.reading import Validate, record_of
+
+V = TypeVar("V")
+
+BadRow = tuple[str, int, str]
+"""Of a row that breaks a rule: its table, its id, and the reason."""
+
+_OWN = (
+    *("provenance", "family", "knobs", "times_ms", "max_error", "mean_error", "reference_ms", "sm_clock_mhz"),
+    *("predicted_ms", "source_digest", "flashgen_version", "triton_version", "torch_version", "driver_version"),
+    "created",
+)
+_WORKLOAD = ("key", "specialization", *(field.name for field in fields(Workload)))
+_DEVICE = ("identity", *(field.name for field in fields(Device)))
+_YES_OR_NO = frozenset(field.name for field in fields(Workload) if field.type == "bool")
+
+_COLUMNS = ", ".join(
+    [
+        "records.id",
+        *(f"records.{name}" for name in _OWN),
+        "workloads.id",
+        *(f"workloads.{name}" for name in _WORKLOAD),
+        "devices.id",
+        *(f"devices.{name}" for name in _DEVICE),
+    ]
+)
+_SOURCE = (
+    "FROM records LEFT OUTER JOIN workloads ON workloads.id = records.workload_id "
+    "LEFT OUTER JOIN devices ON devices.id = records.device_id"
+)
+_ORDER = "ORDER BY devices.identity, workloads.key, records.provenance"  # measured before predicted
+
+
+class Reader:
+    """The records of a file, which is connected to anew for every question: nothing stays open across a fork."""
+
+    def __init__(self, path: Path, actual: Path, access: files.Access, validate: Validate) -> None:
+        """Read a file that `files.prepare` has prepared.
+
+        Args:
+            path: the name of the file in messages.
+            actual: the file itself: of an older one a migrated copy.
+            access: how it is connected to.
+            validate: the check that every config must pass.
+        """
+        self.path = path
+        self.actual = actual
+        self.access: files.Access = access
+        self.validate = validate
+        self._reported: set[tuple[str, int]] = set()
+
+    @classmethod
+    def open(cls, path: Path, *, shipped: bool = False, validate: Validate = validate_config) -> Reader:
+        """Open a file to read; `shipped` promises that nobody changes it.
+
+        Raises:
+            DatabaseError: it is missing, foreign, corrupt or newer; the message names it.
+        """
+        access: files.Access = "shipped" if shipped else "read"
+        return cls(path, files.prepare(path, access), access, validate)
+
+    def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
+        """The record of exactly this workload on this device identity, a measured one before a predicted one."""
+        asked = {"workloads.key": workload.key, "devices.identity": device.identity, "records.provenance": provenance}
+        return next(iter(self._records(asked)), None)
+
+    def records(
+        self,
+        *,
+        device: Device | None = None,
+        arch: str | None = None,
+        specialization: str | None = None,
+        provenance: str | None = None,
+    ) -> list[TuningRecord]:
+        """Records in a fixed order, narrowed by what is given.
+
+        Args:
+            device: of this device identity.
+            arch: of this architecture, e.g. `sm90`.
+            specialization: of this `Specialization.workload_class`.
+            provenance: `measured` or `predicted`.
+        """
+        asked = {
+            "devices.identity": device.identity if device else None,
+            "devices.arch": arch,
+            "workloads.specialization": specialization,
+            "records.provenance": provenance,
+        }
+        return self._records(asked)
+
+    def all_records(self) -> list[TuningRecord]:
+        """Every record, or an error if one breaks a rule: for imports, which take all or nothing.
+
+        Raises:
+            DatabaseError: a row breaks a rule; the message says which and how.
+        """
+        return self._records({}, strict=True)
+
+    def built(
+        self, rows: Iterable[tuple[str, int | None, Any]], build: Callable[[Any], V], bad: list[BadRow]
+    ) -> list[V]:
+        """The value of each row, given with its table and its id; `bad` gets those that break a rule."""
+        values = []
+        for table, row_id, row in rows:
+            if row_id is None:  # in a file with tables of its own making, an id may be NULL
+                bad.append(("a row", 0, "it has no id"))
+                continue
+            try:
+                values.append(build(row))
+            except FlashgenError as error:  # it must not cost the good ones
+                bad.append((table, row_id, str(error)))
+        return values
+
+    def report(self, bad: Sequence[BadRow], *, strict: bool = False) -> None:
+        """Warn of rows that break a rule, once of each row.
+
+        Raises:
+            DatabaseError: `strict`, and there is one.
+        """
+        if bad and strict:
+            table, row_id, reason = bad[0]
+            raise DatabaseError(
+                f"every row must be valid; {self.path} has {len(bad)} bad: {table} {row_id}: {reason[:300]}"
+            )
+        new = [entry for entry in bad if entry[:2] not in self._reported]
+        self._reported.update(entry[:2] for entry in new)
+        if new:
+            table, row_id, reason = new[0]
+            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+            warnings.warn(f"{self.path}: {table} {row_id} is ignored{more}: {reason[:300]}", stacklevel=2)
+
+    def _records(self, asked: dict[str, str | None], *, strict: bool = False) -> list[TuningRecord]:
+        given = {column: value for column, value in asked.items() if value is not None}
+        where = f"WHERE {' AND '.join(f'{column} = ?' for column in given)}" if given else ""
+        found, baselines = files.retry(self.path, lambda: self._rows(where, tuple(given.values())))
+        bad: list[BadRow] = []
+        rows = (("records", cells[0], _row(cells, baselines)) for cells in found)
+        values = self.built(rows, lambda row: record_of(row, self.validate), bad)
+        self.report(bad, strict=strict)
+        return values
+
+    def _rows(self, where: str, values: tuple[str, ...]) -> tuple[list[Any], dict[Any, list[SimpleNamespace]]]:
+        """The rows of records, and the baselines by the id of their record, as of one moment."""
+        baselines: dict[Any, list[SimpleNamespace]] = {}
+        connection = files.connect(self.actual, self.access)
+        try:
+            connection.execute("BEGIN").close()
+            found = connection.execute(f"SELECT {_COLUMNS} {_SOURCE} {where} {_ORDER}", values).fetchall()
+            for record_id, impl, median_ms in _baselines(connection, where, values):
+                baselines.setdefault(record_id, []).append(SimpleNamespace(impl=impl, median_ms=median_ms))
+        finally:
+            connection.close()
+        return found, baselines
+
+
+def _baselines(connection: sqlite3.Connection, where: str, values: tuple[str, ...]) -> Iterator[Any]:
+    those = f"WHERE record_id IN (SELECT records.id {_SOURCE} {where})" if where else ""
+    return connection.execute(f"SELECT record_id, impl, median_ms FROM anchors {those} ORDER BY id", values)
+
+
+def _row(cells: tuple[Any, ...], baselines: dict[Any, list[SimpleNamespace]]) -> SimpleNamespace:
+    """A row as `reading.record_of` takes it: like one of `schema.RecordRow`, yes and no included."""
+    record_id, *rest = cells
+    own, rest = rest[: len(_OWN)], rest[len(_OWN) :]
+    workload, device = rest[: 1 + len(_WORKLOAD)], rest[1 + len(_WORKLOAD) :]
+    return SimpleNamespace(
+        **dict(zip(_OWN, own, strict=True)),
+        workload=_joined(workload, _WORKLOAD),
+        device=_joined(device, _DEVICE),
+        baselines=baselines.get(record_id, ()),
+    )
+
+
+def _joined(cells: Sequence[Any], names: tuple[str, ...]) -> SimpleNamespace | None:
+    """The row that a record points to; None where there is none."""
+    row_id, *values = cells
+    if row_id is None:
+        return None
+    named = dict(zip(names, values, strict=True))
+    for name in _YES_OR_NO & named.keys():
+        if named[name] is not None:
+            named[name] = bool(named[name])  # SQLite has integers for these
+    return SimpleNamespace(**named)

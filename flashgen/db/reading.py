@@ -1,0 +1,210 @@
+"""From rows to frozen values: reading trusts nothing.
+
+SQLite stores any type in any column and anybody may have written the file, so each value is checked for its type first,
+then the frozen value's own rules apply, and the identity stored beside it must be the one that the value computes.
+A row is whatever has its columns as attributes: of `flashgen.db.schema`, or of `flashgen.db.reader`, which does without
+SQLAlchemy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import Baseline, Failure, Measurement, Prediction, Trial, TuningRecord, Versions
+from flashgen.core.workload import Workload
+
+if TYPE_CHECKING:
+    from flashgen.db.schema import BaselineRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
+
+Validate = Callable[[Config], Config]
+"""Returns the config, with the knobs its family got since, or raises ConfigError (`codegen.families.validate`)."""
+
+MAX_TEXT = 16384
+"""Characters of one stored text; longer than any real one, short enough to refuse a flood before it is parsed."""
+
+PREDICTED_SOURCE = "predicted"
+"""The source of a row of trials that nothing measured: such a row is a `Prediction`, and every other one a `Trial`."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "bool": (bool,),
+    "str": (str,),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+}
+
+T = TypeVar("T", Workload, Device)
+P = TypeVar("P")
+
+
+def device_of(row: DeviceRow) -> Device:
+    """The device of a row.
+
+    Raises:
+        FlashgenError: the row breaks a rule, here and in the functions below.
+    """
+    device = _value(Device, row)
+    if row.identity != device.identity:
+        raise DatabaseError(
+            f"a device's identity must be the one of its fields ({device.identity}), got {_quoted(row.identity)}"
+        )
+    return device
+
+
+def workload_of(row: WorkloadRow) -> Workload:
+    """The workload of a row."""
+    workload = _value(Workload, row)
+    stored = (row.key, row.specialization)
+    if stored != (workload.key, workload.specialization.workload_class):
+        raise DatabaseError(f"a workload's key must be the one of its fields ({workload.key}), got {_quoted(stored)}")
+    return workload
+
+
+def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
+    """The record of a row; `validate` has accepted its config."""
+    names = [field.name for field in fields(Versions)]
+    return TuningRecord(
+        workload=workload_of(_present(row.workload, "workload")),
+        device=device_of(_present(row.device, "device")),
+        config=_config(row, validate),
+        provenance=_typed("provenance", row.provenance, "str"),
+        measurement=None if row.times_ms is None else _measurement(row),
+        predicted_ms=_predicted(row.predicted_ms),
+        source_digest=_typed("source_digest", row.source_digest, "str"),
+        versions=Versions(**{name: _typed(name, getattr(row, f"{name}_version"), "str") for name in names}),
+        baselines=tuple(_baseline(baseline) for baseline in row.baselines),
+        created=_moment(row.created),
+    )
+
+
+def trial_of(row: TrialRow, validate: Validate) -> Trial:
+    """The trial of a row; `validate` has accepted its config."""
+    source = _typed("source", row.source, "str")
+    if source == PREDICTED_SOURCE:
+        raise DatabaseError(f"a trial's source is what proposed it, got {source!r}, which nothing measured")
+    return Trial(
+        workload=workload_of(_present(row.workload, "workload")),
+        device=device_of(_present(row.device, "device")),
+        config=_config(row, validate),
+        source=source,
+        outcome=_failure(row) if row.times_ms is None else _measurement(row),
+        created=_moment(row.created),
+    )
+
+
+def prediction_of(row: TrialRow, validate: Validate) -> Prediction:
+    """The prediction of a row; `validate` has accepted its config."""
+    return Prediction(
+        workload=workload_of(_present(row.workload, "workload")),
+        device=device_of(_present(row.device, "device")),
+        config=_config(row, validate),
+        outcome=_failure(row) if row.times_ms is None else _predicted_time(row),
+        created=_moment(row.created),
+    )
+
+
+def _failure(row: TrialRow) -> Failure:
+    return Failure(stage=_typed("stage", row.stage, "str"), reason=_typed("reason", row.reason, "str"))
+
+
+def _times_ms(row: RecordRow | TrialRow) -> tuple[float, ...]:
+    try:
+        times = json.loads(_typed("times_ms", row.times_ms, "str"))
+    except (ValueError, RecursionError) as error:
+        raise DatabaseError(f"times_ms must be a JSON list, got {_quoted(row.times_ms)}") from error
+    if not isinstance(times, list):
+        raise DatabaseError(f"times_ms must be a JSON list, got {_quoted(row.times_ms)}")
+    return tuple(float(_typed("times_ms", time, "float")) for time in times)
+
+
+def _predicted_time(row: TrialRow) -> float:
+    times = _times_ms(row)
+    if len(times) != 1 or times[0] <= 0:
+        raise DatabaseError(f"a prediction has one time above 0, got {_quoted(row.times_ms)}")
+    return times[0]
+
+
+def _measurement(row: RecordRow | TrialRow) -> Measurement:
+    return Measurement(
+        times_ms=_times_ms(row),
+        max_error=_typed("max_error", row.max_error, "float"),
+        mean_error=_typed("mean_error", row.mean_error, "float"),
+        reference_ms=_typed("reference_ms", row.reference_ms, "float | None"),
+        sm_clock_mhz=_typed("sm_clock_mhz", row.sm_clock_mhz, "float | None"),
+    )
+
+
+def _config(row: RecordRow | TrialRow, validate: Validate) -> Config:
+    family = _typed("family", row.family, "str")
+    return validate(Config.from_json(family, _typed("knobs", row.knobs, "str")))
+
+
+def _baseline(row: BaselineRow) -> Baseline:
+    median_ms = _typed("median_ms", row.median_ms, "float")
+    if median_ms <= 0:
+        raise DatabaseError(f"an baseline's median_ms must be above 0, got {median_ms}")
+    return Baseline(impl=_typed("impl", row.impl, "str"), median_ms=median_ms)
+
+
+def _predicted(value: object) -> float | None:
+    predicted: float | None = _typed("predicted_ms", value, "float | None")
+    if predicted is not None and predicted <= 0:
+        raise DatabaseError(f"predicted_ms must be above 0, got {predicted}")
+    return predicted
+
+
+def _moment(value: object) -> str:
+    text: str = _typed("created", value, "str")
+    try:
+        if text:
+            datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
+    except ValueError as error:
+        raise DatabaseError(f"created must be an ISO 8601 time, got {_quoted(text)}") from error
+    return text
+
+
+def _present(row: P | None, name: str) -> P:
+    if row is None:
+        raise DatabaseError(f"a row must point to its {name}, got a number without one")
+    return row
+
+
+def _value(cls: type[T], row: object) -> T:
+    values = {field.name: _typed(field.name, getattr(row, field.name), str(field.type)) for field in fields(cls)}
+    return cls(**values)
+
+
+def _typed(name: str, value: object, kind: str) -> Any:
+    """`value`, if it has exactly the type that `kind` (an annotation) names; a float is finite, a text printable."""
+    allowed = _TYPES[kind]
+    if type(value) not in allowed:
+        raise DatabaseError(f"{name} must be of type {kind}, got {_quoted(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DatabaseError(f"{name} must be finite, got {value}")
+    if isinstance(value, str) and (len(value) > MAX_TEXT or value != plain(value)):
+        raise DatabaseError(f"{name} must be at most {MAX_TEXT} printable characters, got {_quoted(value)}")
+    return value
+
+
+def plain(text: str) -> str:
+    """The text without what could steer a terminal: compilers colour their messages."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else " " for character in text[:MAX_TEXT]
+    )
+
+
+def _quoted(value: object) -> str:
+    """A short form of a value nobody vouches for: escaped, so that it cannot steer a terminal."""
+    if isinstance(value, int) and abs(value) > 2**64:
+        return "an integer above 2^64"
+    text = value if isinstance(value, str) else repr(value)
+    return ascii(text[:60])
