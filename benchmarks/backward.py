@@ -21,6 +21,7 @@ from benchmarks.results import RACE_COLUMNS, ResultsFile
 from benchmarks.suites import BACKWARD_SUITE, backward_grid, select
 from benchmarks.training_impls import BACKWARD
 from flashgen.core.errors import FlashgenError
+from flashgen.tuning.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +43,17 @@ def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> i
     add_race_arguments(parser, what.impls)
     options = parser.parse_args(arguments)
     try:
-        impls, provenance = chosen(options.impls, what.impls), Provenance.here(options.commit)
+        impls, shard = chosen(options.impls, what.impls), Shard.parse(options.shard)
+        provenance = Provenance.here(options.commit)
         path = options.results / provenance.slug / f"{what.suite}.csv"
-        file = ResultsFile(path, RACE_COLUMNS, append=options.append)
+        file = ResultsFile(path, RACE_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
         jobs = [(what.suite, select(backward_grid(), options.only))]
         racer = racer_of(options, provenance)
-        return run(jobs, impls, file, provenance, racer, limit_s=options.limit_seconds, say=say)
+        return run(jobs, impls, file, provenance, racer, shard=shard, limit_s=options.limit_seconds, say=say)
 
 
 if __name__ == "__main__":

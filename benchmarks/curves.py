@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 COLUMNS = ("suite", "workload", "impl", "commit", "step", "loss")
@@ -36,6 +36,41 @@ def read(path: Path) -> Curves:
                 raise ValueError(f"{path}: step {step} of {impl} follows step {len(curve) - 1}")
             curve.append(float(loss))
     return found
+
+
+Line = tuple[str, ...]
+"""One line of the file, by its columns."""
+
+
+def join(paths: Sequence[Path], place: Callable[[str, str], tuple[int, int]]) -> list[Line]:
+    """The lines of several files, ordered by the place of their suite and workload.
+
+    Raises:
+        ValueError: a curve is in two of them, or they are of different commits.
+    """
+    owners: dict[Line, Path] = {}
+    found: list[Line] = []
+    for path in paths:
+        with path.open(newline="") as file:
+            lines = [tuple(line) for line in csv.reader(file)][1:]
+        for subject in {line[:3] for line in lines}:
+            if subject in owners:
+                raise ValueError(
+                    f"a curve is in one file alone, got {' '.join(subject)} in {owners[subject]} and {path}"
+                )
+            owners[subject] = path
+        found += lines
+    commits = sorted({line[3] for line in found})
+    if len(commits) > 1:
+        raise ValueError(f"the curves of {paths[0].name} are all of one commit, got {' and '.join(commits)}")
+    return sorted(found, key=lambda line: place(line[0], line[1]))
+
+
+def write(path: Path, lines: Sequence[Line]) -> None:
+    """Write the whole file anew."""
+    start(path)
+    with path.open("a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
 
 
 def start(path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.forward import chosen, run, say, served_by
+from benchmarks.forward import add_shard_argument, chosen, run, say, served_by
 from benchmarks.impls import Impl
 from benchmarks.memory import extra_bytes
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
@@ -29,6 +29,7 @@ from flashgen.measure import gpu
 from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.timing import CudaStopwatch
+from flashgen.tuning.shards import Shard
 
 PEERS = ("flashgen", "flex", "sdpa-masked", "fa3")
 SUITES: dict[str, Callable[[], tuple[Workload, ...]]] = {"features": features_grid, "window": window_grid}
@@ -39,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        impls, provenance = chosen(options.impls), Provenance.here(options.commit)
+        impls, shard, provenance = chosen(options.impls), Shard.parse(options.shard), Provenance.here(options.commit)
         path = options.results / provenance.slug / "features.csv"
-        file = ResultsFile(path, MEMORY_COLUMNS, append=options.append)
+        file = ResultsFile(path, MEMORY_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serve_generated(options.db, Path(scratch))
         suites = [(name, select(SUITES[name](), options.only)) for name in options.suite or SUITES]
         racer = partial(measure, pace=pace)
-        return run(suites, impls, file, provenance, racer, limit_s=options.limit_seconds, say=say)
+        return run(suites, impls, file, provenance, racer, shard=shard, limit_s=options.limit_seconds, say=say)
 
 
 def measure(workload: Workload, impls: Sequence[Impl], *, pace: Pace) -> list[Result]:
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=float, default=0.25, help="seconds of a window (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="visits of each implementation (%(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
+    add_shard_argument(parser)
     parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
     return parser
 

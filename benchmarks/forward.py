@@ -27,8 +27,11 @@ from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.timing import CudaStopwatch, median_clock
+from flashgen.tuning.shards import Shard
 
 DEFAULT_SUITES = ("forward",)
+
+WHOLE = Shard(index=0, count=1)
 
 REASON_LENGTH = 160
 """Of a reason in a file; some projects explain at length."""
@@ -42,15 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        impls, provenance = chosen(options.impls), Provenance.here(options.commit)
-        file = ResultsFile(options.results / provenance.slug / "forward.csv", RACE_COLUMNS, append=options.append)
+        impls, shard, provenance = chosen(options.impls), Shard.parse(options.shard), Provenance.here(options.commit)
+        path = options.results / provenance.slug / "forward.csv"
+        file = ResultsFile(path, RACE_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         runs = [(name, select(SUITES[name](), options.only)) for name in options.suite or DEFAULT_SUITES]
         racer = racer_of(options, provenance)
-        return run(runs, impls, file, provenance, racer, limit_s=options.limit_seconds, say=say)
+        return run(runs, impls, file, provenance, racer, shard=shard, limit_s=options.limit_seconds, say=say)
 
 
 def racer_of(options: argparse.Namespace, provenance: Provenance) -> Racer:
@@ -80,18 +84,19 @@ def run(
     racer: Racer,
     *,
     reasons: bool = False,
+    shard: Shard = WHOLE,
     limit_s: float = float("inf"),
     say: Say,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Race every workload that the file does not have yet, and write its rows together.
+    """Race every workload of the shard that the file does not have yet, and write its rows together.
 
     A workload is skipped as soon as one of the wanted implementations has a row of this commit: rows that are compared
     come from one race. No new race starts if the longest one so far would end after `limit_s` seconds. With `reasons`,
     an implementation that has no time has a row as well.
     """
     started, longest, missing = clock(), 0.0, 0
-    jobs = [(suite, workload) for suite, workloads in suites for workload in workloads]
+    jobs = [(suite, workload) for suite, workloads in suites for workload in workloads][shard.index :: shard.count]
     done = file.done(provenance.commit)
     jobs = [(s, w) for s, w in jobs if not any((s, w.key, impl.name) in done for impl in impls)]
     for number, (suite, workload) in enumerate(jobs):
@@ -182,7 +187,19 @@ def add_race_arguments(parser: argparse.ArgumentParser, impls: Sequence[Impl]) -
     parser.add_argument("--window", type=float, default=0.25, help="seconds of a window (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="visits of each implementation (%(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
+    add_shard_argument(parser)
     parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
+
+
+def add_shard_argument(parser: argparse.ArgumentParser) -> None:
+    """The option of races that several GPUs share."""
+    parser.add_argument(
+        "--shard",
+        default="0/1",
+        metavar="I/N",
+        help="every n-th workload from the i-th on, counted from 0; each shard into a --results folder of its own, "
+        "which python -m benchmarks.merge puts together (default: all)",
+    )
 
 
 if __name__ == "__main__":

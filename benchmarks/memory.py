@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         provenance = Provenance.here(options.commit)
-        file = ResultsFile(options.results / provenance.slug / "memory.csv", MEMORY_COLUMNS, append=options.append)
+        path = options.results / provenance.slug / "memory.csv"
+        file = ResultsFile(path, MEMORY_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     suites = options.suite or SUITES

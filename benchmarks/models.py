@@ -21,6 +21,7 @@ from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import OUTCOME_COLUMNS, ResultsFile
 from benchmarks.suites import MODELS, model_workloads, select
 from flashgen.core.errors import FlashgenError
+from flashgen.tuning.shards import Shard
 
 NAMES = ("flashgen", "flex", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
 PEERS = tuple(impl for impl in IMPLS if impl.name in NAMES)
@@ -31,16 +32,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        impls, provenance = chosen(options.impls, PEERS), Provenance.here(options.commit)
+        impls, shard, provenance = (
+            chosen(options.impls, PEERS),
+            Shard.parse(options.shard),
+            Provenance.here(options.commit),
+        )
         path = options.results / provenance.slug / "models.csv"
-        file = ResultsFile(path, OUTCOME_COLUMNS, append=options.append)
+        file = ResultsFile(path, OUTCOME_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(options.db, Path(scratch))
         suites = [(name, select(model_workloads(name), options.only)) for name in options.model or MODELS]
         racer = racer_of(options, provenance)
-        return run(suites, impls, file, provenance, racer, reasons=True, limit_s=options.limit_seconds, say=say)
+        return run(
+            suites,
+            impls,
+            file,
+            provenance,
+            racer,
+            reasons=True,
+            shard=shard,
+            limit_s=options.limit_seconds,
+            say=say,
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

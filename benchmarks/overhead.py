@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--loops is 1 to {MOST_LOOPS}, got {options.loops}")
     try:
         provenance = Provenance.here(options.commit)
-        file = ResultsFile(options.results / provenance.slug / "overhead.csv", append=options.append)
+        path = options.results / provenance.slug / "overhead.csv"
+        file = ResultsFile(path, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     failed = 0

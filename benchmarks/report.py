@@ -17,7 +17,7 @@ from benchmarks import curves, spread_tables
 from benchmarks.markdown import RAW
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE
 from benchmarks.race_tables import RACES
-from benchmarks.results import RESULTS, Row, latest, read_rows
+from benchmarks.results import RESULTS, Row, read_rows
 from benchmarks.summary_tables import summary
 from benchmarks.tables import block
 from benchmarks.training import EAGER_SUITE
@@ -87,14 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(results: Path) -> dict[str, list[Row]]:
-    """For each device's folder, in order of their names, the rows that belong together.
+    """For each device's folder, in order of their names, all of its rows.
 
     Raises:
         ValueError: a file is damaged.
     """
     found = {}
     for folder in sorted(path for path in results.glob("*") if path.is_dir()):
-        rows = [row for name in FILES if (folder / name).is_file() for row in latest(read_rows(folder / name))]
+        rows = [row for name in FILES if (folder / name).is_file() for row in read_rows(folder / name)]
         if rows:
             found[folder.name] = compared(rows, curves.read(folder / "training_loss.csv"))
     return found

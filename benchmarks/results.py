@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -152,17 +153,29 @@ def _value(name: str, cell: str) -> str | int | float | None:
 
 
 class ResultsFile:
-    """One CSV file that grows group by group; every group is on the disk before the next measurement starts."""
+    """One CSV file that grows group by group; every group is on the disk before the next measurement starts.
 
-    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS, *, append: bool = False) -> None:
+    All of its rows are of one commit: what stands in one table was measured with one state of the code.
+    """
+
+    def __init__(
+        self, path: Path, columns: Sequence[str] = COLUMNS, *, append: bool = False, commit: str | None = None
+    ) -> None:
         """Start the file anew, or go on with it.
 
+        Args:
+            path: the file.
+            columns: what its header names.
+            append: go on with it.
+            commit: of the rows to come; None is seen when they are written.
+
         Raises:
-            ValueError: the file to go on with has other columns or a damaged row.
+            ValueError: the file to go on with has other columns, a damaged row, or rows of another commit.
         """
         self.path = path
         self._columns = tuple(columns)
         self.rows = read_rows(path, columns) if append and path.is_file() else []
+        self._refuse_others(commit, self.rows)
         if not self.rows:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_lines([self._columns]), newline="")
@@ -172,22 +185,43 @@ class ResultsFile:
         return {row.subject for row in self.rows if row.commit == commit}
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Append a group of rows in one write."""
+        """Append a group of rows in one write.
+
+        Raises:
+            ValueError: they are not all of the commit of the rows that are there.
+        """
         group = list(rows)
         if not group:
             return
+        for commit in {row.commit for row in group}:
+            self._refuse_others(commit, (*self.rows, *group))
         with self.path.open("a", newline="") as file:
             file.write(_lines(row.cells(self._columns) for row in group))
             file.flush()
             os.fsync(file.fileno())
         self.rows += group
 
+    def _refuse_others(self, commit: str | None, rows: Iterable[Row]) -> None:
+        theirs = sorted({row.commit for row in rows} - {commit})
+        if commit is not None and theirs:
+            raise ValueError(
+                f"all rows of a results file are of one commit: {self.path} has rows of {', '.join(theirs)}, "
+                f"not of {commit}; measure it anew without --append"
+            )
+
+
+def header_of(path: Path) -> tuple[str, ...]:
+    """The columns that a file names in its first line."""
+    with path.open(newline="") as file:
+        return tuple(next(csv.reader(file), ()))
+
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
     """The rows of a file, in its order.
 
     Raises:
-        ValueError: its columns are not those expected (None: any subset of the known ones), or a row is damaged.
+        ValueError: its columns are not those expected (None: any subset of the known ones), a row is damaged, or two
+            rows have one subject.
     """
     with path.open(newline="") as file:
         lines = list(csv.reader(file))
@@ -195,19 +229,13 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
     known = [field.name for field in fields(Row)]
     if (columns is not None and header != list(columns)) or not header or not set(header) <= set(known):
         raise ValueError(f"{path} must have the columns {','.join(columns or known)}, got {','.join(header)}")
-    return [Row.of_cells(header, cells) for cells in lines[1:]]
-
-
-def latest(rows: Iterable[Row]) -> list[Row]:
-    """The rows that belong together, in their order: of each suite and workload those of the commit measured last.
-
-    Dates decide, whatever the order; of rows of one day the later one in the file is the newer one.
-    """
-    ordered = list(rows)
-    by_date = sorted(ordered, key=lambda row: row.date)  # stable: rows of one day keep their order
-    newest = {(row.suite, row.workload): row.commit for row in by_date}
-    kept = {row.subject: row for row in by_date if row.commit == newest[row.suite, row.workload]}
-    return [row for row in ordered if kept.get(row.subject) is row]
+    rows = [Row.of_cells(header, cells) for cells in lines[1:]]
+    twice = [subject for subject, count in Counter(row.subject for row in rows).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"a results file has one row for each suite, workload and implementation; {path} has more for {twice[0]}"
+        )
+    return rows
 
 
 def _lines(rows: Iterable[Sequence[str]]) -> str:

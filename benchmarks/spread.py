@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--repeats is {FEWEST_REPEATS} or more, got {options.repeats}")
     try:
         provenance = Provenance.here(options.commit)
-        file = ResultsFile(options.results / provenance.slug / "spread.csv", SPREAD_COLUMNS, append=options.append)
+        path = options.results / provenance.slug / "spread.csv"
+        file = ResultsFile(path, SPREAD_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     done = file.done(provenance.commit)

@@ -40,7 +40,7 @@ def summary(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> 
 
     Args:
         device_slug: the folder of the results, which is in the names of the charts.
-        rows: of all its files, those that belong together.
+        rows: of all its files.
         charts: the addresses of the charts that there are.
     """
     found = [group for group in groups(rows) if group.ratios(PEERS)]

@@ -33,7 +33,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
 
     Args:
         device_slug: the folder of the results, which is in the names of the charts.
-        rows: of all its files, those that belong together.
+        rows: of all its files.
         charts: the file names of charts that there are, relative to the page.
     """
     parts = [f"## {rows[0].device}"]

@@ -85,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         jobs, provenance = jobs_of(options.runs, modes), Provenance.here(options.commit)
         folder = options.results / provenance.slug
-        file = ResultsFile(folder / "training.csv", TRAINING_COLUMNS, append=options.append)
+        path = folder / "training.csv"
+        file = ResultsFile(path, TRAINING_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     losses = folder / "training_loss.csv"

@@ -1,7 +1,7 @@
 """The same implementations in training: their backward pass alone, and forward and backward pass together.
 
-Whatever has no call of its own for its backward pass is called through torch's autograd, with a graph that is kept:
-what autograd adds to a call is time of the host, which is hidden while calls queue up.
+Whatever has no call of its own for its backward pass is called through torch's autograd, with an autograd graph that is
+kept: what autograd adds to a call is time of the host, of which a race keeps none.
 """
 
 from __future__ import annotations

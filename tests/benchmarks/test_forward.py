@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import backward, features, forward, models
 from benchmarks.forward import chosen, line_of, run
 from benchmarks.impls import IMPLS, Impl
 from benchmarks.race import Result
@@ -14,6 +15,7 @@ from benchmarks.results import ResultsFile, read_rows
 from benchmarks.suites import SUITES, paper_grid, select
 from flashgen.core.workload import Workload
 from flashgen.measure.timing import Window
+from flashgen.tuning.shards import Shard
 from tests.benchmarks.rows import SHARED
 
 FEW = paper_grid()[:3]
@@ -90,12 +92,33 @@ def test_a_killed_run_keeps_the_races_that_ended(tmp_path: Path) -> None:
     runs(ResultsFile(file.path, append=True), lambda workload, impls: pytest.fail("everything is done"))
 
 
-def test_another_commit_is_measured_again(tmp_path: Path) -> None:
-    file = ResultsFile(tmp_path / "forward.csv")
-    runs(file, times())
-    file.rows = [type(row)(**{f: getattr(row, f) for f in row.__slots__} | {"commit": "old"}) for row in file.rows]
-    runs(file, times())
-    assert len(read_rows(file.path)) == 6 * len(PEERS)
+def test_shards_part_the_workloads(tmp_path: Path) -> None:
+    """Every workload is in one shard; lengths and masks take turns, so that shards take about as long."""
+    seen: list[list[Workload]] = []
+    jobs = [("forward", paper_grid()), ("presets", paper_grid()[:4])]
+    for index in range(3):
+        raced: list[Workload] = []
+
+        def racer(workload: Workload, impls: Sequence[Impl], raced: list[Workload] = raced) -> list[Result]:
+            raced.append(workload)
+            return times()(workload, impls)
+
+        file = ResultsFile(tmp_path / str(index) / "forward.csv")
+        run(jobs, PEERS, file, SHARED, racer, shard=Shard(index=index, count=3), say=lambda line: None)
+        again = ResultsFile(file.path, append=True)
+        run(jobs, PEERS, again, SHARED, racer, shard=Shard(index=index, count=3), say=lambda line: None)
+        seen.append(raced)
+    assert sorted(w.key for part in seen for w in part) == sorted(w.key for _, grid in jobs for w in grid)
+    assert [len(part) for part in seen] == [14, 13, 13]
+    assert all(len({w.head_dim for w in part}) == 3 for part in seen)
+
+
+def test_a_wrong_shard_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for main in (forward.main, backward.main, models.main, features.main):
+        with pytest.raises(SystemExit) as done:
+            main(["--shard", "2/2", "--commit", "abc"])
+        assert done.value.code == 2
+        assert "a shard is i/n with i from 0 to n - 1, got 2/2" in capsys.readouterr().err
 
 
 def test_a_peer_that_cannot_run_has_no_row_but_a_reason(tmp_path: Path) -> None:

@@ -8,10 +8,8 @@ import pytest
 
 from benchmarks import report, spread_tables
 from benchmarks.markdown import RAW
-from benchmarks.race_tables import lines_of
-from benchmarks.results import ResultsFile, latest, read_rows
-from benchmarks.suites import paper_grid
-from tests.benchmarks.rows import SHARED, row, write_results, write_training
+from benchmarks.results import TRAINING_COLUMNS, ResultsFile, read_rows
+from tests.benchmarks.rows import SHARED, write_results, write_training
 
 ROOT = Path(__file__).resolve().parents[2]
 README = f"# Title\n\n{report.START}\nstale\n{report.END}\n\n## More\n"
@@ -121,15 +119,21 @@ def test_machine_versions_commit_and_day_come_from_the_rows(place: Path) -> None
     assert "| `sdpa-flash` | 33.8 |" in text
 
 
-def test_a_later_commit_replaces_a_workload_as_a_whole(place: Path) -> None:
-    path = place / "results" / SHARED.slug / "forward.csv"
-    workload = paper_grid()[-1]
-    ResultsFile(path, append=True).write([row(workload, "flashgen", 500.0, commit="new")])
-    last = lines_of(latest(read_rows(path)), "forward")[-1]
-    assert (last.workload, last.tflops) == (workload, {"flashgen": 500.0})
-    text = tables(place)
-    assert "| 256 | 16384 | yes | 500 | - | - | - | - | - | - | - |" in text
-    assert "commit 0123456789ab and new" in text
+def test_tables_do_not_depend_on_the_order_of_a_file(tmp_path: Path) -> None:
+    """GPT-2 at 1k is answered at 1k, wherever its rows stand."""
+    write_training(tmp_path)
+    path = tmp_path / SHARED.slug / "training.csv"
+    rows = read_rows(path, TRAINING_COLUMNS)
+
+    def texts() -> tuple[list[str], str]:
+        devices = report.load(tmp_path)
+        return sorted(report.page_of(devices, "img").splitlines()), report.summary_of(devices)
+
+    before = texts()
+    assert any(line.endswith("at 1k | 2.5 at 1024, 2.5 at 1024 compiled |") for line in before[0])
+    for other in (rows[::-1], sorted(rows, key=lambda each: each.impl)):
+        ResultsFile(path, TRAINING_COLUMNS).write(other)
+        assert texts() == before
 
 
 def test_without_results_the_block_is_empty(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ from benchmarks.results import (
     OUTCOME_COLUMNS,
     RACE_COLUMNS,
     ResultsFile,
-    latest,
     read_rows,
 )
 from flashgen.core.workload import Workload
-from tests.benchmarks.rows import memory_row, row
+from tests.benchmarks.rows import SHARED, memory_row, row
 
 WORKLOAD = Workload(batch=2, nheads=4, seqlen_q=256, head_dim=64, causal=True)
 OTHER = WORKLOAD.with_shape(batch=4)
@@ -49,13 +48,34 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
 def test_append_goes_on_and_a_plain_run_starts_anew(tmp_path: Path) -> None:
     path = tmp_path / "forward.csv"
     ResultsFile(path).write([row(WORKLOAD, "flashgen", 1.0)])
-    more = ResultsFile(path, append=True)
-    more.write([row(WORKLOAD, "flex", 1.0, commit="other")])
+    more = ResultsFile(path, append=True, commit=SHARED.commit)
+    more.write([row(WORKLOAD, "flex", 1.0)])
     assert path.read_text().count(HEADER) == 1
     assert [r.impl for r in read_rows(path)] == ["flashgen", "flex"]
-    assert more.done("other") == {("forward", WORKLOAD.key, "flex")}
-    assert ResultsFile(path).rows == []
+    assert more.done(SHARED.commit) == {("forward", WORKLOAD.key, impl) for impl in ("flashgen", "flex")}
+    assert ResultsFile(path, commit="other").rows == []
     assert path.read_text() == HEADER + "\n"
+
+
+def test_a_file_has_rows_of_one_commit(tmp_path: Path) -> None:
+    path = tmp_path / "forward.csv"
+    file = ResultsFile(path, commit=SHARED.commit)
+    file.write([row(WORKLOAD, "flashgen", 1.0)])
+    rule = r"all rows of a results file are of one commit: \S+forward.csv has rows of 0123456789ab, not of other"
+    with pytest.raises(ValueError, match=rule):
+        ResultsFile(path, append=True, commit="other")
+    with pytest.raises(ValueError, match=rule):
+        file.write([row(OTHER, "flashgen", 1.0, commit="other")])
+    with pytest.raises(ValueError, match="are of one commit"):
+        ResultsFile(tmp_path / "new.csv").write([row(OTHER, impl, 1.0, commit=impl) for impl in ("fa3", "fa4")])
+    assert len(read_rows(path)) == 1
+
+
+def test_a_file_has_one_row_for_each_subject(tmp_path: Path) -> None:
+    path = tmp_path / "forward.csv"
+    ResultsFile(path).write([row(WORKLOAD, "flashgen", 1.0), row(WORKLOAD, "flashgen", 2.0)])
+    with pytest.raises(ValueError, match=f"one row for each suite.* more for .*{WORKLOAD.key}"):
+        read_rows(path)
 
 
 def test_foreign_and_damaged_files_are_not_appended_to(tmp_path: Path) -> None:
@@ -66,20 +86,3 @@ def test_foreign_and_damaged_files_are_not_appended_to(tmp_path: Path) -> None:
     path.write_text(f"{HEADER}\nforward,fwd\n")
     with pytest.raises(ValueError, match="a row has 12 cells, got 2"):
         ResultsFile(path, append=True)
-
-
-def test_only_rows_of_one_commit_are_compared() -> None:
-    old = [row(WORKLOAD, impl, 1.0, commit="old") for impl in ("flashgen", "fa3")]
-    new = [row(WORKLOAD, "flashgen", 2.0, commit="new")]
-    untouched = row(OTHER, "fa3", 3.0, commit="old")
-    assert latest([*old, untouched, *new]) == [untouched, *new]
-    assert latest([*old, row(WORKLOAD, "fa3", 9.0, commit="old")])[1].tflops == 9.0
-
-
-def test_dates_decide_which_commit_was_measured_last_whatever_the_order_of_the_file() -> None:
-    old = [dataclasses.replace(row(WORKLOAD, impl, 1.0, commit="old"), date="2026-11-21") for impl in ("fa3", "fa4")]
-    new = [dataclasses.replace(row(WORKLOAD, impl, 2.0, commit="new"), date="2026-11-22") for impl in ("fa3", "flex")]
-    for rows in ([*new, *old], [old[0], *new, old[1]], [*old, *new]):
-        assert latest(rows) == new
-    again = dataclasses.replace(new[0], date="2026-11-23", tflops=3.0)
-    assert latest([again, *old, *new]) == [again, new[1]]

@@ -1,0 +1,143 @@
+"""Put together what several GPUs measured of the same benchmarks, a folder of results each, into one.
+
+python -m benchmarks.merge /tmp/gpu0 /tmp/gpu1 --into benchmarks/results
+
+Each folder is one that a benchmark was given with --results. Files of one name become one file, in the order of the
+suites, and nothing is written unless everything fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+from benchmarks import curves
+from benchmarks.memory import MEMORY_SUITE, SPEEDUP_SUITE, TRAINING_SUITE, memory_grid, speedup_grid, training_grid
+from benchmarks.results import RESULTS, ResultsFile, Row, header_of, read_rows
+from benchmarks.suites import (
+    BACKWARD_SUITE,
+    BOTH_PASSES,
+    MODELS,
+    SUITES,
+    backward_grid,
+    features_grid,
+    model_workloads,
+    window_grid,
+)
+from benchmarks.training import COMPILED_SUITE, EAGER_SUITE, SEQLENS, workload_of
+from flashgen.core.workload import Workload
+
+
+def training_workloads() -> tuple[Workload, ...]:
+    """One for each length that GPT-2 is trained with."""
+    return tuple(workload_of(seqlen) for seqlen in SEQLENS)
+
+
+GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
+    **SUITES,
+    BACKWARD_SUITE: backward_grid,
+    BOTH_PASSES: backward_grid,
+    **{name: partial(model_workloads, name) for name in MODELS},
+    "features": features_grid,
+    "window": window_grid,
+    MEMORY_SUITE: memory_grid,
+    TRAINING_SUITE: training_grid,
+    SPEEDUP_SUITE: speedup_grid,
+    EAGER_SUITE: training_workloads,
+    COMPILED_SUITE: training_workloads,
+}
+"""The workloads of each suite that several GPUs may share, both in the order of the files. A suite that is not here is
+taken as it is."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done, 2 if the folders do not fit together."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.merge", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder that one process wrote into")
+    parser.add_argument("--into", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        written = merge(options.folders, options.into)
+    except ValueError as error:
+        parser.error(str(error))
+    for path in written:
+        print(path)
+    return 0
+
+
+def merge(folders: Sequence[Path], into: Path) -> list[Path]:
+    """Write what the folders have together into `into`, in place of its files of the same names, and return the paths.
+
+    Raises:
+        ValueError: a folder has nothing, files of one name differ in their columns, commits, devices or versions, a
+            row is there twice, or a workload of a suite is nowhere. Nothing has been written.
+    """
+    found: dict[Path, list[Path]] = {}
+    for folder in folders:
+        paths = sorted(folder.glob("*/*.csv"))
+        if not paths:
+            raise ValueError(f"a folder of results has a folder of CSV files for its device, got {folder}")
+        for path in paths:
+            found.setdefault(path.relative_to(folder), []).append(path)
+    _refuse_several("device of all folders", (name.parent.name for name in found))
+    losses = {name: paths for name, paths in found.items() if header_of(paths[0]) == curves.COLUMNS}
+    tables = {name: _rows(paths) for name, paths in found.items() if name not in losses}
+    joined = {name: curves.join(paths, _place) for name, paths in losses.items()}
+    for name, rows in tables.items():
+        ResultsFile(into / name, header_of(found[name][0])).write(rows)
+    for name, lines in joined.items():
+        curves.write(into / name, lines)
+    return [into / name for name in sorted(found)]
+
+
+def _rows(paths: Sequence[Path]) -> list[Row]:
+    """The rows of all of these files, in order, once they have been found to belong together."""
+    columns = header_of(paths[0])
+    rows = [row for path in paths for row in read_rows(path, columns)]
+    name = paths[0].name
+    for field in ("commit", "device", "torch", "triton"):
+        _refuse_several(f"{field} of all rows of {name}", (getattr(row, field) for row in rows))
+    for impl in {row.impl for row in rows}:
+        _refuse_several(f"version of {impl} in {name}", (row.impl_version for row in rows if row.impl == impl))
+    seen: set[tuple[str, str, str]] = set()
+    for row in rows:
+        if row.subject in seen:
+            raise ValueError(f"a row of {name} is in one folder alone, got {' '.join(row.subject)} twice")
+        seen.add(row.subject)
+    _refuse_missing(name, rows)
+    return sorted(rows, key=lambda row: _place(row.suite, row.workload))
+
+
+def _refuse_several(what: str, values: Iterable[str]) -> None:
+    different = sorted(set(values))
+    if len(different) > 1:
+        raise ValueError(f"the {what} is one and the same, got {' and '.join(different)}")
+
+
+def _refuse_missing(name: str, rows: Sequence[Row]) -> None:
+    for suite in {row.suite for row in rows} & GRIDS.keys():
+        there = {row.workload for row in rows if row.suite == suite}
+        missing = [key for key in _keys(suite) if key not in there]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(f"{name} has every workload of the suite {suite}; no folder has {missing[0]}{more}")
+
+
+def _place(suite: str, workload: str) -> tuple[int, int]:
+    """Where rows of a workload stand in a file; those of unknown suites stay behind, in the order of the folders."""
+    if suite not in GRIDS:
+        return len(GRIDS), 0
+    keys = _keys(suite)
+    return list(GRIDS).index(suite), keys.index(workload) if workload in keys else len(keys)
+
+
+@cache
+def _keys(suite: str) -> list[str]:
+    return [workload.key for workload in GRIDS[suite]()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What several GPUs measured becomes one folder of results, or nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import curves
+from benchmarks.merge import GRIDS, main, merge
+from benchmarks.results import RACE_COLUMNS, RESULTS, TRAINING_COLUMNS, ResultsFile, Row, read_rows
+from benchmarks.suites import paper_grid
+from benchmarks.training import EAGER_SUITE, SEQLENS
+from tests.benchmarks.rows import SHARED, row, training_row
+
+ROWS = [row(workload, impl, 100.0) for workload in paper_grid() for impl in ("flashgen", "flex")]
+NAME = f"{SHARED.slug}/forward.csv"
+
+
+def write(folder: Path, rows: Sequence[Row], name: str = NAME, columns: Sequence[str] = RACE_COLUMNS) -> Path:
+    """Rows in a file of a folder of results, which is returned."""
+    ResultsFile(folder / name, columns).write(rows)
+    return folder
+
+
+def shards(tmp_path: Path, change: Callable[[Row], Row] = lambda each: each) -> list[Path]:
+    """The rows of the grid in two folders, every second workload in each; the second ones are changed."""
+    of_first = {workload.key for workload in paper_grid()[::2]}
+    mine = [each for each in ROWS if each.workload in of_first]
+    theirs = [change(each) for each in ROWS if each.workload not in of_first]
+    return [write(tmp_path / "a", mine), write(tmp_path / "b", theirs)]
+
+
+def test_shards_become_the_file_that_one_gpu_would_have_written(tmp_path: Path) -> None:
+    folders = shards(tmp_path, lambda each: replace(each, date="2026-11-21"))
+    for order in (folders, folders[::-1]):
+        (path,) = merge(order, tmp_path / "into")
+        assert path == tmp_path / "into" / NAME
+        rows = read_rows(path, RACE_COLUMNS)
+        assert [each.subject for each in rows] == [each.subject for each in ROWS]
+    assert {each.date for each in rows} == {"2026-11-20", "2026-11-21"}
+
+
+def test_runs_of_training_are_merged_with_their_losses(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, lengths in zip(folders, ((16384, 1024), (4096,)), strict=True):
+        rows = [
+            training_row(EAGER_SUITE, seqlen, impl, 1e5) for seqlen in lengths for impl in ("sdpa-flash", "flashgen")
+        ]
+        write(folder, rows, f"{SHARED.slug}/training.csv", TRAINING_COLUMNS)
+        for number, each in enumerate(rows):
+            curves.append(folder / SHARED.slug / "training_loss.csv", each.subject, each.commit, [9.0, 8.0 - number])
+    rows_path, losses = merge(folders, tmp_path / "into")
+    found = read_rows(rows_path, TRAINING_COLUMNS)
+    assert [(each.workload.split("-sq")[1].split("-")[0], each.impl) for each in found] == [
+        (str(seqlen), impl) for seqlen in SEQLENS for impl in ("sdpa-flash", "flashgen")
+    ]
+    assert list(curves.read(losses)) == [each.subject for each in found]
+    assert curves.read(losses)[found[-1].subject] == [9.0, 7.0]
+    curves.append(folders[1] / SHARED.slug / "training_loss.csv", found[0].subject, found[0].commit, [9.0])
+    with pytest.raises(ValueError, match="a curve is in one file alone, got training "):
+        merge(folders, tmp_path / "into")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"commit": "fedcba987654"},
+            "commit of all rows of forward.csv is one and the same, got 0123456789ab and fedc",
+        ),
+        ({"device": "Other GPU"}, "device of all rows"),
+        ({"torch": "2.12.0"}, "torch of all rows"),
+        ({"triton": "3.7.0"}, "triton of all rows"),
+        ({"impl_version": "2.0"}, r"version of fl\w+ in forward.csv is one and the same, got 1.0 and 2.0"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(change: dict[str, str], message: str, tmp_path: Path) -> None:
+    folders = shards(tmp_path, lambda each: replace(each, **change))
+    with pytest.raises(ValueError, match=message):
+        merge(folders, tmp_path / "into")
+    assert not (tmp_path / "into").exists()
+
+
+def test_a_row_that_two_folders_have_is_refused(tmp_path: Path) -> None:
+    first, second = shards(tmp_path)
+    ResultsFile(second / NAME, RACE_COLUMNS, append=True).write([ROWS[0]])
+    with pytest.raises(
+        ValueError, match=r"a row of forward.csv is in one folder alone, got forward fwd-.* flashgen twice"
+    ):
+        merge([first, second], tmp_path / "into")
+
+
+def test_a_workload_that_nobody_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, _ = shards(tmp_path)
+    message = f"forward.csv has every workload of the suite forward; no folder has {paper_grid()[1].key} and 17 more"
+    with pytest.raises(ValueError, match=message):
+        merge([first], tmp_path / "into")
+    with pytest.raises(SystemExit) as done:
+        main([str(first), "--into", str(tmp_path / "into")])
+    assert done.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_folders_are_of_one_device_and_not_empty(tmp_path: Path) -> None:
+    first, second = shards(tmp_path)
+    other = write(tmp_path / "c", ROWS, "other_gpu/forward.csv")
+    with pytest.raises(ValueError, match="device of all folders is one and the same, got other_gpu and test_gpu"):
+        merge([first, second, other], tmp_path / "into")
+    with pytest.raises(ValueError, match=r"a folder of results has .*, got \S+/nothing"):
+        merge([first, second, tmp_path / "nothing"], tmp_path / "into")
+
+
+def test_the_command_line_writes_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = shards(tmp_path)
+    assert main([*map(str, folders), "--into", str(tmp_path / "into")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'into' / NAME}\n"
+    assert len(read_rows(tmp_path / "into" / NAME)) == len(ROWS)
+
+
+def test_committed_files_have_every_workload_of_their_suites() -> None:
+    """What the merging of shards asks for holds for what is there, so the table of grids is that of the benchmarks."""
+    for path in RESULTS.glob("*/*.csv"):
+        if path.name == "training_loss.csv":
+            continue
+        rows = read_rows(path)
+        for suite in {each.suite for each in rows} & GRIDS.keys():
+            there = {each.workload for each in rows if each.suite == suite}
+            assert there == {workload.key for workload in GRIDS[suite]()}, f"{path}, {suite}"
