@@ -11,6 +11,7 @@ from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.launch.backward import BackwardTensors
 from flashgen.launch.dtypes import TORCH_DTYPES
+from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.feature_inputs import FeatureForm
 from flashgen.measure.inputs import LAYOUTS, Arena, make_inputs
 
@@ -56,6 +57,7 @@ def make_backward_inputs(
     padding: int = 0,
     gain: float = 1.0,
     form: FeatureForm | None = None,
+    data: str = NORMAL,
     with_dlse: bool = False,
     with_dbias: bool = True,
 ) -> BackwardInputs:
@@ -72,16 +74,17 @@ def make_backward_inputs(
         padding: NaN positions behind the last one.
         gain: factor on q, so that scores can be made large.
         form: the form of bias, mask, slopes and sinks; None is what models have.
+        data: a name of `measure.data_kinds.DATA_KINDS`.
         with_dlse: whether the LSE has a gradient.
         with_dbias: whether the gradient of a bias is asked for.
 
     Raises:
-        WorkloadError: the layout is unknown or copies is below 1.
+        WorkloadError: the layout or the kind of data is unknown, or copies is below 1.
         UnsupportedError: the workload has a feature that inputs cannot be made for.
     """
     w = replace(workload, direction="forward")
     first = make_inputs(
-        w, copies=copies, seed=seed, device=device, layout=layout, padding=padding, gain=gain, form=form
+        w, copies=copies, seed=seed, device=device, layout=layout, padding=padding, gain=gain, form=form, data=data
     )
     arena = Arena(
         copies=copies,

@@ -134,6 +134,7 @@ def backward_odd_problem(
         padding=PADDING,
         gain=shape.gain,
         form=shape.form,
+        data=shape.data,
         with_dlse=dlse,
         with_dbias=spec.bias_grad,
     )

@@ -11,6 +11,7 @@ from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.launch.dtypes import TORCH_DTYPES
+from flashgen.measure.data_kinds import NORMAL, data_kind
 from flashgen.measure.feature_inputs import SOFTCAP_BEND, FeatureForm, feature_bytes, make_features
 from flashgen.measure.score_rule import uncomputed
 
@@ -97,8 +98,9 @@ def make_inputs(
     padding: int = 0,
     gain: float = 1.0,
     form: FeatureForm | None = None,
+    data: str = NORMAL,
 ) -> Inputs:
-    """Standard normal q (times `gain`), k and v; out and lse filled with NaN.
+    """Standard normal q (times `gain`), k and v, changed as the kind of data says; out and lse filled with NaN.
 
     With a softcap, q is also so large that the cap matters (`feature_inputs.SOFTCAP_BEND`).
 
@@ -111,9 +113,10 @@ def make_inputs(
         padding: NaN positions behind the last one, see `Inputs`.
         gain: factor on q, so that scores can be made large.
         form: the form of bias, mask, slopes and sinks; None is what models have.
+        data: a name of `measure.data_kinds.DATA_KINDS`.
 
     Raises:
-        WorkloadError: the layout is unknown or copies is below 1.
+        WorkloadError: the layout or the kind of data is unknown, or copies is below 1.
         UnsupportedError: the workload has a feature that inputs cannot be made for.
     """
     if layout not in LAYOUTS:
@@ -123,7 +126,7 @@ def make_inputs(
     missing = [*uncomputed(workload), *(["backward"] if workload.direction == "backward" else [])]
     if missing:
         raise UnsupportedError(f"inputs can be made for packed forward attention; {workload.key} has {missing}")
-    form = form or FeatureForm()
+    form, kind = form or FeatureForm(), data_kind(data)
     w, dtype = workload, TORCH_DTYPES[workload.dtype]
     generator = torch.Generator(device=device).manual_seed(seed)
     arena = Arena(copies=copies, batch=w.batch, layout=layout, padding=padding, dtype=dtype, generator=generator)
@@ -134,6 +137,7 @@ def make_inputs(
     gain *= form.softcap / SOFTCAP_BEND if w.softcap else 1.0
     if gain != 1.0:
         q.mul_(gain)
+    kind.apply(q, k)
     features = make_features(w, form, copies=copies, generator=generator, padding=padding)
     lse, lse_guard = arena.flat((w.batch, w.nheads, w.seqlen_q))
     guards = (out_guard, lse_guard) if padding else ()

@@ -18,6 +18,7 @@ import torch
 
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
+from flashgen.measure.data_kinds import DATA_KINDS, HARD_KINDS, NORMAL
 from flashgen.measure.feature_inputs import FeatureForm
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.score_rule import ScoreRule, refuse_uncomputed
@@ -56,6 +57,7 @@ class OddShape:
     """A factor on the first keys: where keys are read backwards, the maximum of many a row then comes last and late."""
     window: Window = (None, None)
     form: FeatureForm = USUAL
+    data: str = NORMAL
 
     @property
     def title(self) -> str:
@@ -64,6 +66,7 @@ class OddShape:
         parts += [] if self.q_offset is None else [f"q_offset {self.q_offset}"]
         parts += [] if self.gain == 1.0 else [f"scores times {self.gain:g}"]
         parts += [] if self.early_keys == 1.0 else [f"first keys times {self.early_keys:g}"]
+        parts += [] if self.data == NORMAL else [DATA_KINDS[self.data].meaning]
         parts += [] if self.window == (None, None) else [f"window {self.window}"]
         return ", ".join(parts)
 
@@ -92,6 +95,12 @@ WINDOW_SHAPES = (
     OddShape(seqlen_q=200, seqlen_k=260, batch=1, nheads=2, nheads_k=1),  # no edge at all
 )
 """More of them where a window is compiled in."""
+
+HARD_SHAPES = tuple(
+    OddShape(seqlen_q=70, seqlen_k=300, batch=1, nheads=2, nheads_k=1, layout=layout, data=data)
+    for data, layout in zip(HARD_KINDS, ("bhsd", "bshd", "bhsd", "bshd"), strict=True)
+)
+"""Every kind of hard data, with keys for several blocks and few enough scores for a gate that is run often."""
 
 CAP_SHAPES = (OddShape(seqlen_q=200, seqlen_k=700, batch=1, nheads_k=2, form=FeatureForm(softcap=400.0)),)
 """With a softcap in a forward pass: one that bounds too little for exponentials to need no running maximum."""
@@ -127,7 +136,7 @@ def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
     refuse_uncomputed(spec)
     found = []
     capped = CAP_SHAPES if spec.softcap and spec.direction == "forward" else ()
-    for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ()) + capped):
+    for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ()) + capped + HARD_SHAPES):
         if shape.early_keys != 1.0 and spec.direction == "backward":
             continue  # it reads statistics, and follows none
         # a causal mask is the right edge
@@ -159,6 +168,7 @@ def odd_problem(spec: Specialization, shape: OddShape, device: torch.device | st
         padding=PADDING,
         gain=shape.gain,
         form=shape.form,
+        data=shape.data,
     )
     features = replace(inputs.features[0], window=shape.window)
     q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]

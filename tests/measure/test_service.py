@@ -16,7 +16,7 @@ from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.bench import Bench
 from flashgen.measure.inputs import make_inputs
-from flashgen.measure.odd_shapes import ODD_SHAPES
+from flashgen.measure.odd_shapes import HARD_SHAPES, ODD_SHAPES
 from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
 from flashgen.measure.service import Judge
 from flashgen.measure.verify import KernelFactory, LaunchFunction
@@ -156,7 +156,7 @@ def test_a_slow_candidate_is_dropped_after_one_probe() -> None:
         ({"no_memory": True}, "memory", "CUDA out of memory"),
         ({"ms": 1, "wrong": True}, "verify", "at 1x1"),
         ({"ms": 1, "error_at_call": 3}, "verify", "something of the driver's"),
-        ({"ms": 1, "error_at_call": 14}, "launch", "something of the driver's"),
+        ({"ms": 1, "error_at_call": 18}, "launch", "something of the driver's"),
     ],
 )
 def test_whatever_goes_wrong_is_one_failure(knobs: dict[str, int | bool], stage: str, reason: str) -> None:
@@ -180,7 +180,7 @@ def test_odd_shapes_are_checked_once_for_a_config() -> None:
     first = table.toolchain.kernels[config(ms=1)].calls
     table.evaluate(config(ms=1))
     second = table.toolchain.kernels[config(ms=1)].calls - first
-    assert first - second == len(ODD_SHAPES)
+    assert first - second == len(ODD_SHAPES) + len(HARD_SHAPES)
 
 
 def test_windows_are_levelled_by_the_default_config_where_torch_has_no_kernel() -> None:
