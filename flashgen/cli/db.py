@@ -148,6 +148,7 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
         times = ", ".join(output.text(time) for time in measured.times_ms)
         fields += [
             ("windows", f"{times} ms (spread {measured.spread:.1%})"),
+            ("on hard data", _hard_time(record)),
             ("errors", f"max {measured.max_error:.3g}, mean {measured.mean_error:.3g}"),
             ("reference", f"{output.text(measured.reference_ms)} ms of the same round"),
             ("SM clock", f"{output.text(measured.sm_clock_mhz)} MHz"),
@@ -162,6 +163,13 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
         ("made", f"{record.created} ({since} ago)" if since else None),
     ]
     return fields
+
+
+def _hard_time(record: TuningRecord) -> str | None:
+    """The time on data that is hard for kernels whose time depends on it, and how that compares."""
+    if record.hard_ms is None or record.time_ms is None:
+        return None
+    return f"{output.text(record.hard_ms)} ms, {record.hard_ms / record.time_ms:.2f} of that on normal data"
 
 
 def _count(tried: list[Trial] | list[Prediction]) -> str:
@@ -183,6 +191,8 @@ def _record_json(record: TuningRecord) -> dict[str, object]:
         "time_ms": record.time_ms,
         "tflops": record.tflops,
         "times_ms": list(measured.times_ms) if measured else [],
+        "hard_ms": record.hard_ms,
+        "hard_times_ms": list(measured.hard_times_ms) if measured else [],
         "max_error": measured.max_error if measured else None,
         "mean_error": measured.mean_error if measured else None,
         "reference_ms": measured.reference_ms if measured else None,

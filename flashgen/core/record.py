@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from flashgen.core.config import Config
@@ -36,6 +37,9 @@ class Measurement:
 
     `reference_ms` is the time of the fixed reference kernel in the same round, because absolute times of different
     rounds do not compare on a card that changes its clock. Errors are against the float64 oracle.
+
+    `times_ms` are of normal random numbers. `hard_times_ms` has the times of the same rounds on data that is hard for
+    kernels whose time depends on it (`measure.data_kinds.hard_kind`), and is empty where none were taken.
     """
 
     times_ms: tuple[float, ...]
@@ -43,15 +47,35 @@ class Measurement:
     mean_error: float = 0.0
     reference_ms: float | None = None
     sm_clock_mhz: float | None = None
+    hard_times_ms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.times_ms or any(not 0 < t < float("inf") for t in self.times_ms):
             raise MeasureError(f"a measurement has at least one time, each finite and above 0 ms, got {self.times_ms}")
+        if any(not 0 < t < float("inf") for t in self.hard_times_ms):
+            raise MeasureError(f"times on hard data are finite and above 0 ms, got {self.hard_times_ms}")
+        if self.hard_times_ms and len(self.hard_times_ms) != len(self.times_ms):
+            raise MeasureError(
+                f"times on hard data are of the same rounds as {self.times_ms}, got {self.hard_times_ms}"
+            )
 
     @property
     def median_ms(self) -> float:
-        """The median over all windows."""
+        """The median over all windows on normal data."""
         return statistics.median(self.times_ms)
+
+    @property
+    def hard_ms(self) -> float | None:
+        """The median over all windows on hard data, None where there are none."""
+        return statistics.median(self.hard_times_ms) if self.hard_times_ms else None
+
+    @property
+    def balanced(self) -> Measurement:
+        """The same with one time for each round, the geometric mean of both; itself without times on hard data."""
+        if not self.hard_times_ms:
+            return self
+        both = zip(self.times_ms, self.hard_times_ms, strict=True)
+        return replace(self, times_ms=tuple(math.sqrt(normal * hard) for normal, hard in both), hard_times_ms=())
 
     @property
     def spread(self) -> float:
@@ -134,6 +158,11 @@ class TuningRecord:
     def time_ms(self) -> float | None:
         """The measured median, else the predicted time, else None."""
         return self.measurement.median_ms if self.measurement else self.predicted_ms
+
+    @property
+    def hard_ms(self) -> float | None:
+        """The measured median on hard data, None where none was measured."""
+        return self.measurement.hard_ms if self.measurement else None
 
     @property
     def tflops(self) -> float | None:

@@ -20,9 +20,12 @@ from flashgen.db.writing import Merged
 NOISE = 0.02
 """Two medians of different rounds that are closer than this say nothing about which config is faster."""
 
+EVEN_SHARE = 0.1
+"""What a time that does not depend on the data may cost on normal data: 7% is the most that was measured for it."""
+
 CSV_COLUMNS = (
     *("workload", "device", "arch", "num_sms", "memory_gb", "provenance", "family", "knobs"),
-    *("median_ms", "tflops", "spread", "windows", "reference_ms", "sm_clock_mhz", "max_error", "mean_error"),
+    *("median_ms", "hard_ms", "tflops", "spread", "windows", "reference_ms", "sm_clock_mhz", "max_error", "mean_error"),
     *("predicted_ms", "anchors", "source_digest", "flashgen", "triton", "torch", "driver", "created"),
 )
 
@@ -81,13 +84,18 @@ def import_records(store: Store, path: Path | str, is_current: IsCurrent | None 
 def better(theirs: TuningRecord, ours: TuningRecord) -> bool:
     """Whether an imported record replaces ours of the same workload, device identity and provenance.
 
-    1. Measured: the faster one, by the ratio to the reference kernel of the same round where that was the same for both
-       (absolute times of different rounds do not compare on a card that changes its clock), else by the median, if the
-       two differ by more than `NOISE`.
-    2. Otherwise (nearly as fast, or both predicted): the newer one.
+    1. Measured, one of them on normal data alone: the one that was measured on hard data too, unless it is slower on
+       normal data by more than `EVEN_SHARE`, for the other may take twice as long on hard data.
+    2. Measured: the faster one, by the geometric mean of both times where both have them, and by the ratio to the
+       reference kernel of the same round where that was the same for both (absolute times of different rounds do not
+       compare on a card that changes its clock), else by the medians, if the two differ by more than `NOISE`.
+    3. Otherwise (nearly as fast, or both predicted): the newer one.
     """
     if theirs.measurement and ours.measurement:
-        gain = _gain(theirs, theirs.measurement, ours, ours.measurement)
+        if (theirs.hard_ms is None) != (ours.hard_ms is None):
+            gain = _gain(theirs, theirs.measurement, ours, ours.measurement)
+            return gain > EVEN_SHARE if theirs.hard_ms is None else gain > -EVEN_SHARE
+        gain = _gain(theirs, theirs.measurement.balanced, ours, ours.measurement.balanced)
         if abs(gain) > NOISE:
             return gain > 0
     return theirs.created > ours.created
@@ -134,9 +142,10 @@ def _csv_row(record: TuningRecord) -> list[str | int]:
 def _measured_columns(record: TuningRecord) -> list[str | int]:
     measured, tflops = record.measurement, _number(record.tflops)
     if measured is None:
-        return ["", tflops, "", 0, "", "", "", ""]
+        return ["", "", tflops, "", 0, "", "", "", ""]
     return [
-        *(_number(measured.median_ms), tflops, _number(measured.spread), len(measured.times_ms)),
+        *(_number(measured.median_ms), _number(measured.hard_ms), tflops),
+        *(_number(measured.spread), len(measured.times_ms)),
         *(_number(measured.reference_ms), _number(measured.sm_clock_mhz)),
         *(_number(measured.max_error), _number(measured.mean_error)),
     ]

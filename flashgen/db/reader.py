@@ -30,7 +30,7 @@ BadRow = tuple[str, int, str]
 _OWN = (
     *("provenance", "family", "knobs", "times_ms", "max_error", "mean_error", "reference_ms", "sm_clock_mhz"),
     *("predicted_ms", "source_digest", "flashgen_version", "triton_version", "torch_version", "driver_version"),
-    "created",
+    *("created", "hard_times_ms"),
 )
 _WORKLOAD = ("key", "specialization", *(field.name for field in fields(Workload)))
 _DEVICE = ("identity", *(field.name for field in fields(Device)))

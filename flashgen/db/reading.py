@@ -77,7 +77,7 @@ def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
         device=device_of(_present(row.device, "device")),
         config=_config(row, validate),
         provenance=_typed("provenance", row.provenance, "str"),
-        measurement=None if row.times_ms is None else _measurement(row),
+        measurement=None if row.times_ms is None else _measurement(row, row.hard_times_ms),
         predicted_ms=_predicted(row.predicted_ms),
         source_digest=_typed("source_digest", row.source_digest, "str"),
         versions=Versions(**{name: _typed(name, getattr(row, f"{name}_version"), "str") for name in names}),
@@ -116,30 +116,31 @@ def _failure(row: TrialRow) -> Failure:
     return Failure(stage=_typed("stage", row.stage, "str"), reason=_typed("reason", row.reason, "str"))
 
 
-def _times_ms(row: RecordRow | TrialRow) -> tuple[float, ...]:
+def _times_ms(value: object, name: str = "times_ms") -> tuple[float, ...]:
     try:
-        times = json.loads(_typed("times_ms", row.times_ms, "str"))
+        times = json.loads(_typed(name, value, "str"))
     except (ValueError, RecursionError) as error:
-        raise DatabaseError(f"times_ms must be a JSON list, got {_quoted(row.times_ms)}") from error
+        raise DatabaseError(f"{name} must be a JSON list, got {_quoted(value)}") from error
     if not isinstance(times, list):
-        raise DatabaseError(f"times_ms must be a JSON list, got {_quoted(row.times_ms)}")
-    return tuple(float(_typed("times_ms", time, "float")) for time in times)
+        raise DatabaseError(f"{name} must be a JSON list, got {_quoted(value)}")
+    return tuple(float(_typed(name, time, "float")) for time in times)
 
 
 def _predicted_time(row: TrialRow) -> float:
-    times = _times_ms(row)
+    times = _times_ms(row.times_ms)
     if len(times) != 1 or times[0] <= 0:
         raise DatabaseError(f"a prediction has one time above 0, got {_quoted(row.times_ms)}")
     return times[0]
 
 
-def _measurement(row: RecordRow | TrialRow) -> Measurement:
+def _measurement(row: RecordRow | TrialRow, hard: str | None = None) -> Measurement:
     return Measurement(
-        times_ms=_times_ms(row),
+        times_ms=_times_ms(row.times_ms),
         max_error=_typed("max_error", row.max_error, "float"),
         mean_error=_typed("mean_error", row.mean_error, "float"),
         reference_ms=_typed("reference_ms", row.reference_ms, "float | None"),
         sm_clock_mhz=_typed("sm_clock_mhz", row.sm_clock_mhz, "float | None"),
+        hard_times_ms=() if hard is None else _times_ms(hard, "hard_times_ms"),
     )
 
 

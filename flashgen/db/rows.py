@@ -32,6 +32,7 @@ def record_row(record: TuningRecord, workload: WorkloadRow, device: DeviceRow) -
         family=record.config.family,
         knobs=record.config.to_json(),
         **_measurement_columns(record.measurement),
+        hard_times_ms=_hard_times_column(record.measurement),
         predicted_ms=record.predicted_ms,
         source_digest=record.source_digest,
         **{f"{name}_version": version for name, version in asdict(record.versions).items()},
@@ -95,4 +96,10 @@ def checked_prediction(prediction: Prediction, validate: Validate) -> Prediction
 def _measurement_columns(measurement: Measurement | None) -> dict[str, Any]:
     if measurement is None:
         return {}
-    return {**asdict(measurement), "times_ms": json.dumps(measurement.times_ms)}
+    columns = {**asdict(measurement), "times_ms": json.dumps(measurement.times_ms)}
+    del columns["hard_times_ms"]  # of records alone: trials are timed on normal data
+    return columns
+
+
+def _hard_times_column(measurement: Measurement | None) -> str | None:
+    return json.dumps(measurement.hard_times_ms) if measurement and measurement.hard_times_ms else None

@@ -108,6 +108,7 @@ class RecordRow(Base):
     torch_version: Mapped[str]
     driver_version: Mapped[str]
     created: Mapped[str]
+    hard_times_ms: Mapped[str | None]
 
     workload: Mapped[WorkloadRow | None] = relationship()
     device: Mapped[DeviceRow | None] = relationship()

@@ -16,8 +16,8 @@ class ReportRow:
     """What was chosen for a workload and how good it is; None where it is not known.
 
     `peak_share` is of the data sheet's matrix rate. `sdpa_ratio` is the time of torch's best SDPA backend over ours
-    (above 1 means that ours is faster). `spread` is (slowest - fastest) / median of the windows. `source` is measured,
-    predicted or empty.
+    (above 1 means that ours is faster). `spread` is (slowest - fastest) / median of the windows. `hard_share` is the
+    time on hard data over that on normal data. `source` is measured, predicted or empty.
     """
 
     workload: str
@@ -31,6 +31,7 @@ class ReportRow:
     sdpa_ratio: float | None
     sdpa_impl: str
     spread: float | None
+    hard_share: float | None
     source: str
     reason: str
 
@@ -66,6 +67,7 @@ def _row(outcome: WorkloadFinished, device: Device) -> ReportRow:
         sdpa_ratio=baseline.median_ms / time_ms if baseline and time_ms else None,
         sdpa_impl=baseline.impl if baseline else "",
         spread=record.measurement.spread if record and record.measurement else None,
+        hard_share=record.hard_ms / time_ms if record and record.hard_ms and time_ms else None,
         source=record.provenance if record else "",
         reason=outcome.reason,
     )

@@ -42,6 +42,9 @@ MEASURED = TuningRecord(
     baselines=(Baseline(impl="sdpa-cudnn", median_ms=1.4), Baseline(impl="sdpa-flash", median_ms=1.9)),
     created="2026-11-20T12:00:00+00:00",
 )
+HARD_TIMES = (2.5, 2.0, 2.4)
+"""Of three rounds, as `MEASURED` has."""
+
 PREDICTED = replace(MEASURED, provenance="predicted", measurement=None, predicted_ms=1.5, baselines=())
 TRIAL = Trial(
     workload=CAUSAL,
@@ -58,6 +61,12 @@ FAILED = replace(
     source="sampler",
     outcome=Failure(stage="launch", reason="an illegal memory access\n  in line 7"),
 )
+
+
+def hard(record: TuningRecord, *hard_times_ms: float, **changes: object) -> TuningRecord:
+    """`record` with times on hard data."""
+    measurement = replace(record.measurement, hard_times_ms=hard_times_ms)  # type: ignore[type-var]
+    return replace(record, measurement=measurement, **changes)  # type: ignore[arg-type]
 
 
 def timed(record: TuningRecord, *times_ms: float, **changes: object) -> TuningRecord:

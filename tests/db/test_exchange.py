@@ -14,7 +14,7 @@ from flashgen.core.record import Baseline, Measurement, TuningRecord
 from flashgen.db.exchange import CSV_COLUMNS, better, export_records, import_records, to_csv
 from flashgen.db.store import Store
 from flashgen.db.writing import Merged
-from tests.db.samples import CAUSAL, H100, H200, MEASURED, PREDICTED, SHORT, TRIAL, WIDE, timed
+from tests.db.samples import CAUSAL, H100, H200, HARD_TIMES, MEASURED, PREDICTED, SHORT, TRIAL, WIDE, hard, timed
 
 RECORDS = [replace(MEASURED, workload=workload) for workload in (WIDE, SHORT, CAUSAL)] + [PREDICTED]
 
@@ -50,11 +50,23 @@ def test_the_csv_is_readable(tmp_path: Path) -> None:
     assert measured["workload"] == CAUSAL.key
     assert "block_m=128 block_n=" in measured["knobs"]
     assert measured["median_ms"] == "1.25"
+    assert measured["hard_ms"] == ""
     assert measured["windows"] == "3"
     assert float(measured["tflops"]) == pytest.approx(MEASURED.tflops, rel=1e-5)
     assert measured["anchors"] == "sdpa-cudnn=1.4 sdpa-flash=1.9"
     assert measured["triton"] == "3.6.0"
     assert (predicted["median_ms"], predicted["predicted_ms"]) == ("", "1.5")
+
+
+def test_times_on_hard_data_travel_with_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.sqlite3"
+    export_records([hard(MEASURED, *HARD_TIMES)], path)
+    with Store.open(tmp_path / "ours.sqlite3") as store:
+        import_records(store, path)
+        assert store.records() == [hard(MEASURED, *HARD_TIMES)]
+    with path.with_suffix(".csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["median_ms"], row["hard_ms"]) == ("1.25", "2.4")
 
 
 @pytest.mark.parametrize("name", ["out.txt", "."])
@@ -139,6 +151,38 @@ NEWER = "2026-12-01T00:00:00+00:00"
 )
 def test_the_better_record_wins(theirs: object, ours: object, wins: bool) -> None:
     assert better(theirs, ours) is wins  # type: ignore[arg-type]
+
+
+def both(normal_ms: float, hard_ms: float | None, reference_ms: float = 2.5, created: str = NEWER) -> TuningRecord:
+    record = timed(MEASURED, normal_ms, created=created)
+    assert record.measurement is not None
+    record = replace(record, measurement=replace(record.measurement, reference_ms=reference_ms))
+    return record if hard_ms is None else hard(record, hard_ms)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "wins"),
+    [
+        (both(1.03, 1.05), both(1.0, 2.0), True),  # 3% slower on normal data, and even
+        (both(1.0, 2.0), both(1.03, 1.05), False),
+        (both(1.0, 1.0), both(1.2, 0.9), True),  # by the geometric mean
+        (both(1.03, 1.05), both(1.0, None), True),  # nobody knows what the other does to hard data
+        (both(1.0, None), both(1.03, 1.05), False),
+        (both(1.15, 1.15), both(1.0, None), False),  # more than being even may cost
+        (both(1.0, None), both(1.15, 1.15), True),
+        (both(1.3, 1.4, 3.2), both(1.25, 1.25), True),  # of a cooler card, by the reference of the same round
+        (both(1.3, 2.6, 3.2), both(1.25, 1.25), False),
+    ],
+)
+def test_a_record_wins_by_both_of_its_times(one: TuningRecord, other: TuningRecord, wins: bool) -> None:
+    assert better(one, other) is wins
+
+
+def test_an_import_keeps_what_was_measured_on_hard_data(tmp_path: Path) -> None:
+    export_records([both(1.0, None)], tmp_path / "old.sqlite3")
+    with Store.open(tmp_path / "ours.sqlite3") as store:
+        store.put_record(both(1.03, 1.05, created=MEASURED.created))
+        assert import_records(store, tmp_path / "old.sqlite3") == Merged(added=0, replaced=0, kept=1)
 
 
 def test_speeds_are_compared_by_the_reference_of_the_same_round() -> None:

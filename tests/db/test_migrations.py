@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +25,14 @@ from flashgen.codegen.families import FAMILIES
 from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Trial, TuningRecord
-from flashgen.core.settings import settings
+from flashgen.core.settings import child_environment, settings
 from flashgen.db import files
 from flashgen.db.exchange import import_records
 from flashgen.db.layers import Layers
 from flashgen.db.layout import SCHEMA_VERSION, TABLES
 from flashgen.db.schema import Base
 from flashgen.db.store import Store
-from tests.db.samples import CAUSAL, FAILED, FIRST_KNOBS, H200, MEASURED, PREDICTED, TRIAL
+from tests.db.samples import CAUSAL, FAILED, FIRST_KNOBS, H200, HARD_TIMES, MEASURED, PREDICTED, TRIAL, hard
 
 DATA = Path(__file__).parent / "data"
 OLD_FILES = sorted(DATA.glob("schema_*.sqlite3"))
@@ -292,6 +295,48 @@ def test_the_former_names_come_back(before: Path) -> None:
 def test_every_renamed_knob_tells_its_former_name() -> None:
     said = {row.id: {knob.former for knob in row.knobs if knob.former} for row in FAMILIES}
     assert {family: names for family, names in said.items() if names} == FORMER
+
+
+# --- 0005: a record has times on hard data --------------------------------------------------------------------------
+
+
+def test_what_was_measured_before_has_no_times_on_hard_data(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0004.sqlite3", path)
+    with Store.open(path) as store:
+        (record, _) = store.records()
+        assert (record, record.hard_ms) == (MEASURED, None)
+        store.put_record(hard(MEASURED, *HARD_TIMES))
+        assert store.record(CAUSAL, H200) == hard(MEASURED, *HARD_TIMES)
+
+
+def test_times_on_hard_data_can_be_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0004.sqlite3", path)
+    before = contents(path)
+    assert taken_back(path, "0005", "0004") == before
+
+
+def test_a_migration_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+    """The process dies with the new column made and the transaction open; the next one migrates."""
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0004.sqlite3", path)
+    script = textwrap.dedent("""
+        import os, sys
+        from alembic import op
+        from flashgen.db.store import Store
+        add_column = op.add_column
+        op.add_column = lambda *arguments: (add_column(*arguments), os._exit(9))
+        Store.open(sys.argv[1])
+        """)
+    command = [sys.executable, "-c", script, str(path)]
+    died = subprocess.run(command, env=child_environment(PYTHONPATH=os.getcwd()), check=False)
+    assert died.returncode == 9
+    assert version_in(path) == "0004"
+    with Store.open(path) as store:
+        assert store.records() == [MEASURED, PREDICTED]
+        assert store.trials(CAUSAL, H200) == [TRIAL, FAILED]
+    assert version_in(path) == SCHEMA_VERSION
 
 
 # --- a schema version that does not exist yet ---------------------------------------------------------------------

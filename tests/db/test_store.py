@@ -25,6 +25,7 @@ from tests.db.samples import (
     FAILED,
     H100,
     H200,
+    HARD_TIMES,
     MEASURED,
     PREDICTED,
     PREDICTION,
@@ -32,6 +33,7 @@ from tests.db.samples import (
     SHORT,
     TRIAL,
     WIDE,
+    hard,
     timed,
 )
 
@@ -54,6 +56,18 @@ def test_a_record_comes_back_equal(store: Store, path: Path) -> None:
         store.close()
         with Store.open(path, **flags) as reader:
             assert reader.record(CAUSAL, H200) == MEASURED
+
+
+def test_a_record_has_the_times_of_both_kinds_of_data(store: Store, path: Path) -> None:
+    store.put_records([hard(MEASURED, *HARD_TIMES), replace(MEASURED, workload=SHORT)])
+    found, without = store.record(CAUSAL, H200), store.record(SHORT, H200)
+    assert found == hard(MEASURED, *HARD_TIMES)
+    assert (found.time_ms, found.hard_ms) == (1.25, 2.4)
+    assert without is not None
+    assert without.hard_ms is None
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT hard_times_ms FROM records").fetchall() == [("[2.5, 2.0, 2.4]",), (None,)]
+    connection.close()
 
 
 def test_a_measured_record_is_found_before_a_predicted_one(store: Store) -> None:

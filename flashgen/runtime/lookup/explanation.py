@@ -60,6 +60,7 @@ class Explanation:
             "record_created": record.created if record else None,
             "record_provenance": record.provenance if record else None,
             "record_ms": record.time_ms if record else None,
+            "record_hard_ms": record.hard_ms if record else None,
             "stale": self.is_stale,
             "skipped": list(self.served.skipped),
             "families": dict(self.families),
@@ -86,6 +87,8 @@ def _record_lines(served: Served, stale: bool) -> list[str]:
     if record is None:
         return ["record     none: nothing was measured for this class of workloads"]
     time = f"{record.time_ms:.4f} ms, {record.tflops:.0f} TFLOP/s" if record.time_ms and record.tflops else "no time"
+    if record.hard_ms is not None:
+        time += f", {record.hard_ms:.4f} ms on hard data"
     made = f"{record.provenance} {record.created or 'at an unknown time'}"
     made += f" ({age(record.created)} ago)" if record.created else ""
     versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
