@@ -32,7 +32,19 @@ QUIET_S = 10.0
 """Plain lines: a search without a new best says at least so often that it is alive."""
 
 STAGES = {"search": "searching", "near": "comparing the best", "last": "finals"}
-COLUMNS = ("workload", "pass", "features", "config", "ms", "TFLOP/s", "of peak", "vs SDPA", "spread", "source")
+COLUMNS = (
+    "workload",
+    "pass",
+    "features",
+    "config",
+    "ms",
+    "TFLOP/s",
+    "of peak",
+    "vs SDPA",
+    "hard data",
+    "spread",
+    "source",
+)
 
 
 class Display(Protocol):
@@ -214,6 +226,7 @@ def _cells(row: ReportRow) -> tuple[output.Cell, ...]:
         None if row.tflops is None else round(row.tflops),
         _percent(row.peak_share),
         ratio,
+        None if row.hard_share is None else f"{row.hard_share:.2f}x",
         _percent(row.spread, digits=1),
         row.source if row.status != "skipped" else f"{row.source} before",
     )

@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Config):
         return {"family": value.family, "knobs": dict(value.knobs)}
     if isinstance(value, Measurement):
-        return {**_fields(value), "median_ms": value.median_ms, "spread": value.spread}
+        return {**_fields(value), "median_ms": value.median_ms, "hard_ms": value.hard_ms, "spread": value.spread}
     if isinstance(value, TuningRecord):
         return {**_fields(value), "device": value.device.identity, "time_ms": value.time_ms, "tflops": value.tflops}
     if isinstance(value, Trial):

@@ -9,7 +9,7 @@ import pytest
 from flashgen.core.settings import settings
 from flashgen.db.store import Store
 from tests.cli.conftest import Invoke, own
-from tests.db.samples import CAUSAL, CONFIG, H200, MEASURED, SHORT, WIDE
+from tests.db.samples import CAUSAL, CONFIG, H200, HARD_TIMES, MEASURED, SHORT, WIDE, hard
 
 
 def test_list_shows_a_line_for_each_record(invoke: Invoke, tuned: Path) -> None:
@@ -66,6 +66,16 @@ def test_show_tells_everything_of_a_workload(invoke: Invoke, tuned: Path) -> Non
         assert text in shown
     rows = own(invoke("db", "show", CAUSAL.key, "--json").stdout)
     assert [row["provenance"] for row in rows] == ["measured", "predicted"]
+
+
+def test_show_has_the_time_on_hard_data_where_it_was_measured(invoke: Invoke, tuned: Path) -> None:
+    asked = ("db", "show", CAUSAL.key, "--device", "h200")
+    assert "on hard data           -\n" in invoke(*asked).stdout
+    with Store.open(tuned) as store:
+        store.put_record(hard(MEASURED, *HARD_TIMES))
+    assert "2.4 ms, 1.92 of that on normal data" in invoke(*asked).stdout
+    measured, _ = own(invoke(*asked, "--json").stdout)
+    assert (measured["hard_ms"], measured["hard_times_ms"]) == (2.4, list(HARD_TIMES))
 
 
 def test_show_of_an_unknown_workload_is_an_error(invoke: Invoke, tuned: Path) -> None:

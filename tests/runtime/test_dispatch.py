@@ -26,7 +26,7 @@ from flashgen.launch.sdpa import BACKENDS
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.lookup.ladder import SDPA_IMPLS, resolve, sdpa_backend
 from flashgen.runtime.lookup.records import Records
-from tests.db.samples import H100, H200, RTX_4090, timed
+from tests.db.samples import H100, H200, HARD_TIMES, RTX_4090, hard, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
 SHIPPED = "shipped/some_device.sqlite3"
@@ -429,6 +429,21 @@ def test_explain_names_the_rung_the_record_and_every_family(ladder: Ladder) -> N
     ]
 
 
+def test_explain_tells_the_time_on_hard_data_where_it_was_measured(ladder: Ladder) -> None:
+    ladder.user(hard(measured(), *HARD_TIMES))
+    found = explain(CAUSAL, CAUSAL.specialization, H200, ladder.records())
+    assert "TFLOP/s, 2.4000 ms on hard data" in str(found)
+    assert found.to_dict()["record_hard_ms"] == 2.4
+
+
+def test_torch_serves_by_the_times_on_normal_data_alone(ladder: Ladder) -> None:
+    """Its kernels are as fast on both kinds, and a winner of both nearly so."""
+    ladder.user(hard(measured(baselines=faster("sdpa-flash", 1.1)), *HARD_TIMES))
+    assert sdpa_backend(CAUSAL, CAUSAL.specialization, ladder.resolve(CAUSAL)) is None
+    ladder.user(hard(measured(baselines=faster("sdpa-flash", 0.9)), 1.0, 1.0, 1.0))
+    assert sdpa_backend(CAUSAL, CAUSAL.specialization, ladder.resolve(CAUSAL)) == "sdpa-flash"
+
+
 def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
     ladder.user(predicted(NEAR))
     facts = explain(CAUSAL, CAUSAL.specialization, H200, ladder.records()).to_dict()
@@ -448,6 +463,7 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "record_created": predicted().created,
         "record_provenance": "predicted",
         "record_ms": 1.5,
+        "record_hard_ms": None,
         "stale": True,
         "skipped": [f"{rung}. {RUNGS[rung]}: no such record" for rung in range(3, 7)],
         "families": {row.id: unsupported(row, CAUSAL.specialization, H200) for row in FAMILIES},
