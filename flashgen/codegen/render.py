@@ -1,19 +1,23 @@
-"""Rendering: a pure function from (specialization, config) to the text of one kernel. The only user of jinja2."""
+"""Rendering: a pure function from (specialization, config) to the text of one kernel. The only user of jinja2.
+
+It is imported by the first rendering: a process that finds its kernels on disk does without.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from dataclasses import dataclass
-
-import jinja2
-from jinja2.sandbox import SandboxedEnvironment
+from typing import TYPE_CHECKING
 
 from flashgen.codegen.families import family, validate
 from flashgen.core.config import Config
 from flashgen.core.errors import BuildError
 from flashgen.core.settings import shipped
 from flashgen.core.workload import Specialization, Workload
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import SandboxedEnvironment
 
 DIGEST_LENGTH = 16
 
@@ -75,6 +79,8 @@ def render_template(template: str, purpose: str, **values: object) -> str:
     Raises:
         BuildError: the template is missing, or needs a value that is not given.
     """
+    import jinja2
+
     try:
         return _environment().get_template(template).render(**values)
     except jinja2.TemplateError as error:
@@ -91,6 +97,9 @@ def render_command(spec: Specialization, config: Config) -> str:
 
 @functools.cache
 def _environment() -> SandboxedEnvironment:
+    import jinja2
+    from jinja2.sandbox import SandboxedEnvironment
+
     return SandboxedEnvironment(
         loader=jinja2.FileSystemLoader(shipped("templates")),
         undefined=jinja2.StrictUndefined,

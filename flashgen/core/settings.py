@@ -3,9 +3,9 @@
 | variable | meaning |
 |---|---|
 | FLASHGEN_DB | tuning databases, searched first to last, separated by `os.pathsep`; the first one is written to |
-| FLASHGEN_CACHE_DIR | generated sources and other files that may be deleted at any time |
+| FLASHGEN_CACHE_DIR | generated sources, their binaries and other files that may be deleted at any time |
 | FLASHGEN_POLICY | `fastest` (default: SDPA where it was measured faster) or `generated` (always a generated kernel) |
-| FLASHGEN_NO_COMPILE | `1`: a compile while serving is an error (zero-JIT serving after `warmup`) |
+| FLASHGEN_NO_COMPILE | `1`: a compile while serving is an error (zero-JIT serving after `warmup`); binaries are read |
 | FLASHGEN_QUIET | `1`: no one-line notice on the first call without a record |
 """
 
@@ -62,6 +62,19 @@ def settings() -> Settings:
 def child_environment(**extra: str) -> dict[str, str]:
     """The environment for a child process: this one's, with `extra` on top."""
     return {**os.environ, **extra}
+
+
+def compiler_environment() -> dict[str, str]:
+    """The variables that Triton's compiler reads, by name; those that only say where its files lie are left out."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(_COMPILER_PREFIXES)}
+    return {name: found[name] for name in sorted(found.keys() - _PLACES)}
+
+
+_COMPILER_PREFIXES = (
+    *("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "USE_IR_LOC", "ALLOW_LHS_TMEM"),
+    *("DISABLE_LLVM_", "DISABLE_MMA_", "DISABLE_PTXAS_"),
+)
+_PLACES = {"TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR"}
 
 
 def triton_cache() -> Path | None:

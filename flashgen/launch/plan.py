@@ -25,7 +25,7 @@ from flashgen.launch.binding import Binding
 from flashgen.launch.driver_launch import launcher
 from flashgen.launch.driver_plan import DriverPlan
 from flashgen.launch.geometry import Geometry
-from flashgen.launch.parameters import Layout, trailing_pointers
+from flashgen.launch.parameters import Layout, ptx_sizes, trailing_of_sizes
 from flashgen.launch.triton_plan import TritonBackward, TritonForward
 
 _UNUSUAL = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
@@ -132,9 +132,10 @@ def known_layout(part: CompiledPart) -> Layout | None:
     if handle in _LAYOUTS:
         return _LAYOUTS[handle]
     parameters, found = part.kernel.parameters, None
-    metadata, ptx = handle.metadata, handle.asm.get("ptx")
-    if getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, 0) for name in _UNUSUAL) and ptx:
-        trailing = trailing_pointers(ptx, parameters)
+    metadata = handle.metadata
+    sizes = getattr(handle, "parameter_bytes", None) or ptx_sizes(handle.asm.get("ptx") or "")
+    if getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, 0) for name in _UNUSUAL) and sizes:
+        trailing = trailing_of_sizes(sizes, parameters)
         found = None if trailing is None else Layout.of(parameters, trailing)
     _LAYOUTS[handle] = found
     return found

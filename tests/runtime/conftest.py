@@ -11,7 +11,7 @@ import torch
 
 from flashgen.codegen import build
 from flashgen.db import layers
-from flashgen.launch import plan
+from flashgen.launch import binaries, plan
 from flashgen.runtime.ops import serve
 from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu, FakeGpu
@@ -54,6 +54,8 @@ def _installed(fake: AnyGpu, monkeypatch: pytest.MonkeyPatch) -> AnyGpu:
     monkeypatch.setattr(serve, "device_at", lambda index: H200)
     monkeypatch.setattr(serve, "prepare", fake.counting(serve.prepare))
     monkeypatch.setattr(build, "compile_kernel", fake.compile_kernel)
+    monkeypatch.setattr(binaries, "read", lambda *asked: None)
+    monkeypatch.setattr(binaries, "write", lambda *kernel: None)
     monkeypatch.setattr(plan, "make_plan", fake.make_plan)
     monkeypatch.setattr(plan, "make_backward_plan", fake.make_backward_plan)
     monkeypatch.setattr(plan, "load", fake.load)

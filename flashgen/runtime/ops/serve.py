@@ -185,7 +185,7 @@ def _bound(problem: AnyCheckedCall, kernel: CompiledKernel, config: Config, inde
 
 
 def compiled(spec: Specialization, config: Config, device: Device, index: int) -> CompiledKernel:
-    """The compiled kernel of a config, from this process or built now.
+    """The compiled kernel of a config: from this process, from an earlier one or built now.
 
     Raises:
         BuildError: FLASHGEN_NO_COMPILE forbids it outside `warmup`, or the compile failed.
@@ -194,16 +194,22 @@ def compiled(spec: Specialization, config: Config, device: Device, index: int) -
     key = (spec, config, device.identity)
     found = _KERNELS.get(key)
     if found is None:
-        from flashgen.codegen.build import compile_kernel
+        from flashgen.codegen import build
+        from flashgen.launch import binaries
         from flashgen.launch.plan import check_capture
 
         check_capture(index, f"building the kernel for {spec.key}")
+        found = binaries.read(spec, config, device)
+        if found is not None:
+            _KERNELS[key] = found
+            return found
         if settings().no_compile and not getattr(_STATE, "warming", False):
             raise BuildError(
                 f"FLASHGEN_NO_COMPILE forbids compiling outside warmup, and {config} for {spec.key} is not compiled; "
                 "add its shapes to the flashgen.warmup call"
             )
-        found = _KERNELS[key] = compile_kernel(spec, config, device)
+        found = _KERNELS[key] = build.compile_kernel(spec, config, device)
+        binaries.write(found, spec, config)
     return found
 
 

@@ -1,0 +1,229 @@
+"""Compiled kernels on disk: what a launch needs of them, so that a process that finds them imports no compiler.
+
+A file holds a JSON header and machine code, and nothing of it is executed here. It is believed if it lies in a folder
+of this user that nobody else can write to, if its checksum is right and if it states the key that was asked for;
+otherwise the kernel is compiled, and the file written anew.
+
+    magic, SHA-256 of what follows, length of the header (8 bytes), header, text of the kernel, binaries in order
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from flashgen.codegen.build import CompiledKernel, CompiledPart
+from flashgen.codegen.build_key import build_key
+from flashgen.codegen.families import family
+from flashgen.codegen.render import KernelSource
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.settings import settings
+from flashgen.core.workload import Specialization
+from flashgen.launch.parameters import ptx_sizes
+from flashgen.launch.plan import known_layout
+
+MAGIC = b"flashgen binary\n"
+SUFFIX = ".kernel"
+FOLDER = "binaries"
+
+LARGEST_BYTES = 16 * 2**20
+"""Of one file; the largest kernels have some 600 kB."""
+
+MOST_BYTES = 256 * 2**20
+"""Of all files together: some 800 kernels. Beyond it the oldest ones go."""
+
+ABANDONED_SECONDS = 3600
+"""A draft of this age belongs to a process that was killed."""
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StoredHandle:
+    """The part of Triton's compiled kernel that a launch through the driver reads.
+
+    Attributes:
+        metadata: name, shared, num_warps and tensordesc_meta, as Triton has them.
+        asm: the binary, as `cubin`.
+        hash: tells it from every other kernel.
+        parameter_bytes: sizes of the parameters in its PTX.
+    """
+
+    metadata: SimpleNamespace
+    asm: dict[str, bytes]
+    hash: str
+    parameter_bytes: tuple[int, ...]
+
+
+def read(spec: Specialization, config: Config, device: Device) -> CompiledKernel | None:
+    """The kernels of a config from an earlier process; None where there are none, or in any doubt."""
+    key = build_key(spec, config, device)
+    if key is None:
+        return None
+    try:
+        content = _content(_path(key))
+        return None if content is None else _kernel(content, key, spec, config, device)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write(compiled: CompiledKernel, spec: Specialization, config: Config) -> None:
+    """Keep the kernels of a config for later processes.
+
+    Where they are launched through Triton, where there is no place for them or no room, nothing is kept.
+    """
+    key = build_key(spec, config, compiled.device)
+    if key is None or any(known_layout(part) is None for part in compiled.parts):
+        return
+    binaries = [part.handle.asm["cubin"] for part in compiled.parts]
+    text = compiled.source.text.encode()
+    header = {"key": key, "text": len(text), "parts": [_described(part) for part in compiled.parts]}
+    packed = json.dumps(header).encode()
+    body = b"".join([len(packed).to_bytes(_LENGTH_BYTES, "little"), packed, text, *binaries])
+    if len(body) > LARGEST_BYTES:
+        return
+    with contextlib.suppress(OSError):
+        _save(_path(key), MAGIC + hashlib.sha256(body).digest() + body)
+
+
+def _path(key: str) -> Path:
+    """Where the kernels of a key lie."""
+    return settings().cache_dir / FOLDER / f"{key[:32]}{SUFFIX}"
+
+
+def _content(path: Path) -> memoryview | None:
+    """What follows the checksum of a file of ours; None for any other file."""
+    if not _is_private(path.parent):
+        return None
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        seen = os.fstat(descriptor)
+        if not stat.S_ISREG(seen.st_mode) or not _is_own(seen) or seen.st_size > LARGEST_BYTES + 1024:
+            return None
+        raw = memoryview(file.read())
+    start = len(MAGIC) + _DIGEST_BYTES
+    if raw[: len(MAGIC)] != MAGIC or hashlib.sha256(raw[start:]).digest() != raw[len(MAGIC) : start]:
+        return None
+    return raw[start:]
+
+
+def _is_private(folder: Path) -> bool:
+    seen = os.lstat(folder)
+    return stat.S_ISDIR(seen.st_mode) and _is_own(seen)
+
+
+def _is_own(seen: os.stat_result) -> bool:
+    """Whether this user owns a file and nobody else can write to it."""
+    return seen.st_uid == os.geteuid() and not seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _described(part: CompiledPart) -> dict[str, object]:
+    metadata = part.handle.metadata
+    boxes = getattr(metadata, "tensordesc_meta", None) or ()
+    return {
+        "entry": part.kernel.entry,
+        "name": metadata.name,
+        "shared": metadata.shared,
+        "num_warps": metadata.num_warps,
+        "boxes": [{"block_size": list(box["block_size"]), "swizzle": box["swizzle"]} for box in boxes],
+        "parameter_bytes": ptx_sizes(part.handle.asm["ptx"]),
+        "registers": part.registers,
+        "spills": part.spills,
+        "bytes": len(part.handle.asm["cubin"]),
+    }
+
+
+def _kernel(
+    content: memoryview, key: str, spec: Specialization, config: Config, device: Device
+) -> CompiledKernel | None:
+    """The kernels that a file describes, if they are those of the key and launch as this flashgen launches kernels."""
+    start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    header = json.loads(bytes(content[_LENGTH_BYTES:start]))
+    kernels = family(config.family).kernels(spec, config)
+    if header["key"] != key or [part["entry"] for part in header["parts"]] != [kernel.entry for kernel in kernels]:
+        return None
+    text = str(content[start : start + header["text"]], "utf-8")
+    start += header["text"]
+    parts = []
+    for number, (described, kernel) in enumerate(zip(header["parts"], kernels, strict=True)):
+        cubin = bytes(content[start : start + described["bytes"]])
+        start += described["bytes"]
+        handle = _handle(described, cubin, f"{key}/{number}")
+        parts.append(
+            CompiledPart(
+                kernel=kernel,
+                registers=described["registers"],
+                spills=described["spills"],
+                shared_bytes=described["shared"],
+                num_warps=described["num_warps"],
+                compile_ms=0.0,
+                handle=handle,
+            )
+        )
+    if start != len(content) or any(known_layout(part) is None for part in parts):
+        return None
+    return CompiledKernel(source=KernelSource(entry=config.family, text=text), device=device, parts=tuple(parts))
+
+
+def _handle(described: dict[str, Any], cubin: bytes, name: str) -> StoredHandle:
+    metadata = SimpleNamespace(
+        name=described["name"],
+        shared=described["shared"],
+        num_warps=described["num_warps"],
+        tensordesc_meta=described["boxes"],
+    )
+    sizes = tuple(described["parameter_bytes"])
+    return StoredHandle(metadata=metadata, asm={"cubin": cubin}, hash=name, parameter_bytes=sizes)
+
+
+def _save(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all, after making room for it."""
+    folder = path.parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_private(folder):
+        return
+    _make_room(folder, len(content))
+    descriptor, draft = tempfile.mkstemp(suffix=".tmp", dir=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(draft, path)  # another process may be writing the same kernel
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def _make_room(folder: Path, needed: int) -> None:
+    """Delete the oldest files until `needed` more bytes fit, and drafts that nobody will finish."""
+    kept = sorted(_stored(folder))
+    total = needed + sum(size for _, size, _ in kept)
+    for _, size, path in kept:
+        if total <= MOST_BYTES:
+            return
+        with contextlib.suppress(FileNotFoundError):  # another process makes room, too
+            os.unlink(path)
+        total -= size
+
+
+def _stored(folder: Path) -> Iterator[tuple[float, int, str]]:
+    """Time, size and path of every file; drafts of killed processes are deleted on the way."""
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            seen = entry.stat(follow_symlinks=False)
+            if entry.name.endswith(".tmp") and time.time() - seen.st_mtime > ABANDONED_SECONDS:
+                os.unlink(entry.path)
+            else:
+                yield seen.st_mtime, seen.st_size, entry.path
