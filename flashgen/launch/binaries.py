@@ -46,6 +46,9 @@ MOST_BYTES = 256 * 2**20
 ABANDONED_SECONDS = 3600
 """A draft of this age belongs to a process that was killed."""
 
+CAN_TELL_OWNERS = hasattr(os, "geteuid")
+"""Not on Windows, where nothing is kept."""
+
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH_BYTES = 8
 
@@ -70,7 +73,7 @@ class StoredHandle:
 def read(spec: Specialization, config: Config, device: Device) -> CompiledKernel | None:
     """The kernels of a config from an earlier process; None where there are none, or in any doubt."""
     key = build_key(spec, config, device)
-    if key is None:
+    if key is None or not CAN_TELL_OWNERS:
         return None
     try:
         content = _content(_path(key))
@@ -85,7 +88,7 @@ def write(compiled: CompiledKernel, spec: Specialization, config: Config) -> Non
     Where they are launched through Triton, where there is no place for them or no room, nothing is kept.
     """
     key = build_key(spec, config, compiled.device)
-    if key is None or any(known_layout(part) is None for part in compiled.parts):
+    if key is None or not CAN_TELL_OWNERS or any(known_layout(part) is None for part in compiled.parts):
         return
     binaries = [part.handle.asm["cubin"] for part in compiled.parts]
     text = compiled.source.text.encode()
