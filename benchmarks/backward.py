@@ -10,30 +10,35 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.flex_variants import with_flex
 from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
 from benchmarks.impls import Impl
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import RACE_COLUMNS, ResultsFile
 from benchmarks.suites import BACKWARD_SUITE, backward_grid, select
-from benchmarks.training_impls import BACKWARD
+from benchmarks.training_impls import BACKWARD, alone
 from flashgen.core.errors import FlashgenError
 from flashgen.tuning.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRace:
-    """What one benchmark of training races: `suite` also names its file and its module."""
+    """What one benchmark of training races: `suite` also names its file and its module.
+
+    `wrap` makes what races of an implementation of a forward pass.
+    """
 
     suite: str
     about: str
     impls: tuple[Impl, ...]
+    wrap: Callable[[Impl], Impl]
 
 
-RACE = TrainingRace(suite=BACKWARD_SUITE, about=(__doc__ or "").split("\n", maxsplit=1)[0], impls=BACKWARD)
+RACE = TrainingRace(suite=BACKWARD_SUITE, about=(__doc__ or "").split("\n", maxsplit=1)[0], impls=BACKWARD, wrap=alone)
 
 
 def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> int:
@@ -43,7 +48,8 @@ def main(arguments: Sequence[str] | None = None, what: TrainingRace = RACE) -> i
     add_race_arguments(parser, what.impls)
     options = parser.parse_args(arguments)
     try:
-        impls, shard = chosen(options.impls, what.impls), Shard.parse(options.shard)
+        impls = with_flex(chosen(options.impls, what.impls), options.flex, what.wrap)
+        shard = Shard.parse(options.shard)
         provenance = Provenance.here(options.commit)
         path = options.results / provenance.slug / f"{what.suite}.csv"
         file = ResultsFile(path, RACE_COLUMNS, append=options.append, commit=provenance.commit)

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
+from benchmarks.flex import flex_module, mask_mod
 from flashgen.core.feature_words import feature_words
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 
 MODULE, PACKAGE = "flash_attn.cute", "flash-attn-4"
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
+MAX_BLOCK_SPARSE_DIM, SMALL_HEADS_BLOCK_M, BLOCK = 128, 192, 128
+"""Its tiles on Hopper: 192 queries by 128 keys up to heads of 64, then 128 by 128 up to heads of 128."""
+
 DTYPES = ("bf16", "fp16")
 
 Run = Callable[[int], Any]
@@ -48,8 +52,17 @@ def unsupported(workload: Workload) -> str | None:
         return f"{MODULE} is not installed"
     if workload.direction == "backward" and set(feature_words(workload)) - {"causal"}:
         return "it is timed without features here"
-    if workload.alibi or workload.bias or workload.mask:
-        return "ALiBi, a bias or a mask would have to be written in the CuTe DSL"
+    if sum(map(bool, (workload.softcap, workload.alibi, workload.bias, workload.mask))) > 1:
+        return "of softcap, ALiBi, a bias and a mask, one at a time is written in the CuTe DSL here"
+    if workload.mask and (workload.causal or workload.specialization.window):
+        return "with a function for a mask it has no causal mask and no window of its own"
+    return limits(workload)
+
+
+def limits(workload: Workload) -> str | None:
+    """What its kernels cannot do whatever they are asked for: why they cannot run this workload, or None."""
+    if not is_installed():
+        return f"{MODULE} is not installed"
     dims = (workload.head_dim, workload.head_dim_v)
     if max(dims) > MAX_HEAD_DIM:
         return f"its head_dim ends at {MAX_HEAD_DIM}"
@@ -59,10 +72,10 @@ def unsupported(workload: Workload) -> str | None:
 
 
 def feature_options(workload: Workload, features: Features) -> dict[str, Any]:
-    """Its arguments for a window, a softcap and sinks (nheads,); empty where a workload has none of them.
+    """Its arguments for the features of a workload; empty where there are none.
 
-    Its own function for a softcap is made here, once: made anew in every call, as `softcap=` does, it costs the host
-    longer than a short kernel runs.
+    It has a window and sinks (nheads,) of its own; all else are functions in the CuTe DSL. They are made here, once:
+    made anew in every call, as `softcap=` does, they cost the host longer than a short kernel runs.
     """
     given: dict[str, Any] = {}
     if workload.specialization.window:
@@ -71,7 +84,39 @@ def feature_options(workload: Workload, features: Features) -> dict[str, Any]:
         given["score_mod"] = importlib.import_module(f"{MODULE}.utils").create_softcap_scoremod(features.softcap)
     if workload.sink:
         given["learnable_sink"] = features.sinks
+    if features.alibi_slopes is not None:
+        given |= mods().alibi(features.alibi_slopes, workload.seqlen_k - workload.seqlen_q)
+    if features.bias is not None:
+        given |= mods().bias(features.bias.expand(workload.batch, workload.nheads, workload.seqlen_q, -1))
+    if features.mask is not None:
+        whole = workload.mask == "full"
+        given |= mods().mask(features.mask[:, 0] if whole else features.mask[:, 0, 0])
+    if workload.mask == "keys":
+        given |= _visible_blocks(workload, features)
     return given
+
+
+def mods() -> Any:
+    """Our functions in the CuTe DSL, imported late because they import it."""
+    return importlib.import_module("benchmarks.fa4_mods")
+
+
+def _visible_blocks(workload: Workload, features: Features) -> dict[str, Any]:
+    """The blocks that hold a visible key, in blocks of its own tiles: it skips the others. Nothing beyond heads of 128.
+
+    A mask with a value for each score has no such blocks here.
+    """
+    if workload.head_dim > MAX_BLOCK_SPARSE_DIM:
+        return {}
+    size = (SMALL_HEADS_BLOCK_M if workload.head_dim <= 64 else BLOCK, BLOCK)
+    lengths = (workload.seqlen_q, workload.seqlen_k)
+    device = features.mask.device if features.mask is not None else None
+    found = flex_module().create_block_mask(
+        mask_mod(workload, features), workload.batch, None, *lengths, device=device, BLOCK_SIZE=size
+    )
+    blocks = (found.kv_num_blocks, found.kv_indices, found.full_kv_num_blocks, found.full_kv_indices)
+    made = importlib.import_module(f"{MODULE}.block_sparsity").BlockSparseTensorsTorch(*blocks, block_size=size)
+    return {"block_sparse_tensors": made}
 
 
 def forward(q: Tensors, k: Tensors, v: Tensors, *, causal: bool, **options: Any) -> Run:

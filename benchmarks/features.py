@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.flex_variants import CHOICES, with_flex
 from benchmarks.forward import add_shard_argument, chosen, run, say, served_by
 from benchmarks.impls import Impl
 from benchmarks.memory import extra_bytes
@@ -31,7 +32,7 @@ from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.timing import CudaStopwatch
 from flashgen.tuning.shards import Shard
 
-PEERS = ("flashgen", "flex", "sdpa-masked", "fa3")
+PEERS = ("flashgen", "flex", "sdpa-masked", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
 SUITES: dict[str, Callable[[], tuple[Workload, ...]]] = {"features": features_grid, "window": window_grid}
 
 
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        impls, shard, provenance = chosen(options.impls), Shard.parse(options.shard), Provenance.here(options.commit)
+        impls = with_flex(chosen(options.impls), options.flex)
+        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
         path = options.results / provenance.slug / "features.csv"
         file = ResultsFile(path, MEMORY_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--suite", action="append", choices=sorted(SUITES), help="default: all")
     parser.add_argument("--only", action="append", default=[], help="pattern of workload keys, e.g. '*softcap*'")
     parser.add_argument("--impls", default=",".join(PEERS), help="default: %(default)s")
+    parser.add_argument("--flex", choices=CHOICES, default=CHOICES[0], help="variants of FlexAttention (%(default)s)")
     parser.add_argument("--warm", type=float, default=0.1, help="seconds of a visit before its window (%(default)s)")
     parser.add_argument("--window", type=float, default=0.25, help="seconds of a window (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="visits of each implementation (%(default)s)")

@@ -7,7 +7,7 @@ scales the output by sigmoid(lse - sink) afterwards, because FlexAttention has n
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,15 +23,22 @@ Attention = Callable[..., Any]
 COMPILE_LIMIT = 4096
 """torch gives up compiling after a few shapes of one function; a benchmark has many."""
 
+BLOCK_SIZE = (128, 128)
+"""Of a block mask, queries and keys: FlexAttention's own default."""
+
 
 def flex_module() -> Any:
     """Imported late: it takes a second."""
     return importlib.import_module("torch.nn.attention.flex_attention")
 
 
+def forget_compiled() -> None:
+    """Give back what was compiled before, with the masks and biases that it keeps alive."""
+    torch._dynamo.reset()
+
+
 def compiled_flex() -> Attention:
     """`attend` around flex_attention, compiled for exactly one shape, which is the most favourable way to use it."""
-    torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = COMPILE_LIMIT
     torch._dynamo.config.accumulated_recompile_limit = COMPILE_LIMIT
     compiled: Attention = torch.compile(attend, dynamic=False)
@@ -52,10 +59,24 @@ def attend(
     return scaled
 
 
-def flex_call(function: Attention, workload: Workload, inputs: Inputs) -> Callable[[int], torch.Tensor]:
-    """One call for each set of inputs; `function` is `attend`, compiled or not.
+def flex_call(
+    function: Attention,
+    workload: Workload,
+    inputs: Inputs,
+    *,
+    kernel_options: Mapping[str, Any] | None = None,
+    block_size: tuple[int, int] = BLOCK_SIZE,
+) -> Callable[[int], torch.Tensor]:
+    """One call for each set of inputs.
 
     The block mask is that of the first set of inputs: a mask tensor is one and the same for all sets.
+
+    Args:
+        function: `attend`, compiled or not.
+        workload: what it computes.
+        inputs: what it is called on.
+        kernel_options: `flex_attention`'s, which are performance alone.
+        block_size: queries and keys of a block of the block mask.
     """
     features = inputs.features[0]
     device = inputs.q[0].device
@@ -64,11 +85,15 @@ def flex_call(function: Attention, workload: Workload, inputs: Inputs) -> Callab
     if visible is not None:
         batch = workload.batch if workload.mask else None
         lengths = (workload.seqlen_q, workload.seqlen_k)
-        block_mask = flex_module().create_block_mask(visible, batch, None, *lengths, device=device)
+        block_mask = flex_module().create_block_mask(
+            visible, batch, None, *lengths, device=device, BLOCK_SIZE=block_size
+        )
     score = score_mod(workload, features)
     options: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": workload.nheads != workload.nheads_k}
     if score is not None:
         options["score_mod"] = score
+    if kernel_options:
+        options["kernel_options"] = dict(kernel_options)
     if workload.sink:
         options["sinks"] = features.sinks
     return lambda n: function(inputs.q[n], inputs.k[n], inputs.v[n], **options)

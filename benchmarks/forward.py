@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import flashgen
+from benchmarks.flex_variants import CHOICES, with_flex
 from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.problems import forward_of
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        impls, shard, provenance = chosen(options.impls), Shard.parse(options.shard), Provenance.here(options.commit)
+        impls = with_flex(chosen(options.impls), options.flex)
+        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
         path = options.results / provenance.slug / "forward.csv"
         file = ResultsFile(path, RACE_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
@@ -183,6 +185,7 @@ def add_race_arguments(parser: argparse.ArgumentParser, impls: Sequence[Impl]) -
     """The options of benchmarks that race implementations on workloads."""
     parser.add_argument("--only", action="append", default=[], help="pattern of workload keys, e.g. '*-d128-causal'")
     parser.add_argument("--impls", default=",".join(impl.name for impl in impls), help="default: %(default)s")
+    parser.add_argument("--flex", choices=CHOICES, default=CHOICES[0], help="variants of FlexAttention (%(default)s)")
     parser.add_argument("--warm", type=float, default=0.1, help="seconds of a visit before its window (%(default)s)")
     parser.add_argument("--window", type=float, default=0.25, help="seconds of a window (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="visits of each implementation (%(default)s)")

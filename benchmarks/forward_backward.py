@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from benchmarks import backward
 from benchmarks.backward import TrainingRace
 from benchmarks.suites import BOTH_PASSES
-from benchmarks.training_impls import FORWARD_BACKWARD
+from benchmarks.training_impls import FORWARD_BACKWARD, together
 
-RACE = TrainingRace(suite=BOTH_PASSES, about=(__doc__ or "").split("\n", maxsplit=1)[0], impls=FORWARD_BACKWARD)
+RACE = TrainingRace(
+    suite=BOTH_PASSES, about=(__doc__ or "").split("\n", maxsplit=1)[0], impls=FORWARD_BACKWARD, wrap=together
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

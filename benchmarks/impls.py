@@ -10,16 +10,16 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 import flashgen
-from benchmarks import fa4
-from benchmarks.flex import compiled_flex, flex_call
+from benchmarks import fa2, fa4
+from benchmarks.flex import compiled_flex, flex_call, forget_compiled
 from benchmarks.masks import dense_mask
 from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Workload
@@ -59,13 +59,30 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Impl:
-    """One implementation. `share` is the length of its windows relative to the others'."""
+    """One implementation. `share` is the length of its windows relative to the others'.
+
+    Where it has `variants`, the fastest of them races in its place, under its name and with a version of its own.
+    """
 
     name: str
     version: Callable[[], str]
     unsupported: Callable[[Workload], str | None]
     prepare: Callable[[Workload, Inputs], Call]
     share: float = 1.0
+    variants: Variants | None = None
+
+
+class Variants(Protocol):
+    """Ways to call one implementation, of which a race enters the fastest."""
+
+    def next(self, workload: Workload, seen: Mapping[str, float]) -> Impl | None:
+        """The one to try next, or None.
+
+        Args:
+            workload: what is raced.
+            seen: those that were tried, by version: ms per call, infinite for one that failed.
+        """
+        ...
 
 
 def _none(workload: Workload) -> None:
@@ -115,6 +132,7 @@ def _why_not_flex(workload: Workload) -> str | None:
 
 
 def _flex(workload: Workload, inputs: Inputs) -> Call:
+    forget_compiled()
     return Call(run=flex_call(compiled_flex(), workload, inputs))
 
 
@@ -124,6 +142,10 @@ def _why_not_sdpa_masked(workload: Workload) -> str | None:
     if not (workload.specialization.window or workload.alibi or workload.bias or workload.mask):
         return "there is nothing that needs a mask"
     return None
+
+
+def _fa2(workload: Workload, inputs: Inputs) -> Call:
+    return Call(run=fa2.op_call(workload, inputs)) if fa2.needs_op(workload) else _sdpa(fa2.IMPL, workload, inputs)
 
 
 def _sdpa_masked(workload: Workload, inputs: Inputs) -> Call:
@@ -258,12 +280,7 @@ def fa3_version() -> str:
 
 IMPLS: tuple[Impl, ...] = (
     Impl(name="flashgen", version=lambda: flashgen.__version__, unsupported=_none, prepare=_flashgen),
-    Impl(
-        name="sdpa-flash",
-        version=torch_version,
-        unsupported=partial(baselines.unsupported, "sdpa-flash"),
-        prepare=partial(_sdpa, "sdpa-flash"),
-    ),
+    Impl(name="sdpa-flash", version=torch_version, unsupported=fa2.unsupported, prepare=_fa2),
     Impl(
         name="sdpa-cudnn",
         version=cudnn_version,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from benchmarks.results import Row
@@ -43,10 +44,19 @@ def provenance(rows: Sequence[Row]) -> str:
     """Where and with what these rows were measured."""
     parts = [f"torch {listed(row.torch for row in rows)}", f"Triton {listed(row.triton for row in rows)}"]
     for impl, name in VERSIONED:
-        version = listed(row.impl_version for row in rows if row.impl == impl)
+        version = listed(row.version for row in rows if row.impl == impl)
         parts += [f"{name} {version}"] if version else []
     parts += [f"commit {listed(row.commit for row in rows)}", listed(row.date for row in rows)]
     return f"Measured on {rows[0].device} with {', '.join(parts)}."
+
+
+def variants(rows: Sequence[Row], impl: str = "flex", title: str = "FlexAttention") -> str:
+    """A sentence with a space before it: which variants raced, on how many workloads; empty where it had none."""
+    found = Counter(row.variant or "default" for row in rows if row.impl == impl and row.median_ms)
+    if not set(found) - {"default"}:
+        return ""
+    said = ", ".join(f"`{name}` on {count}" for name, count in found.most_common())
+    return f" {title} raced with the fastest of its variants: {said}."
 
 
 def by_workload(rows: Iterable[Row]) -> list[tuple[Workload, dict[str, Row]]]:

@@ -101,7 +101,7 @@ def _rows(paths: Sequence[Path]) -> list[Row]:
     for field in ("commit", "device", "torch", "triton"):
         _refuse_several(f"{field} of all rows of {name}", (getattr(row, field) for row in rows))
     for impl in {row.impl for row in rows}:
-        _refuse_several(f"version of {impl} in {name}", (row.impl_version for row in rows if row.impl == impl))
+        _refuse_several(f"version of {impl} in {name}", (row.version for row in rows if row.impl == impl))
     seen: set[tuple[str, str, str]] = set()
     for row in rows:
         if row.subject in seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.markdown import by_workload, mean, provenance, table_row
+from benchmarks.markdown import by_workload, mean, provenance, table_row, variants
 from benchmarks.race_tables import TITLES, Line, lines_of, present
 from benchmarks.results import Row
 from benchmarks.suites import MODELS
@@ -62,7 +62,8 @@ def _text(used: Sequence[Row]) -> str:
     reasons = "; ".join(_reasons(used))
     return (
         "Attention as models run it (prefill, image and cross attention), raced as the forward pass is. "
-        f"{provenance(used)}" + (f" A peer without a figure cannot run the row: {reasons}." if reasons else "")
+        f"{provenance(used)}{variants(used)}"
+        + (f" A peer without a figure cannot run the row: {reasons}." if reasons else "")
     )
 
 

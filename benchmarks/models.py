@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.flex_variants import with_flex
 from benchmarks.forward import add_race_arguments, chosen, racer_of, run, say
 from benchmarks.impls import IMPLS
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
@@ -32,11 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        impls, shard, provenance = (
-            chosen(options.impls, PEERS),
-            Shard.parse(options.shard),
-            Provenance.here(options.commit),
-        )
+        impls = with_flex(chosen(options.impls, PEERS), options.flex)
+        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
         path = options.results / provenance.slug / "models.csv"
         file = ResultsFile(path, OUTCOME_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.impls import Call, Impl, results_of
 from benchmarks.problems import Problem, problem
+from benchmarks.variants import fastest
 from flashgen.core.device import Device
 from flashgen.core.workload import Workload
 from flashgen.measure.baselines import SAME_FUNCTION
@@ -54,6 +55,10 @@ class Pace:
     warm_ms: float
     window_ms: float
     rounds: int
+
+
+TRIAL = Pace(warm_ms=20.0, window_ms=40.0, rounds=2)
+"""Of a variant, before the race that the fastest one enters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +99,8 @@ def race(
 ) -> list[Result]:
     """Time `impls` against each other on one workload; one result each, in their order.
 
-    An implementation that refuses the workload, fails, or computes something else gets no time but a reason.
+    An implementation that refuses the workload, fails, or computes something else gets no time but a reason. The result
+    of one with variants has the variant that raced.
     """
     with stopwatch.stream():
         found = _race(workload, impls, device, where, stopwatch, pace)
@@ -121,13 +127,20 @@ def _race(
     task = problem(workload, copies=rotation_copies(workload, device.l2_bytes), where=where)
     entries: dict[str, _Entry] = {}
     reasons: dict[str, str] = {}
+    entrants: list[Impl] = []
     for impl in impls:
-        made = _attempt(partial(_entry, impl, workload, task, stopwatch))
+        entrant, made = fastest(
+            impl,
+            workload,
+            enter=lambda each: _attempt(partial(_entry, each, workload, task, stopwatch)),
+            trial=lambda each, entry: _attempt(partial(_trial_ms, each, entry.unit, stopwatch)),
+        )
+        entrants.append(entrant)
         if isinstance(made, _Entry):
             entries[impl.name] = made
         else:
             reasons[impl.name] = made
-    runners = [impl for impl in impls if impl.name in entries]
+    runners = [impl for impl in entrants if impl.name in entries]
     windows: dict[str, list[Window]] = {impl.name: [] for impl in runners}
     for order in orders(len(runners), pace.rounds):
         for impl in (runners[turn] for turn in order if runners[turn].name not in reasons):
@@ -140,7 +153,7 @@ def _race(
         Result(impl=impl, reason=reasons[impl.name])
         if impl.name in reasons
         else _result(impl, entries[impl.name], windows[impl.name])
-        for impl in impls
+        for impl in entrants
     ]
 
 
@@ -150,6 +163,10 @@ def _result(impl: Impl, entry: _Entry, windows: Sequence[Window]) -> Result:
 
 def _visit(impl: Impl, unit: Unit, stopwatch: RaceStopwatch, pace: Pace) -> Window:
     return measure(unit, stopwatch, warm_ms=impl.share * pace.warm_ms, window_ms=impl.share * pace.window_ms)
+
+
+def _trial_ms(impl: Impl, unit: Unit, stopwatch: RaceStopwatch) -> float:
+    return min(_visit(impl, unit, stopwatch, TRIAL).ms for _ in range(TRIAL.rounds))
 
 
 def _entry(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> _Entry | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.markdown import image, mean, provenance, table_row
+from benchmarks.markdown import image, mean, provenance, table_row, variants
 from benchmarks.results import Row
 from benchmarks.suites import BACKWARD_SUITE, BOTH_PASSES
 from flashgen.core.workload import Workload
@@ -87,7 +87,7 @@ def _text(rows: Sequence[Row], suite: str) -> str:
         f"{RACES[suite]} in TFLOP/s: bf16, 16k tokens, hidden size 2048 (batch 16384 / seqlen, heads 2048 / head_dim)."
         f"{DETAILS[suite]} "
         "Medians of sustained windows; all implementations take turns in one process; flashgen serves generated "
-        f"kernels only. {provenance(used)}"
+        f"kernels only.{variants(used)} {provenance(used)}"
     )
 
 

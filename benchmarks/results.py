@@ -127,6 +127,16 @@ class Row:
         """What was measured."""
         return self.suite, self.workload, self.impl
 
+    @property
+    def version(self) -> str:
+        """The version of the implementation."""
+        return self.impl_version.partition(" ")[0]
+
+    @property
+    def variant(self) -> str:
+        """Which of its variants was the fastest, behind its version; empty for what has one way alone."""
+        return self.impl_version.partition(" ")[2]
+
     def cells(self, columns: Sequence[str]) -> list[str]:
         """The text of each column."""
         values = ((name, getattr(self, name)) for name in columns)

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.markdown import by_workload, image, mean, provenance, table_row
+from benchmarks.markdown import by_workload, image, mean, provenance, table_row, variants
 from benchmarks.memory import MEMORY_SUITE, fit_of, speedups
 from benchmarks.model_tables import model_parts
-from benchmarks.race_tables import RACES, race_parts
+from benchmarks.race_tables import RACES, TITLES, race_parts
 from benchmarks.results import Row
 from benchmarks.training_tables import training_parts
 from flashgen.core.feature_words import describe
 from flashgen.core.workload import Workload
 
 FEATURES_SUITE, WINDOW_SUITE = "features", "window"
-FEATURE_PEERS = {"flex": "FlexAttention", "sdpa-masked": "SDPA with a mask", "fa3": "FA3"}
+FEATURE_PEERS = {
+    **{impl: TITLES[impl] for impl in ("flex", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")},
+    "sdpa-masked": "SDPA with a mask",
+}
+MEMORY_HELD = ("flashgen", "flex", "sdpa-masked")
+"""Implementations whose memory is in the table of features: the others hold what a kernel needs and no mask."""
 
 LOADS = ("pointer", "descriptor")
 """Kinds of loads that end the names of cases of `overhead`."""
@@ -65,27 +70,30 @@ def _features_text(rows: Sequence[Row]) -> str:
     return (
         "Features, in TFLOP/s of the visible pairs, with the MiB that a call holds beside inputs and output: bf16, 16k "
         "tokens. A peer without a figure cannot run the row. `sdpa-masked` is scaled_dot_product_attention with all it "
-        f"needs in one mask tensor, which counts where the user would have to build it.{ahead} {provenance(used)}"
+        "needs in one mask tensor, which counts where the user would have to build it."
+        f"{ahead}{variants(used)} {provenance(used)}"
     )
 
 
 def _features_table(rows: Sequence[Row]) -> str:
-    head = ["features", "heads", "head_dim", "seqlen", "flashgen", "MiB"]
-    for title in FEATURE_PEERS.values():
-        head += [title, "MiB"]
-    table = [table_row([*head, "vs FlexAttention"]), table_row(["---", *("---:" for _ in head)])]
-    for workload, by_impl in by_workload(row for row in rows if row.suite == FEATURES_SUITE):
-        w = workload
+    lines = by_workload(row for row in rows if row.suite == FEATURES_SUITE)
+    impls = ["flashgen", *(impl for impl in FEATURE_PEERS if any(impl in by_impl for _, by_impl in lines))]
+    held = [impl for impl in MEMORY_HELD if impl in impls]
+    titles = {"flashgen": "flashgen", **FEATURE_PEERS}
+    head = ["features", "heads", "head_dim", "seqlen", *(titles[impl] for impl in impls)]
+    head += ["vs FlexAttention", "vs fastest", *(f"MiB, {titles[impl]}" for impl in held)]
+    table = [table_row(head), table_row(["---", *("---:" for _ in head[1:])])]
+    for w, by_impl in lines:
         heads = str(w.nheads) if w.nheads == w.nheads_k else f"{w.nheads}/{w.nheads_k}"
         dims = str(w.head_dim) if w.head_dim == w.head_dim_v else f"{w.head_dim}/{w.head_dim_v}"
+        found = [by_impl.get(impl) for impl in impls]
         cells = [describe(w), heads, dims, str(w.seqlen_k)]
-        for impl in ("flashgen", *FEATURE_PEERS):
-            row = by_impl.get(impl)
-            size = row.extra_bytes if row is not None else None
-            cells.append("-" if row is None or not row.tflops else f"{row.tflops:.0f}")
-            cells.append("-" if size is None else f"{size / 2**20:.1f}")
+        cells += ["-" if row is None or not row.tflops else f"{row.tflops:.0f}" for row in found]
+        ratios = [ratio for impl in impls[1:] if (ratio := _speedup(by_impl, impl)) is not None]
         ratio = _speedup(by_impl, "flex")
-        table.append(table_row([*cells, "-" if ratio is None else f"{ratio:.2f}"]))
+        cells += ["-" if ratio is None else f"{ratio:.2f}", f"{min(ratios):.2f}" if ratios else "-"]
+        sizes = [row.extra_bytes if (row := by_impl.get(impl)) is not None else None for impl in held]
+        table.append(table_row([*cells, *("-" if size is None else f"{size / 2**20:.1f}" for size in sizes)]))
     return "\n".join(table)
 
 

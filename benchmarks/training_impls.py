@@ -155,14 +155,16 @@ _OWN_BACKWARD: dict[str, Callable[[Workload, Inputs], Call]] = {
 """Backward passes that are called without autograd."""
 
 
-def _alone(impl: Impl) -> Impl:
+def alone(impl: Impl) -> Impl:
+    """The backward pass of an implementation."""
     unsupported = partial(_why_not_sdpa_backward, impl.name) if impl.name in SDPA else partial(_why_not, impl)
     return replace(impl, unsupported=unsupported, prepare=_OWN_BACKWARD.get(impl.name) or partial(graph_kept, impl))
 
 
-def _together(impl: Impl) -> Impl:
+def together(impl: Impl) -> Impl:
+    """Both passes of an implementation."""
     return replace(impl, unsupported=partial(_why_not, impl), prepare=partial(both_passes, impl))
 
 
-BACKWARD: tuple[Impl, ...] = tuple(_alone(impl) for impl in _TRAINING)
-FORWARD_BACKWARD: tuple[Impl, ...] = tuple(_together(impl) for impl in _TRAINING)
+BACKWARD: tuple[Impl, ...] = tuple(alone(impl) for impl in _TRAINING)
+FORWARD_BACKWARD: tuple[Impl, ...] = tuple(together(impl) for impl in _TRAINING)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fa4, flex, impls
+from benchmarks import fa2, fa4, flex, impls
 from benchmarks.forward import line_of
 from benchmarks.impls import IMPLS, Call, Impl
 from benchmarks.problems import last_heads
@@ -342,6 +342,39 @@ def test_a_build_of_fa3_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert fa3.unsupported(replace(SQUARE, sink=True)) == "FlashAttention-3 has no ALiBi, sinks, bias or mask"
 
 
+def test_fa2_has_windows_and_alibi_through_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def op(q: Any, k: Any, v: Any, cum_q: Any, cum_k: Any, *more: Any, **options: Any) -> Any:
+        assert (cum_q, cum_k, *more) == (None, None, 96, 96, 0.0, causal, False)
+        assert all(t.is_contiguous() and t.shape == (2, 96, 2, 32) for t in (q, k, v))
+        window = (options.get("window_size_left"), options.get("window_size_right"))
+        return answer(q, k, v, causal, Features(window=window, alibi_slopes=options.get("alibi_slopes"))), None
+
+    monkeypatch.setattr(fa2, "flash_op", lambda: op)
+    theirs = next(impl for impl in IMPLS if impl.name == "sdpa-flash")
+    for workload in (LEFT, BOTH_SIDES, replace(SQUARE, alibi=True), replace(LEFT, alibi=True)):
+        assert theirs.unsupported(workload) is None
+        causal = workload.causal
+        call = theirs.prepare(workload, inputs := make_inputs(workload, copies=2, seed=1, device=CPU))
+        close(call, workload, inputs)
+    assert theirs.unsupported(SQUARE) is None
+    assert theirs.unsupported(replace(LEFT, sink=True)) == fa2.UNSUPPORTED
+    assert theirs.unsupported(replace(SQUARE, bias="full")) is not None
+    assert theirs.unsupported(replace(LEFT, head_dim_v=16)) == "the op takes one head_dim for q, k and v"
+    assert theirs.unsupported(replace(LEFT, head_dim=512, head_dim_v=512)) == "its head_dim ends at 256"
+    assert theirs.unsupported(replace(LEFT, dtype="fp32")) == "it computes in bf16 and fp16, not fp32"
+
+
+def test_torchs_op_takes_these_arguments() -> None:
+    workload = replace(LEFT, head_dim=64, head_dim_v=64, alibi=True)
+    inputs = make_inputs(workload, copies=1, seed=1, device=CPU)
+    groups = {name: tuple(t.to("meta") for t in getattr(inputs, name)) for name in ("q", "k", "v")}
+    slopes = inputs.features[0].alibi_slopes
+    assert slopes is not None
+    features = (replace(inputs.features[0], alibi_slopes=slopes.to("meta")),)
+    out = fa2.op_call(workload, replace(inputs, features=features, **groups))(0)
+    assert (out.shape, out.device.type) == (inputs.q[0].shape, "meta")
+
+
 def test_fa4_gets_every_feature_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     caps: list[float] = []
 
@@ -367,8 +400,12 @@ def test_fa4_gets_every_feature_that_it_has(monkeypatch: pytest.MonkeyPatch) -> 
         call = theirs.prepare(workload, inputs := make_inputs(workload, copies=2, seed=1, device=CPU))
         close(call, workload, inputs)
     assert caps == [SOFTCAP]
-    reason = "ALiBi, a bias or a mask would have to be written in the CuTe DSL"
-    assert {theirs.unsupported(replace(SQUARE, **more)) for more in ({"alibi": True}, {"mask": "keys"})} == {reason}
+    assert theirs.unsupported(replace(SQUARE, alibi=True)) is None
+    assert theirs.unsupported(replace(SQUARE, causal=False, mask="keys")) is None
+    own = "with a function for a mask it has no causal mask and no window of its own"
+    assert theirs.unsupported(replace(SQUARE, mask="keys")) == own
+    one = "of softcap, ALiBi, a bias and a mask, one at a time is written in the CuTe DSL here"
+    assert theirs.unsupported(replace(SQUARE, softcap=True, alibi=True)) == one
     assert theirs.unsupported(replace(SQUARE, head_dim=36)) == "its head_dim is a multiple of 8"
     assert theirs.unsupported(replace(SQUARE, head_dim=512)) == "its head_dim ends at 256"
 
