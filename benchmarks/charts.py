@@ -11,14 +11,18 @@ from typing import Any, Literal
 import matplotlib as mpl
 
 from benchmarks.curves import Curves, of_workload
+from benchmarks.encoder_tables import CHANCE
+from benchmarks.encoder_tables import MODES as MODES_OF_ENCODERS
+from benchmarks.encoder_tables import TITLES as ENCODER_TITLES
+from benchmarks.encoder_tables import lines_of as encoder_lines
 from benchmarks.memory import MEMORY_SUITE
 from benchmarks.memory import TRAINING_SUITE as MEMORY_OF_TRAINING
 from benchmarks.race_tables import TITLES, Line, lines_of, present
 from benchmarks.results import Row
 from benchmarks.tables import MEMORY_TITLES
-from benchmarks.training import EAGER_SUITE, REFERENCE
 from benchmarks.training_tables import MODES
 from benchmarks.training_tables import TITLES as TRAINING_TITLES
+from benchmarks.training_tasks import BERT, EAGER, EAGER_SUITE, LONG, PADDED, PATHS, REFERENCE
 from flashgen.core.workload import Workload
 
 COLORS = {
@@ -30,6 +34,8 @@ COLORS = {
     "sdpa-cudnn": "#2e4057",
     "fa3": "#8d96a3",
     "fa4": "#5b7fb4",
+    "sdpa-efficient": "#8a6fa8",
+    "sdpa": "#a9cfbd",
     "standard": "#c4c4c4",
 }
 STYLE: dict[Any, Any] = {
@@ -119,11 +125,11 @@ def _memory_lines(axis: Any, rows: Sequence[Row], titles: dict[str, str]) -> Non
 def training_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
     """Tokens per second for each mode; below, the losses of each length and how far they are from the reference's."""
     with _figure(2, 2, size=(11.5, 8.2), sharey=False) as (figure, axes):
-        for axis, (suite, mode) in zip(axes[0], MODES.items(), strict=True):
-            _rates(axis, [row for row in rows if row.suite == suite])
+        for axis, mode in zip(axes[0], dict.fromkeys(MODES.values()), strict=True):
+            _rates(axis, [row for row in rows if MODES.get(row.suite) == mode])
             axis.set_title(f"GPT-2 124M, {mode}", fontsize=13)
             axis.set_ylabel("thousand tokens per second")
-            axis.set_xlabel("sequence length (16k tokens a step)")
+            axis.set_xlabel("sequence length (16k tokens a step, or one sequence)")
         top = max(axis.get_ylim()[1] for axis in axes[0])
         for axis in axes[0]:
             axis.set_ylim(0, top)
@@ -151,10 +157,11 @@ def _rates(axis: Any, rows: Sequence[Row]) -> None:
 
 def _losses(left: Any, right: Any, curves: Curves) -> None:
     """Losses without compilation, one style of line per length, and their distances from the reference's."""
-    styles = ("-", "--", ":")
-    workloads = sorted({w for suite, w, _ in curves if suite == EAGER_SUITE}, key=lambda w: Workload.parse(w).seqlen_k)
-    for workload, style in zip(workloads, styles, strict=False):
-        found, length = of_workload(curves, EAGER_SUITE, workload), _length(Workload.parse(workload).seqlen_k)
+    styles = ("-", "--", ":", "-.")
+    suites = (EAGER_SUITE, LONG.suites[EAGER])
+    workloads = sorted({(Workload.parse(w).seqlen_k, suite, w) for suite, w, _ in curves if suite in suites})
+    for (seqlen, suite, workload), style in zip(workloads, styles, strict=False):
+        found, length = of_workload(curves, suite, workload), _length(seqlen)
         for impl in TRAINING_TITLES:
             curve, reference = found.get(impl, []), found.get(REFERENCE, [])
             looks = {"color": COLORS[impl], "linestyle": style, "zorder": 3 if impl == "flashgen" else 2}
@@ -169,6 +176,65 @@ def _losses(left: Any, right: Any, curves: Curves) -> None:
         axis.set_xlabel("step, eager")
     if workloads:
         left.legend(frameon=False, title="sequence length")
+
+
+def bert_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
+    """Tokens per second with and without padding and torch.compile; beside it the losses of all of them."""
+    groups = [
+        (MODES_OF_ENCODERS[mode] + (",\nmasked keys" if task is PADDED else ""), task.suites[mode], by_impl)
+        for task in (BERT, PADDED)
+        for mode, by_impl in encoder_lines(rows, task)
+    ]
+    impls = [impl for impl in ENCODER_TITLES if any(impl in by_impl for _, _, by_impl in groups)]
+    with _figure(1, 2, size=(13.5, 4.8), sharey=False) as (figure, axes):
+        left, right = axes[0]
+        width = GROUP_WIDTH / len(impls)
+        for number, impl in enumerate(impls):
+            shift = (number - (len(impls) - 1) / 2) * width
+            places = [group + shift for group, (_, _, by_impl) in enumerate(groups) if impl in by_impl]
+            found = [by_impl[impl] for _, _, by_impl in groups if impl in by_impl]
+            heights = [(row.tokens_per_s or 0.0) / 1e3 for row in found]
+            left.bar(places, heights, width=width * 0.94, color=COLORS[impl], label=ENCODER_TITLES[impl])
+            for place, height, row in zip(places, heights, found, strict=True):
+                text = f"{height:.0f}" if height else row.outcome
+                left.annotate(text, (place, height), ha="center", va="bottom", fontsize=8, rotation=0 if height else 90)
+        left.set_xticks(range(len(groups)), [name for name, _, _ in groups])
+        left.set_title("BERT-large, 64 sequences of 512 a step", fontsize=13)
+        left.set_ylabel("thousand tokens per second")
+        _encoder_losses(right, groups, curves)
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper center", ncols=len(labels) or 1, frameon=False, fontsize=11)
+        _save(figure, path, top=0.92)
+
+
+def _encoder_losses(axis: Any, groups: Sequence[Any], curves: Curves) -> None:
+    """One style of line per group, a color per attention."""
+    for (name, suite, by_impl), style in zip(groups, ("-", "--", ":", "-."), strict=False):
+        for impl, row in by_impl.items():
+            curve = curves.get((suite, row.workload, impl), [])
+            label = name.replace("\n", " ") if impl == "flashgen" else None
+            axis.plot(range(len(curve)), curve, color=COLORS[impl], linestyle=style, label=label)
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss (nats a masked token)")
+    if groups:
+        axis.legend(frameon=False)
+
+
+def paths_chart(path: Path, rows: Sequence[Row], losses: Curves, accuracies: Curves) -> None:
+    """Loss and accuracy of the classifier over steps, each the mean of the last ones."""
+    with _figure(1, 2, size=(11.5, 4.4), sharey=False) as (figure, axes):
+        for axis, found, title in zip(axes[0], (losses, accuracies), ("loss (nats)", "right"), strict=True):
+            for mode, by_impl in encoder_lines(rows, PATHS):
+                for impl, row in by_impl.items():
+                    means = _smooth(found.get(row.subject, []))
+                    looks: dict[str, Any] = {"color": COLORS[impl], "linestyle": "-" if mode == EAGER else "--"}
+                    label = f"{ENCODER_TITLES[impl]}, {MODES_OF_ENCODERS[mode]}"
+                    axis.plot(range(len(means)), means, **looks, label=label)
+            axis.set_xlabel("step")
+            axis.set_ylabel(f"{title}, mean of {SMOOTH} steps")
+        axes[0][1].axhline(CHANCE, color="#888888", linewidth=1)
+        axes[0][1].legend(frameon=False)
+        _save(figure, path, top=1.0)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

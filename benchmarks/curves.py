@@ -1,4 +1,4 @@
-"""`training_loss.csv`: the loss of every step of every run, and how far two curves are from each other."""
+"""`training_loss.csv` and `training_accuracy.csv`: a number for each step of a run, and how far apart two are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-COLUMNS = ("suite", "workload", "impl", "commit", "step", "loss")
+COLUMNS = ("suite", "workload", "impl", "commit", "step")
+"""Behind them comes what the file has, its `what`."""
+
+LOSS, ACCURACY = "loss", "accuracy"
+FILES = {LOSS: "training_loss.csv", ACCURACY: "training_accuracy.csv"}
+"""The names of the files, beside training.csv."""
+
+LAST = 50
+"""Steps at the end of a run, over which its loss and accuracy are taken."""
 
 Subject = tuple[str, str, str]
 """Suite, workload and implementation, as in `Row.subject`."""
@@ -15,7 +23,7 @@ Subject = tuple[str, str, str]
 Curves = dict[Subject, list[float]]
 
 
-def read(path: Path) -> Curves:
+def read(path: Path, what: str = LOSS) -> Curves:
     """The last curve of each subject; none where there is no file.
 
     Raises:
@@ -26,15 +34,15 @@ def read(path: Path) -> Curves:
         return found
     with path.open(newline="") as file:
         lines = csv.reader(file)
-        if tuple(next(lines, ())) != COLUMNS:
-            raise ValueError(f"{path} must have the columns {','.join(COLUMNS)}")
-        for suite, workload, impl, _, step, loss in lines:
+        if tuple(next(lines, ())) != (*COLUMNS, what):
+            raise ValueError(f"{path} must have the columns {','.join((*COLUMNS, what))}")
+        for suite, workload, impl, _, step, value in lines:
             curve = found.setdefault((suite, workload, impl), [])
             if step == "0":
                 curve.clear()  # measured again
             if int(step) != len(curve):
                 raise ValueError(f"{path}: step {step} of {impl} follows step {len(curve) - 1}")
-            curve.append(float(loss))
+            curve.append(float(value))
     return found
 
 
@@ -66,32 +74,37 @@ def join(paths: Sequence[Path], place: Callable[[str, str], tuple[int, int]]) ->
     return sorted(found, key=lambda line: place(line[0], line[1]))
 
 
-def write(path: Path, lines: Sequence[Line]) -> None:
+def write(path: Path, lines: Sequence[Line], what: str = LOSS) -> None:
     """Write the whole file anew."""
-    start(path)
+    start(path, what)
     with path.open("a", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(lines)
 
 
-def start(path: Path) -> None:
+def start(path: Path, what: str = LOSS) -> None:
     """Begin the file anew."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(",".join(COLUMNS) + "\n")
+    path.write_text(",".join((*COLUMNS, what)) + "\n")
 
 
-def append(path: Path, subject: Subject, commit: str, losses: Sequence[float]) -> None:
+def append(path: Path, subject: Subject, commit: str, values: Sequence[float], what: str = LOSS) -> None:
     """Add one curve in one write."""
     if not path.is_file():
-        start(path)
+        start(path, what)
     with path.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerows((*subject, commit, step, f"{loss:.5f}") for step, loss in enumerate(losses))
+        writer.writerows((*subject, commit, step, f"{value:.5f}") for step, value in enumerate(values))
 
 
 def deviation(curve: Sequence[float], other: Sequence[float]) -> float | None:
     """The mean distance in nats over the steps that both have; None where there is none."""
     distances = [abs(mine - theirs) for mine, theirs in zip(curve, other, strict=False)]
     return statistics.fmean(distances) if distances else None
+
+
+def last_mean(curve: Sequence[float]) -> float | None:
+    """The mean of the last `LAST` steps; None where there is none."""
+    return statistics.fmean(curve[-LAST:]) if curve else None
 
 
 def of_workload(curves: Mapping[Subject, Sequence[float]], suite: str, workload: str) -> dict[str, Sequence[float]]:

@@ -27,13 +27,13 @@ from benchmarks.suites import (
     model_workloads,
     window_grid,
 )
-from benchmarks.training import COMPILED_SUITE, EAGER_SUITE, SEQLENS, workload_of
+from benchmarks.training_tasks import TASKS
 from flashgen.core.workload import Workload
 
 
-def training_workloads() -> tuple[Workload, ...]:
-    """One for each length that GPT-2 is trained with."""
-    return tuple(workload_of(seqlen) for seqlen in SEQLENS)
+def training_workloads(suite: str) -> tuple[Workload, ...]:
+    """Those of the tasks of a suite, one for each length that GPT-2 is trained with."""
+    return tuple(task.workload for task in TASKS.values() if suite in task.suites.values())
 
 
 GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
@@ -46,8 +46,10 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     MEMORY_SUITE: memory_grid,
     TRAINING_SUITE: training_grid,
     SPEEDUP_SUITE: speedup_grid,
-    EAGER_SUITE: training_workloads,
-    COMPILED_SUITE: training_workloads,
+    **{
+        suite: partial(training_workloads, suite)
+        for suite in dict.fromkeys(suite for task in TASKS.values() for suite in task.suites.values())
+    },
 }
 """The workloads of each suite that several GPUs may share, both in the order of the files. A suite that is not here is
 taken as it is."""
@@ -83,13 +85,13 @@ def merge(folders: Sequence[Path], into: Path) -> list[Path]:
         for path in paths:
             found.setdefault(path.relative_to(folder), []).append(path)
     _refuse_several("device of all folders", (name.parent.name for name in found))
-    losses = {name: paths for name, paths in found.items() if header_of(paths[0]) == curves.COLUMNS}
-    tables = {name: _rows(paths) for name, paths in found.items() if name not in losses}
-    joined = {name: curves.join(paths, _place) for name, paths in losses.items()}
+    drawn = {name: paths for name, paths in found.items() if header_of(paths[0])[:-1] == curves.COLUMNS}
+    tables = {name: _rows(paths) for name, paths in found.items() if name not in drawn}
+    joined = {name: curves.join(paths, _place) for name, paths in drawn.items()}
     for name, rows in tables.items():
         ResultsFile(into / name, header_of(found[name][0])).write(rows)
     for name, lines in joined.items():
-        curves.write(into / name, lines)
+        curves.write(into / name, lines, header_of(found[name][0])[-1])
     return [into / name for name in sorted(found)]
 
 

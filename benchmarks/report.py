@@ -20,8 +20,8 @@ from benchmarks.race_tables import RACES
 from benchmarks.results import RESULTS, Row, read_rows
 from benchmarks.summary_tables import summary
 from benchmarks.tables import block
-from benchmarks.training import EAGER_SUITE
 from benchmarks.training_tables import compared
+from benchmarks.training_tasks import BERT_SUITE, EAGER_SUITE, PATHS_SUITE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs") / "benchmarks.md"
@@ -58,6 +58,8 @@ CHARTS = {
     **{suite: suite for suite in RACES},
     "memory": MEMORY_SUITE,
     "training": EAGER_SUITE,
+    "bert": BERT_SUITE,
+    "paths": PATHS_SUITE,
     "training_memory": TRAINING_SUITE,
 }
 """Charts by their names, and the suite that must be there for each."""
@@ -96,7 +98,7 @@ def load(results: Path) -> dict[str, list[Row]]:
     for folder in sorted(path for path in results.glob("*") if path.is_dir()):
         rows = [row for name in FILES if (folder / name).is_file() for row in read_rows(folder / name)]
         if rows:
-            found[folder.name] = compared(rows, curves.read(folder / "training_loss.csv"))
+            found[folder.name] = compared(rows, *(curves.read(folder / n, w) for w, n in curves.FILES.items()))
     return found
 
 
@@ -119,12 +121,24 @@ def draw(devices: dict[str, list[Row]], images: Path, results: Path) -> None:
             stem = name.removesuffix(f"_{slug}.png")
             if stem in RACES:
                 charts.race_chart(images / name, rows, stem)
-            elif stem == "training":
-                charts.training_chart(images / name, rows, curves.read(results / slug / "training_loss.csv"))
+            elif stem in ("training", "bert", "paths"):
+                _draw_training(images / name, stem, rows, results / slug)
             elif stem == "training_memory":
                 charts.training_memory_chart(images / name, rows)
             else:
                 charts.memory_chart(images / name, rows)
+
+
+def _draw_training(path: Path, stem: str, rows: Sequence[Row], folder: Path) -> None:
+    from benchmarks import charts
+
+    losses, accuracies = (curves.read(folder / name, what) for what, name in curves.FILES.items())
+    if stem == "training":
+        charts.training_chart(path, rows, losses)
+    elif stem == "bert":
+        charts.bert_chart(path, rows, losses)
+    else:
+        charts.paths_chart(path, rows, losses, accuracies)
 
 
 def summary_of(devices: dict[str, list[Row]]) -> str:

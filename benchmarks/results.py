@@ -84,11 +84,11 @@ class Row:
     """One result. `median_ms` is the median over windows; `tflops` and `gbps` follow from it; None is an empty cell.
 
     Of a run of training, `median_ms` is the median step, `tokens_per_s` follows from it, `peak_gib` is the most memory
-    that was allocated, and `outcome` says whether it came to its end; `loss_deviation`, the mean distance from the
-    losses of the run that it is compared with, is in no file: `training_tables` finds it in the curves. Of a race,
-    `outcome` is the reason why an implementation has no time, and `timing` says how its time was taken, `graph` or
-    `queue`. What repeats of one call differ by is explained in `spread.Spread`. `device`, `torch`, `triton`, `commit`
-    and `date` (UTC) say what a row was measured on and with.
+    that was allocated, and `outcome` says whether it came to its end. In no file are `loss_deviation`, the mean
+    distance from the losses of the run that it is compared with, and `loss_mean` and `accuracy` of its last steps:
+    `training_tables` finds them in the curves. Of a race, `outcome` is the reason why an implementation has no time,
+    and `timing` says how its time was taken, `graph` or `queue`. What repeats of one call differ by is explained in
+    `spread.Spread`. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was measured on and with.
     """
 
     suite: str
@@ -107,6 +107,8 @@ class Row:
     loss_first: float | None = None
     loss_last: float | None = None
     loss_deviation: float | None = None
+    loss_mean: float | None = None
+    accuracy: float | None = None
     repeats: int | None = None
     differing: float | None = None
     spread_max: float | None = None

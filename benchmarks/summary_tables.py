@@ -11,12 +11,17 @@ from benchmarks.results import Row
 from benchmarks.suites import BACKWARD_SUITE, BOTH_PASSES, MODELS
 from benchmarks.tables import FEATURE_PEERS, FEATURES_SUITE
 from benchmarks.training_tables import MODES
+from benchmarks.training_tasks import BERT, PADDED
 
 PEERS = {
     **{impl: title for impl, title in TITLES.items() if not impl.startswith("flashgen")},
     "sdpa-masked": FEATURE_PEERS["sdpa-masked"],
 }
 """Every implementation that is not flashgen's own, and the title of its column."""
+
+ANY_SDPA = ("sdpa", "sdpa-efficient")
+"""What stands under SDPA with a mask: what torch chooses, and the backend that it is likely to be. Without a mask its
+choice is one of the backends that have a column."""
 
 PASSES = {FORWARD_SUITE: "Forward", BACKWARD_SUITE: "Backward", BOTH_PASSES: "Both passes"}
 
@@ -46,7 +51,7 @@ def summary(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> 
     found = [group for group in groups(rows) if group.ratios(PEERS)]
     if not found:
         return ""
-    suites = {*RACES, *MODELS, *MODES, FEATURES_SUITE}
+    suites = {*RACES, *MODELS, *MODES, *BERT.suites.values(), *PADDED.suites.values(), FEATURES_SUITE}
     parts = [
         *image(charts, f"{FORWARD_SUITE}_{device_slug}", f"{RACES[FORWARD_SUITE]} in TFLOP/s on {rows[0].device}"),
         _table(found),
@@ -64,17 +69,24 @@ def groups(rows: Sequence[Row]) -> Iterator[Group]:
             yield Group(title=f"{title}, head_dim {dim}", speeds=_tflops(some))
     yield Group(title="Layers of models", speeds=_tflops([line for name in MODELS for line in lines_of(rows, name)]))
     yield Group(title="Single features", speeds=_tflops(lines_of(rows, FEATURES_SUITE)))
-    yield Group(title="GPT-2 training, tokens/s", speeds=list(_tokens_per_s(rows)))
+    yield Group(title="GPT-2 training, tokens/s", speeds=list(_tokens_per_s(rows, MODES)))
+    bert = [*BERT.suites.values(), *PADDED.suites.values()]
+    yield Group(title="BERT-large training, tokens/s", speeds=list(_tokens_per_s(rows, bert)))
 
 
 def _tflops(lines: Sequence[Line]) -> list[Mapping[str, float]]:
     return [line.tflops for line in lines]
 
 
-def _tokens_per_s(rows: Sequence[Row]) -> Iterator[Mapping[str, float]]:
-    for suite in MODES:
-        for _, by_impl in by_workload(row for row in rows if row.suite == suite):
-            yield {impl: row.tokens_per_s for impl, row in by_impl.items() if row.tokens_per_s}
+def _tokens_per_s(rows: Sequence[Row], suites: Iterable[str]) -> Iterator[Mapping[str, float]]:
+    for suite in suites:
+        for workload, by_impl in by_workload(row for row in rows if row.suite == suite):
+            speeds: dict[str, float] = {}
+            for impl, row in by_impl.items():
+                peer = "sdpa-masked" if workload.mask and impl in ANY_SDPA else impl
+                if row.tokens_per_s:
+                    speeds[peer] = max(row.tokens_per_s, speeds.get(peer, 0.0))
+            yield speeds
 
 
 def _table(found: Sequence[Group]) -> str:

@@ -1,15 +1,17 @@
-"""GPT-2 in training with one attention after the other: writes `results/<device>/training.csv` and `training_loss.csv`.
+"""Models in training with one attention after the other: writes `results/<device>/training.csv` and its curves.
 
-python -m benchmarks.training [4096 1024:flashgen,sdpa-flash ...] [--append] [--limit-seconds 280]
+python -m benchmarks.training [4096 1024:flashgen,sdpa-flash bert ...] [--append] [--limit-seconds 280]
 
-Every attention trains `examples/train_gpt2.py` from the same weights on the same batches. Lengths and attentions are
-named on the command line, so that GPUs can share the runs: a process each, with --append and one folder of results.
+Every attention trains a model of `examples/` from the same weights on the same batches: GPT-2 at a length, BERT-large
+with and without padding, and a classifier of images as sequences of 16k pixels. Tasks and attentions are named on the
+command line, so that GPUs can share the runs: a process each, with a folder of results each (`benchmarks.merge`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,23 +28,17 @@ from benchmarks.forward import Say, say
 from benchmarks.impls import cudnn_version, torch_version
 from benchmarks.provenance import ROOT, Provenance, add_arguments, serve_generated
 from benchmarks.results import TRAINING_COLUMNS, ResultsFile, Row
+from benchmarks.training_tasks import BY_DEFAULT, COMPILED, MODES, TASKS, Task
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 
-EAGER_SUITE, COMPILED_SUITE = "training", "training_compiled"
-MODES = {"eager": EAGER_SUITE, "compiled": COMPILED_SUITE}
-SEQLENS = (1024, 4096, 16384)
-TOKENS, NHEADS, HEAD_DIM = 16384, 12, 64
-"""Of a step, and of GPT-2 with 124M parameters."""
-
-REFERENCE, NOISE = "sdpa-flash", "sdpa-cudnn"
-"""Losses are compared with those of the first; how far the second is from it is the noise of bf16 kernels that are
-both right."""
-
-IMPLS = (REFERENCE, NOISE, "flashgen", "standard")
-
 START_SECONDS = 120
 """What a run may take beside its steps: imports, compilation, the first step."""
+
+PREPARING_SECONDS, PREPARING_THREADS = 120, 4
+"""After which a process that fills caches starts no further run; threads of each for torch.compile."""
+
+WORKER = (sys.executable, "-m", "benchmarks.training_worker")
 
 Result = dict[str, Any]
 """A run as `training_worker` reports it."""
@@ -50,19 +46,19 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run: a length, an attention, and "eager" or "compiled"; as text `1024:flashgen:eager`."""
+    """One run: a task, an attention, and "eager" or "compiled"; as text `1024:flashgen:eager`."""
 
-    seqlen: int
+    task: Task
     impl: str
     mode: str
 
     def __str__(self) -> str:
-        return f"{self.seqlen}:{self.impl}:{self.mode}"
+        return f"{self.task.name}:{self.impl}:{self.mode}"
 
     @property
     def subject(self) -> tuple[str, str, str]:
         """That of its row."""
-        return MODES[self.mode], workload_of(self.seqlen).key, self.impl
+        return self.task.suites[self.mode], self.task.workload.key, self.impl
 
 
 class CrashError(Exception):
@@ -81,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 is done (or stopped at the time limit), 1 if flashgen has no time where it should have one."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    modes = [mode for mode, steps in zip(MODES, (options.steps, options.compiled_steps), strict=True) if steps]
+    modes = [mode for mode, steps in zip(MODES, (options.steps, options.compiled_steps), strict=True) if steps != 0]
     try:
         jobs, provenance = jobs_of(options.runs, modes), Provenance.here(options.commit)
         folder = options.results / provenance.slug
@@ -89,9 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = ResultsFile(path, TRAINING_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
-    losses = folder / "training_loss.csv"
     if not file.rows:
-        curves.start(losses)
+        for name in curves.FILES.values():
+            (folder / name).unlink(missing_ok=True)
     say(f"{provenance.device}, torch {provenance.torch}, commit {provenance.commit}")
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))  # in the environment, which the children inherit
@@ -99,26 +95,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def trainer(jobs: Sequence[Job], limit_s: float) -> Iterator[Result]:
             return _in_a_process(jobs, limit_s, options)
 
-        return run(jobs, trainer, file, losses, provenance, limit_s=options.limit_seconds, say=say)
+        if options.prepare:
+            prepare(jobs, options.prepare, say)
+        return run(jobs, trainer, file, provenance, limit_s=options.limit_seconds, say=say)
 
 
-def jobs_of(runs: Sequence[str], modes: Sequence[str] = tuple(MODES)) -> list[Job]:
+def jobs_of(runs: Sequence[str], modes: Sequence[str] = MODES) -> list[Job]:
     """What a command line names: `4096`, `4096:flashgen,standard` or `4096:standard:eager`; everything if nothing.
 
     Raises:
-        ValueError: a length, an attention or a mode is not one of those that are measured.
+        ValueError: a task, an attention or a mode is not one of those that are measured.
     """
     found = []
-    for text in runs or map(str, SEQLENS):
-        seqlen, *more = text.split(":")
-        impls = more[0].split(",") if more else list(IMPLS)
-        named = more[1].split(",") if len(more) > 1 else list(MODES)
-        if seqlen not in map(str, SEQLENS) or not set(impls) <= set(IMPLS) or not set(named) <= set(MODES):
+    for text in runs or TASKS:
+        name, *more = text.split(":")
+        task = TASKS.get(name)
+        named = more[1].split(",") if len(more) > 1 else BY_DEFAULT.get(name, MODES)
+        if task is None or not set(named) <= set(MODES):
             raise ValueError(
-                f"a run is a length of {', '.join(map(str, SEQLENS))}, behind a colon attentions of "
-                f"{', '.join(IMPLS)}, and behind another one {' or '.join(MODES)}, got {text!r}"
+                f"a run is one of {', '.join(TASKS)}, behind a colon attentions, and behind another one "
+                f"{' or '.join(MODES)}, got {text!r}"
             )
-        found += [Job(seqlen=int(seqlen), impl=impl, mode=mode) for impl in impls for mode in modes if mode in named]
+        asked = more[0].split(",") if more else list(task.accepted)
+        if not set(asked) <= set(task.accepted):
+            raise ValueError(f"the attentions of {name} are {', '.join(task.accepted)}, got {text!r}")
+        found += [
+            Job(task=task, impl=impl, mode=mode)
+            for impl in asked
+            for mode in modes
+            if mode in named and (more or impl in task.impls[mode])
+        ]
     return found
 
 
@@ -126,14 +132,13 @@ def run(
     jobs: Sequence[Job],
     trainer: Trainer,
     file: ResultsFile,
-    losses: Path,
     provenance: Provenance,
     *,
     limit_s: float = float("inf"),
     say: Say,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Train whatever the file does not have yet; row and curve of a run are written as soon as it is over.
+    """Train whatever the file does not have yet; row and curves of a run are written as soon as it is over.
 
     One process trains all of them; where it crashes, another one goes on behind the run that did it.
     """
@@ -144,7 +149,7 @@ def run(
         try:
             for result in trainer(tuple(left), limit_s - (clock() - started)):
                 row = _row(left.pop(0), result, provenance)
-                curves.append(losses, row.subject, provenance.commit, result["losses"])
+                _keep_curves(file.path.parent, row, result)
                 file.write([row])
                 say(f"[{total - len(left)}/{total}] {line_of(row)}  ({clock() - started:.0f} s)")
                 missing += row.impl == "flashgen" and not row.tokens_per_s
@@ -159,16 +164,24 @@ def run(
     return 1 if missing else 0
 
 
-def workload_of(seqlen: int) -> Workload:
-    """The attention of one layer of GPT-2 in a step of `TOKENS` tokens."""
-    return Workload(
-        direction="backward",
-        batch=TOKENS // seqlen,
-        nheads=NHEADS,
-        seqlen_q=seqlen,
-        head_dim=HEAD_DIM,
-        causal=True,
-    )
+def prepare(jobs: Sequence[Job], processes: int, say: Say) -> None:
+    """Fill the caches of torch.compile and Triton by a step of every compiled run, in so many processes side by side.
+
+    What they measure is dropped, and so is what fails: a run that finds nothing in a cache compiles for itself.
+    """
+    compiled, started = [str(job) for job in jobs if job.mode == COMPILED], time.monotonic()
+    shares = [share for n in range(processes) if (share := compiled[n::processes])]
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(PREPARING_THREADS)}
+    commands = [[*WORKER, *share, "--compiled-steps=1", f"--limit-seconds={PREPARING_SECONDS}"] for share in shares]
+    children = [
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for command in commands
+    ]
+    for child in children:
+        watch = _ended_after(PREPARING_SECONDS + START_SECONDS, child)
+        child.wait()
+        watch.cancel()
+    say(f"compiled {len(compiled)} runs in {len(children)} processes ({time.monotonic() - started:.0f} s)")
 
 
 def line_of(row: Row) -> str:
@@ -177,17 +190,17 @@ def line_of(row: Row) -> str:
     rate = f"{row.tokens_per_s:9.0f} tokens/s, {row.median_ms:.1f} ms a step" if row.tokens_per_s else "no time"
     loss = "" if row.loss_last is None else f", loss {row.loss_first:.4f} to {row.loss_last:.4f}"
     ended = f"{row.steps} steps, {row.outcome}"
-    return f"{row.suite:17} {seqlen:5} {row.impl:10} {rate}, {row.peak_gib:.1f} GiB{loss}, {ended}"
+    return f"{row.suite:20} {seqlen:5} {row.impl:14} {rate}, {row.peak_gib:.1f} GiB{loss}, {ended}"
 
 
 def _row(job: Job, result: Result, provenance: Provenance) -> Row:
-    suite, curve = MODES[job.mode], result["losses"]
+    curve, (suite, *_) = result["losses"], job.subject
     row = provenance.row(
-        suite, workload_of(job.seqlen), job.impl, _version(job.impl), median_ms=result["step_ms"], rates=False
+        suite, job.task.workload, job.impl, _version(job.impl), median_ms=result["step_ms"], rates=False
     )
     return replace(
         row,
-        outcome=result["outcome"],
+        outcome=result["outcome"] + (f", {result['backend']}" if job.impl == "sdpa" else ""),
         steps=len(curve),
         tokens_per_s=result["tokens_per_s"],
         peak_gib=result["peak_gib"],
@@ -196,16 +209,25 @@ def _row(job: Job, result: Result, provenance: Provenance) -> Row:
     )
 
 
+def _keep_curves(folder: Path, row: Row, result: Result) -> None:
+    curves.append(folder / curves.FILES[curves.LOSS], row.subject, row.commit, result["losses"])
+    if result["accuracies"]:
+        path = folder / curves.FILES[curves.ACCURACY]
+        curves.append(path, row.subject, row.commit, result["accuracies"], curves.ACCURACY)
+
+
 def _version(impl: str) -> str:
     return {"flashgen": flashgen.__version__, "sdpa-cudnn": cudnn_version()}.get(impl, torch_version())
 
 
 def _in_a_process(jobs: Sequence[Job], limit_s: float, options: argparse.Namespace) -> Iterator[Result]:
     """See `Trainer`; what the process prints beside its results is passed on."""
-    command = [sys.executable, "-m", "benchmarks.training_worker", *map(str, jobs)]
-    command += ["--steps", str(options.steps), "--compiled-steps", str(options.compiled_steps)]
-    command += ["--run-seconds", str(options.run_seconds), "--limit-seconds", str(limit_s)]
-    longest = options.run_seconds + START_SECONDS
+    command = [*WORKER, *map(str, jobs)]
+    for name in ("steps", "compiled_steps", "run_seconds"):
+        if getattr(options, name) is not None:
+            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command += ["--limit-seconds", str(limit_s)]
+    longest = START_SECONDS + (options.run_seconds or max(job.task.run_seconds for job in jobs))
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         watch = _ended_after(longest, process)
@@ -222,7 +244,7 @@ def _in_a_process(jobs: Sequence[Job], limit_s: float, options: argparse.Namespa
         raise CrashError(f"its process ended with {code}")
 
 
-def _ended_after(seconds: float, process: subprocess.Popen[str]) -> threading.Timer:
+def _ended_after(seconds: float, process: subprocess.Popen[Any]) -> threading.Timer:
     """A run that hangs costs no more than this."""
     timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
@@ -234,12 +256,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.training", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("runs", nargs="*", metavar="SEQLEN[:ATTENTION,...[:MODE]]", help="default: all")
-    add_arguments(parser)
-    parser.add_argument("--steps", type=int, default=200, help="without torch.compile, 0 for none (%(default)s)")
-    parser.add_argument("--compiled-steps", type=int, default=200, help="with it, 0 for none (%(default)s)")
     parser.add_argument(
-        "--run-seconds", type=float, default=25.0, help="longest run, behind its first step (%(default)s)"
+        "runs", nargs="*", metavar="TASK[:ATTENTION,...[:MODE]]", help=f"of {', '.join(TASKS)}; default: all"
+    )
+    add_arguments(parser)
+    parser.add_argument("--steps", type=int, help="without torch.compile, 0 for none (default: those of the task)")
+    parser.add_argument("--compiled-steps", type=int, help="with it, 0 for none (default: those of the task)")
+    parser.add_argument("--run-seconds", type=float, help="longest run, behind its first step (default: of the task)")
+    parser.add_argument(
+        "--prepare", type=int, default=0, metavar="N", help="first compile in N processes side by side, untimed"
     )
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no run that would end later")
     parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")

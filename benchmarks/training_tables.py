@@ -7,21 +7,30 @@ from dataclasses import replace
 
 from benchmarks import curves
 from benchmarks.curves import Curves
+from benchmarks.encoder_tables import cell, encoder_claims, encoder_parts, ratio_of, speedup
 from benchmarks.markdown import by_workload, image, provenance, table_row
 from benchmarks.memory import TRAINING_SUITE, savings
 from benchmarks.race_tables import lines_of
 from benchmarks.results import Row
 from benchmarks.suites import BOTH_PASSES
-from benchmarks.training import COMPILED_SUITE, EAGER_SUITE, NOISE, REFERENCE
+from benchmarks.training_tasks import COMPILED, COMPILED_SUITE, EAGER, EAGER_SUITE, LONG, NOISE, OF_SUITE, REFERENCE
 from flashgen.core.workload import Workload
 
-MODES = {EAGER_SUITE: "eager", COMPILED_SUITE: "torch.compile"}
+MODES = {
+    EAGER_SUITE: "eager",
+    COMPILED_SUITE: "torch.compile",
+    LONG.suites[EAGER]: "eager",
+    LONG.suites[COMPILED]: "torch.compile",
+}
+"""What the suites of GPT-2 run with."""
+
 TITLES = {
     "flashgen": "flashgen",
     "sdpa-flash": "SDPA flash",
     "sdpa-cudnn": "SDPA cuDNN",
     "standard": "standard",
 }
+STAR = "\\*"
 CLAIM_SEQLEN = 1024
 """Of the claim about training GPT-2."""
 
@@ -36,6 +45,7 @@ def training_parts(device_slug: str, rows: Sequence[Row], charts: Sequence[str])
     if used:
         chart = image(charts, f"training_{device_slug}", "GPT-2 in training")
         parts = ["### Training GPT-2", _text(used), *chart, _table(used)]
+    parts += encoder_parts(device_slug, rows, charts)
     if any(row.suite == TRAINING_SUITE for row in rows):
         chart = image(charts, f"training_memory_{device_slug}", "Memory of both passes")
         parts += ["### Memory of both passes", _memory_text(rows), *chart, _memory_table(rows)]
@@ -46,28 +56,54 @@ def training_parts(device_slug: str, rows: Sequence[Row], charts: Sequence[str])
     return parts
 
 
-def compared(rows: Sequence[Row], found: Curves) -> list[Row]:
-    """The rows, those of training with the mean distance of their losses from the reference's."""
+def compared(rows: Sequence[Row], losses: Curves, accuracies: Curves) -> list[Row]:
+    """The rows, those of training with what the curves say of them."""
     return [
-        replace(row, loss_deviation=_distance(row, found)) if row.suite in MODES and row.impl != REFERENCE else row
+        replace(
+            row,
+            loss_deviation=_distance(row, losses),
+            loss_mean=curves.last_mean(losses.get(row.subject, [])),
+            accuracy=curves.last_mean(accuracies.get(row.subject, [])),
+        )
+        if row.suite in OF_SUITE
+        else row
         for row in rows
     ]
 
 
-def _distance(row: Row, found: Curves) -> float | None:
-    return curves.deviation(found.get(row.subject, []), found.get((row.suite, row.workload, REFERENCE), []))
+def _distance(row: Row, losses: Curves) -> float | None:
+    reference = OF_SUITE[row.suite].reference
+    if row.impl == reference:
+        return None
+    return curves.deviation(losses.get(row.subject, []), losses.get((row.suite, row.workload, reference), []))
 
 
 def _text(used: Sequence[Row]) -> str:
     steps = max(row.steps or 0 for row in used)
+    long = " (one sequence, where it is longer)" if any(row.suite in LONG.suites.values() for row in used) else ""
     return (
         "Training GPT-2 (124M parameters) with `examples/train_gpt2.py`: thousands of tokens per second at the median "
-        "step, 16k tokens a step, causal attention with 12 heads of 64, bf16 autocast, fused AdamW. All train from the "
-        f"same weights on the same batches for {steps} steps, or for those that stand beside a rate. The loss column "
+        f"step, 16k tokens a step{long}, causal attention with 12 heads of 64, bf16 autocast, fused AdamW. All train "
+        f"from the same weights on the same batches for {steps} steps, or for those that stand beside a "
+        f"rate.{_recomputed(used)} The loss column "
         "is flashgen's last; beside it stand the mean distances in nats of flashgen's losses, and of cuDNN's, from "
         "those of SDPA flash. "
         f"{provenance(used)}"
     )
+
+
+def _recomputed(used: Sequence[Row]) -> str:
+    """What a rate marked with a star stands for."""
+    if not any(_is_recomputed(row) for row in used):
+        return ""
+    return (
+        f" A rate marked with {STAR} is that of standard attention that computes its scores a second time in the "
+        "backward pass (`torch.utils.checkpoint`), because those of all layers do not fit into memory."
+    )
+
+
+def _is_recomputed(row: Row) -> bool:
+    return "recomputed" in row.outcome
 
 
 def _table(used: Sequence[Row]) -> str:
@@ -79,10 +115,10 @@ def _table(used: Sequence[Row]) -> str:
         for workload, by_impl in by_workload(row for row in used if row.suite == suite):
             mine = by_impl.get("flashgen")
             cells = [str(workload.seqlen_k), mode, *(_rate(by_impl.get(impl), most_steps) for impl in TITLES)]
-            cells += [_ratio(by_impl, ("standard",)), _ratio(by_impl, (REFERENCE, NOISE))]
-            cells += [_number(by_impl.get(impl), "peak_gib", ".1f") for impl in ("flashgen", "standard")]
-            cells.append(_number(mine, "loss_last", ".4f"))
-            cells += [_number(by_impl.get(impl), "loss_deviation", ".2g") for impl in ("flashgen", NOISE)]
+            cells += [ratio_of(by_impl, ("standard",)), ratio_of(by_impl, (REFERENCE, NOISE))]
+            cells += [cell(by_impl.get(impl), "peak_gib", ".1f") for impl in ("flashgen", "standard")]
+            cells.append(cell(mine, "loss_last", ".4f"))
+            cells += [cell(by_impl.get(impl), "loss_deviation", ".2g") for impl in ("flashgen", NOISE)]
             table.append(table_row(cells))
     return "\n".join(table)
 
@@ -120,24 +156,7 @@ def _rate(row: Row | None, most_steps: int) -> str:
     if not row.tokens_per_s:
         return row.outcome
     cut = f" ({row.steps} steps)" if row.steps != most_steps else ""
-    return f"{row.tokens_per_s / 1e3:.0f}{cut}"
-
-
-def _number(row: Row | None, field: str, form: str) -> str:
-    value = None if row is None else getattr(row, field)
-    return "-" if value is None else format(value, form)
-
-
-def _speedup(by_impl: dict[str, Row], others: Sequence[str]) -> float | None:
-    """The speed of flashgen over that of the fastest of `others`."""
-    mine = by_impl.get("flashgen")
-    theirs = [rate for impl in others if impl in by_impl and (rate := by_impl[impl].tokens_per_s)]
-    return mine.tokens_per_s / max(theirs) if mine and mine.tokens_per_s and theirs else None
-
-
-def _ratio(by_impl: dict[str, Row], others: Sequence[str]) -> str:
-    ratio = _speedup(by_impl, others)
-    return "-" if ratio is None else f"{ratio:.2f}"
+    return f"{row.tokens_per_s / 1e3:.0f}{STAR if _is_recomputed(row) else ''}{cut}"
 
 
 def _claims(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
@@ -146,10 +165,11 @@ def _claims(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         f"{ratio:.1f} at {workload.seqlen_k}{' compiled' if suite == COMPILED_SUITE else ''}"
         for suite in MODES
         for workload, by_impl in by_workload(row for row in rows if row.suite == suite)
-        if workload.seqlen_k == CLAIM_SEQLEN and (ratio := _speedup(by_impl, ("standard",))) is not None
+        if workload.seqlen_k == CLAIM_SEQLEN and (ratio := speedup(by_impl, ("standard",))) is not None
     ]
     if faster:
         yield "GPT-2 trains up to 3 times as fast as with standard attention, at 1k", f"{', '.join(faster)}"
+    yield from encoder_claims(rows)
     ratios = [r for line in lines_of(rows, BOTH_PASSES) if (r := line.ratio(("standard",))) is not None]
     if ratios:
         said = f"{min(ratios):.1f} to {max(ratios):.1f} times over {len(ratios)} shapes, forward and backward"

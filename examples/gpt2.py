@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from attentions import CausalAttention
 from torch import nn
 from torch.nn import functional
-
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Causal attention of q, k and v, each (batch, nheads, seqlen, head_dim)."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Shape:
 class Block(nn.Module):
     """Attention and a feed-forward net, each behind a layer norm and around which the residual stream flows."""
 
-    def __init__(self, shape: Shape, attention: Attention) -> None:
+    def __init__(self, shape: Shape, attention: CausalAttention) -> None:
         super().__init__()
         self.nheads, self.attention = shape.nheads, attention
         self.norm_1, self.norm_2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
@@ -51,7 +48,7 @@ class Block(nn.Module):
 class Gpt2(nn.Module):
     """The whole model, from tokens to the loss of the next one."""
 
-    def __init__(self, shape: Shape, attention: Attention) -> None:
+    def __init__(self, shape: Shape, attention: CausalAttention) -> None:
         super().__init__()
         self.shape = shape
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)

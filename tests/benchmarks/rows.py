@@ -10,7 +10,7 @@ from benchmarks.memory import memory_grid, speedup_grid, tensors_bytes, training
 from benchmarks.provenance import Provenance
 from benchmarks.results import MEMORY_COLUMNS, TRAINING_COLUMNS, ResultsFile, Row
 from benchmarks.suites import backward_grid, paper_grid
-from benchmarks.training import workload_of
+from benchmarks.training_tasks import TASKS
 from flashgen.core.workload import Workload
 
 SHARED = Provenance(device="Test GPU", slug="test_gpu", torch="2.11.0", triton="3.6.0", commit="0123456789ab")
@@ -88,7 +88,7 @@ def write_training(results: Path) -> None:
     training = ResultsFile(folder / "training.csv", TRAINING_COLUMNS)
     for suite, seqlen in (("training", 1024), ("training", 16384), ("training_compiled", 1024)):
         for impl, rate in {"sdpa-flash": 300e3, "sdpa-cudnn": 320e3, "flashgen": 400e3, "standard": 160e3}.items():
-            one = training_row(suite, seqlen, impl, None if (impl, seqlen) == ("standard", 16384) else rate)
+            one = training_row(suite, str(seqlen), impl, None if (impl, seqlen) == ("standard", 16384) else rate)
             training.write([one])
             if one.tokens_per_s:
                 distance = DISTANCES[impl]
@@ -100,9 +100,30 @@ def write_training(results: Path) -> None:
         memory.write(memory_row(workload, impl, size, suite="training_memory") for impl, size in sizes.items())
 
 
-def training_row(suite: str, seqlen: int, impl: str, tokens_per_s: float | None) -> Row:
+def write_encoders(results: Path) -> None:
+    """Rows and curves of BERT and of the classifier, in the files of training: every attention of each task."""
+    folder = results / SHARED.slug
+    speeds = {"flashgen": 250e3, "sdpa-cudnn": 240e3, "sdpa": 230e3, "standard": 100e3}
+    file = ResultsFile(folder / "training.csv", TRAINING_COLUMNS, append=True)
+    for name in ("bert", "bert-padded", "paths"):
+        task = TASKS[name]
+        for mode in ("eager",) if name == "paths" else ("eager", "compiled"):
+            for impl in task.impls[mode]:
+                rate = None if impl == "sdpa-efficient" and mode == "eager" else speeds.get(impl, 200e3)
+                one = training_row(task.suites[mode], name, impl, rate)
+                if impl == "sdpa":
+                    one = replace(one, outcome="done, flash_attention")
+                file.write([one])
+                shift = 0.0 if impl == task.reference else 0.1
+                for what, curve in ((curves.LOSS, [9.0, 8.0 + shift, 3.0]), (curves.ACCURACY, [0.0, 0.7, 0.8])):
+                    if one.tokens_per_s and (what == curves.LOSS or name == "paths"):
+                        path = folder / curves.FILES[what]
+                        curves.append(path, one.subject, SHARED.commit, curve, what)
+
+
+def training_row(suite: str, task: str, impl: str, tokens_per_s: float | None) -> Row:
     """A row of the training benchmark; None ran out of memory."""
-    found = row(workload_of(seqlen), impl, 1.0, suite=suite)
+    found = row(TASKS[task].workload, impl, 1.0, suite=suite)
     return replace(
         found,
         tflops=None,

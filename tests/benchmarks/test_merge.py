@@ -12,7 +12,7 @@ from benchmarks import curves
 from benchmarks.merge import GRIDS, main, merge
 from benchmarks.results import RACE_COLUMNS, RESULTS, TRAINING_COLUMNS, ResultsFile, Row, read_rows
 from benchmarks.suites import paper_grid
-from benchmarks.training import EAGER_SUITE, SEQLENS
+from benchmarks.training_tasks import EAGER_SUITE
 from tests.benchmarks.rows import SHARED, row, training_row
 
 ROWS = [row(workload, impl, 100.0) for workload in paper_grid() for impl in ("flashgen", "flex")]
@@ -47,15 +47,19 @@ def test_runs_of_training_are_merged_with_their_losses(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder, lengths in zip(folders, ((16384, 1024), (4096,)), strict=True):
         rows = [
-            training_row(EAGER_SUITE, seqlen, impl, 1e5) for seqlen in lengths for impl in ("sdpa-flash", "flashgen")
+            training_row(EAGER_SUITE, str(seqlen), impl, 1e5)
+            for seqlen in lengths
+            for impl in ("sdpa-flash", "flashgen")
         ]
         write(folder, rows, f"{SHARED.slug}/training.csv", TRAINING_COLUMNS)
         for number, each in enumerate(rows):
             curves.append(folder / SHARED.slug / "training_loss.csv", each.subject, each.commit, [9.0, 8.0 - number])
-    rows_path, losses = merge(folders, tmp_path / "into")
+    curves.append(folders[1] / SHARED.slug / "training_accuracy.csv", ("paths", "w", "x"), "c", [0.5], curves.ACCURACY)
+    rows_path, accuracies, losses = merge(folders, tmp_path / "into")
+    assert curves.read(accuracies, curves.ACCURACY) == {("paths", "w", "x"): [0.5]}
     found = read_rows(rows_path, TRAINING_COLUMNS)
     assert [(each.workload.split("-sq")[1].split("-")[0], each.impl) for each in found] == [
-        (str(seqlen), impl) for seqlen in SEQLENS for impl in ("sdpa-flash", "flashgen")
+        (str(seqlen), impl) for seqlen in (1024, 4096, 16384) for impl in ("sdpa-flash", "flashgen")
     ]
     assert list(curves.read(losses)) == [each.subject for each in found]
     assert curves.read(losses)[found[-1].subject] == [9.0, 7.0]
@@ -123,7 +127,7 @@ def test_the_command_line_writes_the_files(tmp_path: Path, capsys: pytest.Captur
 def test_committed_files_have_every_workload_of_their_suites() -> None:
     """What the merging of shards asks for holds for what is there, so the table of grids is that of the benchmarks."""
     for path in RESULTS.glob("*/*.csv"):
-        if path.name == "training_loss.csv":
+        if path.name in curves.FILES.values():
             continue
         rows = read_rows(path)
         for suite in {each.suite for each in rows} & GRIDS.keys():

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import report, spread_tables
 from benchmarks.markdown import RAW
 from benchmarks.results import TRAINING_COLUMNS, ResultsFile, read_rows
-from tests.benchmarks.rows import SHARED, write_results, write_training
+from tests.benchmarks.rows import SHARED, write_encoders, write_results, write_training
 
 ROOT = Path(__file__).resolve().parents[2]
 README = f"# Title\n\n{report.START}\nstale\n{report.END}\n\n## More\n"
@@ -169,6 +169,51 @@ def test_training_is_reported_beside_what_the_papers_claim(tmp_path: Path) -> No
     assert names == {f"{stem}_test_gpu.png" for stem in ("backward", "forward_backward", "training", "training_memory")}
     assert "| 64 | 2048 | 0.0 | 256.0 | 9.0 |" in lines, "32 MiB of tensors, 8 times as much beside them"
     assert run(tmp_path, "--check") == 0
+
+
+def test_encoders_in_training_have_their_tables_and_charts(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(README)
+    write_encoders(tmp_path / "results")
+    text = tables(tmp_path)
+    lines = text.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("| keys | mode | steps | flashgen | SDPA flash "))
+    assert lines[at].count("|") == lines[at + 2].count("|")
+    assert lines[at + 2 : at + 6] == [
+        "| no | eager | 3 | 250.0 | 200.0 | 240.0 | - | - | - | 100.0 | 1.04 | 2.50 | 20.0 | 3.0000 | 0.033 | 0.033 |",
+        "| no | torch.compile | 3 | 250.0 | 200.0 | 240.0 | - | 230.0 | 200.0 | 100.0 | 1.04 | 2.50 | 20.0 | 3.0000 | "
+        "0.033 | 0.033 |",
+        "| masked | eager | 3 | 250.0 | - | - | out of memory | - | - | - | - | - | 20.0 | 3.0000 | - | - |",
+        "| masked | torch.compile | 3 | 250.0 | - | 240.0 | 200.0 | 230.0 | 200.0 | 100.0 | 1.04 | 2.50 | 20.0 | "
+        "3.0000 | 0.033 | 0.033 |",
+    ]
+    assert "SDPA without a name is what torch chooses: flash_attention." in text
+    assert "| flashgen | eager | 3 | 15.3 | 250000 | 20.0 | 6.7000 | 50.0% |" in lines
+    assert (
+        "3 steps, 24 images that no step saw before: guessing gives 50% with two standard deviations of 20%, so "
+        in text
+    )
+    assert "is not beyond chance" in text
+    assert (
+        "| BERT-large trains 15% faster than the record of MLPerf 1.1, at 512 | 1.04 of the speed of torch's fastest, "
+        "eager; 1.04 of the speed of torch's fastest, torch.compile; 1.04 of the speed of torch's fastest with masked "
+        "keys, torch.compile |"
+    ) in lines
+    names = {path.name for path in (tmp_path / "docs/img").iterdir()}
+    assert names == {"bert_test_gpu.png", "paths_test_gpu.png"}
+    # with a mask, SDPA's own choice and its efficient backend share a column: 250 of 230
+    summary = (tmp_path / "README.md").read_text()
+    assert "| BERT-large training, tokens/s | 3 | 1.04 | 1.04 | 1.25 | 1.25 | 1.04 | 2.50 | 1.09 |" in summary
+    assert run(tmp_path, "--check") == 0
+
+
+def test_standard_attention_that_is_recomputed_is_marked(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(README)
+    write_training(tmp_path / "results")
+    path = tmp_path / "results" / SHARED.slug / "training.csv"
+    path.write_text(path.read_text().replace("standard,1.0,done", '"standard",1.0,"done, attention recomputed"'))
+    text = tables(tmp_path)
+    assert r"| 1024 | eager | 400 | 300 | 320 | 160\* | 2.50 |" in text
+    assert r"A rate marked with \* is that of standard attention that computes its scores a second time" in text
 
 
 @pytest.mark.parametrize("text", ["nothing", f"{report.END}{report.START}", README + README])

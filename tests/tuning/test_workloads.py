@@ -63,6 +63,7 @@ HEADS = {
     "masked-gqa": {(32, 8, 128, 128, causal) for causal in (False, True)},
     "single-precision": {(16, 16, d, d, True) for d in (64, 128)},
     "gpt2-training": {(12, 12, 64, 64, True), (16, 16, 64, 64, True)},
+    "bert-large-training": {(16, 16, 64, 64, False)},
     "llama-3-8b-training": {(32, 8, 128, 128, True)},
     "vit-l-training": {(16, 16, 64, 64, False)},
     "gemma-training": {(8, 4, 256, 256, True), (16, 8, 256, 256, True)},
@@ -82,6 +83,7 @@ def test_presets_match_the_models_configs(name: str) -> None:
 FEATURES = {
     # the features of a model's layers: window_left, softcap, alibi, sink, bias, mask
     "bert-large": {(None, False, False, False, "", "keys")},
+    "bert-large-training": {(None, False, False, False, "", ""), (None, False, False, False, "", "keys")},
     "gemma-2-9b": {(None, True, False, False, "", ""), (4095, True, False, False, "", "")},
     "gemma-3-4b": {(None, False, False, False, "", ""), (1023, False, False, False, "", "")},
     "gemma-3-12b": {(None, False, False, False, "", ""), (1023, False, False, False, "", "")},
@@ -161,6 +163,7 @@ def test_training_presets_are_backward_passes_and_the_others_forward() -> None:
 
 def test_training_presets_are_what_is_trained() -> None:
     assert {w.batch * w.seqlen_q for w in preset("gpt2-training").workloads} == {16384}
+    assert [w.mask for w in preset("bert-large-training").workloads] == ["", "keys"]
     assert {w.seqlen_q for w in preset("llama-3-8b-training").workloads} == {4096, 8192}
     assert all(w.seqlen_q % 2 for w in preset("vit-l-training").workloads)
     assert {(w.head_dim, w.seqlen_q) for w in preset("deterministic").workloads} == {
