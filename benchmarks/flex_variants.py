@@ -168,16 +168,19 @@ def flash_variant(workload: Workload) -> Variant | None:
     """
     if fa4.limits(workload) is not None or workload.sink:
         return None
-    return Variant(name="FLASH", options={"BACKEND": "FLASH"}, block_size=(128, _flash_block_n(workload)))
+    return Variant(name="FLASH", options={"BACKEND": "FLASH"}, block_size=_flash_blocks(workload))
 
 
-def _flash_block_n(workload: Workload) -> int:
-    """Keys of a block: its forward kernel for Hopper takes a block mask with its own tile only."""
-    if workload.head_dim <= 128:
-        return 128
-    if workload.head_dim <= 192:
-        return 128 if workload.head_dim_v <= 128 else 112
-    return 80
+def _flash_blocks(workload: Workload) -> tuple[int, int]:
+    """Queries and keys of a block: its kernels for Hopper take a block mask with their own tiles only."""
+    backward, dims = workload.direction == "backward", (workload.head_dim, workload.head_dim_v)
+    if dims[0] <= 64:
+        return (128 if backward else 192, 128)
+    if dims[0] <= 128:
+        return 128, 128
+    if dims[0] <= 192:
+        return 128, 96 if backward else (128 if dims[1] <= 128 else 112)
+    return 128, 64 if backward else 80
 
 
 def class_of(workload: Workload) -> Hashable:

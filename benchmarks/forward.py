@@ -111,6 +111,8 @@ def run(
         file.write(_row(provenance, suite, workload, each) for each in results if reasons or each.reason is None)
         for result in results:
             say(f"  {line_of(workload, result, suite)}")
+            for trial in result.trials:
+                say(f"    {trial}")
             missing += result.impl.name == "flashgen" and result.reason is not None
         longest = max(longest, clock() - begun)
     say(f"{file.path}: {len(file.rows)} rows")

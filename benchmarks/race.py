@@ -11,7 +11,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.impls import Call, Impl, results_of
 from benchmarks.problems import Problem, problem
-from benchmarks.variants import fastest
+from benchmarks.variants import Entrant, fastest
 from flashgen.core.device import Device
 from flashgen.core.workload import Workload
 from flashgen.measure.baselines import SAME_FUNCTION
@@ -66,7 +66,8 @@ class Result:
     """The windows of one implementation, or the reason why it has none.
 
     `timing` is "graph" or "queue", `queued_because` the reason why a short call could not be recorded into a graph.
-    `extra_bytes` is what a call held beside inputs and output, where that was asked for.
+    `extra_bytes` is what a call held beside inputs and output, where that was asked for; `trials` says of each variant
+    what its trial gave.
     """
 
     impl: Impl
@@ -75,6 +76,7 @@ class Result:
     queued_because: str | None = None
     extra_bytes: int | None = None
     reason: str | None = None
+    trials: tuple[str, ...] = ()
 
     @property
     def median_ms(self) -> float:
@@ -125,22 +127,10 @@ def _race(
     pace: Pace,
 ) -> list[Result]:
     task = problem(workload, copies=rotation_copies(workload, device.l2_bytes), where=where)
-    entries: dict[str, _Entry] = {}
-    reasons: dict[str, str] = {}
-    entrants: list[Impl] = []
-    for impl in impls:
-        entrant, made = fastest(
-            impl,
-            workload,
-            enter=lambda each: _attempt(partial(_entry, each, workload, task, stopwatch)),
-            trial=lambda each, entry: _attempt(partial(_trial_ms, each, entry.unit, stopwatch)),
-        )
-        entrants.append(entrant)
-        if isinstance(made, _Entry):
-            entries[impl.name] = made
-        else:
-            reasons[impl.name] = made
-    runners = [impl for impl in entrants if impl.name in entries]
+    entrants = [_entrant(impl, workload, task, stopwatch) for impl in impls]
+    entries = {each.impl.name: each.made for each in entrants if isinstance(each.made, _Entry)}
+    reasons = {each.impl.name: each.made for each in entrants if isinstance(each.made, str)}
+    runners = [each.impl for each in entrants if each.impl.name in entries]
     windows: dict[str, list[Window]] = {impl.name: [] for impl in runners}
     for order in orders(len(runners), pace.rounds):
         for impl in (runners[turn] for turn in order if runners[turn].name not in reasons):
@@ -150,10 +140,10 @@ def _race(
             else:
                 reasons[impl.name] = seen
     return [
-        Result(impl=impl, reason=reasons[impl.name])
-        if impl.name in reasons
-        else _result(impl, entries[impl.name], windows[impl.name])
-        for impl in entrants
+        Result(impl=each.impl, reason=reasons[each.impl.name], trials=each.trials)
+        if each.impl.name in reasons
+        else replace(_result(each.impl, entries[each.impl.name], windows[each.impl.name]), trials=each.trials)
+        for each in entrants
     ]
 
 
@@ -163,6 +153,15 @@ def _result(impl: Impl, entry: _Entry, windows: Sequence[Window]) -> Result:
 
 def _visit(impl: Impl, unit: Unit, stopwatch: RaceStopwatch, pace: Pace) -> Window:
     return measure(unit, stopwatch, warm_ms=impl.share * pace.warm_ms, window_ms=impl.share * pace.window_ms)
+
+
+def _entrant(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> Entrant[_Entry]:
+    return fastest(
+        impl,
+        workload,
+        enter=lambda each: _attempt(partial(_entry, each, workload, task, stopwatch)),
+        trial=lambda each, entry: _attempt(partial(_trial_ms, each, entry.unit, stopwatch)),
+    )
 
 
 def _trial_ms(impl: Impl, unit: Unit, stopwatch: RaceStopwatch) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from benchmarks.impls import Impl
 from flashgen.core.workload import Workload
@@ -12,13 +13,28 @@ from flashgen.core.workload import Workload
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant(Generic[T]):
+    """What races for an implementation.
+
+    Attributes:
+        impl: the implementation, or the fastest of its variants.
+        made: what was made of it, or the reason why there is nothing.
+        trials: of each variant its time or why it has none, for people.
+    """
+
+    impl: Impl
+    made: T | str
+    trials: tuple[str, ...] = ()
+
+
 def fastest(
     impl: Impl,
     workload: Workload,
     enter: Callable[[Impl], T | str],
     trial: Callable[[Impl, T], float | str],
-) -> tuple[Impl, T | str]:
-    """The variant of `impl` that races, and what `enter` made of it or the reason why there is none.
+) -> Entrant[T]:
+    """The variant of `impl` that races.
 
     A variant that cannot be entered or that breaks in its trial costs itself only; an implementation without variants
     is entered as it is.
@@ -30,19 +46,21 @@ def fastest(
         trial: ms per call of an entered variant, or why it broke.
     """
     if impl.variants is None:
-        return impl, enter(impl)
+        return Entrant(impl=impl, made=enter(impl))
     reason = impl.unsupported(workload)
     if reason is not None:
-        return impl, reason
+        return Entrant(impl=impl, made=reason)
     seen: dict[str, float] = {}
     best: tuple[Impl, T] | None = None
-    reasons: list[str] = []
+    trials: list[str] = []
     while (variant := impl.variants.next(workload, seen)) is not None:
         made = enter(variant)
         ms = made if isinstance(made, str) else trial(variant, made)
-        seen[variant.version()] = math.inf if isinstance(ms, str) else ms
-        if isinstance(ms, str) or isinstance(made, str):
-            reasons.append(f"{variant.version()}: {ms}")
-        elif best is None or ms < seen[best[0].version()]:
+        version = variant.version()
+        seen[version] = math.inf if isinstance(ms, str) else ms
+        trials.append(f"{version}: {ms}" if isinstance(ms, str) else f"{version}: {ms:.4f} ms")
+        if not isinstance(ms, str) and not isinstance(made, str) and (best is None or ms < seen[best[0].version()]):
             best = (variant, made)
-    return best or (impl, "; ".join(reasons) or "none of its variants is for this workload")
+    if best is None:
+        return Entrant(impl=impl, made="; ".join(trials) or "none of its variants is for this workload")
+    return Entrant(impl=best[0], made=best[1], trials=tuple(trials))

@@ -54,6 +54,14 @@ def test_the_fastest_variant_races_and_one_that_fails_costs_itself() -> None:
     other, found = raced(gpu, impl_of(gpu, "other", 1.0), various)
     assert (found.impl.name, found.impl.version(), found.reason) == ("various", "1 fast", None)
     assert (other.median_ms, found.median_ms) == pytest.approx((1.0, 2.0))
+    assert found.trials == (
+        "1 slow: 3.0000 ms",
+        "1 nan: its output is not finite everywhere",
+        "1 refused: RuntimeError: it broke",
+        "1 fast: 2.0000 ms",
+        "1 breaks in its trial: RuntimeError: it broke",
+    )
+    assert other.trials == ()
     assert listed.seen == {
         "1 slow": pytest.approx(3.0),
         "1 nan": math.inf,
@@ -125,7 +133,10 @@ def test_plans_follow_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(wide)[:2] == ["FLASH", "TMA 64x32 3s 4w"]
     assert names(replace(CAUSAL, direction="backward"))[2:] == [f"{FIRST} bwd 64x64", DEFAULT.name]
     assert names(replace(CAUSAL, head_dim=512, head_dim_v=512))[0] == "TMA 64x32 3s 4w"
-    assert plan(wide).first[0].block_size == (128, 80)  # the forward tile of FlashAttention-4
+    # tiles of FlashAttention-4: forward, and of both passes
+    assert plan(wide).first[0].block_size == (128, 80)
+    assert plan(replace(wide, direction="backward")).first[0].block_size == (128, 64)
+    assert plan(replace(CAUSAL, head_dim=64, head_dim_v=64)).first[0].block_size == (192, 128)
 
 
 def test_classes_hold_lengths_together_and_kinds_apart() -> None:
@@ -183,7 +194,7 @@ def test_the_scale_stays_where_a_function_sees_scores() -> None:
     assert "PRESCALE_QK" not in sound_options(replace(CAUSAL, bias="full"))
 
 
-@pytest.mark.parametrize("block_size", [(64, 64), (128, 80)], ids=str)
+@pytest.mark.parametrize("block_size", [(64, 64), (192, 80)], ids=str)
 @pytest.mark.parametrize("workload", FEATURES[::4], ids=lambda w: w.key)
 def test_blocks_of_any_size_give_the_same(workload: Workload, block_size: tuple[int, int]) -> None:
     inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
