@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import matplotlib as mpl
+from typing import Any
 
 from benchmarks.curves import Curves, of_workload
+from benchmarks.drawing import COLORS, length_text, panels, save
 from benchmarks.encoder_tables import CHANCE
 from benchmarks.encoder_tables import MODES as MODES_OF_ENCODERS
 from benchmarks.encoder_tables import TITLES as ENCODER_TITLES
@@ -25,29 +23,6 @@ from benchmarks.training_tables import TITLES as TRAINING_TITLES
 from benchmarks.training_tasks import BERT, EAGER, EAGER_SUITE, LONG, PADDED, PATHS, REFERENCE
 from flashgen.core.workload import Workload
 
-COLORS = {
-    "flashgen": "#d1495b",
-    "flashgen-lse": "#d1495b",
-    "flashgen-deterministic": "#e8a0aa",
-    "flex": "#edae49",
-    "sdpa-flash": "#66a182",
-    "sdpa-cudnn": "#2e4057",
-    "fa3": "#8d96a3",
-    "fa4": "#5b7fb4",
-    "sdpa-efficient": "#8a6fa8",
-    "sdpa": "#a9cfbd",
-    "standard": "#c4c4c4",
-}
-STYLE: dict[Any, Any] = {
-    "font.size": 12,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-}
-DPI = 130
 SMOOTH = 20
 """Steps of a mean: single losses of a batch scatter too much to be seen beside each other."""
 
@@ -61,7 +36,7 @@ def race_chart(path: Path, rows: Sequence[Row], suite: str) -> None:
     impls = present(lines)
     dims = sorted({line.workload.head_dim for line in lines})
     masks = sorted({line.workload.causal for line in lines})
-    with _figure(len(masks), len(dims), size=(4.1 * len(dims) + 0.6, 3.2 * len(masks) + 0.9)) as (figure, axes):
+    with panels(len(masks), len(dims), size=(4.1 * len(dims) + 0.6, 3.2 * len(masks) + 0.9)) as (figure, axes):
         for row, causal in enumerate(masks):
             for column, dim in enumerate(dims):
                 panel = [line for line in lines if line.workload.head_dim == dim and line.workload.causal == causal]
@@ -74,31 +49,31 @@ def race_chart(path: Path, rows: Sequence[Row], suite: str) -> None:
         figure.legend(
             handles, labels, loc="upper center", ncols=len(impls), frameon=False, fontsize=12, columnspacing=1.2
         )
-        _save(figure, path, top=0.93)
+        save(figure, path, top=0.93)
 
 
 def memory_chart(path: Path, rows: Sequence[Row]) -> None:
     """Bytes beside inputs and output against the length, both logarithmic."""
-    with _figure(1, 1, size=(8.6, 4.6)) as (figure, axes):
+    with panels(1, 1, size=(8.6, 4.6)) as (figure, axes):
         _memory_lines(axes[0][0], [row for row in rows if row.suite == MEMORY_SUITE], MEMORY_TITLES)
         axes[0][0].set_xlabel("sequence length (1 sequence, 16 heads of 128, bf16)")
         axes[0][0].set_ylabel("MiB beside inputs and output")
         axes[0][0].legend(frameon=False)
-        _save(figure, path, top=1.0)
+        save(figure, path, top=1.0)
 
 
 def training_memory_chart(path: Path, rows: Sequence[Row]) -> None:
     """The same for a forward and a backward pass together: a panel per head_dim."""
     found = [(Workload.parse(row.workload).head_dim, row) for row in rows if row.suite == MEMORY_OF_TRAINING]
     dims = sorted({dim for dim, _ in found})
-    with _figure(1, len(dims), size=(4.6 * len(dims) + 0.6, 4.6)) as (figure, axes):
+    with panels(1, len(dims), size=(4.6 * len(dims) + 0.6, 4.6)) as (figure, axes):
         for axis, dim in zip(axes[0], dims, strict=True):
             _memory_lines(axis, [row for width, row in found if width == dim], TRAINING_TITLES)
             axis.set_title(f"forward and backward, head_dim {dim}", fontsize=13)
             axis.set_xlabel("sequence length (1 sequence, 16 heads, bf16)")
         axes[0][0].set_ylabel("MiB beside the tensors of the call")
         axes[0][0].legend(frameon=False)
-        _save(figure, path, top=1.0)
+        save(figure, path, top=1.0)
 
 
 def _memory_lines(axis: Any, rows: Sequence[Row], titles: dict[str, str]) -> None:
@@ -119,12 +94,12 @@ def _memory_lines(axis: Any, rows: Sequence[Row], titles: dict[str, str]) -> Non
         axis.plot(lengths, sizes, color=COLORS[impl], label=title, **style)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.xaxis.set_major_formatter(lambda value, _: _length(int(value)))
+    axis.xaxis.set_major_formatter(lambda value, _: length_text(int(value)))
 
 
 def training_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
     """Tokens per second for each mode; below, the losses of each length and how far they are from the reference's."""
-    with _figure(2, 2, size=(11.5, 8.2), sharey=False) as (figure, axes):
+    with panels(2, 2, size=(11.5, 8.2), sharey=False) as (figure, axes):
         for axis, mode in zip(axes[0], dict.fromkeys(MODES.values()), strict=True):
             _rates(axis, [row for row in rows if MODES.get(row.suite) == mode])
             axis.set_title(f"GPT-2 124M, {mode}", fontsize=13)
@@ -136,7 +111,7 @@ def training_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
         _losses(axes[1][0], axes[1][1], curves)
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper center", ncols=len(labels) or 1, frameon=False, fontsize=12)
-        _save(figure, path, top=0.94)
+        save(figure, path, top=0.94)
 
 
 def _rates(axis: Any, rows: Sequence[Row]) -> None:
@@ -152,7 +127,7 @@ def _rates(axis: Any, rows: Sequence[Row]) -> None:
             height = heights[length]
             text = f"{height:.0f}" if height else found[length].outcome
             axis.annotate(text, (place, height), ha="center", va="bottom", fontsize=9, rotation=0 if height else 90)
-    axis.set_xticks(range(len(lengths)), [_length(length) for length in lengths])
+    axis.set_xticks(range(len(lengths)), [length_text(length) for length in lengths])
 
 
 def _losses(left: Any, right: Any, curves: Curves) -> None:
@@ -161,7 +136,7 @@ def _losses(left: Any, right: Any, curves: Curves) -> None:
     suites = (EAGER_SUITE, LONG.suites[EAGER])
     workloads = sorted({(Workload.parse(w).seqlen_k, suite, w) for suite, w, _ in curves if suite in suites})
     for (seqlen, suite, workload), style in zip(workloads, styles, strict=False):
-        found, length = of_workload(curves, suite, workload), _length(seqlen)
+        found, length = of_workload(curves, suite, workload), length_text(seqlen)
         for impl in TRAINING_TITLES:
             curve, reference = found.get(impl, []), found.get(REFERENCE, [])
             looks = {"color": COLORS[impl], "linestyle": style, "zorder": 3 if impl == "flashgen" else 2}
@@ -186,7 +161,7 @@ def bert_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
         for mode, by_impl in encoder_lines(rows, task)
     ]
     impls = [impl for impl in ENCODER_TITLES if any(impl in by_impl for _, _, by_impl in groups)]
-    with _figure(1, 2, size=(13.5, 4.8), sharey=False) as (figure, axes):
+    with panels(1, 2, size=(13.5, 4.8), sharey=False) as (figure, axes):
         left, right = axes[0]
         width = GROUP_WIDTH / len(impls)
         for number, impl in enumerate(impls):
@@ -204,7 +179,7 @@ def bert_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
         _encoder_losses(right, groups, curves)
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper center", ncols=len(labels) or 1, frameon=False, fontsize=11)
-        _save(figure, path, top=0.92)
+        save(figure, path, top=0.92)
 
 
 def _encoder_losses(axis: Any, groups: Sequence[Any], curves: Curves) -> None:
@@ -222,7 +197,7 @@ def _encoder_losses(axis: Any, groups: Sequence[Any], curves: Curves) -> None:
 
 def paths_chart(path: Path, rows: Sequence[Row], losses: Curves, accuracies: Curves) -> None:
     """Loss and accuracy of the classifier over steps, each the mean of the last ones."""
-    with _figure(1, 2, size=(11.5, 4.4), sharey=False) as (figure, axes):
+    with panels(1, 2, size=(11.5, 4.4), sharey=False) as (figure, axes):
         for axis, found, title in zip(axes[0], (losses, accuracies), ("loss (nats)", "right"), strict=True):
             for mode, by_impl in encoder_lines(rows, PATHS):
                 for impl, row in by_impl.items():
@@ -234,7 +209,7 @@ def paths_chart(path: Path, rows: Sequence[Row], losses: Curves, accuracies: Cur
             axis.set_ylabel(f"{title}, mean of {SMOOTH} steps")
         axes[0][1].axhline(CHANCE, color="#888888", linewidth=1)
         axes[0][1].legend(frameon=False)
-        _save(figure, path, top=1.0)
+        save(figure, path, top=1.0)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -254,28 +229,4 @@ def _bars(axis: Any, lines: Sequence[Line], impls: Sequence[str]) -> None:
                     axis.annotate(
                         f"{height:.0f}", (place, height), ha="center", va="bottom", fontsize=9, color=COLORS[impl]
                     )
-    axis.set_xticks(range(len(lines)), [_length(line.workload.seqlen_k) for line in lines])
-
-
-def _length(seqlen: int) -> str:
-    return f"{seqlen // 1024}k" if seqlen >= 1024 and seqlen % 1024 == 0 else str(seqlen)
-
-
-@contextlib.contextmanager
-def _figure(
-    rows: int, columns: int, *, size: tuple[float, float], sharey: Literal["row"] | bool = "row"
-) -> Iterator[tuple[Any, Any]]:
-    """A grid of panels in this module's style, without a window and whatever the reader's own settings are."""
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update(STYLE)
-        figure = Figure(figsize=size, dpi=DPI)
-        yield figure, figure.subplots(rows, columns, squeeze=False, sharey=sharey)
-
-
-def _save(figure: Any, path: Path, *, top: float) -> None:
-    figure.tight_layout(rect=(0, 0, 1, top))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
+    axis.set_xticks(range(len(lines)), [length_text(line.workload.seqlen_k) for line in lines])

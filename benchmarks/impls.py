@@ -241,11 +241,16 @@ def _why_not_standard(workload: Workload) -> str | None:
 
 
 def _standard(workload: Workload, inputs: Inputs) -> Call:
-    mask = None
-    if workload.causal:
-        ones = torch.ones(workload.seqlen_q, workload.seqlen_k, dtype=torch.bool, device=inputs.q[0].device)
-        mask = ones.triu_(workload.seqlen_k - workload.seqlen_q + 1)
+    mask = standard_mask(workload, inputs)
     return Call(run=lambda n: standard_attention(inputs.q[n], inputs.k[n], inputs.v[n], mask))
+
+
+def standard_mask(workload: Workload, inputs: Inputs) -> torch.Tensor | None:
+    """What a causal mask hides, (seqlen_q, seqlen_k); None without one."""
+    if not workload.causal:
+        return None
+    ones = torch.ones(workload.seqlen_q, workload.seqlen_k, dtype=torch.bool, device=inputs.q[0].device)
+    return ones.triu_(workload.seqlen_k - workload.seqlen_q + 1)
 
 
 def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:

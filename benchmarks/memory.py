@@ -19,27 +19,22 @@ from pathlib import Path
 import torch
 
 import flashgen
-from benchmarks.forward import chosen, line_of, say
+from benchmarks.forward import say
 from benchmarks.impls import IMPLS, Call, Impl, results_of, standard_bytes
 from benchmarks.problems import training_inputs
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.race import Pace, race
+from benchmarks.race import Pace
 from benchmarks.results import MEMORY_COLUMNS, ResultsFile, Row
+from benchmarks.speedup import COMPILED, SPEEDUP_SUITE, STANDARD, measure_speedup, speedup_grid, speedups
 from benchmarks.training_impls import FORWARD_BACKWARD
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
-from flashgen.launch.gpu import current_device
-from flashgen.measure import gpu
 from flashgen.measure.bench import INPUT_SEED
 from flashgen.measure.inputs import Inputs, make_inputs
-from flashgen.measure.timing import CudaStopwatch
 
-MEMORY_SUITE, TRAINING_SUITE, SPEEDUP_SUITE = "memory", "training_memory", "speedup"
+MEMORY_SUITE, TRAINING_SUITE = "memory", "training_memory"
 SUITES = (MEMORY_SUITE, TRAINING_SUITE, SPEEDUP_SUITE)
 SEQLENS = tuple(1024 << n for n in range(7))
-SPEEDUP_SEQLENS = (2048, 16384)
-"""The lengths of the papers' claims: 2 to 4 times as fast as standard attention at 2k, 5 to 7 times at 16k."""
-
 TRAINING_HEAD_DIMS = (64, 128)
 """GPT-2's, which FlashAttention's claims of memory are about, and that of the other memory rows."""
 
@@ -84,14 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         if SPEEDUP_SUITE in suites:
             pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
-            measured += [_speedup(workload, file, provenance, pace) for workload in speedup_grid()]
+            measured += [measure_speedup(workload, file, provenance, pace) for workload in speedup_grid()]
     for impl in memory_impls():
         fit = fit_of(file.rows, impl.name)
         say(f"{impl.name:14} {fit or 'too few lengths for a line'}")
     for workload, saving in savings(file.rows).items():
         say(f"{workload.key}: both passes of standard attention hold {saving:.1f} times the memory of flashgen's")
-    for name, ratio in speedups(file.rows).items():
-        say(f"{name}: {ratio:.1f} times as fast as standard attention")
+    for impl in (STANDARD, COMPILED):
+        for name, ratio in speedups(file.rows, impl).items():
+            say(f"{name}: {ratio:.1f} times as fast as {impl} attention")
     return 0 if all(measured) else 1
 
 
@@ -106,15 +102,6 @@ def training_grid() -> tuple[Workload, ...]:
         Workload(direction="backward", batch=1, nheads=16, seqlen_q=s, head_dim=d)
         for d in TRAINING_HEAD_DIMS
         for s in SEQLENS
-    )
-
-
-def speedup_grid() -> tuple[Workload, ...]:
-    """16k tokens of 16 heads of 128, with and without a causal mask."""
-    return tuple(
-        Workload(batch=16384 // s, nheads=16, seqlen_q=s, head_dim=128, causal=causal)
-        for s in SPEEDUP_SEQLENS
-        for causal in (False, True)
     )
 
 
@@ -162,17 +149,6 @@ def fit_of(rows: Sequence[Row], impl: str) -> Fit | None:
     total = sum((y - mean) ** 2 for y in sizes)
     r2 = 1 - left / total if total else 1.0
     return Fit(bytes_per_token=line.slope, constant_bytes=line.intercept, r2=r2)
-
-
-def speedups(rows: Sequence[Row]) -> dict[str, float]:
-    """Time of standard attention over flashgen's, by workload."""
-    times = {(row.workload, row.impl): row.median_ms for row in rows if row.suite == SPEEDUP_SUITE}
-    found = {}
-    for (workload, impl), ms in times.items():
-        mine = times.get((workload, "flashgen"))
-        if impl == "standard" and ms and mine:
-            found[workload] = ms / mine
-    return found
 
 
 def savings(rows: Sequence[Row]) -> dict[Workload, float]:
@@ -229,32 +205,6 @@ def _why_too_large(workload: Workload, impl: Impl) -> str | None:
     free, _ = torch.cuda.mem_get_info()
     needed = SPARE * (standard_bytes(workload) + workload.bytes)
     return f"it needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free" if needed > free else None
-
-
-def _speedup(workload: Workload, file: ResultsFile, provenance: Provenance, pace: Pace) -> bool:
-    """Rows of flashgen and standard attention, timed side by side; False if flashgen has none."""
-    impls = chosen("flashgen,standard")
-    done = file.done(provenance.commit)
-    if any((SPEEDUP_SUITE, workload.key, impl.name) in done for impl in impls):
-        return True
-    stopwatch, where = CudaStopwatch(gpu.sm_clock_mhz), torch.device("cuda", 0)
-    torch.cuda.empty_cache()
-    results = race(workload, impls, device=current_device(), where=where, stopwatch=stopwatch, pace=pace)
-    file.write(
-        provenance.row(
-            SPEEDUP_SUITE,
-            workload,
-            each.impl.name,
-            each.impl.version(),
-            median_ms=each.median_ms,
-            timing=each.timing,
-        )
-        for each in results
-        if each.reason is None
-    )
-    for result in results:
-        say(f"{workload.key} {line_of(workload, result)}")
-    return results[0].reason is None
 
 
 def _flashgen_lse(workload: Workload, inputs: Inputs) -> Call:

@@ -15,8 +15,9 @@ from functools import cache, partial
 from pathlib import Path
 
 from benchmarks import curves
-from benchmarks.memory import MEMORY_SUITE, SPEEDUP_SUITE, TRAINING_SUITE, memory_grid, speedup_grid, training_grid
+from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE, memory_grid, training_grid
 from benchmarks.results import RESULTS, ResultsFile, Row, header_of, read_rows
+from benchmarks.speedup import SPEEDUP_SUITE, speedup_grid
 from benchmarks.suites import (
     BACKWARD_SUITE,
     BOTH_PASSES,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import curves, spread_tables
+from benchmarks.io_cases import FORWARD_SUITE as IO_SUITE
 from benchmarks.markdown import RAW
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE
 from benchmarks.race_tables import RACES
@@ -53,6 +54,7 @@ FILES = (
     "overhead.csv",
     "training.csv",
     "spread.csv",
+    "io.csv",
 )
 CHARTS = {
     **{suite: suite for suite in RACES},
@@ -61,6 +63,7 @@ CHARTS = {
     "bert": BERT_SUITE,
     "paths": PATHS_SUITE,
     "training_memory": TRAINING_SUITE,
+    "io": IO_SUITE,
 }
 """Charts by their names, and the suite that must be there for each."""
 
@@ -114,7 +117,7 @@ def draw(devices: dict[str, list[Row]], images: Path, results: Path) -> None:
     Raises:
         ValueError: the file of losses is damaged.
     """
-    from benchmarks import charts
+    from benchmarks import charts, io_chart
 
     for slug, rows in devices.items():
         for name in charts_of(slug, rows):
@@ -125,6 +128,8 @@ def draw(devices: dict[str, list[Row]], images: Path, results: Path) -> None:
                 _draw_training(images / name, stem, rows, results / slug)
             elif stem == "training_memory":
                 charts.training_memory_chart(images / name, rows)
+            elif stem == "io":
+                io_chart.io_chart(images / name, rows)
             else:
                 charts.memory_chart(images / name, rows)
 

@@ -53,6 +53,10 @@ SPREAD_NUMBERS = (
 SPREAD_COLUMNS = (*COLUMNS[:4], *SPREAD_NUMBERS, *COLUMNS[7:])
 """Columns of `spread.csv`."""
 
+IO_NUMBERS = ("hbm_read_bytes", "hbm_write_bytes", "l2_bytes", "kernels")
+IO_COLUMNS = (*COLUMNS[:4], *IO_NUMBERS, "median_ms", *COLUMNS[7:])
+"""Columns of `io.csv`."""
+
 RESULTS = Path(__file__).resolve().parent / "results"
 """Where results live: one folder per device, named by its slug."""
 
@@ -75,6 +79,7 @@ FORMATS = {
     "ulps_max": ".4g",
     "ulps_mean": ".3g",
     "others_differing": "d",
+    **dict.fromkeys(IO_NUMBERS, "d"),
 }
 """How numbers are written; the other columns are text."""
 
@@ -88,7 +93,9 @@ class Row:
     distance from the losses of the run that it is compared with, and `loss_mean` and `accuracy` of its last steps:
     `training_tables` finds them in the curves. Of a race, `outcome` is the reason why an implementation has no time,
     and `timing` says how its time was taken, `graph` or `queue`. What repeats of one call differ by is explained in
-    `spread.Spread`. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was measured on and with.
+    `spread.Spread`. Of a call under the profiler, `hbm_read_bytes`, `hbm_write_bytes` and `l2_bytes` (between L2 and
+    the SMs) are what its `kernels` moved, and `median_ms` is their time. `device`, `torch`, `triton`, `commit` and
+    `date` (UTC) say what a row was measured on and with.
     """
 
     suite: str
@@ -118,6 +125,10 @@ class Row:
     ulps_max: float | None = None
     ulps_mean: float | None = None
     others_differing: int | None = None
+    hbm_read_bytes: int | None = None
+    hbm_write_bytes: int | None = None
+    l2_bytes: int | None = None
+    kernels: int | None = None
     device: str
     torch: str
     triton: str

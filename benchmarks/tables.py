@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.io_tables import io_parts
 from benchmarks.markdown import by_workload, image, mean, provenance, table_row, variants
-from benchmarks.memory import MEMORY_SUITE, fit_of, speedups
+from benchmarks.memory import MEMORY_SUITE, fit_of
 from benchmarks.model_tables import model_parts
 from benchmarks.race_tables import RACES, TITLES, race_parts
 from benchmarks.results import Row
+from benchmarks.speedup_tables import speedup_parts
 from benchmarks.training_tables import training_parts
 from flashgen.core.feature_words import describe
 from flashgen.core.workload import Workload
@@ -53,6 +55,8 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
     if any(row.suite == MEMORY_SUITE for row in rows):
         chart = image(charts, f"memory_{device_slug}", "Memory against sequence length")
         parts += ["### Memory of the forward pass", _memory_text(rows), *chart]
+    parts += speedup_parts(rows)
+    parts += io_parts(device_slug, rows, charts)
     if any(row.suite == "overhead" for row in rows):
         parts += ["### Host time", _overhead_text(rows)]
     return "\n\n".join(parts) + "\n"
@@ -127,15 +131,7 @@ def _memory_text(rows: Sequence[Row]) -> str:
     fits = ((title, fit_of(rows, impl)) for impl, title in MEMORY_TITLES.items())
     said = [f"{title} {fit.bytes_per_token:.0f}" for title, fit in fits if fit is not None and fit.r2 > 0.999]
     text = f"Memory beside inputs and output, in bytes per token of a sequence with 16 heads: {', '.join(said)}."
-    text += _largest(rows)
-    ratios = [
-        f"{ratio:.1f} at {w.seqlen_k}{' causal' if w.causal else ''}"
-        for w, ratio in sorted(
-            ((Workload.parse(key), ratio) for key, ratio in speedups(rows).items()),
-            key=lambda item: (item[0].seqlen_k, item[0].causal),
-        )
-    ]
-    return f"{text} Speed-up over standard attention (head_dim 128): {', '.join(ratios)}." if ratios else text
+    return text + _largest(rows)
 
 
 def _largest(rows: Sequence[Row]) -> str:

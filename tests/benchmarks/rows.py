@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import curves
-from benchmarks.memory import memory_grid, speedup_grid, tensors_bytes, training_grid
+from benchmarks.memory import memory_grid, tensors_bytes, training_grid
 from benchmarks.provenance import Provenance
 from benchmarks.results import MEMORY_COLUMNS, TRAINING_COLUMNS, ResultsFile, Row
+from benchmarks.speedup import speedup_grid
 from benchmarks.suites import backward_grid, paper_grid
 from benchmarks.training_tasks import TASKS
 from flashgen.core.workload import Workload

@@ -1,4 +1,4 @@
-"""The memory benchmark without a GPU: the line through its rows, the speed-ups, and what it asks for."""
+"""The memory benchmark without a GPU: the line through its rows, and what it asks for."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from benchmarks.memory import (
     memory_grid,
     memory_impls,
     savings,
-    speedup_grid,
-    speedups,
     tensors_bytes,
     training_grid,
     training_impls,
 )
-from tests.benchmarks.rows import memory_row, row
+from tests.benchmarks.rows import memory_row
 
 
 def test_grid_reaches_from_1k_to_64k() -> None:
     assert [w.seqlen_k for w in memory_grid()] == [1024, 2048, 4096, 8192, 16384, 32768, 65536]
     assert {(w.batch, w.nheads, w.head_dim) for w in memory_grid()} == {(1, 16, 128)}
     assert [impl.name for impl in memory_impls()] == ["flashgen", "flashgen-lse", "sdpa-flash", "standard"]
-    assert {w.batch * w.seqlen_k for w in speedup_grid()} == {16384}
 
 
 def test_a_line_is_found_and_a_parabola_is_not_taken_for_one() -> None:
@@ -42,13 +39,6 @@ def test_nothing_is_a_line_and_two_points_are_none() -> None:
     assert flat is not None
     assert (flat.bytes_per_token, flat.constant_bytes, flat.r2) == (0.0, 0.0, 1.0)
     assert fit_of([memory_row(w, "flashgen", 0) for w in memory_grid()[:2]], "flashgen") is None
-
-
-def test_speedups_are_of_the_same_workload_and_suite() -> None:
-    one, two = speedup_grid()[:2]
-    rows = [row(one, "flashgen", 500.0, suite="speedup"), row(one, "standard", 100.0, suite="speedup")]
-    rows += [row(two, "standard", 100.0, suite="speedup"), row(two, "flashgen", 500.0)]
-    assert speedups(rows) == {one.key: pytest.approx(5.0)}
 
 
 def test_both_passes_are_measured_at_the_lengths_of_the_claims() -> None:
