@@ -203,12 +203,26 @@ def with_flex(impls: Sequence[Impl], choice: str, wrap: Callable[[Impl], Impl] |
         return tuple(impls)
     forward = next(impl for impl in IMPLS if impl.name == FLEX)
 
-    def of(variant: Variant) -> Impl:
-        made = replace(forward, version=lambda: variant.version, prepare=partial(_prepare, variant))
+    def wrapped(made: Impl) -> Impl:
         return made if wrap is None else wrap(made)
 
-    variants = FlexVariants(of, flash=choice == "best")
-    return tuple(replace(impl, variants=variants) if impl.name == FLEX else impl for impl in impls)
+    def of(variant: Variant) -> Impl:
+        made = replace(forward, version=lambda: variant.version, prepare=partial(_prepare, variant))
+        return wrapped(made if variant.is_triton else replace(made, unsupported=_why_not_flash))
+
+    flash = choice == "best"
+    unsupported = partial(_why_not, forward) if flash else forward.unsupported
+    best = replace(wrapped(replace(forward, unsupported=unsupported)), variants=FlexVariants(of, flash=flash))
+    return tuple(best if impl.name == FLEX else impl for impl in impls)
+
+
+def _why_not_flash(workload: Workload) -> str | None:
+    return None if flash_variant(workload) is not None else "FlashAttention-4 cannot be its backend here"
+
+
+def _why_not(forward: Impl, workload: Workload) -> str | None:
+    """Why neither backend can: what Triton's kernels cannot index, the other one may."""
+    return None if _why_not_flash(workload) is None else forward.unsupported(workload)
 
 
 def _prepare(variant: Variant, workload: Workload, inputs: Inputs) -> Call:

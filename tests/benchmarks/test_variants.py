@@ -232,3 +232,21 @@ def test_a_backward_pass_has_variants_of_its_own() -> None:
     chosen = theirs.variants.next(workload, {})
     assert chosen is not None
     assert (chosen.unsupported(workload), chosen.unsupported(CAUSAL)) == (None, "a forward pass is not training")
+
+
+def test_a_bias_that_is_too_large_for_triton_is_left_to_the_other_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = replace(LONGER, causal=False, bias="full")
+    reason = f"a bias of {16 * 16384**2} elements is beyond its 32-bit indices"
+    theirs = next(impl for impl in with_flex(IMPLS, "best") if impl.name == "flex")
+    assert theirs.variants is not None
+    assert theirs.unsupported(large) == reason
+    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    assert theirs.unsupported(large) is None
+    flash = theirs.variants.next(large, {})
+    assert flash is not None
+    assert (flash.version().split()[-1], flash.unsupported(large)) == ("FLASH", None)
+    triton = theirs.variants.next(large, {flash.version(): math.inf})
+    assert triton is not None
+    assert triton.unsupported(large) == reason
+    alone_with_triton = next(impl for impl in with_flex(IMPLS, "triton") if impl.name == "flex")
+    assert alone_with_triton.unsupported(large) == reason
