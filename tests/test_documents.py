@@ -162,7 +162,7 @@ def test_what_every_template_receives(monkeypatch: pytest.MonkeyPatch) -> None:
         assert documented | {name for name, _ in config.knobs} <= values.keys()
         assert values["entry"] == row.id
     # what families have in common is either documented or about the call
-    assert documented == {"entry", "title", "command", "kernels", "parameters", "do_not_specialize"}
+    assert documented == {"entry", "title", "command", "kernels", "parameters", "do_not_specialize", "checks"}
 
 
 def test_every_rendered_text_ends_with_its_launcher() -> None:

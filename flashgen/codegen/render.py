@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.families import family, validate
+from flashgen.codegen.launch_checks import LaunchChecks
 from flashgen.core.config import Config
 from flashgen.core.errors import BuildError
 from flashgen.core.settings import shipped
@@ -41,12 +42,29 @@ class KernelSource:
 
 
 def render(spec: Specialization, config: Config) -> KernelSource:
-    """The kernel of `config` for `spec`; equal arguments give byte-identical text.
+    """The kernel of `config` for `spec`, as flashgen imports it; equal arguments give byte-identical text.
 
     Raises:
         ConfigError: the config did not pass `families.validate`.
         BuildError: the template needs a value that its family does not give.
     """
+    return _render(spec, config, stands_alone=False)
+
+
+def render_standalone(spec: Specialization, config: Config) -> KernelSource:
+    """The same kernel for use without flashgen: its launcher refuses a call that it was not compiled for.
+
+    Of calls of its own flashgen knows that they are right, and no record is out of date because of what is checked
+    here: the text and the digest of `render` have no checks.
+
+    Raises:
+        ConfigError: the config did not pass `families.validate`.
+        BuildError: the template needs a value that its family does not give.
+    """
+    return _render(spec, config, stands_alone=True)
+
+
+def _render(spec: Specialization, config: Config, *, stands_alone: bool) -> KernelSource:
     row = family(validate(config).family)
     kernels = row.kernels(spec, config)
     text = render_template(
@@ -58,6 +76,7 @@ def render(spec: Specialization, config: Config) -> KernelSource:
         kernels={kernel.entry: kernel for kernel in kernels},
         parameters=kernels[0].names,
         do_not_specialize=kernels[0].do_not_specialize,
+        checks=LaunchChecks.of(row, spec, kernels) if stands_alone else None,
         **row.template_values(spec, config),
     )
     return KernelSource(entry=row.id, text=text)

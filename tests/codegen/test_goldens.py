@@ -8,7 +8,7 @@ import pytest
 
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import FAMILIES, family
-from flashgen.codegen.render import render
+from flashgen.codegen.render import render, render_standalone
 from flashgen.core.device import find_device
 from flashgen.launch.parameters import trailing_pointers
 from tests.codegen.goldens import GOLDEN, GOLDENS, OTHERS, kernel
@@ -39,6 +39,7 @@ def test_every_family_has_a_golden_and_few_have_many() -> None:
 def test_all_are_formatted(tmp_path: Path) -> None:
     for name in (*GOLDENS, *OTHERS):
         (tmp_path / f"{name}.py").write_text(render(*kernel(name)).text)
+        (tmp_path / f"{name}_alone.py").write_text(render_standalone(*kernel(name)).text)
     assert_passes(tmp_path, *FORMAT)
 
 

@@ -54,7 +54,7 @@ def test_an_if_within_an_if_is_found() -> None:
 
 # --- what templates are given --------------------------------------------------------------------------------------
 
-GIVEN_TO_ALL = {"entry", "title", "command", "kernels", "parameters", "do_not_specialize"}
+GIVEN_TO_ALL = {"entry", "title", "command", "kernels", "parameters", "do_not_specialize", "checks"}
 """By `render`, to every entry template."""
 
 CALLS = (

@@ -13,7 +13,7 @@ import torch
 from flashgen.codegen.build import load_module
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
-from flashgen.codegen.render import render
+from flashgen.codegen.render import render_standalone
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from tests.interpreter.dense import Rules, gradients, unseen_keys
@@ -68,7 +68,7 @@ def run(
     **options: object,
 ) -> tuple[torch.Tensor, ...]:
     small = SMALL | (SMALL_DQ if row is PORTABLE_BACKWARD_SPLIT else {})
-    source = render(spec, row.default(spec, H200).replace(**{**small, "loads": "pointer", **knobs}))
+    source = render_standalone(spec, row.default(spec, H200).replace(**{**small, "loads": "pointer", **knobs}))
     result: tuple[torch.Tensor, ...] = getattr(load_module(source), f"{source.entry}_call")(*arguments, **options)
     return result
 

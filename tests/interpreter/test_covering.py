@@ -9,7 +9,7 @@ import torch
 
 from flashgen.codegen.build import load_module
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
-from flashgen.codegen.render import render
+from flashgen.codegen.render import render_standalone
 from flashgen.core.device import find_device
 from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
@@ -35,7 +35,7 @@ def test_every_two_values_meet(number: int, case: ForwardCase) -> None:
 def rendered(case: ForwardCase, loads: str) -> Any:
     spec = case.spec
     small = {"block_m": 32, "block_n": 32, "num_warps": 2, "num_stages": 2, "loads": loads}
-    source = render(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**small))
+    source = render_standalone(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**small))
     attention = getattr(load_module(source), f"{source.entry}_call")
 
     def kernel(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashgen.codegen.build import load_module
-from flashgen.codegen.render import render
+from flashgen.codegen.render import render_standalone
 from flashgen.core.workload import Specialization
 from tests.interpreter.dense import Rules, attention
 from tests.interpreter.test_forward import compare, config_for, run, tensors
@@ -161,7 +161,7 @@ def test_padding_costs_no_block(loads: str, features: str, padding: str, unmaske
     """Steps of one query block: those outside the visible keys are none, those inside need no mask without holes."""
     spec = Specialization.parse(f"fwd-fp16-d16-{features}")
     q, k, v = tensors((1, 1, 1, 20, 200), 16, 16, torch.float16, "bhsd")
-    source = render(spec, config_for(spec, loads=loads))
+    source = render_standalone(spec, config_for(spec, loads=loads))
     module = load_module(source)
     step, flags = module._softmax_step, []
 

@@ -14,7 +14,7 @@ import torch
 
 from flashgen.codegen.build import load_module
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
-from flashgen.codegen.render import render
+from flashgen.codegen.render import render_standalone
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
@@ -77,7 +77,7 @@ def tensors(
 def run(
     spec: Specialization, config: Config, *arguments: torch.Tensor, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    source = render(spec, config)
+    source = render_standalone(spec, config)
     result: tuple[torch.Tensor, torch.Tensor] = getattr(load_module(source), f"{source.entry}_call")(
         *arguments, **options
     )

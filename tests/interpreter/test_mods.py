@@ -14,7 +14,7 @@ import triton.language as tl
 
 from flashgen.codegen.build import load_module
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
-from flashgen.codegen.render import render
+from flashgen.codegen.render import render_standalone
 from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError
 from flashgen.core.features.values import BlockMask
@@ -125,7 +125,7 @@ def run(
         mods = score_mods(score_mod, mask_mod, tuple(tensor.dtype for tensor in aux), blocks is not None)
         spec = replace(spec, mods=mods)
     small = {"block_m": 32, "block_n": block_n, "num_warps": 2, "num_stages": 2, "loads": loads}
-    source = render(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**small))
+    source = render_standalone(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**small))
     if aux:
         arguments["aux"] = aux
     if blocks is not None:
