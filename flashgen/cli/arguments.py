@@ -14,6 +14,7 @@ from flashgen.core.device import Device, find_device
 from flashgen.core.errors import ConfigError, FlashgenError, WorkloadError
 from flashgen.core.names import meant
 from flashgen.core.workload import Specialization, Workload
+from flashgen.measure.protocol import has_aligned_rows, specialization
 
 if TYPE_CHECKING:
     from flashgen.codegen.family import Knob
@@ -35,6 +36,16 @@ Family = Annotated[
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="A backward pass that gives the same bits every time.")
+]
+Unaligned = Annotated[
+    bool,
+    typer.Option(
+        "--unaligned", help="q, k and v may start anywhere and have any strides, not only at multiples of 16 bytes."
+    ),
+]
+Scattered = Annotated[
+    bool,
+    typer.Option("--scattered", help="A bias or a mask may start anywhere and have any strides, also along the keys."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -58,14 +69,17 @@ def reading() -> Iterator[None]:
         raise CommandLineError(str(error)) from error
 
 
-def parse_shape(text: str, *, deterministic: bool = False) -> tuple[Workload | None, Specialization]:
+def parse_shape(
+    text: str, *, deterministic: bool = False, unaligned: bool = False, scattered: bool = False
+) -> tuple[Workload | None, Specialization]:
     """Read a workload, or the key of a specialization (`fwd-bf16-d128-causal`), which has no sizes.
 
-    `deterministic` says what the token of that name in a key does. A backward workload with a bias is meant with the
-    gradient of the bias, as it is tuned.
+    `deterministic`, `unaligned` and `scattered` say what the tokens of these names in a key do. What is asked for is
+    unaligned anyway where rows of packed tensors are no multiples of 16 bytes. A backward workload with a bias is meant
+    with the gradient of the bias, as it is tuned.
 
     Raises:
-        WorkloadError: it is neither, or determinism is asked of a forward pass.
+        WorkloadError: it is neither, determinism is asked of a forward pass, or there is nothing to be scattered.
     """
     try:
         workload = Workload.parse(text)
@@ -74,9 +88,18 @@ def parse_shape(text: str, *, deterministic: bool = False) -> tuple[Workload | N
             spec = Specialization.parse(text)
         except WorkloadError:
             raise error from None
-        return None, replace(spec, deterministic=_determinism(spec, deterministic))
+        spec = replace(spec, deterministic=_determinism(spec, deterministic))
+        return None, _laid_out(spec, unaligned or not has_aligned_rows(spec), scattered)
     workload = replace(workload, deterministic=_determinism(workload, deterministic))
-    return workload, Specialization.of(workload, bias_grad=True)
+    return workload, _laid_out(specialization(workload), unaligned, scattered)
+
+
+def _laid_out(spec: Specialization, unaligned: bool, scattered: bool) -> Specialization:
+    if scattered and not (spec.bias or spec.mask):
+        raise WorkloadError(f"--scattered is about a bias or a mask, and {spec.key} has none")
+    return replace(
+        spec, aligned16=spec.aligned16 and not unaligned, aligned_scores=spec.aligned_scores and not scattered
+    )
 
 
 def _determinism(asked: Workload | Specialization, deterministic: bool) -> bool:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashgen.cli import arguments, output
-from flashgen.cli.arguments import CommandLineError, ConfigText, Deterministic, Family, Json, Shape, Target, reading
+from flashgen.cli.arguments import (
+    CommandLineError,
+    ConfigText,
+    Deterministic,
+    Family,
+    Json,
+    Scattered,
+    Shape,
+    Target,
+    Unaligned,
+    reading,
+)
 from flashgen.core.rungs import MEANINGS, RUNGS
 
 if TYPE_CHECKING:
@@ -35,20 +47,22 @@ def render(
     config: ConfigText = None,
     family: Family = None,
     deterministic: Deterministic = False,
+    unaligned: Unaligned = False,
+    scattered: Scattered = False,
 ) -> None:
     """Print a kernel: of a given config or family, or of the one that would serve the workload.
 
-    The text runs with torch and triton alone.
+    The text runs with torch and triton alone. Its launcher refuses a call that it was not compiled for.
     """
-    from flashgen.codegen.render import render as render_source
+    from flashgen.codegen.render import render_standalone
 
-    workload, spec = _parsed(shape, deterministic)
+    workload, spec = _parsed(shape, deterministic, unaligned, scattered)
     device, note = arguments.pick_device(target)
     # a complete config gives the same text for every GPU, so only a look-up or a default depends on one
     chosen = _config(workload, spec, device, config, family, shape, check=target is not None)
     if note and config is None:
         output.note(note)
-    typer.echo(render_source(spec, chosen).text, nl=False)
+    typer.echo(render_standalone(spec, chosen).text, nl=False)
 
 
 def compile_(
@@ -60,12 +74,14 @@ def compile_(
     config: ConfigText = None,
     family: Family = None,
     deterministic: Deterministic = False,
+    unaligned: Unaligned = False,
+    scattered: Scattered = False,
     json: Json = False,
 ) -> None:
     """Compile a config for any GPU and print what each of its kernels takes: registers, spills, shared memory."""
     from flashgen.codegen.build import compile_kernel
 
-    workload, spec = _parsed(shape, deterministic)
+    workload, spec = _parsed(shape, deterministic, unaligned, scattered)
     results = []
     names: list[str | None] = [*target] if target else [None]
     for name in names:
@@ -83,9 +99,16 @@ def compile_(
         _print_compiled(*result)
 
 
-def explain(shape: Shape, target: Target = None, deterministic: Deterministic = False, json: Json = False) -> None:
+def explain(
+    shape: Shape,
+    target: Target = None,
+    deterministic: Deterministic = False,
+    unaligned: Unaligned = False,
+    scattered: Scattered = False,
+    json: Json = False,
+) -> None:
     """Say which config serves a workload and why: the rung of the ladder, the record, and every family's reason."""
-    workload, spec = _parsed(shape, deterministic)
+    workload, spec = _parsed(shape, deterministic, unaligned, scattered)
     if workload is None:
         raise CommandLineError(f"explain needs a workload with its sizes, e.g. b4-h32-s4096-d128, got {shape!r}")
     device, note = arguments.pick_device(target)
@@ -98,9 +121,19 @@ def explain(shape: Shape, target: Target = None, deterministic: Deterministic = 
         typer.echo(str(explanation))
 
 
-def _parsed(shape: str, deterministic: bool) -> tuple[Workload | None, Specialization]:
+def _parsed(
+    shape: str, deterministic: bool, unaligned: bool, scattered: bool
+) -> tuple[Workload | None, Specialization]:
     with reading():
-        return arguments.parse_shape(shape, deterministic=deterministic)
+        workload, spec = arguments.parse_shape(
+            shape, deterministic=deterministic, unaligned=unaligned, scattered=scattered
+        )
+    asked = shape.split("-")
+    if not (spec.aligned16 or unaligned or "unaligned" in asked):
+        output.note(f"rows of packed tensors are no multiples of 16 bytes, so this is about unaligned ones: {spec.key}")
+    if not (spec.aligned_scores or scattered or "scattered" in asked):
+        output.note(f"rows of a packed bias or mask are no multiples of 16 bytes, so this is about others: {spec.key}")
+    return workload, spec
 
 
 def _config(
@@ -129,10 +162,17 @@ def _config(
         return explanation_of(workload, spec, device).served.config
     with reading():
         config = arguments.parse_config(text, spec, device)
-    reason = families.invalid(config, spec, device) if check else None
-    if reason is not None:
+    reason = families.invalid(config, spec, device)
+    if reason is not None and (check or _suits(config, replace(spec, aligned16=True, aligned_scores=True), device)):
         raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
     return config
+
+
+def _suits(config: Config, spec: Specialization, device: Device) -> bool:
+    """Whether a config can serve: with aligned tensors if not with others, it is the alignment that it lacks."""
+    from flashgen.codegen import families
+
+    return families.invalid(config, spec, device) is None
 
 
 def explanation_of(

@@ -27,11 +27,18 @@ def specialization(workload: Workload) -> Specialization:
     A backward pass also computes the gradient of a bias.
     """
     size = DTYPE_BYTES[workload.dtype]
-    aligned = all(width * size % ALIGNMENT_BYTES == 0 for width in (workload.head_dim, workload.head_dim_v))
     rows = [size] if _has_rows(workload, workload.bias) else []
     rows += [1] if _has_rows(workload, workload.mask) else []
     aligned_scores = all(workload.seqlen_k * each % ALIGNMENT_BYTES == 0 for each in rows)
-    return Specialization.of(workload, aligned16=aligned, aligned_scores=aligned_scores, bias_grad=True)
+    return Specialization.of(
+        workload, aligned16=has_aligned_rows(workload), aligned_scores=aligned_scores, bias_grad=True
+    )
+
+
+def has_aligned_rows(asked: Workload | Specialization) -> bool:
+    """Whether rows of head_dim and of head_dim_v elements, one behind the other, begin at multiples of 16 bytes."""
+    size = DTYPE_BYTES[asked.dtype]
+    return all(width * size % ALIGNMENT_BYTES == 0 for width in (asked.head_dim, asked.head_dim_v))
 
 
 def _has_rows(workload: Workload, kind: str) -> bool:

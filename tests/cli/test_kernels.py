@@ -12,7 +12,7 @@ import pytest
 
 from flashgen.cli.arguments import parse_config, parse_shape
 from flashgen.codegen.families import default_config, family
-from flashgen.codegen.render import render
+from flashgen.codegen.render import render_standalone
 from flashgen.core.device import find_device
 from flashgen.core.errors import ConfigError, WorkloadError
 from flashgen.core.rungs import MEANINGS, RUNGS
@@ -26,9 +26,9 @@ SMALL = "portable_forward:block_m=64,block_n=32,num_warps=4,num_stages=2,loads=p
 
 
 def test_render_prints_the_kernel_that_would_serve(invoke: Invoke, tuned: Path) -> None:
-    assert invoke("render", SHAPE, "--target", "h200").stdout == render(CAUSAL.specialization, CONFIG).text
+    assert invoke("render", SHAPE, "--target", "h200").stdout == render_standalone(CAUSAL.specialization, CONFIG).text
     ampere = find_device("a100")
-    default = render(CAUSAL.specialization, default_config(CAUSAL.specialization, ampere)).text
+    default = render_standalone(CAUSAL.specialization, default_config(CAUSAL.specialization, ampere)).text
     assert invoke("render", SHAPE, "--target", "a100").stdout == default
 
 
@@ -40,7 +40,7 @@ def test_a_record_older_than_a_knob_serves(invoke: Invoke) -> None:
     explained = invoke("explain", SHAPE, "--target", "h200").stdout
     assert str(path) in explained
     assert str(CONFIG) in explained
-    assert invoke("render", SHAPE, "--target", "h200").stdout == render(CAUSAL.specialization, CONFIG).text
+    assert invoke("render", SHAPE, "--target", "h200").stdout == render_standalone(CAUSAL.specialization, CONFIG).text
 
 
 def test_the_command_in_a_kernel_prints_that_kernel(invoke: Invoke) -> None:
@@ -77,6 +77,7 @@ def test_a_rendered_kernel_runs_without_flashgen(invoke: Invoke, tmp_path: Path)
         (["b4-h32-s4096"], "a shape needs b, h, s"),
         (["b4-h32-s4096-d128-casual"], "did you mean causal?"),
         ([SHAPE, "--deterministic"], "--deterministic is about backward passes"),
+        ([SHAPE, "--scattered"], "--scattered is about a bias or a mask, and fwd-bf16-d128-causal has none"),
     ],
 )
 def test_a_wrong_argument_is_one_line_with_its_rule(invoke: Invoke, arguments: list[str], rule: str) -> None:
@@ -91,6 +92,9 @@ def test_a_wrong_argument_is_one_line_with_its_rule(invoke: Invoke, arguments: l
     [
         ([SHAPE, "--config", "portable_forward:loads=descriptor", "--target", "sm_86"], "cannot serve"),
         ([SHAPE + "-varlen"], "it has no varlen"),
+        ([SHAPE, "--unaligned", "--config", "portable_forward:loads=descriptor"], "multiples of 16 bytes"),
+        ([SHAPE, "--unaligned", "--family", "hopper_forward", "--target", "h200"], "multiples of 16 bytes"),
+        (["b1-h2-s64-d100", "--config", "portable_forward:loads=descriptor"], "multiples of 16 bytes"),
     ],
 )
 def test_what_no_kernel_does_is_an_error_and_no_wrong_usage(invoke: Invoke, arguments: list[str], rule: str) -> None:
@@ -210,6 +214,63 @@ def test_shapes_are_workloads_or_specializations() -> None:
         parse_shape("fwd-bf16")
 
 
+@pytest.mark.parametrize(
+    ("shape", "unaligned", "scattered"),
+    [
+        ("b1-h2-s64-d64", False, False),
+        ("b1-h2-s64-d100", True, False),
+        ("fp32-b1-h2-s64-d100", False, False),
+        ("b1-h2-s64-d17", True, False),
+        ("b1-h2-s64-d64-dv60", True, False),
+        ("b1-h2-sq64-sk77-d64-bias", False, True),
+        ("b1-h2-sq64-sk77-d64-keybias", False, False),
+        ("b2-h2-sq64-sk77-d64-keybias", False, True),
+        ("b2-h2-sq64-sk88-d64-mask", False, True),
+        ("fwd-bf16-d100-bias", True, False),
+        ("bwd-b1-h2-s64-d100", True, False),
+    ],
+)
+def test_rows_that_cannot_be_aligned_are_not_taken_to_be(
+    invoke: Invoke, shape: str, unaligned: bool, scattered: bool
+) -> None:
+    _, spec = parse_shape(shape)
+    assert (spec.aligned16, spec.aligned_scores) == (not unaligned, not scattered)
+    config = (
+        ("--config", "portable_forward:loads=pointer")
+        if "bwd" not in shape
+        else ("--family", "portable_backward_split")
+    )
+    shown = invoke("render", shape, "--target", "h100", *config)
+    first = shown.stdout.splitlines()[0].split()
+    assert first[5] == spec.key
+    assert ("so this is about unaligned ones" in shown.stderr) is unaligned
+    assert ("so this is about others" in shown.stderr) is scattered
+    again = invoke(*first[4:])
+    assert (again.stdout, again.stderr) == (shown.stdout, "")
+
+
+def test_unaligned_and_scattered_are_asked_for_in_the_key_or_beside_it(invoke: Invoke) -> None:
+    shape = "b1-h2-s64-d64-bias"
+    for command in ("render", "compile", "explain"):
+        shown = invoke(command, shape, "--target", "h100", "--unaligned", "--scattered")
+        assert (shown.exit_code, shown.stderr) == (0, "")
+    assert parse_shape(shape, unaligned=True)[1].key == "fwd-bf16-d64-bias-unaligned"
+    assert parse_shape(shape, scattered=True)[1].key == "fwd-bf16-d64-bias-scattered"
+    key = "fwd-bf16-d64-bias-unaligned-scattered"
+    assert parse_shape(shape, unaligned=True, scattered=True)[1] == parse_shape(key)[1]
+    explained = invoke("explain", shape, "--target", "h100", "--unaligned").stdout
+    assert "TMA needs pointers and strides that are multiples of 16 bytes" in explained
+
+
+def test_a_config_for_another_gpu_is_printed_for_any_alignment(invoke: Invoke) -> None:
+    """Only the alignment is checked where no GPU is named: the text is the same for all."""
+    config = "portable_forward:block_m=128,block_n=32,num_warps=4,num_stages=1,loads=pointer"
+    first = invoke("render", SHAPE, "--unaligned", "--target", "mi300x", "--config", config)
+    assert first.exit_code == 0, first.stderr
+    assert "128-causal-unaligned" in first.stdout.splitlines()[0]
+    assert invoke(*first.stdout.splitlines()[0].split()[4:]).stdout == first.stdout
+
+
 def test_determinism_is_asked_for_in_the_key_or_beside_it() -> None:
     for text in ("bwd-b1-h2-s64-d64", "bwd-bf16-d64"):
         beside, named = parse_shape(text, deterministic=True), parse_shape(f"{text}-deterministic")
@@ -237,10 +298,11 @@ def test_a_family_is_rendered_and_compiled_with_its_default(invoke: Invoke, tune
     spec, h200 = CAUSAL.specialization, find_device("h200")
     portable = family("portable_forward").default(spec, h200)
     assert (
-        invoke("render", SHAPE, "--target", "h200", "--family", portable.family).stdout == render(spec, portable).text
+        invoke("render", SHAPE, "--target", "h200", "--family", portable.family).stdout
+        == render_standalone(spec, portable).text
     )
     key = invoke("render", spec.key, "--target", "h200", "--family", portable.family)
-    assert key.stdout == render(spec, portable).text
+    assert key.stdout == render_standalone(spec, portable).text
     compiled = invoke("compile", SHAPE, "--target", "a100", "--family", portable.family, "--json")
     assert json.loads(compiled.stdout)[0]["family"] == portable.family
 
