@@ -47,7 +47,16 @@ def provenance(rows: Sequence[Row]) -> str:
         version = listed(row.version for row in rows if row.impl == impl)
         parts += [f"{name} {version}"] if version else []
     parts += [f"commit {listed(row.commit for row in rows)}", listed(row.date for row in rows)]
-    return f"Measured on {rows[0].device} with {', '.join(parts)}."
+    return f"Measured on {rows[0].device} with {', '.join(parts)}.{_timing(rows)}"
+
+
+def _timing(rows: Sequence[Row]) -> str:
+    """How the times of races were taken, where the rows say so."""
+    counts = Counter(row.timing for row in rows if row.tflops)
+    if not counts or "" in counts:
+        return ""
+    said = f" Device times from CUDA graphs in {counts['graph']} rows"
+    return f"{said} and from queued calls in {counts['queue']}." if counts["queue"] else f"{said}."
 
 
 def variants(rows: Sequence[Row], impl: str = "flex", title: str = "FlexAttention") -> str:

@@ -12,6 +12,8 @@ from benchmarks.suites import BACKWARD_SUITE, BOTH_PASSES, MODELS
 from benchmarks.tables import FEATURE_PEERS, FEATURES_SUITE
 from benchmarks.training_tables import MODES
 from benchmarks.training_tasks import BERT, PADDED
+from flashgen.core.feature_words import feature_words
+from flashgen.core.workload import Workload
 
 PEERS = {
     **{impl: title for impl, title in TITLES.items() if not impl.startswith("flashgen")},
@@ -25,19 +27,39 @@ choice is one of the backends that have a column."""
 
 PASSES = {FORWARD_SUITE: "Forward", BACKWARD_SUITE: "Backward", BOTH_PASSES: "Both passes"}
 
+LEVEL = 0.02
+"""Of two runs of one kernel, the times differ by as much: a peer that is ahead by less is level."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """The fastest peer on one workload; `ratio` is the speed of flashgen over its."""
+
+    workload: Workload
+    impl: str
+    ratio: float
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Workloads that share a line: for each of them the speed of every implementation, in whatever unit."""
 
     title: str
-    speeds: Sequence[Mapping[str, float]]
+    speeds: Sequence[tuple[Workload, Mapping[str, float]]]
+
+    def rivals(self, peers: Iterable[str]) -> list[Rival]:
+        """The fastest of `peers` on each workload where flashgen and one of them have a speed."""
+        peers, found = tuple(peers), []
+        for workload, by_impl in self.speeds:
+            mine, theirs = by_impl.get("flashgen"), {peer: by_impl[peer] for peer in peers if peer in by_impl}
+            if mine and theirs:
+                best = max(theirs, key=lambda peer: theirs[peer])
+                found.append(Rival(workload=workload, impl=best, ratio=mine / theirs[best]))
+        return found
 
     def ratios(self, peers: Iterable[str]) -> list[float]:
         """The speed of flashgen over that of the fastest of `peers`, where both have one."""
-        peers = tuple(peers)
-        pairs = ((by_impl.get("flashgen"), [by_impl[p] for p in peers if p in by_impl]) for by_impl in self.speeds)
-        return [mine / max(theirs) for mine, theirs in pairs if mine and theirs]
+        return [rival.ratio for rival in self.rivals(peers)]
 
 
 def summary(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> str:
@@ -55,6 +77,7 @@ def summary(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> 
     parts = [
         *image(charts, f"{FORWARD_SUITE}_{device_slug}", f"{RACES[FORWARD_SUITE]} in TFLOP/s on {rows[0].device}"),
         _table(found),
+        _standing(found),
         provenance([row for row in rows if row.suite in suites]),
     ]
     return "\n\n".join(parts) + "\n"
@@ -74,11 +97,11 @@ def groups(rows: Sequence[Row]) -> Iterator[Group]:
     yield Group(title="BERT-large training, tokens/s", speeds=list(_tokens_per_s(rows, bert)))
 
 
-def _tflops(lines: Sequence[Line]) -> list[Mapping[str, float]]:
-    return [line.tflops for line in lines]
+def _tflops(lines: Sequence[Line]) -> list[tuple[Workload, Mapping[str, float]]]:
+    return [(line.workload, line.tflops) for line in lines]
 
 
-def _tokens_per_s(rows: Sequence[Row], suites: Iterable[str]) -> Iterator[Mapping[str, float]]:
+def _tokens_per_s(rows: Sequence[Row], suites: Iterable[str]) -> Iterator[tuple[Workload, Mapping[str, float]]]:
     for suite in suites:
         for workload, by_impl in by_workload(row for row in rows if row.suite == suite):
             speeds: dict[str, float] = {}
@@ -86,7 +109,30 @@ def _tokens_per_s(rows: Sequence[Row], suites: Iterable[str]) -> Iterator[Mappin
                 peer = "sdpa-masked" if workload.mask and impl in ANY_SDPA else impl
                 if row.tokens_per_s:
                     speeds[peer] = max(row.tokens_per_s, speeds.get(peer, 0.0))
-            yield speeds
+            yield workload, speeds
+
+
+def _standing(found: Sequence[Group]) -> str:
+    """On how many workloads flashgen is ahead of every peer, and where one of them is ahead of it."""
+    rivals = [(group.title, rival) for group in found for rival in group.rivals(PEERS)]
+    ahead = sum(rival.ratio > 1 for _, rival in rivals)
+    behind = [(title, rival) for title, rival in rivals if rival.ratio < 1 - LEVEL]
+    level = len(rivals) - ahead - len(behind)
+    text = f"flashgen is the fastest on {ahead} of {len(rivals)} workloads"
+    text += f" and within {LEVEL:.0%} of the fastest on {level} more." if level else "."
+    if not behind:
+        return text
+    places: dict[str, list[float]] = {}
+    for title, rival in behind:
+        words = ", ".join((title, *feature_words(rival.workload)))
+        places.setdefault(f"{words}: {PEERS[rival.impl]}", []).append(rival.ratio)
+    said = "; ".join(f"{where} ({' to '.join(_ends(ratios))})" for where, ratios in places.items())
+    return f"{text} A peer is ahead by more than {LEVEL:.0%} on {len(behind)}: {said}."
+
+
+def _ends(ratios: Sequence[float]) -> list[str]:
+    """The smallest and the largest of them, in text, once if they are the same."""
+    return list(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))))
 
 
 def _table(found: Sequence[Group]) -> str:
