@@ -79,7 +79,8 @@ class Sizes:
     @classmethod
     def of(cls, workload: Workload) -> Sizes:
         """Those of a workload."""
-        return cls(**{name: getattr(workload, name) for name in cls.__slots__})
+        w = workload
+        return cls(batch=w.batch, nheads=w.nheads, nheads_k=w.nheads_k, seqlen_q=w.seqlen_q, seqlen_k=w.seqlen_k)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.table import FEATURES
@@ -220,18 +223,8 @@ class Specialization:
     ) -> Specialization:
         """The specialization that serves `workload`."""
         window = workload.window_left is not None or workload.window_right is not None
-        values = {name: getattr(workload, name) for name in _SHARED}
-        return cls(
-            **values,
-            window=window,
-            aligned16=aligned16,
-            aligned_scores=aligned_scores,
-            offset_tensor=offset_tensor,
-            bias_dtype=bias_dtype,
-            sink_dtype=sink_dtype,
-            bias_grad=bias_grad,
-            mods=mods,
-        )
+        variant = (window, aligned16, aligned_scores, offset_tensor, bias_dtype, sink_dtype, bias_grad, mods)
+        return _specialization(_shared(workload), variant)
 
     @classmethod
     def parse(cls, text: str) -> Specialization:
@@ -272,6 +265,16 @@ class Specialization:
 
 _SHARED = tuple(f.name for f in fields(Specialization) if f.name in {g.name for g in fields(Workload)})
 """What a specialization takes over from its workload."""
+
+_shared = attrgetter(*_SHARED)
+_VARIANT = ("window", "aligned16", "aligned_scores", "offset_tensor", "bias_dtype", "sink_dtype", "bias_grad", "mods")
+
+
+@functools.lru_cache(maxsize=1024)
+def _specialization(shared: tuple[Any, ...], variant: tuple[Any, ...]) -> Specialization:
+    """One object for equal values: every call of a new length asks for it."""
+    return Specialization(**dict(zip((*_SHARED, *_VARIANT), (*shared, *variant), strict=True)))
+
 
 _PLACES = ("class", "alignment", "offset", "dtype", "gradient")
 _VARIANTS: dict[str, dict[str, object]] = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from flashgen.codegen.build import CompiledKernel
-from flashgen.codegen.family import Parameter
+from flashgen.codegen.family import KernelSpec, Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
@@ -18,6 +21,16 @@ from flashgen.launch.parameter_buffer import View
 from flashgen.launch.parameters import block_of, is_descriptor
 from flashgen.launch.scratch import ScratchPlan
 from flashgen.launch.vocabulary import CALL_SCALARS, COUNTER, DIRECTIONS, OFFSET_TENSOR, STRIDED, Direction
+
+_WRITTEN = {name: frozenset((*CALL_SCALARS, *direction.rows)) for name, direction in DIRECTIONS.items()}
+"""By direction: the numbers that every launch may write another value of."""
+
+_CHECKED: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[KernelSpec, ...], frozenset[str]]]]
+_CHECKED = weakref.WeakKeyDictionary()
+"""Kernels that have passed every check and their parameters, by the first one and by all that the checks depend on.
+
+No check asks for sizes, so a call of a new length has only to look here.
+"""
 
 SCORES = ("bias", "mask")
 """Tensors of the features that a kernel may have descriptors of, beside a pointer."""
@@ -55,26 +68,35 @@ class Binding:
         Raises:
             LaunchError: one is not, or has two types; or a backward pass lacks what each of them has.
         """
-        direction = DIRECTIONS[spec.direction]
+        scratch = ScratchPlan.of(spec, config, geometry.sizes, first=NEG_DELTA)
+        pieces = tuple((name, len(piece.scratch.shape)) for name, piece in scratch.pieces.items())
+        kind = (spec, tuple(geometry.tensors), geometry.dbias_shape is None, pieces)
+        known = _CHECKED.get(compiled.parts[0].handle, {}) if compiled.parts else {}
+        kernels, names = known.get(kind, ((), frozenset()))
+        is_checked = kernels == tuple(part.kernel for part in compiled.parts)
         found = cls(
             compiled=compiled,
             spec=spec,
-            direction=direction,
+            direction=DIRECTIONS[spec.direction],
             geometry=geometry,
             scalars=scalars(geometry),
-            written=frozenset((*CALL_SCALARS, *direction.rows)),
-            scratch=ScratchPlan.of(spec, config, geometry.sizes, first=NEG_DELTA),
-            names=frozenset(name for part in compiled.parts for name in part.kernel.names),
+            written=_WRITTEN[spec.direction],
+            scratch=scratch,
+            names=names if is_checked else frozenset(name for part in compiled.parts for name in part.kernel.names),
         )
         if spec.direction == "backward":
-            check_backward(spec, config.family, geometry, found.scratch)
-        found._check_parameters()
+            check_backward(spec, config.family, geometry, scratch)
+        if not is_checked:
+            found._check_parameters()
+            kernels = tuple(part.kernel for part in compiled.parts)
+            _CHECKED.setdefault(compiled.parts[0].handle, {})[kind] = kernels, found.names
         return found
 
     @property
     def programs(self) -> tuple[int, ...]:
         """Blocks of a launch of each kernel."""
-        return tuple(part.kernel.programs(self.compiled.device, self.geometry.sizes) for part in self.compiled.parts)
+        device, sizes = self.compiled.device, self.scratch.sizes
+        return tuple(part.kernel.programs(device, sizes) for part in self.compiled.parts)
 
     @property
     def default_scale(self) -> float:
@@ -87,8 +109,8 @@ class Binding:
 
     def subject(self, parameter: Parameter) -> str:
         """What a tensor descriptor is of: a piece of scratch memory, or a tensor's id (two for a head in two parts)."""
-        name = parameter.name.removesuffix("_desc")
-        return name if name in self.scratch.pieces else name.removesuffix("1")
+        name, part = _described(parameter.name)
+        return name if name in self.scratch.pieces else part
 
     def view(self, parameter: Parameter) -> View:
         """Shape and strides that a tensor descriptor is made with.
@@ -176,3 +198,10 @@ class Binding:
         pointers = [*self._pointers(), *feature_arguments.TENSORS, "Aux<n>"]
         descriptors = [f"{name}_desc" for name in (*described, *self.scratch.pieces)]
         return ", ".join([*pointers, *descriptors, *sorted(self.scalars.keys() | self.written)])
+
+
+@functools.cache
+def _described(name: str) -> tuple[str, str]:
+    """What the name of a descriptor says that it is of: of a piece of scratch memory, or of a tensor."""
+    name = name.removesuffix("_desc")
+    return name, name.removesuffix("1")

@@ -165,6 +165,12 @@ def capture_id(stream: int) -> int:
     return identity.value
 
 
+@functools.cache
+def _sizes(rank: int) -> struct.Struct:
+    """Shape, strides, box and steps of a tensor for cuTensorMapEncodeTiled."""
+    return struct.Struct(f"{2 * rank - 1}Q{2 * rank}I")
+
+
 class TensorMaps:
     """The descriptors (CUtensorMap) of one tensor for TMA, one for each of its last pointers.
 
@@ -232,8 +238,8 @@ class TensorMaps:
         """Have the driver encode a descriptor; it takes dimensions innermost first, and strides in bytes."""
         rank, size = len(self._shape), self._element_bytes
         steps = (stride * size for stride in self._strides[-2::-1])
-        values = struct.pack(f"{2 * rank - 1}Q{2 * rank}I", *self._shape[::-1], *steps, *self._box[::-1], *[1] * rank)
-        sizes = ctypes.create_string_buffer(values)
+        sizes = (c_uint64 * (3 * rank))()  # 2 * rank - 1 numbers of 64 bits and 2 * rank of 32
+        _sizes(rank).pack_into(sizes, 0, *self._shape[::-1], *steps, *self._box[::-1], *[1] * rank)
         start = ctypes.addressof(sizes)
         boxes = start + 8 * (2 * rank - 1)
         code = library().cuTensorMapEncodeTiled(

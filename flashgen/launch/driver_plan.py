@@ -17,9 +17,10 @@ from flashgen.codegen.family import Parameter
 from flashgen.launch import driver
 from flashgen.launch.binding import Binding
 from flashgen.launch.counters import Counters
+from flashgen.launch.feature_arguments import has_arguments
 from flashgen.launch.feature_writers import WriteFeatures, features_writer
 from flashgen.launch.parameter_buffer import C_TYPES, ParameterBuffer
-from flashgen.launch.parameters import SLOT_BYTES, Layout, is_descriptor
+from flashgen.launch.parameters import SLOT_BYTES, Layout
 from flashgen.launch.vocabulary import COUNTER
 
 PointTo = Callable[[int], None]
@@ -106,7 +107,7 @@ class DriverPlan:
     def _shared(self, layouts: Sequence[Layout]) -> Iterator[tuple[ParameterBuffer, Layout, Parameter]]:
         for kernel, layout in zip(self.kernels, layouts, strict=True):
             for parameter in layout.parameters:
-                is_own = is_descriptor(parameter) or parameter.name == COUNTER
+                is_own = parameter.name in layout.described or parameter.name == COUNTER
                 if not is_own and not self.binding.is_fixed(parameter):
                     yield kernel, layout, parameter
 
@@ -155,6 +156,8 @@ class DriverPlan:
 
     def features_writer(self) -> WriteFeatures | None:
         """What writes the arguments of features; None where the kernels have none."""
+        if not has_arguments(self.binding.names):
+            return None
         subjects = {maps.subject for maps in self.maps} & {"bias", "mask"}
         describe = {name.capitalize(): self.setter(name, "") for name in subjects}
         causal = self.binding.spec.causal

@@ -6,6 +6,7 @@ A parameter that nobody writes is refused by `flashgen.launch.binding`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -53,6 +54,12 @@ def arguments(
         if not names.isdisjoint(numbers.names):
             found |= zip(numbers.names, numbers.of(features, softmax_scale, scalars, causal), strict=True)
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def has_arguments(names: frozenset[str]) -> bool:
+    """Whether the features of a call write one of these parameters."""
+    return not names.isdisjoint(CALL_NUMBERS) or any(is_tensor(name) for name in names)
 
 
 def is_tensor(name: str) -> bool:

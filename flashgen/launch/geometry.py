@@ -140,14 +140,17 @@ def aligned16(geometry: Geometry, pointers: int, element_bytes: int) -> bool:
     """
     if pointers % ALIGNMENT_BYTES:
         return False
-    strided = (view for name, view in geometry.tensors.items() if name in STRIDED)
-    return all(has_aligned_strides(*view, element_bytes) for view in strided)
+    for name, view in geometry.tensors.items():
+        if name in _STRIDES and not has_aligned_strides(*view, element_bytes):
+            return False
+    return True
 
 
 def has_aligned_strides(shape: Shape4, strides: Shape4, element_bytes: int) -> bool:
     """Whether every stride in use of a tensor is a multiple of 16 bytes."""
     step = ALIGNMENT_BYTES // element_bytes
-    return not any(size > 1 and stride % step for size, stride in zip(shape[:3], strides, strict=False))
+    (batch, heads, rows, _), (stride_b, stride_h, stride_s, _) = shape, strides
+    return not ((batch > 1 and stride_b % step) or (heads > 1 and stride_h % step) or (rows > 1 and stride_s % step))
 
 
 def scalars(geometry: Geometry) -> dict[str, int]:
@@ -166,13 +169,18 @@ def scalars(geometry: Geometry) -> dict[str, int]:
         "stride_block_b": blocks.stride_b,
         "stride_block_h": blocks.stride_h,
     }
-    for name in ("bias", "mask"):
-        _, strides = geometry.tensors.get(name, ((), (0, 0, 0, 0)))
-        found |= {f"stride_{name}_{axis}": stride for axis, stride in zip("bhqk", strides, strict=True)}
+    for name, names in _SCORE_STRIDES.items():
+        _, strides = geometry.tensors.get(name, _ABSENT)
+        found.update(zip(names, strides, strict=True))
     for name, (_, strides) in geometry.tensors.items():
-        if name in STRIDED:
-            found |= {f"stride_{name}{axis}": stride for axis, stride in zip("bhs", strides, strict=False)}
+        if name in _STRIDES:
+            found.update(zip(_STRIDES[name], strides, strict=False))
     return found | _dbias_scalars(geometry) if "dq" in geometry.tensors else found
+
+
+_STRIDES = {name: tuple(f"stride_{name}{axis}" for axis in "bhs") for name in STRIDED}
+_SCORE_STRIDES = {name: tuple(f"stride_{name}_{axis}" for axis in "bhqk") for name in ("bias", "mask")}
+_ABSENT = ((), (0, 0, 0, 0))
 
 
 def _dbias_scalars(geometry: Geometry) -> dict[str, int]:
@@ -203,4 +211,6 @@ def offset_range(geometry: Geometry, *, is_far: bool) -> tuple[int, int]:
 
 def legal_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides that a tensor descriptor takes: a dimension of size 1 is never stepped over, so any stride will do."""
+    if 1 not in shape and 0 not in shape:
+        return (*strides[:-1], 1)
     return (*(s if n > 1 else ALIGNMENT_BYTES for n, s in zip(shape[:-1], strides, strict=False)), 1)

@@ -10,6 +10,7 @@ the plan launches through Triton's own `CompiledKernel` instead.
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from dataclasses import dataclass
@@ -32,11 +33,15 @@ class Layout:
         parameters: the signature.
         packed: writes all parameters of the kernel, in order.
         positions: the number of a kernel parameter by its name in the signature; of a descriptor, its first.
+        described: the names of the descriptors.
+        places: writes the addresses of all parameters of the kernel, in order.
     """
 
     parameters: tuple[Parameter, ...]
     packed: struct.Struct
     positions: dict[str, int]
+    described: frozenset[str]
+    places: struct.Struct
 
     @classmethod
     def of(cls, parameters: tuple[Parameter, ...], trailing: int) -> Layout:
@@ -49,10 +54,13 @@ class Layout:
                 formats += ["Q", *[_FORMATS["i32"]] * rank, *[_FORMATS["i64"]] * rank]
             else:
                 formats.append(_FORMATS.get(parameter.type, "Q"))
+        packed = struct.Struct("<" + "".join(formats) + "Q" * trailing)
         return cls(
             parameters=parameters,
-            packed=struct.Struct("<" + "".join(formats) + "Q" * trailing),
+            packed=packed,
+            places=struct.Struct(f"<{packed.size // SLOT_BYTES}Q"),
             positions=positions,
+            described=frozenset(parameter.name for parameter in parameters if is_descriptor(parameter)),
         )
 
     @property
@@ -65,16 +73,19 @@ SLOT_BYTES = 8
 _FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
 
 
+@functools.cache
 def is_descriptor(parameter: Parameter) -> bool:
     """Whether a parameter is a tensor descriptor."""
     return parameter.type.startswith("tensordesc")
 
 
+@functools.cache
 def element_of(parameter: Parameter) -> str:
     """The element type of a tensor descriptor: `bf16` of `tensordesc<bf16[1, 1, 128, 64]>`."""
     return parameter.type.split("<", 1)[1].split("[")[0]
 
 
+@functools.cache
 def block_of(parameter: Parameter) -> tuple[int, ...]:
     """The block of a tensor descriptor: the sizes in `tensordesc<bf16[1, 1, 128, 64]>`, a layout after them or not."""
     return tuple(int(size) for size in parameter.type.split("[")[1].split("]")[0].split(","))

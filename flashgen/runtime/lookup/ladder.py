@@ -27,6 +27,7 @@ Where torch's own attention was measured faster beside the exact record, the pol
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -133,7 +134,11 @@ def _rungs(workload: Workload, choices: Choices) -> Iterator[tuple[int, Iterable
         yield rung, _nearest(workload, candidates)
 
 
-def _nearest(workload: Workload, candidates: tuple[Candidate, ...]) -> list[Candidate]:
-    # sorting is stable: of one workload's records, the one of an earlier layer stays first
+def _nearest(workload: Workload, candidates: tuple[Candidate, ...]) -> Iterator[Candidate]:
+    """The candidates, the nearest first; usually that one serves, so the others wait until they are asked for."""
+    # of one workload's records, the one of an earlier layer stays first
     here = position(workload)
-    return sorted(candidates, key=lambda one: (distance(here, one.position), one.key))
+    ranked = [(distance(here, one.position), one.key, number) for number, one in enumerate(candidates)]
+    heapq.heapify(ranked)
+    while ranked:
+        yield candidates[heapq.heappop(ranked)[2]]

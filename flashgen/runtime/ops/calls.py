@@ -19,6 +19,10 @@ from flashgen.runtime.ops.outputs import empty_output
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_FEATURES = Features()
+_NOTHING_IN_WORKLOAD = table.workload_fields(NO_FEATURES, CallFacts(q=torch.empty(0), sizes=(0, 0, 0, 0)))
+_NOTHING_IN_SPECIALIZATION = table.specialization_fields(NO_FEATURES)
+"""What a call without features is, whatever its tensors: found out once, because every new length pays for it."""
+
 MAX_ROW_STRIDE = 2**23
 """In elements, exclusive: inside a tile of at most 256 rows places are 32-bit numbers."""
 
@@ -87,14 +91,8 @@ class CheckedCall:
         q, k, v = call.views
         check_inputs(q, k, v)
         _check_strides(q, k, v)
-        facts = CallFacts(
-            q=q,
-            sizes=(*q.shape[:3], k.shape[2]),
-            mods=call.mods,
-            has_own_offset=call.explicit_offset or call.offset_tensor,
-        )
-        features = None if call.features is None else table.checked(call.features, facts)
-        workload = _workload(call, (q, k, v), table.workload_fields(features or NO_FEATURES, facts))
+        features, of_workload, of_spec = _features(call, q, k)
+        workload = _workload(call, (q, k, v), of_workload)
         out = empty_output(call.q, call.v, bshd=call.bshd)
         geometry = Geometry.of(q, k, v, out.transpose(1, 2) if call.bshd else out, features)
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
@@ -104,9 +102,23 @@ class CheckedCall:
             aligned16=fits,
             offset_tensor=call.offset_tensor,
             mods=call.mods,
-            **table.specialization_fields(features or NO_FEATURES),
+            **of_spec,
         )
         return cls(call=call, workload=workload, spec=spec, geometry=geometry, features=features)
+
+
+def _features(call: Call, q: torch.Tensor, k: torch.Tensor) -> tuple[Features | None, dict[str, Any], dict[str, Any]]:
+    """The features of a call, checked, and what they are in its workload and in its specialization."""
+    if call.features is None:
+        return None, _NOTHING_IN_WORKLOAD, _NOTHING_IN_SPECIALIZATION
+    facts = CallFacts(
+        q=q,
+        sizes=(*q.shape[:3], k.shape[2]),
+        mods=call.mods,
+        has_own_offset=call.explicit_offset or call.offset_tensor,
+    )
+    features = table.checked(call.features, facts)
+    return features, table.workload_fields(features, facts), table.specialization_fields(features)
 
 
 def _workload(
