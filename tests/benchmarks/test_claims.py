@@ -201,7 +201,7 @@ NO_CLAIMS = (
 """Parts of sentences with the words of a claim on which the results do not decide."""
 
 WORDS = re.compile(
-    r"\bahead of\b|\b(is|are|or) ahead\b|\b(is|are) (the )?(faster|fastest|slower)\b"
+    r"\bahead of\b|\b(is|are|or) ahead\b|\b(is|are) (the )?(faster|fastest)\b"
     r"|\b(faster|slower|longer|quicker) than\b"
     r"|\blevel with\b|\bas fast as\b|\bbeats\b|\boutperform|\bhalves?\b"
     r"|\d ?% (faster|slower|longer|ahead|behind|less|more)\b|\b\d+(\.\d+)? times (as|the|less|more|faster|slower)\b"
