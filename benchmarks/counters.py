@@ -80,23 +80,27 @@ def find_ncu(given: str | None = None) -> str:
     return found
 
 
-def counted(ncu: str, program: Sequence[str], *, log: Path, cwd: Path, timeout_s: float) -> list[Kernel]:
+def counted(
+    ncu: str, program: Sequence[str], *, trial: Sequence[str], log: Path, cwd: Path, timeout_s: float
+) -> list[Kernel]:
     """Run a program and read the counters of the kernels that it launches between cudaProfilerStart and -Stop.
 
     Args:
         ncu: path of Nsight Compute.
         program: the command line.
+        trial: a short program that is run first, to see whether one pass is enough: to repeat a kernel, `ncu` would
+            save all memory that it writes, which is minutes for the scores of a long sequence.
         log: a file for the output of `ncu`, which is overwritten.
-        cwd: the folder that the program runs in.
-        timeout_s: the most seconds that it may take.
+        cwd: the folder that the programs run in.
+        timeout_s: the most seconds that each of them may take.
 
     Raises:
         CountersError: the counters cannot be read, or the program failed or took too long.
     """
-    text = _printed(ncu, (), program, log, cwd, timeout_s)
-    if passes(text) > 1:
-        text = _printed(ncu, ("--replay-mode", "application"), program, log, cwd, timeout_s)
-    return parse(text)
+    text = _printed(ncu, (), trial, log, cwd, timeout_s)
+    parse(text)
+    mode = ("--replay-mode", "application") if passes(text) > 1 else ()
+    return parse(_printed(ncu, mode, program, log, cwd, timeout_s))
 
 
 def passes(text: str) -> int:

@@ -32,8 +32,8 @@ SWEEP = sweep_l2.__name__
 SWEEP_TOLERANCE = 0.25
 """What of a sweep is still in L2 from the one before is not read again."""
 
-Count = Callable[[Sequence[str], Path], list[Kernel]]
-"""Runs a program and gives its kernels, with a file for the profiler's output."""
+Count = Callable[[Sequence[str], Sequence[str], Path], list[Kernel]]
+"""Runs a program and gives its kernels, after a short program of the same kind; with a file for what is printed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = file.done(provenance.commit) if file else set()
     wanted = [case for case in cases(options.suite or SUITES) if case.subject not in done]
 
-    def count(program: Sequence[str], log: Path) -> list[Kernel]:
-        return counted(ncu, program, log=log, cwd=ROOT, timeout_s=options.limit_seconds)
+    def count(program: Sequence[str], trial: Sequence[str], log: Path) -> list[Kernel]:
+        return counted(ncu, program, trial=trial, log=log, cwd=ROOT, timeout_s=options.limit_seconds)
 
     with tempfile.TemporaryDirectory() as temporary:
         scratch = options.keep or Path(temporary)
@@ -82,15 +82,22 @@ def calls_counted(wanted: Sequence[Case], count: Count, scratch: Path) -> dict[C
     """
     if not wanted:
         return {}
-    todo, report = scratch.resolve() / "cases", scratch.resolve() / "report"
-    todo.write_text("".join(f"{case}\n" for case in wanted))
-    kernels = count([sys.executable, "-m", "benchmarks.io_worker", str(todo), str(report)], todo.parent / "ncu.csv")
+    folder = scratch.resolve()
+    kernels = count(_program(wanted, folder, "report"), _program(wanted[:1], folder, "trial"), folder / "ncu.csv")
+    report = folder / "report"
     outcomes = dict(line.split("\t", 1) for line in report.read_text().splitlines())
     found = calls_of([case for case in wanted if outcomes.get(str(case)) == DONE], kernels)
     return {
         case: found[case] if case in found else outcomes.get(str(case), "the worker did not reach it")
         for case in wanted
     }
+
+
+def _program(some: Sequence[Case], folder: Path, report: str) -> list[str]:
+    """The command line of the worker for these cases."""
+    todo = folder / f"{report}.cases"
+    todo.write_text("".join(f"{case}\n" for case in some))
+    return [sys.executable, "-m", "benchmarks.io_worker", str(todo), str(folder / report)]
 
 
 def calls_of(counted_cases: Sequence[Case], kernels: Sequence[Kernel]) -> Mapping[Case, list[Kernel]]:

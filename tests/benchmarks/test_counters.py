@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,29 +92,33 @@ def program(tmp_path: Path, body: str) -> str:
     return str(path)
 
 
+def place(tmp_path: Path) -> dict[str, Any]:
+    return {"log": tmp_path / "log", "cwd": tmp_path, "timeout_s": 60}
+
+
 def test_a_program_is_run_under_the_profiler(tmp_path: Path) -> None:
     ncu = program(tmp_path, f"assert sys.argv[-2:] == ['worker', 'cases'], sys.argv\nlog.write({START + TABLE!r})")
-    kernels = counted(ncu, ["worker", "cases"], log=tmp_path / "log", cwd=tmp_path, timeout_s=60)
+    kernels = counted(ncu, ["worker", "cases"], trial=["worker", "cases"], **place(tmp_path))
     assert [kernel.name[:9] for kernel in kernels] == ["sweep_l2", "void soft"]
 
 
 def test_where_one_pass_is_not_enough_the_program_is_run_again_and_not_the_kernel(tmp_path: Path) -> None:
-    twice = START.replace('"softmax" - 1: 0%....50%....100% - 1 pass', '"softmax" - 1: 0%....50%....100% - 2 passes')
-    first = "first = '7' if '--replay-mode' not in sys.argv else '8'"
-    body = f"{first}\nlog.write({twice + TABLE!r}.replace('536,870,912', first))"
-    kernels = counted(program(tmp_path, body), ["worker"], log=tmp_path / "log", cwd=tmp_path, timeout_s=60)
-    assert kernels[0].hbm_read_bytes == 8
-    once = body.replace("2 passes", "1 pass")
-    assert counted(program(tmp_path, once), [], log=tmp_path / "log", cwd=tmp_path, timeout_s=60)[0].hbm_read_bytes == 7
+    told = "sys.argv[-1] == 'all' and '--replay-mode' not in sys.argv and sys.exit('kernels are repeated')"
+    several = START.replace('"softmax" - 1: 0%....50%....100% - 1 pass', '"softmax" - 1: 0%....50%....100% - 2 passes')
+    ncu = program(tmp_path, f"{told}\nlog.write({several + TABLE!r})")
+    assert len(counted(ncu, ["all"], trial=["one"], **place(tmp_path))) == 2
+    ncu = program(tmp_path, f"{told}\nlog.write({START + TABLE!r})")
+    with pytest.raises(CountersError, match="kernels are repeated"):
+        counted(ncu, ["all"], trial=["one"], **place(tmp_path))
 
 
 def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
     ncu = program(tmp_path, "log.write('==ERROR== The application returned an error code (1).')\nsys.exit('no memory')")
     with pytest.raises(CountersError, match=r"ended with 1: The application .* \(1\)\. no memory"):
-        counted(ncu, ["worker"], log=tmp_path / "log", cwd=tmp_path, timeout_s=60)
+        counted(ncu, ["worker"], trial=["worker"], **place(tmp_path))
     slow = program(tmp_path, "import time\ntime.sleep(60)")
     with pytest.raises(CountersError, match="timed out"):
-        counted(slow, ["worker"], log=tmp_path / "log", cwd=tmp_path, timeout_s=0.2)
+        counted(slow, ["worker"], trial=["worker"], **(place(tmp_path) | {"timeout_s": 0.2}))
 
 
 def test_a_machine_without_the_profiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

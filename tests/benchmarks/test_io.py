@@ -96,8 +96,10 @@ def test_kernels_that_belong_to_no_call_are_not_guessed_at(kernels: list[Kernel]
 def test_a_case_that_was_not_counted_has_its_reason(tmp_path: Path) -> None:
     good, bad, lost = cases()[:3]
 
-    def count(program: Sequence[str], log: Path) -> list[Kernel]:
-        assert program[1:3] == ["-m", "benchmarks.io_worker"]
+    def count(program: Sequence[str], trial: Sequence[str], log: Path) -> list[Kernel]:
+        assert program[1:3] == trial[1:3] == ["-m", "benchmarks.io_worker"]
+        assert Path(trial[3]).read_text().splitlines() == [str(good)]
+        assert trial[4] != program[4]
         assert Path(program[3]).read_text().splitlines() == [str(good), str(bad), str(lost)]
         Path(program[4]).write_text(f"{good}\t{DONE}\n{bad}\tRuntimeError: no memory\n")
         return [sweep(0), kernel("a", 10), sweep(1)]

@@ -109,6 +109,16 @@ def test_every_length_and_head_is_timed_eager_and_compiled() -> None:
     assert [impl.name for impl in speedup_impls()] == ["flashgen", STANDARD, COMPILED]
 
 
+def test_compiled_standard_attention_is_kept_from_becoming_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: seen.update(options) or function)
+    workload = Workload(batch=1, nheads=2, seqlen_q=32, head_dim=16, causal=True)
+    inputs = make_inputs(workload, copies=1, seed=0, device="cpu")
+    eager, compiled = (impl.prepare(workload, inputs).run(0) for impl in speedup_impls()[1:])
+    assert torch.equal(eager, compiled)
+    assert seen == {"dynamic": False, "options": {"pattern_matcher": False}}
+
+
 def test_speedups_are_of_the_same_workload_and_suite() -> None:
     one, two = speedup_grid()[:2]
     rows = [row(one, "flashgen", 500.0, suite="speedup"), row(one, STANDARD, 100.0, suite="speedup")]
