@@ -73,7 +73,7 @@ def _give_up(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
         lambda: generator.graphsafe_set_state(generator.clone_state()),
     )
     for step in steps:
-        with contextlib.suppress(RuntimeError):  # the capture had not come so far
+        with contextlib.suppress(RuntimeError, AttributeError):  # the capture, or this torch, is not so far
             step()
 
 
