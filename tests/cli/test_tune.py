@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.cli import tune as command_module
-from flashgen.codegen.render import render
+from flashgen.codegen.render import render_standalone
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Failure
@@ -270,7 +270,7 @@ def test_a_first_run_without_a_gpu_ends_with_what_it_found_being_used(invoke: In
     explained = json.loads(invoke(*why.split("flashgen ")[1].split(), "--json").stdout)
     assert (explained["rung"], explained["knobs"]) == (7, dict(record.config.knobs))
     shown = invoke(*kernel.split("flashgen ")[1].split()).stdout
-    assert shown == render(sample.specialization, record.config).text
+    assert shown == render_standalone(sample.specialization, record.config).text
 
 
 def test_commands_for_a_database_of_choice_name_it(invoke: Invoke, measure: Measure, tmp_path: Path) -> None:
