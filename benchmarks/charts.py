@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import matplotlib.patches
 
 from benchmarks.curves import Curves, of_workload
 from benchmarks.drawing import COLORS, length_text, panels, save
@@ -160,26 +162,30 @@ def bert_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
         for task in (BERT, PADDED)
         for mode, by_impl in encoder_lines(rows, task)
     ]
-    impls = [impl for impl in ENCODER_TITLES if any(impl in by_impl for _, _, by_impl in groups)]
     with panels(1, 2, size=(13.5, 4.8), sharey=False) as (figure, axes):
         left, right = axes[0]
-        width = GROUP_WIDTH / len(impls)
-        for number, impl in enumerate(impls):
-            shift = (number - (len(impls) - 1) / 2) * width
-            places = [group + shift for group, (_, _, by_impl) in enumerate(groups) if impl in by_impl]
-            found = [by_impl[impl] for _, _, by_impl in groups if impl in by_impl]
-            heights = [(row.tokens_per_s or 0.0) / 1e3 for row in found]
-            left.bar(places, heights, width=width * 0.94, color=COLORS[impl], label=ENCODER_TITLES[impl])
-            for place, height, row in zip(places, heights, found, strict=True):
-                text = f"{height:.0f}" if height else row.outcome
-                left.annotate(text, (place, height), ha="center", va="bottom", fontsize=8, rotation=0 if height else 90)
+        _encoder_rates(left, [by_impl for _, _, by_impl in groups])
         left.set_xticks(range(len(groups)), [name for name, _, _ in groups])
         left.set_title("BERT-large, 64 sequences of 512 a step", fontsize=13)
         left.set_ylabel("thousand tokens per second")
         _encoder_losses(right, groups, curves)
-        handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="upper center", ncols=len(labels) or 1, frameon=False, fontsize=11)
+        titles = {title: COLORS[impl] for impl, title in ENCODER_TITLES.items() if any(impl in g[2] for g in groups)}
+        handles = [matplotlib.patches.Patch(color=color, label=title) for title, color in titles.items()]
+        figure.legend(handles=handles, loc="upper center", ncols=len(handles), frameon=False, fontsize=11)
         save(figure, path, top=0.92)
+
+
+def _encoder_rates(axis: Any, groups: Sequence[Mapping[str, Row]]) -> None:
+    """Bars of each group side by side, whichever attentions it has."""
+    width = GROUP_WIDTH / max(len(by_impl) for by_impl in groups)
+    for group, by_impl in enumerate(groups):
+        there = [impl for impl in ENCODER_TITLES if impl in by_impl]
+        for number, impl in enumerate(there):
+            place, row = group + (number - (len(there) - 1) / 2) * width, by_impl[impl]
+            height = (row.tokens_per_s or 0.0) / 1e3
+            text = f"{height:.0f}" if height else row.outcome
+            axis.bar([place], [height], width=width * 0.94, color=COLORS[impl])
+            axis.annotate(text, (place, height), ha="center", va="bottom", fontsize=8, rotation=0 if height else 90)
 
 
 def _encoder_losses(axis: Any, groups: Sequence[Any], curves: Curves) -> None:

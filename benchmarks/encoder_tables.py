@@ -45,7 +45,7 @@ def encoder_parts(device_slug: str, rows: Sequence[Row], charts: Sequence[str]) 
 def encoder_claims(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Claims of FlashAttention (Dao et al. 2022) on encoders, each with what the rows say of it."""
     lines = [
-        f"{ratio:.2f} of the speed of torch's fastest{' with masked keys' if task is PADDED else ''}, {MODES[mode]}"
+        f"{ratio:.2f} times torch's fastest attention, {MODES[mode]}{' and masked keys' if task is PADDED else ''}"
         for task in (BERT, PADDED)
         for mode, by_impl in lines_of(rows, task)
         if (ratio := speedup(by_impl, torchs(by_impl))) is not None
@@ -56,7 +56,7 @@ def encoder_claims(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         mine = by_impl.get("flashgen")
         if mine is not None and mine.accuracy is not None and mine.steps:
             ratio = speedup(by_impl, [impl for impl in by_impl if impl != "flashgen"])
-            beside = f", at {ratio:.2f} of SDPA's speed" if ratio else ""
+            beside = f", at {ratio:.2f} times the speed of SDPA" if ratio else ""
             said = f"{mine.accuracy:.0%} right after {mine.steps} steps of an easier task of this kind{beside}"
             yield "the first transformer better than chance on Path-X (61%), at 16k", f"{said}, {MODES[mode]}"
 

@@ -38,6 +38,9 @@ START_SECONDS = 120
 PREPARING_SECONDS, PREPARING_THREADS = 120, 4
 """After which a process that fills caches starts no further run; threads of each for torch.compile."""
 
+LARGE_SEQLEN = 4096
+"""The scores of longer sequences leave no room for another process."""
+
 WORKER = (sys.executable, "-m", "benchmarks.training_worker")
 
 Result = dict[str, Any]
@@ -54,6 +57,11 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.task.name}:{self.impl}:{self.mode}"
+
+    @property
+    def is_large(self) -> bool:
+        """Whether scores in memory take much of a GPU."""
+        return self.impl == "standard" and self.task.workload.seqlen_q > LARGE_SEQLEN
 
     @property
     def subject(self) -> tuple[str, str, str]:
@@ -167,9 +175,10 @@ def run(
 def prepare(jobs: Sequence[Job], processes: int, say: Say) -> None:
     """Fill the caches of torch.compile and Triton by a step of every compiled run, in so many processes side by side.
 
-    What they measure is dropped, and so is what fails: a run that finds nothing in a cache compiles for itself.
+    What they measure is dropped, and so is what fails: a run that finds nothing in a cache compiles for itself. Runs
+    that need a GPU of their own are left out.
     """
-    compiled, started = [str(job) for job in jobs if job.mode == COMPILED], time.monotonic()
+    compiled, started = [str(job) for job in jobs if job.mode == COMPILED and not job.is_large], time.monotonic()
     shares = [share for n in range(processes) if (share := compiled[n::processes])]
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(PREPARING_THREADS)}
     commands = [[*WORKER, *share, "--compiled-steps=1", f"--limit-seconds={PREPARING_SECONDS}"] for share in shares]

@@ -144,7 +144,7 @@ PATHS = Task(
 )
 """Classification of images, a pixel a token; as default in eager mode alone, since attention is nearly all of it."""
 
-LONG = gpt2(65536, suite=LONG_SUITE, steps=12, run_seconds=20.0)
+LONG = gpt2(65536, suite=LONG_SUITE, steps=20, run_seconds=20.0)
 """A sequence of 64k, at about a second a step."""
 
 TASKS = {task.name: task for task in (gpt2(1024), gpt2(4096), gpt2(16384), LONG, BERT, PADDED, PATHS)}

@@ -203,9 +203,16 @@ def test_encoders_in_training_have_their_tables_and_charts(tmp_path: Path) -> No
     )
     assert "is not beyond chance" in text
     assert (
-        "| BERT-large trains 15% faster than the record of MLPerf 1.1, at 512 | 1.04 of the speed of torch's fastest, "
-        "eager; 1.04 of the speed of torch's fastest, torch.compile; 1.04 of the speed of torch's fastest with masked "
-        "keys, torch.compile |"
+        "| BERT-large trains 15% faster than the record of MLPerf 1.1, at 512 | 1.04 times torch's fastest "
+        "attention, eager; 1.04 times torch's fastest attention, torch.compile; 1.04 times torch's fastest attention, "
+        "torch.compile and masked keys |"
+    ) in lines
+    assert (
+        "| 65536 | eager | 250 | 200 | 240 | out of memory | - | 1.04 | 20.0 | 40.0 | 3.0000 | 0.033 | 0.033 |" in lines
+    )
+    assert (
+        "| sequences of 64k are trained (Path-256) | GPT-2 trains at 65536, 1.04 times the faster SDPA, torch.compile; "
+        "standard attention: out of memory |"
     ) in lines
     names = {path.name for path in (tmp_path / "docs/img").iterdir()}
     assert names == {"bert_test_gpu.png", "paths_test_gpu.png"}
