@@ -3,7 +3,8 @@
     python -m benchmarks.overhead [--calls 100] [--loops 20]
 
 A loop makes some calls without waiting for any, few enough for the launch queue to hold them all, so the host never
-waits for the device. The loops of all cases of a group take turns; flashgen's come first, the slowest peer last.
+waits for the device. The loops of all cases of a group take turns; flashgen's come first, the slowest peer last. First
+calls are timed in processes of their own, at the end (`benchmarks.first_call`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +25,8 @@ from pathlib import Path
 import torch
 
 import flashgen
-from benchmarks.overhead_cases import Arguments, Case, cases_of, compiled_cases, peer_cases, training_cases
+from benchmarks import first_call
+from benchmarks.overhead_cases import HOPPER, Arguments, Case, cases_of, compiled_cases, peer_cases, training_cases
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import ResultsFile
 from flashgen.core.errors import FlashgenError
@@ -82,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for make in (
             partial(cases_of, "descriptor", Path(folder)),
             partial(cases_of, "pointer", Path(folder)),
+            partial(cases_of, HOPPER, Path(folder)),
             partial(_served_as_shipped, Path(folder)),
             peer_cases,
             compiled_cases,
@@ -90,6 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cases = [case for case in make() if (SUITE, case.workload.key, case.name) not in done]
             for timing in time_cases(cases, timed_loop, calls=options.calls, loops=options.loops):
                 failed += _report(timing, file, provenance)
+        done = file.done(provenance.commit)
+        for case in first_call.CASES:
+            if (SUITE, case.workload.key, case.name) not in done:
+                failed += _report(_first_calls(case, options.first_calls), file, provenance)
     print(f"{file.path}: {len(file.rows)} rows")
     return 1 if failed else 0
 
@@ -98,6 +106,15 @@ def _served_as_shipped(folder: Path) -> list[Case]:
     serve_generated(None, folder)
     flashgen.reload()
     return training_cases()
+
+
+def _first_calls(case: Case, processes: int) -> Timing:
+    """The first calls of some new processes, each a loop of one call."""
+    try:
+        return Timing(case=case, loops_us=tuple(ms * 1e3 for ms in first_call.times_ms(case.name, processes)))
+    except subprocess.CalledProcessError as error:
+        said = [line for line in error.stderr.splitlines() if line.strip()] or ["nothing"]
+        return Timing(case=case, reason=f"the process said {said[-1]}")
 
 
 def time_cases(cases: Sequence[Case], loop: Loop, *, calls: int, loops: int) -> list[Timing]:
@@ -170,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(parser)
     parser.add_argument("--calls", type=int, default=100, help="calls of a loop (%(default)s)")
     parser.add_argument("--loops", type=int, default=20, help="loops of a case (%(default)s)")
+    parser.add_argument("--first-calls", type=int, default=3, help="new processes of a first call (%(default)s)")
     return parser
 
 

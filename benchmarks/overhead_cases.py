@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from benchmarks.flex import flex_module
 from benchmarks.impls import FA3_MODULE, cudnn_version, fa3_function, fa3_version
 from benchmarks.provenance import serve_generated
 from flashgen.codegen.build import compile_kernel, load_module
+from flashgen.codegen.families import unsupported
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -33,6 +35,9 @@ from flashgen.measure import baselines
 
 SMALL = Workload(batch=1, nheads=8, seqlen_q=128, head_dim=128, causal=True)
 """A few microseconds of device time: less than any way to launch it takes on the host."""
+
+HOPPER = "hopper"
+"""What ends the names of cases of the Hopper family, as the kind of loads ends those of the portable one."""
 
 FIRST_SEQLEN, MOST_SEQLEN = 65, 2048
 POOL = 64
@@ -95,14 +100,28 @@ def compiled_cases() -> list[Case]:
     return [Case(name="flex", version=torch.__version__, call=_flex(), arguments=_same(_tensors()))]
 
 
+def config_of(loads: str, device: Device) -> Config | None:
+    """The default config of the portable family with `loads` pointers or descriptors, or that of the Hopper family.
+
+    None where a device has no such kernel.
+    """
+    spec = SMALL.specialization
+    if loads != HOPPER:
+        return PORTABLE_FORWARD.default(spec, device).replace(loads=loads)
+    return None if unsupported(HOPPER_FORWARD, spec, device) else HOPPER_FORWARD.default(spec, device)
+
+
 def cases_of(loads: str, folder: Path) -> list[Case]:
-    """The portable kernel, called and launched in every way that flashgen has, with `loads` pointers or descriptors.
+    """A kernel, called and launched in every way that flashgen has, beside SDPA in the same turns.
 
     Raises:
         RuntimeError: the database made for it does not serve this kernel.
     """
     device = current_device()
-    config = PORTABLE_FORWARD.default(SMALL.specialization, device).replace(loads=loads)
+    config = config_of(loads, device)
+    if config is None:
+        print(f"{loads}: no row: {device.arch} has no such kernel")
+        return []
     database = folder / f"{loads}.sqlite3"
     write_records(database, config, device)
     serve_generated(database, folder)
@@ -130,7 +149,24 @@ def cases_of(loads: str, folder: Path) -> list[Case]:
             name=f"flashgen/bshd/{loads}", version=version, call=_attention_bshd, arguments=_same(_tensors(bshd=True))
         ),
         *_launches(config, device),
+        *_sdpa_cases(same, f"/same-pointers/{loads}", f"/new-seqlen/{loads}"),
     ]
+
+
+def _sdpa_cases(same: Callable[[int, int], list[Arguments]], repeated: str, new_length: str) -> list[Case]:
+    """SDPA with the same tensors, and with a length never seen before, under these ends of names.
+
+    cuDNN builds a plan of 40 ms for every length, which is timed once, beside the other peers.
+    """
+    cases = []
+    for impl, version in (("sdpa-flash", torch.__version__), ("sdpa-cudnn", cudnn_version())):
+        call = baselines.sdpa_call(impl, SMALL)
+        case = Case(name=f"{impl}{repeated}", version=version, call=call.run, arguments=same, context=call.context)
+        cases.append(case)
+        if impl == "sdpa-flash":
+            name, lengths = f"{impl}{new_length}", new_seqlens()
+            cases.append(replace(case, name=name, arguments=lengths, most_calls=MOST_NEW_SEQLENS))
+    return cases
 
 
 def training_cases() -> list[Case]:

@@ -24,8 +24,8 @@ FEATURE_PEERS = {
 MEMORY_HELD = ("flashgen", "flex", "sdpa-masked")
 """Implementations whose memory is in the table of features: the others hold what a kernel needs and no mask."""
 
-LOADS = ("pointer", "descriptor")
-"""Kinds of loads that end the names of cases of `overhead`."""
+LOADS = {"pointer": "pointers", "descriptor": "descriptors", "hopper": "Hopper family"}
+"""What ends the names of cases of `overhead`: kinds of loads of the portable family, and another family."""
 
 MEMORY_TITLES = {
     "flashgen": "flashgen",
@@ -148,7 +148,7 @@ def _largest(rows: Sequence[Row]) -> str:
 
 
 def _overhead_text(rows: Sequence[Row]) -> str:
-    """Host time per call; both kinds of loads of a flashgen case in one line."""
+    """Host time per call; a case with every kind of kernel in one line."""
     times = {row.impl: row.median_ms * 1e3 for row in rows if row.suite == "overhead" and row.median_ms}
     used = [row for row in rows if row.suite == "overhead"]
     table = [
@@ -159,7 +159,7 @@ def _overhead_text(rows: Sequence[Row]) -> str:
     ]
     for name in dict.fromkeys(_case(impl) for impl in times):
         found = {kind: times[f"{name}/{kind}"] for kind in LOADS if f"{name}/{kind}" in times}
-        label = f" ({', '.join(f'{kind}s' for kind in found)})" if found else ""
+        label = f" ({', '.join(LOADS[kind] for kind in found)})" if found else ""
         shown = found.values() if found else [times[name]]
         table.append(table_row([f"`{name}`{label}", ", ".join(f"{us:.1f}" for us in shown)]))
     return "\n".join(table)

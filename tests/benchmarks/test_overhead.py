@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import overhead, overhead_cases
+from benchmarks import first_call, overhead, overhead_cases
 from benchmarks.overhead import MOST_LOOPS, time_cases
 from benchmarks.overhead_cases import MOST_NEW_SEQLENS, SMALL, Arguments, Case, new_seqlens, write_records
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
@@ -17,6 +20,8 @@ from flashgen.core.device import find_device
 from flashgen.db.layers import Layers
 from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def case(name: str, most_calls: int = 1024) -> Case:
@@ -100,3 +105,33 @@ def test_calls_of_training_have_gradients_and_do_not_fill_the_queue(monkeypatch:
     assert out.requires_grad
     assert q.grad is None
     assert [tensor.shape for tensor in (dq, dk, dv)] == [q.shape] * 3
+
+
+def test_the_hopper_family_is_a_case_where_there_is_one() -> None:
+    config = overhead_cases.config_of(overhead_cases.HOPPER, find_device("h200"))
+    assert config is not None
+    assert config.family == "hopper_forward"
+    assert overhead_cases.config_of(overhead_cases.HOPPER, find_device("a100")) is None
+    assert overhead_cases.config_of("pointer", find_device("a100")) is not None
+
+
+def test_first_calls_are_of_new_processes_with_the_caches_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[list[str], str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **others: object) -> SimpleNamespace:
+        seen.append((command[2:], env["FLASHGEN_CACHE_DIR"], env["TRITON_CACHE_DIR"]))
+        return SimpleNamespace(stdout=f"{len(seen)}.5\n")
+
+    monkeypatch.setattr(first_call.subprocess, "run", run)
+    assert first_call.times_ms(first_call.WARM, 3) == [2.5, 3.5, 4.5]  # the first one fills the caches
+    assert len({(flashgen, triton) for _, flashgen, triton in seen}) == 1
+    assert seen[0][0] == ["benchmarks.first_call_worker", "flashgen", "1", "8", "128", "128"]
+    seen.clear()
+    assert first_call.times_ms(first_call.COLD, 3) == [1.5, 2.5, 3.5]
+    assert len({folder for _, folder, _ in seen}) == 3
+
+
+def test_a_first_call_imports_nothing_before_the_clock_starts() -> None:
+    script = "import sys, benchmarks.first_call_worker; print([name for name in sys.modules if 'flashgen' in name])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
