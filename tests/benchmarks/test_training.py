@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -232,10 +233,13 @@ def test_curves_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_a_process_makes_the_runs_that_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
+    may_fuse: list[bool] = []
+    inductor: Any = importlib.import_module("torch._inductor.config")
     ticks = iter((0, 0, 50, 50, 60, 60))
 
     def train(options: Any, say: Any) -> Any:
         asked.append(options)
+        may_fuse.append(inductor.pattern_matcher)
         say("step 1")
         return train_gpt2.Result(attention="flashgen", backend="flashgen", seqlen=4096, compiled=options.compile)
 
@@ -247,6 +251,7 @@ def test_a_process_makes_the_runs_that_it_is_given(capsys: pytest.CaptureFixture
         ("standard", True, 4, 1024, 30.0),
     ], "a third one as long as the first would end too late"
     assert [o.tokens for o in asked] == [16384, 16384]
+    assert may_fuse == [True, False], "standard attention is not to become torch's fused kernel"
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["compiled"] for line in lines if line.startswith("{")] == [False, True]
     assert lines.count("    step 1") == 2
