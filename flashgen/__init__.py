@@ -72,5 +72,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
     from importlib import import_module
 
-    globals()[name] = getattr(import_module(_LATE[name]), name)
+    from flashgen.core.collection import CollectionPaused
+
+    with CollectionPaused():
+        globals()[name] = getattr(import_module(_LATE[name]), name)
     return globals()[name]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
@@ -82,6 +83,11 @@ def prepare(call: AnyCall) -> Any:
         LaunchError: a kernel would have to be built while a CUDA graph is captured.
         BuildError: a compile is needed and the settings forbid it, or it failed.
     """
+    with CollectionPaused():
+        return _prepared(call)
+
+
+def _prepared(call: AnyCall) -> Any:
     from flashgen.runtime.lookup.ladder import resolve, sdpa_backend
 
     problem, device, index = placed(call)
