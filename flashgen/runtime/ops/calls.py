@@ -19,7 +19,9 @@ from flashgen.runtime.ops.outputs import empty_output
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_FEATURES = Features()
-_NOTHING_IN_WORKLOAD = table.workload_fields(NO_FEATURES, CallFacts(q=torch.empty(0), sizes=(0, 0, 0, 0)))
+_NOTHING_IN_WORKLOAD = table.workload_fields(
+    NO_FEATURES, CallFacts(q=torch.empty(0, device="meta"), sizes=(0, 0, 0, 0))
+)
 _NOTHING_IN_SPECIALIZATION = table.specialization_fields(NO_FEATURES)
 """What a call without features is, whatever its tensors: found out once, because every new length pays for it."""
 
