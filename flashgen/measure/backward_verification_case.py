@@ -14,6 +14,7 @@ from flashgen.launch.backward import BackwardTensors
 from flashgen.launch.plan import BackwardLaunch
 from flashgen.measure.backward_inputs import BackwardInputs, make_backward_inputs, written
 from flashgen.measure.backward_verify import BackwardOracle, backward_oracle_of, check_backward
+from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.odd_shapes import (
     ODD_SEED,
     PADDING,
@@ -83,9 +84,9 @@ class BackwardVerificationCase:
 
 
 def backward_problem(
-    workload: Workload, copies: int, seed: int, device: torch.device | str
+    workload: Workload, copies: int, seed: int, device: torch.device | str, data: str = NORMAL
 ) -> BackwardVerificationCase:
-    """A workload's inputs with the right answer of the first copy.
+    """A workload's inputs of a kind of data with the right answer of the first copy.
 
     What the other copies are given of a forward pass is computed in fp32: it is their own, but they are not judged.
 
@@ -93,7 +94,7 @@ def backward_problem(
         UnsupportedError: the workload has a feature that inputs cannot be made for.
     """
     w = workload
-    inputs = make_backward_inputs(w, copies=copies, seed=seed, device=device)
+    inputs = make_backward_inputs(w, copies=copies, seed=seed, device=device, data=data)
     scale, offset = w.head_dim**-0.5, w.seqlen_k - w.seqlen_q
     found = _solved(inputs, w.causal, offset, scale, tf32=w.dtype == "tf32")
     for t, features in zip(inputs.tensors[1:], inputs.features[1:], strict=True):

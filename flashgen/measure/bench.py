@@ -6,7 +6,6 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +23,7 @@ from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import make_backward_plan, make_plan
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure.backward_verification_case import BackwardFactory
+from flashgen.measure.data_kinds import NORMAL, hard_kind
 from flashgen.measure.directions import DIRECTIONS, VerificationCase
 from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.odd_shapes import Factory, OddShape, check_odd
@@ -119,26 +119,31 @@ class State:
     """What all candidates of one workload share.
 
     `baselines` holds what was made ready of torch's backends and, where none can run, of the default config, by name;
-    None is what cannot run.
+    None is what cannot run. `hard` is the workload on its hard data, once that was asked for.
     """
 
     workload: Workload
     problem: VerificationCase
     baselines: dict[str, Unit | None]
+    hard: VerificationCase | None = None
 
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
-        return self.problem.nbytes
+        return self.problem.nbytes + (self.hard.nbytes if self.hard else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A kernel that has passed the gate: its errors on the workload, how to time it, and how to judge it again."""
+    """A kernel that has passed the gate: its errors on the workload, how to time it, and how to judge it again.
+
+    `hard_run` is there if it was asked for on hard data as well.
+    """
 
     errors: Errors
     run: Run
     check: Callable[[], Errors | Failure]
+    hard_run: Run | None = None
 
 
 class Bench:
@@ -184,8 +189,20 @@ class Bench:
             self._states.popitem(last=False)
         return state
 
-    def candidate(self, state: State, config: Config, announce: Announce) -> Candidate | Failure:
-        """Build a config and put it through the gate: the odd shapes (once), then the workload itself.
+    def hard_case(self, state: State) -> VerificationCase | None:
+        """The workload on its hard data, made once; None where memory does not suffice for both."""
+        if state.hard is None:
+            state.hard = self._hard_case(state.workload)
+            if state.hard is None:
+                self.release()
+                self._states[state.workload] = state
+                state.hard = self._hard_case(state.workload)
+        return state.hard
+
+    def candidate(
+        self, state: State, config: Config, announce: Announce, hard: VerificationCase | None = None
+    ) -> Candidate | Failure:
+        """Build a config and put it through the gate: the odd shapes (once), the workload itself, and its hard data.
 
         Raises:
             Exception: whatever building and running it raises; the stage has been announced.
@@ -201,8 +218,18 @@ class Bench:
         verdict = state.problem.run(factory, repeats)
         if isinstance(verdict, Failure):
             return verdict
-        check = partial(state.problem.run, factory, repeats)
-        return Candidate(errors=verdict, run=state.problem.timed(factory), check=check)
+        wrong = None if hard is None else _on_hard_data(hard, factory, repeats)
+        if wrong is not None:
+            return wrong
+
+        def check() -> Errors | Failure:
+            again = state.problem.run(factory, repeats)
+            return (
+                again if hard is None or isinstance(again, Failure) else _on_hard_data(hard, factory, repeats) or again
+            )
+
+        hard_run = None if hard is None else hard.timed(factory)
+        return Candidate(errors=verdict, run=state.problem.timed(factory), check=check, hard_run=hard_run)
 
     def sdpa(self, state: State, impl: str) -> Unit | None:
         """One of torch's backends on the workload, or None if it cannot run it or computes something else."""
@@ -227,9 +254,17 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _make_state(self, workload: Workload) -> State:
+        return State(workload=workload, problem=self._problem(workload, NORMAL), baselines={})
+
+    def _hard_case(self, workload: Workload) -> VerificationCase | None:
+        try:
+            return self._problem(workload, hard_kind(workload))
+        except torch.OutOfMemoryError:
+            return None
+
+    def _problem(self, workload: Workload, data: str) -> VerificationCase:
         copies = rotation_copies(workload, self._device.l2_bytes)
-        problem = DIRECTIONS[workload.direction].problem(workload, copies, INPUT_SEED, self._where)
-        return State(workload=workload, problem=problem, baselines={})
+        return DIRECTIONS[workload.direction].problem(workload, copies, INPUT_SEED, self._where, data)
 
     def _odd_verdict(self, spec: Specialization, config: Config, factory: Factory, repeats: int) -> Failure | None:
         key = (spec, config)
@@ -259,3 +294,10 @@ class Bench:
                 if isinstance(candidate, Candidate):
                     state.baselines[DEFAULT] = make_unit(candidate.run, state.problem.copies, self._stopwatch)
         return state.baselines[DEFAULT]
+
+
+def _on_hard_data(case: VerificationCase, factory: Factory, repeats: int) -> Failure | None:
+    verdict = case.run(factory, repeats)
+    return (
+        Failure(stage=verdict.stage, reason=f"on hard data: {verdict.reason}") if isinstance(verdict, Failure) else None
+    )

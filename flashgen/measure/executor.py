@@ -90,5 +90,5 @@ class LocalExecutor:
         self.close()
 
     def _race_s(self, job: RaceJob) -> float:
-        turns = job.rounds * (len(job.configs) + 3)  # three of torch's backends at most
+        turns = job.rounds * (job.windows + 3)  # three of torch's backends at most
         return self._patience.race_s + self._patience.slowdown * turns * (job.warm_s + job.window_s)

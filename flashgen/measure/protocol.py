@@ -72,9 +72,11 @@ class RaceJob:
     """Time several configs of one workload against each other: interleaved rounds in balanced order.
 
     In each of the `rounds`, every config (and the reference kernel, and with `baselines` every SDPA backend that can
-    run) gets `warm_s` seconds unmeasured and `window_s` seconds measured. A race therefore takes about
-    `rounds * (len(configs) + others) * (warm_s + window_s)` seconds. The defaults are those of finals; a second look
-    at many candidates within a few per cent of each other takes shorter windows.
+    run) gets `warm_s` seconds unmeasured and `window_s` seconds measured. With `hard`, every config gets the same
+    beside that on the workload's hard data, on which it must be right, too; where there is no memory for a second set
+    of inputs, times on hard data are left out. A race therefore takes about `rounds * (windows + others) * (warm_s +
+    window_s)` seconds, `windows` being one or two for each config. The defaults are those of finals; a second look at
+    many candidates within a few per cent of each other takes shorter windows.
     """
 
     workload: Workload
@@ -83,6 +85,7 @@ class RaceJob:
     warm_s: float = 0.1
     window_s: float = 0.3
     baselines: bool = False
+    hard: bool = False
 
     def __post_init__(self) -> None:
         if not self.configs:
@@ -91,6 +94,11 @@ class RaceJob:
             raise MeasureError(f"a race has at least one round, got {self.rounds}")
         if not 0 < self.window_s < 60 or not 0 <= self.warm_s < 60:
             raise MeasureError(f"windows last more than 0 s and less than 60 s, got {self.warm_s} and {self.window_s}")
+
+    @property
+    def windows(self) -> int:
+        """Windows of all configs in a round."""
+        return len(self.configs) * (2 if self.hard else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from flashgen.launch.gpu import current_device
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure import gpu
 from flashgen.measure.bench import Bench, Candidate, GpuToolchain, State, Toolchain
+from flashgen.measure.directions import VerificationCase
 from flashgen.measure.faults import failure_of, gpu_is_lost
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
 from flashgen.measure.timing import (
@@ -34,6 +35,8 @@ from flashgen.measure.timing import (
 from flashgen.measure.worker import Announce, WorkerLostError
 
 T = TypeVar("T")
+
+Units = tuple[Unit, ...]
 
 SHORT_ROUNDS = 3
 """Parts of the short window, each beside a shorter window of the reference kernel."""
@@ -122,10 +125,10 @@ class Judge:
         ready = self._ready(state, job.config, 0)
         if isinstance(ready, Failure):
             return ready
-        candidate, unit = ready
+        candidate, (unit,) = ready
         probe = measure(unit, self._stopwatch, warm_ms=0.0, window_ms=unit.ms)
         if job.drop_above_ms is not None and probe.ms > job.drop_above_ms:
-            return _measurement(candidate, [probe], None)
+            return _measurement(candidate, [probe])
         reference = self._bench.reference(state)
         part_ms = 1e3 * job.window_s / SHORT_ROUNDS
         mine: list[Window] = []
@@ -136,44 +139,51 @@ class Judge:
                 turns.append((reference, REFERENCE_SHARE * part_ms, theirs))
             for who, window_ms, windows in turns if number % 2 else reversed(turns):
                 windows.append(measure(who, self._stopwatch, warm_ms=SHORT_WARM_MS, window_ms=window_ms))
-        return _measurement(candidate, mine, _median(theirs) if theirs else None)
+        return _measurement(candidate, mine, reference_ms=_median(theirs) if theirs else None)
 
     def _race(self, job: RaceJob) -> RaceResult | Failure:
         self._announce("launch", None)
         state = self._bench.state(job.workload)
         outcomes: dict[int, Outcome] = {}
-        racers: dict[int, tuple[Candidate, Unit]] = {}
+        hard = self._bench.hard_case(state) if job.hard else None
+        racers: dict[int, tuple[Candidate, Units]] = {}
         for index, config in enumerate(job.configs):
-            ready = self._attempt(partial(self._ready, state, config, index))
+            ready = self._attempt(partial(self._ready, state, config, index, hard))
             if isinstance(ready, Failure):
                 outcomes[index] = ready
             else:
                 racers[index] = ready
         others = self._others(state, job)
-        subjects = [*racers, *(len(job.configs) for _ in others)]
+        turns = [(index, unit) for index, (_, units) in racers.items() for unit in units]
+        turns += [(len(job.configs), unit) for unit in others.values()]
         windows = interleave(
-            [unit for _, unit in racers.values()] + list(others.values()),
+            [unit for _, unit in turns],
             self._stopwatch,
             rounds=job.rounds,
             warm_ms=1e3 * job.warm_s,
             window_ms=1e3 * job.window_s,
-            before=lambda turn: self._announce("launch", subjects[turn]),
+            before=lambda turn: self._announce("launch", turns[turn][0]),
         )
-        medians = {impl: _median(each) for impl, each in zip(others, windows[len(racers) :], strict=True)}
+        medians = {impl: _median(each) for impl, each in zip(others, windows[len(turns) - len(others) :], strict=True)}
         reference_ms = next(iter(medians.values()), None)
-        for (index, (candidate, _)), mine in zip(racers.items(), windows, strict=False):
+        for index, (candidate, _) in racers.items():
+            mine = [each for (subject, _), each in zip(turns, windows, strict=True) if subject == index]
             wrong = self._attempt(partial(self._check_again, candidate, index))
-            outcomes[index] = wrong or _measurement(candidate, mine, reference_ms)
+            outcomes[index] = wrong or _measurement(candidate, *mine, reference_ms=reference_ms)
         found = tuple(Baseline(impl=impl, median_ms=ms) for impl, ms in medians.items() if impl != REFERENCE)
         return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), baselines=found)
 
-    def _ready(self, state: State, config: Config, subject: int) -> tuple[Candidate, Unit] | Failure:
-        """A config that passed the gate, and what a window of it repeats."""
-        candidate = self._bench.candidate(state, config, lambda stage: self._announce(stage, subject))
+    def _ready(
+        self, state: State, config: Config, subject: int, hard: VerificationCase | None = None
+    ) -> tuple[Candidate, Units] | Failure:
+        """A config that passed the gate, and what its windows repeat: on normal data, and on hard data if given."""
+        candidate = self._bench.candidate(state, config, lambda stage: self._announce(stage, subject), hard)
         if isinstance(candidate, Failure):
             return candidate
         self._announce("launch", subject)
-        return candidate, make_unit(candidate.run, state.problem.copies, self._stopwatch)
+        cases = ((candidate.run, state.problem), (candidate.hard_run, hard))
+        units = (make_unit(run, case.copies, self._stopwatch) for run, case in cases if run and case)
+        return candidate, tuple(units)
 
     def _others(self, state: State, job: RaceJob) -> dict[str, Unit]:
         """The reference kernel first, and the other baselines if they are asked for and can run."""
@@ -214,11 +224,18 @@ def _median(windows: Sequence[Window]) -> float:
     return statistics.median(window.ms for window in windows)
 
 
-def _measurement(candidate: Candidate, windows: Sequence[Window], reference_ms: float | None) -> Measurement:
+def _measurement(
+    candidate: Candidate,
+    windows: Sequence[Window],
+    hard_windows: Sequence[Window] = (),
+    *,
+    reference_ms: float | None = None,
+) -> Measurement:
     return Measurement(
         times_ms=tuple(window.ms for window in windows),
         max_error=candidate.errors.max_error,
         mean_error=candidate.errors.mean_error,
         reference_ms=reference_ms,
         sm_clock_mhz=median_clock(windows),
+        hard_times_ms=tuple(window.ms for window in hard_windows),
     )

@@ -9,6 +9,7 @@ import torch
 
 from flashgen.core.record import Failure
 from flashgen.core.workload import Workload
+from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.timing import Run
 from flashgen.measure.verify import Errors, KernelFactory, Offset, Oracle, check, oracle_of
@@ -65,13 +66,15 @@ class VerificationCase:
         return run
 
 
-def forward_problem(workload: Workload, copies: int, seed: int, device: torch.device | str) -> VerificationCase:
-    """A workload's inputs with the right answer of the first copy.
+def forward_problem(
+    workload: Workload, copies: int, seed: int, device: torch.device | str, data: str = NORMAL
+) -> VerificationCase:
+    """A workload's inputs of a kind of data with the right answer of the first copy.
 
     Raises:
         UnsupportedError: the workload has a feature that inputs cannot be made for.
     """
-    inputs = make_inputs(workload, copies=copies, seed=seed, device=device)
+    inputs = make_inputs(workload, copies=copies, seed=seed, device=device, data=data)
     scale, offset = workload.head_dim**-0.5, workload.seqlen_k - workload.seqlen_q
     expected = oracle_of(
         inputs.q[0],

@@ -85,7 +85,39 @@ def test_every_favourite_is_valid_somewhere() -> None:
     for (width, causal), changes in hopper_seed_configs.SEED_CONFIGS.items():
         spec = Specialization.parse(f"fwd-bf16-d{width}{'-causal' if causal else ''}")
         known = {*HOPPER_FORWARD.seed_configs(spec, H200), HOPPER_FORWARD.default(spec, H200)}
-        assert known >= {HOPPER_FORWARD.default(spec, H200).replace(**change) for change in changes}
+        usual = HOPPER_FORWARD.default(spec, H200).replace(softmax_reference="row_sums")
+        assert known >= {usual.replace(**change) for change in changes}
+
+
+@pytest.mark.parametrize("key", ["bf16-d64-causal", "bf16-d128", "bf16-d96", "bf16-d256-causal", "fp16-d128-causal"])
+def test_a_short_search_meets_references_that_follow_the_sums(key: str) -> None:
+    spec = Specialization.parse(f"fwd-{key}")
+    default, found = HOPPER_FORWARD.default(spec, H200), HOPPER_FORWARD.seed_configs(spec, H200)
+    assert found[0] == default.replace(softmax_reference="row_sums")
+    assert sum(config["softmax_reference"] == "row_sums" for config in found[:5]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("key", "reference", "sibling"),
+    [
+        ("bf16-d64-causal", "first_block", "row_sums"),
+        ("bf16-d64-causal", "row_sums", "row_sums"),
+        ("bf16-d64-causal", "running", "running"),
+        ("bf16-d64-causal-softcap", "first_block", "first_block"),  # no tile is recomputed
+        ("fp16-d64-softcap", "first_block", "row_sums"),
+    ],
+)
+def test_what_recomputes_tiles_has_a_sibling_that_does_not(key: str, reference: str, sibling: str) -> None:
+    spec = Specialization.parse(f"fwd-{key}")
+    config = HOPPER_FORWARD.default(spec, H200).replace(softmax_reference=reference)
+    assert families.even_sibling(config, spec) == config.replace(softmax_reference=sibling)
+
+
+def test_configs_of_other_families_are_as_fast_on_all_data() -> None:
+    for row in families.FAMILIES:
+        spec = Specialization.parse(f"{'fwd' if row.direction == 'forward' else 'bwd'}-bf16-d64")
+        if row is not HOPPER_FORWARD:
+            assert families.even_sibling(row.default(spec, H200), spec) == row.default(spec, H200)
 
 
 def test_a_space_has_only_what_fits() -> None:

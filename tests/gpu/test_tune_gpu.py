@@ -11,8 +11,17 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.codegen.families import applicable, even_sibling, fitted
+from flashgen.codegen.family import Sizes
+from flashgen.core.record import Failure
 from flashgen.core.settings import child_environment
+from flashgen.core.workload import Workload
 from flashgen.db.store import Store
+from flashgen.launch.gpu import current_device
+from flashgen.measure.bench import GpuToolchain
+from flashgen.measure.data_kinds import HARD_KINDS
+from flashgen.measure.directions import DIRECTIONS
+from flashgen.measure.protocol import specialization
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +37,37 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         timeout=280,
         check=False,
     )
+
+
+def test_a_winner_is_as_fast_on_hard_data(tmp_path: Path) -> None:
+    """Of a workload whose default on Hopper takes twice as long there."""
+    database = tmp_path / "user.sqlite3"
+    shape = "b1-h32-s8192-d64-causal"
+    done = run("tune", "--shape", shape, "--budget", "30", "--json", FLASHGEN_DB=str(database))
+    assert done.returncode == 0, done.stderr
+    with Store.open(database, read_only=True) as store:
+        (record,) = store.records()
+    assert record.measurement is not None
+    assert record.time_ms is not None
+    assert record.hard_ms is not None
+    assert len(record.measurement.hard_times_ms) == len(record.measurement.times_ms) >= 2
+    assert 0.9 < record.hard_ms / record.time_ms < 1.1, record
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("data", HARD_KINDS)
+@pytest.mark.parametrize(
+    "key", ["bf16-b1-h4-s2048-d64-causal", "fp16-b1-h4-s2048-d128", "bf16-b1-h4-s2048-d256-causal"]
+)
+def test_defaults_are_right_on_hard_data_of_usual_sizes(key: str, data: str, direction: str) -> None:
+    workload, device = Workload.parse(f"{direction}-{key}"), current_device()
+    spec = specialization(workload)
+    case = DIRECTIONS[workload.direction].problem(workload, 1, 7, torch.device("cuda"), data)
+    for row in applicable(spec, device):
+        default = fitted(row.default(spec, device), spec, Sizes.of(workload), device)
+        for config in dict.fromkeys((default, even_sibling(default, spec))):
+            verdict = case.run(GpuToolchain(device, 0).factory(spec, config))
+            assert not isinstance(verdict, Failure), (str(config), str(verdict))
 
 
 def test_tune_then_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

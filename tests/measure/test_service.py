@@ -14,7 +14,9 @@ from flashgen.core.errors import BuildError, UnsupportedError
 from flashgen.core.features.score_tensors import aligned_scores
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Specialization, Workload
+from flashgen.measure import directions
 from flashgen.measure.bench import Bench
+from flashgen.measure.data_kinds import LEVEL
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.odd_shapes import HARD_SHAPES, ODD_SHAPES
 from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
@@ -50,13 +52,18 @@ class CountingStopwatch:
 
 @dataclass
 class Clocked:
-    """An emulated kernel that takes `ms`, and goes wrong when its own number of calls is reached."""
+    """An emulated kernel that takes `ms`, and goes wrong when its own number of calls is reached.
+
+    On the workload's scores that rise it takes `hard_ms`, or is wrong if `wrong_on_hard`.
+    """
 
     total_ms = 0.0
     inner: Emulated
     ms: float
     wrong_from_call: int = 10**9
     error_at_call: int = 10**9
+    hard_ms: float = 0.0
+    wrong_on_hard: bool = False
     calls: int = 0
 
     def factory(self, *_: torch.Tensor) -> LaunchFunction:
@@ -67,9 +74,11 @@ class Clocked:
         if self.calls == self.error_at_call:
             raise RuntimeError("something of the driver's\nwith details")
         self.inner(*arguments)  # type: ignore[arg-type]
-        if self.calls >= self.wrong_from_call:
-            arguments[3].add_(0.5)
-        Clocked.total_ms += self.ms
+        q, _, _, out = arguments[:4]
+        is_hard = q.shape[2] == SMALL.seqlen_q and bool((q[..., 0] == LEVEL).all())
+        if self.calls >= self.wrong_from_call or (is_hard and self.wrong_on_hard):
+            out.add_(0.5)
+        Clocked.total_ms += self.hard_ms if is_hard and self.hard_ms else self.ms
 
 
 @dataclass
@@ -89,6 +98,7 @@ class EmulatedToolchain:
             right = Emulated(causal=spec.causal)
             inner = replace(right, drop_last_key=True) if "wrong" in knobs else right
             limits = {name: int(knobs[name]) for name in ("wrong_from_call", "error_at_call") if name in knobs}
+            limits |= {name: knobs[name] for name in ("hard_ms", "wrong_on_hard") if name in knobs}
             self.kernels[config] = Clocked(inner=inner, ms=float(knobs["ms"]), **limits)
         return self.kernels[config].factory
 
@@ -120,9 +130,9 @@ class Table:
             EvaluateJob(workload=SMALL, config=config, drop_above_ms=drop_above_ms, window_s=0.012)
         )
 
-    def race(self, *configs: Config) -> RaceResult:
+    def race(self, *configs: Config, hard: bool = False) -> RaceResult:
         result = self.judge.race(
-            RaceJob(workload=SMALL, configs=configs, rounds=3, warm_s=0.002, window_s=0.004, baselines=True)
+            RaceJob(workload=SMALL, configs=configs, rounds=3, warm_s=0.002, window_s=0.004, baselines=True, hard=hard)
         )
         assert isinstance(result, RaceResult), result
         return result
@@ -217,6 +227,60 @@ def test_a_kernel_that_becomes_wrong_during_a_race_loses() -> None:
     assert isinstance(result.outcomes[0], Measurement)
     assert isinstance(result.outcomes[1], Failure)
     assert "wrong after it" in result.outcomes[1].reason
+
+
+def test_a_race_has_times_on_hard_data_where_they_are_asked_for() -> None:
+    table = Table(toolchain=EmulatedToolchain(default_config=config(ms=8)))
+    result = table.race(config(ms=2), config(build_error=True), config(ms=1, hard_ms=4), hard=True)
+    even, failed, uneven = result.outcomes
+    assert isinstance(even, Measurement)
+    assert isinstance(failed, Failure)
+    assert isinstance(uneven, Measurement)
+    assert (even.times_ms, even.hard_times_ms) == ((2.0,) * 3, (2.0,) * 3)
+    assert (uneven.times_ms, uneven.hard_times_ms) == ((1.0,) * 3, (4.0,) * 3)
+    assert even.reference_ms == uneven.reference_ms == 8.0
+    for outcome in table.race(config(ms=2), config(ms=1, hard_ms=4)).outcomes:
+        assert isinstance(outcome, Measurement)
+        assert outcome.hard_times_ms == ()
+
+
+def test_every_round_has_windows_on_both_kinds_of_data() -> None:
+    table = Table()
+    table.race(config(ms=2), config(ms=3), hard=True)
+    turns = [subject for stage, subject in table.announced if stage == "launch"][-3 * 4 :]
+    assert all(sorted(turns[first : first + 4]) == [0, 0, 1, 1] for first in (0, 4, 8))
+
+
+def test_a_kernel_that_is_wrong_on_hard_data_loses() -> None:
+    table = Table()
+    found = table.race(config(ms=2), config(ms=1, wrong_on_hard=True), hard=True)
+    assert isinstance(found.outcomes[0], Measurement)
+    assert isinstance(found.outcomes[1], Failure)
+    assert found.outcomes[1].stage == "verify"
+    assert "on hard data" in found.outcomes[1].reason
+
+
+def test_without_memory_for_hard_data_a_race_is_on_normal_data_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*arguments: object, **options: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    table = Table()
+    state = table.bench.state(SMALL)
+    monkeypatch.setitem(directions.DIRECTIONS, "forward", replace(directions.DIRECTIONS["forward"], problem=make))
+    (outcome,) = table.race(config(ms=2), hard=True).outcomes
+    assert isinstance(outcome, Measurement)
+    assert (outcome.times_ms, outcome.hard_times_ms) == ((2.0,) * 3, ())
+    assert table.bench.state(SMALL) is state
+
+
+def test_hard_data_are_made_once_and_count_as_memory() -> None:
+    table = Table()
+    state = table.bench.state(SMALL)
+    before = state.nbytes
+    case = table.bench.hard_case(state)
+    assert case is not None
+    assert table.bench.hard_case(state) is case
+    assert state.nbytes == 2 * before
 
 
 def test_an_error_in_the_middle_of_a_race_can_be_blamed() -> None:

@@ -78,7 +78,8 @@ class FakeCompiler:
 class FakeExecutor:
     """Times `true_ms` with noise of a given size and a slow drift that the reference kernel shares.
 
-    `on_evaluate` is called before the n-th evaluation (from 0) and may raise; `broken` says why a config fails.
+    `on_evaluate` is called before the n-th evaluation (from 0) and may raise; `broken` says why a config fails;
+    `hard_factor` how many times as long it takes on hard data.
     """
 
     clock: Clock = field(default_factory=Clock)
@@ -90,6 +91,8 @@ class FakeExecutor:
     on_evaluate: Callable[[int], None] = lambda number: None
     broken: Callable[[Config], Failure | None] = lambda config: None
     broken_in_race: Callable[[Config], Failure | None] = lambda config: None
+    time_ms: Callable[[Workload, Config], float] = true_ms
+    hard_factor: Callable[[Config], float] = lambda config: 1.0
     evaluated: list[tuple[Workload, Config]] = field(default_factory=list)
     races: list[RaceJob] = field(default_factory=list)
     calls: int = 0
@@ -105,7 +108,7 @@ class FakeExecutor:
         failure = self.broken(job.config)
         if failure is not None:
             return failure
-        time = true_ms(job.workload, job.config)
+        time = self.time_ms(job.workload, job.config)
         if job.drop_above_ms is not None and time > job.drop_above_ms:
             return Measurement(times_ms=(time,))
         drift = 1 + 0.1 * math.sin(len(self.evaluated) / 7)
@@ -115,13 +118,16 @@ class FakeExecutor:
     def race(self, job: RaceJob) -> RaceResult:
         self.races.append(job)
         others = 3 if job.baselines else 1
-        self.clock.now += job.rounds * (len(job.configs) + others) * (job.warm_s + job.window_s)
+        self.clock.now += job.rounds * (job.windows + others) * (job.warm_s + job.window_s)
         drifts = [1 + 0.05 * math.cos(number) for number in range(job.rounds)]
         outcomes: list[Outcome] = []
         for config in job.configs:
             failure = self.broken_in_race(config)
-            times = tuple(d * true_ms(job.workload, config) * self._noise() for d in drifts)
-            outcomes.append(failure or Measurement(times_ms=times, reference_ms=REFERENCE_MS, sm_clock_mhz=1700.0))
+            time = self.time_ms(job.workload, config)
+            times = tuple(drift * time * self._noise() for drift in drifts)
+            hard = tuple(d * self.hard_factor(config) * time * self._noise() for d in drifts if job.hard)
+            measured = Measurement(times_ms=times, reference_ms=REFERENCE_MS, sm_clock_mhz=1700.0, hard_times_ms=hard)
+            outcomes.append(failure or measured)
         flash = Baseline(impl="sdpa-flash", median_ms=job.workload.flops / 345e9)
         cudnn = Baseline(impl="sdpa-cudnn", median_ms=job.workload.flops / 600e9)
         return RaceResult(outcomes=tuple(outcomes), baselines=(flash, cudnn) if job.baselines else ())

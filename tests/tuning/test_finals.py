@@ -17,8 +17,8 @@ def config(**knobs: int) -> Config:
     return Config.of("f", {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3, **knobs})
 
 
-def times(*values: float) -> Measurement:
-    return Measurement(times_ms=values)
+def times(*values: float, hard: tuple[float, ...] = ()) -> Measurement:
+    return Measurement(times_ms=values, hard_times_ms=hard)
 
 
 DEFAULT = config()
@@ -72,9 +72,60 @@ def test_near_best_and_guards() -> None:
     assert with_guards((FAST,), DEFAULT, None, FAST) == (FAST, DEFAULT)
 
 
+def test_what_wins_on_normal_data_and_loses_on_hard_data_loses() -> None:
+    uneven, even = times(0.97, 0.97, 0.98, hard=(1.9, 2.0, 1.9)), times(1.0, 1.0, 1.01, hard=(1.0, 1.02, 1.0))
+    assert beats(even, uneven)
+    assert not beats(uneven, even)
+    assert (
+        choose({FAST: uneven, OTHER: even, DEFAULT: times(9, 9, 9, hard=(9, 9, 9))}, default=DEFAULT, incumbent=FAST)
+        == OTHER
+    )
+    alone = {config: times(*each.times_ms) for config, each in ((FAST, uneven), (OTHER, even))}
+    assert choose(alone, default=DEFAULT, incumbent=None) == FAST
+
+
+def test_rounds_are_paired_on_both_kinds_of_data() -> None:
+    """A drift from round to round that both windows of a round share hides no gain of 2%."""
+    drift, hard = (1.0, 1.1, 0.95, 1.2), (1.3, 1.1, 1.2, 1.0)
+    slow = times(*drift, hard=hard)
+    assert beats(times(*(0.98 * t for t in drift), hard=tuple(0.98 * t for t in hard)), slow)
+    assert not beats(times(*(0.98 * t for t in drift), hard=tuple(1.02 * t for t in hard)), slow)
+    assert beats(times(*(0.97 * t for t in drift)), slow)  # one without times on hard data: by normal data alone
+
+
+def crowd(uneven: int, even: int, behind: float) -> dict[Config, Measurement]:
+    """So many configs 0.1% apart from 1 ms on, and so many that begin behind them."""
+    found = {config(block_m=n): times(1.0 + n / 1000) for n in range(uneven)}
+    return found | {config(block_n=n): times((1.0 + n / 1000) * (1 + behind)) for n in range(even)}
+
+
+def depends(which: Config) -> bool:
+    return which["block_m"] != 128
+
+
+def test_configs_that_depend_on_the_data_leave_half_of_the_places_to_others() -> None:
+    near = near_best(crowd(20, 20, 0.05), share=0.1, most=12, depends_on_data=depends)
+    assert [depends(each) for each in near] == [True, False] * 6
+    assert near[:2] == (config(block_m=0), config(block_n=0))
+    assert len(near_best(crowd(20, 0, 0), share=0.1, most=12, depends_on_data=depends)) == 12
+    assert len(near_best(crowd(0, 20, 0), share=0.1, most=12, depends_on_data=depends)) == 12
+
+
+def test_a_place_is_for_what_may_still_win() -> None:
+    """A group is judged by its own best, unless that is behind by more than hard data can make up for."""
+    near = near_best(crowd(9, 9, 0.3), share=0.002, most=12, depends_on_data=depends)
+    assert [depends(each) for each in near] == [True, False, True, False, True, False]
+    assert all(map(depends, near_best(crowd(9, 9, 0.5), share=0.1, most=12, depends_on_data=depends)))
+
+
+def test_what_was_timed_on_hard_data_is_judged_by_it() -> None:
+    measured = {FAST: times(0.97, hard=(1.9,)), OTHER: times(1.0, hard=(1.0,)), DEFAULT: times(1.01, hard=(1.0,))}
+    assert near_best(measured, share=0.03, most=5, depends_on_data=lambda each: each == FAST) == (OTHER, DEFAULT)
+
+
 def test_expected_time_counts_every_window() -> None:
     finals = Finals(window_s=0.3, warm_s=0.1, rounds=4)
-    assert finals.last_s(7) == pytest.approx(4 * 10 * 0.4)
+    assert finals.last_s(7) == pytest.approx(4 * (2 * 7 + 3) * 0.4)  # each config on two kinds of data
     with pytest.raises(TuningError, match="windows"):
         Finals(window_s=0)
 
@@ -82,7 +133,7 @@ def test_expected_time_counts_every_window() -> None:
 def test_finals_of_few_configs_need_less_time() -> None:
     finals = Finals(rounds=2)
     assert finals.expected_s == finals.needed_s(finals.near_most, 2)
-    assert finals.needed_s(1, 0) == pytest.approx(2 * (1 + 3) * 0.4)
+    assert finals.needed_s(1, 0) == pytest.approx(2 * (2 + 3) * 0.4)
     assert finals.needed_s(5, 2) == finals.last_s(7)
     assert finals.needed_s(9, 2) == finals.last_s(7) + finals.near_s(9)
     costs = [finals.needed_s(near, 1) for near in range(1, 13)]

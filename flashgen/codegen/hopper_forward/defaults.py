@@ -12,6 +12,7 @@ from flashgen.codegen.hopper_forward.seed_configs import (
     FIRST_MAXIMUM,
     MBARRIERS,
     NAMED_BARRIERS,
+    ROW_SUMS,
     SEED_CONFIGS,
     SHORT_STEPS,
     SHORT_WINDOWS,
@@ -103,10 +104,13 @@ def smallest(spec: Specialization, device: Device) -> Config:
 
 def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs that won at other lengths, for a search to begin with."""
-    usual = default(spec, device)
-    found = [usual.replace(**changes) for changes in SEED_CONFIGS[_width(spec), spec.causal]]
-    best = found[0]
-    if resources.softmax_reference(usual) == "first_block":
+    served = usual = default(spec, device)
+    follows_sums = rules.why_not_row_sums(spec) is None
+    if follows_sums and not spec.window:
+        usual = usual.replace(**ROW_SUMS)
+    found = [usual.replace(**changes) for changes in ({}, *SEED_CONFIGS[_width(spec), spec.causal])]
+    best = found[1]
+    if resources.softmax_reference(served) == "first_block":
         found.append(usual.replace(softmax_reference="running"))
     if spec.window:
         # a tile of a few steps waits for its Q longest
@@ -116,11 +120,13 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
         ]
         # what wins for short windows is furthest from the default: it must not come last where there is time for little
         found = [*(usual.replace(**change) for change in SHORT_WINDOWS), *found]
+        # scores seldom grow too far within a window
+        found += [config.replace(**ROW_SUMS) for config in (usual, best) if follows_sums]
     if resources.score_tiles(spec):
         found += [config.replace(**change) for config in (usual, best) for change in SHORT_STEPS]
     if why_not_split(spec) is None:
         found += [config.replace(**change) for config in (usual, best) for change in SPLIT_HEADS]
-    others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != usual)
+    others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != served)
     return tuple(config for config in others if rules.invalid(spec, config, device) is None)
 
 

@@ -148,6 +148,7 @@ HOPPER_FORWARD = KernelFamily(
     knob_rows=_knob_rows,
     fitted=defaults.fitted,
     poor_at_sizes=defaults.poor_at_sizes,
+    even_sibling=resources.even_sibling,
     tolerated_spills=resources.TOLERATED_SPILLS,
     cost_model=COST_MODEL,
 )

@@ -147,6 +147,12 @@ def may_recompute(spec: Specialization, config: Config) -> bool:
     return spec.mask == "full" or kind == "row_sums" or (kind == "first_block" and not is_capped(spec))
 
 
+def even_sibling(spec: Specialization, config: Config) -> Config:
+    """`config` with references that follow the row sums where common scores would make it compute tiles again."""
+    uneven = softmax_reference(config) == "first_block" and may_recompute(spec, config)
+    return config.replace(softmax_reference="row_sums") if uneven else config
+
+
 def fp32_bits(value: float) -> str:
     """An fp32 constant as PTX writes it."""
     return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
