@@ -191,6 +191,8 @@ class KernelFamily:
         even_sibling: of a config that takes up to twice as long on scores that grow as on normal random ones, the one
             most like it that does not (whether valid or not); any other config itself.
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
+        default_spills: bytes of local memory of a thread that defaults of plain 16-bit shapes take at most, under any
+            supported Triton; `scripts/crosscompile.py` fails above it.
         cost_model: what the analytic model is told of it; without one `tune --target` cannot rank its candidates.
     """
 
@@ -213,6 +215,7 @@ class KernelFamily:
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
     even_sibling: Callable[[Specialization, Config], Config] = _even_itself
     tolerated_spills: int = TOLERATED_SPILLS
+    default_spills: int = 0
     cost_model: CostModel | None = None
 
     def __post_init__(self) -> None:

@@ -229,6 +229,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     scratch=kernels.scratch,
     seed_configs=_seed_configs,
     tolerated_spills=resources.TOLERATED_SPILLS,
+    default_spills=resources.FUSED_DEFAULT_SPILLS,
     cost_model=FUSED_COST_MODEL,
 )
 
@@ -241,5 +242,6 @@ HOPPER_BACKWARD_SPLIT = dataclasses.replace(
     unsupported=_why_not,
     default=_split_default,
     seed_configs=lambda spec, device: (_split_default(spec, device).replace(**_ONE_EACH),),
+    default_spills=resources.SPLIT_DEFAULT_SPILLS,
     cost_model=SPLIT_COST_MODEL,
 )

@@ -35,6 +35,9 @@ TOLERATED_SPILLS = 192
 """Bytes of local memory of a thread. Persistent programs spill 30 to 130, nearly all between tiles: sizes, descriptors
 and the like, which the compiler keeps in registers for all of a program."""
 
+FUSED_DEFAULT_SPILLS, SPLIT_DEFAULT_SPILLS = 48, 24
+"""Of defaults of plain shapes, the most under Triton 3.6 and 3.9."""
+
 
 def is_wide(spec: Specialization) -> bool:
     """Whether one warpgroup sums dk and the other dv, of the same 64 keys."""

@@ -150,5 +150,6 @@ HOPPER_FORWARD = KernelFamily(
     poor_at_sizes=defaults.poor_at_sizes,
     even_sibling=resources.even_sibling,
     tolerated_spills=resources.TOLERATED_SPILLS,
+    default_spills=resources.DEFAULT_SPILLS,
     cost_model=COST_MODEL,
 )

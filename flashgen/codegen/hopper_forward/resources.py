@@ -28,8 +28,11 @@ programs, with up to 32."""
 
 TOLERATED_SPILLS = 384
 """Bytes of local memory of a thread. The roles divide all registers between them, and the fastest kernels leave none
-unused: defaults spill up to 80 bytes under Triton 3.6 and 3.7, around the loop and under the branch of masked blocks,
-and up to 330 under 3.9."""
+unused: what spills is around the mainloop and under its branch of masked blocks
+(docs/decisions/spilled-registers.md)."""
+
+DEFAULT_SPILLS = 240
+"""Of defaults of plain shapes: up to 40 under Triton 3.6, and up to this under 3.9."""
 
 OVERFLOW_FLAG_BYTES = 512
 """Where a tile may be recomputed: the flags of a warpgroup for two tiles. Masks of single scores need as much again as

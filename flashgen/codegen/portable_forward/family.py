@@ -155,6 +155,9 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     return (KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs),)
 
 
+DEFAULT_SPILLS = 48
+"""Bytes of a thread, of defaults of plain 16-bit shapes under Triton 3.9; up to 8 under 3.6."""
+
 FEATURES = frozenset(
     {"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "functions", "q_offset", "deterministic"}
 )
@@ -172,5 +175,6 @@ PORTABLE_FORWARD = KernelFamily(
     template_values=values,
     kernels=_kernels,
     allowed_values=_choices,
+    default_spills=DEFAULT_SPILLS,
     cost_model=COST_MODEL,
 )
