@@ -12,8 +12,8 @@ from flashgen.core.workload import Specialization
 
 FAMILY_ID = "portable_forward"
 
-# (kind of device, larger block_d): block_m, block_n, num_warps, num_stages for 16-bit elements; under Triton 3.6 at most
-# 8 bytes of a thread spill
+# (kind of device, larger block_d): block_m, block_n, num_warps, num_stages for 16-bit elements; under Triton 3.6 at
+# most 8 bytes of a thread spill
 _DEFAULTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("wgmma", 64): (128, 128, 4, 3),
     ("wgmma", 128): (128, 128, 8, 3),
