@@ -24,7 +24,7 @@ from typing import Any
 from scripts.machine_loops import PLACES, disassembled, local_accesses
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = ("triton", "records", "specialization", "digest", "kernel", "registers", "spills")
+COLUMNS = ("triton", "records", "specialization", "config", "kernel", "registers", "spills")
 BATCH = 16
 """Kernels that one process compiles before what it found is kept."""
 
@@ -50,7 +50,7 @@ def main() -> int:
     writer.writerow([*COLUMNS, *(f"{place}_{kind}" for place in PLACES for kind in ("loads", "stores"))])
     for key, row in sorted(records.items()):
         for part in found[key]:
-            described = {**part, "records": row["records"], "specialization": row["spec"], "digest": row["digest"]}
+            described = {**part, "records": row["records"], "specialization": row["spec"], "config": row["config"]}
             if part["spills"]:
                 writer.writerow([*(described[name] for name in COLUMNS), *part["touched"]])
     return 0
@@ -58,7 +58,6 @@ def main() -> int:
 
 def shipped() -> dict[str, Row]:
     """The kernels of all shipped records, and how many records have each."""
-    from flashgen.codegen.render import render
     from flashgen.core.workload import Specialization
     from flashgen.db.store import Store
 
@@ -68,10 +67,9 @@ def shipped() -> dict[str, Row]:
             records = store.all_records()
         for record in records:
             spec, config = Specialization.of(record.workload, bias_grad=True), record.config
-            digest = render(spec, config).digest
-            row = {"spec": spec.key, "family": config.family, "knobs": dict(config.knobs), "digest": digest}
+            row = {"spec": spec.key, "family": config.family, "knobs": dict(config.knobs), "config": str(config)}
             row |= {"device": record.device.name, "records": 0}
-            found.setdefault(f"{spec.key} {digest} {record.device.arch}", row)["records"] += 1
+            found.setdefault(f"{spec.key} {config} {record.device.arch}", row)["records"] += 1
     return found
 
 
@@ -115,7 +113,7 @@ def compile_one(row: Row) -> tuple[str, list[Row]]:
         counted = [number for place in PLACES for number in touched.get(place, (0, 0))]
         what = {"triton": triton.__version__, "kernel": part.kernel.entry, "touched": counted}
         found.append({**what, "registers": part.registers, "spills": part.spills})
-    return f"{row['spec']} {row['digest']} {device.arch}", found
+    return f"{row['spec']} {config} {device.arch}", found
 
 
 if __name__ == "__main__":

@@ -191,8 +191,8 @@ class KernelFamily:
         even_sibling: of a config that takes up to twice as long on scores that grow as on normal random ones, the one
             most like it that does not (whether valid or not); any other config itself.
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
-        default_spills: bytes of local memory of a thread that defaults of plain 16-bit shapes take at most, under any
-            supported Triton; `scripts/crosscompile.py` fails above it.
+        default_spills: bytes of local memory of a thread that defaults take at most for the plain shapes of
+            `scripts/crosscompile.py`, under any supported Triton; above it that fails.
         cost_model: what the analytic model is told of it; without one `tune --target` cannot rank its candidates.
     """
 

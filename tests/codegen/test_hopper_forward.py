@@ -260,7 +260,7 @@ def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
     kernel = compiled(spec.key)
     parameters = HOPPER_FORWARD.parameters(spec, config)
     assert trailing_pointers(kernel.handle.asm["ptx"], parameters) == 2
-    assert kernel.spills <= 192
+    assert kernel.spills <= 72
     separate_o_smem = hopper_resources.separate_o_smem(spec, config, H200)
     assert kernel.shared_bytes <= hopper_resources.smem_bytes(spec, config, separate_o_smem=separate_o_smem)
     code = machine_code(spec.key)
@@ -328,7 +328,7 @@ def test_defaults_compile_without_serialised_products(key: str) -> None:
     config = HOPPER_FORWARD.default(Specialization.parse(key), H200)
     code = machine_code(key)
     # spills around the loop cost little, and those of a branch of masked blocks only where blocks are masked
-    assert kernel.spills <= 320
+    assert kernel.spills <= 40
     if config["masked_blocks"] != "branch":
         assert not re.search(r"\b(?:LDL|STL)\b", "".join(softmaxes(code)))
     assert code.count("WARPGROUP.DEPBAR") * 4 < code.count("HGMMA")

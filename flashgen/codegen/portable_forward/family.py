@@ -156,7 +156,7 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
 
 
 DEFAULT_SPILLS = 48
-"""Bytes of a thread, of defaults of plain 16-bit shapes under Triton 3.9; up to 8 under 3.6."""
+"""Bytes of a thread that its defaults spill for plain shapes under Triton 3.9; up to 8 under 3.6."""
 
 FEATURES = frozenset(
     {"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "functions", "q_offset", "deterministic"}
