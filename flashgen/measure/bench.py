@@ -190,13 +190,14 @@ class Bench:
         return state
 
     def hard_case(self, state: State) -> VerificationCase | None:
-        """The workload on its hard data, made once; None where memory does not suffice for both."""
-        if state.hard is None:
-            state.hard = self._hard_case(state.workload)
+        """The workload on its hard data, made once; None where it has none, or memory does not suffice for both."""
+        data = hard_kind(state.workload)
+        if state.hard is None and data is not None:
+            state.hard = self._hard_case(state.workload, data)
             if state.hard is None:
                 self.release()
                 self._states[state.workload] = state
-                state.hard = self._hard_case(state.workload)
+                state.hard = self._hard_case(state.workload, data)
         return state.hard
 
     def candidate(
@@ -256,9 +257,9 @@ class Bench:
     def _make_state(self, workload: Workload) -> State:
         return State(workload=workload, problem=self._problem(workload, NORMAL), baselines={})
 
-    def _hard_case(self, workload: Workload) -> VerificationCase | None:
+    def _hard_case(self, workload: Workload, data: str) -> VerificationCase | None:
         try:
-            return self._problem(workload, hard_kind(workload))
+            return self._problem(workload, data)
         except torch.OutOfMemoryError:
             return None
 

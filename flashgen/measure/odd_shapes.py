@@ -18,7 +18,7 @@ import torch
 
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
-from flashgen.measure.data_kinds import DATA_KINDS, HARD_KINDS, NORMAL
+from flashgen.measure.data_kinds import DATA_KINDS, HARD_KINDS, NORMAL, hard_kinds
 from flashgen.measure.feature_inputs import FeatureForm
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.score_rule import ScoreRule, refuse_uncomputed
@@ -136,7 +136,8 @@ def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
     refuse_uncomputed(spec)
     found = []
     capped = CAP_SHAPES if spec.softcap and spec.direction == "forward" else ()
-    for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ()) + capped + HARD_SHAPES):
+    hard = tuple(shape for shape in HARD_SHAPES if shape.data in hard_kinds(spec.dtype))
+    for number, shape in enumerate(ODD_SHAPES + (WINDOW_SHAPES if spec.window else ()) + capped + hard):
         if shape.early_keys != 1.0 and spec.direction == "backward":
             continue  # it reads statistics, and follows none
         # a causal mask is the right edge

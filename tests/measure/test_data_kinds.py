@@ -90,6 +90,11 @@ def test_the_gate_has_a_case_of_every_hard_kind_with_keys_for_several_blocks(key
     assert "rise by 200" in hard[-1].title
 
 
+def test_tf32_is_judged_on_normal_data_alone() -> None:
+    assert not [shape for shape in odd_shapes(Specialization.parse("bwd-tf32-d64")) if shape.data in HARD_KINDS]
+    assert hard_kind(Workload.parse("tf32-b1-h8-s4096-d64")) is None
+
+
 @pytest.mark.parametrize(
     ("key", "kind"), [("s4096-causal", "rising"), ("s4096", "rising"), ("s4096-causal-wl127", "std20")]
 )
