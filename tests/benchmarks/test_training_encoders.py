@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from benchmarks import curves, training_worker
+from benchmarks.encoder_tables import encoder_claims
 from benchmarks.training_tasks import BERT, PADDED, PATHS, TASKS
 from benchmarks.training_worker import train_bert, train_paths
 from flashgen.tuning.workloads import preset
+from tests.benchmarks.rows import training_row
 
 # the modules of examples/ are found once training_worker is imported
 import attentions  # isort: skip
@@ -172,3 +174,18 @@ def test_the_command_lines_of_the_examples(example: object, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         example.main(["--attention", "none"])  # type: ignore[attr-defined]
     assert "--attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("peers", "named"),
+    [
+        (["sdpa-flash"], "2.00 times the speed of SDPA flash, eager"),
+        (["sdpa-flash", "sdpa-cudnn"], "2.00 times the speed of the fastest of SDPA cuDNN and SDPA flash, eager"),
+    ],
+)
+def test_a_speed_names_the_peers_that_it_was_compared_with(peers: list[str], named: str) -> None:
+    suite = PATHS.suites["eager"]
+    mine = replace(training_row(suite, PATHS.name, "flashgen", 200.0), accuracy=1.0, steps=9)
+    rows = [mine, *(training_row(suite, PATHS.name, peer, 100.0) for peer in peers)]
+    (claim,) = encoder_claims(rows)
+    assert claim[1].endswith(named)
