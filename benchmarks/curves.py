@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.results import Subject
+
 COLUMNS = ("suite", "workload", "impl", "commit", "step")
 """Behind them comes what the file has, its `what`."""
 
@@ -17,10 +19,8 @@ FILES = {LOSS: "training_loss.csv", ACCURACY: "training_accuracy.csv"}
 LAST = 50
 """Steps at the end of a run, over which its loss and accuracy are taken."""
 
-Subject = tuple[str, str, str]
-"""Suite, workload and implementation, as in `Row.subject`."""
-
 Curves = dict[Subject, list[float]]
+"""By suite, workload and implementation, as in `Row.subject`."""
 
 
 def read(path: Path, what: str = LOSS) -> Curves:

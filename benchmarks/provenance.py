@@ -59,6 +59,7 @@ class Provenance:
         extra_bytes: int | None = None,
         outcome: str = "",
         timing: str = "",
+        data: str = "",
         rates: bool = True,
     ) -> Row:
         """A row of today; with `rates`, its TFLOP/s and its GB/s (fewest bytes that the workload can move)."""
@@ -67,6 +68,7 @@ class Provenance:
         return Row(
             suite=suite,
             workload=workload.key,
+            data=data,
             impl=impl,
             impl_version=version,
             extra_bytes=extra_bytes,

@@ -23,6 +23,7 @@ from benchmarks.variants import Entrant, fastest
 from flashgen.core.device import Device
 from flashgen.core.workload import Workload
 from flashgen.measure.baselines import SAME_FUNCTION
+from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.timing import QUEUE, Stopwatch, Unit, Window, make_unit, measure, orders
 
@@ -98,14 +99,16 @@ def race(
     where: torch.device,
     stopwatch: RaceStopwatch,
     pace: Pace,
+    data: str = NORMAL,
 ) -> list[Result]:
-    """Time `impls` against each other on one workload; one result each, in their order.
+    """Time `impls` against each other on one workload and one kind of data; one result each, in their order.
 
     An implementation that refuses the workload, fails, or computes something else gets no time but a reason. The result
     of one with variants has the variant that raced.
     """
     with stopwatch.stream():
-        found = _race(workload, impls, device, where, stopwatch, pace)
+        task = problem(workload, copies=rotation_copies(workload, device.l2_bytes), where=where, data=data)
+        found = _race(workload, impls, task, stopwatch, pace)
     gc.collect()  # graphs and their memory, where a cycle holds them
     return found
 
@@ -121,12 +124,10 @@ class _Entry:
 def _race(
     workload: Workload,
     impls: Sequence[Impl],
-    device: Device,
-    where: torch.device,
+    task: Problem,
     stopwatch: RaceStopwatch,
     pace: Pace,
 ) -> list[Result]:
-    task = problem(workload, copies=rotation_copies(workload, device.l2_bytes), where=where)
     entrants = [_entrant(impl, workload, task, stopwatch) for impl in impls]
     entries = {each.impl.name: each.made for each in entrants if isinstance(each.made, _Entry)}
     reasons = {each.impl.name: each.made for each in entrants if isinstance(each.made, str)}
@@ -176,7 +177,7 @@ def _entry(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch explains at length why a backend was left out
         call = impl.prepare(workload, task.inputs)
-        wrong = _why_wrong(call, task.expected)
+        wrong = _why_wrong(call, task)
         return wrong or _timed(call, task.inputs.copies, stopwatch)
 
 
@@ -195,15 +196,14 @@ def _timed(call: Call, copies: int, stopwatch: RaceStopwatch) -> _Entry | str:
     return _Entry(unit=unit, queued_because=because)
 
 
-def _why_wrong(call: Call, expected: Sequence[torch.Tensor]) -> str | None:
+def _why_wrong(call: Call, task: Problem) -> str | None:
     """Compare each result with what its last heads must be; a call may return fewer of them than are known."""
     with call.context():
         found = call.run(0)
-    for result, right in zip(results_of(found), expected, strict=False):
+    for result, right in zip(results_of(found), task.expected, strict=False):
         if not bool(torch.isfinite(result).all()):
             return "its output is not finite everywhere"
-        part = result[:1, -right.shape[1] :].double()
-        distance = float((part - right).norm() / right.norm().clamp_min(1e-30))
+        distance = task.distance(result, right)
         if not distance <= SAME_FUNCTION:
             return f"it computes something else (relative error {distance:.3g})"
     return None

@@ -29,6 +29,9 @@ COLUMNS = (
 RACE_COLUMNS = (*COLUMNS[:4], "timing", *COLUMNS[4:])
 """Columns of `forward.csv`, `backward.csv` and `forward_backward.csv`."""
 
+DATA_COLUMNS = (*COLUMNS[:2], "data", *RACE_COLUMNS[2:])
+"""Columns of `data.csv`."""
+
 MEMORY_COLUMNS = (*COLUMNS[:4], "extra_bytes", *RACE_COLUMNS[4:])
 """Columns of `memory.csv` and `features.csv`."""
 
@@ -84,6 +87,15 @@ FORMATS = {
 """How numbers are written; the other columns are text."""
 
 
+Subject = tuple[str, ...]
+"""Suite, workload and implementation, and behind them the kind of data where a file has several."""
+
+
+def subject_of(suite: str, workload: str, impl: str, data: str = "") -> Subject:
+    """What a row of these measures."""
+    return (suite, workload, impl, data) if data else (suite, workload, impl)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One result. `median_ms` is the median over windows; `tflops` and `gbps` follow from it; None is an empty cell.
@@ -92,14 +104,16 @@ class Row:
     that was allocated, and `outcome` says whether it came to its end. In no file are `loss_deviation`, the mean
     distance from the losses of the run that it is compared with, and `loss_mean` and `accuracy` of its last steps:
     `training_tables` finds them in the curves. Of a race, `outcome` is the reason why an implementation has no time,
-    and `timing` says how its time was taken, `graph` or `queue`. What repeats of one call differ by is explained in
-    `spread.Spread`. Of a call under the profiler, `hbm_read_bytes`, `hbm_write_bytes` and `l2_bytes` (between L2 and
-    the SMs) are what its `kernels` moved, and `median_ms` is their time. `device`, `torch`, `triton`, `commit` and
-    `date` (UTC) say what a row was measured on and with.
+    `timing` says how its time was taken, `graph` or `queue`, and `data` is the kind of data where a file has several
+    (`flashgen.measure.data_kinds`). What repeats of one call differ by is explained in `spread.Spread`. Of a call under
+    the profiler, `hbm_read_bytes`, `hbm_write_bytes` and `l2_bytes` (between L2 and the SMs) are what its `kernels`
+    moved, and `median_ms` is their time. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was
+    measured on and with.
     """
 
     suite: str
     workload: str
+    data: str = ""
     impl: str
     impl_version: str
     extra_bytes: int | None = None
@@ -136,9 +150,9 @@ class Row:
     date: str
 
     @property
-    def subject(self) -> tuple[str, str, str]:
+    def subject(self) -> Subject:
         """What was measured."""
-        return self.suite, self.workload, self.impl
+        return subject_of(self.suite, self.workload, self.impl, self.data)
 
     @property
     def version(self) -> str:
@@ -203,7 +217,7 @@ class ResultsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_lines([self._columns]), newline="")
 
-    def done(self, commit: str) -> set[tuple[str, str, str]]:
+    def done(self, commit: str) -> set[Subject]:
         """The subjects that have a row of this commit."""
         return {row.subject for row in self.rows if row.commit == commit}
 
@@ -256,7 +270,8 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
     twice = [subject for subject, count in Counter(row.subject for row in rows).items() if count > 1]
     if twice:
         raise ValueError(
-            f"a results file has one row for each suite, workload and implementation; {path} has more for {twice[0]}"
+            "a results file has one row for each suite, workload, implementation and kind of data; "
+            f"{path} has more for {twice[0]}"
         )
     return rows
 

@@ -16,11 +16,13 @@ import torch
 from benchmarks import fa2, fa4, flex, impls
 from benchmarks.forward import line_of
 from benchmarks.impls import IMPLS, Call, Impl
-from benchmarks.problems import last_heads
+from benchmarks.problems import last_heads, problem
 from benchmarks.race import Pace, Result, race
 from flashgen.core.device import CATALOGUE
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
+from flashgen.measure.baselines import SAME_FUNCTION
+from flashgen.measure.data_kinds import DATA_KINDS, HARD_KINDS, NORMAL
 from flashgen.measure.feature_inputs import SOFTCAP
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.reference import oracle
@@ -126,8 +128,8 @@ def impl_of(
     return Impl(name=name, version=lambda: "1", unsupported=lambda workload: None, prepare=prepare, share=share)
 
 
-def raced(gpu: FakeGpu, *entrants: Impl) -> list[Result]:
-    return race(SQUARE, entrants, device=CATALOGUE[0], where=CPU, stopwatch=gpu, pace=PACE)
+def raced(gpu: FakeGpu, *entrants: Impl, data: str = NORMAL) -> list[Result]:
+    return race(SQUARE, entrants, device=CATALOGUE[0], where=CPU, stopwatch=gpu, pace=PACE, data=data)
 
 
 def test_turns_are_balanced_and_windows_sustained() -> None:
@@ -213,6 +215,48 @@ def test_wrong_failing_and_refusing_implementations_get_reasons_and_the_others_t
     }
     assert len(results[0].windows) == PACE.rounds
     assert all(not result.windows for result in results[1:])
+
+
+def without_mask(gpu: FakeGpu) -> Impl:
+    """Right but for the causal mask."""
+    impl = impl_of(gpu, "without mask", 3.0)
+    return replace(impl, prepare=lambda workload, inputs: impl.prepare(replace(workload, causal=False), inputs))
+
+
+@pytest.mark.parametrize("data", DATA_KINDS)
+def test_a_forgotten_mask_is_seen_on_every_kind_of_data(data: str) -> None:
+    """Also where one key takes nearly all of the weight, so that in most rows a mask changes nothing."""
+    gpu = FakeGpu()
+    good, wrong = raced(gpu, impl_of(gpu, "good", 3.0), without_mask(gpu), data=data)
+    assert good.reason is None
+    assert wrong.reason is not None
+    assert "it computes something else" in wrong.reason
+
+
+def test_inputs_are_of_the_kind_of_data() -> None:
+    tasks = {name: problem(SQUARE, copies=1, where=CPU, data=name) for name in DATA_KINDS}
+    assert not torch.equal(tasks["rising"].inputs.k[0], tasks[NORMAL].inputs.k[0])
+    assert torch.equal(tasks["std8"].inputs.q[0], 8 * tasks[NORMAL].inputs.q[0])
+    assert [name for name, task in tasks.items() if task.every_row] == list(HARD_KINDS)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("data", DATA_KINDS)
+def test_rounding_is_far_from_another_function_on_every_kind_of_data(data: str, dtype: str) -> None:
+    workload = Workload(batch=1, nheads=2, seqlen_q=512, head_dim=64, causal=True, dtype=dtype)
+    task = problem(workload, copies=1, where=CPU, data=data)
+    q, k, v = (group[0] for group in (task.inputs.q, task.inputs.k, task.inputs.v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert 0 < replace(task, every_row=True).distance(out, task.expected[0]) < SAME_FUNCTION / 10
+
+
+def test_one_wrong_row_is_seen_on_hard_data() -> None:
+    task = problem(SQUARE, copies=1, where=CPU, data="peak")
+    (right,) = task.expected
+    out = right.repeat(1, SQUARE.nheads, 1, 1)
+    out[0, -1, 7] *= 0.9
+    assert task.distance(out, right) == pytest.approx(0.1)
+    assert replace(task, every_row=False).distance(out, right) < SAME_FUNCTION
 
 
 def close(call: Call, workload: Workload, inputs: Inputs) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.results import (
     COLUMNS,
+    DATA_COLUMNS,
     MEMORY_COLUMNS,
     OUTCOME_COLUMNS,
     RACE_COLUMNS,
@@ -31,6 +32,7 @@ def test_columns_are_the_promised_ones(tmp_path: Path) -> None:
     assert ",123.5," in line
     assert line.endswith(",Test GPU,2.11.0,3.6.0,0123456789ab,2026-11-20")
     assert [name for name in RACE_COLUMNS if name != "timing"] == list(COLUMNS)
+    assert [name for name in DATA_COLUMNS if name != "data"] == list(RACE_COLUMNS)
     assert [name for name in MEMORY_COLUMNS if name != "extra_bytes"] == list(RACE_COLUMNS)
     assert [name for name in OUTCOME_COLUMNS if name != "outcome"] == list(RACE_COLUMNS)
 
