@@ -10,27 +10,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 import flashgen
-from benchmarks.flex_variants import CHOICES, with_flex
+from benchmarks.flex_variants import CHOICES, FLEX, with_flex
 from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.problems import forward_of
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, race
-from benchmarks.results import RACE_COLUMNS, ResultsFile, Row
-from benchmarks.suites import SUITES, select, work_of
+from benchmarks.results import RACE_COLUMNS, ResultsFile, Row, Subject, subject_of
+from benchmarks.suites import FP16_SUITE, SUITES, select, work_of
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.launch.gpu import current_device
 from flashgen.measure import gpu
+from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.timing import CudaStopwatch, median_clock
 from flashgen.tuning.shards import Shard
 
-DEFAULT_SUITES = ("forward",)
+DEFAULT_SUITES = ("forward", FP16_SUITE)
 
 WHOLE = Shard(index=0, count=1)
 
@@ -39,6 +42,30 @@ REASON_LENGTH = 160
 
 Racer = Callable[[Workload, Sequence[Impl]], list[Result]]
 Say = Callable[[str], None]
+
+
+class DataRacer(Protocol):
+    """A racer that is told the kind of data, too."""
+
+    def __call__(self, workload: Workload, wanted: Sequence[Impl], /, *, data: str = NORMAL) -> list[Result]:
+        """Race on `data`, a name of `flashgen.measure.data_kinds`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One race. `data` is what its rows say of their data: nothing in files whose rows are all of normal data."""
+
+    suite: str
+    workload: Workload
+    data: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.workload.key} {self.data}".rstrip()
+
+    def subject(self, impl: str) -> Subject:
+        """That of the row of an implementation."""
+        return subject_of(self.suite, self.workload.key, impl, self.data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(runs, impls, file, provenance, racer, shard=shard, limit_s=options.limit_seconds, say=say)
 
 
-def racer_of(options: argparse.Namespace, provenance: Provenance) -> Racer:
+def racer_of(options: argparse.Namespace, provenance: Provenance) -> DataRacer:
     """Races on this process's first GPU, as the options say; prints what serves flashgen's call."""
     device = current_device()
     pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
@@ -68,10 +95,10 @@ def racer_of(options: argparse.Namespace, provenance: Provenance) -> Racer:
     for other in gpu.other_processes():
         say(f"warning: another process uses this GPU: {other}")
 
-    def racer(workload: Workload, wanted: Sequence[Impl]) -> list[Result]:
+    def racer(workload: Workload, wanted: Sequence[Impl], /, *, data: str = NORMAL) -> list[Result]:
         if any(impl.name == "flashgen" for impl in wanted):
             say(f"  {served_by(workload)}")
-        found = race(workload, wanted, device=device, where=where, stopwatch=stopwatch, pace=pace)
+        found = race(workload, wanted, device=device, where=where, stopwatch=stopwatch, pace=pace, data=data)
         torch.cuda.empty_cache()
         return found
 
@@ -91,26 +118,52 @@ def run(
     say: Say,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Race every workload of the shard that the file does not have yet, and write its rows together.
+    """Race every workload of the shard that the file does not have yet, as `run_jobs` does."""
+    jobs = [Job(suite=suite, workload=workload) for suite, workloads in suites for workload in workloads]
+    return run_jobs(
+        jobs[shard.index :: shard.count],
+        impls,
+        file,
+        provenance,
+        lambda job, wanted: racer(job.workload, wanted),
+        reasons=reasons,
+        limit_s=limit_s,
+        say=say,
+        clock=clock,
+    )
 
-    A workload is skipped as soon as one of the wanted implementations has a row of this commit: rows that are compared
+
+def run_jobs(
+    jobs: Sequence[Job],
+    impls: Sequence[Impl],
+    file: ResultsFile,
+    provenance: Provenance,
+    racer: Callable[[Job, Sequence[Impl]], list[Result]],
+    *,
+    reasons: bool = False,
+    limit_s: float = float("inf"),
+    say: Say,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Run every race that the file does not have yet, and write its rows together.
+
+    A race is skipped as soon as one of the wanted implementations has a row of this commit: rows that are compared
     come from one race. No new race starts if the longest one so far would end after `limit_s` seconds. With `reasons`,
     an implementation that has no time has a row as well.
     """
     started, longest, missing = clock(), 0.0, 0
-    jobs = [(suite, workload) for suite, workloads in suites for workload in workloads][shard.index :: shard.count]
     done = file.done(provenance.commit)
-    jobs = [(s, w) for s, w in jobs if not any((s, w.key, impl.name) in done for impl in impls)]
-    for number, (suite, workload) in enumerate(jobs):
+    jobs = [job for job in jobs if not any(job.subject(impl.name) in done for impl in impls)]
+    for number, job in enumerate(jobs):
         begun = clock()
         if begun - started + longest > limit_s:
             say(f"stopped at the time limit, {len(jobs) - number} workloads left: run again with --append")
             break
-        say(f"[{number + 1}/{len(jobs)}] {workload.key}  ({begun - started:.0f} s)")
-        results = racer(workload, impls)
-        file.write(_row(provenance, suite, workload, each) for each in results if reasons or each.reason is None)
+        say(f"[{number + 1}/{len(jobs)}] {job}  ({begun - started:.0f} s)")
+        results = racer(job, impls)
+        file.write(_row(provenance, job, each) for each in results if reasons or each.reason is None)
         for result in results:
-            say(f"  {line_of(workload, result, suite)}")
+            say(f"  {line_of(job.workload, result, job.suite)}")
             for trial in result.trials:
                 say(f"    {trial}")
             missing += result.impl.name == "flashgen" and result.reason is not None
@@ -119,17 +172,18 @@ def run(
     return 1 if missing else 0
 
 
-def _row(provenance: Provenance, suite: str, workload: Workload, result: Result) -> Row:
+def _row(provenance: Provenance, job: Job, result: Result) -> Row:
     timed = result.reason is None
     return provenance.row(
-        suite,
-        workload,
+        job.suite,
+        job.workload,
         result.impl.name,
         result.impl.version(),
         median_ms=result.median_ms if timed else None,
         extra_bytes=result.extra_bytes,
         outcome=(result.reason or "")[:REASON_LENGTH],
         timing=result.timing,
+        data=job.data,
     )
 
 
@@ -178,7 +232,9 @@ def say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forward", description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
-    parser.add_argument("--suite", action="append", choices=sorted(SUITES), help="default: forward")
+    parser.add_argument(
+        "--suite", action="append", choices=sorted(SUITES), help=f"default: {' and '.join(DEFAULT_SUITES)}"
+    )
     add_race_arguments(parser, IMPLS)
     return parser
 
@@ -187,7 +243,9 @@ def add_race_arguments(parser: argparse.ArgumentParser, impls: Sequence[Impl]) -
     """The options of benchmarks that race implementations on workloads."""
     parser.add_argument("--only", action="append", default=[], help="pattern of workload keys, e.g. '*-d128-causal'")
     parser.add_argument("--impls", default=",".join(impl.name for impl in impls), help="default: %(default)s")
-    parser.add_argument("--flex", choices=CHOICES, default=CHOICES[0], help="variants of FlexAttention (%(default)s)")
+    if any(impl.name == FLEX for impl in impls):
+        variants = "variants of FlexAttention (%(default)s)"
+        parser.add_argument("--flex", choices=CHOICES, default=CHOICES[0], help=variants)
     parser.add_argument("--warm", type=float, default=0.1, help="seconds of a visit before its window (%(default)s)")
     parser.add_argument("--window", type=float, default=0.25, help="seconds of a window (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="visits of each implementation (%(default)s)")

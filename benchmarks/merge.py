@@ -16,20 +16,23 @@ from pathlib import Path
 
 from benchmarks import curves
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE, memory_grid, training_grid
-from benchmarks.results import RESULTS, ResultsFile, Row, header_of, read_rows
+from benchmarks.results import RESULTS, ResultsFile, Row, Subject, header_of, read_rows
 from benchmarks.speedup import SPEEDUP_SUITE, speedup_grid
 from benchmarks.suites import (
     BACKWARD_SUITE,
     BOTH_PASSES,
+    DATA_SUITE,
     MODELS,
     SUITES,
     backward_grid,
+    data_grid,
     features_grid,
     model_workloads,
     window_grid,
 )
 from benchmarks.training_tasks import TASKS
 from flashgen.core.workload import Workload
+from flashgen.measure.data_kinds import DATA_KINDS
 
 
 def training_workloads(suite: str) -> tuple[Workload, ...]:
@@ -44,6 +47,7 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     **{name: partial(model_workloads, name) for name in MODELS},
     "features": features_grid,
     "window": window_grid,
+    DATA_SUITE: data_grid,
     MEMORY_SUITE: memory_grid,
     TRAINING_SUITE: training_grid,
     SPEEDUP_SUITE: speedup_grid,
@@ -54,6 +58,9 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
 }
 """The workloads of each suite that several GPUs may share, both in the order of the files. A suite that is not here is
 taken as it is."""
+
+KINDS: Mapping[str, Sequence[str]] = {DATA_SUITE: tuple(DATA_KINDS)}
+"""The kinds of data of a suite that has each of its workloads on several; the rows of all others name none."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,13 +112,13 @@ def _rows(paths: Sequence[Path]) -> list[Row]:
         _refuse_several(f"{field} of all rows of {name}", (getattr(row, field) for row in rows))
     for impl in {row.impl for row in rows}:
         _refuse_several(f"version of {impl} in {name}", (row.version for row in rows if row.impl == impl))
-    seen: set[tuple[str, str, str]] = set()
+    seen: set[Subject] = set()
     for row in rows:
         if row.subject in seen:
             raise ValueError(f"a row of {name} is in one folder alone, got {' '.join(row.subject)} twice")
         seen.add(row.subject)
     _refuse_missing(name, rows)
-    return sorted(rows, key=lambda row: _place(row.suite, row.workload))
+    return sorted(rows, key=lambda row: (_place(row.suite, row.workload), _place_of_kind(row)))
 
 
 def _refuse_several(what: str, values: Iterable[str]) -> None:
@@ -122,8 +129,9 @@ def _refuse_several(what: str, values: Iterable[str]) -> None:
 
 def _refuse_missing(name: str, rows: Sequence[Row]) -> None:
     for suite in {row.suite for row in rows} & GRIDS.keys():
-        there = {row.workload for row in rows if row.suite == suite}
-        missing = [key for key in _keys(suite) if key not in there]
+        there = {(row.workload, row.data) for row in rows if row.suite == suite}
+        wanted = ((key, kind) for key in _keys(suite) for kind in KINDS.get(suite, ("",)))
+        missing = [f"{key} {kind}".rstrip() for key, kind in wanted if (key, kind) not in there]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(f"{name} has every workload of the suite {suite}; no folder has {missing[0]}{more}")
@@ -135,6 +143,11 @@ def _place(suite: str, workload: str) -> tuple[int, int]:
         return len(GRIDS), 0
     keys = _keys(suite)
     return list(GRIDS).index(suite), keys.index(workload) if workload in keys else len(keys)
+
+
+def _place_of_kind(row: Row) -> int:
+    kinds = KINDS.get(row.suite, ())
+    return kinds.index(row.data) if row.data in kinds else len(kinds)
 
 
 @cache

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.markdown import image, mean, provenance, table_row, variants
+from benchmarks.markdown import image, listed, mean, provenance, table_row, variants
 from benchmarks.results import Row
-from benchmarks.suites import BACKWARD_SUITE, BOTH_PASSES
+from benchmarks.suites import BACKWARD_SUITE, BOTH_PASSES, FP16_SUITE
 from flashgen.core.workload import Workload
 
 FORWARD_SUITE = "forward"
 RACES = {
     FORWARD_SUITE: "Forward pass",
+    FP16_SUITE: "Forward pass in fp16",
     BACKWARD_SUITE: "Backward pass",
     BOTH_PASSES: "Forward and backward pass together",
 }
@@ -20,6 +21,7 @@ RACES = {
 
 DETAILS = {
     FORWARD_SUITE: "",
+    FP16_SUITE: "",
     BACKWARD_SUITE: " Operations of a backward pass count as 2.5 times those of the forward pass.",
     BOTH_PASSES: " Called through autograd as in training; operations count as 3.5 times those of the forward pass.",
 }
@@ -83,9 +85,10 @@ def race_parts(device_slug: str, rows: Sequence[Row], suite: str, charts: Sequen
 
 def _text(rows: Sequence[Row], suite: str) -> str:
     used = [row for row in rows if row.suite == suite]
+    dtypes = listed(Workload.parse(row.workload).dtype for row in used)
     return (
-        f"{RACES[suite]} in TFLOP/s: bf16, 16k tokens, hidden size 2048 (batch 16384 / seqlen, heads 2048 / head_dim)."
-        f"{DETAILS[suite]} "
+        f"{RACES[suite]} in TFLOP/s: {dtypes}, 16k tokens, hidden size 2048 (batch 16384 / seqlen, "
+        f"heads 2048 / head_dim).{DETAILS[suite]} "
         "Medians of sustained windows; all implementations take turns in one process; flashgen serves generated "
         f"kernels only.{variants(used)} {provenance(used)}"
     )

@@ -19,6 +19,7 @@ from benchmarks.markdown import RAW
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE
 from benchmarks.race_tables import RACES
 from benchmarks.results import RESULTS, Row, read_rows
+from benchmarks.suites import DATA_SUITE
 from benchmarks.summary_tables import summary
 from benchmarks.tables import block
 from benchmarks.training_tables import compared
@@ -48,6 +49,7 @@ FILES = (
     "forward.csv",
     "backward.csv",
     "forward_backward.csv",
+    "data.csv",
     "models.csv",
     "features.csv",
     "memory.csv",
@@ -58,6 +60,7 @@ FILES = (
 )
 CHARTS = {
     **{suite: suite for suite in RACES},
+    "data": DATA_SUITE,
     "memory": MEMORY_SUITE,
     "training": EAGER_SUITE,
     "bert": BERT_SUITE,
@@ -117,7 +120,7 @@ def draw(devices: dict[str, list[Row]], images: Path, results: Path) -> None:
     Raises:
         ValueError: the file of losses is damaged.
     """
-    from benchmarks import charts, io_chart
+    from benchmarks import charts, data_chart, io_chart
 
     for slug, rows in devices.items():
         for name in charts_of(slug, rows):
@@ -128,6 +131,8 @@ def draw(devices: dict[str, list[Row]], images: Path, results: Path) -> None:
                 _draw_training(images / name, stem, rows, results / slug)
             elif stem == "training_memory":
                 charts.training_memory_chart(images / name, rows)
+            elif stem == "data":
+                data_chart.data_chart(images / name, rows)
             elif stem == "io":
                 io_chart.io_chart(images / name, rows)
             else:

@@ -30,6 +30,29 @@ def backward_grid() -> tuple[Workload, ...]:
     return tuple(replace(workload, direction="backward") for workload in paper_grid())
 
 
+def fp16_grid() -> tuple[Workload, ...]:
+    """The same grid in fp16."""
+    return tuple(replace(workload, dtype="fp16") for workload in paper_grid())
+
+
+DATA_HEAD_DIMS = (64, 96, 128, 256)
+DATA_SEQLENS = (2048, 16384)
+
+
+def data_grid() -> tuple[Workload, ...]:
+    """Short and long sequences of the grid and heads of 96 (rounded down to whole heads), in bf16 and in fp16.
+
+    Masks alternate, so that of two shards each compiles the kernels of one mask.
+    """
+    return tuple(
+        Workload(batch=TOKENS // s, nheads=HIDDEN // d, seqlen_q=s, head_dim=d, causal=causal, dtype=dtype)
+        for dtype in ("bf16", "fp16")
+        for d in DATA_HEAD_DIMS
+        for s in DATA_SEQLENS
+        for causal in (False, True)
+    )
+
+
 FEATURES: tuple[dict[str, object], ...] = (
     {"head_dim": 128, "causal": True, "window_left": 1023},
     {"head_dim": 128, "window_left": 512, "window_right": 512},
@@ -101,7 +124,15 @@ def model_workloads(name: str) -> tuple[Workload, ...]:
     return tuple(workload for workload in preset(name).workloads if workload.direction == "forward")
 
 
-SUITES: dict[str, Callable[[], tuple[Workload, ...]]] = {"forward": paper_grid, "presets": preset_workloads}
+FP16_SUITE = "forward_fp16"
+SUITES: dict[str, Callable[[], tuple[Workload, ...]]] = {
+    "forward": paper_grid,
+    FP16_SUITE: fp16_grid,
+    "presets": preset_workloads,
+}
+"""Suites of `forward.csv`."""
+
+DATA_SUITE = "data"
 
 BACKWARD_SUITE, BOTH_PASSES = "backward", "forward_backward"
 """Suites of training; a row of the second is a forward and a backward pass, and its workload the backward pass's."""

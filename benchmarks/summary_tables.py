@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.data_tables import data_sentence
 from benchmarks.markdown import by_workload, image, mean, provenance, table_row
 from benchmarks.race_tables import FORWARD_SUITE, RACES, TITLES, Line, lines_of
 from benchmarks.results import Row
-from benchmarks.suites import BACKWARD_SUITE, BOTH_PASSES, MODELS
+from benchmarks.suites import BACKWARD_SUITE, BOTH_PASSES, DATA_SUITE, FP16_SUITE, MODELS
 from benchmarks.tables import FEATURE_PEERS, FEATURES_SUITE
 from benchmarks.training_tables import MODES
 from benchmarks.training_tasks import BERT, PADDED
@@ -25,7 +26,12 @@ ANY_SDPA = ("sdpa", "sdpa-efficient")
 """What stands under SDPA with a mask: what torch chooses, and the backend that it is likely to be. Without a mask its
 choice is one of the backends that have a column."""
 
-PASSES = {FORWARD_SUITE: "Forward", BACKWARD_SUITE: "Backward", BOTH_PASSES: "Both passes"}
+PASSES = {
+    FORWARD_SUITE: "Forward",
+    FP16_SUITE: "Forward, fp16",
+    BACKWARD_SUITE: "Backward",
+    BOTH_PASSES: "Both passes",
+}
 
 LEVEL = 0.02
 """Of two runs of one kernel, the times differ by as much: a peer that is ahead by less is level."""
@@ -63,7 +69,7 @@ class Group:
 
 
 def summary(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> str:
-    """What README says of one device: a chart of the forward pass, the table, and where it was measured.
+    """What README says of one device: a chart of the forward pass, the table, data, and where it was measured.
 
     Args:
         device_slug: the folder of the results, which is in the names of the charts.
@@ -73,11 +79,12 @@ def summary(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> 
     found = [group for group in groups(rows) if group.ratios(PEERS)]
     if not found:
         return ""
-    suites = {*RACES, *MODELS, *MODES, *BERT.suites.values(), *PADDED.suites.values(), FEATURES_SUITE}
+    suites = {*RACES, *MODELS, *MODES, *BERT.suites.values(), *PADDED.suites.values(), FEATURES_SUITE, DATA_SUITE}
     parts = [
         *image(charts, f"{FORWARD_SUITE}_{device_slug}", f"{RACES[FORWARD_SUITE]} in TFLOP/s on {rows[0].device}"),
         _table(found),
         _standing(found),
+        *data_sentence(rows),
         provenance([row for row in rows if row.suite in suites]),
     ]
     return "\n\n".join(parts) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.data_tables import data_parts
 from benchmarks.io_tables import io_parts
 from benchmarks.markdown import by_workload, image, mean, provenance, table_row, variants
 from benchmarks.memory import MEMORY_SUITE, fit_of
@@ -46,6 +47,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
     parts = [f"## {rows[0].device}"]
     for suite in RACES:
         parts += race_parts(device_slug, rows, suite, charts)
+    parts += data_parts(device_slug, rows, charts)
     parts += training_parts(device_slug, rows, charts)
     parts += model_parts(rows)
     if any(row.suite == FEATURES_SUITE for row in rows):

@@ -8,11 +8,12 @@ from pathlib import Path
 from benchmarks import curves
 from benchmarks.memory import memory_grid, tensors_bytes, training_grid
 from benchmarks.provenance import Provenance
-from benchmarks.results import MEMORY_COLUMNS, TRAINING_COLUMNS, ResultsFile, Row
+from benchmarks.results import DATA_COLUMNS, MEMORY_COLUMNS, TRAINING_COLUMNS, ResultsFile, Row
 from benchmarks.speedup import speedup_grid
-from benchmarks.suites import backward_grid, paper_grid
+from benchmarks.suites import DATA_SUITE, FP16_SUITE, backward_grid, data_grid, fp16_grid, paper_grid
 from benchmarks.training_tasks import TASKS
 from flashgen.core.workload import Workload
+from flashgen.measure.data_kinds import DATA_KINDS
 
 SHARED = Provenance(device="Test GPU", slug="test_gpu", torch="2.11.0", triton="3.6.0", commit="0123456789ab")
 DATE = "2026-11-20"
@@ -77,6 +78,27 @@ def write_results(results: Path) -> None:
     # TFLOP/s: 33.8, 16.9 and 8.5 us
     speeds = {"sdpa-flash": 1.0, "flashgen/same-pointers/descriptor": 2.0, "flashgen/same-pointers/pointer": 4.0}
     overhead.write(row(small, impl, speed, suite="overhead") for impl, speed in speeds.items())
+
+
+def write_data(results: Path) -> None:
+    """data.csv: every workload on every kind, each slowing flashgen down; FA3 has no fp16."""
+    file = ResultsFile(results / SHARED.slug / "data.csv", DATA_COLUMNS)
+    for workload in data_grid():
+        for kind, mine in zip(DATA_KINDS, (800.0, 600.0, 480.0, 360.0, 200.0), strict=True):
+            speeds = {"flashgen": mine, "sdpa-cudnn": 500.0, "fa3": 400.0}
+            rows = [row(workload, impl, speed, suite=DATA_SUITE) for impl, speed in speeds.items()]
+            file.write(
+                replace(each, data=kind, timing="graph")
+                for each in rows
+                if (workload.dtype, each.impl) != ("fp16", "fa3")
+            )
+
+
+def write_fp16(results: Path) -> None:
+    """The grid in fp16 behind what forward.csv has; the wheel of FA3 has no fp16."""
+    file = ResultsFile(results / SHARED.slug / "forward.csv", append=True)
+    for workload in fp16_grid():
+        file.write(row(workload, impl, speed, suite=FP16_SUITE) for impl, speed in SPEED.items() if impl != "fa3")
 
 
 def write_training(results: Path) -> None:

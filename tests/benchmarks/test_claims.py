@@ -18,7 +18,7 @@ import pytest
 from benchmarks.memory import TRAINING_SUITE
 from benchmarks.report import load
 from benchmarks.results import RESULTS, Row
-from benchmarks.suites import BACKWARD_SUITE, BOTH_PASSES, MODELS
+from benchmarks.suites import BACKWARD_SUITE, BOTH_PASSES, FP16_SUITE, MODELS
 from benchmarks.training_tables import MODES
 from benchmarks.training_tasks import BERT, PADDED
 from flashgen.codegen.families import FAMILIES
@@ -136,7 +136,7 @@ def standing(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
 def against_the_best(rows: Sequence[Row]) -> Iterator[float]:
     """The speed of flashgen over that of the fastest other implementation of each workload in README's table."""
     training = {*MODES, *BERT.suites.values(), *PADDED.suites.values()}
-    suites = {"forward", BACKWARD_SUITE, BOTH_PASSES, "features", *MODELS, *training}
+    suites = {"forward", FP16_SUITE, BACKWARD_SUITE, BOTH_PASSES, "features", *MODELS, *training}
     speeds: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in rows:
         speed = row.tokens_per_s if row.suite in training else row.tflops

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import backward, features, forward, models
+from benchmarks import backward, data, features, forward, models
 from benchmarks.forward import chosen, line_of, run
 from benchmarks.impls import IMPLS, Impl
 from benchmarks.race import Result
 from benchmarks.results import ResultsFile, read_rows
-from benchmarks.suites import SUITES, paper_grid, select
+from benchmarks.suites import FP16_SUITE, SUITES, paper_grid, select
 from flashgen.core.workload import Workload
 from flashgen.measure.timing import Window
 from flashgen.tuning.shards import Shard
@@ -55,6 +56,12 @@ def test_grid_is_the_papers() -> None:
     assert [len(select(grid, [p])) for p in ("*-d128-causal", "*sq16384*", "nothing")] == [6, 6, 0]
     assert select(grid, []) == grid
     assert all(len(set(make())) == len(make()) for make in SUITES.values())
+
+
+def test_the_grid_in_fp16_stands_beside_the_papers() -> None:
+    assert [replace(w, dtype="bf16") for w in SUITES[FP16_SUITE]()] == list(paper_grid())
+    assert {w.dtype for w in SUITES[FP16_SUITE]()} == {"fp16"}
+    assert forward.DEFAULT_SUITES == ("forward", FP16_SUITE)
 
 
 def test_rows_are_medians_with_rates(tmp_path: Path) -> None:
@@ -114,7 +121,7 @@ def test_shards_part_the_workloads(tmp_path: Path) -> None:
 
 
 def test_a_wrong_shard_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for main in (forward.main, backward.main, models.main, features.main):
+    for main in (forward.main, backward.main, models.main, features.main, data.main):
         with pytest.raises(SystemExit) as done:
             main(["--shard", "2/2", "--commit", "abc"])
         assert done.value.code == 2

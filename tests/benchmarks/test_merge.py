@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks import curves
 from benchmarks.merge import GRIDS, main, merge
-from benchmarks.results import RACE_COLUMNS, RESULTS, TRAINING_COLUMNS, ResultsFile, Row, read_rows
-from benchmarks.suites import paper_grid
+from benchmarks.results import DATA_COLUMNS, RACE_COLUMNS, RESULTS, TRAINING_COLUMNS, ResultsFile, Row, read_rows
+from benchmarks.suites import DATA_SUITE, data_grid, paper_grid
 from benchmarks.training_tasks import EAGER_SUITE
+from flashgen.measure.data_kinds import DATA_KINDS
 from tests.benchmarks.rows import SHARED, row, training_row
 
 ROWS = [row(workload, impl, 100.0) for workload in paper_grid() for impl in ("flashgen", "flex")]
@@ -66,6 +67,34 @@ def test_runs_of_training_are_merged_with_their_losses(tmp_path: Path) -> None:
     curves.append(folders[1] / SHARED.slug / "training_loss.csv", found[0].subject, found[0].commit, [9.0])
     with pytest.raises(ValueError, match="a curve is in one file alone, got training "):
         merge(folders, tmp_path / "into")
+
+
+def data_rows() -> list[Row]:
+    """flashgen on every workload and every kind of data."""
+    every = [(workload, kind) for workload in data_grid() for kind in DATA_KINDS]
+    return [replace(row(workload, "flashgen", 100.0, suite=DATA_SUITE), data=kind) for workload, kind in every]
+
+
+@pytest.mark.parametrize("by", ["workload", "data"])
+def test_kinds_of_data_are_merged_however_they_were_shared(by: str, tmp_path: Path) -> None:
+    rows, name = data_rows(), f"{SHARED.slug}/data.csv"
+    of_first = set(sorted({getattr(each, by) for each in rows})[::2])
+    folders = [
+        write(tmp_path / folder, [each for each in rows if (getattr(each, by) in of_first) == mine], name, DATA_COLUMNS)
+        for folder, mine in (("a", True), ("b", False))
+    ]
+    (path,) = merge(folders[::-1], tmp_path / "into")
+    assert [each.subject for each in read_rows(path, DATA_COLUMNS)] == [each.subject for each in rows]
+
+
+def test_a_kind_of_data_that_nobody_has_is_refused(tmp_path: Path) -> None:
+    rows, name = data_rows(), f"{SHARED.slug}/data.csv"
+    missing = [each for each in rows if each.data != "peak" or each.workload != data_grid()[1].key]
+    with pytest.raises(ValueError, match=f"data.csv has every .* no folder has {data_grid()[1].key} peak$"):
+        merge([write(tmp_path / "a", missing, name, DATA_COLUMNS)], tmp_path / "into")
+    twice = [write(tmp_path / folder, rows, name, DATA_COLUMNS) for folder in ("b", "c")]
+    with pytest.raises(ValueError, match=r"in one folder alone, got data fwd-.* flashgen randn twice"):
+        merge(twice, tmp_path / "into")
 
 
 @pytest.mark.parametrize(

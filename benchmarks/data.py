@@ -1,0 +1,81 @@
+"""Forward pass on every kind of data, sustained, beside other implementations: writes `results/<device>/data.csv`.
+
+python -m benchmarks.data [--only 'fwd-fp16-*'] [--data rising] [--impls flashgen,fa3] [--append]
+
+A kernel of online softmax may be slower where scores are large, peaked or rising: normal random numbers never show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.forward import Job, add_race_arguments, chosen, racer_of, run_jobs, say
+from benchmarks.impls import IMPLS
+from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.results import DATA_COLUMNS, ResultsFile
+from benchmarks.suites import DATA_SUITE, data_grid, select
+from flashgen.core.errors import FlashgenError
+from flashgen.core.workload import Workload
+from flashgen.measure.data_kinds import DATA_KINDS
+from flashgen.tuning.shards import Shard
+
+NAMES = ("flashgen", "sdpa-cudnn", "sdpa-flash", "fa3", "fa4")
+PEERS = tuple(impl for impl in IMPLS if impl.name in NAMES)
+
+PACE = {"warm": 0.05, "window": 0.1, "rounds": 2}
+"""Shorter visits than in `forward`: five times as many races, of which each compares kernels of one workload."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done (or stopped at the time limit), 1 if flashgen has no row where it should have one."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        impls = chosen(options.impls, PEERS)
+        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
+        path = options.results / provenance.slug / "data.csv"
+        file = ResultsFile(path, DATA_COLUMNS, append=options.append, commit=provenance.commit)
+    except (FlashgenError, ValueError) as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        serve_generated(options.db, Path(scratch))
+        jobs = data_jobs(select(data_grid(), options.only), options.data or DATA_KINDS, shard)
+        racer = racer_of(options, provenance)
+        return run_jobs(
+            jobs,
+            impls,
+            file,
+            provenance,
+            lambda job, wanted: racer(job.workload, wanted, data=job.data),
+            limit_s=options.limit_seconds,
+            say=say,
+        )
+
+
+def data_jobs(workloads: Sequence[Workload], kinds: Iterable[str], shard: Shard) -> list[Job]:
+    """Every kind of data of each workload of the shard: one card measures them all, with kernels compiled once."""
+    names = tuple(kinds)
+    return [
+        Job(suite=DATA_SUITE, workload=workload, data=name)
+        for workload in workloads[shard.index :: shard.count]
+        for name in names
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=(__doc__ or "").split("\n")[0])
+    add_arguments(parser)
+    parser.add_argument("--data", action="append", choices=list(DATA_KINDS), help="a kind of data; default: all")
+    add_race_arguments(parser, PEERS)
+    parser.set_defaults(**PACE)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
