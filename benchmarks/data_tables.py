@@ -90,7 +90,7 @@ def _text(used: Sequence[Row]) -> str:
     return (
         f"The forward pass on q and k of several kinds ({meanings}): {_extent(used)}, 16k tokens, hidden size 2048 in "
         "whole heads. A cell has the TFLOP/s of flashgen and, behind them, over those of the fastest peer on the same "
-        "data. All implementations of a workload and a kind take turns in one race, and each is compared with float64 "
+        f"data, bold below {KEPT}. All implementations of a workload and a kind take turns in one race, and each is compared with float64 "
         f"on that data before. {provenance(used)}"
     )
 
@@ -146,4 +146,7 @@ def _cell(line: Line | None) -> str:
     if line is None or mine is None:
         return "-"
     best, ratio = fastest(line, BEST), line.ratio(BEST)
-    return f"{mine[1]:.0f}" if best is None else f"{mine[1]:.0f} ({ratio:.2f} of {TITLES[best[0]]})"
+    if best is None or ratio is None:
+        return f"{mine[1]:.0f}"
+    text = f"{mine[1]:.0f} ({ratio:.2f} of {TITLES[best[0]]})"
+    return text if ratio >= KEPT else f"**{text}**"

@@ -87,16 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def racer_of(options: argparse.Namespace, provenance: Provenance) -> DataRacer:
-    """Races on this process's first GPU, as the options say; prints what serves flashgen's call."""
+    """Races on this process's first GPU, as the options say; prints once a workload what serves flashgen's call."""
     device = current_device()
     pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
     stopwatch, where = CudaStopwatch(gpu.sm_clock_mhz), torch.device("cuda", 0)
     say(f"{device.name}, torch {provenance.torch}, triton {provenance.triton}, commit {provenance.commit}")
     for other in gpu.other_processes():
         say(f"warning: another process uses this GPU: {other}")
+    said: set[Workload] = set()
 
     def racer(workload: Workload, wanted: Sequence[Impl], /, *, data: str = NORMAL) -> list[Result]:
-        if any(impl.name == "flashgen" for impl in wanted):
+        if workload not in said and any(impl.name == "flashgen" for impl in wanted):
+            said.add(workload)
             say(f"  {served_by(workload)}")
         found = race(workload, wanted, device=device, where=where, stopwatch=stopwatch, pace=pace, data=data)
         torch.cuda.empty_cache()
