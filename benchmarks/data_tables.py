@@ -90,8 +90,8 @@ def _text(used: Sequence[Row]) -> str:
     return (
         f"The forward pass on q and k of several kinds ({meanings}): {_extent(used)}, 16k tokens, hidden size 2048 in "
         "whole heads. A cell has the TFLOP/s of flashgen and, behind them, over those of the fastest peer on the same "
-        f"data, bold below {KEPT}. All implementations of a workload and a kind take turns in one race, and each is compared with float64 "
-        f"on that data before. {provenance(used)}"
+        f"data, bold below {KEPT}. All implementations of a workload and a kind take turns in one race, and each is "
+        f"compared with float64 on that data before. {provenance(used)}"
     )
 
 
