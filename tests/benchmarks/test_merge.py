@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import curves
-from benchmarks.merge import GRIDS, main, merge
+from benchmarks.merge import GRIDS, KINDS, main, merge
 from benchmarks.results import DATA_COLUMNS, RACE_COLUMNS, RESULTS, TRAINING_COLUMNS, ResultsFile, Row, read_rows
 from benchmarks.suites import DATA_SUITE, data_grid, paper_grid
 from benchmarks.training_tasks import EAGER_SUITE
@@ -160,6 +160,6 @@ def test_committed_files_have_every_workload_of_their_suites() -> None:
             continue
         rows = read_rows(path)
         for suite in {each.suite for each in rows} & GRIDS.keys():
-            there = {each.workload for each in rows if each.suite == suite}
-            wanted = {workload.key for workload in GRIDS[suite]()}
+            there = {(each.workload, each.data) for each in rows if each.suite == suite}
+            wanted = {(workload.key, kind) for workload in GRIDS[suite]() for kind in KINDS.get(suite, ("",))}
             assert there == wanted, f"{path}, {suite}"
