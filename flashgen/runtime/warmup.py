@@ -91,7 +91,10 @@ def _reachable(
     if lengths is not None:
         shapes = [workload, *(workload.with_shape(seqlen_k=n, seqlen_q=min(workload.seqlen_q, n)) for n in lengths)]
         return {resolve(shape, spec, device, records).config for shape in shapes}
+    choices = records.choices(spec, device)
     known = {record.config for record, _ in records.of(spec, device)}
+    known |= {twin.record.config for twin in choices.twins}
+    known |= {resolve(exact, spec, device, records).config for exact in choices.same_bits}
     default, sizes = default_config(spec, device), Sizes.of(workload)
     rows = {sizes.seqlen_q, *range(1, min(sizes.seqlen_q, SHORT_QUERIES))}
     defaults = {fitted(default, spec, replace(sizes, seqlen_q=n), device) for n in rows}

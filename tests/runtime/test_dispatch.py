@@ -24,7 +24,8 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.runtime.lookup.explanation import explain
-from flashgen.runtime.lookup.ladder import SDPA_IMPLS, resolve, sdpa_backend
+from flashgen.runtime.lookup.handover import SDPA_IMPLS, sdpa_backend
+from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
 from tests.db.samples import H100, H200, HARD_TIMES, RTX_4090, hard, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
@@ -387,9 +388,8 @@ def test_the_policy_generated_hands_nothing_over(ladder: Ladder, monkeypatch: py
 
 
 def test_only_what_was_measured_is_handed_over(ladder: Ladder) -> None:
-    """Not a nearby shape, not a prediction, not tensors of another alignment, not an explicit config."""
+    """Not tensors of another alignment, not an explicit config; tests/runtime/test_handover.py has other shapes."""
     ladder.user(measured(baselines=faster("sdpa-flash")))
-    assert sdpa_backend(NEAR, NEAR.specialization, ladder.resolve(NEAR)) is None
     assert sdpa_backend(CAUSAL, CAUSAL.specialization, ladder.resolve(config=config())) is None
     pointers = measured(config=config(8, "pointer"), baselines=faster("sdpa-flash"))
     ladder.user(pointers)
@@ -456,6 +456,7 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "rung": 7,
         "rung_name": "predicted record",
         "backend": "generated",
+        "backend_reason": None,
         "family": "portable_forward",
         "knobs": dict(config().knobs),
         "layer": str(ladder.user_path),
@@ -464,6 +465,7 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "record_provenance": "predicted",
         "record_ms": 1.5,
         "record_hard_ms": None,
+        "slower_record_ms": None,
         "stale": True,
         "skipped": [f"{rung}. {RUNGS[rung]}: no such record" for rung in range(3, 7)],
         "families": {row.id: unsupported(row, CAUSAL.specialization, H200) for row in FAMILIES},

@@ -14,7 +14,7 @@ from flashgen.core.errors import BuildError, LaunchError, UnsupportedError, Work
 from flashgen.core.settings import settings
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.sdpa import BACKENDS
-from flashgen.runtime.lookup import ladder as dispatch
+from flashgen.runtime.lookup.handover import SDPA_IMPLS
 from flashgen.runtime.ops import outputs, runs, serve
 from flashgen.runtime.ops.calls import Call, CheckedCall
 from tests.db.samples import H100
@@ -497,4 +497,4 @@ def test_an_sdpa_output_in_other_strides_is_copied(swap: bool, monkeypatch: pyte
 
 
 def test_every_backend_has_a_name_in_the_ladder() -> None:
-    assert set(BACKENDS) == set(dispatch.SDPA_IMPLS)
+    assert set(BACKENDS) == set(SDPA_IMPLS)

@@ -12,7 +12,8 @@ from flashgen.core.feature_words import feature_words, specialization_words
 from flashgen.core.record import age
 from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime.lookup.ladder import Served, resolve, sdpa_backend
+from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
+from flashgen.runtime.lookup.ladder import Served, resolve
 from flashgen.runtime.lookup.records import Records
 
 GENERATED = "generated"
@@ -20,15 +21,23 @@ GENERATED = "generated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a call is served the way it is; `str()` is what `flashgen explain` prints."""
+    """Why a call is served the way it is; `str()` is what `flashgen explain` prints.
+
+    `faster` is the backend of torch that was measured faster beside the record, and whether the call goes to it.
+    """
 
     workload: Workload
     specialization: Specialization
     device: Device
     served: Served
     families: tuple[tuple[str, str | None], ...]
-    backend: str
+    faster: FasterBackend | None
     digest: str
+
+    @property
+    def backend(self) -> str:
+        """What serves: "generated", or the name of one of torch's backends."""
+        return GENERATED if self.faster is None or self.faster.obstacle else self.faster.impl
 
     @property
     def is_stale(self) -> bool:
@@ -53,6 +62,7 @@ class Explanation:
             "rung": self.served.rung,
             "rung_name": RUNGS[self.served.rung],
             "backend": self.backend,
+            "backend_reason": str(self.faster) if self.faster else None,
             "family": self.served.config.family,
             "knobs": dict(self.served.config.knobs),
             "layer": self.served.layer,
@@ -61,6 +71,7 @@ class Explanation:
             "record_provenance": record.provenance if record else None,
             "record_ms": record.time_ms if record else None,
             "record_hard_ms": record.hard_ms if record else None,
+            "slower_record_ms": self.served.slower.time_ms if self.served.slower else None,
             "stale": self.is_stale,
             "skipped": list(self.served.skipped),
             "families": dict(self.families),
@@ -74,6 +85,7 @@ class Explanation:
             f"rung       {self.served.rung}. {RUNGS[self.served.rung]}",
             f"           {MEANINGS[self.served.rung]}",
             f"backend    {self.backend}",
+            *([f"           {self.faster}"] if self.faster else []),
             f"config     {self.served.config}",
         ]
         lines += _record_lines(self.served, self.is_stale)
@@ -95,6 +107,9 @@ def _record_lines(served: Served, stale: bool) -> list[str]:
     lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
     if stale:
         lines.append("           stale: the template has changed since; the config still serves")
+    if served.slower is not None:
+        lines.append("           deterministic, and faster than the record of the workload itself:")
+        lines.append(f"           {served.slower.time_ms:.4f} ms by {served.slower.config}")
     if record.baselines:
         others = ", ".join(f"{baseline.impl} {baseline.median_ms:.4f} ms" for baseline in record.baselines)
         lines.append(f"           measured beside it: {others}")
@@ -127,7 +142,7 @@ def explain(
         device=device,
         served=served,
         families=tuple(reasons(spec, device).items()),
-        backend=(None if generated_only else sdpa_backend(workload, spec, served)) or GENERATED,
+        faster=None if generated_only else faster_backend(workload, spec, served),
         # a record's is of the kernel that it was measured with, whatever this call's tensors are
         digest=source_digest(record.workload, served.config) if record else render(spec, served.config).digest,
     )

@@ -13,7 +13,9 @@ It never searches, and never fails on a workload that some family supports.
 
 A backward class has a twin that differs in determinism alone. Where rung 5 has no record of its own class, it takes the
 nearest one of the twin that is of the family whose default would serve: tuned for the same kernel, it is better than
-the default, while a record of another family may be slower.
+the default, while a record of another family may be slower. Where rungs 3 and 4 have a record of a backward pass that
+may sum in any order, and its deterministic twin was measured faster, the twin's config serves: what is the same every
+time is right for both. A shipped twin does not come before a record of the user.
 
 Every config that a rung offers is checked again against the families' restrictions; one that cannot serve (a tensor
 descriptor for unaligned tensors, say) leaves the call to the next candidate. So does one of rungs 5 to 7 that does not
@@ -22,7 +24,7 @@ save most of the work.
 "Nearest" is what `flashgen.core.nearest` says. A call with a user's score functions is served from the records of its
 class without them, none of which is exact.
 
-Where torch's own attention was measured faster beside the exact record, the policy `fastest` hands the call to it.
+`flashgen.runtime.lookup.handover` says which calls then go to torch's own attention.
 """
 
 from __future__ import annotations
@@ -40,34 +42,39 @@ from flashgen.core.errors import ConfigError
 from flashgen.core.nearest import distance, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.rungs import RUNGS
-from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
 
-LAST_EXACT = 4
-"""Records of the rungs up to this one were measured at the sizes of the call."""
+FIRST_EXACT, LAST_EXACT = 3, 4
+"""Records of these rungs, the user's and the shipped ones, were measured at the sizes of the call."""
+
+NEAREST_HERE = 5
+"""The rung of the nearest record of this device."""
 
 SHIPPED_PREFIX = "shipped/"
-SDPA_IMPLS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
-"""Names under which records keep the times of torch's backends: those of `measure.baselines`, without loading torch."""
 
-SDPA_MASKED = "sdpa-efficient"
+TWIN_NOISE = 0.03
+"""Times of two searches that are closer than this say nothing: those of one kernel differed by up to 2.8% in a race."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What the ladder answered: a config, the rung it came from, and why the rungs above did not serve."""
+    """What the ladder answered: a config, the rung it came from, and why the rungs above did not serve.
+
+    `slower` is the workload's own record, where `record` is that of its faster deterministic twin.
+    """
 
     config: Config
     rung: int
     record: TuningRecord | None = None
     layer: str | None = None
     skipped: tuple[str, ...] = ()
+    slower: TuningRecord | None = None
 
     @property
     def is_exact(self) -> bool:
         """Whether the record was measured for exactly this workload on this device."""
-        return self.rung in (3, LAST_EXACT)
+        return self.rung in (FIRST_EXACT, LAST_EXACT)
 
 
 def resolve(
@@ -93,45 +100,51 @@ def resolve(
             record, layer = candidate.record, candidate.layer
             reason = candidate.reason or (poor_at_sizes(record.config, sizes) if rung > LAST_EXACT else None)
             if reason is None:
+                twin = _faster_twin(choices.same_bits.get(workload, ()), record, rung) if rung <= LAST_EXACT else None
+                if twin is not None:
+                    return _by_twin(twin, record, skipped)
                 return Served(config=record.config, rung=rung, record=record, layer=layer, skipped=tuple(skipped))
             why_none = f"{record.config} cannot serve: {reason}"
         skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
     return Served(config=fitted(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
 
 
-def sdpa_backend(workload: Workload, spec: Specialization, served: Served) -> str | None:
-    """The SDPA backend that was measured faster than the generated kernel on exactly this workload, or None.
-
-    Only the policy `fastest` hands calls over, and only those that SDPA computes identically. Tensors that are not
-    aligned to 16 bytes are not what was measured, and not every backend takes them.
-    """
-    if settings().policy != "fastest" or not served.is_exact or served.record is None or not spec.aligned16:
-        return None
-    best, time_ms = served.record.best_baseline, served.record.time_ms
-    if best is None or best.impl not in SDPA_IMPLS or time_ms is None or best.median_ms >= time_ms:
-        return None
-    return best.impl if _sdpa_is_the_same(workload, spec, best.impl) else None
-
-
-def _sdpa_is_the_same(workload: Workload, spec: Specialization, impl: str) -> bool:
-    """Whether torch's call, made the way it was measured, computes this workload for any values of its tensors."""
-    if spec.window or spec.softcap or spec.alibi or spec.sink or spec.mods is not None:
-        return False
-    if spec.bias or spec.mask:
-        # one of them is `attn_mask`, with nothing beside it; rows that see no key are 0 in this backend alone
-        alone = not (spec.bias and spec.mask) and not spec.causal and workload.nheads == workload.nheads_k
-        return alone and impl == SDPA_MASKED and not spec.bias_dtype and spec.aligned_scores
-    # top-left and bottom-right alignment agree
-    return not (workload.causal and workload.seqlen_q != workload.seqlen_k)
-
-
 def _rungs(workload: Workload, choices: Choices) -> Iterator[tuple[int, Iterable[Candidate]]]:
     exact = choices.exact.get(workload, ())
-    yield 3, (one for one in exact if not one.layer.startswith(SHIPPED_PREFIX))
-    yield 4, (one for one in exact if one.layer.startswith(SHIPPED_PREFIX))
-    yield 5, itertools.chain(_nearest(workload, choices.here), _nearest(workload, choices.twins))
+    for rung in (FIRST_EXACT, LAST_EXACT):
+        yield rung, (one for one in exact if _exact_rung(one) == rung)
+    yield NEAREST_HERE, itertools.chain(_nearest(workload, choices.here), _nearest(workload, choices.twins))
     for rung, candidates in ((6, choices.elsewhere), (7, choices.predicted)):
         yield rung, _nearest(workload, candidates)
+
+
+def _exact_rung(candidate: Candidate) -> int:
+    return LAST_EXACT if candidate.layer.startswith(SHIPPED_PREFIX) else FIRST_EXACT
+
+
+def _faster_twin(twins: tuple[Candidate, ...], own: TuningRecord, rung: int) -> Candidate | None:
+    """The first record of the deterministic workload from no lower layer, if it is faster by more than the noise."""
+    twin = next((one for one in twins if one.reason is None and _exact_rung(one) <= rung), None)
+    return twin if twin is not None and _gain(twin.record, own) > TWIN_NOISE else None
+
+
+def _gain(one: TuningRecord, other: TuningRecord) -> float:
+    """How much faster one record is than another, on normal and on hard data where both have both.
+
+    Not by the ratios to their reference kernels: these are torch's, and other ones where they are deterministic.
+    """
+    a, b = one.measurement, other.measurement
+    assert a is not None
+    assert b is not None
+    if a.hard_times_ms and b.hard_times_ms:
+        a, b = a.balanced, b.balanced
+    return b.median_ms / a.median_ms - 1
+
+
+def _by_twin(twin: Candidate, own: TuningRecord, skipped: list[str]) -> Served:
+    rung = _exact_rung(twin)
+    above = tuple(skipped[: rung - FIRST_EXACT])
+    return Served(config=twin.record.config, rung=rung, record=twin.record, layer=twin.layer, skipped=above, slower=own)
 
 
 def _nearest(workload: Workload, candidates: tuple[Candidate, ...]) -> Iterator[Candidate]:

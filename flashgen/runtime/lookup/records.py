@@ -27,10 +27,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What can serve a specialization on a device: the records of its class by rung, and the default config."""
+    """What can serve a specialization on a device: the records of its class by rung, and the default config.
+
+    `same_bits` has the records of deterministic backward passes by the workload that may sum in any order.
+    """
 
     default: Config
     exact: dict[Workload, tuple[Candidate, ...]]
+    same_bits: dict[Workload, tuple[Candidate, ...]]
     here: tuple[Candidate, ...]
     twins: tuple[Candidate, ...]
     elsewhere: tuple[Candidate, ...]
@@ -42,31 +46,38 @@ class Choices:
     ) -> Choices:
         """Check every record once, so that a look-up of another shape only compares positions."""
         own: dict[str, list[Candidate]] = {"measured": [], "predicted": []}
-        elsewhere, exact = [], dict[Workload, tuple[Candidate, ...]]()
+        elsewhere: list[Candidate] = []
         for record, layer in found:
             candidate = _candidate(record, layer, spec, device)
             if record.device.identity == device.identity:
                 own.setdefault(record.provenance, []).append(candidate)
             elif record.provenance == "measured":
                 elsewhere.append(candidate)
-        if spec.mods is None:
-            for candidate in own["measured"]:
-                workload = candidate.record.workload
-                exact[workload] = (*exact.get(workload, ()), candidate)
+        others = tuple(
+            _candidate(record, layer, spec, device)
+            for record, layer in twins
+            if record.device.identity == device.identity
+            and record.provenance == "measured"
+            and (record.config.family == default.family or not spec.deterministic)
+        )
+        exact = own["measured"] if spec.mods is None else []
+        same_bits = others if spec.mods is None and not spec.deterministic else ()
         return cls(
             default=default,
-            exact=exact,
+            exact=_grouped((one.record.workload, one) for one in exact),
+            same_bits=_grouped((replace(one.record.workload, deterministic=False), one) for one in same_bits),
             here=tuple(own["measured"]),
-            twins=tuple(
-                _candidate(record, layer, spec, device)
-                for record, layer in twins
-                if record.device.identity == device.identity
-                and record.provenance == "measured"
-                and record.config.family == default.family
-            ),
+            twins=tuple(one for one in others if one.record.config.family == default.family),
             elsewhere=tuple(elsewhere),
             predicted=tuple(own["predicted"]),
         )
+
+
+def _grouped(candidates: Iterable[tuple[Workload, Candidate]]) -> dict[Workload, tuple[Candidate, ...]]:
+    found = dict[Workload, tuple[Candidate, ...]]()
+    for workload, candidate in candidates:
+        found[workload] = (*found.get(workload, ()), candidate)
+    return found
 
 
 def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: Device) -> Candidate:

@@ -88,7 +88,8 @@ def prepare(call: AnyCall) -> Any:
 
 
 def _prepared(call: AnyCall) -> Any:
-    from flashgen.runtime.lookup.ladder import resolve, sdpa_backend
+    from flashgen.runtime.lookup.handover import sdpa_backend
+    from flashgen.runtime.lookup.ladder import resolve
 
     problem, device, index = placed(call)
     workload = problem.workload
