@@ -114,6 +114,18 @@ def test_a_backend_gets_no_call_of_a_kind_that_it_was_not_measured_on(ladder: La
         assert served_by(ladder, workload) is None
 
 
+def test_cudnn_gets_only_what_it_was_measured_on(ladder: Ladder) -> None:
+    """It would take tens of milliseconds for each new length."""
+    ladder.user(by_pointers(FP32, "sdpa-cudnn"))
+    assert served_by(ladder, FP32) == "sdpa-cudnn"
+    assert "plans every shape anew" in (found(ladder, TWICE_THE_BATCH).obstacle or "")
+    assert served_by(ladder, TWICE_THE_BATCH) is None
+    slower = (*faster("sdpa-cudnn", 0.3)[:1], *faster("sdpa-efficient", 0.4)[:1], *faster("sdpa-flash", 0.5)[:1])
+    ladder.user(measured(FP32, config=config(8, "pointer"), baselines=slower))
+    assert served_by(ladder, FP32) == "sdpa-cudnn"
+    assert served_by(ladder, TWICE_THE_BATCH) == "sdpa-efficient"
+
+
 def test_a_record_of_another_corner_of_the_mask_says_nothing(ladder: Ladder) -> None:
     """Decode with a causal mask is a call of its own: torch's mask begins at the top left."""
     decode = CAUSAL.with_shape(seqlen_q=1)
@@ -157,17 +169,17 @@ def test_explain_says_what_the_backend_was_chosen_by(ladder: Ladder) -> None:
 
 
 def test_calls_without_a_record_are_decided_once(gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder.user(by_pointers(CAUSAL, "sdpa-cudnn"))
+    ladder.user(by_pointers(CAUSAL, "sdpa-flash"))
     used: list[str] = []
     monkeypatch.setattr(runs, "sdpa_run", lambda impl, **given: used.append(impl) or (lambda *call: call[0]))
     q, k, v = (tensor(2, h, 4096, 128) for h in (32, 8, 8))
     for _ in range(3):
         flashgen.attention(q, k, v, causal=True)
-    assert (used, gpu.launched) == (["sdpa-cudnn"], [])
-    assert flashgen.explain(q, k, v, causal=True).backend == "sdpa-cudnn"
+    assert (used, gpu.launched) == (["sdpa-flash"], [])
+    assert flashgen.explain(q, k, v, causal=True).backend == "sdpa-flash"
     flashgen.attention(q, k, v, causal=True, return_lse=True)
     flashgen.attention(q, k, v, causal=True, q_offset=0)
-    assert (used, len(gpu.launched)) == (["sdpa-cudnn"], 2)
+    assert (used, len(gpu.launched)) == (["sdpa-flash"], 2)
 
 
 def shipped_records() -> list[TuningRecord]:
