@@ -69,8 +69,9 @@ def faster_backend(workload: Workload, spec: Specialization, served: Served) -> 
     record = served.record
     if record is None or not record.baselines or record.measurement is None or workload.direction == "backward":
         return None
-    best, time_ms = _best_baseline(record, served.is_exact), record.time_ms
-    if best is None or best.impl not in SDPA_IMPLS or time_ms is None or best.median_ms >= time_ms:
+    time_ms = record.measurement.median_ms
+    best = _best_baseline(record, time_ms, is_exact=served.is_exact)
+    if best is None or best.impl not in SDPA_IMPLS or best.median_ms >= time_ms:
         return None
     speedup = time_ms / best.median_ms
     obstacle = _why_not_served(workload, spec, best.impl)
@@ -79,10 +80,10 @@ def faster_backend(workload: Workload, spec: Specialization, served: Served) -> 
     return FasterBackend(impl=best.impl, speedup=speedup, is_exact=served.is_exact, obstacle=obstacle)
 
 
-def _best_baseline(record: TuningRecord, is_exact: bool) -> Baseline | None:
-    """The fastest one, for other workloads of those that plan nothing where there is one that was faster."""
-    best, time_ms = record.best_baseline, record.time_ms
-    if is_exact or best is None or best.impl != SDPA_PLANNED or time_ms is None:
+def _best_baseline(record: TuningRecord, time_ms: float, *, is_exact: bool) -> Baseline | None:
+    """The fastest one; for other workloads the fastest of those that plan nothing, if one of them was faster."""
+    best = record.best_baseline
+    if is_exact or best is None or best.impl != SDPA_PLANNED or best.median_ms >= time_ms:
         return best
     others = (one for one in record.baselines if one.impl != SDPA_PLANNED and one.impl in SDPA_IMPLS)
     return min((one for one in others if one.median_ms < time_ms), key=lambda one: one.median_ms, default=best)
