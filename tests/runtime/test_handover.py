@@ -282,6 +282,8 @@ def test_a_faster_plain_record_never_serves_a_deterministic_call(ladder: Ladder)
     ladder.user(gradient(PLAIN_GRADIENT, 4, 0.5), gradient(SAME_BITS, 8, 1.0))
     served = ladder.resolve(SAME_BITS)
     assert (served.config, served.slower) == (gradient(SAME_BITS, 8, 1.0).config, None)
+    ladder.user(tuned(PLAIN_GRADIENT.with_shape(batch=2), served.config.family, 2))
+    assert not ladder.records().choices(SAME_BITS.specialization, H200).same_bits
 
 
 def test_a_twin_that_cannot_serve_the_tensors_does_not(ladder: Ladder) -> None:
