@@ -197,6 +197,8 @@ NO_CLAIMS = (
     # rules of flashgen's own
     "unless that is more than 10% slower on normal data",
     "one that stays 15% behind gets every tenth candidate",
+    "served by a deterministic record that is faster than its own",
+    "if that is more than 3% faster than its own",
 )
 """Parts of sentences with the words of a claim on which the results do not decide."""
 
