@@ -56,9 +56,9 @@ def encoder_claims(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         mine = by_impl.get("flashgen")
         if mine is not None and mine.accuracy is not None and mine.steps:
             peers = [impl for impl in by_impl if impl != "flashgen"]
-            ratio, names = speedup(by_impl, peers), listed([TITLES[impl] for impl in peers])
-            beside = f", at {ratio:.2f} times the speed of the fastest of {names}" if ratio else ""
-            beside = beside if len(peers) > 1 else beside.replace("the fastest of ", "")
+            ratio, names = speedup(by_impl, peers), listed(TITLES[impl] for impl in peers)
+            best = "the fastest of " if len(peers) > 1 else ""
+            beside = f", at {ratio:.2f} times the speed of {best}{names}" if ratio else ""
             said = f"{mine.accuracy:.0%} right after {mine.steps} steps of an easier task of this kind{beside}"
             yield "the first transformer better than chance on Path-X (61%), at 16k", f"{said}, {MODES[mode]}"
 
