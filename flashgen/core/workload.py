@@ -8,13 +8,18 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
+from flashgen.core.checks import MAX_SIZE, flag, is_name_in, text, whole_number
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.table import FEATURES
 from flashgen.core.names import meant
+from flashgen.core.quoting import shown
 from flashgen.core.score_mods import ScoreMods
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 """Bytes of one element, by the dtype names used in keys and databases; tf32 is fp32 data in products of TF32."""
+
+MAX_KEY = 1000
+"""Characters of a key; the longest that there can be has about 200."""
 
 BROADCASTS = ("", "full", "keys")
 """Kinds of a bias or a mask: none; one value for every query and key; one for every key, the same for all queries."""
@@ -44,11 +49,11 @@ class Workload:
     dtype: str = "bf16"
     batch: int
     nheads: int
-    nheads_k: int = 0  # 0 means nheads
+    nheads_k: int = None  # type: ignore[assignment]  # nheads, if it is not given; an int once the value is made
     seqlen_q: int
-    seqlen_k: int = -1  # -1 means seqlen_q
+    seqlen_k: int = None  # type: ignore[assignment]  # seqlen_q, likewise
     head_dim: int
-    head_dim_v: int = 0  # 0 means head_dim
+    head_dim_v: int = None  # type: ignore[assignment]  # head_dim, likewise
     causal: bool = False
     window_left: int | None = None
     window_right: int | None = None
@@ -62,13 +67,11 @@ class Workload:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _default(self, "nheads_k", 0, self.nheads)
-        _default(self, "seqlen_k", -1, self.seqlen_q)
-        _default(self, "head_dim_v", 0, self.head_dim)
+        _check_sizes(self)
+        _check_features(self)
         if self.direction == "forward":
             object.__setattr__(self, "deterministic", False)
         _canonical_window(self)
-        _check(self)
 
     @property
     def key(self) -> str:
@@ -92,7 +95,7 @@ class Workload:
             WorkloadError: a token is unknown or repeated, or a needed one is missing.
         """
         values: dict[str, object] = {}
-        for token in text.strip().split("-"):
+        for token in _tokens("a shape", text):
             for name, value in _token(token, text).items():
                 if name in values:
                     raise WorkloadError(f"a shape names each field once, but {token!r} repeats {name} in {text!r}")
@@ -235,13 +238,15 @@ class Specialization:
             is named by its digest only and cannot be read back.
         """
         values: dict[str, object] = {}
-        for token in text.strip().split("-"):
+        for token in _tokens("a specialization", text):
             values |= _VARIANTS[token] if token in _VARIANTS else _token(token, text)
         values.setdefault("head_dim_v", values.get("head_dim"))
         known = {f.name for f in fields(cls)}
         missing = [name for name in ("direction", "dtype", "head_dim") if name not in values]
         if missing or values.keys() - known:
             raise WorkloadError(f"a specialization is like fwd-bf16-d128-causal, got {text!r}")
+        for name in ("head_dim", "head_dim_v"):
+            whole_number(name, values[name], 1)
         return cls(**values)  # type: ignore[arg-type]
 
     @property
@@ -307,6 +312,10 @@ _INT_TOKENS = {
 }
 
 
+def _tokens(what: str, key: object) -> list[str]:
+    return text(what, key, most=MAX_KEY).strip().split("-")
+
+
 def _token(token: str, text: str) -> dict[str, object]:
     if token in DIRECTIONS:
         return {"direction": DIRECTIONS[token]}
@@ -314,17 +323,12 @@ def _token(token: str, text: str) -> dict[str, object]:
         return {"dtype": token}
     if token in FLAGS or token in KINDS:
         return dict(FLAGS.get(token) or KINDS[token])
-    match = re.fullmatch(r"([a-z]+)(\d+)", token)
+    match = re.fullmatch(r"([a-z]+)([0-9]+)", token)
     if match and match[1] in _INT_TOKENS:
         return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2]))
     words = [*DIRECTIONS, *DTYPE_BYTES, *FLAGS, *KINDS]
     known = ", ".join([*DIRECTIONS, *DTYPE_BYTES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS])
     raise WorkloadError(f"a shape is made of the tokens {known}; {text!r} has {token!r}{meant(token, words)}")
-
-
-def _default(workload: Workload, name: str, marker: int, value: int) -> None:
-    if getattr(workload, name) == marker:
-        object.__setattr__(workload, name, value)
 
 
 def _canonical_window(workload: Workload) -> None:
@@ -338,32 +342,50 @@ def _canonical_window(workload: Workload) -> None:
             object.__setattr__(workload, side, None)
 
 
-_LEAST = {"batch": 0, "nheads": 1, "nheads_k": 1, "seqlen_q": 0, "seqlen_k": 0, "head_dim": 1, "head_dim_v": 1}
+_SIZES = (
+    ("batch", 0, ""),
+    ("nheads", 1, ""),
+    ("nheads_k", 1, "nheads"),
+    ("seqlen_q", 0, ""),
+    ("seqlen_k", 0, "seqlen_q"),
+    ("head_dim", 1, ""),
+    ("head_dim_v", 1, "head_dim"),
+)
+"""Sizes, the least that each can be, and the one whose value it has where it is not given."""
+
+_FLAGS = tuple(token.field for token in _TOKENS if token.value is True)
+
+_sizes = attrgetter(*(name for name, _, _ in _SIZES))
+_flag_values = attrgetter(*_FLAGS)
 
 
-def _check(w: Workload) -> None:
-    if w.direction not in DIRECTIONS.values():
-        raise WorkloadError(f"direction is forward or backward, got {w.direction!r}")
-    if w.dtype not in DTYPE_BYTES:
-        raise WorkloadError(f"dtype is one of {', '.join(DTYPE_BYTES)}, got {w.dtype!r}")
-    for name, least in _LEAST.items():
-        if getattr(w, name) < least:
-            raise WorkloadError(f"{name} must be at least {least}, got {getattr(w, name)}")
+def _check_sizes(w: Workload) -> None:
+    for (name, least, same), value in zip(_SIZES, _sizes(w), strict=True):
+        if value is None and same:
+            object.__setattr__(w, name, getattr(w, same))
+        elif type(value) is not int or not least <= value <= MAX_SIZE:
+            object.__setattr__(w, name, whole_number(name, value, least))
     if w.nheads % w.nheads_k:
         raise WorkloadError(f"nheads must be a multiple of nheads_k, got {w.nheads} and {w.nheads_k}")
-    _check_features(w)
 
 
 def _check_features(w: Workload) -> None:
+    if not is_name_in(w.direction, DIRECTIONS.values()):
+        raise WorkloadError(f"direction is forward or backward, got {shown(w.direction)}")
+    if not is_name_in(w.dtype, DTYPE_BYTES):
+        raise WorkloadError(f"dtype is one of {', '.join(DTYPE_BYTES)}, got {shown(w.dtype)}")
+    for name, value in zip(_FLAGS, _flag_values(w), strict=True):
+        if value is not True and value is not False:
+            object.__setattr__(w, name, flag(name, value))
     for name in ("window_left", "window_right"):
         width = getattr(w, name)
-        if width is not None and width < 0:
-            raise WorkloadError(f"{name} is None (unlimited) or at least 0, got {width}")
+        if width is not None and (type(width) is not int or width < 0):
+            object.__setattr__(w, name, whole_number(f"{name} is None (unlimited) or", width, 0, None))
     for name in ("bias", "mask"):
-        if getattr(w, name) not in BROADCASTS:
-            raise WorkloadError(f'{name} is "full", "keys" or empty, got {getattr(w, name)!r}')
-    if w.page_size is not None and w.page_size < 1:
-        raise WorkloadError(f"page_size must be at least 1, got {w.page_size}")
+        if not is_name_in(getattr(w, name), BROADCASTS):
+            raise WorkloadError(f'{name} is "full", "keys" or empty, got {shown(getattr(w, name))}')
+    if w.page_size is not None:
+        object.__setattr__(w, "page_size", whole_number("page_size", w.page_size, 1))
 
 
 def _clamped_sum(rows: int, start: int, limit: int) -> int:

@@ -132,6 +132,48 @@ def test_what_is_compiled_in_does_not_depend_on_sizes() -> None:
     assert unaligned.workload_class == one.specialization.workload_class
 
 
+@pytest.mark.parametrize("name", ["nheads_k", "seqlen_k", "head_dim_v"])
+def test_a_size_that_is_not_given_is_that_of_q_and_zero_is_zero(name: str) -> None:
+    sizes = {"batch": 1, "nheads": 4, "seqlen_q": 32, "head_dim": 64}
+    same = {"nheads_k": 4, "seqlen_k": 32, "head_dim_v": 64}[name]
+    assert getattr(Workload(**sizes), name) == same
+    assert Workload(**sizes, **{name: None}) == Workload(**sizes, **{name: same})
+    least = 0 if name == "seqlen_k" else 1
+    with pytest.raises(WorkloadError, match=f"{name} must be at least {least}, got {least - 1}"):
+        Workload(**sizes, **{name: least - 1})
+
+
+@pytest.mark.parametrize("text", ["b1-h4-hk0-s64-d64", "b1-h4-s64-d64-dv0", "b1-h4-s2147483648-d64", "b1-h4-s٣-d64"])
+def test_a_key_with_a_size_that_no_tensor_has_is_refused(text: str) -> None:
+    with pytest.raises(WorkloadError):
+        Workload.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", [None, 5, b"b1-h4-s64-d64", ["b1"], "b1-" * 1000, "b" + "9" * 5000, "fwd-bf16-d64-dv0"]
+)
+def test_what_is_no_key_is_refused_with_the_rule(text: object) -> None:
+    for parse in (Workload.parse, Specialization.parse):
+        with pytest.raises(WorkloadError) as caught:
+            parse(text)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 600
+
+
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    import numpy
+
+    sizes = {
+        "batch": numpy.int64(1),
+        "nheads": numpy.int32(4),
+        "seqlen_q": numpy.int64(9),
+        "window_left": numpy.uint8(2),
+    }
+    work = Workload(**sizes, head_dim=64, causal=numpy.bool_(True))  # type: ignore[arg-type]
+    assert work == Workload.parse("b1-h4-s9-d64-causal-wl2")
+    assert {type(work.batch), type(work.seqlen_k), type(work.window_left)} == {int}
+    assert work.causal is True
+
+
 def test_a_kind_that_does_not_exist_is_refused() -> None:
     with pytest.raises(WorkloadError, match='"full", "keys" or empty, got \'rows\''):
         Workload(batch=1, nheads=1, seqlen_q=8, head_dim=64, bias="rows")

@@ -27,6 +27,9 @@ WRONG = [
     ({"k": torch.empty(SHAPE, device="meta", dtype=torch.float16)}, "share dtype and device"),
     ({"v": torch.empty((2, 4, 47, 64), device="meta", dtype=torch.bfloat16)}, "in bhsd order"),
     ({"k": torch.empty((2, 4, 48, 32), device="meta", dtype=torch.bfloat16)}, "in bhsd order"),
+    ({name: torch.empty((2, 3, 48, 64), device="meta", dtype=torch.bfloat16) for name in "kv"}, "multiple of nheads_k"),
+    ({name: torch.empty((2, 0, 48, 64), device="meta", dtype=torch.bfloat16) for name in "kv"}, "must be at least 1"),
+    ({"v": torch.empty((2, 4, 48, 0), device="meta", dtype=torch.bfloat16)}, "must be at least 1"),
 ]
 
 

@@ -331,6 +331,14 @@ WRONG: dict[str, tuple[Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tens
         lambda: (tensor(B, H, S, D), tensor(B, 4, S, D), tensor(B, 4, S, D)),
         "nheads must be a multiple of nheads_k, got 6 and 4",
     ),
+    "no heads of k": (
+        lambda: (tensor(B, H, S, D), tensor(B, 0, S, D), tensor(B, 0, S, D)),
+        r"must be at least 1, got \(2, 6, 10, 64\), \(2, 0, 10, 64\) and \(2, 0, 10, 64\)",
+    ),
+    "no head_dim_v": (
+        lambda: (tensor(B, H, S, D), tensor(B, H, S, D), tensor(B, H, S, 0)),
+        r"must be at least 1, got \(2, 6, 10, 64\), \(2, 6, 10, 64\) and \(2, 6, 10, 0\)",
+    ),
 }
 
 

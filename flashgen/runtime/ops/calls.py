@@ -163,6 +163,13 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, nheads_k, "
             f"seqlen_k, head_dim_v) in bhsd order, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
+    if not (q.shape[1] and k.shape[1] and q.shape[3] and v.shape[3]):
+        raise WorkloadError(
+            "nheads, nheads_k, head_dim and head_dim_v must be at least 1, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)} in bhsd order"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise WorkloadError(f"nheads must be a multiple of nheads_k, got {q.shape[1]} and {k.shape[1]}")
 
 
 def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
