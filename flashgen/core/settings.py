@@ -81,11 +81,11 @@ def triton_cache() -> Path | None:
     """Where Triton can keep its binaries if its own place, `~/.triton`, cannot be written; else None."""
     if os.environ.get("TRITON_CACHE_DIR") or os.environ.get("TRITON_HOME"):
         return None
-    home = Path.home() / ".triton"
     try:
+        home = _expanded("~/.triton", "TRITON_HOME")
         home.mkdir(exist_ok=True)
         usable = os.access(home, os.W_OK)
-    except OSError:
+    except (OSError, SettingError):
         usable = False
     return None if usable else settings().cache_dir / "triton"
 
@@ -104,10 +104,25 @@ def shipped(folder: str) -> Path:
 
 def _db_layers() -> tuple[Path, ...]:
     listed = os.environ.get("FLASHGEN_DB", "")
-    paths = tuple(Path(part).expanduser() for part in listed.split(os.pathsep) if part)
+    paths = tuple(_expanded(part, "FLASHGEN_DB") for part in listed.split(os.pathsep) if part)
     if paths:
         return paths
     return (_writable(None, platformdirs.user_data_path(APP), "FLASHGEN_DB") / USER_DB_NAME,)
+
+
+def _expanded(path: str, variable: str) -> Path:
+    """The absolute path that the text of a variable names, whose first part may be `~` or `~user`.
+
+    Raises:
+        SettingError: nobody knows that home directory, or the present one is gone.
+    """
+    home = os.environ.get("HOME")
+    if path.split("/")[0] == "~" and home is not None and not home.startswith("/"):
+        raise SettingError(f"{variable} begins with ~ only where HOME is an absolute path, got {path!r} and {home!r}")
+    try:
+        return Path(path).expanduser().absolute()
+    except (OSError, RuntimeError) as error:
+        raise SettingError(f"{variable} is a path that can be found, got {path!r}: {error}") from error
 
 
 def _flag(name: str) -> bool:
@@ -119,8 +134,10 @@ def _flag(name: str) -> bool:
 
 def _writable(asked: str | None, usual: Path, variable: str) -> Path:
     """`asked` or `usual`, created; a fallback under the temporary directory where neither can be written."""
-    path = Path(asked).expanduser() if asked else usual
+    path = _expanded(asked, variable) if asked else usual
     try:
+        if not path.is_absolute():  # it would be another folder after the next change of directory
+            raise OSError(f"HOME is an absolute path, got {os.environ.get('HOME')!r}")
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK):
             return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -108,6 +109,50 @@ def test_a_wrong_setting_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str,
     settings.cache_clear()
     with pytest.raises(SettingError, match=f"{name}.*{value}"):
         settings()
+
+
+@pytest.mark.parametrize("name", ["FLASHGEN_DB", "FLASHGEN_CACHE_DIR"])
+@pytest.mark.parametrize(("value", "home"), [("~nosuchuser/x", "/root"), ("~/x", ""), ("~/x", "here"), ("~", "")])
+def test_a_home_that_nobody_knows_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, home: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", home)
+    settings.cache_clear()
+    with pytest.raises(SettingError, match=f"{name} .*got '{value}'"):
+        settings()
+
+
+@pytest.mark.parametrize("home", ["here", "~"])
+def test_without_a_usable_home_directories_are_absolute_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(settings_module.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    for name in ("FLASHGEN_DB", "FLASHGEN_CACHE_DIR", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", home)
+    settings.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = settings()
+        assert settings_module.triton_cache() == found.cache_dir / "triton"
+    assert len(caught) == 2
+    assert all("HOME is an absolute path" in str(each.message) for each in caught)
+    assert found.cache_dir.is_absolute()
+    assert found.db_layers[0].is_absolute()
+    assert not (tmp_path / home).exists()
+
+
+def test_relative_paths_are_those_of_the_directory_in_which_they_were_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLASHGEN_DB", "a.sqlite3")
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", "cache")
+    settings.cache_clear()
+    assert settings().db_layers == (tmp_path / "a.sqlite3",)
+    assert settings().cache_dir == tmp_path / "cache"
 
 
 def test_a_home_that_cannot_be_written_falls_back_with_a_warning(
