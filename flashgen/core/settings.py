@@ -15,6 +15,7 @@ import functools
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def settings() -> Settings:
     return Settings(
         db_layers=_db_layers(),
         cache_dir=_writable(
-            os.environ.get("FLASHGEN_CACHE_DIR"), platformdirs.user_cache_path(APP), "FLASHGEN_CACHE_DIR"
+            os.environ.get("FLASHGEN_CACHE_DIR"), _usual(platformdirs.user_cache_path), "FLASHGEN_CACHE_DIR"
         ),
         policy=policy,
         no_compile=_flag("FLASHGEN_NO_COMPILE"),
@@ -107,7 +108,15 @@ def _db_layers() -> tuple[Path, ...]:
     paths = tuple(_expanded(part, "FLASHGEN_DB") for part in listed.split(os.pathsep) if part)
     if paths:
         return paths
-    return (_writable(None, platformdirs.user_data_path(APP), "FLASHGEN_DB") / USER_DB_NAME,)
+    return (_writable(None, _usual(platformdirs.user_data_path), "FLASHGEN_DB") / USER_DB_NAME,)
+
+
+def _usual(place: Callable[[str], Path]) -> Path:
+    """Where the platform keeps files of a kind; a relative path if nobody knows the home directory."""
+    try:
+        return place(APP)
+    except RuntimeError:
+        return Path("~") / APP
 
 
 def _expanded(path: str, variable: str) -> Path:
@@ -117,7 +126,7 @@ def _expanded(path: str, variable: str) -> Path:
         SettingError: nobody knows that home directory, or the present one is gone.
     """
     home = os.environ.get("HOME")
-    if path.split("/")[0] == "~" and home is not None and not home.startswith("/"):
+    if path.partition("/")[0] == "~" and home is not None and not home.startswith("/"):
         raise SettingError(f"{variable} begins with ~ only where HOME is an absolute path, got {path!r} and {home!r}")
     try:
         return Path(path).expanduser().absolute()

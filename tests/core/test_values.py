@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import warnings
 from datetime import datetime, timezone
 from pathlib import Path
@@ -132,6 +133,7 @@ def test_without_a_usable_home_directories_are_absolute_all_the_same(
     for name in ("FLASHGEN_DB", "FLASHGEN_CACHE_DIR", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # as in a container whose users have no names
     settings.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
