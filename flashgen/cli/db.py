@@ -41,7 +41,7 @@ def list_(device: DeviceName = None, provenance: Provenance = None, json: Json =
         columns = ("workload", "device", "ms", "TFLOP/s", "best other", "provenance", "age", "layer")
         output.print_table(columns, [_row(*hit) for hit in found])
     else:
-        typer.echo("no records")
+        output.say("no records")
 
 
 @app.command()
@@ -69,7 +69,7 @@ def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
         return
     for number, (record, layer) in enumerate(found):
         if number:
-            typer.echo("")
+            output.say("")
         trials, predictions = tried[record.device.identity]
         counts: list[tuple[str, output.Cell]] = [("layer", layer), ("trials", _count(trials))]
         if predictions:
@@ -96,7 +96,7 @@ def export(
     if not records:
         raise DatabaseError(f"an export needs records; none of {len(found)} known ones match (--all, flashgen db list)")
     count = export_records(records, path)
-    typer.echo(f"{count} records written to {path} and {path.with_suffix('.csv')}")
+    output.say(f"{count} records written to {path} and {path.with_suffix('.csv')}")
 
 
 @app.command("import")
@@ -112,7 +112,7 @@ def import_(path: Annotated[Path, typer.Argument(help="A file that `flashgen db 
     with Layers.open() as layers:
         merged = import_records(layers.writable, path, is_current)
         name = layers.first_name
-    typer.echo(f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept as they were in {name}")
+    output.say(f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept as they were in {name}")
 
 
 def _device(text: str | None) -> Device | None:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-import typer
-
 from flashgen.cli import output
 from flashgen.core.device import Device
+from flashgen.core.quoting import printable
 from flashgen.tuning.events import (
     Event,
     FinalsStarted,
@@ -114,7 +113,7 @@ class PlainLines(_Shown):
         if line is None and self._is_news():
             line = f"  {progress_line(self._progress)}"
         if line is not None:
-            typer.echo(line)
+            output.say(line)
             self._spoke = self._clock()
 
     def _is_news(self) -> bool:
@@ -150,7 +149,7 @@ class Panel:
         self._progress.update(event)
         line = None if isinstance(event, (FinalsStarted, WorkloadStarted)) else _event_line(event, self._progress)
         if line is not None:
-            self._console.print(line, markup=False, highlight=False)
+            self._console.print(printable(line), markup=False, highlight=False)
 
     def _render(self) -> Table:
         from rich.table import Table
@@ -168,7 +167,7 @@ class Panel:
             ("time left", duration(progress.left_s)),
         ]
         for label, value in rows:
-            table.add_row(Text(label, style="bold"), Text(value))
+            table.add_row(Text(label, style="bold"), Text(printable(value)))
         return table
 
 
@@ -205,14 +204,14 @@ def print_report(finished: RunFinished, device: Device, database: str) -> None:
         output.print_table(COLUMNS, [_cells(row) for row in chosen])
     for row in rows:
         if row.status in ("failed", "unsupported"):
-            typer.echo(f"{row.status}: {row.workload}: {row.reason}")
+            output.say(f"{row.status}: {row.workload}: {row.reason}")
     if any(row.source == "predicted" for row in chosen):
-        typer.echo(
+        output.say(
             f"Rows marked predicted were not measured: an analytic model ranked what compiles for {device.name}."
         )
     if finished.interrupted:
-        typer.echo("Interrupted; the same command goes on from here.")
-    typer.echo(f"Records: {database} ({device.identity}, {duration(finished.seconds)})")
+        output.say("Interrupted; the same command goes on from here.")
+    output.say(f"Records: {database} ({device.identity}, {duration(finished.seconds)})")
 
 
 def _cells(row: ReportRow) -> tuple[output.Cell, ...]:

@@ -58,7 +58,7 @@ def doctor(json: Json = False) -> None:
     else:
         width = max(len(check.name) for check in checks)
         for check in checks:
-            typer.echo(f"{check.state:4}  {check.name.ljust(width)}  {check.detail}")
+            output.say(f"{check.state:4}  {check.name.ljust(width)}  {check.detail}")
     if any(check.state == "bad" for check in checks):
         raise typer.Exit(1)
 

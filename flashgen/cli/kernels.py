@@ -95,7 +95,7 @@ def compile_(
         return
     for number, result in enumerate(results):
         if number:
-            typer.echo("")
+            output.say("")
         _print_compiled(*result)
 
 
@@ -118,7 +118,8 @@ def explain(
     if json:
         output.print_json(explanation.to_dict())
     else:
-        typer.echo(str(explanation))
+        for line in str(explanation).splitlines():
+            output.say(line)
 
 
 def _parsed(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
 
 from flashgen._version import __version__
-from flashgen.cli import db, kernels, machine
+from flashgen.cli import db, kernels, machine, output
 from flashgen.cli.arguments import CommandLineError
 from flashgen.cli.doctor import doctor
 from flashgen.cli.tune import tune
 from flashgen.core.errors import FlashgenError
+from flashgen.core.quoting import printable
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 an error, printed as one line `error: ...`; 2 wrong usage; 3 tuning ended but some "
@@ -24,6 +27,11 @@ EXIT_CODES = (
 class Commands(TyperGroup):
     """A group in which an error of ours is one line on stderr and not a traceback."""
 
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        """Read the options before the command."""
+        with _escaped():
+            return super().make_context(*arguments, **named)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command.
 
@@ -31,7 +39,8 @@ class Commands(TyperGroup):
             typer.Exit: with code 2 for a wrong command line, 1 for another error of flashgen, 130 for Ctrl-C.
         """
         try:
-            return super().invoke(ctx)
+            with _escaped():
+                return super().invoke(ctx)
         except CommandLineError as error:
             raise _exit(2, str(error)) from error
         except FlashgenError as error:
@@ -42,13 +51,26 @@ class Commands(TyperGroup):
                 raise
             raise _exit(1, f"this needs the package {package}, which is missing (see `flashgen doctor`)") from error
         except KeyboardInterrupt as error:
-            typer.echo("interrupted", err=True)
+            output.say("interrupted", err=True)
             raise typer.Exit(130) from error
+
+
+@contextlib.contextmanager
+def _escaped() -> Iterator[None]:
+    """What typer says of a wrong command line quotes it; its text is escaped like that of errors of ours."""
+    try:
+        yield
+    except _UsageError as error:
+        error.message = printable(error.message, lines=True)
+        raise
+
+
+_UsageError: Any = typer.BadParameter.__bases__[0]  # which typer does not name
 
 
 def _exit(code: int, message: str) -> typer.Exit:
     """Print an error in one line; the exit with this code, to be raised."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    output.say(f"error: {' '.join(message.split())}", err=True)
     return typer.Exit(code)
 
 
@@ -72,7 +94,7 @@ app.add_typer(db.app, name="db")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"flashgen {__version__}")
+        output.say(f"flashgen {__version__}")
         raise typer.Exit
 
 
@@ -100,4 +122,4 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """One line for people; where in flashgen it was raised does not help them."""
-    typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+    output.say(f"warning: {' '.join(str(message).split())}", err=True)

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import typer
 
+from flashgen.core.quoting import printable
+
 GAP = "  "
 """Between columns, and before what belongs to the row above it."""
 
@@ -32,14 +34,20 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         _print_folded(columns, cells, widths, numeric)
         return
     for line in (columns, *cells):
-        typer.echo(_aligned(line, widths, numeric))
+        say(_aligned(line, widths, numeric))
 
 
 def print_fields(fields: Sequence[tuple[str, Cell]]) -> None:
     """Print one `name  value` line for each field."""
-    width = max(len(name) for name, _ in fields)
-    for name, value in fields:
-        typer.echo(f"{name.ljust(width)}  {text(value)}".rstrip())
+    named = [(printable(name), value) for name, value in fields]
+    width = max(len(name) for name, _ in named)
+    for name, value in named:
+        say(f"{name.ljust(width)}  {text(value)}".rstrip())
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Print one line. Names, paths and messages in it are of others: they are text, whatever characters they have."""
+    typer.echo(printable(line), err=err)
 
 
 def print_json(value: object) -> None:
@@ -49,16 +57,16 @@ def print_json(value: object) -> None:
 
 def note(message: str) -> None:
     """Say something beside the answer, on stderr, so that the answer can be piped."""
-    typer.echo(f"note: {message}", err=True)
+    say(f"note: {message}", err=True)
 
 
 def text(cell: Cell) -> str:
-    """A cell as text: four significant digits of a float, `-` for nothing."""
+    """A cell as text: four significant digits of a float, `-` for nothing, escapes for what would steer a terminal."""
     if cell is None:
         return "-"
     if isinstance(cell, float):
         return f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
-    return str(cell)
+    return printable(str(cell))
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import signal
 from dataclasses import dataclass
@@ -249,11 +248,12 @@ def _print_served(finished: RunFinished, device: Device, request: _Request) -> N
     spec = Specialization.of(found, bias_grad=True)
     why = explanation_of(found, spec, device, None if is_usual else [request.database])
     rung = why.served.rung
-    typer.echo(f"\n{found.key} is now served by rung {rung}, {RUNGS[rung]}: {MEANINGS[rung]}.")
+    output.say("")
+    output.say(f"{found.key} is now served by rung {rung}, {RUNGS[rung]}: {MEANINGS[rung]}.")
     before = "" if is_usual else f"FLASHGEN_DB={shlex.quote(str(request.database))} "
     behind = "" if request.target_name is None else f" --target {shlex.quote(request.target_name)}"
-    typer.echo(f"  why         {before}flashgen explain {found.key}{behind}")
-    typer.echo(f"  its kernel  {before}flashgen render {found.key}{behind}")
+    output.say(f"  why         {before}flashgen explain {found.key}{behind}")
+    output.say(f"  its kernel  {before}flashgen render {found.key}{behind}")
 
 
 def _dry_run(request: _Request) -> None:
@@ -295,7 +295,7 @@ def _dry_run(request: _Request) -> None:
             for r in rows
         ],
     )
-    typer.echo(f"{len(rows)} workloads, budget {request.budget} each, about {duration(total_s)} in all")
+    output.say(f"{len(rows)} workloads, budget {request.budget} each, about {duration(total_s)} in all")
 
 
 def _device_to_plan(request: _Request) -> Device:
@@ -315,7 +315,7 @@ def _list_models(*, as_json: bool) -> None:
     for p in presets():
         facts = {"title": p.title, "source": p.source, "direction": p.direction}
         listed[p.name] = {**facts, "workloads": [workload.key for workload in p.workloads]}
-    typer.echo(json.dumps(listed, indent=2))
+    output.print_json(listed)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

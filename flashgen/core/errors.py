@@ -17,9 +17,17 @@ Each message states the rule first and then the value that broke it.
 
 from __future__ import annotations
 
+from flashgen.core.quoting import printable
+
 
 class FlashgenError(Exception):
-    """Base class of every error that flashgen raises on purpose."""
+    """Base class of every error that flashgen raises on purpose.
+
+    Its text may quote names, paths and files of others, and is escaped: none of it steers a terminal.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), lines=True)
 
 
 class WorkloadError(FlashgenError, ValueError):

@@ -22,6 +22,7 @@ from pathlib import Path
 import platformdirs
 
 from flashgen.core.errors import SettingError
+from flashgen.core.quoting import printable
 
 APP = "flashgen"
 USER_DB_NAME = "tuning.sqlite3"
@@ -158,5 +159,6 @@ def _writable(asked: str | None, usual: Path, variable: str) -> Path:
     if hasattr(os, "getuid") and fallback.stat().st_uid != os.getuid():
         # somebody else made it first: never read or write files that another user controls
         fallback = Path(tempfile.mkdtemp(prefix=f"{APP}-"))
-    warnings.warn(f"{path} cannot be used ({reason}); using {fallback} (set {variable} to choose)", stacklevel=2)
+    message = f"{path} cannot be used ({reason}); using {fallback} (set {variable} to choose)"
+    warnings.warn(printable(message), stacklevel=2)
     return fallback

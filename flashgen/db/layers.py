@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from flashgen.codegen.families import validate as validate_config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
+from flashgen.core.quoting import printable
 from flashgen.core.record import TuningRecord
 from flashgen.core.settings import settings, shipped
 from flashgen.core.workload import Workload
@@ -179,4 +180,4 @@ def _absent(path: Path) -> bool:
 
 
 def _warn(name: str, error: DatabaseError) -> None:
-    warnings.warn(f"tuning database {name} is not used: {error}", stacklevel=3)
+    warnings.warn(printable(f"tuning database {name} is not used: {error}", lines=True), stacklevel=3)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from flashgen.codegen.families import validate as validate_config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError, FlashgenError
+from flashgen.core.quoting import printable
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db import files
@@ -149,7 +150,8 @@ class Reader:
         if new:
             table, row_id, reason = new[0]
             more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
-            warnings.warn(f"{self.path}: {table} {row_id} is ignored{more}: {reason[:300]}", stacklevel=2)
+            message = f"{self.path}: {table} {row_id} is ignored{more}: {reason[:300]}"
+            warnings.warn(printable(message, lines=True), stacklevel=2)
 
     def _records(self, asked: dict[str, str | None], *, strict: bool = False) -> list[TuningRecord]:
         given = {column: value for column, value in asked.items() if value is not None}

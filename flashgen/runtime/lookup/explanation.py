@@ -9,6 +9,7 @@ from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.feature_words import feature_words, specialization_words
+from flashgen.core.quoting import printable
 from flashgen.core.record import age
 from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.workload import Specialization, Workload
@@ -91,7 +92,7 @@ class Explanation:
         lines += _record_lines(self.served, self.is_stale)
         lines += [f"skipped    {line}" for line in self.served.skipped]
         lines += [f"family     {name}: {reason or 'applies'}" for name, reason in self.families]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def _record_lines(served: Served, stale: bool) -> list[str]:

@@ -19,6 +19,7 @@ from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
+from flashgen.core.quoting import printable
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.ops.backward_calls import BackwardCall, CheckedBackwardCall
@@ -169,11 +170,11 @@ def built(
             raise
         # if this fails, too, it is not for the record
         run = bind(compiled(spec, default, device, index), default, index)
-        warnings.warn(
+        message = (
             f"the record {served.record.workload.key} of {served.layer} cannot serve here and the default config does; "
-            f"tune again with this Triton: {error}",
-            stacklevel=2,
+            f"tune again with this Triton: {error}"
         )
+        warnings.warn(printable(message, lines=True), stacklevel=2)
         return run
 
 
@@ -259,10 +260,11 @@ def notice(workload: Workload, served: Served, device: Device) -> None:
     _NOTICED.add(once)
     is_forward = workload.direction == "forward"
     about, shape = ("", workload.key.removeprefix("fwd-")) if is_forward else (" of a backward pass", workload.key)
-    sys.stderr.write(
+    line = (
         f"flashgen: no tuned record{about} for {device.name} ({device.identity}); the default config serves. "
-        f"Tune with: flashgen tune --shape {shape}  (about {TUNE_SECONDS_PER_WORKLOAD} s)\n"
+        f"Tune with: flashgen tune --shape {shape}  (about {TUNE_SECONDS_PER_WORKLOAD} s)"
     )
+    sys.stderr.write(f"{printable(line)}\n")
 
 
 def warm(calls: Iterable[tuple[Specialization, Config]], device: Device, index: int) -> int:
