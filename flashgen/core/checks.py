@@ -82,6 +82,20 @@ def text(name: str, value: object, error: Error = WorkloadError, most: int | Non
     return value
 
 
+def items(name: str, value: object, error: Error = WorkloadError) -> tuple[object, ...]:
+    """The items of a list, or of anything else that has some, but text.
+
+    Raises:
+        FlashgenError: of the class `error`, where it has none.
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise error(f"{name} must be a list, got {shown(value)}")
+    try:
+        return tuple(value)
+    except TypeError:  # a tensor without dimensions says that it has items
+        raise error(f"{name} must be a list, got {shown(value)}") from None
+
+
 def is_name_in(value: object, names: Iterable[str]) -> bool:
     """Whether a value is one of these names; what is no text is none of them, whatever its class does when compared."""
     return isinstance(value, str) and value in names
