@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from flashgen.codegen.build import CompiledKernel
-from flashgen.codegen.family import KernelSpec, Parameter
+from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import Specialization
 from flashgen.launch import feature_arguments
 from flashgen.launch.backward import NEG_DELTA, check_backward
 from flashgen.launch.geometry import Geometry, clamp_offset, scalars
-from flashgen.launch.parameter_buffer import View
 from flashgen.launch.parameters import block_of, is_descriptor
 from flashgen.launch.scratch import ScratchPlan
 from flashgen.launch.vocabulary import CALL_SCALARS, COUNTER, DIRECTIONS, OFFSET_TENSOR, STRIDED, Direction
@@ -25,12 +22,8 @@ from flashgen.launch.vocabulary import CALL_SCALARS, COUNTER, DIRECTIONS, OFFSET
 _WRITTEN = {name: frozenset((*CALL_SCALARS, *direction.rows)) for name, direction in DIRECTIONS.items()}
 """By direction: the numbers that every launch may write another value of."""
 
-_CHECKED: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[KernelSpec, ...], frozenset[str]]]]
-_CHECKED = weakref.WeakKeyDictionary()
-"""Kernels that have passed every check and their parameters, by the first one and by all that the checks depend on.
-
-No check asks for sizes, so a call of a new length has only to look here.
-"""
+View = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides in elements of a tensor, such that a tensor descriptor takes them."""
 
 SCORES = ("bias", "mask")
 """Tensors of the features that a kernel may have descriptors of, beside a pointer."""
@@ -43,17 +36,18 @@ class Binding:
     Attributes:
         compiled: the kernels, in the order of their launches.
         spec: what is compiled in.
+        config: how.
         direction: the tensors of a call.
         geometry: shapes and strides of every call.
         scalars: the numbers that follow from them; those that are `written` are defaults.
-        written: the numbers that every launch may write another value of. A size that a plan is to be open in would be
-            one of them.
+        written: the numbers that every launch may write another value of.
         scratch: the memory that the kernels share.
         names: the parameters of all kernels together.
     """
 
     compiled: CompiledKernel
     spec: Specialization
+    config: Config
     direction: Direction
     geometry: Geometry
     scalars: dict[str, int]
@@ -69,27 +63,20 @@ class Binding:
             LaunchError: one is not, or has two types; or a backward pass lacks what each of them has.
         """
         scratch = ScratchPlan.of(spec, config, geometry.sizes, first=NEG_DELTA)
-        pieces = tuple((name, len(piece.scratch.shape)) for name, piece in scratch.pieces.items())
-        kind = (spec, tuple(geometry.tensors), geometry.dbias_shape is None, pieces)
-        known = _CHECKED.get(compiled.parts[0].handle, {}) if compiled.parts else {}
-        kernels, names = known.get(kind, ((), frozenset()))
-        is_checked = kernels == tuple(part.kernel for part in compiled.parts)
         found = cls(
             compiled=compiled,
             spec=spec,
+            config=config,
             direction=DIRECTIONS[spec.direction],
             geometry=geometry,
             scalars=scalars(geometry),
             written=_WRITTEN[spec.direction],
             scratch=scratch,
-            names=names if is_checked else frozenset(name for part in compiled.parts for name in part.kernel.names),
+            names=frozenset(name for part in compiled.parts for name in part.kernel.names),
         )
         if spec.direction == "backward":
             check_backward(spec, config.family, geometry, scratch)
-        if not is_checked:
-            found._check_parameters()
-            kernels = tuple(part.kernel for part in compiled.parts)
-            _CHECKED.setdefault(compiled.parts[0].handle, {})[kind] = kernels, found.names
+        found._check_parameters()
         return found
 
     @property
@@ -118,10 +105,7 @@ class Binding:
         Raises:
             LaunchError: it is of a bias or a mask, and the call has none.
         """
-        subject, rank = self.subject(parameter), len(block_of(parameter))
-        if subject in self.scratch.pieces:
-            return self.scratch.pieces[subject].view(rank)
-        return self.geometry.described(subject, rank)
+        return view_of(self.subject(parameter), len(block_of(parameter)), self.geometry, self.scratch)
 
     @property
     def is_far(self) -> bool:
@@ -198,6 +182,16 @@ class Binding:
         pointers = [*self._pointers(), *feature_arguments.TENSORS, "Aux<n>"]
         descriptors = [f"{name}_desc" for name in (*described, *self.scratch.pieces)]
         return ", ".join([*pointers, *descriptors, *sorted(self.scalars.keys() | self.written)])
+
+
+def view_of(subject: str, rank: int, geometry: Geometry, scratch: ScratchPlan) -> View:
+    """Shape and strides that a tensor descriptor of so many axes is made with.
+
+    Raises:
+        LaunchError: it is of a bias or a mask, and the call has none.
+    """
+    piece = scratch.pieces.get(subject)
+    return geometry.described(subject, rank) if piece is None else piece.view(rank)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from ctypes import POINTER, Structure, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
 
@@ -165,10 +164,50 @@ def capture_id(stream: int) -> int:
     return identity.value
 
 
-@functools.cache
-def _sizes(rank: int) -> struct.Struct:
-    """Shape, strides, box and steps of a tensor for cuTensorMapEncodeTiled."""
-    return struct.Struct(f"{2 * rank - 1}Q{2 * rank}I")
+class Encoding:
+    """What the driver is told of a tensor descriptor whatever the sizes of the tensor.
+
+    Attributes:
+        rank: axes of the tensor.
+        element_bytes: bytes of one element.
+    """
+
+    __slots__ = ("_boxes", "_dtype", "_encode", "_swizzle", "element_bytes", "rank")
+
+    def __init__(self, *, dtype: str, rank: int, box: tuple[int, ...], swizzle: int, element_bytes: int) -> None:
+        """Describe what one copy takes: `box` elements of each axis."""
+        self._dtype, self._swizzle, self.rank, self.element_bytes = dtype, swizzle, rank, element_bytes
+        self._boxes = (c_uint32 * (2 * rank))(*box[::-1], *[1] * rank)
+        self._encode = library().cuTensorMapEncodeTiled
+
+    def encode(self, address: int, pointer: int, sizes: int) -> None:
+        """Have the driver encode a descriptor at `address` of the tensor at `pointer`.
+
+        `sizes` is the address of the tensor's shape, innermost first, then of its strides in bytes but the innermost.
+
+        Raises:
+            LaunchError: the driver refuses, e.g. for an address or a stride that is not a multiple of 16 bytes.
+        """
+        rank, boxes = self.rank, ctypes.addressof(self._boxes)
+        code = self._encode(
+            address,
+            TENSOR_MAP_DTYPES[self._dtype],
+            rank,
+            pointer,
+            sizes,
+            sizes + 8 * rank,
+            boxes,
+            boxes + 4 * rank,
+            0,
+            self._swizzle,
+            L2_PROMOTION_128B,
+            0,
+        )
+        if code:
+            numbers = list((c_uint64 * (2 * rank - 1)).from_address(sizes))
+            shape, steps, box = (tuple(one[::-1]) for one in (numbers[:rank], numbers[rank:], self._boxes[:rank]))
+            strides = (*(step // self.element_bytes for step in steps), 1)
+            check(code, f"describe a {self._dtype} tensor of shape {shape}, strides {strides}, box {box}")
 
 
 class TensorMaps:
@@ -178,23 +217,18 @@ class TensorMaps:
     copies of it with another address, and a pointer that was seen lately costs no call of the driver at all.
     """
 
-    __slots__ = ("_box", "_buffers", "_dtype", "_element_bytes", "_shape", "_spare", "_strides", "_swizzle", "known")
+    __slots__ = ("_buffers", "_encoding", "_sizes", "_spare", "known")
 
-    def __init__(
-        self,
-        *,
-        dtype: str,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        box: tuple[int, ...],
-        swizzle: int,
-        element_bytes: int,
-    ) -> None:
-        """Describe a tensor: shape and strides in elements, the last stride 1; `box` is what one copy takes."""
-        self._dtype, self._shape, self._strides, self._box = dtype, shape, strides, box
-        self._swizzle, self._element_bytes = swizzle, element_bytes
-        self._buffers: list[Any] = []
-        self._spare = 0
+    def __init__(self, encoding: Encoding, sizes: int, room: int) -> None:
+        """Describe a tensor; what lies at the two addresses is kept by whoever holds this object.
+
+        Args:
+            encoding: what does not depend on sizes.
+            sizes: the address of the tensor's sizes, see `Encoding.encode`.
+            room: an address for the first descriptor.
+        """
+        self._encoding, self._sizes, self._spare = encoding, sizes, room
+        self._buffers: tuple[Any, ...] = ()
         self.known: dict[int, int] = {}
 
     def at(self, pointer: int) -> int:
@@ -209,7 +243,7 @@ class TensorMaps:
     def _described(self, pointer: int) -> int:
         if not self.known:
             address = self._room()
-            self._encode(address, pointer)
+            self._encoding.encode(address, pointer, self._sizes)
         else:
             first, pattern = next(iter(self.known.items()))
             is_full = len(self.known) >= TENSOR_MAPS_KEPT
@@ -229,35 +263,7 @@ class TensorMaps:
         """An address for one more descriptor, kept as long as this object."""
         if not self._spare:
             buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
-            self._buffers.append(buffer)
+            self._buffers = (*self._buffers, buffer)
             start = ctypes.addressof(buffer)
             self._spare = start + -start % TENSOR_MAP_ALIGNMENT
         return self._spare
-
-    def _encode(self, address: int, pointer: int) -> None:
-        """Have the driver encode a descriptor; it takes dimensions innermost first, and strides in bytes."""
-        rank, size = len(self._shape), self._element_bytes
-        steps = (stride * size for stride in self._strides[-2::-1])
-        sizes = (c_uint64 * (3 * rank))()  # 2 * rank - 1 numbers of 64 bits and 2 * rank of 32
-        _sizes(rank).pack_into(sizes, 0, *self._shape[::-1], *steps, *self._box[::-1], *[1] * rank)
-        start = ctypes.addressof(sizes)
-        boxes = start + 8 * (2 * rank - 1)
-        code = library().cuTensorMapEncodeTiled(
-            address,
-            TENSOR_MAP_DTYPES[self._dtype],
-            rank,
-            pointer,
-            start,
-            start + 8 * rank,
-            boxes,
-            boxes + 4 * rank,
-            0,
-            self._swizzle,
-            L2_PROMOTION_128B,
-            0,
-        )
-        if code:
-            check(
-                code,
-                f"describe a {self._dtype} tensor of shape {self._shape}, strides {self._strides}, box {self._box}",
-            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from flashgen.core.errors import LaunchError
 from flashgen.core.features.values import Features
 from flashgen.launch import driver
 from flashgen.launch.backward import BackwardTensors, neg_delta_view
-from flashgen.launch.driver_plan import DriverPlan
+from flashgen.launch.driver_plan import Call, DriverPlan, SizedPlan
 from flashgen.launch.feature_arguments import LOG2E, NO_FEATURES
 from flashgen.launch.geometry import offset_range
+from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS
+from flashgen.launch.plan_layout import SCALES, PlanLayout
 from flashgen.launch.vocabulary import OFFSET_TENSOR
 
 Offset = int | torch.Tensor | None
@@ -30,177 +32,207 @@ FAILED = 1 << 32
 """What a launch of several kernels gives is the number of the kernel that was refused times this, and its code."""
 
 
-def launcher(plan: DriverPlan) -> Callable[..., Any]:
-    """The plan as a function: a `Launch` or a `BackwardLaunch` of `flashgen.launch.plan`, by its direction."""
+def launcher(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., Any]]:
+    """What makes the plan at a geometry a function: a `Launch` or a `BackwardLaunch` of `flashgen.launch.plan`."""
     return _LAUNCHERS[plan.binding.spec.direction](plan)
 
 
-def _forward(plan: DriverPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
-    set_q, set_k, set_v, set_o = (plan.setter(name, name.upper()) for name in "qkvo")
-    lse_slot, rows_slot = plan.slot("LSE"), plan.slot("lse_rows")
-    rows, new_scratch = plan.binding.geometry.q_shape[2], _scratch_maker(plan)
-    index, only_device, lock = plan.device_index, torch.cuda.device_count() == 1, threading.Lock()
-    default_scale, set_scale, write_features = plan.binding.default_scale, _scale_setter(plan), plan.features_writer()
-    offset_slot, default_offset, offset_of = _offset(plan)
-    set_stream, is_capturing = _stream_setter(plan)
-    run, (config, function, parameters, _) = _runner(plan), plan.calls[0]
+def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  # noqa: C901, PLR0915
+    # the first variables are those of all geometries: making a function of one costs a microsecond for every ten
+    binding, layout, adopt, fail = plan.binding, plan.layout, plan.adopt, plan.fail
+    word_q, word_k, word_v, word_o, word_lse = (layout.places[name] for name in ("Q", "K", "V", "O", "LSE"))
+    word_rows, write_scales = layout.places["lse_rows"], _scales_writer(layout)
+    index, only_device = plan.device_index, torch.cuda.device_count() == 1
+    default_scale, set_stream, is_capturing = binding.default_scale, *_stream_setter(plan)
+    has_scratch = bool(binding.scratch.pieces)
+    launch_kernel, offset_writer = driver.library().cuLaunchKernelEx, _offset_writer(plan)
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    last_q = last_k = last_v = last_o = last_rows = 0
-    last_scale, last_offset, last_stream = 0.0, 0, -1
+    describes = [name in plan.entries for name in "qkvo"]
 
-    def launch(  # noqa: C901, PLR0912 - one branch a parameter, and no call for what did not change
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None = None,
-        softmax_scale: float | None = None,
-        q_offset: Offset = None,
-        features: Features | None = None,
-    ) -> None:
-        nonlocal last_q, last_k, last_v, last_o, last_rows, last_scale, last_offset, last_stream
-        if not only_device and current() != index:
-            with torch.cuda.device(index):
+    def at_sizes(sized: SizedPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
+        memory = sized.memory
+        words, calls = memory.words, plan.calls(memory)
+        describe_q, describe_k, describe_v, describe_o = [
+            plan.describer(name, memory) if is_described else None
+            for name, is_described in zip("qkvo", describes, strict=True)
+        ]
+        rows, lock, (config, function, parameters, _) = sized.geometry.q_shape[2], threading.Lock(), calls[0]
+        run = launch_kernel if len(calls) == 1 else _runner(launch_kernel, calls)
+        new_scratch = _scratch_maker(plan, sized) if has_scratch else None
+        write_features = plan.features_writer(sized)
+        default_offset, offset_of, write_offset = offset_writer(sized)
+        last_q = last_k = last_v = last_o = last_rows = 0
+        last_scale, last_stream = default_scale, -1
+        last_offset: int | None = default_offset or 0
+
+        def launch(  # noqa: C901, PLR0912, PLR0915 - one branch a parameter, and no call for what did not change
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor | None = None,
+            softmax_scale: float | None = None,
+            q_offset: Offset = None,
+            features: Features | None = None,
+        ) -> None:
+            nonlocal last_q, last_k, last_v, last_o, last_rows, last_scale, last_offset, last_stream
+            if not only_device and current() != index:
+                with torch.cuda.device(index):
+                    return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
+            new_q, new_k, new_v, new_o = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+            scale = default_scale if softmax_scale is None else softmax_scale
+            offset = default_offset if q_offset is None else offset_of(q_offset)
+            try:
+                with lock:
+                    if new_q != last_q:
+                        if describe_q is not None:
+                            describe_q(new_q)
+                        words[word_q] = last_q = new_q
+                    if new_k != last_k:
+                        if describe_k is not None:
+                            describe_k(new_k)
+                        words[word_k] = last_k = new_k
+                    if new_v != last_v:
+                        if describe_v is not None:
+                            describe_v(new_v)
+                        words[word_v] = last_v = new_v
+                    if new_o != last_o:
+                        if describe_o is not None:
+                            describe_o(new_o)
+                        words[word_o] = last_o = new_o
+                    if lse is not None:
+                        words[word_lse] = lse.data_ptr()
+                        words[word_rows] = last_rows = rows
+                    elif last_rows:
+                        words[word_rows] = last_rows = 0
+                    if scale != last_scale:
+                        write_scales(words, scale)
+                        last_scale = scale
+                    if offset != last_offset:
+                        write_offset(words, offset)
+                        last_offset = offset
+                    if write_features is not None:
+                        write_features(features or NO_FEATURES, scale)
+                    stream = stream_of(index)
+                    is_captured = is_capturing is not None and is_capturing()
+                    if stream != last_stream or is_captured:
+                        last_stream = -1  # where a counter is refused, the next launch writes all of this again
+                        held = set_stream(words, stream)  # noqa: F841 - until the kernels are launched
+                        if not is_captured:
+                            last_stream = stream
+                    if new_scratch is not None:
+                        scratch = new_scratch(q)  # noqa: F841 - likewise
+                    code = run(config, function, parameters, None)
+            except LaunchError:
+                if not adopt():
+                    raise
                 return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
-        new_q, new_k, new_v, new_o = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        scale = default_scale if softmax_scale is None else softmax_scale
-        offset = default_offset if q_offset is None else offset_of(q_offset)
-        try:
-            with lock:
-                if new_q != last_q:
-                    set_q(new_q)
-                    last_q = new_q
-                if new_k != last_k:
-                    set_k(new_k)
-                    last_k = new_k
-                if new_v != last_v:
-                    set_v(new_v)
-                    last_v = new_v
-                if new_o != last_o:
-                    set_o(new_o)
-                    last_o = new_o
-                if lse is not None:
-                    lse_slot.value = lse.data_ptr()
-                    rows_slot.value = last_rows = rows
-                elif last_rows:
-                    rows_slot.value = last_rows = 0
-                if scale != last_scale:
-                    set_scale(scale)
-                    last_scale = scale
-                if offset != last_offset:
-                    offset_slot.value = last_offset = offset_of(None) if offset is None else offset
-                if write_features is not None:
-                    write_features(features or NO_FEATURES, scale)
-                stream = stream_of(index)
-                is_captured = is_capturing is not None and is_capturing()
-                if stream != last_stream or is_captured:
-                    last_stream = -1  # where a counter is refused, the next launch writes all of this again
-                    held = set_stream(stream)  # noqa: F841 - until the kernels are launched
-                    if not is_captured:
-                        last_stream = stream
-                if new_scratch is not None:
-                    scratch = new_scratch(q)  # noqa: F841 - likewise
-                code = run(config, function, parameters, None)
-        except LaunchError:
-            if not plan.adopt():
-                raise
+            if code == 0:
+                return None
+            if not adopt():
+                fail(code // FAILED, code % FAILED, memory)
             return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
-        if code == 0:
-            return None
-        if not plan.adopt():
-            plan.fail(*divmod(code, FAILED))
-        return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
 
-    return launch
+        return launch
+
+    return at_sizes
 
 
-def _backward(plan: DriverPlan) -> Callable[..., torch.Tensor]:  # noqa: C901
-    floats, (sizes, strides), fp32 = plan.binding.scratch.floats, neg_delta_view(plan.binding.scratch), torch.float32
-    write_pointers = _pointers_writer(plan)
-    index, only_device, lock = plan.device_index, torch.cuda.device_count() == 1, threading.Lock()
-    default_scale, set_scale, write_features = plan.binding.default_scale, _scale_setter(plan), plan.features_writer()
-    offset_slot, default_offset, offset_of = _offset(plan)
-    set_stream, is_capturing = _stream_setter(plan)
-    run, (config, function, parameters, _) = _runner(plan), plan.calls[0]
+def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Tensor]]:  # noqa: C901, PLR0915
+    binding, layout, adopt, fail, fp32 = plan.binding, plan.layout, plan.adopt, plan.fail, torch.float32
+    write_scales, index, only_device = _scales_writer(layout), plan.device_index, torch.cuda.device_count() == 1
+    default_scale, set_stream, is_capturing = binding.default_scale, *_stream_setter(plan)
+    launch_kernel, pointers_writer = driver.library().cuLaunchKernelEx, _pointers_writer(plan)
+    offset_writer = _offset_writer(plan)
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    last_pointers: tuple[int, ...] = ()
-    last_scale, last_offset, last_stream = 0.0, 0, -1
 
-    def launch(
-        tensors: BackwardTensors,
-        softmax_scale: float | None = None,
-        q_offset: Offset = None,
-        features: Features | None = None,
-        with_neg_delta: bool = True,
-    ) -> torch.Tensor:
-        nonlocal last_pointers, last_scale, last_offset, last_stream
-        if not only_device and current() != index:
-            with torch.cuda.device(index):
+    def at_sizes(sized: SizedPlan) -> Callable[..., torch.Tensor]:  # noqa: C901
+        memory, floats, (sizes, strides) = sized.memory, sized.scratch.floats, neg_delta_view(sized.scratch)
+        words, calls, write_pointers = memory.words, plan.calls(memory), pointers_writer(sized)
+        lock, (config, function, parameters, _) = threading.Lock(), calls[0]
+        run = launch_kernel if len(calls) == 1 else _runner(launch_kernel, calls)
+        write_features = plan.features_writer(sized)
+        default_offset, offset_of, write_offset = offset_writer(sized)
+        last_pointers: tuple[int, ...] = ()
+        last_scale, last_stream = default_scale, -1
+        last_offset: int | None = default_offset or 0
+
+        def launch(
+            tensors: BackwardTensors,
+            softmax_scale: float | None = None,
+            q_offset: Offset = None,
+            features: Features | None = None,
+            with_neg_delta: bool = True,
+        ) -> torch.Tensor:
+            nonlocal last_pointers, last_scale, last_offset, last_stream
+            if not only_device and current() != index:
+                with torch.cuda.device(index):
+                    return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
+            q, k, v, out, lse, dout, dq, dk, dv, dlse, dbias = tensors
+            scratch = lse.new_empty(floats, dtype=fp32)
+            pointers = (  # in the order of the direction's tensors
+                scratch.data_ptr(),
+                q.data_ptr(),
+                k.data_ptr(),
+                v.data_ptr(),
+                out.data_ptr(),
+                dout.data_ptr(),
+                dq.data_ptr(),
+                dk.data_ptr(),
+                dv.data_ptr(),
+                lse.data_ptr(),
+                0 if dlse is None else dlse.data_ptr(),
+                0 if dbias is None else dbias.data_ptr(),
+            )
+            scale = default_scale if softmax_scale is None else softmax_scale
+            offset = default_offset if q_offset is None else offset_of(q_offset)
+            try:
+                with lock:
+                    if pointers != last_pointers:
+                        last_pointers = ()  # where a descriptor is refused, the next call writes all of them again
+                        write_pointers(pointers)
+                        last_pointers = pointers
+                    if scale != last_scale:
+                        write_scales(words, scale)
+                        last_scale = scale
+                    if offset != last_offset:
+                        write_offset(words, offset)
+                        last_offset = offset
+                    if write_features is not None:
+                        write_features(features or NO_FEATURES, scale)
+                    stream = stream_of(index)
+                    is_captured = is_capturing is not None and is_capturing()
+                    if stream != last_stream or is_captured:
+                        last_stream = -1  # where a counter is refused, the next launch writes all of this again
+                        held = set_stream(words, stream)  # noqa: F841 - until the kernels are launched
+                        if not is_captured:
+                            last_stream = stream
+                    code = run(config, function, parameters, None)
+            except LaunchError:
+                if not adopt():
+                    raise
                 return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
-        lse, dlse, dbias = tensors.lse, tensors.dlse, tensors.dbias
-        scratch = lse.new_empty(floats, dtype=fp32)
-        pointers = (  # in the order of the direction's tensors
-            scratch.data_ptr(),
-            tensors.q.data_ptr(),
-            tensors.k.data_ptr(),
-            tensors.v.data_ptr(),
-            tensors.out.data_ptr(),
-            tensors.dout.data_ptr(),
-            tensors.dq.data_ptr(),
-            tensors.dk.data_ptr(),
-            tensors.dv.data_ptr(),
-            lse.data_ptr(),
-            0 if dlse is None else dlse.data_ptr(),
-            0 if dbias is None else dbias.data_ptr(),
-        )
-        scale = default_scale if softmax_scale is None else softmax_scale
-        offset = default_offset if q_offset is None else offset_of(q_offset)
-        try:
-            with lock:
-                if pointers != last_pointers:
-                    last_pointers = ()  # where a descriptor is refused, the next call writes all of them again
-                    write_pointers(pointers)
-                    last_pointers = pointers
-                if scale != last_scale:
-                    set_scale(scale)
-                    last_scale = scale
-                if offset != last_offset:
-                    offset_slot.value = last_offset = offset_of(None) if offset is None else offset
-                if write_features is not None:
-                    write_features(features or NO_FEATURES, scale)
-                stream = stream_of(index)
-                is_captured = is_capturing is not None and is_capturing()
-                if stream != last_stream or is_captured:
-                    last_stream = -1  # where a counter is refused, the next launch writes all of this again
-                    held = set_stream(stream)  # noqa: F841 - until the kernels are launched
-                    if not is_captured:
-                        last_stream = stream
-                code = run(config, function, parameters, None)
-        except LaunchError:
-            if not plan.adopt():
-                raise
+            if code == 0:
+                return scratch.as_strided(sizes, strides) if with_neg_delta else scratch
+            if not adopt():
+                fail(code // FAILED, code % FAILED, memory)
             return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
-        if code == 0:
-            return scratch.as_strided(sizes, strides) if with_neg_delta else scratch
-        if not plan.adopt():
-            plan.fail(*divmod(code, FAILED))
-        return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
 
-    return launch
+        return launch
+
+    return at_sizes
 
 
-_LAUNCHERS: dict[str, Callable[[DriverPlan], Callable[..., Any]]] = {"forward": _forward, "backward": _backward}
+_LAUNCHERS: dict[str, Callable[[DriverPlan], Callable[[SizedPlan], Callable[..., Any]]]]
+_LAUNCHERS = {"forward": _forward, "backward": _backward}
 
 
-def _runner(plan: DriverPlan) -> Callable[..., int]:
-    """The driver's own launch of a kernel; of several, what launches all of them in order until one is refused."""
-    launch_kernel, calls = driver.library().cuLaunchKernelEx, plan.calls
-    if len(calls) == 1:
-        return launch_kernel  # type: ignore[no-any-return]
+def _runner(launch_kernel: Callable[..., int], calls: Sequence[Call]) -> Callable[..., int]:
+    """What launches several kernels in order until one is refused."""
 
     def run(*first: object) -> int:
         for call in calls:
-            code: int = launch_kernel(*call)
+            code = launch_kernel(*call)
             if code:
                 return calls.index(call) * FAILED + code
         return 0
@@ -208,95 +240,119 @@ def _runner(plan: DriverPlan) -> Callable[..., int]:
     return run
 
 
-def _scale_setter(plan: DriverPlan) -> Callable[[float], None]:
-    scale_slot, scale_log2_slot = plan.slot("softmax_scale"), plan.slot("softmax_scale_log2")
+def _scales_writer(layout: PlanLayout) -> Callable[[Any, float], None]:
+    pack, first = (
+        struct.Struct("<" + WORD_FORMATS["fp32"] * len(SCALES)).pack_into,
+        WORD_BYTES * layout.places[SCALES[0]],
+    )
 
-    def set_scale(scale: float) -> None:
-        scale_slot.value, scale_log2_slot.value = scale, scale * LOG2E
+    def write_scales(words: Any, scale: float) -> None:
+        pack(words, first, scale, scale * LOG2E)
 
-    return set_scale
+    return write_scales
 
 
-def _stream_setter(plan: DriverPlan) -> tuple[Callable[[int], list[torch.Tensor]], Callable[[], bool] | None]:
+def _stream_setter(plan: DriverPlan) -> tuple[Callable[[Any, int], list[torch.Tensor]], Callable[[], bool] | None]:
     """What points all kernels to a stream and to their counters on it, and what says whether a graph is captured.
 
     The first returns the counters, to be kept until the kernels are launched. They are others in each capture, so that
     is asked before every launch of a plan that has any; the second is None for a plan that has none.
     """
-    configs, counted = [kernel.config for kernel in plan.kernels], plan.counted()
+    streams, point_counters = plan.streams, plan.point_counters if plan.counters else None
 
-    def set_stream(stream: int) -> list[torch.Tensor]:
-        for config in configs:
-            config.stream = stream
-        return [point(stream) for point in counted]
+    def set_stream(words: Any, stream: int) -> list[torch.Tensor]:
+        for word in streams:
+            words[word] = stream
+        return [] if point_counters is None else point_counters(words, stream)
 
-    return set_stream, torch.cuda.is_current_stream_capturing if counted else None
+    return set_stream, torch.cuda.is_current_stream_capturing if plan.counters else None
 
 
-def _scratch_maker(plan: DriverPlan) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Allocates scratch memory beside a tensor and points parameters to its pieces, one by one; None without any."""
-    scratch = plan.binding.scratch
-    setters = [(plan.setter(name, piece.pointer), piece.offset_bytes) for name, piece in scratch.pieces.items()]
+def _scratch_maker(plan: DriverPlan, sized: SizedPlan) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Allocates scratch memory beside a tensor and points parameters to its pieces, one by one."""
+    scratch, words = sized.scratch, sized.memory.words
+    pieces = [
+        (plan.describer(name, sized.memory), plan.layout.places[piece.pointer], piece.offset_bytes)
+        for name, piece in scratch.pieces.items()
+    ]
 
     def new_scratch(beside: torch.Tensor) -> torch.Tensor:
         memory = scratch.allocate(beside)
         start = memory.data_ptr()
-        for point_to, offset in setters:
-            point_to(start + offset)
+        for describe, word, offset in pieces:
+            if describe is not None:
+                describe(start + offset)
+            words[word] = start + offset
         return memory
 
-    return new_scratch if setters else None
+    return new_scratch
 
 
-def _offset(plan: DriverPlan) -> tuple[Any, int | None, Callable[[Offset], int]]:
-    """Where the query offset goes, its default (None for a tensor, which has none), and its value for a call.
+OffsetWriter = Callable[[SizedPlan], tuple[int | None, Callable[[Offset], int], Callable[[Any, int | None], None]]]
+"""Of a geometry: the query offset by default (None for a tensor, which has none), its value for a call, what writes it.
 
-    The function raises LaunchError for the other kind than what is compiled in.
-    """
+The second raises LaunchError for the other kind than what is compiled in, and the third for None.
+"""
+
+
+def _offset_writer(plan: DriverPlan) -> OffsetWriter:
+    """What writes query offsets."""
     binding = plan.binding
-    low, high = offset_range(binding.geometry, is_far=binding.is_far)
+    check, is_far, is_tensor = binding.check_offset, binding.is_far, binding.spec.offset_tensor
+    word = plan.layout.places[OFFSET_TENSOR if is_tensor else "q_offset"]
 
     def address(q_offset: Offset) -> int:
         if not isinstance(q_offset, torch.Tensor):
-            binding.check_offset(q_offset)
+            check(q_offset)
         return q_offset.data_ptr()  # type: ignore[union-attr]
 
-    def clamped(q_offset: Offset) -> int:
-        if isinstance(q_offset, torch.Tensor):
-            binding.check_offset(q_offset)
-        return max(low, min(q_offset, high))  # type: ignore[return-value, type-var]
+    def write(words: Any, offset: int | None) -> None:
+        words[word] = address(None) if offset is None else offset
 
-    if binding.spec.offset_tensor:
-        return plan.slot(OFFSET_TENSOR), None, address
-    return plan.slot("q_offset"), binding.scalars["q_offset"], clamped
+    def at_sizes(sized: SizedPlan) -> Any:
+        if is_tensor:
+            return None, address, write
+        low, high = offset_range(sized.geometry, is_far=is_far)
+
+        def clamped(q_offset: Offset) -> int:
+            if isinstance(q_offset, torch.Tensor):
+                check(q_offset)
+            return max(low, min(q_offset, high))  # type: ignore[return-value, type-var]
+
+        return sized.scalars["q_offset"], clamped, write
+
+    return at_sizes
 
 
-def _pointers_writer(plan: DriverPlan) -> Callable[[tuple[int, ...]], None]:
+def _pointers_writer(plan: DriverPlan) -> Callable[[SizedPlan], Callable[[tuple[int, ...]], None]]:
     """What makes every parameter point to the memory of a call: scratch memory, and tensors in their direction's order.
 
     An absent tensor is 0.
     """
-    tensors, pieces = plan.binding.direction.tensors, plan.binding.scratch.pieces
-    offsets = [piece.offset_bytes for piece in pieces.values()]
-    write_all, memory = struct.Struct(f"<{1 + len(tensors) + len(pieces)}Q").pack_into, plan.memory
-    numbers = {tensor.name: (number, 0) for number, tensor in enumerate(tensors, start=1)}
-    numbers |= {name: (0, piece.offset_bytes) for name, piece in pieces.items()}
-    described = [
-        (*numbers[one.subject], one.maps.known.get, one.maps.at, addresses, position)
-        for one in plan.maps
-        if one.subject in numbers
-        for addresses, position in one.places
-    ]
-    optional = [(numbers[one.name][0], plan.slots[one.rows]) for one in tensors if one.rows in plan.slots]
-    rows = plan.binding.geometry.q_shape[2]
+    tensors, places = plan.binding.direction.tensors, plan.layout.places
+    optional = [(number, places[one.rows]) for number, one in enumerate(tensors, start=1) if one.rows]
+    write_all = struct.Struct(f"<{1 + len(tensors) + len(plan.binding.scratch.pieces)}Q").pack_into
+    numbers = {tensor.name: number for number, tensor in enumerate(tensors, start=1)}
+    entries = [(numbers.get(name, 0), name, *one) for name, found in plan.entries.items() for one in found]
+    entries = [one for one in entries if one[0] or one[1] in plan.binding.scratch.pieces]
 
-    def write(pointers: tuple[int, ...]) -> None:
-        scratch = pointers[0]
-        write_all(memory, 0, *pointers, *[scratch + offset for offset in offsets])
-        for number, slot in optional:
-            slot.value = rows if pointers[number] else 0
-        for number, offset, known, at, addresses, position in described:
-            pointer = pointers[number] + offset
-            addresses[position] = known(pointer) or at(pointer)
+    def at_sizes(sized: SizedPlan) -> Callable[[tuple[int, ...]], None]:
+        pieces, memory, rows = sized.scratch.pieces, sized.memory, sized.geometry.q_shape[2]
+        offsets, words, maps = [piece.offset_bytes for piece in pieces.values()], memory.words, memory.maps
+        described = [
+            (number, 0 if number else pieces[name].offset_bytes, maps[one].known.get, maps[one].at, entry)
+            for number, name, one, entry in entries
+        ]
 
-    return write
+        def write(pointers: tuple[int, ...]) -> None:
+            scratch = pointers[0]
+            write_all(words, 0, *pointers, *[scratch + offset for offset in offsets])
+            for number, word in optional:
+                words[word] = rows if pointers[number] else 0
+            for number, offset, known, at, entry in described:
+                pointer = pointers[number] + offset
+                words[entry] = known(pointer) or at(pointer)
+
+        return write
+
+    return at_sizes

@@ -1,74 +1,66 @@
-"""`DriverPlan`: the kernels of a config launched through the CUDA driver, with all parameters prepared.
+"""`DriverPlan`: the kernels of a config launched through the CUDA driver, open in the sizes of its calls.
 
-What differs from launch to launch (pointers, scale, query offset, features) is the same in all kernels, so it lies in
-one place that the parameter lists of all of them point to: a launch writes it once, however many kernels there are.
+What depends on the specialization alone is found once: where every parameter lies, what descriptors are made of, the
+handles of the kernels. A new geometry costs what depends on it: sizes, strides, and the driver's descriptors.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from flashgen.codegen.family import Parameter
 from flashgen.launch import driver
+from flashgen.launch.backward import NEG_DELTA, check_backward
 from flashgen.launch.binding import Binding
 from flashgen.launch.counters import Counters
 from flashgen.launch.feature_arguments import has_arguments
 from flashgen.launch.feature_writers import WriteFeatures, features_writer
-from flashgen.launch.parameter_buffer import C_TYPES, ParameterBuffer
-from flashgen.launch.parameters import SLOT_BYTES, Layout
-from flashgen.launch.vocabulary import COUNTER
+from flashgen.launch.geometry import Geometry, scalars
+from flashgen.launch.parameters import C_TYPES, WORD_BYTES, Layout
+from flashgen.launch.plan_layout import STREAM_WORD, PlanLayout, PlanMemory
+from flashgen.launch.scratch import ScratchPlan
 
 PointTo = Callable[[int], None]
-"""Makes what is of a tensor point to its memory, or raises `LaunchError` and changes nothing."""
-
-PointToCounter = Callable[[int], torch.Tensor]
-"""Points a kernel to its counter on a stream and returns it, to be kept until the launch."""
-
+"""Makes the descriptors of a tensor point to its memory, or raises `LaunchError` and changes nothing."""
 
 Call = tuple[int, int, int, None]
 """Arguments of cuLaunchKernelEx: address of a configuration, handle of a kernel, address of an array of addresses."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedMaps:
-    """One descriptor, made once for all parameters that are equal to it.
+class SizedPlan:
+    """A `DriverPlan` at one geometry: everything is in its place but what launches write.
 
     Attributes:
-        subject: a tensor's id, or a piece of scratch memory.
-        maps: its CUtensorMaps.
-        places: the arrays of addresses that name it, and where.
+        geometry: shapes and strides of every call.
+        scratch: the memory that the kernels share.
+        scalars: the numbers that follow from the geometry.
+        memory: what the driver reads.
     """
 
-    subject: str
-    maps: driver.TensorMaps
-    places: list[tuple[Any, int]] = field(default_factory=list)
+    __slots__ = ("geometry", "memory", "scalars", "scratch")
+
+    def __init__(self, geometry: Geometry, scratch: ScratchPlan, scalars: dict[str, int], memory: PlanMemory) -> None:
+        """Hold them."""
+        self.geometry, self.scratch, self.scalars, self.memory = geometry, scratch, scalars, memory
 
 
 class DriverPlan:
-    """Parameters of a config's kernels in fixed places of memory.
-
-    The first slots of the shared memory are the scratch memory, the call's tensors in the order of their direction, and
-    the pieces of scratch memory: a launch of many tensors writes all of them at once.
+    """What the launches of a config's kernels have in common at all geometries of a kind.
 
     Attributes:
-        binding: the kernels, and what their parameters stand for.
+        binding: the kernels, and what their parameters stand for; its geometry is the first one.
         device_index: torch's index of the GPU.
-        kernels: each kernel's parameters and launch configuration.
-        functions: the driver's handle of each kernel.
-        memory: what launches write.
-        slots: the values in it, by parameter.
-        maps: every different descriptor once.
+        layout: where the parameters lie.
+        streams: the words of the stream of each kernel's launch configuration.
     """
 
     def __init__(
         self, binding: Binding, *, functions: Sequence[int], layouts: Sequence[Layout], device_index: int
     ) -> None:
-        """Prepare everything but the pointers, in this thread's CUDA context (made that of the GPU if it had none).
+        """Prepare everything but sizes, in this thread's CUDA context (made that of the GPU if it had none).
 
         Args:
             binding: the kernels, and what their parameters stand for.
@@ -76,111 +68,86 @@ class DriverPlan:
             layouts: of each kernel's parameters.
             device_index: torch's index of the GPU.
         """
-        self.binding = binding
-        self.device_index = device_index
-        self.functions = functions
+        self.binding, self.device_index = binding, device_index
+        self._functions = functions
         self._context = driver.use_context(device_index)
-        self.kernels = [
-            ParameterBuffer(part, layout, programs=programs, scalars=binding.scalars, view=binding.view)
-            for part, layout, programs in zip(binding.compiled.parts, layouts, binding.programs, strict=True)
+        self.layout = PlanLayout(binding, layouts)
+        self.streams = [kernel.config + STREAM_WORD for kernel in self.layout.kernels]
+        self.counters = [
+            (kernel.counter, Counters(device_index)) for kernel in self.layout.kernels if kernel.counter is not None
         ]
-        self._share(layouts)
-        self.maps = self._shared_maps()
+        self._kind = _kind(binding.geometry, binding.scratch)
+        self._has_features = has_arguments(binding.names)
+        entries: dict[str, list[tuple[int, int]]] = {}
+        for number, one in enumerate(self.layout.described):
+            entries.setdefault(one.subject, []).extend((number, entry) for entry in one.entries)
+        self.entries = entries
 
-    def _share(self, layouts: Sequence[Layout]) -> None:
-        """Have the parameter lists of all kernels point to one place for everything that launches write."""
-        tensors = [tensor.pointer for tensor in self.binding.direction.tensors]
-        pieces = [piece.pointer for piece in self.binding.scratch.pieces.values()]
-        places = {name: number for number, name in enumerate([*tensors, *pieces], start=1)}
-        shared = list(self._shared(layouts))
-        for _, _, parameter in shared:
-            places.setdefault(parameter.name, 1 + len(places))
-        self.memory = ctypes.create_string_buffer(SLOT_BYTES * (1 + len(places)))
-        start = ctypes.addressof(self.memory)
-        self.slots: dict[str, Any] = {}
-        for kernel, layout, parameter in shared:
-            offset = SLOT_BYTES * places[parameter.name]
-            kernel.addresses[layout.positions[parameter.name]] = start + offset
-            kind = C_TYPES.get(parameter.type, ctypes.c_uint64)
-            self.slots[parameter.name] = kind.from_buffer(self.memory, offset)
+    def sized(self, geometry: Geometry) -> SizedPlan | None:
+        """The plan at a geometry, or None if it is of another kind than the first one.
 
-    def _shared(self, layouts: Sequence[Layout]) -> Iterator[tuple[ParameterBuffer, Layout, Parameter]]:
-        for kernel, layout in zip(self.kernels, layouts, strict=True):
-            for parameter in layout.parameters:
-                is_own = parameter.name in layout.described or parameter.name == COUNTER
-                if not is_own and not self.binding.is_fixed(parameter):
-                    yield kernel, layout, parameter
+        Raises:
+            LaunchError: a backward pass cannot have this geometry.
+        """
+        binding = self.binding
+        if geometry is binding.geometry:
+            scratch, found = binding.scratch, binding.scalars
+        else:
+            spec, config = binding.spec, binding.config
+            scratch = ScratchPlan.of(spec, config, geometry.sizes, first=NEG_DELTA)
+            if _kind(geometry, scratch) != self._kind:
+                return None
+            if spec.direction == "backward":
+                check_backward(spec, config.family, geometry, scratch)
+            found = scalars(geometry)
+        return SizedPlan(geometry, scratch, found, self.layout.filled(geometry, scratch, found))
 
-    def _shared_maps(self) -> list[SharedMaps]:
-        found: dict[tuple[object, ...], SharedMaps] = {}
-        for kernel in self.kernels:
-            for one in kernel.descriptors:
-                subject = self.binding.subject(one.parameter)
-                key = (subject, one.view, one.box, one.swizzle, one.element)
-                entry = found.setdefault(key, SharedMaps(subject=subject, maps=one.maps()))
-                entry.places.append((kernel.addresses, one.position))
-        return list(found.values())
-
-    @property
-    def calls(self) -> list[Call]:
+    def calls(self, memory: PlanMemory) -> list[Call]:
         """What the driver is called with for each kernel."""
+        start = memory.start
         return [
-            (ctypes.addressof(kernel.config), function, ctypes.addressof(kernel.addresses), None)
-            for kernel, function in zip(self.kernels, self.functions, strict=True)
+            (start + WORD_BYTES * kernel.config, function, start + WORD_BYTES * kernel.addresses, None)
+            for kernel, function in zip(self.layout.kernels, self._functions, strict=True)
         ]
 
-    def slot(self, name: str) -> Any:
-        """The value of a parameter that launches write; one that nobody reads where no kernel has the parameter."""
-        return self.slots.get(name, ctypes.c_uint64(0) if name[0].isupper() else ctypes.c_float(0))
-
-    def setter(self, subject: str, pointer: str) -> PointTo:
-        """What makes the descriptors of a tensor or a piece, and the parameter `pointer`, point to its memory."""
-        placed = [(maps, *place) for maps in self.maps if maps.subject == subject for place in maps.places]
-        describe = _maps_setter([(one.maps, addresses, position) for one, addresses, position in placed])
-        slot = self.slots.get(pointer)
-        if slot is None:
-            return describe or _nothing
-
-        def set_pointer(pointer: int) -> None:
-            slot.value = pointer
-
-        if describe is None:
-            return set_pointer
-        describe_first = describe
-
-        def set_both(pointer: int) -> None:
-            describe_first(pointer)
-            slot.value = pointer
-
-        return set_both
-
-    def features_writer(self) -> WriteFeatures | None:
-        """What writes the arguments of features; None where the kernels have none."""
-        if not has_arguments(self.binding.names):
+    def describer(self, subject: str, memory: PlanMemory) -> PointTo | None:
+        """What makes the descriptors of a tensor or a piece point to its memory; None where it has none."""
+        entries = self.entries.get(subject)
+        if entries is None:
             return None
-        subjects = {maps.subject for maps in self.maps} & {"bias", "mask"}
-        describe = {name.capitalize(): self.setter(name, "") for name in subjects}
-        causal = self.binding.spec.causal
-        return features_writer(self.slots, self.binding.scalars, causal=causal, describe=describe)
+        words, maps = memory.words, memory.maps
+        if len(entries) > 1:
+            return _all_describer([(maps[number], entry) for number, entry in entries], words)
+        ((number, entry),) = entries
+        known, at = maps[number].known.get, maps[number].at
 
-    def counted(self) -> list[PointToCounter]:
-        """For each kernel with a counter, what points it to that of a stream."""
+        def point_to(pointer: int) -> None:
+            words[entry] = known(pointer) or at(pointer)
 
-        def pointing(counters: Counters, slot: Any) -> PointToCounter:
-            def point(stream: int) -> torch.Tensor:
-                counter = counters.of(stream)
-                slot.value = counter.data_ptr()
-                return counter
+        return point_to
 
-            return point
+    def features_writer(self, sized: SizedPlan) -> WriteFeatures | None:
+        """What writes the arguments of features; None where the kernels have none."""
+        if not self._has_features:
+            return None
+        memory, layout = sized.memory, self.layout
+        slots = {
+            name: C_TYPES.get(form, ctypes.c_uint64).from_buffer(memory.words, WORD_BYTES * layout.places[name])
+            for name, form in layout.formats.items()
+            if name in layout.places
+        }
+        described = {name: self.describer(name, memory) for name in ("bias", "mask")}
+        describe = {name.capitalize(): point_to for name, point_to in described.items() if point_to is not None}
+        return features_writer(slots, sized.scalars, causal=self.binding.spec.causal, describe=describe)
 
-        own = [
-            (kernel, parameter)
-            for kernel, part in zip(self.kernels, self.binding.compiled.parts, strict=True)
-            for parameter in part.kernel.parameters
-            if parameter.name == COUNTER
-        ]
-        return [pointing(Counters(self.device_index), kernel.slot(parameter)) for kernel, parameter in own]
+    def point_counters(self, words: Any, stream: int) -> list[torch.Tensor]:
+        """Point each kernel with a counter to that of a stream; returns the counters, to be kept until the launch."""
+        held = []
+        for word, counters in self.counters:
+            counter = counters.of(stream)
+            words[word] = counter.data_ptr()
+            held.append(counter)
+        return held
 
     def adopt(self) -> bool:
         """Whether this thread had no CUDA context, and now has the plan's.
@@ -189,32 +156,27 @@ class DriverPlan:
         """
         return driver.adopt_context(self._context)
 
-    def fail(self, number: int, code: int) -> None:
+    def fail(self, number: int, code: int, memory: PlanMemory) -> None:
         """Raise what the driver says to the launch of a kernel.
 
         Raises:
             LaunchError: always; the message has the kernel and the driver's name and text for `code`.
         """
-        entry, config = self.binding.compiled.parts[number].kernel.entry, self.kernels[number].config
-        driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads of {entry}")
+        kernel = self.layout.kernels[number]
+        config = driver.LaunchConfig.from_buffer(memory.words, WORD_BYTES * kernel.config)
+        driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads of {kernel.entry}")
 
 
-def _nothing(pointer: int) -> None:
-    """A tensor that no kernel has."""
-
-
-def _maps_setter(placed: list[tuple[driver.TensorMaps, Any, int]]) -> PointTo | None:
-    if not placed:
-        return None
-    maps, addresses, position = placed[0]
-    known, at = maps.known.get, maps.at
-
-    def point_to(pointer: int) -> None:
-        addresses[position] = known(pointer) or at(pointer)
-
+def _all_describer(placed: list[tuple[driver.TensorMaps, int]], words: Any) -> PointTo:
     def point_all_to(pointer: int) -> None:
-        found = [each.at(pointer) for each, _, _ in placed]  # all or, where one is refused, none
-        for (_, places, place), address in zip(placed, found, strict=True):
-            places[place] = address
+        found = [maps.at(pointer) for maps, _ in placed]  # all or, where one is refused, none
+        for (_, entry), address in zip(placed, found, strict=True):
+            words[entry] = address
 
-    return point_to if len(placed) == 1 else point_all_to
+    return point_all_to
+
+
+def _kind(geometry: Geometry, scratch: ScratchPlan) -> tuple[object, ...]:
+    """What of a geometry decides where parameters lie and what they may be: its tensors, and the pieces by rank."""
+    pieces = tuple((name, len(piece.scratch.shape)) for name, piece in scratch.pieces.items())
+    return (*geometry.tensors, geometry.dbias_shape is None, pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -155,32 +156,34 @@ def has_aligned_strides(shape: Shape4, strides: Shape4, element_bytes: int) -> b
 
 def scalars(geometry: Geometry) -> dict[str, int]:
     """The integer arguments of the launch vocabulary that a geometry fixes, and `q_offset` by default."""
-    sizes, blocks = geometry.sizes, geometry.blocks or BlockGrid()
-    found = {
-        "batch": sizes.batch,
-        "nheads": sizes.nheads,
-        "group_size": sizes.nheads // sizes.nheads_k,
-        "seqlen_q": sizes.seqlen_q,
-        "seqlen_k": sizes.seqlen_k,
-        "q_offset": sizes.seqlen_k - sizes.seqlen_q,
-        "stride_alibi_b": geometry.alibi_batch_stride,
-        "num_q_blocks": blocks.query_blocks,
-        "num_k_blocks": blocks.key_blocks,
-        "stride_block_b": blocks.stride_b,
-        "stride_block_h": blocks.stride_h,
-    }
-    for name, names in _SCORE_STRIDES.items():
-        _, strides = geometry.tensors.get(name, _ABSENT)
-        found.update(zip(names, strides, strict=True))
-    for name, (_, strides) in geometry.tensors.items():
-        if name in _STRIDES:
-            found.update(zip(_STRIDES[name], strides, strict=False))
-    return found | _dbias_scalars(geometry) if "dq" in geometry.tensors else found
+    tensors, blocks = geometry.tensors, geometry.blocks
+    (batch, nheads, seqlen_q, _), (_, nheads_k, seqlen_k, _) = tensors["q"][0], tensors["k"][0]
+    values = [batch, nheads, nheads // nheads_k, seqlen_q, seqlen_k, seqlen_k - seqlen_q, geometry.alibi_batch_stride]
+    if blocks is None:
+        values += (0, 0, 0, 0)
+    else:
+        values += (blocks.query_blocks, blocks.key_blocks, blocks.stride_b, blocks.stride_h)
+    names = tuple(tensors)
+    for name in names:
+        values += tensors[name][1][: 3 if name in _STRIDES else 4]
+    found = dict(zip(_scalar_names(names), values, strict=True))
+    for name, absent in _ABSENT_SCORES.items():
+        if name not in tensors:
+            found |= absent
+    return found | _dbias_scalars(geometry) if "dq" in tensors else found
+
+
+@functools.cache
+def _scalar_names(tensors: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of `scalars` for these tensors, in the order of its values."""
+    strides = (stride for name in tensors for stride in _STRIDES.get(name) or _SCORE_STRIDES[name])
+    sizes = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "q_offset", "stride_alibi_b")
+    return (*sizes, "num_q_blocks", "num_k_blocks", "stride_block_b", "stride_block_h", *strides)
 
 
 _STRIDES = {name: tuple(f"stride_{name}{axis}" for axis in "bhs") for name in STRIDED}
 _SCORE_STRIDES = {name: tuple(f"stride_{name}_{axis}" for axis in "bhqk") for name in ("bias", "mask")}
-_ABSENT = ((), (0, 0, 0, 0))
+_ABSENT_SCORES = {name: dict.fromkeys(names, 0) for name, names in _SCORE_STRIDES.items()}
 
 
 def _dbias_scalars(geometry: Geometry) -> dict[str, int]:

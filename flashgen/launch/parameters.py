@@ -10,10 +10,11 @@ the plan launches through Triton's own `CompiledKernel` instead.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
-import struct
 from dataclasses import dataclass
+from typing import Any
 
 from flashgen.codegen.family import Parameter
 from flashgen.launch.driver import TENSOR_MAP_BYTES
@@ -25,52 +26,26 @@ _ENTRY = re.compile(r"\.visible\s+\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([busf])(\d+)\s+(?:\.ptr[^,\n]*?\s)?\w+(?:\[(\d+)\])?\s*(?:,|$)")
 
 
+WORD_BYTES = 8
+"""What a launch keeps for each parameter of a kernel, whatever its size."""
+
+WORD_FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
+"""How a number lies in such a word, as `struct` packs it."""
+
+C_TYPES: dict[str, Any] = {
+    WORD_FORMATS["i32"]: ctypes.c_int32,
+    WORD_FORMATS["i64"]: ctypes.c_int64,
+    WORD_FORMATS["fp32"]: ctypes.c_float,
+}
+"""The same as `ctypes` writes it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where a launch keeps the parameters of a kernel: 8 bytes for each, whatever its size, in one piece of memory.
-
-    Attributes:
-        parameters: the signature.
-        packed: writes all parameters of the kernel, in order.
-        positions: the number of a kernel parameter by its name in the signature; of a descriptor, its first.
-        described: the names of the descriptors.
-        places: writes the addresses of all parameters of the kernel, in order.
-    """
+    """The parameters of a compiled kernel: its signature, and how many scratch pointers (unused, null) follow it."""
 
     parameters: tuple[Parameter, ...]
-    packed: struct.Struct
-    positions: dict[str, int]
-    described: frozenset[str]
-    places: struct.Struct
-
-    @classmethod
-    def of(cls, parameters: tuple[Parameter, ...], trailing: int) -> Layout:
-        """The layout of a signature that is followed by some scratch pointers (unused, null)."""
-        positions, formats = {}, list[str]()
-        for parameter in parameters:
-            positions[parameter.name] = len(formats)
-            if is_descriptor(parameter):
-                rank = len(block_of(parameter))
-                formats += ["Q", *[_FORMATS["i32"]] * rank, *[_FORMATS["i64"]] * rank]
-            else:
-                formats.append(_FORMATS.get(parameter.type, "Q"))
-        packed = struct.Struct("<" + "".join(formats) + "Q" * trailing)
-        return cls(
-            parameters=parameters,
-            packed=packed,
-            places=struct.Struct(f"<{packed.size // SLOT_BYTES}Q"),
-            positions=positions,
-            described=frozenset(parameter.name for parameter in parameters if is_descriptor(parameter)),
-        )
-
-    @property
-    def count(self) -> int:
-        """Parameters of the kernel."""
-        return self.packed.size // SLOT_BYTES
-
-
-SLOT_BYTES = 8
-_FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
+    trailing: int
 
 
 @functools.cache

@@ -10,6 +10,7 @@ graph it belongs to the graph, on another stream to that stream.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from flashgen.launch import driver
 from flashgen.launch.backward import BackwardTensors
 from flashgen.launch.binding import Binding
 from flashgen.launch.driver_launch import launcher
-from flashgen.launch.driver_plan import DriverPlan
+from flashgen.launch.driver_plan import DriverPlan, SizedPlan
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import Layout, ptx_sizes, trailing_of_sizes
 from flashgen.launch.triton_plan import TritonBackward, TritonForward
@@ -84,6 +85,59 @@ class BackwardLaunch(Protocol):
         """
 
 
+class OpenPlan:
+    """The kernels of a config on a GPU of this process, to be launched at any sizes.
+
+    What depends on the specialization alone is found at the first geometry of a kind; a later one of the same kind
+    costs what depends on it.
+    """
+
+    def __init__(self, compiled: CompiledKernel, spec: Specialization, config: Config, device_index: int) -> None:
+        """Hold the kernels; nothing is loaded yet.
+
+        Args:
+            compiled: of a config.
+            spec: what is compiled in.
+            config: how.
+            device_index: torch's index of the GPU.
+        """
+        self._compiled, self._spec, self._config, self._device_index = compiled, spec, config, device_index
+        self._empty, self._through_triton = _KINDS[spec.direction]
+        self._made: tuple[DriverPlan, Callable[[SizedPlan], Any]] | None = None
+
+    def sized(self, geometry: Geometry) -> Any:
+        """The `Launch` or `BackwardLaunch` at a geometry.
+
+        Raises:
+            LaunchError: as `make_plan` and `make_backward_plan`.
+        """
+        if geometry.is_empty:
+            return self._empty()
+        if self._made is not None:
+            plan, launch_at = self._made
+            sized = plan.sized(geometry)
+            if sized is not None:
+                return launch_at(sized)
+        return self._planned(geometry)
+
+    def _planned(self, geometry: Geometry) -> Any:
+        """The same at the first geometry of a kind."""
+        binding, index = Binding.of(self._compiled, self._spec, self._config, geometry), self._device_index
+        parts = self._compiled.parts
+        layouts = [known_layout(part) for part in parts]
+        known = [layout for layout in layouts if layout is not None]
+        with torch.cuda.device(index):
+            if len(known) < len(layouts):
+                return self._through_triton(binding, index)
+            functions = [load_part(part, index) for part in parts]
+            plan = DriverPlan(binding, functions=functions, layouts=known, device_index=index)
+            launch_at = launcher(plan)
+        self._made = plan, launch_at
+        sized = plan.sized(geometry)
+        assert sized is not None
+        return launch_at(sized)
+
+
 def make_plan(
     compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
 ) -> Launch:
@@ -93,7 +147,7 @@ def make_plan(
         LaunchError: a kernel has a parameter that no launch writes, or the driver refuses a binary or a tensor
             descriptor.
     """
-    launch: Launch = _planned(compiled, spec, config, geometry, device_index)
+    launch: Launch = OpenPlan(compiled, spec, config, device_index).sized(geometry)
     return launch
 
 
@@ -106,24 +160,8 @@ def make_backward_plan(
         LaunchError: as `make_plan`; or the family leaves no `neg_delta`, or the gradient of the bias has an impossible
             shape.
     """
-    launch: BackwardLaunch = _planned(compiled, spec, config, geometry, device_index)
+    launch: BackwardLaunch = OpenPlan(compiled, spec, config, device_index).sized(geometry)
     return launch
-
-
-def _planned(
-    compiled: CompiledKernel, spec: Specialization, config: Config, geometry: Geometry, device_index: int
-) -> Any:
-    empty, through_triton = _KINDS[spec.direction]
-    if geometry.is_empty:
-        return empty()
-    binding = Binding.of(compiled, spec, config, geometry)
-    layouts = [known_layout(part) for part in compiled.parts]
-    known = [layout for layout in layouts if layout is not None]
-    with torch.cuda.device(device_index):
-        if len(known) < len(layouts):
-            return through_triton(binding, device_index)
-        functions = [load_part(part, device_index) for part in compiled.parts]
-        return launcher(DriverPlan(binding, functions=functions, layouts=known, device_index=device_index))
 
 
 def known_layout(part: CompiledPart) -> Layout | None:
@@ -136,7 +174,7 @@ def known_layout(part: CompiledPart) -> Layout | None:
     sizes = getattr(handle, "parameter_bytes", None) or ptx_sizes(handle.asm.get("ptx") or "")
     if getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, 0) for name in _UNUSUAL) and sizes:
         trailing = trailing_of_sizes(sizes, parameters)
-        found = None if trailing is None else Layout.of(parameters, trailing)
+        found = None if trailing is None else Layout(parameters=parameters, trailing=trailing)
     _LAYOUTS[handle] = found
     return found
 

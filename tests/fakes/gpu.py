@@ -16,6 +16,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Specialization
+from flashgen.launch import plan
 from flashgen.launch.backward import FIELDS, BackwardTensors
 from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.ops.calls import Call
@@ -133,6 +134,18 @@ class FakeGpu:
             return prepare(call)
 
         return counted
+
+
+class MadeAnew:
+    """In the place of an `OpenPlan`: a plan for every geometry, by the functions that make one for the first."""
+
+    def __init__(self, kernel: Any, spec: Specialization, config: Config, index: int) -> None:
+        self.given = kernel, spec, config, index
+
+    def sized(self, geometry: Geometry) -> Any:
+        kernel, spec, config, index = self.given
+        make = plan.make_plan if spec.direction == "forward" else plan.make_backward_plan
+        return make(kernel, spec, config, geometry, index)
 
 
 @dataclass

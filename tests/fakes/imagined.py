@@ -152,11 +152,15 @@ class Imagined:
     def binding(self, geometry: Geometry) -> Binding:
         return Binding.of(self.compiled, self.spec, self.config, geometry)
 
-    def through_the_driver(self, cuda: FakeDriver, geometry: Geometry) -> Any:
+    def through_the_driver(self, cuda: FakeDriver, geometry: Geometry, first: Geometry | None = None) -> Any:
+        """A plan at a geometry, made for the `first` one."""
         functions = [FIRST_FUNCTION + number for number in range(len(self.given))]
         cuda.kernels |= dict(zip(functions, self.given, strict=True))
-        layouts = [Layout.of(each, trailing=2) for each in self.given]
-        return launcher(DriverPlan(self.binding(geometry), functions=functions, layouts=layouts, device_index=0))
+        layouts = [Layout(parameters=each, trailing=2) for each in self.given]
+        plan = DriverPlan(self.binding(first or geometry), functions=functions, layouts=layouts, device_index=0)
+        sized = plan.sized(geometry)
+        assert sized is not None
+        return launcher(plan)(sized)
 
     def through_triton(self, geometry: Geometry) -> Any:
         plan: TritonPlan
@@ -168,11 +172,11 @@ class Imagined:
 class Both:
     """One config, launched both ways; what each kernel was given, equal but for where the scratch memory lies."""
 
-    def __init__(self, kernel: Imagined, cuda: FakeDriver, geometry: Geometry) -> None:
+    def __init__(self, kernel: Imagined, cuda: FakeDriver, geometry: Geometry, first: Geometry | None = None) -> None:
         self.kernel, self.cuda = kernel, cuda
         names = {name: piece.pointer for name, piece in kernel.binding(geometry).scratch.pieces.items()}
         self.pieces = {*names.values(), *(f"{name}_desc" for name in names)}
-        self.plans = (kernel.through_the_driver(cuda, geometry), kernel.through_triton(geometry))
+        self.plans = (kernel.through_the_driver(cuda, geometry, first), kernel.through_triton(geometry))
 
     def __call__(self, *arguments: Any) -> list[dict[str, Any]]:
         before = len(self.cuda.launches)

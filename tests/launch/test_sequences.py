@@ -388,7 +388,9 @@ class Loaded:
         monkeypatch.setattr(
             plan,
             "known_layout",
-            lambda part: None if part.kernel.entry == unknown else Layout.of(part.kernel.parameters, 2),
+            lambda part: (
+                None if part.kernel.entry == unknown else Layout(parameters=part.kernel.parameters, trailing=2)
+            ),
         )
 
     def plan(self, given: Any) -> Any:

@@ -14,7 +14,7 @@ from flashgen.db import layers
 from flashgen.launch import binaries, plan
 from flashgen.runtime.ops import serve
 from tests.db.samples import H200
-from tests.fakes.gpu import EmulatedGpu, FakeGpu
+from tests.fakes.gpu import EmulatedGpu, FakeGpu, MadeAnew
 from tests.runtime.ladders import Ladder
 
 AnyGpu = TypeVar("AnyGpu", bound=FakeGpu)
@@ -33,6 +33,7 @@ def ladder(tmp_path: Path, own_settings: Path, monkeypatch: pytest.MonkeyPatch) 
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     serve.reload()
     monkeypatch.setattr(serve, "_KERNELS", {})
+    monkeypatch.setattr(serve, "_PLANS", {})
     yield
     serve.reload()
 
@@ -56,6 +57,7 @@ def _installed(fake: AnyGpu, monkeypatch: pytest.MonkeyPatch) -> AnyGpu:
     monkeypatch.setattr(build, "compile_kernel", fake.compile_kernel)
     monkeypatch.setattr(binaries, "read", lambda *asked: None)
     monkeypatch.setattr(binaries, "write", lambda *kernel: None)
+    monkeypatch.setattr(plan, "OpenPlan", MadeAnew)
     monkeypatch.setattr(plan, "make_plan", fake.make_plan)
     monkeypatch.setattr(plan, "make_backward_plan", fake.make_backward_plan)
     monkeypatch.setattr(plan, "load", fake.load)

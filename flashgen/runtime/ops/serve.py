@@ -38,6 +38,7 @@ TUNE_SECONDS_PER_WORKLOAD = 30
 
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel
+    from flashgen.launch.plan import OpenPlan
     from flashgen.runtime.lookup.ladder import Served
     from flashgen.runtime.lookup.records import Records
     from flashgen.runtime.ops.backward_runs import BackwardRun
@@ -50,6 +51,9 @@ Filled only after the slow path has succeeded, and never replaced, only cleared.
 """
 
 _KERNELS: dict[tuple[Specialization, Config, str], CompiledKernel] = {}
+_PLANS: dict[tuple[Specialization, Config, int], OpenPlan] = {}
+"""What a kernel's launches have in common at all sizes, by what is compiled in, config and torch's index of the GPU."""
+
 LOCK = threading.RLock()
 _STATE = threading.local()
 _NOTICED: set[str] = set()
@@ -180,16 +184,24 @@ def built(
 
 def _bound(problem: AnyCheckedCall, kernel: CompiledKernel, config: Config, index: int) -> Any:
     """What the memo holds for a compiled kernel."""
+    launch = _open_plan(kernel, problem.spec, config, index).sized(problem.geometry)
     if isinstance(problem, CheckedBackwardCall):
-        from flashgen.launch.plan import make_backward_plan
         from flashgen.runtime.ops.backward_runs import backward_run
 
-        return backward_run(make_backward_plan(kernel, problem.spec, config, problem.geometry, index), problem)
-    from flashgen.launch.plan import make_plan
+        return backward_run(launch, problem)
     from flashgen.runtime.ops.runs import forward_run
 
-    launch = make_plan(kernel, problem.spec, config, problem.geometry, index)
     return forward_run(launch, problem)
+
+
+def _open_plan(kernel: CompiledKernel, spec: Specialization, config: Config, index: int) -> OpenPlan:
+    key = (spec, config, index)
+    found = _PLANS.get(key)
+    if found is None:
+        from flashgen.launch import plan
+
+        found = _PLANS[key] = plan.OpenPlan(kernel, spec, config, index)
+    return found
 
 
 def compiled(spec: Specialization, config: Config, device: Device, index: int) -> CompiledKernel:

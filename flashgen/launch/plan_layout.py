@@ -1,0 +1,270 @@
+"""`PlanLayout`: where a plan keeps what the CUDA driver reads at the launches of its kernels, whatever the sizes.
+
+All of it lies in one piece of memory, in words of 8 bytes, one for each number:
+
+| words | written |
+|---|---|
+| scratch memory, the tensors of the direction in their order, pieces of scratch memory | by launches |
+| other pointers and numbers of a call, and a counter of each kernel | by launches, where they change |
+| sizes and strides; those of each different descriptor, for the kernels and as the driver takes them | for a geometry |
+| the launch configuration of each kernel, and the addresses of all its parameters | likewise |
+| the first CUtensorMap of each descriptor | by launches |
+
+What differs between launches is the same in all kernels, so all of them point to one place for it, which a launch
+writes once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from flashgen.codegen.build import CompiledPart
+from flashgen.codegen.family import Sizes
+from flashgen.core.device import Device
+from flashgen.core.workload import DTYPE_BYTES
+from flashgen.launch import driver
+from flashgen.launch.binding import Binding, view_of
+from flashgen.launch.feature_arguments import LOG2E
+from flashgen.launch.geometry import Geometry
+from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS, Layout, block_of, element_of, is_descriptor
+from flashgen.launch.scratch import ScratchPlan
+from flashgen.launch.vocabulary import COUNTER, OFFSET_TENSOR
+
+ELEMENT_BYTES = {**DTYPE_BYTES, "u8": 1}
+"""Bytes of one element of what a tensor descriptor may be of: of a mask a byte."""
+
+SCRATCH, FIRST_TENSOR = 0, 1
+"""The first words: the address of the scratch memory, then those of the tensors."""
+
+SCALES = ("softmax_scale", "softmax_scale_log2")
+"""In words side by side, whatever the kernels have."""
+
+CONFIG_WORDS = ctypes.sizeof(driver.LaunchConfig) // WORD_BYTES
+STREAM_WORD = driver.LaunchConfig.stream.offset // WORD_BYTES
+POINTER = "Q"
+HIGH = 1 << 32
+"""Of two numbers of 32 bits in one word, the factor of the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedTensor:
+    """One descriptor of all kernels that have an equal one.
+
+    Attributes:
+        subject: a tensor's id, or a piece of scratch memory.
+        encoding: what the driver is told of it but the sizes.
+        sizes: its words: shape and strides for kernels, then for the driver.
+        entries: the words of the addresses that name it.
+    """
+
+    subject: str
+    encoding: driver.Encoding
+    sizes: slice
+    entries: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPlace:
+    """The first words of a kernel's launch configuration and of its addresses, and the word of its counter, if any.
+
+    `programs` gives the blocks of a launch.
+    """
+
+    entry: str
+    programs: Callable[[Device, Sizes], int]
+    config: int
+    addresses: int
+    counter: int | None
+
+
+class PlanMemory:
+    """What the driver reads at the launches of one geometry.
+
+    Attributes:
+        words: an array that may be written.
+        start: the address of the first word.
+        maps: the descriptors, in the order of `PlanLayout.described`.
+    """
+
+    __slots__ = ("maps", "start", "words")
+
+    def __init__(self, words: Any, start: int, maps: list[driver.TensorMaps]) -> None:
+        """Hold them."""
+        self.words, self.start, self.maps = words, start, maps
+
+
+class _Words:
+    """Words in the order in which they are placed: the values that they begin with, and how they are packed."""
+
+    def __init__(self) -> None:
+        self.values, self.formats = list[Any](), list[str]()
+
+    def add(self, formats: Iterable[str], values: Iterable[Any] = ()) -> slice:
+        """Place some words, which begin with 0 where no value is given."""
+        first = len(self.formats)
+        self.formats += formats
+        self.values += values
+        self.values += [0] * (len(self.formats) - len(self.values))
+        return slice(first, len(self.formats))
+
+    def one(self, form: str = POINTER, value: Any = 0) -> int:
+        """Place one word."""
+        return int(self.add([form], [value]).start)
+
+
+class PlanLayout:
+    """Where everything lies, and what fills it for a geometry.
+
+    Attributes:
+        places: the words of the parameters that launches write, by name.
+        formats: how the number in the word of a parameter is packed, by name.
+        described: every different descriptor once.
+        kernels: the places of each kernel.
+    """
+
+    def __init__(self, binding: Binding, layouts: Sequence[Layout]) -> None:
+        """Place the parameters of all kernels.
+
+        Args:
+            binding: the kernels, and what their parameters stand for.
+            layouts: of each kernel's parameters.
+        """
+        words, self._device = _Words(), binding.compiled.device
+        self.formats, self.places = dict[str, str](), dict[str, int]()
+        self.kernels, self._offsets = list[KernelPlace](), list[int]()
+        named = self._place_plain(words, binding, layouts)
+        described = self._place_descriptors(words, binding, layouts)
+        self._place_kernels(words, binding.compiled.parts, layouts, named, described)
+        self._values, self._packed = words.values, struct.Struct("<" + "".join(words.formats))
+        room = len(self.described) * driver.TENSOR_MAP_BYTES + driver.TENSOR_MAP_ALIGNMENT
+        self._memory: Any = ctypes.c_uint64 * (len(words.values) + (room // WORD_BYTES if self.described else 0))
+
+    def filled(self, geometry: Geometry, scratch: ScratchPlan, scalars: Mapping[str, int]) -> PlanMemory:
+        """The memory of a geometry, with everything but what launches write.
+
+        Args:
+            geometry: one of the kind that the parameters were placed for.
+            scratch: its scratch memory.
+            scalars: the numbers that follow from the geometry.
+        """
+        values, words = self._values.copy(), self._memory()
+        start = ctypes.addressof(words)
+        values[self.places["q_offset"]] = scalars["q_offset"]
+        values[self._scalars] = self._pick(scalars)
+        maps, at = list[driver.TensorMaps](), start + WORD_BYTES * len(values)
+        at += -at % driver.TENSOR_MAP_ALIGNMENT
+        last: tuple[Any, ...] = ()
+        for one in self.described:
+            encoding = one.encoding
+            view = (*view_of(one.subject, encoding.rank, geometry, scratch), encoding.element_bytes)
+            if view != last:  # q, k, v and the output are often alike
+                last, numbers = view, _view_numbers(*view)
+            values[one.sizes] = numbers
+            maps.append(driver.TensorMaps(encoding, start + WORD_BYTES * (one.sizes.start + 2 * encoding.rank), at))
+            at += driver.TENSOR_MAP_BYTES
+        for kernel in self.kernels:
+            values[kernel.config] = kernel.programs(self._device, scratch.sizes) | HIGH
+        values[self._addresses] = [start + offset for offset in self._offsets]
+        self._packed.pack_into(words, 0, *values)
+        return PlanMemory(words, start, maps)
+
+    def _place_plain(self, words: _Words, binding: Binding, layouts: Sequence[Layout]) -> dict[str, int]:
+        """Place what is no descriptor and the same in all kernels; returns the words by name."""
+        plain = {p.name: p for layout in layouts for p in layout.parameters if not is_descriptor(p)}
+        plain.pop(COUNTER, None)
+        self.formats = {name: WORD_FORMATS.get(parameter.type, POINTER) for name, parameter in plain.items()}
+        fixed = tuple(name for name, parameter in plain.items() if binding.is_fixed(parameter))
+        tensors = [tensor.pointer for tensor in binding.direction.tensors]
+        pieces = [piece.pointer for piece in binding.scratch.pieces.values()]
+        numbers = dict.fromkeys(SCALES, WORD_FORMATS["fp32"])
+        numbers |= dict.fromkeys(["q_offset", *binding.direction.rows], WORD_FORMATS["i32"])
+        written = dict.fromkeys(["", *tensors, *pieces, OFFSET_TENSOR], POINTER) | numbers
+        written |= {name: form for name, form in self.formats.items() if name not in fixed}
+        known = dict(zip(SCALES, (binding.default_scale, binding.default_scale * LOG2E), strict=True))
+        self.places = {name: words.one(form, known.get(name, 0)) for name, form in written.items()}
+        self._scalars, self._pick = words.add(self.formats[name] for name in fixed), _picker(fixed)
+        return self.places | dict(zip(fixed, range(self._scalars.start, self._scalars.stop), strict=True))
+
+    def _place_descriptors(
+        self, words: _Words, binding: Binding, layouts: Sequence[Layout]
+    ) -> list[dict[str, DescribedTensor]]:
+        """Place the sizes of every different descriptor; returns those of each kernel by name."""
+        known: dict[tuple[object, ...], DescribedTensor] = {}
+        found = []
+        for part, layout in zip(binding.compiled.parts, layouts, strict=True):
+            own = dict[str, DescribedTensor]()
+            parameters = [parameter for parameter in layout.parameters if is_descriptor(parameter)]
+            boxes = getattr(part.handle.metadata, "tensordesc_meta", None) or ()
+            for parameter, box in zip(parameters, boxes, strict=True):
+                subject, size, swizzle = binding.subject(parameter), tuple(box["block_size"]), box["swizzle"]
+                element, rank = element_of(parameter), len(block_of(parameter))
+                key = (subject, rank, element, size, swizzle)
+                if key not in known:
+                    known[key] = _described(words, subject, rank, element, size, swizzle)
+                own[parameter.name] = known[key]
+            found.append(own)
+        self.described = tuple(known.values())
+        return found
+
+    def _place_kernels(
+        self,
+        words: _Words,
+        parts: Sequence[CompiledPart],
+        layouts: Sequence[Layout],
+        named: Mapping[str, int],
+        described: Sequence[Mapping[str, DescribedTensor]],
+    ) -> None:
+        """Place what each kernel has of its own, and the addresses of its parameters."""
+        null, configs = words.one(), [_place_config(words, part.handle.metadata) for part in parts]
+        counters = [words.one() if COUNTER in part.kernel.names else None for part in parts]
+        first = len(words.values)
+        for part, layout, own, config, counter in zip(parts, layouts, described, configs, counters, strict=True):
+            kernel = part.kernel
+            self.kernels.append(
+                KernelPlace(
+                    entry=kernel.entry,
+                    programs=kernel.programs,
+                    config=config,
+                    addresses=first + len(self._offsets),
+                    counter=counter,
+                )
+            )
+            for parameter in layout.parameters:
+                one = own.get(parameter.name)
+                if one is None:
+                    read = [counter if parameter.name == COUNTER else named[parameter.name]]
+                else:
+                    one.entries.append(first + len(self._offsets))
+                    read = [0, *range(one.sizes.start, one.sizes.start + 2 * one.encoding.rank)]
+                self._offsets += [WORD_BYTES * word for word in read if word is not None]
+            self._offsets += [WORD_BYTES * null] * layout.trailing
+        self._addresses = words.add([POINTER] * len(self._offsets))
+
+
+def _described(
+    words: _Words, subject: str, rank: int, element: str, box: tuple[int, ...], swizzle: int
+) -> DescribedTensor:
+    encoding = driver.Encoding(dtype=element, rank=rank, box=box, swizzle=swizzle, element_bytes=ELEMENT_BYTES[element])
+    sizes = words.add([*[WORD_FORMATS["i32"]] * rank, *[WORD_FORMATS["i64"]] * rank, *[POINTER] * (2 * rank - 1)])
+    return DescribedTensor(subject=subject, encoding=encoding, sizes=sizes)
+
+
+def _view_numbers(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
+    """Shape and strides for kernels, then for the driver: innermost first, strides in bytes and without that of 1."""
+    return (*shape, *strides, *shape[::-1], *[stride * element_bytes for stride in strides[-2::-1]])
+
+
+def _place_config(words: _Words, metadata: Any) -> int:
+    """A `driver.LaunchConfig` of blocks that a geometry says, on the default stream."""
+    threads = metadata.num_warps * 32  # of all partitions, where a kernel specialises its warps
+    return int(words.add([POINTER] * CONFIG_WORDS, [HIGH, 1 | threads * HIGH, 1 | HIGH, metadata.shared]).start)
+
+
+def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, int]], Iterable[int]]:
+    """What reads these scalars, in order."""
+    return itemgetter(*names) if len(names) > 1 else lambda scalars: [scalars[name] for name in names]
