@@ -138,6 +138,9 @@ def device_here() -> Device | None:
 def parse_config(text: str, spec: Specialization, device: Device) -> Config:
     """Read `family:knob=value,...`; a knob left out keeps the value of the family's default for `spec` on `device`.
 
+    The command in the first line of a rendered kernel names all knobs but those at an implied value: of a config that
+    names all others, these are meant.
+
     Raises:
         ConfigError: the family or a knob is unknown, or a value is not declared.
     """
@@ -153,7 +156,7 @@ def parse_config(text: str, spec: Specialization, device: Device) -> Config:
             rule = f"a config is {row.id}:knob=value,... with each of {list(declared)} once, got {text!r}"
             raise ConfigError(rule + ("" if knob in declared else _now(knob, row.knobs) or meant(knob, declared)))
         given[knob] = _value(row.id, declared[knob], value)
-    if given.keys() == declared.keys():
+    if given.keys() >= {knob.name for knob in row.knobs if not knob.implied}:
         return validate(Config.of(row.id, given))
     return validate(row.default(spec, device).replace(**given))
 

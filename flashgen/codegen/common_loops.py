@@ -63,6 +63,7 @@ def forward_loop(w: Workload, tile: Tiling) -> Loop:
         heads_per_group=tile.heads_per_group,
         heavy_first=tile.heavy_first,
         steps_in_flight=tile.steps_in_flight,
+        precision=tile.precision,
     )
 
 
@@ -96,6 +97,7 @@ def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
         heads_per_group=tile.heads_per_group,
         heavy_first=tile.heavy_first,
         steps_in_flight=tile.steps_in_flight,
+        precision=tile.precision,
     )
 
 
@@ -124,6 +126,7 @@ def owning_queries(w: Workload, tile: Tiling) -> Loop:
         heads_per_group=tile.heads_per_group,
         heavy_first=tile.heavy_first,
         steps_in_flight=tile.steps_in_flight,
+        precision=tile.precision,
     )
 
 

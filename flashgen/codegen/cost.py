@@ -29,6 +29,7 @@ class Tiling:
         heavy_first: whether the programs with the most work start first.
         steps_in_flight: steps that one warp works on at once: 2 where the next one's products hide a softmax.
         packed_heads: heads that share keys, whose rows the query rows are.
+        precision: how fp32 tiles are multiplied, as Triton calls it; empty where elements have 16 bits.
     """
 
     block_m: int
@@ -42,6 +43,7 @@ class Tiling:
     heavy_first: bool
     steps_in_flight: int = 1
     packed_heads: int = 1
+    precision: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class Loop:
         added_trips: how many times as long as one pass through shared memory they keep the warps busy.
         products_in_flight: whether the tensor cores read the operands of one product while they work on another.
         through_smem: whether every score goes through shared memory once more, for a product with the other side.
-        warps, stages, pointer_loads, heads_per_group, heavy_first, steps_in_flight: as in `Tiling`.
+        warps, stages, pointer_loads, heads_per_group, heavy_first, steps_in_flight, precision: as in `Tiling`.
     """
 
     rows: int
@@ -107,6 +109,7 @@ class Loop:
     heads_per_group: int
     heavy_first: bool
     steps_in_flight: int = 1
+    precision: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ cycles of an SM:
 | | | with several products a step, warps share tiles in the grid that reads least |
 | spills | 2 x spilled bytes x threads / 128 | every step stores and reloads them |
 | sums in memory | trips x added bytes / 128 | through shared memory into a layout of whole rows, then out |
+| parts of fp32 | 3 or 5 operations for each score and element of a walked tile | products of parts: TF32, bf16 |
 | addresses | 8 operations for 16 bytes of a walked tile | counted; none with tensor descriptors |
 | | 2 operations for each element of a bias or mask | loads of a tile in the layout of the scores are narrow |
 | waiting | 300 | chain of products and barriers of one step: no resource, but time |
@@ -38,6 +39,7 @@ from flashgen.core.workload import DTYPE_BYTES, Workload
 from flashgen.tuning.sm import (
     EXP_PER_CLOCK,
     L2_OVER_DRAM,
+    PART_PRODUCTS,
     SCHEDULERS,
     SMEM_BYTES_PER_CLOCK,
     matrix_rate,
@@ -61,6 +63,9 @@ its own two for the address and one to convert or compare it."""
 
 SOFTCAP_EXPONENTIALS = 2
 """An exponential and a reciprocal for each score, both special functions."""
+
+PART_OPERATIONS = {"tf32x3": 3, "bf16x6": 5}
+"""Operations for the parts of each fp32 operand of a product: of every score, and of every element that is walked."""
 
 MASK_BYTES = 1
 
@@ -113,8 +118,9 @@ class LoopModel:
         operations += loop.rows * loop.row_operations
         if loop.pointer_loads:
             operations += self._walked_tile_bytes() // ADDRESS_BYTES * ADDRESS_OPERATIONS
+        operations += PART_OPERATIONS.get(loop.precision, 0) * (scores + loop.columns * loop.walked_columns)
         spilled = 2 * self.taken.spills * loop.warps * self.device.warp_size
-        products = 2 * scores * loop.head_columns / matrix_rate(self.device, w.dtype, loop.rows)
+        products = 2 * scores * loop.head_columns / matrix_rate(self.device, self._multiplied, loop.rows)
         operands = (self._smem_bytes() + spilled) / SMEM_BYTES_PER_CLOCK
         parts = (
             *((max(products, operands),) if loop.products_in_flight else (products, operands)),
@@ -129,6 +135,11 @@ class LoopModel:
         # programs take turns: each waits for the others' steps, during which its own loads travel
         waited = max(loop.stages - 1, 0) * busy * resident
         return resident * busy + max(0.0, LOAD_LATENCY - waited) / max(loop.stages, 1)
+
+    @property
+    def _multiplied(self) -> str:
+        """What the rate of products depends on: the type of the tensors, or the parts of fp32 tiles."""
+        return self.loop.precision if self.loop.precision in PART_PRODUCTS else self.workload.dtype
 
     def _feature_operations(self) -> int:
         """Operations that the workload's features add to every score."""

@@ -39,11 +39,19 @@ def rates(device: Device) -> Rates:
     return Rates(ghz=own.boost_ghz, lanes=own.fp32_lanes, rows_per_read=own.mma_rows_per_read)
 
 
+PART_PRODUCTS = {"tf32x3": ("tf32", 3), "bf16x6": ("bf16", 6)}
+"""Of fp32 tiles that are multiplied in parts: what the parts are, and how many products of them there are."""
+
+
 def matrix_rate(device: Device, dtype: str, rows: int) -> float:
     """Operations per clock of one SM: the power of two that fits the data sheet's peak.
 
-    `rows` is the height of the tile that is multiplied: one lower than the unit is padded to it.
+    `rows` is the height of the tile that is multiplied: one lower than the unit is padded to it. `dtype` may also be
+    one of `PART_PRODUCTS`.
     """
+    if dtype in PART_PRODUCTS:
+        part, count = PART_PRODUCTS[dtype]
+        return matrix_rate(device, part, rows) / count
     own = rates(device)
     peak = device.peak_tflops * 1e3 / (device.num_sms * own.ghz)
     rate = float(2 ** round(math.log2(peak))) if peak > 1 else 1024.0

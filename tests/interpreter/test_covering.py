@@ -34,7 +34,7 @@ def test_every_two_values_meet(number: int, case: ForwardCase) -> None:
 
 def rendered(case: ForwardCase, loads: str) -> Any:
     spec = case.spec
-    small = {"block_m": 32, "block_n": 32, "num_warps": 2, "num_stages": 2, "loads": loads}
+    small = {"block_m": 32, "block_n": 32, "num_warps": 2, "num_stages": 2, "loads": loads, "products": "ieee"}
     source = render_standalone(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**small))
     attention = getattr(load_module(source), f"{source.entry}_call")
 

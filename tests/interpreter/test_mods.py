@@ -124,7 +124,7 @@ def run(
     if score_mod is not None or mask_mod is not None:
         mods = score_mods(score_mod, mask_mod, tuple(tensor.dtype for tensor in aux), blocks is not None)
         spec = replace(spec, mods=mods)
-    small = {"block_m": 32, "block_n": block_n, "num_warps": 2, "num_stages": 2, "loads": loads}
+    small = {"block_m": 32, "block_n": block_n, "num_warps": 2, "num_stages": 2, "loads": loads, "products": "ieee"}
     source = render_standalone(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(**small))
     if aux:
         arguments["aux"] = aux

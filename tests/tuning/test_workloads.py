@@ -61,7 +61,8 @@ HEADS = {
     "bloom-7b1": {(32, 32, 128, 128, True)},
     "flan-t5-large": {(16, 16, 64, 64, causal) for causal in (False, True)},
     "masked-gqa": {(32, 8, 128, 128, causal) for causal in (False, True)},
-    "single-precision": {(16, 16, d, d, True) for d in (64, 128)},
+    "single-precision": {(16, 16, d, d, causal) for d in (64, 128) for causal in (False, True)}
+    | {(16, 4, 128, 128, True)},
     "gpt2-training": {(12, 12, 64, 64, True), (16, 16, 64, 64, True)},
     "bert-large-training": {(16, 16, 64, 64, False)},
     "llama-3-8b-training": {(32, 8, 128, 128, True)},

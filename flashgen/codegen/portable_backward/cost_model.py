@@ -6,6 +6,7 @@ import functools
 
 from flashgen.codegen.common_loops import owning_keys, owning_queries, streamed_bytes
 from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD
+from flashgen.codegen.common_products import PRODUCTS, precision
 from flashgen.codegen.cost import CostModel, LoopKernel, Ranking, Taken, Tiling, blocks_side_by_side
 from flashgen.codegen.head_parts import is_split, padded
 from flashgen.core.config import Config
@@ -23,7 +24,7 @@ REGISTER_BYTES = 4
 
 _TILE = ("block_m", "block_n", "num_warps", "num_stages")
 _DQ_TILE = tuple(f"dq_{name}" for name in _TILE)
-_SHARED = ("loads", "heads_per_group", "split_d")
+_SHARED = ("loads", "heads_per_group", "split_d", PRODUCTS.name)
 
 
 def _tile(spec: Specialization, config: Config, prefix: str = "") -> Tiling:
@@ -37,6 +38,7 @@ def _tile(spec: Specialization, config: Config, prefix: str = "") -> Tiling:
         pointer_loads=config["loads"] == "pointer",
         heads_per_group=config.integer("heads_per_group"),
         heavy_first=spec.causal,
+        precision=precision(spec, config),
     )
 
 
@@ -76,7 +78,7 @@ SPLIT_COST_MODEL = CostModel(
     ),
     streamed_bytes=functools.partial(streamed_bytes, adds_dq=False),
     ranking=Ranking(
-        tile_knobs=(*_TILE[:3], "split_d", *_DQ_TILE[:3]),
+        tile_knobs=(*_TILE[:3], "split_d", PRODUCTS.name, *_DQ_TILE[:3]),
         stage_knobs=(_TILE[3], _DQ_TILE[3]),
     ),
 )
@@ -92,5 +94,5 @@ FUSED_COST_MODEL = CostModel(
         ),
     ),
     streamed_bytes=functools.partial(streamed_bytes, adds_dq=True),
-    ranking=Ranking(tile_knobs=(*_TILE[:3], "split_d"), stage_knobs=(_TILE[3],)),
+    ranking=Ranking(tile_knobs=(*_TILE[:3], "split_d", PRODUCTS.name), stage_knobs=(_TILE[3],)),
 )

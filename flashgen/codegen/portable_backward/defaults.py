@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_kind
+from flashgen.codegen.common_products import IEEE, PRODUCTS
 from flashgen.codegen.head_parts import padded
 from flashgen.codegen.portable_backward.resources import FUSED_ID, SPLIT_ID
 from flashgen.core.config import Config, KnobValue
@@ -69,6 +70,8 @@ _SEED_TILES_FUSED: dict[int, tuple[Tile, ...]] = {
     64: ((128, 128, 8, 2),),
     128: ((128, 64, 8, 3), (128, 64, 8, 2)),
 }
+# of products of fp32 tiles in parts, for searches alone: parts take registers, and wider heads spill with any tile
+_SEED_TILES_PARTS: dict[int, tuple[Tile, ...]] = {64: ((64, 32, 8, 2), (32, 32, 4, 2))}
 
 
 def default_split(spec: Specialization, device: Device) -> Config:
@@ -87,9 +90,13 @@ def default_fused(spec: Specialization, device: Device) -> Config:
 
 def seed_configs_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs of the fused family for a search to begin with, beside its default; some may be invalid."""
-    if not device.has_wgmma or spec.dtype in ("fp32", "tf32") or is_heavy(spec):
-        return ()
     default = default_fused(spec, device)
+    if spec.dtype == "fp32":
+        parts = [default.replace(products=kind) for kind in ("tf32x3", "bf16x6")]
+        tiles = _SEED_TILES_PARTS.get(_block(spec), ())
+        return tuple(each.replace(**_knobs(tile, "block_n", "block_m")) for tile in tiles for each in parts)
+    if not device.has_wgmma or spec.dtype == "tf32" or is_heavy(spec):
+        return ()
     tiles = _SEED_TILES_FUSED.get(_block(spec), ())
     return tuple(default.replace(**_knobs(tile, "block_n", "block_m")) for tile in tiles)
 
@@ -110,6 +117,7 @@ def _shared(spec: Specialization, device: Device, *tiles: Tile) -> dict[str, Kno
         "loads": "descriptor" if descriptors else "pointer",
         "heads_per_group": 8 if spec.causal else 1,
         "split_d": False,
+        PRODUCTS.name: IEEE,
     }
 
 

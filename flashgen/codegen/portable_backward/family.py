@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flashgen.codegen.common_portable import allowed_values_of_all, why_not_loads, why_not_portable
+from flashgen.codegen.common_products import PRODUCTS, products_values, uses_tensor_cores, why_not_products
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Scratch, Sizes
 from flashgen.codegen.head_parts import is_split, why_not_split
 from flashgen.codegen.portable_backward import parameters
@@ -66,6 +67,7 @@ _SHARED = (
         values=(False, True),
         meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
     ),
+    PRODUCTS,
 )
 _FUSED = (
     Knob(
@@ -97,10 +99,10 @@ def _why_not_fused(spec: Specialization, device: Device) -> str | None:
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    found = loops(spec, config)
+    found, by_cores = loops(spec, config), uses_tensor_cores(spec, config)
     return (
         _why_meaningless(spec, config, device)
-        or next(filter(None, (_why_loop(spec, loop, device) for loop in found)), None)
+        or next(filter(None, (_why_loop(loop, device, by_cores=by_cores) for loop in found)), None)
         or next(filter(None, (_why_pointless(loop, device) for loop in found)), None)
     )
 
@@ -118,22 +120,23 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
         return "without a causal mask all programs are equally heavy"
     if is_split(config) and (reason := why_not_split(spec)):
         return reason
-    return None
+    return why_not_products(spec, config, device)
 
 
 def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
     found = allowed_values_of_all(spec)
+    found[PRODUCTS.name] = products_values(spec)
     if not spec.causal:
         found["heads_per_group"] = (1,)
     return found
 
 
-def _why_loop(spec: Specialization, loop: Loop, device: Device) -> str | None:
+def _why_loop(loop: Loop, device: Device, *, by_cores: bool) -> str | None:
     """What one of its kernels cannot do."""
     if loop.stages > 2 and not device.is_nvidia:
         return "the AMD pipeliner has two stages"
-    if loop.own < LEAST_ROWS * loop.warps and spec.dtype != "fp32" and loop.columns < WIDE_COLUMNS:
+    if loop.own < LEAST_ROWS * loop.warps and by_cores and loop.columns < WIDE_COLUMNS:
         return f"{loop.warps} warps have less than {LEAST_ROWS} of {loop.own} rows each"
     return why_too_large(loop, device)
 

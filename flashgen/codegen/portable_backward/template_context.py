@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_products import precision
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
-from flashgen.codegen.common_types import ALIGNMENT_BYTES, PRECISIONS, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
+from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
 from flashgen.codegen.portable_backward.resources import dbias_blocks, is_fused, prepare_rows, row_block
 from flashgen.core.config import Config
@@ -28,7 +29,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "torch_dtype": TORCH_DTYPES[storage(spec)],
         "aligned16": spec.aligned16,
         "descriptors": config["loads"] == "descriptor",
-        "precision": PRECISIONS.get(spec.dtype, ""),
+        "precision": precision(spec, config),
         "fused": fused,
         "dkdv_entry": f"{config.family}_{'main' if fused else 'dkdv'}",
         "row_block": row_block(spec, config),

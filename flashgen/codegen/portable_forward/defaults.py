@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_kind
+from flashgen.codegen.common_products import IEEE, PRODUCTS
 from flashgen.codegen.head_parts import padded
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -111,30 +112,65 @@ _DEFAULTS_FP32: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("wmma", 256): (16, 16, 8, 1),
     ("wmma", 512): (16, 16, 8, 1),
 }
+# products of six bf16 parts, where tensor cores multiply these faster than the ordinary units multiply fp32: plain
+# shapes of up to 128 columns on the cards of data centres. Parts and a step's sum take registers.
+_DEFAULTS_PARTS: dict[tuple[str, int], tuple[int, int, int, int]] = {
+    ("wgmma", 64): (128, 32, 8, 3),
+    ("wgmma", 128): (128, 16, 8, 3),
+    ("large", 64): (64, 16, 4, 3),
+    ("large", 128): (32, 16, 4, 2),
+}
+_SEED_TILES_PARTS: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    64: ((64, 32, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2), (64, 16, 4, 3), (32, 32, 4, 3)),
+    128: ((128, 32, 8, 3), (64, 16, 4, 3), (128, 16, 8, 2), (32, 32, 4, 3), (32, 32, 4, 2)),
+}
+"""By larger block_d: tiles that spill little under either Triton; tensor cores work for four warps from 64 rows on."""
+
+BLOCK_KNOBS = ("block_m", "block_n", "num_warps", "num_stages")
 
 
 def default_config(spec: Specialization, device: Device) -> Config:
     """The default config of `spec` on `device`, in constant time."""
-    block_m, block_n, num_warps, num_stages = _tile(spec, device)
+    tile, products = _tile(spec, device), IEEE
+    if (parts := _tile_of_parts(spec, device)) is not None:
+        tile, products = parts, "bf16x6"
     return Config.of(
         FAMILY_ID,
         {
-            "block_m": block_m,
-            "block_n": block_n,
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-            "loads": "descriptor" if _prefers_descriptors(spec, device, block_m) else "pointer",
+            **dict(zip(BLOCK_KNOBS, tile, strict=True)),
+            "loads": "descriptor" if _prefers_descriptors(spec, device, tile[0]) else "pointer",
             "maxnreg": 0,
             "heads_per_group": 8 if spec.causal else 1,
             "heavy_first": spec.causal,
             "split_d": False,
+            PRODUCTS.name: products,
         },
     )
 
 
+def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    """Configs for a search to begin with, beside the default; some may be invalid."""
+    if spec.dtype != "fp32" or not device.is_nvidia:
+        return ()
+    default = default_config(spec, device)
+    tiles = _SEED_TILES_PARTS.get(_block(spec), ())
+    found = (default.replace(**dict(zip(BLOCK_KNOBS, tile, strict=True))) for tile in tiles)
+    return tuple(config.replace(products=products) for config in found for products in ("bf16x6", "tf32x3"))
+
+
+def _tile_of_parts(spec: Specialization, device: Device) -> tuple[int, int, int, int] | None:
+    """The default tile of products in parts, or None where IEEE products serve."""
+    if spec.dtype != "fp32" or is_heavy(spec):
+        return None
+    return _DEFAULTS_PARTS.get((table_kind(device), _block(spec)))
+
+
+def _block(spec: Specialization) -> int:
+    return max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
+
+
 def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
-    block = max(64, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
-    kind = table_kind(device)
+    block, kind = _block(spec), table_kind(device)
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype)
     if table is None:
         table = _DEFAULTS_HEAVY if is_heavy(spec) else _DEFAULTS

@@ -9,12 +9,13 @@ from flashgen.codegen.common_portable import (
     why_not_loads,
     why_not_portable,
 )
+from flashgen.codegen.common_products import PRODUCTS, products_values, uses_tensor_cores, why_not_products
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_types import storage
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import head_parts, is_split, padded, why_not_split
 from flashgen.codegen.portable_forward.cost_model import COST_MODEL
-from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config
+from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config, seed_configs
 from flashgen.codegen.portable_forward.mods import mod_parameters, why_mods_do_not_fit
 from flashgen.codegen.portable_forward.resources import smem_needed, why_too_large
 from flashgen.codegen.portable_forward.template_context import values
@@ -44,6 +45,7 @@ KNOBS = (
         meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
         default=False,
     ),
+    PRODUCTS,
 )
 
 
@@ -68,8 +70,10 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
         return "the AMD pipeliner has two stages"
     if is_split(config) and (reason := why_not_split(spec)):
         return reason
-    if spec.dtype == "fp32":
-        return None  # no tensor cores, no tiles of it
+    if reason := why_not_products(spec, config, device):
+        return reason
+    if not uses_tensor_cores(spec, config):
+        return None  # nor tiles of them
     wide = max(padded(size, is_split(config)) for size in (spec.head_dim, spec.head_dim_v)) >= WIDE_HEAD
     return _rows_per_warp(config.integer("block_m"), config.integer("num_warps"), device, wide=wide)
 
@@ -92,9 +96,14 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
     return None
 
 
+def _seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    return tuple(config for config in seed_configs(spec, device) if _why_invalid(spec, config, device) is None)
+
+
 def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
     found = allowed_values_of_all(spec)
+    found[PRODUCTS.name] = products_values(spec)
     if not spec.causal:
         found["heavy_first"] = (False,)
     return found
@@ -174,6 +183,7 @@ PORTABLE_FORWARD = KernelFamily(
     default=default_config,
     template_values=values,
     kernels=_kernels,
+    seed_configs=_seed_configs,
     allowed_values=_choices,
     default_spills=DEFAULT_SPILLS,
     cost_model=COST_MODEL,

@@ -9,6 +9,7 @@ from flashgen.codegen.common_portable import (
     TENSOR_MEMORY_COLUMNS,
     TENSOR_MEMORY_ROWS,
 )
+from flashgen.codegen.common_products import IEEE, products
 from flashgen.codegen.head_parts import is_split, padded
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -44,6 +45,8 @@ def registers_needed(spec: Specialization, config: Config, device: Device) -> in
     threads = config.integer("num_warps") * device.warp_size
     rows = config.integer("block_m")
     words = rows * _score_columns(spec, config)
+    if products(config) != IEEE:
+        words += rows * padded(spec.head_dim_v, is_split(config))  # a step's sum, which is then added to the output
     if not device.has_warpgroup_mma:
         words += rows * padded(spec.head_dim, is_split(config)) * DTYPE_BYTES[spec.dtype] // 4
     return words // threads + OTHER_REGS

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_products import precision, uses_tensor_cores
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
-from flashgen.codegen.common_types import ALIGNMENT_BYTES, PRECISIONS, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
+from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
 from flashgen.codegen.portable_forward.mods import has_blocks, hides, mod_step_arguments, mod_values
 from flashgen.core.config import Config
@@ -24,7 +25,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "torch_dtype": TORCH_DTYPES[storage(spec)],
         "aligned16": spec.aligned16,
         "descriptors": config["loads"] == "descriptor",
-        "precision": PRECISIONS.get(spec.dtype, ""),
+        "precision": precision(spec, config),
         **_features(spec, config),
         **_strides(spec, config),
         **mod_values(spec),
@@ -72,7 +73,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "guarded": bool(spec.bias or spec.mask == "full" or spec.mods),
         "cleaning": _cleaning(spec, config),
         # a pass without a pipeline takes fewer registers of the whole kernel; without tensor cores it takes more
-        "lean_clean": has_visible_key_range(spec) and spec.dtype != "fp32",
+        "lean_clean": has_visible_key_range(spec) and uses_tensor_cores(spec, config),
         "key_end": _key_end(spec),
         "scale": "LOG2E" if has_additive_score(spec) else _scale_name(spec),
         "host_features": [name for name, present in host.items() if present],
