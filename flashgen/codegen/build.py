@@ -1,4 +1,4 @@
-"""Building: rendered text to an imported module, and a module to a compiled kernel for any target.
+"""Building: rendered text to a compiled kernel for any target.
 
 Nothing here needs a GPU: Triton compiles for a target that it is told. Its disk cache makes a second compile of
 the same kernel cheap, in this process or another.
@@ -6,24 +6,22 @@ the same kernel cheap, in this process or another.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib.util
-import os
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 from flashgen.codegen import inspect
 from flashgen.codegen.families import family
 from flashgen.codegen.family import KernelSpec
+from flashgen.codegen.generated import FOLDER, load_module
 from flashgen.codegen.render import KernelSource, render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import BuildError
-from flashgen.core.settings import settings, triton_cache
+from flashgen.core.settings import cache_folder, triton_cache
 from flashgen.core.workload import Specialization
 
 
@@ -119,7 +117,7 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
 
     source = render(spec, config)
     module = load_module(source)
-    _find_writable_cache()
+    _prepare_caches()
     kernels = family(config.family).kernels(spec, config)
     try:
         parts = [_compile_part(getattr(module, kernel.entry), kernel, device) for kernel in kernels]
@@ -185,36 +183,17 @@ def _ast(language: str) -> Any:
 
 
 @functools.cache
-def _find_writable_cache() -> None:
-    """Triton fails where its cache cannot be written; flashgen's own falls back, so that is lent to it."""
+def _prepare_caches() -> None:
+    """Triton fails where its cache cannot be written; flashgen's own falls back, so that is lent to it.
+
+    What killed processes left in either is deleted.
+    """
     import triton
+
+    from flashgen.codegen.leftovers import sweep
 
     folder = triton_cache()
     if folder is not None:
         triton.knobs.cache.dir = str(folder)
-
-
-def load_module(source: KernelSource) -> ModuleType:
-    """Import a rendered kernel: Triton reads the source of a function from its file, so it is written to one."""
-    return _load(source.module, source.text)
-
-
-@functools.lru_cache(maxsize=4096)
-def _load(name: str, text: str) -> ModuleType:
-    folder = settings().cache_dir / "kernels"
-    path = folder / f"{name}.py"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.is_file() or path.read_text() != text:
-            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-                file.write(text)
-            os.replace(file.name, path)  # another process may be writing the same kernel
-    except OSError as error:
-        raise BuildError(f"a generated kernel must be written to {folder}: {error}") from error
-    spec = importlib.util.spec_from_file_location(f"flashgen_generated.{name}", path)
-    if spec is None or spec.loader is None:
-        raise BuildError(f"a generated kernel could not be imported from {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    with contextlib.suppress(OSError):
+        sweep(cache_folder(FOLDER), Path(triton.knobs.cache.dir))

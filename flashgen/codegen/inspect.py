@@ -16,6 +16,10 @@ RESERVED_SMEM = 1024
 """Bytes of shared memory that the CUDA driver keeps of every block (compute capability 8.0 and newer)."""
 
 
+SCRATCH_PREFIX = "flashgen-"
+"""Of the files that are made here in the temporary directory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """Registers of a thread, and bytes of local memory of a thread (its stack: spills and nothing else here)."""
@@ -62,7 +66,7 @@ def _cuobjdump(option: str, cubin: bytes) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    with tempfile.NamedTemporaryFile(prefix=SCRATCH_PREFIX, suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 import platformdirs
 
 from flashgen.core.errors import SettingError
+from flashgen.core.folders import make_private, own_subfolder, private_temporary, why_not_private
 from flashgen.core.quoting import printable
 
 APP = "flashgen"
@@ -52,7 +52,7 @@ def settings() -> Settings:
         raise SettingError(f"FLASHGEN_POLICY is one of {', '.join(POLICIES)}, got {policy!r}")
     return Settings(
         db_layers=_db_layers(),
-        cache_dir=_writable(
+        cache_dir=_private(
             os.environ.get("FLASHGEN_CACHE_DIR"), _usual(platformdirs.user_cache_path), "FLASHGEN_CACHE_DIR"
         ),
         policy=policy,
@@ -89,7 +89,24 @@ def triton_cache() -> Path | None:
         usable = os.access(home, os.W_OK)
     except (OSError, SettingError):
         usable = False
-    return None if usable else settings().cache_dir / "triton"
+    return None if usable else cache_folder("triton")
+
+
+def cache_folder(name: str) -> Path:
+    """A folder for one kind of files in the cache directory, of mode 0700; a fallback where others could write to it.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    folder = settings().cache_dir
+    reason = own_subfolder(folder, name)
+    return folder / name if reason is None else _other_cache_folder(folder / name, reason)
+
+
+@functools.cache
+def _other_cache_folder(path: Path, reason: str) -> Path:
+    """In place of a folder that cannot be trusted; said once."""
+    return _fallback(path, reason, "FLASHGEN_CACHE_DIR", subfolder=path.name)
 
 
 def shipped(folder: str) -> Path:
@@ -109,7 +126,7 @@ def _db_layers() -> tuple[Path, ...]:
     paths = tuple(_expanded(part, "FLASHGEN_DB") for part in listed.split(os.pathsep) if part)
     if paths:
         return paths
-    return (_writable(None, _usual(platformdirs.user_data_path), "FLASHGEN_DB") / USER_DB_NAME,)
+    return (_private(None, _usual(platformdirs.user_data_path), "FLASHGEN_DB") / USER_DB_NAME,)
 
 
 def _usual(place: Callable[[str], Path]) -> Path:
@@ -142,23 +159,31 @@ def _flag(name: str) -> bool:
     return value == "1"
 
 
-def _writable(asked: str | None, usual: Path, variable: str) -> Path:
-    """`asked` or `usual`, created; a fallback under the temporary directory where neither can be written."""
+def _private(asked: str | None, usual: Path, variable: str) -> Path:
+    """`asked` or `usual`, created, where nobody else can change what lies there; else a fallback, which is said."""
     path = _expanded(asked, variable) if asked else usual
     try:
         if not path.is_absolute():  # it would be another folder after the next change of directory
             raise OSError(f"HOME is an absolute path, got {os.environ.get('HOME')!r}")
-        path.mkdir(parents=True, exist_ok=True)
-        if os.access(path, os.W_OK):
+        make_private(path)
+        reason = why_not_private(path)
+        if reason is None and os.access(path, os.W_OK | os.X_OK):
             return path
-        reason = "it is not writable"
+        reason = reason or "it is not writable"
     except OSError as error:
         reason = str(error)
-    fallback = Path(tempfile.gettempdir()) / f"{APP}-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
-    fallback.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if hasattr(os, "getuid") and fallback.stat().st_uid != os.getuid():
-        # somebody else made it first: never read or write files that another user controls
-        fallback = Path(tempfile.mkdtemp(prefix=f"{APP}-"))
-    message = f"{path} cannot be used ({reason}); using {fallback} (set {variable} to choose)"
+    return _fallback(path, reason, variable)
+
+
+def _fallback(path: Path, reason: str, variable: str, *, subfolder: str = "") -> Path:
+    """A private folder under the temporary directory, in place of one that cannot be used."""
+    try:
+        found = private_temporary(APP, subfolder)
+    except OSError as error:
+        raise SettingError(
+            f"{variable} is a folder that this user can write to and nobody else can; {path}: {reason}; and the "
+            f"temporary directory has no place for one: {error}"
+        ) from error
+    message = f"{path} cannot be used ({reason}); using {found} (set {variable} to choose)"
     warnings.warn(printable(message), stacklevel=2)
-    return fallback
+    return found

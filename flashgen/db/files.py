@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sqlite3
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flashgen.core.errors import DatabaseError
-from flashgen.core.settings import settings
+from flashgen.core.folders import DRAFT_SUFFIX, is_own, remove_abandoned
+from flashgen.core.settings import cache_folder
 from flashgen.db.layout import APPLICATION_ID, SCHEMA_VERSION, TABLES
 
 if TYPE_CHECKING:
@@ -212,17 +214,26 @@ def migrate(connection: sa.Connection, revision: str = "head") -> None:
 
 def _migrated_copy(path: Path, access: Access) -> Path:
     """A copy of an older file, migrated; made once and found again by the content of the original."""
-    folder = settings().cache_dir / "databases"
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    folder = cache_folder("databases")
+    remove_abandoned(folder)
+    with tempfile.TemporaryDirectory(dir=folder, suffix=DRAFT_SUFFIX) as scratch:
         draft = Path(scratch) / path.name
         _copy(path, draft, access)
         digest = hashlib.sha256(draft.read_bytes()).hexdigest()[:16]
         copy = folder / f"{path.stem}-{digest}-{SCHEMA_VERSION}.sqlite3"
-        if not copy.is_file():
+        if not _is_own_file(copy):
             _use(draft, "write", lambda connection: _upgrade(connection, path))
+            draft.chmod(0o600)  # whatever the umask: a copy that others could have written is made again
             draft.replace(copy)
     return copy
+
+
+def _is_own_file(path: Path) -> bool:
+    try:
+        seen = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(seen.st_mode) and is_own(seen)
 
 
 def _copy(path: Path, target: Path, access: Access) -> None:

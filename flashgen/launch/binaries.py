@@ -14,8 +14,6 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,8 @@ from flashgen.codegen.families import family
 from flashgen.codegen.render import KernelSource
 from flashgen.core.config import Config
 from flashgen.core.device import Device
-from flashgen.core.settings import settings
+from flashgen.core.folders import CAN_TELL_OWNERS, is_own, remove_abandoned, write_whole
+from flashgen.core.settings import cache_folder
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import ptx_sizes
 from flashgen.launch.plan import known_layout
@@ -42,12 +41,6 @@ LARGEST_BYTES = 16 * 2**20
 
 MOST_BYTES = 256 * 2**20
 """Of all files together: some 800 kernels. Beyond it the oldest ones go."""
-
-ABANDONED_SECONDS = 3600
-"""A draft of this age belongs to a process that was killed."""
-
-CAN_TELL_OWNERS = hasattr(os, "geteuid")
-"""Not on Windows, where nothing is kept."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH_BYTES = 8
@@ -103,33 +96,21 @@ def write(compiled: CompiledKernel, spec: Specialization, config: Config) -> Non
 
 def _path(key: str) -> Path:
     """Where the kernels of a key lie."""
-    return settings().cache_dir / FOLDER / f"{key[:32]}{SUFFIX}"
+    return cache_folder(FOLDER) / f"{key[:32]}{SUFFIX}"
 
 
 def _content(path: Path) -> memoryview | None:
     """What follows the checksum of a file of ours; None for any other file."""
-    if not _is_private(path.parent):
-        return None
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
     with os.fdopen(descriptor, "rb") as file:
         seen = os.fstat(descriptor)
-        if not stat.S_ISREG(seen.st_mode) or not _is_own(seen) or seen.st_size > LARGEST_BYTES + 1024:
+        if not stat.S_ISREG(seen.st_mode) or not is_own(seen) or seen.st_size > LARGEST_BYTES + 1024:
             return None
         raw = memoryview(file.read())
     start = len(MAGIC) + _DIGEST_BYTES
     if raw[: len(MAGIC)] != MAGIC or hashlib.sha256(raw[start:]).digest() != raw[len(MAGIC) : start]:
         return None
     return raw[start:]
-
-
-def _is_private(folder: Path) -> bool:
-    seen = os.lstat(folder)
-    return stat.S_ISDIR(seen.st_mode) and _is_own(seen)
-
-
-def _is_own(seen: os.stat_result) -> bool:
-    """Whether this user owns a file and nobody else can write to it."""
-    return seen.st_uid == os.geteuid() and not seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _described(part: CompiledPart) -> dict[str, object]:
@@ -193,20 +174,8 @@ def _handle(described: dict[str, Any], cubin: bytes, name: str) -> StoredHandle:
 
 def _save(path: Path, content: bytes) -> None:
     """Write a file that is there as a whole or not at all, after making room for it."""
-    folder = path.parent
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_private(folder):
-        return
-    _make_room(folder, len(content))
-    descriptor, draft = tempfile.mkstemp(suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(draft, path)  # another process may be writing the same kernel
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
+    _make_room(path.parent, len(content))
+    write_whole(path, content)  # another process may be writing the same kernel
 
 
 def _make_room(folder: Path, needed: int) -> None:
@@ -222,11 +191,9 @@ def _make_room(folder: Path, needed: int) -> None:
 
 
 def _stored(folder: Path) -> Iterator[tuple[float, int, str]]:
-    """Time, size and path of every file; drafts of killed processes are deleted on the way."""
+    """Time, size and path of every file; drafts of killed processes are deleted before."""
+    remove_abandoned(folder)
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):
             seen = entry.stat(follow_symlinks=False)
-            if entry.name.endswith(".tmp") and time.time() - seen.st_mtime > ABANDONED_SECONDS:
-                os.unlink(entry.path)
-            else:
-                yield seen.st_mtime, seen.st_size, entry.path
+            yield seen.st_mtime, seen.st_size, entry.path

@@ -88,7 +88,8 @@ def _visible_scores(
 ) -> torch.Tensor:
     """int32 (batch, nheads, query blocks, key blocks): how many scores of each block mask_mod leaves visible."""
     from flashgen.codegen.block_mask import render_block_mask
-    from flashgen.codegen.build import load_module, reason_of
+    from flashgen.codegen.build import reason_of
+    from flashgen.codegen.generated import load_module
 
     shape = (*heads, -(-seqlen_q // MASK_BLOCK), -(-seqlen_k // MASK_BLOCK))
     visible = torch.zeros(shape, dtype=torch.int32, device=device)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from flashgen.codegen.build import load_module
 from flashgen.codegen.families import family
+from flashgen.codegen.generated import load_module
 from flashgen.codegen.render import render_standalone
 from flashgen.core.device import find_device
 from flashgen.core.score_mods import ScoreMods

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from flashgen.codegen import build
-from flashgen.codegen.build import CompiledPart, compile_kernel, load_module
+from flashgen.codegen.build import CompiledPart, compile_kernel
 from flashgen.codegen.families import default_config, family
+from flashgen.codegen.generated import load_module
 from flashgen.codegen.inspect import sass
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import KernelSource, render

@@ -169,6 +169,7 @@ def test_a_home_that_cannot_be_written_falls_back_with_a_warning(
         found = settings().cache_dir
     assert found.is_dir()
     assert found.parent == tmp_path
+    assert found.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

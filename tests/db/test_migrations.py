@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,7 @@ from alembic.script import ScriptDirectory
 from flashgen.codegen.families import FAMILIES
 from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError
+from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.settings import child_environment, settings
 from flashgen.db import files
@@ -397,6 +399,52 @@ def test_an_older_layer_is_migrated_in_a_copy_made_once(next_version: str, older
         (copy,) = (settings().cache_dir / "databases").iterdir()
         assert version_in(copy) == next_version
     assert older.read_bytes() == before
+
+
+@pytest.mark.parametrize("umask", [0, 0o022])
+def test_a_copy_is_of_this_user_alone_whatever_the_umask(next_version: str, older: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        Store.open(older, read_only=True).close()
+        (copy,) = (settings().cache_dir / "databases").iterdir()
+        made = copy.stat()
+        Store.open(older, read_only=True).close()
+    finally:
+        os.umask(before)
+    assert (copy.stat().st_ino, copy.stat().st_mode & 0o777) == (made.st_ino, 0o600), "it is made once"
+    assert copy.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("plant", ["link", "open", "fifo"])
+def test_a_planted_copy_is_not_read(next_version: str, older: Path, tmp_path: Path, plant: str) -> None:
+    Store.open(older, read_only=True).close()
+    (copy,) = (settings().cache_dir / "databases").iterdir()
+    planted = tmp_path / "planted.sqlite3"
+    Store.open(planted).close()
+    copy.unlink()
+    if plant == "link":
+        copy.symlink_to(planted)
+    elif plant == "fifo":
+        os.mkfifo(copy)
+    else:
+        shutil.copyfile(planted, copy)
+        copy.chmod(0o666)
+    with Store.open(older, read_only=True) as store:
+        assert store.records() == [MEASURED, PREDICTED]
+    assert not copy.is_symlink()
+    assert copy.stat().st_mode & 0o777 == 0o600
+
+
+def test_copies_that_were_not_finished_are_deleted(next_version: str, older: Path) -> None:
+    folder = settings().cache_dir / "databases"
+    for name in ("killed.tmp", "busy.tmp"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "half.sqlite3").write_bytes(b"half")
+    then = time.time() - 2 * ABANDONED_SECONDS
+    os.utime(folder / "killed.tmp", (then, then))
+    Store.open(older, read_only=True).close()
+    assert sorted(path.suffix for path in folder.iterdir()) == [".sqlite3", ".tmp"]
+    assert (folder / "busy.tmp" / "half.sqlite3").exists()
 
 
 def test_an_older_layer_serves(next_version: str, older: Path, tmp_path: Path) -> None:

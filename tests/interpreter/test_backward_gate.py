@@ -7,8 +7,8 @@ import inspect
 import pytest
 import torch
 
-from flashgen.codegen.build import load_module
 from flashgen.codegen.family import KernelFamily
+from flashgen.codegen.generated import load_module
 from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.codegen.build import load_module
+from flashgen.codegen.generated import load_module
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render_standalone
 from flashgen.core.device import find_device

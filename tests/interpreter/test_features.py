@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from flashgen.codegen.build import load_module
+from flashgen.codegen.generated import load_module
 from flashgen.codegen.render import render_standalone
 from flashgen.core.workload import Specialization
 from tests.interpreter.dense import Rules, attention

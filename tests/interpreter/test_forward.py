@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 
-from flashgen.codegen.build import load_module
+from flashgen.codegen.generated import load_module
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render_standalone
 from flashgen.core.config import Config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashgen.codegen.build import load_module
+from flashgen.codegen.generated import load_module
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device

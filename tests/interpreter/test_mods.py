@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from flashgen.codegen.build import load_module
+from flashgen.codegen.generated import load_module
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render_standalone
 from flashgen.core.device import find_device

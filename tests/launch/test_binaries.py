@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +20,7 @@ from flashgen.codegen import build_key as keys
 from flashgen.codegen.build import CompiledKernel
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
+from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
@@ -127,8 +130,19 @@ def test_a_file_of_another_key_is_not_read(stored: Path) -> None:
     assert binaries.read(SPEC, other, H200) is None
 
 
-def _foreign(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+def _foreign_file(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fstat
+
+    def fstat(descriptor: int) -> object:
+        seen = real(descriptor)
+        return SimpleNamespace(st_mode=seen.st_mode, st_size=seen.st_size, st_uid=seen.st_uid + 1, st_gid=seen.st_gid)
+
+    monkeypatch.setattr(binaries, "os", SimpleNamespace(**{**vars(os), "fstat": fstat}))
+
+
+def _pipe(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored.unlink()
+    os.mkfifo(stored)
 
 
 def _writable_file(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,13 +165,26 @@ def _linked_folder(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _own_file_in_foreign_folder(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.lstat
-    changed = {"st_uid": os.getuid() + 1}
 
     def lstat(path: Path) -> object:
         seen = real(path)
-        return SimpleNamespace(st_mode=seen.st_mode, **changed) if path == stored.parent else seen
+        if path != stored.parent:
+            return seen
+        return SimpleNamespace(st_mode=seen.st_mode, st_uid=os.getuid() + 1, st_gid=seen.st_gid)
 
     monkeypatch.setattr(os, "lstat", lstat)
+
+
+def _file_for_folder(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored.unlink()
+    stored.parent.rmdir()
+    stored.parent.write_text("a file")
+
+
+def _pipe_for_folder(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored.unlink()
+    stored.parent.rmdir()
+    os.mkfifo(stored.parent)
 
 
 def _device_file(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,19 +192,32 @@ def _device_file(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored.mkdir()
 
 
-@pytest.mark.parametrize("make", [_foreign, _writable_folder, _linked_folder, _own_file_in_foreign_folder])
+@pytest.mark.parametrize(
+    "make",
+    [_writable_folder, _linked_folder, _own_file_in_foreign_folder, _file_for_folder, _pipe_for_folder],
+)
 def test_a_folder_that_others_could_write_to_is_neither_read_nor_added_to(
-    stored: Path, make: Callable[[Path, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    stored: Path,
+    make: Callable[[Path, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     assert read() is not None
     make(stored, monkeypatch)
-    assert read() is None
-    before = [(entry.name, entry.inode()) for entry in os.scandir(stored.parent)]
-    binaries.write(FRESH, SPEC, CONFIG)
-    assert [(entry.name, entry.inode()) for entry in os.scandir(stored.parent)] == before
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match=rf"{stored.parent} cannot be used \(.*FLASHGEN_CACHE_DIR"):
+        assert read() is None
+    before = [(entry.name, entry.inode()) for entry in os.scandir(stored.parent)] if stored.parent.is_dir() else []
+    binaries.write(FRESH, SPEC, CONFIG)  # it is said once
+    if stored.parent.is_dir():
+        assert [(entry.name, entry.inode()) for entry in os.scandir(stored.parent)] == before
+    assert read() is not None
+    (kept,) = tmp_path.glob(f"*/{binaries.FOLDER}/*")
+    assert kept.name == stored.name
+    assert [folder.stat().st_mode & 0o777 for folder in kept.parents[:2]] == [0o700, 0o700]
 
 
-@pytest.mark.parametrize("make", [_writable_file, _linked_file, _device_file])
+@pytest.mark.parametrize("make", [_writable_file, _linked_file, _device_file, _pipe])
 def test_a_file_that_others_could_have_written_is_not_read(
     stored: Path, make: Callable[[Path, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,11 +229,23 @@ def test_a_file_that_others_could_have_written_is_not_read(
     assert stored.is_dir() or (not stored.is_symlink() and read() is not None)
 
 
-def test_a_place_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = settings().cache_dir / binaries.FOLDER
-    folder.write_text("a file")
-    binaries.write(FRESH, SPEC, CONFIG)
+def test_a_file_of_another_user_is_not_read(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read() is not None
+    _foreign_file(stored, monkeypatch)
     assert read() is None
+
+
+def test_a_place_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*asked: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    settings()
+    for name in ("mkdir", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            binaries.write(FRESH, SPEC, CONFIG)
+            assert read() is None
+    assert list((settings().cache_dir / binaries.FOLDER).iterdir()) == []
 
 
 @pytest.mark.parametrize("where", ["replace", "fdopen"])
@@ -212,7 +264,7 @@ def test_drafts_of_killed_processes_are_cleared_away(stored: Path) -> None:
     old, new = stored.parent / "old.tmp", stored.parent / "new.tmp"
     for draft in (old, new):
         draft.write_bytes(b"half")
-    long_ago = time.time() - 2 * binaries.ABANDONED_SECONDS
+    long_ago = time.time() - 2 * ABANDONED_SECONDS
     os.utime(old, (long_ago, long_ago))
     binaries.write(FRESH, SPEC, CONFIG)
     assert (old.exists(), new.exists()) == (False, True)  # another process may be writing the second
@@ -252,6 +304,7 @@ for number in range(200):
 
 def test_several_processes_write_and_a_reader_sees_whole_files(tmp_path: Path) -> None:
     folder = tmp_path / "binaries"
+    folder.mkdir()
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, str(folder), letter],
@@ -277,7 +330,6 @@ def test_several_processes_write_and_a_reader_sees_whole_files(tmp_path: Path) -
     assert [writer.returncode for writer in writers] == [0, 0]
     assert seen <= {b"a" * 100_000, b"b" * 100_000}
     assert [path.name for path in folder.iterdir()] == ["same.kernel"]
-    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------
