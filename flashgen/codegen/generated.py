@@ -43,6 +43,6 @@ def _copy(name: str, text: str) -> Path:
     path = settings().cache_dir / FOLDER / f"{name}.py"
     with contextlib.suppress(OSError):
         path = cache_folder(FOLDER) / path.name
-        if path.is_symlink() or not path.is_file() or path.read_bytes() != text.encode():
+        if not path.is_file() or path.read_bytes() != text.encode():
             write_whole(path, text.encode())
     return path

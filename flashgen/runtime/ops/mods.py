@@ -7,10 +7,10 @@ source is read from the running program, checked, renamed and written into the r
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
-import inspect
-import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.score_mods import ScoreMods, UserFunction
+from flashgen.runtime.ops.mod_source import check_meaning, check_source, function_node
 
 ARGUMENTS = {
     "score_mod": ("score", "b", "h", "q_idx", "k_idx"),
@@ -64,9 +65,22 @@ _FORBIDDEN = (
     ast.YieldFrom,
 )
 
-_FUNCTIONS: dict[tuple[CodeType, str, int], UserFunction] = {}
+_FUNCTIONS: dict[tuple[CodeType, str, int], _Converted] = {}
+_JIT_TYPES: set[type] = set()
 _HANDLES: dict[tuple[UserFunction | None, UserFunction | None, tuple[str, ...], bool], int] = {}
 _MODS: dict[int, ScoreMods] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Converted:
+    """A function, the names of its module, and which of Python's own it uses.
+
+    `globals` is None inside of other functions, whose names may be others at every call.
+    """
+
+    function: UserFunction
+    globals: dict[str, Any] | None
+    builtins: tuple[str, ...]
 
 
 def handle_for(
@@ -154,52 +168,54 @@ def user_function(function: UserCallable, kind: str, aux: int = 0) -> UserFuncti
         WorkloadError: it is no such function, takes other arguments, or uses a name that is neither its own, nor `tl`,
             nor a builtin that Triton knows.
     """
-    inner = _python_function(function, kind)
+    inner = function if type(function) is FunctionType else _python_function(function, kind)
     key = (inner.__code__, kind, aux)
     found = _FUNCTIONS.get(key)
     if found is None:
         found = _FUNCTIONS[key] = _converted(inner, kind, aux)
-    return found
+    elif found.globals is not inner.__globals__:
+        # equal code of another module, or inside of another function, may mean something else by the same names
+        check_meaning(inner, found.builtins, kind)
+    return found.function
 
 
 def _python_function(function: UserCallable, kind: str) -> FunctionType:
-    """The Python function itself: Triton's decorator keeps it as `fn`."""
-    inner = getattr(function, "fn", function)
-    if not isinstance(inner, FunctionType):
+    """The Python function of Triton's object for it, which keeps it as `fn`."""
+    if type(function) in _JIT_TYPES:
+        return function.fn  # type: ignore[attr-defined, no-any-return]
+    inner = getattr(function, "fn", None)
+    if not isinstance(inner, FunctionType) or not type(function).__module__.startswith("triton."):
         raise WorkloadError(
             f"{kind} is a function defined with def, plain or under @triton.jit, got {type(function).__name__} "
             f"{function!r}; values that a partial or an object would hold are aux tensors or literals"
         )
-    if inner.__name__ == "<lambda>":
-        raise WorkloadError(f"{kind} is a function defined with def, got a lambda: its source cannot be told apart")
+    _JIT_TYPES.add(type(function))
     return inner
 
 
-def _converted(function: FunctionType, kind: str, aux: int) -> UserFunction:
+def _converted(function: FunctionType, kind: str, aux: int) -> _Converted:
     name = function.__name__
-    node = _parsed(function, kind)
+    if function.__code__.co_name == "<lambda>":
+        raise WorkloadError(f"{kind} is a function defined with def, got a lambda: its source cannot be told apart")
+    whole = function_node(function, kind)
+    node = _bare(copy.deepcopy(whole))
     _check_arguments(node, kind, aux)
     for part in ast.walk(node):
         if isinstance(part, _FORBIDDEN) or (part is not node and isinstance(part, ast.FunctionDef)):
             raise WorkloadError(f"{kind} is one function of expressions and assignments, got {_words(part)} in {name}")
-    _check_names(function, node, kind)
+    builtins = _checked_names(function, node, kind)
+    check_meaning(function, builtins, kind)
+    check_source(function, whole, kind)
     if not any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(node)):
         raise WorkloadError(f"{kind} returns a value, got {name} without a return of one")
     node.name = kind
-    return UserFunction(name=kind, source=ast.unparse(node) + "\n", label=name)
+    source = UserFunction(name=kind, source=ast.unparse(node) + "\n", label=name)
+    names = None if function.__closure__ else function.__globals__
+    return _Converted(function=source, globals=names, builtins=builtins)
 
 
-def _parsed(function: FunctionType, kind: str) -> ast.FunctionDef:
+def _bare(node: ast.FunctionDef) -> ast.FunctionDef:
     """The function's tree without what computes nothing: decorators, annotations of the arguments, docstring."""
-    try:
-        node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, SyntaxError) as error:
-        raise WorkloadError(
-            f"the source of {kind} is in a file or a notebook cell, where Python can read it; that of "
-            f"{function.__name__} cannot be read: {error}"
-        ) from error
-    if not isinstance(node, ast.FunctionDef):
-        raise WorkloadError(f"{kind} is a function defined with def, got {_words(node)}")
     node.decorator_list = []
     node.returns = None
     node.args.args = [*node.args.posonlyargs, *node.args.args]
@@ -227,7 +243,8 @@ def _check_arguments(node: ast.FunctionDef, kind: str, aux: int) -> None:
         )
 
 
-def _check_names(function: FunctionType, node: ast.FunctionDef, kind: str) -> None:
+def _checked_names(function: FunctionType, node: ast.FunctionDef, kind: str) -> tuple[str, ...]:
+    """The names of Python's own that a function uses."""
     names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
     own = {name.id for name in names if not isinstance(name.ctx, ast.Load)} | {arg.arg for arg in node.args.args}
     if "tl" in own:
@@ -237,9 +254,7 @@ def _check_names(function: FunctionType, node: ast.FunctionDef, kind: str) -> No
             f"{kind} uses its arguments, tl and literals alone; {function.__name__} uses {name}: "
             + (f"write tl.{name}" if name in _IN_TL else "write a number as a literal, and pass data as an aux tensor")
         )
-    module = getattr(function.__globals__.get("tl"), "__name__", "triton.language")
-    if module != "triton.language":
-        raise WorkloadError(f"tl is triton.language in {kind}; where {function.__name__} is defined it is {module}")
+    return tuple(sorted({name.id for name in names} & TRITON_BUILTINS - own))
 
 
 def _words(node: ast.AST) -> str:
