@@ -18,8 +18,8 @@ from benchmarks.flex import flex_module
 from benchmarks.impls import FA3_MODULE, cudnn_version, fa3_function, fa3_version
 from benchmarks.provenance import serve_generated
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.generated import load_module
 from flashgen.codegen.families import unsupported
+from flashgen.codegen.generated import load_module
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import tempfile
 import warnings
 from datetime import datetime, timezone
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_without_a_usable_home_directories_are_absolute_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(settings_module.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     for name in ("FLASHGEN_DB", "FLASHGEN_CACHE_DIR", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", home)
@@ -163,7 +164,7 @@ def test_a_home_that_cannot_be_written_falls_back_with_a_warning(
     blocked = tmp_path / "file"
     blocked.write_text("a file where a directory is wanted")
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(blocked / "cache"))
-    monkeypatch.setattr(settings_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     settings.cache_clear()
     with pytest.warns(UserWarning, match="FLASHGEN_CACHE_DIR"):
         found = settings().cache_dir
