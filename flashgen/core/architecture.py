@@ -12,6 +12,10 @@ registers, which each warp loads for itself."""
 
 OTHER_GHZ = 1.8
 
+OTHER_MMA_FLOPS = 32768
+OTHER_BANDWIDTH_GBS = 32000.0
+"""Of an architecture without a row: more than any row has, because nothing is known that bounds it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
@@ -29,6 +33,9 @@ class Architecture:
         regs_per_thread: the most that one thread can have.
         boost_ghz: the clock of the data sheet's peak.
         fp32_lanes: fp32 operations of an SM in a clock, a multiply-add counted once.
+        mma_flops: dense bf16 operations of an SM's tensor cores in a clock, a multiply-add counted twice: of the
+            fastest card, for some sell with half of it.
+        bandwidth_gbs: of the card with the fastest memory, 1e9 bytes per second.
     """
 
     name: str
@@ -41,6 +48,8 @@ class Architecture:
     regs_per_thread: int = 255
     boost_ghz: float = OTHER_GHZ
     fp32_lanes: int = 64
+    mma_flops: int = OTHER_MMA_FLOPS
+    bandwidth_gbs: float = OTHER_BANDWIDTH_GBS
 
     def __post_init__(self) -> None:
         if self.mma not in MMA_ROWS:
@@ -60,14 +69,50 @@ _CDNA = Architecture(name="", mma="mfma", regs_per_thread=512)
 _RDNA = Architecture(name="", mma="wmma")
 
 _ROWS = (
-    _SM80,
-    replace(_SM80, name="sm86", fp32_lanes=128, boost_ghz=1.70),
-    replace(_SM80, name="sm89", fp32_lanes=128, boost_ghz=2.52),
-    replace(_SM80, name="sm90", mma="wgmma", has_tma=True, fp32_lanes=128, boost_ghz=1.83),
-    replace(_SM80, name="sm100", mma="tcgen05", has_tma=True, has_tensor_memory=True, fp32_lanes=128, boost_ghz=1.85),
-    replace(_SM80, name="sm120", has_tma=True, fp32_lanes=128, boost_ghz=2.41),
-    replace(_CDNA, name="gfx942", has_tf32=True, regs_per_sm=131072, fp32_lanes=128, boost_ghz=2.10),
-    replace(_RDNA, name="gfx1200", regs_per_sm=98304, fp32_lanes=128, boost_ghz=3.13),
+    replace(_SM80, mma_flops=2048, bandwidth_gbs=2039.0),
+    replace(_SM80, name="sm86", fp32_lanes=128, boost_ghz=1.70, mma_flops=1024, bandwidth_gbs=1008.0),
+    replace(_SM80, name="sm89", fp32_lanes=128, boost_ghz=2.52, mma_flops=1024, bandwidth_gbs=1008.0),
+    replace(
+        _SM80,
+        name="sm90",
+        mma="wgmma",
+        has_tma=True,
+        fp32_lanes=128,
+        boost_ghz=1.83,
+        mma_flops=4096,
+        bandwidth_gbs=4900.0,
+    ),
+    replace(
+        _SM80,
+        name="sm100",
+        mma="tcgen05",
+        has_tma=True,
+        has_tensor_memory=True,
+        fp32_lanes=128,
+        boost_ghz=1.85,
+        mma_flops=8192,
+        bandwidth_gbs=8000.0,
+    ),
+    replace(_SM80, name="sm120", has_tma=True, fp32_lanes=128, boost_ghz=2.41, mma_flops=1024, bandwidth_gbs=1792.0),
+    replace(
+        _CDNA,
+        name="gfx942",
+        has_tf32=True,
+        regs_per_sm=131072,
+        fp32_lanes=128,
+        boost_ghz=2.10,
+        mma_flops=2048,
+        bandwidth_gbs=6000.0,
+    ),
+    replace(
+        _RDNA,
+        name="gfx1200",
+        regs_per_sm=98304,
+        fp32_lanes=128,
+        boost_ghz=3.13,
+        mma_flops=1024,
+        bandwidth_gbs=645.0,
+    ),
 )
 
 ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in _ROWS}

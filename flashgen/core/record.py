@@ -175,14 +175,23 @@ class TuningRecord:
         return min(self.baselines, key=lambda baseline: baseline.median_ms, default=None)
 
 
+def moment(created: str) -> datetime:
+    """The time that an ISO 8601 text names; an empty one is before all others, one without a zone is UTC.
+
+    Raises:
+        ValueError: the text names none.
+    """
+    if not created:
+        return datetime.min.replace(tzinfo=timezone.utc)
+    found = datetime.fromisoformat(created.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
+    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+
+
 def age(created: str, now: datetime | None = None) -> str:
     """How long ago an ISO 8601 time was, e.g. `3 days`; empty for no time."""
     if not created:
         return ""
-    moment = datetime.fromisoformat(created.replace("Z", "+00:00"))
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=timezone.utc)
-    seconds = max(((now or datetime.now(timezone.utc)) - moment).total_seconds(), 0.0)
+    seconds = max(((now or datetime.now(timezone.utc)) - moment(created)).total_seconds(), 0.0)
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
             count = int(seconds // length)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from flashgen.codegen.families import validate as validate_config
 from flashgen.core.device import Device
-from flashgen.core.errors import DatabaseError
+from flashgen.core.errors import FlashgenError
 from flashgen.core.quoting import printable
 from flashgen.core.record import TuningRecord
 from flashgen.core.settings import settings, shipped
@@ -73,7 +73,7 @@ class Layers:
             try:
                 reader = Reader.open(path, shipped=immutable, validate=validate)
                 layers.append(Layer(name=name, reader=reader))
-            except DatabaseError as error:  # noqa: PERF203 - a bad layer must not cost the others
+            except Exception as error:  # noqa: BLE001, PERF203 - whatever a layer does, it must not cost the others
                 _warn(name, error)
         return cls(layers, first=user[0], validate=validate)
 
@@ -166,7 +166,7 @@ class Layers:
     def _ask(self, layer: Layer, question: Callable[[Reader], V]) -> V | None:
         try:
             return question(layer.reader)
-        except DatabaseError as error:
+        except Exception as error:  # noqa: BLE001 - as at opening
             _warn(layer.name, error)
             self._layers = [other for other in self._layers if other is not layer]
             return None
@@ -179,5 +179,6 @@ def _absent(path: Path) -> bool:
         return False  # its folder cannot be searched: opening it says so
 
 
-def _warn(name: str, error: DatabaseError) -> None:
-    warnings.warn(printable(f"tuning database {name} is not used: {error}", lines=True), stacklevel=3)
+def _warn(name: str, error: Exception) -> None:
+    reason = str(error) if isinstance(error, FlashgenError) else f"{type(error).__name__}: {str(error)[:300]}"
+    warnings.warn(printable(f"tuning database {name} is not used: {reason}", lines=True), stacklevel=3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,9 @@ from flashgen.core.quoting import printable
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db import files
-from flashgen.db.reading import Validate, record_of
+from flashgen.db.connection import HAS_LIMITS, Access, Deadline, connect, is_too_long, retry
+from flashgen.db.inspection import refuse_computed
+from flashgen.db.reading import MAX_TEXT, Validate, plain, record_of
 
 V = TypeVar("V")
 
@@ -37,27 +39,38 @@ _WORKLOAD = ("key", "specialization", *(field.name for field in fields(Workload)
 _DEVICE = ("identity", *(field.name for field in fields(Device)))
 _YES_OR_NO = frozenset(field.name for field in fields(Workload) if field.type == "bool")
 
-_COLUMNS = ", ".join(
-    [
-        "records.id",
-        *(f"records.{name}" for name in _OWN),
-        "workloads.id",
-        *(f"workloads.{name}" for name in _WORKLOAD),
-        "devices.id",
-        *(f"devices.{name}" for name in _DEVICE),
-    ]
+_COLUMNS = (
+    *(f"records.{name}" for name in _OWN),
+    *("workloads.id", *(f"workloads.{name}" for name in _WORKLOAD)),
+    *("devices.id", *(f"devices.{name}" for name in _DEVICE)),
 )
 _SOURCE = (
     "FROM records LEFT OUTER JOIN workloads ON workloads.id = records.workload_id "
     "LEFT OUTER JOIN devices ON devices.id = records.device_id"
 )
-_ORDER = "ORDER BY devices.identity, workloads.key, records.provenance"  # measured before predicted
+
+
+def select_row(*, limited: bool) -> str:
+    """The row of a record; where SQLite's limits could not be set, a text that is too long is not read to its end."""
+    cut = f"CASE WHEN length({{0}}) > {MAX_TEXT} THEN substr({{0}}, 1, {MAX_TEXT + 1}) ELSE {{0}} END"
+    columns = _COLUMNS if limited else [cut.format(name) for name in _COLUMNS]
+    return f"SELECT {', '.join(columns)} {_SOURCE} WHERE records.id = ?"
+
+
+_ROW = select_row(limited=HAS_LIMITS)
+_BASELINES = f"SELECT substr(impl, 1, {MAX_TEXT + 1}), median_ms FROM anchors WHERE record_id = ? ORDER BY id LIMIT ?"
+
+MAX_BASELINES = 64
+"""Other implementations beside one record; torch has four."""
+
+STRICT_DEADLINE_S = 600.0
+"""Processor time for all records of a file: somebody asked for it, and no call waits."""
 
 
 class Reader:
     """The records of a file, which is connected to anew for every question: nothing stays open across a fork."""
 
-    def __init__(self, path: Path, actual: Path, access: files.Access, validate: Validate) -> None:
+    def __init__(self, path: Path, actual: Path, access: Access, validate: Validate) -> None:
         """Read a file that `files.prepare` has prepared.
 
         Args:
@@ -68,7 +81,7 @@ class Reader:
         """
         self.path = path
         self.actual = actual
-        self.access: files.Access = access
+        self.access: Access = access
         self.validate = validate
         self._reported: set[tuple[str, int]] = set()
 
@@ -79,7 +92,7 @@ class Reader:
         Raises:
             DatabaseError: it is missing, foreign, corrupt or newer; the message names it.
         """
-        access: files.Access = "shipped" if shipped else "read"
+        access: Access = "shipped" if shipped else "read"
         return cls(path, files.prepare(path, access), access, validate)
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
@@ -125,13 +138,19 @@ class Reader:
         """The value of each row, given with its table and its id; `bad` gets those that break a rule."""
         values = []
         for table, row_id, row in rows:
-            if row_id is None:  # in a file with tables of its own making, an id may be NULL
+            if type(row_id) is not int:  # in a file with tables of its own making, an id may be NULL or a text
                 bad.append(("a row", 0, "it has no id"))
                 continue
             try:
                 values.append(build(row))
-            except FlashgenError as error:  # it must not cost the good ones
+            except sqlite3.Error as error:
+                if not is_too_long(error):
+                    raise
+                bad.append((table, row_id, "a cell is too long"))
+            except FlashgenError as error:
                 bad.append((table, row_id, str(error)))
+            except Exception as error:  # noqa: BLE001 - whatever a row holds, it must not cost the good ones
+                bad.append((table, row_id, plain(f"{type(error).__name__}: {error}")))
         return values
 
     def report(self, bad: Sequence[BadRow], *, strict: bool = False) -> None:
@@ -156,42 +175,48 @@ class Reader:
     def _records(self, asked: dict[str, str | None], *, strict: bool = False) -> list[TuningRecord]:
         given = {column: value for column, value in asked.items() if value is not None}
         where = f"WHERE {' AND '.join(f'{column} = ?' for column in given)}" if given else ""
-        found, baselines = files.retry(self.path, lambda: self._rows(where, tuple(given.values())))
         bad: list[BadRow] = []
-        rows = (("records", cells[0], _row(cells, baselines)) for cells in found)
-        values = self.built(rows, lambda row: record_of(row, self.validate), bad)
+        values = retry(self.path, lambda: self._read(where, tuple(given.values()), bad, strict=strict))
         self.report(bad, strict=strict)
-        return values
+        return sorted(values, key=_rank)
 
-    def _rows(self, where: str, values: tuple[str, ...]) -> tuple[list[Any], dict[Any, list[SimpleNamespace]]]:
-        """The rows of records, and the baselines by the id of their record, as of one moment."""
-        baselines: dict[Any, list[SimpleNamespace]] = {}
-        connection = files.connect(self.actual, self.access)
+    def _read(
+        self, where: str, values: tuple[str, ...], bad: list[BadRow], *, strict: bool = False
+    ) -> list[TuningRecord]:
+        """The records as of one moment, each read and built on its own, so that no more than one is held unchecked."""
+        bad.clear()
+        deadline = Deadline(STRICT_DEADLINE_S) if strict else Deadline()
+        connection = connect(self.actual, self.access)
         try:
+            deadline.bind(connection)
             connection.execute("BEGIN").close()
-            found = connection.execute(f"SELECT {_COLUMNS} {_SOURCE} {where} {_ORDER}", values).fetchall()
-            for record_id, impl, median_ms in _baselines(connection, where, values):
-                baselines.setdefault(record_id, []).append(SimpleNamespace(impl=impl, median_ms=median_ms))
+            if self.access != "shipped":
+                refuse_computed(connection, self.path)
+            found = connection.execute(f"SELECT records.id {_SOURCE} {where}", values).fetchall()
+            rows = (("records", row_id, row_id) for (row_id,) in deadline.within(found))
+            return self.built(rows, lambda row_id: record_of(_row(connection, row_id), self.validate), bad)
         finally:
             connection.close()
-        return found, baselines
 
 
-def _baselines(connection: sqlite3.Connection, where: str, values: tuple[str, ...]) -> Iterator[Any]:
-    those = f"WHERE record_id IN (SELECT records.id {_SOURCE} {where})" if where else ""
-    return connection.execute(f"SELECT record_id, impl, median_ms FROM anchors {those} ORDER BY id", values)
+def _rank(record: TuningRecord) -> tuple[str, str, str]:
+    """Of a list of records: measured before predicted."""
+    return record.device.identity, record.workload.key, record.provenance
 
 
-def _row(cells: tuple[Any, ...], baselines: dict[Any, list[SimpleNamespace]]) -> SimpleNamespace:
+def _row(connection: sqlite3.Connection, row_id: int) -> Any:
     """A row as `reading.record_of` takes it: like one of `schema.RecordRow`, yes and no included."""
-    record_id, *rest = cells
-    own, rest = rest[: len(_OWN)], rest[len(_OWN) :]
+    cells = connection.execute(_ROW, (row_id,)).fetchone()
+    baselines = connection.execute(_BASELINES, (row_id, MAX_BASELINES + 1)).fetchall()
+    if len(baselines) > MAX_BASELINES:
+        raise DatabaseError(f"a record has at most {MAX_BASELINES} times of other implementations")
+    own, rest = cells[: len(_OWN)], cells[len(_OWN) :]
     workload, device = rest[: 1 + len(_WORKLOAD)], rest[1 + len(_WORKLOAD) :]
     return SimpleNamespace(
         **dict(zip(_OWN, own, strict=True)),
         workload=_joined(workload, _WORKLOAD),
         device=_joined(device, _DEVICE),
-        baselines=baselines.get(record_id, ()),
+        baselines=[SimpleNamespace(impl=impl, median_ms=median_ms) for impl, median_ms in baselines],
     )
 
 

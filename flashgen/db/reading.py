@@ -12,13 +12,22 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
-from flashgen.core.record import Baseline, Failure, Measurement, Prediction, Trial, TuningRecord, Versions
+from flashgen.core.peak import least_ms
+from flashgen.core.record import (
+    Baseline,
+    Failure,
+    Measurement,
+    Prediction,
+    Trial,
+    TuningRecord,
+    Versions,
+    moment,
+)
 from flashgen.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -29,6 +38,17 @@ Validate = Callable[[Config], Config]
 
 MAX_TEXT = 16384
 """Characters of one stored text; longer than any real one, short enough to refuse a flood before it is parsed."""
+
+MAX_NAME = 512
+"""Characters of a name, a key, a version or a date; as many as there are rows are held at once."""
+
+LONG_TEXTS = frozenset({"knobs", "times_ms", "hard_times_ms", "reason"})
+"""What may have `MAX_TEXT` characters."""
+
+YEARS = range(2020, 2100)
+"""Of what was made with flashgen."""
+
+MAX_CLOCK_MHZ = 10_000
 
 PREDICTED_SOURCE = "predicted"
 """The source of a row of trials that nothing measured: such a row is a `Prediction`, and every other one a `Trial`."""
@@ -72,7 +92,7 @@ def workload_of(row: WorkloadRow) -> Workload:
 def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
     """The record of a row; `validate` has accepted its config."""
     names = [field.name for field in fields(Versions)]
-    return TuningRecord(
+    record = TuningRecord(
         workload=workload_of(_present(row.workload, "workload")),
         device=device_of(_present(row.device, "device")),
         config=_config(row, validate),
@@ -84,6 +104,8 @@ def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
         baselines=tuple(_baseline(baseline) for baseline in row.baselines),
         created=_moment(row.created),
     )
+    _possible(record.workload, record.device, record.measurement or record.predicted_ms)
+    return record
 
 
 def trial_of(row: TrialRow, validate: Validate) -> Trial:
@@ -91,7 +113,7 @@ def trial_of(row: TrialRow, validate: Validate) -> Trial:
     source = _typed("source", row.source, "str")
     if source == PREDICTED_SOURCE:
         raise DatabaseError(f"a trial's source is what proposed it, got {source!r}, which nothing measured")
-    return Trial(
+    trial = Trial(
         workload=workload_of(_present(row.workload, "workload")),
         device=device_of(_present(row.device, "device")),
         config=_config(row, validate),
@@ -99,17 +121,21 @@ def trial_of(row: TrialRow, validate: Validate) -> Trial:
         outcome=_failure(row) if row.times_ms is None else _measurement(row),
         created=_moment(row.created),
     )
+    _possible(trial.workload, trial.device, trial.outcome)
+    return trial
 
 
 def prediction_of(row: TrialRow, validate: Validate) -> Prediction:
     """The prediction of a row; `validate` has accepted its config."""
-    return Prediction(
+    prediction = Prediction(
         workload=workload_of(_present(row.workload, "workload")),
         device=device_of(_present(row.device, "device")),
         config=_config(row, validate),
         outcome=_failure(row) if row.times_ms is None else _predicted_time(row),
         created=_moment(row.created),
     )
+    _possible(prediction.workload, prediction.device, prediction.outcome)
+    return prediction
 
 
 def _failure(row: TrialRow) -> Failure:
@@ -123,7 +149,10 @@ def _times_ms(value: object, name: str = "times_ms") -> tuple[float, ...]:
         raise DatabaseError(f"{name} must be a JSON list, got {_quoted(value)}") from error
     if not isinstance(times, list):
         raise DatabaseError(f"{name} must be a JSON list, got {_quoted(value)}")
-    return tuple(float(_typed(name, time, "float")) for time in times)
+    try:
+        return tuple(float(_typed(name, time, "float")) for time in times)
+    except OverflowError as error:
+        raise DatabaseError(f"{name} must be finite, got {_quoted(value)}") from error
 
 
 def _predicted_time(row: TrialRow) -> float:
@@ -134,7 +163,7 @@ def _predicted_time(row: TrialRow) -> float:
 
 
 def _measurement(row: RecordRow | TrialRow, hard: str | None = None) -> Measurement:
-    return Measurement(
+    measured = Measurement(
         times_ms=_times_ms(row.times_ms),
         max_error=_typed("max_error", row.max_error, "float"),
         mean_error=_typed("mean_error", row.mean_error, "float"),
@@ -142,6 +171,27 @@ def _measurement(row: RecordRow | TrialRow, hard: str | None = None) -> Measurem
         sm_clock_mhz=_typed("sm_clock_mhz", row.sm_clock_mhz, "float | None"),
         hard_times_ms=() if hard is None else _times_ms(hard, "hard_times_ms"),
     )
+    if not 0 <= measured.mean_error <= measured.max_error:
+        raise DatabaseError(
+            f"errors are 0 or more, the mean at most the largest, got {measured.mean_error} and {measured.max_error}"
+        )
+    if measured.reference_ms is not None and measured.reference_ms <= 0:
+        raise DatabaseError(f"reference_ms must be above 0, got {measured.reference_ms}")
+    if measured.sm_clock_mhz is not None and not 0 <= measured.sm_clock_mhz <= MAX_CLOCK_MHZ:
+        raise DatabaseError(f"sm_clock_mhz must be in [0, {MAX_CLOCK_MHZ}], got {measured.sm_clock_mhz}")
+    return measured
+
+
+def _possible(workload: Workload, device: Device, outcome: Measurement | Failure | float | None) -> None:
+    """Refuse a time that nothing reaches: it would win every comparison."""
+    if outcome is None or isinstance(outcome, Failure):
+        return
+    times = (*outcome.times_ms, *outcome.hard_times_ms) if isinstance(outcome, Measurement) else (outcome,)
+    least = least_ms(workload, device)
+    if min(times) < least:
+        raise DatabaseError(
+            f"{workload.key} takes at least {least:.3g} ms on {device.identity} (peak rates), got {min(times)}"
+        )
 
 
 def _config(row: RecordRow | TrialRow, validate: Validate) -> Config:
@@ -166,9 +216,9 @@ def _predicted(value: object) -> float | None:
 def _moment(value: object) -> str:
     text: str = _typed("created", value, "str")
     try:
-        if text:
-            datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
-    except ValueError as error:
+        if text and moment(text).year not in YEARS:
+            raise DatabaseError(f"created must be in the years {YEARS.start} to {YEARS[-1]}, got {_quoted(text)}")
+    except (ValueError, OverflowError) as error:
         raise DatabaseError(f"created must be an ISO 8601 time, got {_quoted(text)}") from error
     return text
 
@@ -191,8 +241,10 @@ def _typed(name: str, value: object, kind: str) -> Any:
         raise DatabaseError(f"{name} must be of type {kind}, got {_quoted(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise DatabaseError(f"{name} must be finite, got {value}")
-    if isinstance(value, str) and (len(value) > MAX_TEXT or value != plain(value)):
-        raise DatabaseError(f"{name} must be at most {MAX_TEXT} printable characters, got {_quoted(value)}")
+    if isinstance(value, str):
+        longest = MAX_TEXT if name in LONG_TEXTS else MAX_NAME
+        if len(value) > longest or not (value.isprintable() or value == plain(value)):
+            raise DatabaseError(f"{name} must be at most {longest} printable characters, got {_quoted(value)}")
     return value
 
 

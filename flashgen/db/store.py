@@ -7,13 +7,14 @@ that is killed loses only the row it was writing. What comes back from a file ha
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.orm import Session, contains_eager
+from sqlalchemy.orm import Session
 
 from flashgen.codegen.families import validate as validate_config
 from flashgen.core.device import Device
@@ -21,6 +22,8 @@ from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db import files, reading, rows, writing
+from flashgen.db.connection import Access, Deadline, connect, is_too_long, retry, unbind
+from flashgen.db.inspection import refuse_computed
 from flashgen.db.reader import BadRow, Reader
 from flashgen.db.reading import Validate
 from flashgen.db.schema import BaselineRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
@@ -41,10 +44,8 @@ class Store:
         self.reader = reader
         # a reader connects anew for each look-up: nothing stays open across a fork or beside a migration
         pool = sa.pool.QueuePool if access == "write" else sa.pool.NullPool
-        self._engine = sa.create_engine(
-            "sqlite://", creator=lambda: files.connect(reader.actual, access), poolclass=pool
-        )
-        sa.event.listen(self._engine, "begin", _begin)
+        self._engine = sa.create_engine("sqlite://", creator=lambda: connect(reader.actual, access), poolclass=pool)
+        sa.event.listen(self._engine, "begin", self._begin)
 
     @classmethod
     def open(
@@ -62,7 +63,7 @@ class Store:
             DatabaseError: the file is missing, foreign, corrupt, newer, or cannot be written; the message names it.
         """
         path = Path(path)
-        access: files.Access = "shipped" if shipped else "read" if read_only else "write"
+        access: Access = "shipped" if shipped else "read" if read_only else "write"
         return cls(Reader(path, files.prepare(path, access), access, validate))
 
     def close(self) -> None:
@@ -195,12 +196,14 @@ class Store:
     def _read(self, query: sa.Select[R], build: Callable[[R], V]) -> list[V]:
         """Build the value of each row; rows that break a rule are left out and reported together, once."""
         bad: list[BadRow] = []
+        table: type[R] = query.column_descriptions[0]["entity"]
 
         def read(session: Session) -> list[V]:
             bad.clear()
-            found: Iterable[R | None] = session.scalars(query)
-            rows = (("a row", None, None) if row is None else (row.__tablename__, row.id, row) for row in found)
-            return self.reader.built(rows, build, bad)
+            ids = session.scalars(query.with_only_columns(table.id)).all()
+            found = _at_once(session, query)
+            rows = ((table.__tablename__, row_id, row_id) for row_id in ids)
+            return self.reader.built(rows, lambda row_id: _build(session, found, table, row_id, build), bad)
 
         values = self._run(read)
         self.reader.report(bad)
@@ -218,13 +221,42 @@ class Store:
             except sa.exc.DBAPIError as error:
                 raise files.of_sqlite(error) from error
 
-        return files.retry(self.path, attempt)
+        return retry(self.path, attempt)
+
+    def _begin(self, connection: sa.Connection) -> None:
+        raw: Any = connection.connection.dbapi_connection
+        # a writer takes its lock first: upgrading a read transaction could fail half way
+        if connection.get_execution_options().get("write", False):
+            unbind(raw)
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        else:
+            Deadline().bind(raw)
+            connection.exec_driver_sql("BEGIN")
+        if self.access != "shipped":
+            refuse_computed(raw, self.path)
 
 
-def _begin(connection: sa.Connection) -> None:
-    # a writer takes its lock first: upgrading a read transaction could fail half way
-    write = connection.get_execution_options().get("write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+def _at_once(session: Session, query: sa.Select[R]) -> dict[int, R]:
+    """All rows by id, or none where one of them cannot be read: then each is read on its own."""
+    try:
+        found: Iterable[R | None] = session.scalars(query)
+        return {row.id: row for row in found if row is not None}
+    except sa.exc.DBAPIError as error:
+        if isinstance(error.orig, sqlite3.Error) and is_too_long(error.orig):
+            return {}
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # a value that SQLAlchemy cannot convert
+        return {}
+
+
+def _build(session: Session, found: dict[int, R], table: type[R], row_id: int, build: Callable[[R], V]) -> V:
+    try:
+        row = found.get(row_id) or session.scalars(sa.select(table).where(table.id == row_id)).first()
+        if row is None:
+            raise DatabaseError("a row must have an id of its own")
+        return build(row)
+    except sa.exc.DBAPIError as error:
+        raise files.of_sqlite(error) from error
 
 
 def _same(key: str, identity: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
@@ -233,5 +265,4 @@ def _same(key: str, identity: str) -> tuple[sa.ColumnElement[bool], sa.ColumnEle
 
 def _trial_query(workload: Workload, device: Device) -> sa.Select[TrialRow]:
     query = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device)
-    query = query.where(*_same(workload.key, device.identity)).order_by(TrialRow.id)
-    return query.options(contains_eager(TrialRow.workload), contains_eager(TrialRow.device))
+    return query.where(*_same(workload.key, device.identity)).order_by(TrialRow.id)

@@ -67,11 +67,3 @@ class Context:
 def timestamp() -> str:
     """Now, as ISO 8601 in UTC with microseconds: trials are often less than a second apart."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
-
-
-def moment(text: str) -> datetime:
-    """The time that a stored text names; an empty one is before all others, one without a zone is UTC."""
-    if not text:
-        return datetime.min.replace(tzinfo=timezone.utc)
-    found = datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
-    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flashgen.codegen.render import source_digest
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Prediction, Trial, TuningRecord
+from flashgen.core.record import Prediction, Trial, TuningRecord, moment
 from flashgen.core.workload import Workload
-from flashgen.tuning.context import Context, moment
+from flashgen.tuning.context import Context
 
 
 def is_current(record: TuningRecord) -> bool:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from flashgen.core.config import Config
 from flashgen.core.errors import ConfigError, DatabaseError
+from flashgen.core.peak import least_ms
 from flashgen.core.record import Baseline
 from flashgen.core.workload import BROADCASTS, DTYPE_BYTES, Workload
 from flashgen.db.layout import APPLICATION_ID, SCHEMA_VERSION
@@ -171,7 +172,7 @@ def test_what_could_not_be_read_back_is_not_written(store: Store) -> None:
     with pytest.raises(DatabaseError, match="ISO 8601"):
         store.put_record(replace(MEASURED, created="yesterday"))
     with pytest.raises(DatabaseError, match="64 bits"):
-        store.put_record(replace(MEASURED, workload=CAUSAL.with_shape(batch=2**63)))
+        store.put_record(timed(MEASURED, 1e30, workload=CAUSAL.with_shape(batch=2**63)))
     with pytest.raises(ConfigError):
         store.put_trial(replace(TRIAL, config=Config.of("portable_forward", {})))
     assert store.counts()["records"] == store.counts()["trials"] == 0
@@ -221,8 +222,9 @@ def test_any_workload_survives_the_round_trip(data: st.DataObject) -> None:
         },
     )
     with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder) / "x.sqlite3") as store:
-        store.put_record(replace(MEASURED, workload=workload))
-        assert store.record(workload, H200) == replace(MEASURED, workload=workload)
+        record = timed(MEASURED, 2 * least_ms(workload, H200), workload=workload)
+        store.put_record(record)
+        assert store.record(workload, H200) == record
 
 
 # --- files that are not opened ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from flashgen.codegen.families import default_config, fitted, validate
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.peak import least_ms
 from flashgen.core.record import Baseline, TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.exchange import export_records
@@ -28,11 +30,25 @@ def config(order: int = 8, loads: str = "descriptor") -> Config:
 
 
 def measured(workload: Workload = CAUSAL, device: Device = H200, **changes: object) -> TuningRecord:
-    return replace(MEASURED, **{"workload": workload, "device": device, "config": config(), "baselines": (), **changes})  # type: ignore[arg-type]
+    kept = {"workload": workload, "device": device, "config": config(), "baselines": (), **changes}
+    return _possible(replace(MEASURED, **kept))  # type: ignore[arg-type]
 
 
 def predicted(workload: Workload = CAUSAL, device: Device = H200, **changes: object) -> TuningRecord:
-    return replace(PREDICTED, **{"workload": workload, "device": device, "config": config(), **changes})  # type: ignore[arg-type]
+    kept = {"workload": workload, "device": device, "config": config(), **changes}
+    return _possible(replace(PREDICTED, **kept))  # type: ignore[arg-type]
+
+
+def _possible(record: TuningRecord) -> TuningRecord:
+    """The record with times that its device can reach, each as many times as long."""
+    times = math.ceil(least_ms(record.workload, record.device))
+    measured = record.measurement
+    return replace(
+        record,
+        measurement=measured and replace(measured, times_ms=tuple(times * ms for ms in measured.times_ms)),
+        predicted_ms=record.predicted_ms and times * record.predicted_ms,
+        baselines=tuple(replace(each, median_ms=times * each.median_ms) for each in record.baselines),
+    )
 
 
 def faster(impl: str, factor: float = 0.5) -> tuple[Baseline, ...]:

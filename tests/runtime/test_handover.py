@@ -263,7 +263,7 @@ def test_a_reference_that_is_slower_where_it_is_deterministic_does_not_count(lad
 def test_only_records_of_this_workload_and_gpu_and_of_no_lower_layer_count(ladder: Ladder) -> None:
     plain = gradient(PLAIN_GRADIENT, 4, 1.0)
     ladder.user(
-        plain, gradient(SAME_BITS.with_shape(batch=2), 8, 0.5), replace(gradient(SAME_BITS, 8, 0.5), device=H100)
+        plain, gradient(SAME_BITS.with_shape(batch=2), 8, 0.6), replace(gradient(SAME_BITS, 8, 0.5), device=H100)
     )
     assert ladder.resolve(PLAIN_GRADIENT).slower is None
     ladder.ship(gradient(SAME_BITS, 8, 0.5))

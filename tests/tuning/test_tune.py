@@ -19,7 +19,8 @@ from flashgen.codegen.space import search_space
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import MeasureError, TuningError
-from flashgen.core.record import Failure, Measurement, Trial, TuningRecord, Versions
+from flashgen.core.peak import least_ms
+from flashgen.core.record import Failure, Measurement, Trial, TuningRecord, Versions, moment
 from flashgen.core.settings import child_environment
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.store import Store
@@ -28,7 +29,7 @@ from flashgen.measure.protocol import HostInfo
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates, by_prediction, nearest, ranking
 from flashgen.tuning.compile_pool import Compiled
-from flashgen.tuning.context import Options, moment, timestamp
+from flashgen.tuning.context import Options, timestamp
 from flashgen.tuning.events import (
     CandidateRanked,
     Event,
@@ -671,11 +672,11 @@ def test_a_stored_prediction_does_not_win_by_itself(store: Store) -> None:
     with pytest.raises(Killed):
         predicted(store, compiler=DyingCompiler(12))
     slow, *_ = store.predictions(CAUSAL, device)[::-1]
-    store.put_prediction(dataclasses.replace(slow, outcome=1e-6))
+    store.put_prediction(dataclasses.replace(slow, outcome=1.01 * least_ms(CAUSAL, device)))
     (outcome,) = predicted(store).outcomes
     assert outcome.record is not None
     assert outcome.record.predicted_ms is not None
-    assert outcome.record.predicted_ms > 1e-3
+    assert outcome.record.predicted_ms > 1.1 * least_ms(CAUSAL, device)
 
 
 def test_a_finished_ranking_is_not_resumed(store: Store) -> None:

@@ -1,0 +1,30 @@
+"""The least time that a workload can take on a device: what tells a record that was made up from a measured one."""
+
+from __future__ import annotations
+
+from flashgen.core.device import Device
+from flashgen.core.workload import DTYPE_BYTES, Workload
+
+CLOCK_MARGIN = 1.25
+"""How far cards may be above the data sheet's rate: 1.98 GHz instead of 1.83 on an H200, more where users raise it."""
+
+CACHE_MARGIN = 2.0
+"""How far a kernel gets above the memory's bandwidth: a part of the inputs is still in L2, whatever was rotated."""
+
+LEAST_KERNEL_MS = 0.0005
+"""A kernel that does nothing takes longer, whatever the device."""
+
+
+def least_ms(workload: Workload, device: Device) -> float:
+    """A time in ms that no kernel for `workload` stays below on any card with the SMs of `device`.
+
+    It follows from the data sheets' rates of the architecture (`core.architecture`), since the figures of a `Device`
+    may come from the file that is doubted. A mask may hide any part of the pairs, and a kernel may skip those.
+    """
+    if workload.mask or workload.varlen:
+        return LEAST_KERNEL_MS
+    row = device.architecture
+    halves = DTYPE_BYTES[workload.dtype] // 2  # TF32 has half of the rate of bf16, fp32 less
+    flops_per_ms = device.num_sms * row.mma_flops * row.boost_ghz * 1e6 * CLOCK_MARGIN / halves
+    bytes_per_ms = row.bandwidth_gbs * 1e6 * CACHE_MARGIN
+    return max(workload.flops / flops_per_ms, workload.bytes / bytes_per_ms, LEAST_KERNEL_MS)
