@@ -2,6 +2,7 @@
 # make tune       the main job: tune one model preset on a short budget, then show what serves a call, and its kernel
 # make test       every check that runs without a GPU; CI runs this and nothing else
 # make gpu-test   the tests that need a GPU
+# make fuzz       random files for the database, other ones each time, for CASES of them (10000)
 # make docs       docs/supported.md again, from the table of kernel families
 # make databases  tuning_db/ again, after a schema revision
 # make lint       formatting, lint, types and import contracts       make format   rewrite files in the one format
@@ -15,13 +16,14 @@ MODEL ?= gpt2
 BUDGET ?= 30s
 SAMPLE ?= b1-h12-s1024-d64-causal
 TARGET ?= a100
+CASES ?= 10000
 
 BIN := $(VENV)/bin
 TRITONS := 3.6 3.9
 OLDEST := $(firstword $(TRITONS))
 
 .PRECIOUS: .venvs/triton-%/.stamp
-.PHONY: venv tune test docs databases lint format pytest interpreter crosscompile gpu-test clean
+.PHONY: venv tune test docs databases lint format pytest interpreter crosscompile gpu-test fuzz clean
 
 venv: $(VENV)/.stamp
 
@@ -70,6 +72,11 @@ crosscompile-%: .venvs/triton-%/.stamp
 	$(PYTHON) -m venv .venvs/triton-$*
 	.venvs/triton-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
+
+# A failure names its case: run it again with FUZZ_SEED, FUZZ_FIRST and CASES=1.
+fuzz: venv
+	OMP_NUM_THREADS=1 FUZZ_CASES=$(CASES) FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
+		$(BIN)/python -m pytest -n auto --maxprocesses 8 tests/fuzz
 
 gpu-test: venv
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/test_readme.py

@@ -54,14 +54,8 @@ def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
     wanted = _device(device)
     with Layers.open() as layers:
         found = [hit for hit in layers.records(device=wanted) if hit[0].workload == workload]
-        stores = [layer.store for layer in layers.layers]
-        tried = {
-            device.identity: (
-                [trial for store in stores for trial in store.trials(workload, device)],
-                [prediction for store in stores for prediction in store.predictions(workload, device)],
-            )
-            for device in dict.fromkeys(record.device for record, _ in found)
-        }
+        devices = dict.fromkeys(record.device for record, _ in found)
+        tried = {device.identity: layers.tried(workload, device) for device in devices}
     if not found:
         raise DatabaseError(f"a workload to show must have a record; {workload.key} has none (flashgen db list)")
     if json:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from flashgen.core.errors import DatabaseError
-from flashgen.core.record import Measurement, TuningRecord
+from flashgen.core.record import Measurement, TuningRecord, moment
 from flashgen.db import files
 from flashgen.db.store import Store
 from flashgen.db.writing import Merged
@@ -22,6 +23,9 @@ NOISE = 0.02
 
 EVEN_SHARE = 0.1
 """What a time that does not depend on the data may cost on normal data: 7% is the most that was measured for it."""
+
+CLOCK_TOLERANCE = timedelta(days=1)
+"""How far the clocks of two machines may be apart."""
 
 CSV_COLUMNS = (
     *("workload", "device", "arch", "num_sms", "memory_gb", "provenance", "family", "knobs"),
@@ -68,10 +72,14 @@ def import_records(store: Store, path: Path | str, is_current: IsCurrent | None 
     place of one that is not, if `is_current` tells; else `better` decides. Trials stay where they were made.
 
     Raises:
-        DatabaseError: the file is not one of ours, or a row of it breaks a rule; nothing was changed.
+        DatabaseError: the file is not one of ours or damaged, or a row of it breaks a rule; nothing was changed.
     """
     with Store.open(path, read_only=True, validate=store.validate) as other:
+        other.check()
         theirs = other.all_records()
+    for record in theirs:
+        if _is_of_the_future(record):
+            raise DatabaseError(f"a record is imported after it was made; {path} has one of {record.created}")
 
     def wins(their: TuningRecord, our: TuningRecord) -> bool:
         if is_current is not None and (current := is_current(their)) != is_current(our):
@@ -89,7 +97,7 @@ def better(theirs: TuningRecord, ours: TuningRecord) -> bool:
     2. Measured: the faster one, by the geometric mean of both times where both have them, and by the ratio to the
        reference kernel of the same round where that was the same for both (absolute times of different rounds do not
        compare on a card that changes its clock), else by the medians, if the two differ by more than `NOISE`.
-    3. Otherwise (nearly as fast, or both predicted): the newer one.
+    3. Otherwise (nearly as fast, or both predicted): the newer one; one of the future was made at an unknown time.
     """
     if theirs.measurement and ours.measurement:
         if (theirs.hard_ms is None) != (ours.hard_ms is None):
@@ -98,7 +106,15 @@ def better(theirs: TuningRecord, ours: TuningRecord) -> bool:
         gain = _gain(theirs, theirs.measurement.balanced, ours, ours.measurement.balanced)
         if abs(gain) > NOISE:
             return gain > 0
-    return theirs.created > ours.created
+    return _made(theirs) > _made(ours)
+
+
+def _made(record: TuningRecord) -> datetime:
+    return moment("" if _is_of_the_future(record) else record.created)
+
+
+def _is_of_the_future(record: TuningRecord) -> bool:
+    return moment(record.created) > datetime.now(timezone.utc) + CLOCK_TOLERANCE
 
 
 def _gain(theirs: TuningRecord, measured: Measurement, ours: TuningRecord, ours_measured: Measurement) -> float:

@@ -13,7 +13,7 @@ from flashgen.codegen.families import validate as validate_config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
 from flashgen.core.quoting import printable
-from flashgen.core.record import TuningRecord
+from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.settings import settings, shipped
 from flashgen.core.workload import Workload
 from flashgen.db.reader import Reader
@@ -150,6 +150,17 @@ class Layers:
                 found.setdefault(identity, (record, layer.name))
         return list(found.values())
 
+    def tried(self, workload: Workload, device: Device) -> tuple[list[Trial], list[Prediction]]:
+        """The trials and the predictions of a workload on a device identity, of all layers."""
+        trials: list[Trial] = []
+        predictions: list[Prediction] = []
+        for layer in tuple(self._layers):
+            found = self._ask(layer, lambda _: _tried(layer.store, workload, device))  # noqa: B023
+            if found is not None:
+                trials += found[0]
+                predictions += found[1]
+        return trials, predictions
+
     def close(self) -> None:
         """Close every file."""
         if self._writable is not None:
@@ -170,6 +181,11 @@ class Layers:
             _warn(layer.name, error)
             self._layers = [other for other in self._layers if other is not layer]
             return None
+
+
+def _tried(store: Store, workload: Workload, device: Device) -> tuple[list[Trial], list[Prediction]]:
+    with store:
+        return store.trials(workload, device), store.predictions(workload, device)
 
 
 def _absent(path: Path) -> bool:

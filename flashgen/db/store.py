@@ -22,7 +22,7 @@ from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db import files, reading, rows, writing
-from flashgen.db.connection import Access, Deadline, connect, is_too_long, retry, unbind
+from flashgen.db.connection import Access, Deadline, connect, is_too_long, retry, unbind, use
 from flashgen.db.inspection import refuse_computed
 from flashgen.db.reader import BadRow, Reader
 from flashgen.db.reading import Validate
@@ -173,6 +173,16 @@ class Store:
         """Every workload that has rows, by key."""
         return self._read(sa.select(WorkloadRow).order_by(WorkloadRow.key), reading.workload_of)
 
+    def check(self) -> None:
+        """Read every page, as SQLite's quick_check does.
+
+        Raises:
+            DatabaseError: the file is damaged.
+        """
+        found = use(self.reader.actual, self.access, _damage)
+        if found != "ok":
+            raise DatabaseError(f"a tuning database must be whole; {self.path}: {reading.plain(found)[:300]}")
+
     def counts(self) -> dict[str, int]:
         """Number of rows of each table, checked or not."""
         tables = (DeviceRow, WorkloadRow, RecordRow, TrialRow, BaselineRow)
@@ -234,6 +244,11 @@ class Store:
             connection.exec_driver_sql("BEGIN")
         if self.access != "shipped":
             refuse_computed(raw, self.path)
+
+
+def _damage(connection: sqlite3.Connection) -> str:
+    connection.execute("PRAGMA ignore_check_constraints = ON").close()  # expressions of whoever wrote the file
+    return str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
 
 
 def _at_once(session: Session, query: sa.Select[R]) -> dict[int, R]:

@@ -101,7 +101,7 @@ def test_a_new_record_replaces_the_old_one_with_its_baselines(store: Store) -> N
 
 def test_records_are_narrowed_and_ordered(store: Store) -> None:
     everything = [
-        replace(MEASURED, device=device, workload=workload)
+        timed(MEASURED, 2.0, device=device, workload=workload)
         for device in (RTX_4090, H200, H100)
         for workload in (WIDE, SHORT, CAUSAL)
     ]
