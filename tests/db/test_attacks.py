@@ -130,7 +130,7 @@ def test_an_error_while_a_layer_is_opened_costs_the_layer(
 
     real = Reader.open
     monkeypatch.setattr(Reader, "open", classmethod(opened))
-    next_layer_serves(path, r"LookupError: no such thing \[2J")
+    next_layer_serves(path, r"LookupError: no such thing\\x1b\[2J")
 
 
 def test_memory_that_is_missing_is_an_error_of_the_file(path: Path) -> None:

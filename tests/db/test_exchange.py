@@ -133,7 +133,7 @@ def test_a_foreign_file_is_not_imported(tmp_path: Path) -> None:
         import_records(store, path)
 
 
-NEWER = "2026-12-01T00:00:00+00:00"
+NEWER = "2026-11-21T00:00:00+00:00"
 
 
 @pytest.mark.parametrize(
