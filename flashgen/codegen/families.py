@@ -114,9 +114,9 @@ def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     return family(config.family).poor_at_sizes(config, sizes)
 
 
-def even_sibling(config: Config, spec: Specialization) -> Config:
-    """The config most like this one that takes the same time on all data, which most configs do themselves."""
-    return family(config.family).even_sibling(spec, config)
+def successor(config: Config, spec: Specialization) -> Config:
+    """The config of today's families most like this one of an older record, which may be the same."""
+    return family(config.family).successor(spec, config)
 
 
 def default_config(spec: Specialization, device: Device, only: Sequence[str] = ()) -> Config:

@@ -158,7 +158,7 @@ def _as_it_is(spec: Specialization, config: Config, sizes: Sizes, device: Device
     return config
 
 
-def _even_itself(spec: Specialization, config: Config) -> Config:
+def _itself(spec: Specialization, config: Config) -> Config:
     return config
 
 
@@ -188,8 +188,8 @@ class KernelFamily:
         knob_rows: knobs that are enumerated together, because most combinations of their values are never valid.
         fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
-        even_sibling: of a config that takes up to twice as long on scores that grow as on normal random ones, the one
-            most like it that does not (whether valid or not); any other config itself.
+        successor: of a config that the family offered once and no more, the one most like it that it offers today
+            (whether valid or not); any other config itself.
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
         default_spills: bytes of local memory of a thread that defaults take at most for the plain shapes of
             `scripts/crosscompile.py`, under any supported Triton; above it that fails.
@@ -213,7 +213,7 @@ class KernelFamily:
     knob_rows: Callable[[], KnobRows] = _no_knob_rows
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
-    even_sibling: Callable[[Specialization, Config], Config] = _even_itself
+    successor: Callable[[Specialization, Config], Config] = _itself
     tolerated_spills: int = TOLERATED_SPILLS
     default_spills: int = 0
     cost_model: CostModel | None = None

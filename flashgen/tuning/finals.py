@@ -12,10 +12,9 @@ would take every place of the first race: so half of the places are for those wh
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from flashgen.core.config import Config
@@ -31,10 +30,6 @@ SINGLE_ROUND_NOISE = 0.02
 STANDARD_ERRORS = 2.0
 KINDS_OF_DATA = 2
 """Windows of a config in each round: on normal data and on hard data."""
-
-MOST_BEHIND = math.sqrt(2)
-"""What takes twice as long on hard data is behind by so much in the geometric mean: what is further behind on normal
-data loses to it for sure."""
 
 ANCHORS = 3
 """SDPA backends that take turns in the last race; the first of them is its reference kernel."""
@@ -89,31 +84,15 @@ class Finals:
         return self.needed_s(self.near_most, 2)
 
 
-def _is_even(config: Config) -> bool:
-    return False
-
-
-def near_best(
-    measured: Mapping[Config, Measurement],
-    *,
-    share: float,
-    most: int,
-    depends_on_data: Callable[[Config], bool] = _is_even,
-) -> tuple[Config, ...]:
+def near_best(measured: Mapping[Config, Measurement], *, share: float, most: int) -> tuple[Config, ...]:
     """The configs within `share` of the best median, best first, `most` at the most.
 
-    Where times on hard data are known, they count as in `choose`. Where they are not, configs that depend on the data
-    and those that do not are two groups, each of the configs within `share` of its own best, that take turns.
+    Where times on hard data are known, they count as in `choose`.
     """
     medians = {config: measurement.balanced.median_ms for config, measurement in measured.items()}
-    groups: dict[bool, list[Config]] = {}
-    for config in sorted(medians, key=lambda config: medians[config]):
-        group = groups.setdefault(depends_on_data(config) and not measured[config].hard_times_ms, [])
-        if medians[config] <= (1 + share) * medians[(group or [config])[0]]:
-            group.append(config)
-    limit = MOST_BEHIND * min(medians.values(), default=0.0)
-    turns = itertools.zip_longest(*(group for group in groups.values() if medians[group[0]] <= limit))
-    return tuple(config for turn in turns for config in turn if config is not None)[:most]
+    limit = (1 + share) * min(medians.values(), default=0.0)
+    found = sorted((config for config in medians if medians[config] <= limit), key=lambda config: medians[config])
+    return tuple(found[:most])
 
 
 def with_guards(configs: Iterable[Config], *guards: Config | None) -> tuple[Config, ...]:

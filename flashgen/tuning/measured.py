@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from flashgen.codegen.families import even_sibling, family
+from flashgen.codegen.families import family, invalid, successor
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
 from flashgen.core.record import Baseline, Failure, Measurement, Trial, TuningRecord
@@ -28,10 +28,6 @@ from flashgen.tuning.search import Proposal, Search
 
 DROP_FACTOR = 2.0
 """A probe slower than so many times the best ends an evaluation: it will not be in the finals."""
-
-UNEVEN = 1.1
-"""The search is told this many times the time of a config whose time depends on the data. Such configs are up to 7%
-faster on normal data and lose on hard data: else it would look for the best of them alone."""
 
 GRACE = 3.0
 """A search without any valid candidate goes on for so many times its share of a budget in seconds."""
@@ -63,7 +59,11 @@ class MeasuredSearch:
         self._unsettled: deque[tuple[Config, Measurement, tuple[int, int]]] = deque(maxlen=UNSETTLED)
         self._failures: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
-        self._resumed = unfinished_trials(context, workload)
+        self._resumed = [
+            trial
+            for trial in unfinished_trials(context, workload)
+            if invalid(trial.config, self._spec, context.device) is None  # of an earlier version, perhaps
+        ]
         self._search = self._new_search()
 
     def warm_up(self) -> None:
@@ -111,7 +111,7 @@ class MeasuredSearch:
         ]
         options, device = self._context.options, self._context.device
         first += [(config, "neighbour") for config in nearest(known, self._workload, device, options.neighbours)]
-        first += [(even_sibling(config, self._spec), "neighbour") for config, _ in first]
+        first = [(successor(config, self._spec), source) for config, source in first]
         first += [
             (config, "model") for config in seed_configs(self._candidates, self._workload, device, options.seed_configs)
         ]
@@ -195,12 +195,7 @@ class MeasuredSearch:
 
     def _levelled(self, config: Config, outcome: Outcome) -> Outcome:
         """An outcome that was counted as the search is told it, with a time that compares."""
-        if isinstance(outcome, Failure):
-            return outcome
-        found = self._measured[config]
-        if not self._depends_on_data(config):
-            return found
-        return dataclasses.replace(found, times_ms=tuple(UNEVEN * time for time in found.times_ms))
+        return outcome if isinstance(outcome, Failure) else self._measured[config]
 
     def _keep(self, proposal: Proposal, outcome: Outcome) -> None:
         trial = self._trial(proposal.config, proposal.source, outcome)
@@ -243,7 +238,7 @@ class MeasuredSearch:
                 hard=True,
             )
             results, _ = self._race(job, "near", finals.near_s(len(near)))
-            near = self._near(results, finals.last_share, finals.last)
+            near = near_best(results, share=finals.last_share, most=finals.last)
         default = self._candidates.default
         last = with_guards(near[: finals.last], *self._guards())
         if not last:
@@ -265,13 +260,7 @@ class MeasuredSearch:
 
     def _near_best(self) -> tuple[Config, ...]:
         finals = self._context.options.finals
-        return self._near(self._measured, finals.near_share, finals.near_most)
-
-    def _near(self, measured: Mapping[Config, Measurement], share: float, most: int) -> tuple[Config, ...]:
-        return near_best(measured, share=share, most=most, depends_on_data=self._depends_on_data)
-
-    def _depends_on_data(self, config: Config) -> bool:
-        return even_sibling(config, self._spec) != config
+        return near_best(self._measured, share=finals.near_share, most=finals.near_most)
 
     def _guards(self) -> tuple[Config, ...]:
         """The default and the incumbent, unless the search found them so far behind that no noise can explain it."""

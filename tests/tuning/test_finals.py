@@ -93,34 +93,9 @@ def test_rounds_are_paired_on_both_kinds_of_data() -> None:
     assert beats(times(*(0.97 * t for t in drift)), slow)  # one without times on hard data: by normal data alone
 
 
-def crowd(uneven: int, even: int, behind: float) -> dict[Config, Measurement]:
-    """So many configs 0.1% apart from 1 ms on, and so many that begin behind them."""
-    found = {config(block_m=n): times(1.0 + n / 1000) for n in range(uneven)}
-    return found | {config(block_n=n): times((1.0 + n / 1000) * (1 + behind)) for n in range(even)}
-
-
-def depends(which: Config) -> bool:
-    return which["block_m"] != 128
-
-
-def test_configs_that_depend_on_the_data_leave_half_of_the_places_to_others() -> None:
-    near = near_best(crowd(20, 20, 0.05), share=0.1, most=12, depends_on_data=depends)
-    assert [depends(each) for each in near] == [True, False] * 6
-    assert near[:2] == (config(block_m=0), config(block_n=0))
-    assert len(near_best(crowd(20, 0, 0), share=0.1, most=12, depends_on_data=depends)) == 12
-    assert len(near_best(crowd(0, 20, 0), share=0.1, most=12, depends_on_data=depends)) == 12
-
-
-def test_a_place_is_for_what_may_still_win() -> None:
-    """A group is judged by its own best, unless that is behind by more than hard data can make up for."""
-    near = near_best(crowd(9, 9, 0.3), share=0.002, most=12, depends_on_data=depends)
-    assert [depends(each) for each in near] == [True, False, True, False, True, False]
-    assert all(map(depends, near_best(crowd(9, 9, 0.5), share=0.1, most=12, depends_on_data=depends)))
-
-
 def test_what_was_timed_on_hard_data_is_judged_by_it() -> None:
     measured = {FAST: times(0.97, hard=(1.9,)), OTHER: times(1.0, hard=(1.0,)), DEFAULT: times(1.01, hard=(1.0,))}
-    assert near_best(measured, share=0.03, most=5, depends_on_data=lambda each: each == FAST) == (OTHER, DEFAULT)
+    assert near_best(measured, share=0.03, most=5) == (OTHER, DEFAULT)
 
 
 def test_expected_time_counts_every_window() -> None:

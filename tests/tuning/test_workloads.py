@@ -18,7 +18,7 @@ from flashgen.tuning.workloads import Preset, collect, load_file, preset, preset
 def test_all_presets_fit_the_shipping_run() -> None:
     workloads = collect(models=["all"])
     directions = Counter(workload.direction for workload in workloads)
-    assert 110 <= directions["forward"] <= 180
+    assert 110 <= directions["forward"] <= 230
     assert 60 <= directions["backward"] <= 80
     assert set(workloads) == {workload for p in presets() for workload in p.workloads}
     assert all(p.source and p.title for p in presets())
@@ -33,7 +33,8 @@ def test_only_models_with_the_same_heads_share_shapes() -> None:
     assert shared == {("llama-3.1-8b", "qwen3-8b"), ("llama-3.1-70b", "qwen3-32b")}
 
 
-GRIDS = {"paper", "features", "paper-backward", "features-backward", "deterministic"}
+FORWARD_GRIDS = {"paper", "paper-fp16", "heads-of-96", "features"}
+GRIDS = {*FORWARD_GRIDS, "paper-backward", "features-backward", "deterministic"}
 
 HEADS = {
     # nheads, nheads_k, head_dim, head_dim_v, causal, as the models' configs have them
@@ -126,6 +127,11 @@ def test_every_row_of_the_features_benchmark_is_tuned_exactly() -> None:
     assert {w.window_left for w in grid - named} <= {suites.TOKENS - 1}
 
 
+def test_every_row_of_the_forward_and_the_data_benchmark_is_tuned_exactly() -> None:
+    named = {workload for p in presets() for workload in p.workloads}
+    assert {*suites.paper_grid(), *suites.fp16_grid(), *suites.data_grid()} <= named
+
+
 def test_every_row_of_the_backward_benchmark_is_tuned_exactly() -> None:
     assert set(suites.backward_grid()) == set(preset("paper-backward").workloads)
 
@@ -142,7 +148,7 @@ def test_lengths_are_the_models_own() -> None:
     assert {w.dtype for w in preset("single-precision").workloads} == {"fp32", "tf32"}
 
 
-@pytest.mark.parametrize("name", ["paper", "paper-backward"])
+@pytest.mark.parametrize("name", ["paper", "paper-fp16", "paper-backward"])
 def test_paper_grid_holds_tokens_and_hidden_size(name: str) -> None:
     grid = preset(name).workloads
     assert len(grid) == 36
@@ -155,7 +161,7 @@ def test_paper_grid_holds_tokens_and_hidden_size(name: str) -> None:
 
 def test_training_presets_are_backward_passes_and_the_others_forward() -> None:
     training = {p.name for p in presets() if p.is_training}
-    assert training == {name for name in HEADS if name.endswith("-training")} | GRIDS - {"paper", "features"}
+    assert training == {name for name in HEADS if name.endswith("-training")} | GRIDS - FORWARD_GRIDS
     assert {p.direction for p in presets()} == {"forward", "backward"}
     assert collect(models=["training"]) == tuple(w for w in collect(models=["all"]) if w.direction == "backward")
     grids = (preset("paper").workloads, preset("paper-backward").workloads)

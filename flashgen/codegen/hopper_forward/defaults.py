@@ -78,8 +78,10 @@ def default(spec: Specialization, device: Device) -> Config:
     if resources.live_registers(spec, config) > resources.consumer_registers(config, device):
         config = config.replace(warpgroups=2, **NAMED_BARRIERS)
     config = _in_parts(spec, config, device)
-    if rules.why_not_first(spec) is None:
+    if rules.why_not_first_block(spec) is None:
         config = config.replace(**FIRST_MAXIMUM)
+    elif rules.why_not_row_sums(spec) is None:
+        config = config.replace(**ROW_SUMS)
     changes: tuple[Changes, ...] = ({}, {"v_stages": 2}, {"warpgroups": 2, "v_stages": 2, **NAMED_BARRIERS})
     smaller = (_tidy(spec, config.replace(**change), device) for change in changes)
     return next((each for each in smaller if rules.why_too_large(spec, each, device) is None), smallest(spec, device))
@@ -105,12 +107,9 @@ def smallest(spec: Specialization, device: Device) -> Config:
 def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Configs that won at other lengths, for a search to begin with."""
     served = usual = default(spec, device)
-    follows_sums = rules.why_not_row_sums(spec) is None
-    if follows_sums and not spec.window:
-        usual = usual.replace(**ROW_SUMS)
     found = [usual.replace(**changes) for changes in ({}, *SEED_CONFIGS[_width(spec), spec.causal])]
     best = found[1]
-    if resources.softmax_reference(served) == "first_block":
+    if resources.softmax_reference(served) != "running":
         found.append(usual.replace(softmax_reference="running"))
     if spec.window:
         # a tile of a few steps waits for its Q longest
@@ -120,8 +119,6 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
         ]
         # what wins for short windows is furthest from the default: it must not come last where there is time for little
         found = [*(usual.replace(**change) for change in SHORT_WINDOWS), *found]
-        # scores seldom grow too far within a window
-        found += [config.replace(**ROW_SUMS) for config in (usual, best) if follows_sums]
     if resources.score_tiles(spec):
         found += [config.replace(**change) for config in (usual, best) for change in SHORT_STEPS]
     if why_not_split(spec) is None:

@@ -60,7 +60,7 @@ KNOBS = (
         name="softmax_reference",
         values=("running", "first_block", "row_sums"),
         meaning="what exponentials are taken against: the running maximum of a row, or that of its first keys, where a "
-        "tile is recomputed for which it was too low, or the latter and then what the row's sum says",
+        "softcap bounds how far later scores are above it, or the latter and then what the row's sum says",
         default="running",
         implied=True,
         former="maximum",
@@ -148,7 +148,7 @@ HOPPER_FORWARD = KernelFamily(
     knob_rows=_knob_rows,
     fitted=defaults.fitted,
     poor_at_sizes=defaults.poor_at_sizes,
-    even_sibling=resources.even_sibling,
+    successor=resources.successor,
     tolerated_spills=resources.TOLERATED_SPILLS,
     default_spills=resources.DEFAULT_SPILLS,
     cost_model=COST_MODEL,

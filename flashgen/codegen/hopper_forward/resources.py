@@ -38,19 +38,10 @@ OVERFLOW_FLAG_BYTES = 512
 """Where a tile may be recomputed: the flags of a warpgroup for two tiles. Masks of single scores need as much again as
 barriers for the rest."""
 
-HEADROOM_BITS = 32
-"""How far above the first keys' maximum the reference of exponentials is that does not follow the maximum, and what the
-sum of a row may come to, both as exponents of two. So scores may grow by 64 ln 2 = 44 until a tile must be computed
-again, sums and outputs stay some 90 powers of two away from either end of fp32 and bf16, and weights that vanish are
-below 2**-90 of the first keys' largest."""
-
-MOST_WEIGHT_BITS = 15
-"""What a weight in fp16 may come to, as an exponent of two: its range is too short for headroom, and scores may grow by
-15 ln 2 = 10."""
-
 SETTLING_HEADROOM_BITS = {"bf16": 16, "fp16": 0}
-"""What `HEADROOM_BITS` is where references follow the row sums: scores may grow by 127 and this many bits between two
-steps, 99 natural units in bf16. The less, the sooner a key that takes all weight gets an exact power of two."""
+"""How far above the first keys' maximum the reference of exponentials is that then follows the row sums, as an
+exponent of two: scores may grow by 127 and this many bits between two steps, 99 natural units in bf16. The less, the
+sooner a key that takes all weight gets an exact power of two."""
 
 SETTLED_BITS = {"bf16": 32, "fp16": 0}
 """To which negative exponent of two the sum of a row is brought back. With more, a row whose scores go on growing comes
@@ -61,7 +52,7 @@ FEW_KEYS, FEW_KEYS_HEADROOM_BITS = 16, {"bf16": 60, "fp16": 0}
 """A row that sees fewer keys than this in its first block says little of its maximum, and gets more headroom."""
 
 CAPPED_HEADROOM_BITS = 64
-"""What `HEADROOM_BITS` is under a softcap, where no sum overflows."""
+"""The same under a softcap, where the reference stays, and no sum overflows."""
 
 CAPPED_BITS = 160
 """How far apart a softcap may let two scores be for no tile to be recomputed, an exponent of two: caps up to 80 ln 2 =
@@ -137,23 +128,18 @@ def is_capped(spec: Specialization) -> bool:
     return spec.softcap and not (spec.alibi or spec.bias) and spec.dtype == "bf16"
 
 
-def headroom_bits(spec: Specialization) -> int:
-    """How far above the first keys' maximum the reference is, as an exponent of two."""
-    if spec.dtype == "fp16":
-        return 0
-    return CAPPED_HEADROOM_BITS if is_capped(spec) else HEADROOM_BITS
-
-
 def may_recompute(spec: Specialization, config: Config) -> bool:
     """Whether sums of a tile may overflow, or be NaN of what a mask hides: then it is computed a second time."""
-    kind = softmax_reference(config)
-    return spec.mask == "full" or kind == "row_sums" or (kind == "first_block" and not is_capped(spec))
+    return spec.mask == "full" or softmax_reference(config) == "row_sums"
 
 
-def even_sibling(spec: Specialization, config: Config) -> Config:
-    """`config` with references that follow the row sums where common scores would make it compute tiles again."""
-    uneven = softmax_reference(config) == "first_block" and may_recompute(spec, config)
-    return config.replace(softmax_reference="row_sums") if uneven else config
+def successor(spec: Specialization, config: Config) -> Config:
+    """`config` with references that follow the row sums where it had those of the first keys without a bound on sums.
+
+    Records of earlier versions have such configs (docs/decisions/first-maximum.md).
+    """
+    unbounded = softmax_reference(config) == "first_block" and not is_capped(spec)
+    return config.replace(softmax_reference="row_sums") if unbounded else config
 
 
 def fp32_bits(value: float) -> str:

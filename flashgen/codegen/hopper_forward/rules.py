@@ -100,7 +100,7 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
     if resources.qk_prefetch(config) != "block" and resources.score_tiles(spec):
         return "tiles of bias and mask are taken to registers while the product is computed, and need all that are free"
     kind = resources.softmax_reference(config)
-    if kind == "first_block" and (reason := why_not_first(spec)):
+    if kind == "first_block" and (reason := why_not_first_block(spec)):
         return reason
     if kind == "row_sums" and (reason := why_not_row_sums(spec)):
         return reason
@@ -109,12 +109,10 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
     return None
 
 
-def why_not_first(spec: Specialization) -> str | None:
-    """Why exponentials must be taken against the running maximum, or None."""
-    if spec.dtype == "fp16" and spec.causal:
-        return (
-            "weights in fp16 have little room for a maximum that grows, and first keys of causal models draw attention"
-        )
+def why_not_first_block(spec: Specialization) -> str | None:
+    """Why references must not stay at the maximum of a row's first keys, or None."""
+    if not resources.is_capped(spec):
+        return "only a softcap bounds how far sums may come above the maximum of the first keys"
     return _why_running(spec)
 
 
@@ -185,7 +183,7 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
 def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """What a specialization leaves of knobs: no other value is valid or, of `packed_heads`, is for sizes to decide."""
     found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
-    refused = {"first_block": why_not_first(spec), "row_sums": why_not_row_sums(spec)}
+    refused = {"first_block": why_not_first_block(spec), "row_sums": why_not_row_sums(spec)}
     found["softmax_reference"] = ("running", *(kind for kind, reason in refused.items() if reason is None))
     if why_not_split(spec):
         found["split_d"] = (False,)

@@ -12,6 +12,7 @@ from flashgen.codegen.hopper_forward import resources
 from flashgen.codegen.hopper_forward import scores as hopper_scores
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.errors import ConfigError
 from flashgen.core.workload import Specialization
 
 FAMILY_ID = "hopper_forward"
@@ -20,9 +21,17 @@ OUTPUT_STRIDES = ("stride_ob", "stride_oh", "stride_os")
 
 
 def values(spec: Specialization, config: Config) -> dict[str, object]:
-    """The values of the template for one kernel, by name: every knob, and what follows from the knobs and the call."""
+    """The values of the template for one kernel, by name: every knob, and what follows from the knobs and the call.
+
+    Raises:
+        ConfigError: references stay at the maximum of the first keys, and no softcap bounds the sums.
+    """
+    capped = resources.softmax_reference(config) == "first_block"
+    if capped and not resources.is_capped(spec):
+        # valid in records of earlier versions: a look-up passes them over, and nothing else may take their text either
+        raise ConfigError(f"softmax_reference=first_block is for bf16 scores that a softcap bounds, got {spec.key}")
     separate_o_smem = resources.separate_o_smem(spec, config, SM90)
-    aligned, first = is_aligned(spec, config), resources.softmax_reference(config) == "first_block"
+    aligned = is_aligned(spec, config)
     settles = resources.softmax_reference(config) == "row_sums"
     barriers = _barriers(spec, config)
     d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
@@ -56,12 +65,10 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         # whether sums may overflow a reference that does not follow the maximum, or hold NaN of hidden rows of V
         "may_recompute": resources.may_recompute(spec, config),
         # exponents of two: how far the reference is above the first maximum, how far a softcap lets scores lie apart at
-        # most, which sums and weights are too large; `capped`: none is, because of a softcap
-        "headroom": resources.SETTLING_HEADROOM_BITS[spec.dtype] if settles else resources.headroom_bits(spec),
-        "capped": first and resources.is_capped(spec),
+        # most; `capped`: references stay at the first maximum, because of a softcap
+        "headroom": resources.SETTLING_HEADROOM_BITS[spec.dtype] if settles else resources.CAPPED_HEADROOM_BITS,
+        "capped": capped,
         "largest_scale": resources.CAPPED_BITS,
-        "most_sum": resources.HEADROOM_BITS,
-        "most_weight": resources.MOST_WEIGHT_BITS if first and spec.dtype == "fp16" else 0,
         # whether references follow the row sums; then: to which exponent of two below 0 sums are brought back, the keys
         # of a row up to which its reference has more headroom, the pieces that a step is cut into
         "settles": settles,
