@@ -1,4 +1,4 @@
-"""`flashgen db`: list, show, export and import tuned records."""
+"""`flashgen db`: list, show, export and import tuned records; `db_compare` has the commands on whole files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flashgen.cli import output
+from flashgen.cli import db_compare, output
 from flashgen.cli.arguments import CommandLineError, Json, Shape, reading
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DatabaseError
@@ -18,7 +18,7 @@ from flashgen.core.record import PROVENANCES, Failure, Prediction, Trial, Tuning
 from flashgen.core.workload import Workload
 
 app = typer.Typer(
-    help="List, show, export and import tuned records.",
+    help="List, show, export, import, verify, compare and merge tuned records.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -107,6 +107,11 @@ def import_(path: Annotated[Path, typer.Argument(help="A file that `flashgen db 
         merged = import_records(layers.writable, path, is_current)
         name = layers.first_name
     output.say(f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept as they were in {name}")
+
+
+app.command()(db_compare.verify)
+app.command()(db_compare.diff)
+app.command()(db_compare.merge)
 
 
 def _device(text: str | None) -> Device | None:

@@ -132,6 +132,16 @@ class Reader:
         """
         return self._records({}, strict=True)
 
+    def audited(self) -> tuple[list[TuningRecord], list[BadRow]]:
+        """Every record, and the rows of records that break a rule, without a warning.
+
+        Raises:
+            DatabaseError: the file cannot be read.
+        """
+        bad: list[BadRow] = []
+        values = retry(self.path, lambda: self._read("", (), bad, strict=True))
+        return sorted(values, key=_rank), bad
+
     def built(
         self, rows: Iterable[tuple[str, int | None, Any]], build: Callable[[Any], V], bad: list[BadRow]
     ) -> list[V]:

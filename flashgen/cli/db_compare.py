@@ -1,0 +1,267 @@
+"""`flashgen db verify`, `diff` and `merge`: whole files, checked, compared, and put together.
+
+Where there is a GPU, `merge` races the two configs of a workload before one wins, and `verify --retime` measures
+records again. Nothing is written but the new file of a merge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashgen.cli import output
+from flashgen.cli.arguments import CommandLineError, Json
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import Failure, TuningRecord
+
+if TYPE_CHECKING:
+    from flashgen.db.comparison import Pair
+    from flashgen.measure.protocol import Executor
+    from flashgen.tuning.retime import Check
+
+BROKEN = 1
+"""Exit code of a verification that found something."""
+
+NAMES = {"first": "A", "second": "B"}
+"""The two databases as the command line calls them."""
+
+First = Annotated[Path, typer.Argument(help="A tuning database.", metavar="A")]
+Second = Annotated[Path, typer.Argument(help="Another one.", metavar="B")]
+Gpu = Annotated[int, typer.Option("--gpu", help="The index of the GPU to measure on.", min=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Audit:
+    """What a file holds: why it cannot be read, or its records and the rows that break a rule."""
+
+    path: Path
+    problem: str | None = None
+    records: tuple[TuningRecord, ...] = ()
+    bad_rows: tuple[str, ...] = ()
+
+    @property
+    def stale(self) -> int:
+        """How many records are of kernels that the templates give no more."""
+        from flashgen.tuning.history import is_current
+
+        return sum(not is_current(record) for record in self.records)
+
+
+def verify(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Files. Default: all databases that serve.")] = None,
+    retime: Annotated[bool, typer.Option("--retime", help="Measure records of this GPU again.")] = False,
+    top: Annotated[
+        int | None, typer.Option("--top", help="Only the K records that claim the most.", metavar="K", min=1)
+    ] = None,
+    gpu: Gpu = 0,
+    json: Json = False,
+) -> None:
+    """Read every page and every row of databases; with --retime, measure what their records promise.
+
+    The exit code is 1 if a file is damaged, a row breaks a rule, or a kernel fails or is 10% slower than its record.
+    """
+    if top is not None and not retime:
+        raise CommandLineError("--top says which records --retime measures; without --retime all are read")
+    audits = [_audit(path, shipped) for path, shipped in _files(paths)]
+    records = [record for audit in audits for record in audit.records]
+    done = _retimed(records, top, gpu, quiet=json) if retime else []
+    if json:
+        output.print_json(
+            {"files": [_audit_json(audit) for audit in audits], "retimed": [_check_json(check) for check in done]}
+        )
+    else:
+        for audit in audits:
+            _print_audit(audit)
+    broken = [check for check in done if not check.is_kept]
+    if broken or any(audit.problem or audit.bad_rows for audit in audits):
+        raise typer.Exit(BROKEN)
+
+
+def diff(first: First, second: Second, json: Json = False) -> None:
+    """Compare two databases: what each of them knows, and which of two records is faster where that is known."""
+    from flashgen.db.comparison import compare
+    from flashgen.tuning.history import is_current
+
+    pairs = [pair for pair in compare(_records(first), _records(second), is_current) if pair.verdict != "same"]
+    _print_pairs(pairs, as_json=json)
+
+
+def merge(
+    first: First,
+    second: Second,
+    target: Annotated[Path, typer.Option("--output", "-o", help="The new file; its name ends in .sqlite3.")],
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Race the configs of both sides on the GPU of this machine.")
+    ] = True,
+    gpu: Gpu = 0,
+    json: Json = False,
+) -> None:
+    """Write the records of two databases to a new one, of each workload the faster record.
+
+    With a GPU both configs of a workload are timed against each other before one wins. Without one only records of the
+    same versions and baselines compare; of the others, which are listed as undecided, the record of A is taken.
+    """
+    from flashgen.db.comparison import POLICY, compare
+    from flashgen.db.exchange import export_records
+    from flashgen.tuning.history import is_current
+    from flashgen.tuning.retime import decided
+
+    if target.exists():
+        raise DatabaseError(f"a merge writes a new file and overwrites none; {target} exists")
+    pairs = list(compare(_records(first), _records(second), is_current))
+    with _executor(gpu) if measure and _has_gpu() else contextlib.nullcontext() as executor:
+        if executor is not None:
+            pairs = [decided(executor, pair) for pair in pairs]
+    count = export_records([pair.taken for pair in pairs], target)
+    shown = [pair for pair in pairs if pair.first is not None and pair.second is not None and pair.verdict != "same"]
+    _print_pairs(shown, as_json=json)
+    if any(pair.verdict == "undecided" for pair in pairs):
+        output.note(POLICY)
+    output.note(f"{count} records written to {target}")
+
+
+def _files(paths: Sequence[Path] | None) -> Iterator[tuple[Path, bool]]:
+    from flashgen.core.settings import settings, shipped
+
+    if paths:
+        yield from ((path, False) for path in paths)
+        return
+    yield from ((path, False) for path in settings().db_layers if path.exists())
+    yield from ((path, True) for path in sorted(shipped("tuning_db").glob("*.sqlite3")))
+
+
+def _audit(path: Path, shipped: bool) -> _Audit:
+    from flashgen.db.store import Store
+
+    try:
+        with Store.open(path, read_only=not shipped, shipped=shipped) as store:
+            store.check()
+            good, bad = store.reader.audited()
+    except DatabaseError as error:
+        return _Audit(path=path, problem=str(error))
+    rows = tuple(f"{table} {row}: {reason[:300]}" for table, row, reason in bad)
+    return _Audit(path=path, bad_rows=rows, records=tuple(good))
+
+
+def _print_audit(audit: _Audit) -> None:
+    if audit.problem is not None:
+        output.say(f"{audit.path}: {audit.problem}")
+        return
+    output.say(
+        f"{audit.path}: whole, {len(audit.records)} records ({audit.stale} of kernels that have changed), "
+        f"{len(audit.bad_rows)} bad rows"
+    )
+    for row in audit.bad_rows:
+        output.say(f"  {row}")
+
+
+def _audit_json(audit: _Audit) -> dict[str, object]:
+    return {
+        "path": str(audit.path),
+        "problem": audit.problem,
+        "records": len(audit.records),
+        "stale": audit.stale,
+        "bad_rows": list(audit.bad_rows),
+    }
+
+
+def _retimed(records: Sequence[TuningRecord], top: int | None, gpu: int, *, quiet: bool) -> list[Check]:
+    from flashgen.tuning.history import is_current
+    from flashgen.tuning.retime import boldest, checks
+
+    with _executor(gpu) as executor:
+        identity = executor.describe().device.identity
+        here = [record for record in records if record.device.identity == identity and is_current(record)]
+        wanted = boldest(here, top)
+        if not quiet:
+            output.note(f"{len(wanted)} of {len(records)} records are of {identity}, current and measured again")
+        return checks(executor, wanted, (lambda check: None) if quiet else _print_check)
+
+
+def _print_check(check: Check) -> None:
+    key = check.record.workload.key
+    if isinstance(check.now, Failure):
+        output.say(f"FAILED  {key}: {check.now}")
+        return
+    slower = check.slower or 0.0
+    word = "kept  " if check.is_kept else "BROKEN"
+    was, now = output.text(check.record.time_ms), output.text(check.now.time_ms)
+    output.say(f"{word}  {key}: {was} ms then, {now} ms now, {slower:+.1%} beside the same reference")
+
+
+def _check_json(check: Check) -> dict[str, object]:
+    failed = isinstance(check.now, Failure)
+    return {
+        "workload": check.record.workload.key,
+        "device_identity": check.record.device.identity,
+        "then_ms": check.record.time_ms,
+        "now_ms": None if isinstance(check.now, Failure) else check.now.time_ms,
+        "slower": check.slower,
+        "kept": check.is_kept,
+        "failure": str(check.now) if failed else None,
+    }
+
+
+def _records(path: Path) -> list[TuningRecord]:
+    """All of a file, or an error: what is compared and merged must be whole."""
+    from flashgen.db.store import Store
+
+    with Store.open(path, read_only=True) as store:
+        store.check()
+        return store.all_records()
+
+
+def _print_pairs(pairs: Sequence[Pair], *, as_json: bool) -> None:
+    if as_json:
+        output.print_json([_pair_json(pair) for pair in pairs])
+        return
+    if pairs:
+        columns = ("workload", "device", "provenance", "A ms", "B ms", "verdict", "why")
+        output.print_table(columns, [_pair_row(pair) for pair in pairs])
+    counts = Counter(NAMES.get(pair.verdict, pair.verdict) for pair in pairs)
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    output.say(said or "no difference")
+
+
+def _pair_row(pair: Pair) -> tuple[output.Cell, ...]:
+    times = [record.time_ms if record else None for record in (pair.first, pair.second)]
+    record, verdict = pair.either, NAMES.get(pair.verdict, pair.verdict)
+    return (record.workload.key, record.device.identity, record.provenance, *times, verdict, pair.reason)
+
+
+def _pair_json(pair: Pair) -> dict[str, object]:
+    def side(record: TuningRecord | None) -> dict[str, object] | None:
+        if record is None:
+            return None
+        knobs = dict(record.config.knobs)
+        return {"family": record.config.family, "knobs": knobs, "time_ms": record.time_ms, "hard_ms": record.hard_ms}
+
+    return {
+        "workload": pair.either.workload.key,
+        "device_identity": pair.either.device.identity,
+        "provenance": pair.either.provenance,
+        "first": side(pair.first),
+        "second": side(pair.second),
+        "verdict": pair.verdict,
+        "reason": pair.reason,
+    }
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def _executor(gpu: int) -> Iterator[Executor]:
+    from flashgen.cli.tune import make_executor
+
+    with contextlib.closing(make_executor(gpu)) as executor:
+        yield executor

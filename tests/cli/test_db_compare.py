@@ -1,0 +1,143 @@
+"""`flashgen db verify`, `diff` and `merge`, from the command line to the files."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.render import source_digest
+from flashgen.core.record import TuningRecord
+from flashgen.db.exchange import export_records
+from flashgen.db.store import Store
+from tests.cli.conftest import Invoke
+from tests.db.samples import CAUSAL, CONFIG, MEASURED, PREDICTED, SHORT, timed
+from tests.tuning.fakes import FakeExecutor
+
+OTHER = CONFIG.replace(num_warps=4)
+
+
+def current(record: TuningRecord) -> TuningRecord:
+    return replace(record, source_digest=source_digest(record.workload, record.config))
+
+
+A = current(MEASURED)
+B = current(timed(MEASURED, 1.0, config=OTHER))
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> tuple[str, str, Path]:
+    """Two databases that differ in one workload; the second has one more. And where a merge goes."""
+    export_records([A, PREDICTED], tmp_path / "a.sqlite3")
+    export_records([B, PREDICTED, current(replace(MEASURED, workload=SHORT))], tmp_path / "b.sqlite3")
+    return str(tmp_path / "a.sqlite3"), str(tmp_path / "b.sqlite3"), tmp_path / "c.sqlite3"
+
+
+def held(path: Path) -> dict[str, TuningRecord]:
+    with Store.open(path, read_only=True) as store:
+        return {f"{record.workload.key} {record.provenance}": record for record in store.all_records()}
+
+
+def test_a_difference_is_a_line(invoke: Invoke, sides: tuple[str, str, Path]) -> None:
+    first, second, _ = sides
+    lines = invoke("db", "diff", first, second).stdout.splitlines()
+    assert lines[-1] == "2 B"
+    assert [line.split()[-1] for line in lines[1:-1]] == ["newer", "it"]
+    (faster, only) = json.loads(invoke("db", "diff", first, second, "--json").stdout)
+    assert (faster["verdict"], faster["first"]["time_ms"], faster["second"]["time_ms"]) == ("second", 1.25, 1.0)
+    assert (only["first"], only["workload"]) == (None, SHORT.key)
+    assert invoke("db", "diff", first, first).stdout == "no difference\n"
+
+
+def test_a_merge_takes_the_faster_ones_and_overwrites_nothing(invoke: Invoke, sides: tuple[str, str, Path]) -> None:
+    first, second, merged = sides
+    done = invoke("db", "merge", first, second, "-o", str(merged))
+    assert done.exit_code == 0, done.stderr
+    assert "3 records written" in done.stderr
+    records = held(merged)
+    assert set(records.values()) == {B, PREDICTED, current(replace(MEASURED, workload=SHORT))}
+    content = merged.read_bytes()
+    again = invoke("db", "merge", first, second, "-o", str(merged))
+    assert again.exit_code == 1
+    assert "overwrites none" in again.stderr
+    assert merged.read_bytes() == content
+
+
+def test_without_a_gpu_times_of_other_versions_are_undecided(invoke: Invoke, sides: tuple[str, str, Path]) -> None:
+    first, second, merged = sides
+    Path(second).unlink()
+    export_records([replace(B, versions=replace(B.versions, torch="2.13.0"))], second)
+    done = invoke("db", "merge", first, second, "-o", str(merged))
+    assert "1 undecided" in done.stdout
+    assert "keeps the record of the first database" in done.stderr
+    assert held(merged)[f"{CAUSAL.key} measured"] == A
+
+
+@pytest.mark.parametrize("faster", [CONFIG, OTHER])
+def test_with_a_gpu_a_race_decides(
+    faster: object, invoke: Invoke, sides: tuple[str, str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeExecutor(time_ms=lambda workload, config: 1.5 if config == faster else 2.0)
+    monkeypatch.setattr("flashgen.cli.db_compare._has_gpu", lambda: True)
+    monkeypatch.setattr("flashgen.cli.tune.make_executor", lambda index: gpu)
+    first, second, merged = sides
+    assert invoke("db", "merge", first, second, "-o", str(merged)).exit_code == 0
+    (job,) = gpu.races
+    assert (job.workload, job.configs, job.baselines, job.hard) == (CAUSAL, (CONFIG, OTHER), True, True)
+    winner = held(merged)[f"{CAUSAL.key} measured"]
+    assert winner.config == faster
+    assert winner.versions.torch == "2.11"
+    unmeasured = merged.with_name("d.sqlite3")
+    assert invoke("db", "merge", first, second, "-o", str(unmeasured), "--no-measure").exit_code == 0
+    assert len(gpu.races) == 1
+
+
+def test_a_whole_file_is_verified(invoke: Invoke, sides: tuple[str, str, Path]) -> None:
+    first, second, _ = sides
+    done = invoke("db", "verify", first, second)
+    assert done.exit_code == 0
+    assert done.stdout.splitlines() == [
+        f"{first}: whole, 2 records (1 of kernels that have changed), 0 bad rows",
+        f"{second}: whole, 3 records (1 of kernels that have changed), 0 bad rows",
+    ]
+    (entry,) = json.loads(invoke("db", "verify", "--json", first).stdout)["files"]
+    assert entry == {"path": first, "problem": None, "records": 2, "stale": 1, "bad_rows": []}
+    assert invoke("db", "verify", "--top", "3").exit_code == 2
+
+
+def test_a_bad_row_and_a_damaged_file_are_found(invoke: Invoke, sides: tuple[str, str, Path]) -> None:
+    first, second, _ = sides
+    connection = sqlite3.connect(first)
+    connection.execute("UPDATE records SET times_ms = '[5e-324]' WHERE provenance = 'measured'")
+    connection.commit()
+    connection.close()
+    Path(second).write_bytes(Path(second).read_bytes()[:9000])
+    done = invoke("db", "verify", first, second)
+    assert done.exit_code == 1
+    assert "1 records (1 of kernels that have changed), 1 bad rows" in done.stdout
+    assert "takes at least" in done.stdout
+    assert f"{second}: a tuning database must be" in done.stdout
+    for command in (["diff", first, second], ["merge", first, second, "-o", f"{first}.new.sqlite3"]):
+        refused = invoke("db", *command)
+        assert refused.exit_code == 1
+        assert "every row must be valid" in refused.stderr
+
+
+def test_records_are_measured_again(
+    invoke: Invoke, sides: tuple[str, str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeExecutor(time_ms=lambda workload, config: 1.3 if config == CONFIG else 1.9)
+    monkeypatch.setattr("flashgen.cli.tune.make_executor", lambda index: gpu)
+    first, second, _ = sides
+    done = invoke("db", "verify", "--retime", first)
+    assert done.exit_code == 0, done.stdout
+    assert f"kept    {CAUSAL.key}: 1.25 ms then" in done.stdout
+    assert "1 of 2 records are of sm90-132sm-141gb" in done.stderr
+    broken = invoke("db", "verify", "--retime", "--top", "1", second)
+    assert broken.exit_code == 1
+    assert f"BROKEN  {CAUSAL.key}: 1 ms then" in broken.stdout
+    (entry,) = json.loads(invoke("db", "verify", "--retime", "--top", "1", "--json", second).stdout)["retimed"]
+    assert (entry["kept"], entry["failure"], entry["then_ms"]) == (False, None, 1.0)

@@ -1,0 +1,68 @@
+"""Two databases side by side: times that were not taken in the same way decide nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashgen.core.record import TuningRecord, Versions
+from flashgen.db.comparison import compare, why_incomparable
+from tests.db.samples import CAUSAL, H100, MEASURED, PREDICTED, SHORT, hard, timed
+
+FASTER = timed(MEASURED, 1.0, config=MEASURED.config.replace(num_warps=4))
+
+
+def verdict(first: TuningRecord, second: TuningRecord) -> str:
+    (pair,) = compare([first], [second])
+    assert pair.taken == (second if pair.verdict == "second" else first)
+    return pair.verdict
+
+
+def test_the_faster_of_two_that_compare_is_taken() -> None:
+    assert verdict(MEASURED, FASTER) == "second"
+    assert verdict(FASTER, MEASURED) == "first"
+    assert verdict(MEASURED, MEASURED) == "same"
+    assert verdict(PREDICTED, replace(PREDICTED, predicted_ms=1.6)) == "first"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"versions": replace(MEASURED.versions, torch="2.13.0")},
+        {"versions": replace(MEASURED.versions, triton="3.7.1")},
+        {"versions": replace(MEASURED.versions, driver="590.1")},
+        {"versions": replace(MEASURED.versions, flashgen="0.2.0")},
+        {"baselines": ()},
+        {"baselines": MEASURED.baselines[:1]},
+        {"measurement": replace(FASTER.measurement, reference_ms=None)},  # type: ignore[type-var]
+        {"measurement": hard(FASTER, 1.0).measurement},
+    ],
+)
+def test_what_was_measured_in_another_way_is_undecided(changes: dict[str, object]) -> None:
+    other = replace(FASTER, **changes)  # type: ignore[arg-type]
+    assert verdict(MEASURED, other) == verdict(other, MEASURED) == "undecided"
+
+
+def test_versions_that_nobody_wrote_down_compare_with_nothing() -> None:
+    assert "not known" in str(
+        why_incomparable(replace(MEASURED, versions=Versions()), replace(FASTER, versions=Versions()))
+    )
+
+
+def test_every_workload_of_either_side_has_a_pair() -> None:
+    short, other = replace(MEASURED, workload=SHORT), replace(MEASURED, device=H100)
+    pairs = compare([MEASURED, short, PREDICTED], [FASTER, other, PREDICTED])
+    told = [(pair.either.device.identity, pair.either.workload, pair.either.provenance, pair.verdict) for pair in pairs]
+    assert told == [
+        (MEASURED.device.identity, CAUSAL, "measured", "second"),
+        (MEASURED.device.identity, CAUSAL, "predicted", "same"),
+        (MEASURED.device.identity, SHORT, "measured", "first"),
+        (H100.identity, CAUSAL, "measured", "second"),
+    ]
+    assert [pair.taken for pair in pairs] == [FASTER, PREDICTED, short, other]
+
+
+def test_a_kernel_that_is_generated_no_more_loses() -> None:
+    (pair,) = compare([FASTER], [MEASURED], lambda record: record == MEASURED)
+    assert (pair.verdict, pair.taken) == ("second", MEASURED)
