@@ -109,6 +109,22 @@ def import_(path: Annotated[Path, typer.Argument(help="A file that `flashgen db 
     output.say(f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept as they were in {name}")
 
 
+@app.command()
+def package(
+    name: Annotated[str, typer.Argument(help="A name for the records, e.g. h100_models.", metavar="NAME")],
+    path: Annotated[Path, typer.Argument(help="The database to give away.")],
+    target: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The new folder. Default: flashgen-records-NAME.")
+    ] = None,
+    version: Annotated[str, typer.Option("--version", help="The version of the project.")] = "1.0.0",
+) -> None:
+    """Write an installable project of a database: wherever it is installed, its records serve."""
+    from flashgen.db.package_project import write_project
+
+    folder = write_project(name, path, target, version=version)
+    output.say(f"written to {folder}; build it with: python -m build {folder}")
+
+
 app.command()(db_compare.verify)
 app.command()(db_compare.diff)
 app.command()(db_compare.merge)

@@ -156,14 +156,14 @@ def _nvml() -> Iterator[Check]:
 
 
 def _databases() -> Iterator[Check]:
-    from flashgen.db.layers import Layers
+    from flashgen.db.layers import PACKAGED, SHIPPED, Layers
 
     first = settings().db_layers[0]
     with Layers.open() as layers:
         for layer in layers.layers:
             counts = layer.store.counts()
             detail = f"{counts['records']} records, {counts['trials']} trials: {layer.store.path}"
-            name = f"database {layer.name}" if layer.name.startswith("shipped/") else "database"
+            name = f"database {layer.name}" if layer.name.startswith((PACKAGED, SHIPPED)) else "database"
             yield Check(name=name, state="ok", detail=detail)
         if not _is_writable(first):
             detail = f"{first} cannot be written: tuning could store nothing"

@@ -1,4 +1,4 @@
-"""`Layers`: the user's tuning database over the shipped ones, each replaceable, none able to stop the others."""
+"""`Layers`: the user's tuning database over packaged and shipped ones; none is able to stop the others."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from flashgen.core.quoting import printable
 from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.settings import settings, shipped
 from flashgen.core.workload import Workload
+from flashgen.db import packages
 from flashgen.db.reader import Reader
 from flashgen.db.reading import Validate
 
@@ -25,12 +26,18 @@ if TYPE_CHECKING:
 Found = tuple[TuningRecord, str]
 """A record and the name of the layer it came from."""
 
+PACKAGED, SHIPPED = "packaged/", "shipped/"
+"""What the names of layers below the user's begin with."""
+
 V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One database and its name: the path of a user's file, `shipped/<file>` for one of ours."""
+    """One database and its name.
+
+    The name is the path of a user's file, `packaged/<name>` of an installed package's, `shipped/<file>` of one of ours.
+    """
 
     name: str
     reader: Reader
@@ -58,7 +65,7 @@ class Layers:
 
     @classmethod
     def open(cls, paths: Sequence[Path] | None = None, *, validate: Validate = validate_config) -> Layers:
-        """Open the layers of `settings()` (FLASHGEN_DB, or the user's file) and the shipped files below them.
+        """Open the layers of `settings()` (FLASHGEN_DB, or the user's file), of packages, and the shipped files.
 
         Args:
             paths: the user layers instead of those of `settings()`; the first one is the one to write to.
@@ -67,7 +74,8 @@ class Layers:
         user = tuple(paths) if paths else settings().db_layers
         wanted = [(str(path), path, False) for path in user if not _absent(path)]
         # a user layer that is not there yet is empty, which is no reason to warn
-        wanted += [(f"shipped/{path.name}", path, True) for path in sorted(shipped("tuning_db").glob("*.sqlite3"))]
+        wanted += [(f"{PACKAGED}{name}", path, True) for name, path in packages.installed().items()]
+        wanted += [(f"{SHIPPED}{path.name}", path, True) for path in sorted(shipped("tuning_db").glob("*.sqlite3"))]
         layers = []
         for name, path, immutable in wanted:
             try:

@@ -5,7 +5,7 @@ It never searches, and never fails on a workload that some family supports.
 1. an explicit config of the caller
 2. the memo of this process (kept by `flashgen.runtime.ops.serve`, so a repeated shape never comes here)
 3. the user's databases, a measured record of exactly this workload on this device
-4. the shipped databases, likewise
+4. installed packages of records and the shipped databases, likewise
 5. the nearest measured record of the same specialization class on this device
 6. the nearest measured record of the same class on another device of the same architecture
 7. a predicted record of this device, exact or nearest
@@ -43,6 +43,7 @@ from flashgen.core.nearest import distance, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.rungs import RUNGS
 from flashgen.core.workload import Specialization, Workload
+from flashgen.db.layers import PACKAGED, SHIPPED
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
 
 FIRST_EXACT, LAST_EXACT = 3, 4
@@ -50,8 +51,6 @@ FIRST_EXACT, LAST_EXACT = 3, 4
 
 NEAREST_HERE = 5
 """The rung of the nearest record of this device."""
-
-SHIPPED_PREFIX = "shipped/"
 
 TWIN_NOISE = 0.03
 """Times of two searches that are closer than this say nothing: those of one kernel differed by up to 2.8% in a race."""
@@ -119,7 +118,7 @@ def _rungs(workload: Workload, choices: Choices) -> Iterator[tuple[int, Iterable
 
 
 def _exact_rung(candidate: Candidate) -> int:
-    return LAST_EXACT if candidate.layer.startswith(SHIPPED_PREFIX) else FIRST_EXACT
+    return LAST_EXACT if candidate.layer.startswith((PACKAGED, SHIPPED)) else FIRST_EXACT
 
 
 def _faster_twin(twins: tuple[Candidate, ...], own: TuningRecord, rung: int) -> Candidate | None:
