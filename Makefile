@@ -2,7 +2,7 @@
 # make tune       the main job: tune one model preset on a short budget, then show what serves a call, and its kernel
 # make test       every check that runs without a GPU; CI runs this and nothing else
 # make gpu-test   the tests that need a GPU
-# make fuzz       random files for the database, other ones each time, for CASES of them (10000)
+# make fuzz       random files for the database and random calls, other ones each time, CASES of them (10000)
 # make docs       docs/supported.md again, from the table of kernel families
 # make databases  tuning_db/ again, after a schema revision
 # make lint       formatting, lint, types and import contracts       make format   rewrite files in the one format

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,7 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import ConfigError, FlashgenError, WorkloadError
 from flashgen.core.names import meant
+from flashgen.core.quoting import shown
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import has_aligned_rows, specialization
 
@@ -172,6 +174,21 @@ def family_default(name: str, workload: Workload | None, spec: Specialization, d
 
     config = default_config(spec, device, (name,))
     return config if workload is None else fitted(config, spec, Sizes.of(workload), device)
+
+
+def parse_database(path: Path) -> Path:
+    """The path of a database, which need not be there.
+
+    Raises:
+        CommandLineError: no file can have it.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, PermissionError):  # what writes there says whether it can
+        return path
+    except (OSError, ValueError) as error:
+        raise CommandLineError(f"--db is the path of a file, got {shown(str(path))}: {error.args[-1]}") from error
+    return path
 
 
 def _now(name: str, knobs: Sequence[Knob]) -> str:

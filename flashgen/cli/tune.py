@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashgen.cli import output
-from flashgen.cli.arguments import CommandLineError, reading
+from flashgen.cli.arguments import CommandLineError, parse_database, reading
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DeviceError
 from flashgen.core.rungs import MEANINGS, RUNGS
@@ -156,7 +156,7 @@ def tune(
         target=named,
         target_name=target,
         index=device,
-        database=database or settings().db_layers[0],
+        database=settings().db_layers[0] if database is None else parse_database(database),
         budget=spent,
         options=Options(
             seed=seed, retune=retune, lookahead=min(jobs + 2, MOST_AHEAD), finals=finals, families=searched

@@ -6,14 +6,19 @@ What is returned is a plain Python value: numpy's numbers are taken, and left be
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from flashgen.core.errors import FlashgenError, WorkloadError
 from flashgen.core.quoting import shown
 
 T = TypeVar("T")
 Error = type[FlashgenError]
+
+MAX_INTEGER = 2**63 - 1
+"""What fits into an integer of a database, and of torch."""
 
 MAX_SIZE = 2**31 - 1
 """Of a batch, a number of heads, a length: kernels count in 32 bits."""
@@ -39,21 +44,17 @@ def whole_number(
 
 
 def real_number(name: str, value: object, error: Error = WorkloadError) -> float:
-    """A number with a place among the floats: no NaN, no infinity, no text and no flag.
+    """A number as a float, be it NaN or infinite, but neither text nor a flag.
 
     Raises:
         FlashgenError: of the class `error`, where it is none.
     """
-    if type(value) is not float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise error(f"{name} must be a number, got {shown(value)}")
-        try:
-            value = float(value)
-        except OverflowError:
-            raise error(f"{name} must be a finite number, got {shown(value)}") from None
-    if not abs(value) < float("inf"):
-        raise error(f"{name} must be a finite number, got {value}")
-    return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise error(f"{name} must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise error(f"{name} must be a number with a place among the floats, got {shown(value)}") from None
 
 
 def flag(name: str, value: object, error: Error = WorkloadError) -> bool:
@@ -92,8 +93,40 @@ def items(name: str, value: object, error: Error = WorkloadError) -> tuple[objec
         raise error(f"{name} must be a list, got {shown(value)}")
     try:
         return tuple(value)
-    except TypeError:  # a tensor without dimensions says that it has items
+    except (RuntimeError, TypeError):  # some tensors say that they have items, and have none that can be had
         raise error(f"{name} must be a list, got {shown(value)}") from None
+
+
+def torch_tensor(name: str, value: object, error: Error = WorkloadError) -> None:
+    """Refuse what is no tensor of torch's, which nobody has who has not imported it.
+
+    Raises:
+        FlashgenError: of the class `error`, where it is none.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        raise error(f"{name} must be a tensor, got {shown(value)}")
+
+
+def check_fields(value: Any, error: Error) -> None:
+    """Check the fields of a frozen dataclass that are annotated as numbers, flags or texts; a module's own others.
+
+    Raises:
+        FlashgenError: of the class `error`, where a value is of another type.
+    """
+    for field in fields(value):
+        kind, _, optional = str(field.type).partition(" | ")
+        given = getattr(value, field.name)
+        if kind in _PLAIN and not (given is None and optional):
+            object.__setattr__(value, field.name, _PLAIN[kind](field.name, given, error))
+
+
+_PLAIN: dict[str, Callable[[str, object, Error], object]] = {
+    "int": lambda name, value, error: whole_number(name, value, -MAX_INTEGER, MAX_INTEGER, error),
+    "float": real_number,
+    "bool": flag,
+    "str": text,
+}
 
 
 def is_name_in(value: object, names: Iterable[str]) -> bool:

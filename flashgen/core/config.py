@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from flashgen.core.checks import text
 from flashgen.core.errors import ConfigError
+from flashgen.core.quoting import shown
 
 KnobValue = int | str | bool
 """What a knob may hold. JSON has all three, so a config survives a round trip unchanged."""
+
+_KINDS = frozenset((int, str, bool))
+_RULE = "a config has the name of a family and the names of knobs, each with an integer, a string or a boolean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +29,24 @@ class Config:
     family: str
     knobs: tuple[tuple[str, KnobValue], ...]
 
+    def __post_init__(self) -> None:
+        if type(self.family) is not str or type(self.knobs) is not tuple or not _are_knobs(self.knobs):
+            raise ConfigError(f"{_RULE}, got {shown(self.family)} and {shown(self.knobs)}")
+
     @classmethod
     def of(cls, family: str, knobs: Mapping[str, KnobValue]) -> Config:
-        """Build a config from a mapping of knob names to values."""
-        return cls(family=family, knobs=tuple(sorted(knobs.items())))
+        """Build a config from a mapping of knob names to values.
+
+        Raises:
+            ConfigError: it is none, or what it holds are no names and values.
+        """
+        if not isinstance(knobs, Mapping):
+            raise ConfigError(f"knobs are a mapping of names to values, got {shown(knobs)}")
+        try:
+            in_order = tuple(sorted(knobs.items()))
+        except TypeError:  # names that do not compare
+            raise ConfigError(f"{_RULE}, got {shown(knobs)}") from None
+        return cls(family=family, knobs=in_order)
 
     @classmethod
     def from_json(cls, family: str, text: str) -> Config:
@@ -37,13 +57,13 @@ class Config:
         """
         try:
             knobs = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"knobs must be a JSON object, got {text[:80]!r}: {error}") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"knobs must be a JSON object, got {shown(text)}: {error}") from error
         if not isinstance(knobs, dict):
-            raise ConfigError(f"knobs must be a JSON object, got {text[:80]!r}")
+            raise ConfigError(f"knobs must be a JSON object, got {shown(text)}")
         for name, value in knobs.items():
             if not isinstance(value, (bool, int, str)):
-                raise ConfigError(f"knob {name} must be an integer, a string or a boolean, got {value!r}")
+                raise ConfigError(f"knob {name} must be an integer, a string or a boolean, got {shown(value)}")
         return cls.of(family, knobs)
 
     def to_json(self) -> str:
@@ -54,7 +74,7 @@ class Config:
         for name, value in self.knobs:
             if name == knob:
                 return value
-        raise ConfigError(f"{self.family} config has the knobs {[n for n, _ in self.knobs]}, not {knob!r}")
+        raise ConfigError(f"{self.family} config has the knobs {[n for n, _ in self.knobs]}, not {shown(knob)}")
 
     def get(self, knob: str, default: KnobValue) -> KnobValue:
         """The value of a knob that a config may be older than, or what such a config means by it."""
@@ -69,7 +89,7 @@ class Config:
         Raises:
             ConfigError: the knob is missing or holds something else.
         """
-        value = self[knob]
+        value = self[text("a knob", knob, ConfigError)]
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"knob {knob} of {self.family} must be an integer, got {value!r}")
         return value
@@ -80,3 +100,13 @@ class Config:
 
     def __str__(self) -> str:
         return f"{self.family}({', '.join(f'{name}={value}' for name, value in self.knobs)})"
+
+
+def _are_knobs(knobs: tuple[Any, ...]) -> bool:
+    try:
+        for name, value in knobs:
+            if type(name) is not str or type(value) not in _KINDS:
+                return False
+    except (TypeError, ValueError):  # what is no pair
+        return False
+    return True

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
+from flashgen.core import checks
 from flashgen.core.architecture import Architecture, architecture
+from flashgen.core.checks import check_fields
 from flashgen.core.errors import DeviceError
 from flashgen.core.names import meant
+from flashgen.core.quoting import shown
+
+MAX_NAME = 200
+"""Characters of a name that a device is asked for by."""
 
 MEMORY_CLASSES_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 128, 141, 180, 192, 256, 288)
 """Sizes that cards are sold with; the nearest one names a card whatever a driver reserves of its memory."""
@@ -37,11 +44,12 @@ class Device:
     peak_tflops: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self, DeviceError)
         if not re.fullmatch(r"sm\d{2,3}|gfx[0-9a-f]{3,4}", self.arch):
-            raise DeviceError(f"arch is like sm90 or gfx942, got {self.arch!r}")
-        for field in ("num_sms", "memory_gb", "smem_per_block", "smem_per_sm", "regs_per_sm", "warp_size"):
-            if getattr(self, field) < 1:
-                raise DeviceError(f"{field} must be at least 1, got {getattr(self, field)}")
+            raise DeviceError(f"arch is like sm90 or gfx942, got {shown(self.arch)}")
+        for field, least in _LEAST.items():
+            if not least <= getattr(self, field) < math.inf:
+                raise DeviceError(f"{field} must be at least {least}, got {getattr(self, field)}")
 
     @property
     def identity(self) -> str:
@@ -104,6 +112,13 @@ class Device:
         return self.architecture.has_tf32
 
 
+_LEAST = {
+    **dict.fromkeys(("num_sms", "memory_gb", "smem_per_block", "smem_per_sm", "regs_per_sm"), 1),
+    **dict.fromkeys(("max_threads_per_sm", "warp_size"), 1),
+    **dict.fromkeys(("l2_bytes", "bandwidth_gbs", "peak_tflops"), 0),
+}
+
+
 def memory_class_gb(total_bytes: int) -> int:
     """The size a card is sold with, from the bytes that its driver reports."""
     gib = total_bytes / 2**30
@@ -154,7 +169,7 @@ def find_device(text: str) -> Device:
     Raises:
         DeviceError: no catalogued device has that name; the message lists them.
     """
-    wanted = re.sub(r"[^a-z0-9]+", "", text.lower())
+    wanted = re.sub(r"[^a-z0-9]+", "", checks.text("a target", text, DeviceError, MAX_NAME).lower())
     every: list[str] = []
     for device in CATALOGUE:
         names = {device.slug, device.identity, device.arch}
@@ -164,4 +179,4 @@ def find_device(text: str) -> Device:
             return device
         every += sorted(names)
     known = ", ".join(f"{device.slug} ({device.arch})" for device in CATALOGUE)
-    raise DeviceError(f"a target is one of {known}, or an architecture of them; got {text!r}{meant(text, every)}")
+    raise DeviceError(f"a target is one of {known}, or an architecture of them; got {shown(text)}{meant(text, every)}")

@@ -9,6 +9,9 @@ from pathlib import Path
 from flashgen.core.errors import FlashgenError
 from flashgen.core.quoting import shown
 
+MAX_NAME = 1000
+"""Characters of a path in a message."""
+
 
 def read_text(path: object, *, what: str, most_bytes: int, error: type[FlashgenError]) -> str:
     """The text of an ordinary file: a fifo would wait for ever, and a device may have no end.
@@ -24,15 +27,16 @@ def read_text(path: object, *, what: str, most_bytes: int, error: type[FlashgenE
     """
     if not isinstance(path, (str, Path)):
         raise error(f"{what} is named by a path, got {shown(path)}")
+    name = str(path)[:MAX_NAME]
     try:
         data = _read(path, most_bytes)
         if len(data) > most_bytes:
-            raise error(f"{what} has at most {most_bytes} bytes, got more in {path}")
+            raise error(f"{what} has at most {most_bytes} bytes, got more in {name}")
         return data.decode("utf-8")
     except (OSError, ValueError) as reason:  # of a path with a NUL, or of bytes that are no text
         if isinstance(reason, FlashgenError):
             raise
-        raise error(f"{what} must be readable text, got {path}: {reason}") from reason
+        raise error(f"{what} must be readable text, got {name}: {str(reason)[:MAX_NAME]}") from reason
 
 
 def _read(path: str | Path, most_bytes: int) -> bytes:

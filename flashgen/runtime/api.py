@@ -8,6 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.features.values import BlockMask, Window
+from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
 from flashgen.runtime.arguments import (
     LAYOUTS,
     CallArguments,
@@ -47,7 +48,7 @@ def attention(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **arguments: Unpack[CallArguments]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-def attention(
+def attention(  # noqa: PLR0912 - in one piece, because every call of a function costs as much as five branches
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -124,73 +125,80 @@ def attention(
             reason. Or a gradient is asked for that is not computed.
         LaunchError: the first call for these shapes happens while a CUDA graph is captured.
     """
-    if layout not in LAYOUTS:
-        check_layout(layout)
-    if softmax_scale is not None:
-        check_scale(softmax_scale)
-    is_traced = is_dynamo_compiling()
-    if is_traced or _is_any_autocast_enabled():
-        q, k, v, sinks = in_autocast(q, k, v, sinks)
-    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    op: Any
-    if (
-        softcap
-        or window != (None, None)
-        or alibi_slopes is not None
-        or sinks is not None
-        or bias is not None
-        or mask is not None
-        or score_mod is not None
-        or mask_mod is not None
-        or aux
-        or block_mask is not None
-    ):
-        features = features_of(
-            window=window,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            bias=bias,
-            mask=mask,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            aux=aux,
-            block_mask=block_mask,
-            is_traced=is_traced,
-        )
-        is_shifted = causal or window != (None, None) or alibi_slopes is not None
-        options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=is_shifted))
-        bypasses_dispatcher = (
-            not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))
-        )
-        if torch.is_grad_enabled() and requires_gradient(
-            q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
+    try:
+        if layout not in LAYOUTS:
+            check_layout(layout)
+        if softmax_scale is not None:
+            check_scale(softmax_scale)
+        is_traced = is_dynamo_compiling()
+        if is_traced or _is_any_autocast_enabled():
+            q, k, v, sinks = in_autocast(q, k, v, sinks)
+        result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        op: Any
+        if (
+            softcap
+            or window != (None, None)
+            or alibi_slopes is not None
+            or sinks is not None
+            or bias is not None
+            or mask is not None
+            or score_mod is not None
+            or mask_mod is not None
+            or aux
+            or block_mask is not None
         ):
-            train_features = training.direct_features if bypasses_dispatcher else training.features_attention
-            result = train_features(q, k, v, options, features, deterministic, return_lse)
-        elif bypasses_dispatcher:
-            result = ops.attention_features_kernel(q, k, v, *options, features, WITH_LSE if return_lse else 0)
+            features = features_of(
+                window=window,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                bias=bias,
+                mask=mask,
+                score_mod=score_mod,
+                mask_mod=mask_mod,
+                aux=aux,
+                block_mask=block_mask,
+                is_traced=is_traced,
+            )
+            is_shifted = causal or window != (None, None) or alibi_slopes is not None
+            options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=is_shifted))
+            bypasses_dispatcher = (
+                not is_traced
+                and not features.mods
+                and can_bypass_dispatcher(q, k, v)
+                and are_plain(tensors_of(features))
+            )
+            if torch.is_grad_enabled() and requires_gradient(
+                q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
+            ):
+                train_features = training.direct_features if bypasses_dispatcher else training.features_attention
+                result = train_features(q, k, v, options, features, deterministic, return_lse)
+            elif bypasses_dispatcher:
+                result = ops.attention_features_kernel(q, k, v, *options, features, WITH_LSE if return_lse else 0)
+            else:
+                op = ops.attention_features_lse_op if return_lse else ops.attention_features_op
+                result = op(q, k, v, *options, *SERVED.flat(features))
+            return result
+        bypasses_dispatcher = not is_traced and can_bypass_dispatcher(q, k, v)
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (not (bypasses_dispatcher or is_traced) and is_tracked((q, k, v)))
+        ):
+            options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=causal))
+            train = training.direct_attention if bypasses_dispatcher else training.plain_attention
+            result = train(q, k, v, options, deterministic, return_lse)
+            return result
+        if bypasses_dispatcher:
+            op = ops.attention_lse_kernel if return_lse else ops.attention_kernel
         else:
-            op = ops.attention_features_lse_op if return_lse else ops.attention_features_op
-            result = op(q, k, v, *options, *SERVED.flat(features))
+            op = ops.attention_lse_op if return_lse else ops.attention_op
+        if layout == "bhsd" and q_offset is None and softmax_scale is None:
+            result = op(q, k, v, causal)
+        else:
+            result = op(q, k, v, causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=causal))
         return result
-    bypasses_dispatcher = not is_traced and can_bypass_dispatcher(q, k, v)
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (not (bypasses_dispatcher or is_traced) and is_tracked((q, k, v)))
-    ):
-        options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=causal))
-        train = training.direct_attention if bypasses_dispatcher else training.plain_attention
-        result = train(q, k, v, options, deterministic, return_lse)
-        return result
-    if bypasses_dispatcher:
-        op = ops.attention_lse_kernel if return_lse else ops.attention_kernel
-    else:
-        op = ops.attention_lse_op if return_lse else ops.attention_op
-    if layout == "bhsd" and q_offset is None and softmax_scale is None:
-        result = op(q, k, v, causal)
-    else:
-        result = op(q, k, v, causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=causal))
-    return result
+    except UNEXPECTED as error:
+        explain_failure(error, locals())
+        raise

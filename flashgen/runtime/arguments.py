@@ -9,16 +9,20 @@ from typing import Any, TypedDict
 
 import torch
 
+from flashgen.core.checks import MAX_INTEGER, is_name_in, real_number, whole_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features import table
 from flashgen.core.features.functions import FUNCTIONS
 from flashgen.core.features.values import BlockMask, Features, Window
+from flashgen.core.quoting import shown
+from flashgen.runtime.ops.calls import check_offset
 from flashgen.runtime.ops.generated import features_function, requires_grad_function
 from flashgen.runtime.ops.keys import is_tracked
 from flashgen.runtime.ops.mods import UserCallable, handle_for
 from flashgen.runtime.ops.schemas import GRADIENT_FIELDS, differentiable_of
 
 LAYOUTS = ("bhsd", "bshd")
+INFINITY = math.inf
 
 
 class CallArguments(TypedDict, total=False):
@@ -62,8 +66,8 @@ def check_layout(layout: str) -> None:
     Raises:
         WorkloadError: it is neither.
     """
-    if layout not in LAYOUTS:
-        raise WorkloadError(f'layout is "bhsd" or "bshd", got {layout!r}')
+    if not is_name_in(layout, LAYOUTS):
+        raise WorkloadError(f'layout is "bhsd" or "bshd", got {shown(layout)}')
 
 
 def check_scale(softmax_scale: float | None) -> None:
@@ -72,7 +76,9 @@ def check_scale(softmax_scale: float | None) -> None:
     Raises:
         WorkloadError: it is not above 0, or not finite.
     """
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
+    if type(softmax_scale) is float and 0.0 < softmax_scale < INFINITY:
+        return
+    if softmax_scale is not None and not 0 < real_number("softmax_scale", softmax_scale) < INFINITY:
         raise WorkloadError(f"softmax_scale is finite and above 0, got {softmax_scale}")
 
 
@@ -173,15 +179,13 @@ def split_offset(
     if q_offset is None:
         return None, None
     if not is_shifted:
-        given = "a tensor" if isinstance(q_offset, torch.Tensor) else repr(q_offset)
+        given = "a tensor" if isinstance(q_offset, torch.Tensor) else shown(q_offset)
         raise WorkloadError(
             f"q_offset shifts a causal mask, a window or ALiBi and needs one of them, got {given} alone"
         )
+    if type(q_offset) is int and -MAX_INTEGER <= q_offset <= MAX_INTEGER:
+        return q_offset, None
     if not isinstance(q_offset, torch.Tensor):
-        return int(q_offset), None
-    if q_offset.dtype != torch.int32 or q_offset.shape != q.shape[:1] or q_offset.device != q.device:
-        raise WorkloadError(
-            f"a q_offset tensor is int32 (batch,) on the device of q, got {q_offset.dtype} {tuple(q_offset.shape)} "
-            f"on {q_offset.device} for batch {q.shape[0]} on {q.device}"
-        )
+        return whole_number("q_offset, where it is no tensor,", q_offset, -MAX_INTEGER, MAX_INTEGER), None
+    check_offset(q, q_offset)
     return None, q_offset.contiguous()

@@ -7,14 +7,18 @@ blocks alone, so that the cost of a call follows what its mask leaves visible.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
 
+from flashgen.core.checks import MAX_SIZE, whole_number
 from flashgen.core.errors import BuildError, DeviceError, WorkloadError
 from flashgen.core.features.functions import check_aux
 from flashgen.core.features.values import BlockMask
+from flashgen.core.quoting import shown
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
+from flashgen.runtime.argument_types import check_tensors
 from flashgen.runtime.ops.mods import UserCallable, score_mods
 
 
@@ -48,28 +52,40 @@ def block_mask(
         DeviceError: the device is no GPU.
         BuildError: Triton cannot compile mask_mod.
     """
-    for name, value, least in (("batch", batch, 1), ("nheads", nheads, 1), ("seqlen_q", seqlen_q, 0)):
-        if value is not None and value < least:
-            raise WorkloadError(f"{name} of a block mask is at least {least}, got {value}")
-    if seqlen_k < 0:
-        raise WorkloadError(f"seqlen_k of a block mask is at least 0, got {seqlen_k}")
+    heads = tuple(1 if size is None else _size(name, size, 1) for name, size in (("batch", batch), ("nheads", nheads)))
+    seqlen_q, seqlen_k = _size("seqlen_q", seqlen_q, 0), _size("seqlen_k", seqlen_k, 0)
+    check_tensors("aux", aux)
+    aux = tuple(aux)
     where = _device(device, aux)
     check_aux(aux, where)
     mods = score_mods(None, mask_mod, tuple(tensor.dtype for tensor in aux))
-    visible = _visible_scores(mods, (batch or 1, nheads or 1), seqlen_q, seqlen_k, aux, where)
+    visible = _visible_scores(mods, heads, seqlen_q, seqlen_k, aux, where)
     return _listed(visible, seqlen_q, seqlen_k, mods)
+
+
+def _size(name: str, value: int, least: int) -> int:
+    size = whole_number(f"{name} of a block mask", value, None)
+    if size < least:
+        raise WorkloadError(f"{name} of a block mask is at least {least}, got {size}")
+    return size
 
 
 def _device(device: torch.device | str | None, aux: tuple[torch.Tensor, ...]) -> torch.device:
     if device is not None:
-        found = torch.device(device)
+        try:
+            found = torch.device(device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise DeviceError(f"a device is a torch.device or the name of one, got {shown(device)}") from error
     elif aux:
         found = aux[0].device
     else:
         found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if found.type != "cuda" and not _interpreted():
         raise DeviceError(f"a block mask is built on a GPU, got {found}")
-    return torch.empty(0, device=found).device  # with an index
+    try:
+        return torch.empty(0, device=found).device  # with an index
+    except (AssertionError, RuntimeError) as error:  # a torch for CPUs asserts that it is none
+        raise DeviceError(f"a block mask is built on a GPU that torch sees, got {found}: {error}") from error
 
 
 def _interpreted() -> bool:
@@ -80,7 +96,7 @@ def _interpreted() -> bool:
 
 def _visible_scores(
     mods: ScoreMods,
-    heads: tuple[int, int],
+    heads: tuple[int, ...],
     seqlen_q: int,
     seqlen_k: int,
     aux: tuple[torch.Tensor, ...],
@@ -92,6 +108,8 @@ def _visible_scores(
     from flashgen.codegen.generated import load_module
 
     shape = (*heads, -(-seqlen_q // MASK_BLOCK), -(-seqlen_k // MASK_BLOCK))
+    if math.prod(shape) > MAX_SIZE:
+        raise WorkloadError(f"a block mask has at most {MAX_SIZE} blocks, got {shape}")
     visible = torch.zeros(shape, dtype=torch.int32, device=device)
     if not visible.numel():
         return visible

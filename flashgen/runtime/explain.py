@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashgen.core.checks import instance, is_name_in
 from flashgen.core.config import Config
-from flashgen.core.errors import WorkloadError
+from flashgen.core.errors import ConfigError, WorkloadError
 from flashgen.core.features import table
+from flashgen.core.quoting import shown
 from flashgen.core.workload import DIRECTIONS
 from flashgen.runtime.api import attention
+from flashgen.runtime.argument_types import check_types
 from flashgen.runtime.arguments import (
     FEATURE_ARGUMENTS,
     CallArguments,
@@ -64,10 +67,13 @@ def explain(
     from flashgen.runtime.lookup import explanation
 
     arguments = bound(attention, call, "explain")
+    check_types({**arguments, "q": q, "k": k, "v": v, "return_lse": return_lse})
     check_layout(arguments["layout"])
     check_scale(arguments["softmax_scale"])
-    if direction not in DIRECTIONS.values():
-        raise WorkloadError(f"direction is forward or backward, got {direction!r}")
+    if not is_name_in(direction, DIRECTIONS.values()):
+        raise WorkloadError(f"direction is forward or backward, got {shown(direction)}")
+    if config is not None:
+        instance("config", config, Config, ConfigError)
     features = features_of(**{name: arguments[name] for name in FEATURE_ARGUMENTS})
     causal, is_forward = arguments["causal"], direction == "forward"
     is_shifted = causal or features.window != (None, None) or features.alibi_slopes is not None

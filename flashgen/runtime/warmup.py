@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from flashgen.core.checks import flag, instance, items, whole_number
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.errors import DeviceError
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.ops import serve
 
@@ -46,9 +48,12 @@ def warmup(
         DeviceError: torch sees no such GPU.
         BuildError: a kernel does not compile.
     """
-    index = device if device is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0
+    if device is None:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    index = whole_number("the index of a GPU", device, 0, error=DeviceError)
     where = serve.device_at(index)
-    lengths = None if seqlens is None else tuple(seqlens)
+    offset_tensor, training = flag("offset_tensor", offset_tensor), flag("training", training)
+    lengths = None if seqlens is None else _lengths(seqlens)
     pairs = set()
     for workload in _asked(workloads, training=training):
         for spec in _variants(workload, offset_tensor=offset_tensor):
@@ -56,9 +61,13 @@ def warmup(
     return serve.warm(pairs, where, index)
 
 
+def _lengths(seqlens: Iterable[int]) -> tuple[int, ...]:
+    return tuple(whole_number("a key length", length, 0) for length in items("seqlens", seqlens))
+
+
 def _asked(workloads: Iterable[Workload | str], *, training: bool) -> Iterator[Workload]:
-    for item in workloads:
-        workload = Workload.parse(item) if isinstance(item, str) else item
+    for item in items("workloads", workloads):
+        workload = Workload.parse(item) if isinstance(item, str) else instance("a workload", item, Workload)
         yield workload
         if training and workload.direction == "forward":
             fixed = torch.are_deterministic_algorithms_enabled()

@@ -6,7 +6,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from flashgen.core import checks
+from flashgen.core.checks import check_fields
 from flashgen.core.errors import TuningError
+from flashgen.core.quoting import shown
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -22,6 +25,7 @@ class Budget:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, TuningError)
         if (self.trials is None) == (self.seconds is None):
             raise TuningError(f"a budget is in trials or in seconds, got {self.trials} and {self.seconds}")
         if self.trials is not None and self.trials < 1:
@@ -36,12 +40,13 @@ class Budget:
         Raises:
             TuningError: the text is none of these.
         """
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip().lower())
+        given = checks.text("a budget", text, TuningError).strip().lower()
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smh]?)", given)
         if match and match[2]:
             return cls(seconds=float(match[1]) * _UNITS_S[match[2]])
         if match and "." not in match[1]:
             return cls(trials=int(match[1]))
-        raise TuningError(f"a budget is a time like 20s, 2m or 1h, or a number of trials like 40; got {text!r}")
+        raise TuningError(f"a budget is a time like 20s, 2m or 1h, or a number of trials like 40; got {shown(text)}")
 
     def search_seconds(self, finals_s: float) -> float | None:
         """What is left for the search when the finals take `finals_s`; None if time is no limit."""

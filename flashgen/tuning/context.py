@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+from flashgen.core.checks import check_fields, instance, items, text
 from flashgen.core.device import Device
 from flashgen.core.errors import TuningError
 from flashgen.core.record import TuningRecord, Versions
@@ -43,6 +44,10 @@ class Options:
     families: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, TuningError)
+        instance("finals", self.finals, Finals, TuningError)
+        for family in items("families", self.families, TuningError):
+            text("a family", family, TuningError)
         if self.lookahead < 1:
             raise TuningError(f"at least 1 candidate is compiled ahead, got {self.lookahead}")
         if min(self.neighbours, self.seed_configs) < 0:

@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from flashgen.core.checks import check_fields
 from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Measurement
@@ -60,6 +61,9 @@ class Finals:
     guard_share: float = 0.25
 
     def __post_init__(self) -> None:
+        check_fields(self, TuningError)
+        if not all(map(math.isfinite, (self.window_s, self.near_window_s, self.warm_s, self.near_warm_s))):
+            raise TuningError(f"windows of finals last a finite time, got {self}")
         if min(self.window_s, self.near_window_s) <= 0 or min(self.warm_s, self.near_warm_s) < 0:
             raise TuningError(f"windows of finals last more than 0 s, got {self}")
         if min(self.rounds, self.near_rounds, self.last, self.near_most) < 1:

@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flashgen.core import checks
+from flashgen.core.checks import check_fields
 from flashgen.core.errors import TuningError
+from flashgen.core.quoting import shown
 from flashgen.core.workload import Workload
 from flashgen.tuning.tune import grouped
 
@@ -19,6 +22,7 @@ class Shard:
     count: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self, TuningError)
         if not 0 <= self.index < self.count:
             raise TuningError(f"a shard is i/n with i from 0 to n - 1, got {self.index}/{self.count}")
 
@@ -29,9 +33,9 @@ class Shard:
         Raises:
             TuningError: the text is not of that form.
         """
-        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", checks.text("a shard", text, TuningError).strip())
         if match is None:
-            raise TuningError(f"a shard is i/n with i from 0 to n - 1, got {text!r}")
+            raise TuningError(f"a shard is i/n with i from 0 to n - 1, got {shown(text)}")
         return cls(index=int(match[1]), count=int(match[2]))
 
     def of(self, workloads: Iterable[Workload]) -> tuple[Workload, ...]:

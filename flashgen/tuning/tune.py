@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from flashgen.core.checks import flag, instance, items, whole_number
 from flashgen.core.device import Device
-from flashgen.core.errors import FlashgenError, MeasureError, UnsupportedError
+from flashgen.core.errors import FlashgenError, MeasureError, TuningError, UnsupportedError
 from flashgen.core.record import TuningRecord, Versions
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
@@ -87,9 +88,11 @@ def tune(
         All outcomes; `interrupted` says that a KeyboardInterrupt ended the run.
 
     Raises:
+        TuningError: an argument is of a wrong type.
         MeasureError: the executor cannot measure at all, or measures on another device.
         DatabaseError: results cannot be stored.
     """
+    _check(workloads, device, store, budget, options)
     context = Context(
         device=device,
         versions=_versions(executor, device, versions, on_event),
@@ -133,9 +136,27 @@ def plan(
     """What `tune` would do, in its order, and about how long it would take; nothing is compiled or measured.
 
     `store` is None where there is no database yet.
+
+    Raises:
+        TuningError: an argument is of a wrong type.
     """
+    _check(workloads, device, store, budget, options)
+    measured, jobs = flag("measured", measured, TuningError), whole_number("jobs", jobs, 1, error=TuningError)
     chosen = options or Options()
     return tuple(_planned(w, device, store, budget, measured, jobs, chosen) for w in grouped(workloads))
+
+
+def _check(
+    workloads: Sequence[Workload], device: Device, store: Store | None, budget: Budget, options: Options | None
+) -> None:
+    for workload in items("workloads", workloads, TuningError):
+        instance("a workload", workload, Workload, TuningError)
+    instance("device", device, Device, TuningError)
+    instance("budget", budget, Budget, TuningError)
+    if store is not None:
+        instance("store", store, Store, TuningError)
+    if options is not None:
+        instance("options", options, Options, TuningError)
 
 
 def grouped(workloads: Iterable[Workload]) -> tuple[Workload, ...]:

@@ -67,8 +67,11 @@ def test_features_are_checked_without_memory(op: Any) -> None:
 def test_an_offset_on_another_device_is_refused(op: Any) -> None:
     offset = torch.empty(2, dtype=torch.int32, device="meta")
     op(*inputs(), causal=True, q_offset_tensor=offset)
-    with pytest.raises(WorkloadError, match="q_offset is on the device of q"):
+    with pytest.raises(WorkloadError, match=r"a q_offset tensor is .* on the device of q"):
         op(*inputs("cpu"), causal=True, q_offset_tensor=offset)
+    for wrong in (offset[:1], offset.long(), offset[None], torch.empty((), dtype=torch.int32, device="meta")):
+        with pytest.raises(WorkloadError, match="a q_offset tensor is int32"):
+            op(*inputs(), causal=True, q_offset_tensor=wrong)
 
 
 def test_backward_passes_are_checked_without_memory() -> None:
@@ -80,8 +83,12 @@ def test_backward_passes_are_checked_without_memory() -> None:
         training.attention_backward_op(out[:, :, 1:], None, q, k, v, out, lse)
     with pytest.raises(WorkloadError, match="share dtype and device"):
         training.attention_backward_op(out, None, q, torch.empty(SHAPE, dtype=torch.bfloat16), v, out, lse)
-    with pytest.raises(WorkloadError, match="lse is on the device of q"):
-        training.attention_backward_op(out, None, q, k, v, out, torch.empty(2, 4, 48))
+    elsewhere = torch.empty(2, 4, 48)
+    for wrong in (elsewhere, lse[:1], lse.half(), lse.transpose(1, 2), lse[..., None]):
+        with pytest.raises(WorkloadError, match=r"lse is float32 \(2, 4, 48\) on the device of q"):
+            training.attention_backward_op(out, None, q, k, v, out, wrong)
+        with pytest.raises(WorkloadError, match=r"dlse is float32 \(2, 4, 48\) on the device of q"):
+            training.attention_backward_op(out, wrong, q, k, v, out, lse)
 
 
 def test_a_layout_is_a_view_of_the_same_rules() -> None:

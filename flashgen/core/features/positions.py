@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flashgen.core.checks import MAX_INTEGER
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.declaration import (
     Argument,
@@ -18,6 +19,7 @@ from flashgen.core.features.declaration import (
     Variant,
 )
 from flashgen.core.features.values import Features, Window
+from flashgen.core.quoting import shown
 
 MAX_OFFSET = 1 << 28
 """Query offsets reach this far to both sides, so that sums with lengths and windows stay within 32 bits."""
@@ -30,12 +32,12 @@ def checked_window(window: Any) -> Window:
         WorkloadError: it is not two edges, each None or an int of at least 0.
     """
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise WorkloadError(f"window is (left, right), got {window!r}")
+        raise WorkloadError(f"window is (left, right), got {shown(window)}")
     for edge in window:
         if edge is None or (isinstance(edge, int) and not isinstance(edge, bool) and edge >= 0):
             continue
-        hint = "; None is unlimited, where flash-attn writes -1" if edge == -1 else ""
-        raise WorkloadError(f"an edge of a window is None or an int of at least 0, got {tuple(window)!r}{hint}")
+        hint = "; None is unlimited, where flash-attn writes -1" if type(edge) is int and edge == -1 else ""
+        raise WorkloadError(f"an edge of a window is None or an int of at least 0, got {shown(tuple(window))}{hint}")
     left, right = window
     return left, right
 
@@ -45,6 +47,11 @@ def clamp_window(window: Window, seqlen_q: int, seqlen_k: int) -> tuple[int, int
     reach = MAX_OFFSET + seqlen_q + seqlen_k
     left, right = (reach if edge is None else min(edge, reach) for edge in window)
     return left, right
+
+
+def _in_64_bits(edge: int | None) -> int | None:
+    """An edge as torch's ops take it: one that is farther away hides nothing either."""
+    return edge if edge is None else min(edge, MAX_INTEGER)
 
 
 def _edges(features: Features, scale: float, sizes: Mapping[str, int], causal: bool) -> tuple[int, int]:
@@ -95,8 +102,8 @@ WINDOW = Feature(
             default=(None, None),
             chooses_code="value",
             op=(
-                OpArgument(schema="int? window_left=None", default=None, read=lambda window: window[0]),
-                OpArgument(schema="int? window_right=None", default=None, read=lambda window: window[1]),
+                OpArgument(schema="int? window_left=None", default=None, read=lambda window: _in_64_bits(window[0])),
+                OpArgument(schema="int? window_right=None", default=None, read=lambda window: _in_64_bits(window[1])),
             ),
             restore=lambda left, right: (left, right),
         ),

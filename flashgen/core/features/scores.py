@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from flashgen.core.checks import real_number
 from flashgen.core.errors import LaunchError, WorkloadError
 from flashgen.core.features.declaration import (
     Argument,
@@ -23,13 +24,16 @@ from flashgen.core.features.declaration import (
 from flashgen.core.features.dtypes import FLOATS, dtype_name
 from flashgen.core.features.values import Features
 
+INFINITY = math.inf
 LOG2E = math.log2(math.e)
 
 
 def _checked_softcap(softcap: float) -> float:
-    if not 0 <= softcap < math.inf:
+    if type(softcap) is float and 0.0 <= softcap < INFINITY:
+        return softcap
+    if not 0 <= real_number("softcap", softcap) < INFINITY:
         raise WorkloadError(f"softcap is finite and at least 0 (off), got {softcap}")
-    return softcap
+    return float(softcap)
 
 
 def _softcap_factors(features: Features, scale: float, sizes: Mapping[str, int], causal: bool) -> tuple[float, float]:

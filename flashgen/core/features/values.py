@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashgen.core.checks import check_fields, torch_tensor
+from flashgen.core.errors import WorkloadError
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,6 +32,11 @@ class BlockMask:
     seqlen_k: int
     block_size: int = 128
     mask_mod: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, WorkloadError)
+        for name in ("partial_counts", "partial_indices", "full_counts", "full_indices"):
+            torch_tensor(f"{name} of a block mask", getattr(self, name))
 
     def sparsity(self) -> float:
         """Percent of the blocks that are hidden and never loaded (it waits for the device)."""

@@ -9,7 +9,7 @@ import torch
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.backward_calls import BackwardCall
-from flashgen.runtime.ops.calls import Call
+from flashgen.runtime.ops.calls import Call, check_lse
 from flashgen.runtime.ops.keys import (
     BACKWARD,
     BSHD,
@@ -95,7 +95,7 @@ def attention_backward_kernel(
     )
     run = _remembered(key)
     if run is None:
-        run = _prepared(key, (q, k, v), out, dout, flags, features)
+        run = _prepared(key, (q, k, v), out, dout, (lse, dlse), flags, features)
     found: tuple[Tensor | None, ...] = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, features)
     return found
 
@@ -105,6 +105,7 @@ def _prepared(
     inputs: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     dout: Tensor,
+    sums: tuple[Tensor, Tensor | None],
     flags: int,
     features: Features | None,
 ) -> Any:
@@ -129,5 +130,8 @@ def _prepared(
         gradients=frozenset(field for field, bit in GRADIENT_BITS.items() if flags & bit),
     )
     run = serve.prepare(call)
+    for name, tensor in zip(("lse", "dlse"), sums, strict=True):
+        if tensor is not None:
+            check_lse(name, tensor, q, bshd=forward.bshd)
     serve.remember(key, run)
     return run

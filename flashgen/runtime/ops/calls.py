@@ -65,9 +65,7 @@ class Call:
     @property
     def views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v in (batch, head, sequence, head_dim) order."""
-        if self.bshd:
-            return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
-        return self.q, self.k, self.v
+        return in_bhsd(self.q, self.k, self.v) if self.bshd else (self.q, self.k, self.v)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +105,13 @@ class CheckedCall:
             **of_spec,
         )
         return cls(call=call, workload=workload, spec=spec, geometry=geometry, features=features)
+
+
+def in_bhsd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tensors of a call in bshd order in the other one; those of a wrong rank as they are, to be refused."""
+    if q.dim() == k.dim() == v.dim() == 4:
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q, k, v
 
 
 def _features(call: Call, q: torch.Tensor, k: torch.Tensor) -> tuple[Features | None, dict[str, Any], dict[str, Any]]:
@@ -170,6 +175,34 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
     if q.shape[1] % k.shape[1]:
         raise WorkloadError(f"nheads must be a multiple of nheads_k, got {q.shape[1]} and {k.shape[1]}")
+
+
+def check_offset(q: torch.Tensor, offset: torch.Tensor) -> None:
+    """Check a tensor of query offsets, for queries in either order of dimensions.
+
+    Raises:
+        WorkloadError: it is not int32 (batch,) on the device of q.
+    """
+    if offset.dtype != torch.int32 or offset.shape != q.shape[:1] or offset.device != q.device:
+        raise WorkloadError(
+            f"a q_offset tensor is int32 (batch,) on the device of q, got {offset.dtype} {tuple(offset.shape)} "
+            f"on {offset.device} for batch {q.shape[0] if q.dim() else None} on {q.device}"
+        )
+
+
+def check_lse(name: str, lse: torch.Tensor, q: torch.Tensor, *, bshd: bool) -> None:
+    """Check the LSE of a call, or its gradient, for a q that is right.
+
+    Raises:
+        WorkloadError: it is not fp32 (batch, nheads, seqlen_q) on the device of q.
+    """
+    batch, one, two, _ = q.shape
+    shape = (batch, two, one) if bshd else (batch, one, two)
+    if tuple(lse.shape) != shape or lse.dtype != torch.float32 or lse.device != q.device:
+        raise WorkloadError(
+            f"{name} is float32 {shape} on the device of q, got {lse.dtype} {tuple(lse.shape)} on {lse.device} and q "
+            f"on {q.device}"
+        )
 
 
 def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

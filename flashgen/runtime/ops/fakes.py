@@ -17,7 +17,7 @@ from flashgen.core.features import table
 from flashgen.core.features.declaration import CallFacts
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops import mods as user_mods
-from flashgen.runtime.ops.calls import check_inputs
+from flashgen.runtime.ops.calls import check_inputs, check_lse, check_offset, in_bhsd
 from flashgen.runtime.ops.gradients import empty_gradient
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from flashgen.runtime.ops.schemas import DIFFERENTIATED
@@ -76,8 +76,9 @@ def backward_fake(
                 f"out and dout are {shape} in the dtype of q on its device, got {name} {tuple(tensor.shape)} in "
                 f"{tensor.dtype} on {tensor.device}"
             )
-    _check_device("lse", lse, q)
-    _check_device("dlse", dlse, q)
+    check_lse("lse", lse, q, bshd=bshd)
+    if dlse is not None:
+        check_lse("dlse", dlse, q, bshd=bshd)
     asked = (
         getattr(features, one.field) if needed else None for one, needed in zip(table.gradients(), needs, strict=True)
     )
@@ -93,14 +94,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, *, bshd: bool, offset: Tensor | None,
     Raises:
         WorkloadError: they break a rule, as they would in the call itself.
     """
-    views = tuple(tensor.transpose(1, 2) if bshd and tensor.dim() == 4 else tensor for tensor in (q, k, v))
+    views = in_bhsd(q, k, v) if bshd else (q, k, v)
     check_inputs(*views)
-    _check_device("q_offset", offset, q)
+    if offset is not None:
+        check_offset(q, offset)
     if features is not None and table.given(features):
         mods = user_mods.resolve(features.mods) if features.mods else None
         table.checked(features, CallFacts(q=q, sizes=(*views[0].shape[:3], views[1].shape[2]), mods=mods))
-
-
-def _check_device(name: str, tensor: Tensor | None, q: Tensor) -> None:
-    if tensor is not None and tensor.device != q.device:
-        raise WorkloadError(f"{name} is on the device of q, got {tensor.device} and {q.device}")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from flashgen.core.errors import WorkloadError
+from flashgen.core.quoting import shown
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.runtime.ops.mod_source import check_meaning, check_source, function_node
 
@@ -187,7 +188,7 @@ def _python_function(function: UserCallable, kind: str) -> FunctionType:
     if not isinstance(inner, FunctionType) or not type(function).__module__.startswith("triton."):
         raise WorkloadError(
             f"{kind} is a function defined with def, plain or under @triton.jit, got {type(function).__name__} "
-            f"{function!r}; values that a partial or an object would hold are aux tensors or literals"
+            f"{shown(function)}; values that a partial or an object would hold are aux tensors or literals"
         )
     _JIT_TYPES.add(type(function))
     return inner

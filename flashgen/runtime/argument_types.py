@@ -1,0 +1,99 @@
+"""What kind of value each argument of a call is; asked where a call has failed, so that one that succeeds pays nothing.
+
+So a flag that is neither True nor False may be taken by its truth where torch's dispatcher does not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from flashgen.core.checks import MAX_INTEGER, instance, items, real_number, text, torch_tensor, whole_number
+from flashgen.core.errors import FlashgenError, WorkloadError
+from flashgen.core.features.positions import checked_window
+from flashgen.core.features.values import BlockMask
+from flashgen.core.quoting import shown
+
+UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What Python and torch raise for values of a wrong type, among other things."""
+
+
+def explain_failure(error: Exception, arguments: Mapping[str, object]) -> None:
+    """Raise what is wrong with the arguments of a call, if it failed for one that has a wrong type.
+
+    Args:
+        error: what it failed with.
+        arguments: its arguments by name, and others, which are not looked at.
+
+    Raises:
+        WorkloadError: an argument has a wrong type.
+    """
+    if not isinstance(error, (FlashgenError, torch.OutOfMemoryError)):
+        check_types(arguments)
+
+
+def check_types(arguments: Mapping[str, object]) -> None:
+    """Refuse arguments of a wrong type.
+
+    Raises:
+        WorkloadError: there is one; the message says what it must be, and the value.
+    """
+    for name, rule in _RULES.items():
+        if name in arguments:
+            rule(name, arguments[name])
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Refuse what is no dense tensor: kernels know an address and strides, and nothing else.
+
+    Raises:
+        WorkloadError: it is none.
+    """
+    torch_tensor(name, value)
+    assert isinstance(value, torch.Tensor)
+    kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+    if kind != "torch.strided":
+        raise WorkloadError(f"{name} must be a dense tensor, got a {kind} one")
+
+
+def check_tensors(name: str, value: object) -> None:
+    """The same of every tensor of a list.
+
+    Raises:
+        WorkloadError: it is no list, or one of them is none.
+    """
+    for number, one in enumerate(items(name, value)):
+        check_tensor(f"{name}[{number}]", one)
+
+
+def _optional(rule: Callable[[str, object], object]) -> Callable[[str, object], object]:
+    return lambda name, value: None if value is None else rule(name, value)
+
+
+def _flag(name: str, value: object) -> None:
+    if value is not True and value is not False:  # torch's ops do not take numpy's
+        raise WorkloadError(f"{name} must be True or False, got {shown(value)}")
+
+
+def _offset(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        check_tensor(name, value)
+    else:
+        whole_number(f"{name}, where it is no tensor,", value, -MAX_INTEGER, MAX_INTEGER)
+
+
+_RULES: dict[str, Callable[[str, object], object]] = {
+    **dict.fromkeys("qkv", check_tensor),
+    "layout": text,
+    "causal": _flag,
+    "q_offset": _optional(_offset),
+    "window": lambda name, value: checked_window(value),
+    "softmax_scale": _optional(real_number),
+    "softcap": real_number,
+    **dict.fromkeys(("alibi_slopes", "sinks", "bias", "mask"), _optional(check_tensor)),
+    "aux": check_tensors,
+    "block_mask": _optional(lambda name, value: instance(name, value, BlockMask)),
+    "deterministic": _flag,
+    "return_lse": _flag,
+}

@@ -1,0 +1,216 @@
+"""Public callables with calls of them that are right, and values that are wrong in most places."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+import flashgen
+from flashgen.core.config import Config
+from flashgen.core.device import Device, find_device
+from flashgen.core.features.values import BlockMask
+from flashgen.core.workload import Specialization, Workload
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.context import Options
+from flashgen.tuning.finals import Finals
+from flashgen.tuning.shards import Shard
+from flashgen.tuning.tune import plan
+from flashgen.tuning.workloads import collect, load_file, preset
+from tests.fakes.gpu import OnGpu
+
+Make = Callable[[], Any]
+
+_TEXTS = ("", "x", "0", "cuda", "\x1b[31m", "d" * 5000, "fwd-bf16-b1", "~", "a\0")
+_NUMBERS = (True, False, 0, 1, -1, 3, 2**31, 2**63, -(2**70), 0.0, 0.5, -0.5, math.nan, math.inf, 1e308, 5e-324, 1j)
+_LISTS = ([], [1], ["x"], (None, None), (1, 2, 3), (-1, 2**70), (2**70, 0), {}, {"a": 1}, {1: None}, set(), (0, None))
+_OTHERS = (None, b"", b"x", ..., int, len, 10**5000, Path("/nowhere"), object())
+_NUMPY = (numpy.int64(3), numpy.float32(0.5), numpy.bool_(True), numpy.zeros((1, 4, 48, 64)), numpy.array(["x", "y"]))
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Zeros of a class that torch's dispatcher sees, as a tensor of a GPU under a profiler would be."""
+    return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
+
+
+@functools.cache
+def values() -> dict[str, Any]:
+    """Values of every kind, by name."""
+    found = {repr(value)[:16] + f" {type(value).__name__}": value for value in (*_TEXTS, *_NUMBERS, *_LISTS, *_NUMPY)}
+    found |= {f"other {number}": value for number, value in enumerate(_OTHERS)}
+    found |= {f"tensor of rank {rank}": on_gpu(*(2,) * rank) for rank in range(7)}
+    size = (1, 4, 48, 64)
+    for dtype in (torch.int32, torch.bool, torch.complex64, torch.float64, torch.float8_e4m3fn, torch.bfloat16):
+        found |= {
+            f"on a GPU {dtype}": on_gpu(*size, dtype=dtype),
+            f"on the CPU {dtype}": torch.zeros(size, dtype=dtype),
+        }
+    found["empty"] = torch.zeros(0)
+    found["meta"] = torch.zeros(size, dtype=torch.bfloat16, device="meta")
+    found["with a gradient"] = torch.zeros(3, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that these kinds may change
+        found["sparse"] = torch.zeros(size, dtype=torch.bfloat16).to_sparse()
+        found["sparse rows"] = torch.eye(3).to_sparse_csr()
+        found["quantized"] = torch.quantize_per_tensor(torch.zeros(size), 0.1, 0, torch.quint8)
+        found["nested"] = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)])
+        found["ragged"] = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=torch.jagged)
+        found["packed for a CPU"] = torch.zeros(size).to_mkldnn()
+    found["a workload"], found["a config"], found["a device"] = SMALL, CONFIG, find_device("h200")
+    return found
+
+
+def score(score, b, h, q_idx, k_idx, table):  # type: ignore[no-untyped-def]
+    return score + h * 0.5
+
+
+def visible(b, h, q_idx, k_idx, table):  # type: ignore[no-untyped-def]
+    return q_idx >= k_idx
+
+
+SMALL = Workload.parse("b1-h4-hk2-s64-d64-causal")
+CONFIG = Config.of("portable_forward", {"block_m": 3})
+_LISTED = {"partial_counts": (1, 1, 1), "partial_indices": (1, 1, 1, 1)}
+
+
+def blocks(new: Callable[..., torch.Tensor] = on_gpu) -> BlockMask:
+    lists = {name: new(*shape, dtype=torch.int32) for name, shape in _LISTED.items()}
+    full = {name.replace("partial", "full"): tensor.clone() for name, tensor in lists.items()}
+    return BlockMask(**lists, **full, seqlen_q=48, seqlen_k=64)
+
+
+def _qkv(new: Callable[..., torch.Tensor], **changes: Any) -> dict[str, Any]:
+    return {"q": new(1, 4, 48, 64), "k": new(1, 2, 64, 64), "v": new(1, 2, 64, 64), **changes}
+
+
+def _plain_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _attention(new: Callable[..., torch.Tensor]) -> dict[str, Make]:
+    """Calls of `attention`: plain, with all features, with functions, and with gradients."""
+    fp32 = functools.partial(new, dtype=torch.float32)
+    mask = functools.partial(new, dtype=torch.bool)
+    features = {"causal": True, "window": (8, 0), "softcap": 2.0, "q_offset": 3, "softmax_scale": 0.5}
+    return {
+        "plain": lambda: _qkv(new, causal=True),
+        "features": lambda: _qkv(
+            new, **features, alibi_slopes=fp32(4), sinks=fp32(4), bias=new(48, 64), mask=mask(48, 64)
+        ),
+        "functions": lambda: _qkv(new, score_mod=score, mask_mod=visible, aux=(fp32(3),), block_mask=blocks(new)),
+        "training": lambda: _qkv(new, q=new(1, 4, 48, 64).requires_grad_(), bias=new(48, 64)),
+    }
+
+
+def with_shape(batch: int) -> Workload:
+    return SMALL.with_shape(batch=batch)
+
+
+def replace(a: int | str | bool) -> Config:
+    return CONFIG.replace(a=a)
+
+
+_SIZES = {"batch": 1, "nheads": 4, "seqlen_q": 32, "head_dim": 64}
+_DEVICE = {"name": "x", "arch": "sm90", "num_sms": 1, "memory_gb": 1, "smem_per_block": 1, "smem_per_sm": 1}
+_PLAN = {"workloads": [SMALL], "store": None, "budget": Budget(trials=3), "measured": True, "jobs": 1}
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Make]]] = {
+    "attention": (
+        flashgen.attention,
+        {
+            **{f"{name} by the dispatcher": make for name, make in _attention(on_gpu).items()},
+            **{f"{name} past it": make for name, make in _attention(_plain_tensor).items()},
+        },
+    ),
+    "explain": (flashgen.explain, _attention(on_gpu)),
+    "block_mask": (
+        flashgen.block_mask,
+        {"on a CPU": lambda: {"mask_mod": visible, "seqlen_q": 48, "seqlen_k": 64, "aux": (torch.zeros(3),)}},
+    ),
+    "warmup": (flashgen.warmup, {"one": lambda: {"workloads": [SMALL], "seqlens": [64]}}),
+    "BlockMask": (BlockMask, {"one": lambda: {name: getattr(blocks(), name) for name in BlockMask.__slots__}}),
+    "Workload": (Workload, {"sizes": lambda: dict(_SIZES)}),
+    "Workload.parse": (Workload.parse, {"key": lambda: {"text": SMALL.key}}),
+    "Workload.with_shape": (with_shape, {"batch": lambda: {"batch": 3}}),
+    "Specialization.parse": (Specialization.parse, {"key": lambda: {"text": "fwd-bf16-d64"}}),
+    "Config": (Config, {"knobs": lambda: {"family": "f", "knobs": (("a", 1),)}}),
+    "Config.of": (Config.of, {"knobs": lambda: {"family": "f", "knobs": {"a": 1}}}),
+    "Config.from_json": (Config.from_json, {"text": lambda: {"family": "f", "text": '{"a": 1}'}}),
+    "Config.replace": (replace, {"knob": lambda: {"a": 1}}),
+    "Config.integer": (CONFIG.integer, {"knob": lambda: {"knob": "block_m"}}),
+    "Device": (Device, {"fields": lambda: dict(_DEVICE)}),
+    "find_device": (find_device, {"name": lambda: {"text": "h200"}}),
+    "collect": (collect, {"shapes": lambda: {"shapes": [SMALL.key]}, "models": lambda: {"models": ["gpt2"]}}),
+    "preset": (preset, {"name": lambda: {"name": "gpt2"}}),
+    "load_file": (load_file, {"path": lambda: {"path": Path("/nowhere")}}),
+    "Budget": (Budget, {"trials": lambda: {"trials": 3}, "seconds": lambda: {"seconds": 3.0}}),
+    "Budget.parse": (Budget.parse, {"text": lambda: {"text": "30s"}}),
+    "Shard": (Shard, {"part": lambda: {"index": 0, "count": 2}}),
+    "Shard.parse": (Shard.parse, {"text": lambda: {"text": "0/2"}}),
+    "Options": (Options, {"defaults": dict}),
+    "Finals": (Finals, {"defaults": dict}),
+    "plan": (plan, {"one": lambda: {**_PLAN, "device": find_device("h200")}}),
+}
+"""Every public callable, and right calls of it: what makes their arguments, by name."""
+
+
+def parameters(name: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a callable by name; those that `explain` hands on are those of `attention`."""
+    call, _ = CALLS[name]
+    found = dict(inspect.signature(call).parameters)
+    if found.pop("call", None) is not None:
+        found |= {
+            key: each for key, each in inspect.signature(flashgen.attention).parameters.items() if key not in found
+        }
+    return found
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "None": lambda value: value is None,
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, (bool, numpy.bool_)),
+    "int": lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool),
+    "float": lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool),
+    "torch.Tensor": lambda value: isinstance(value, torch.Tensor),
+    "torch.device": lambda value: False,
+    "Window": lambda value: isinstance(value, (tuple, list)),
+    "UserCallable": callable,
+    "Path": lambda value: isinstance(value, (str, Path)),
+    "object": lambda value: True,
+}
+_ITEMS = ("tuple[", "Iterable[", "Sequence[", "Mapping[")
+
+
+def is_of_its_type(value: object, parameter: inspect.Parameter) -> bool:
+    """Whether a value has a type that the annotation of a parameter names, as far as a value of `values` can."""
+    if value is None and parameter.default is None:
+        return True
+    for kind in _split(str(parameter.annotation)):
+        if kind in _KINDS:
+            fits = _KINDS[kind](value)
+        elif kind.startswith(_ITEMS):
+            fits = hasattr(value, "__iter__") and not isinstance(value, (str, bytes))
+        else:
+            fits = type(value).__name__ == kind
+        if fits:
+            return True
+    return False
+
+
+def _split(annotation: str) -> list[str]:
+    """The types of a union; those within brackets stay together."""
+    kinds, depth = [""], 0
+    for part in annotation.split(" | "):
+        kinds[-1] += part if not depth else f" | {part}"
+        depth += part.count("[") - part.count("]")
+        if not depth:
+            kinds.append("")
+    return kinds[:-1]

@@ -1,0 +1,78 @@
+"""Whatever stands in the place of an argument: the call does what it says, or says which rule the value breaks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+import flashgen
+from flashgen.core.errors import FlashgenError
+from flashgen.runtime.ops import serve
+from tests.fakes.gpu import FakeGpu
+from tests.fuzz.calls import CALLS, is_of_its_type, parameters, values
+from tests.runtime.conftest import fresh_process, gpu, ladder  # noqa: F401 - fixtures
+
+FLAGS = {"causal", "deterministic", "return_lse"}
+"""Of the call, which may take them by their truth: it has no time to ask what they are."""
+
+FALSE_IS_ABSENT = {"softcap", "aux"}
+"""Arguments of the call that ask for nothing where they are false, whatever they are."""
+
+CASES = [(name, parameter) for name in CALLS for parameter in parameters(name)]
+
+
+def is_taken(name: str, parameter: str, value: Any) -> bool:
+    """Whether a call may succeed with a value that its annotation does not name."""
+    if name != "attention" or parameter not in FLAGS | FALSE_IS_ABSENT:
+        return False
+    return parameter in FLAGS or not value
+
+
+def refusal(name: str, arguments: dict[str, Any]) -> str | None:
+    """What a call says against its arguments, or None where it takes them."""
+    call, _ = CALLS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of kinds of tensors that may change
+        try:
+            call(**arguments)
+        except FlashgenError as error:
+            return str(error)
+    return None
+
+
+@pytest.fixture(autouse=True)
+def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Tensors of the CPU count as those of its GPU, past torch's dispatcher, too."""
+    monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_that_are_changed_are_right(name: str) -> None:
+    _, bases = CALLS[name]
+    for make in bases.values():
+        if name not in ("block_mask", "load_file"):  # which need a GPU, and a file
+            assert refusal(name, make()) is None
+
+
+@pytest.mark.parametrize(("name", "parameter"), CASES, ids=lambda part: part)
+def test_a_value_in_the_wrong_place_is_refused_with_its_rule(name: str, parameter: str) -> None:
+    _, bases = CALLS[name]
+    declared = parameters(name)[parameter]
+    relevant = {base: make for base, make in bases.items() if parameter in make()} or dict(list(bases.items())[:1])
+    for base, make in relevant.items():
+        for kind, value in values().items():
+            said = refusal(name, {**make(), parameter: value})
+            if said is None:
+                fits = is_of_its_type(value, declared) or is_taken(name, parameter, value)
+                assert fits, f"{parameter} of {name} ({base}) is {declared.annotation} and takes {kind}"
+            else:
+                assert len(said) < 3000, (kind, said)
+                assert said.replace("\n", "").isprintable(), (kind, said)
+
+
+def test_what_is_public_is_asked() -> None:
+    asked = {name.partition(".")[0] for name in CALLS}
+    errors = {name for name in flashgen.__all__ if name.endswith("Error")}
+    assert {*flashgen.__all__} - errors - asked == {"__version__", "reload"}  # which takes nothing
