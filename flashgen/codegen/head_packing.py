@@ -31,7 +31,12 @@ def tiles(sizes: Sizes, rows: int, packed_heads: int) -> int:
 
 
 def packing(sizes: Sizes, rows: int) -> int:
-    """The heads to pack into tiles of `rows` rows: the fewest that give the fewest tiles; 1 where that saves little."""
+    """The heads to pack into tiles of `rows` rows: the fewest that give the fewest tiles; 1 where that saves little.
+
+    Packing fills the last of the tiles of a head, so it saves less than that one of them.
+    """
+    if sizes.nheads == sizes.nheads_k or -(-sizes.seqlen_q // rows) * LEAST_SAVED >= 1:
+        return 1
     best = min(PACKED_HEADS, key=lambda heads: (tiles(sizes, rows, heads), heads))
     saved = tiles(sizes, rows, 1) - tiles(sizes, rows, best)
     return best if saved >= LEAST_SAVED * tiles(sizes, rows, 1) else 1

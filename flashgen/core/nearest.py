@@ -19,12 +19,17 @@ Position = tuple[float, float, float, float, float]
 def position(workload: Workload) -> Position:
     """Where a workload lies among those of its class: lengths, heads times batch, group size, width of the window."""
     w = workload
+    return position_of(w.seqlen_q, w.seqlen_k, w.batch * w.nheads, w.nheads // w.nheads_k, _visible_keys(w))
+
+
+def position_of(seqlen_q: int, seqlen_k: int, heads: int, group: int, visible_keys: int = 0) -> Position:
+    """The same by sizes: `heads` of all batch elements together, 0 visible keys where there is no window."""
     return (
-        _log(w.seqlen_q),
-        _log(w.seqlen_k),
-        _log(w.batch * w.nheads) * HEADS_WEIGHT,
-        _log(w.nheads // w.nheads_k) * GROUPS_WEIGHT,
-        _log(_visible_keys(w)),
+        _log(seqlen_q),
+        _log(seqlen_k),
+        _log(heads) * HEADS_WEIGHT,
+        _log(group) * GROUPS_WEIGHT,
+        _log(visible_keys),
     )
 
 

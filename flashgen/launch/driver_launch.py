@@ -44,18 +44,15 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
     word_rows, write_scales = layout.places["lse_rows"], _scales_writer(layout)
     index, only_device = plan.device_index, torch.cuda.device_count() == 1
     default_scale, set_stream, is_capturing = binding.default_scale, *_stream_setter(plan)
-    has_scratch = bool(binding.scratch.pieces)
+    has_scratch, describer = bool(binding.scratch.pieces), plan.describer
     launch_kernel, offset_writer = driver.library().cuLaunchKernelEx, _offset_writer(plan)
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    describes = [name in plan.entries for name in "qkvo"]
 
     def at_sizes(sized: SizedPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
         memory = sized.memory
         words, calls = memory.words, plan.calls(memory)
-        describe_q, describe_k, describe_v, describe_o = [
-            plan.describer(name, memory) if is_described else None
-            for name, is_described in zip("qkvo", describes, strict=True)
-        ]
+        describe_q, describe_k = describer("q", memory), describer("k", memory)
+        describe_v, describe_o = describer("v", memory), describer("o", memory)
         rows, lock, (config, function, parameters, _) = sized.geometry.q_shape[2], threading.Lock(), calls[0]
         run = launch_kernel if len(calls) == 1 else _runner(launch_kernel, calls)
         new_scratch = _scratch_maker(plan, sized) if has_scratch else None

@@ -113,7 +113,7 @@ class Geometry:
 
         Of rank 5 it has the heads that share keys in an axis of their own: (batch, nheads_k, group, seqlen, head_dim).
         """
-        shape, strides = self.tensor(name)
+        shape, strides = self.tensors.get(name) or self.tensor(name)
         if rank == len(shape):
             return shape, legal_strides(shape, strides)
         (batch, nheads, *rest), (stride_b, *inner) = shape, strides
@@ -216,4 +216,4 @@ def legal_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
     """Strides that a tensor descriptor takes: a dimension of size 1 is never stepped over, so any stride will do."""
     if 1 not in shape and 0 not in shape:
         return (*strides[:-1], 1)
-    return (*(s if n > 1 else ALIGNMENT_BYTES for n, s in zip(shape[:-1], strides, strict=False)), 1)
+    return (*[s if n > 1 else ALIGNMENT_BYTES for n, s in zip(shape[:-1], strides, strict=False)], 1)

@@ -59,12 +59,14 @@ class DescribedTensor:
         subject: a tensor's id, or a piece of scratch memory.
         encoding: what the driver is told of it but the sizes.
         sizes: its words: shape and strides for kernels, then for the driver.
+        driver_sizes: the first of those for the driver.
         entries: the words of the addresses that name it.
     """
 
     subject: str
     encoding: driver.Encoding
     sizes: slice
+    driver_sizes: int
     entries: list[int] = field(default_factory=list)
 
 
@@ -158,14 +160,15 @@ class PlanLayout:
         values[self._scalars] = self._pick(scalars)
         maps, at = list[driver.TensorMaps](), start + WORD_BYTES * len(values)
         at += -at % driver.TENSOR_MAP_ALIGNMENT
-        last: tuple[Any, ...] = ()
+        tensors, last = geometry.tensors, None
         for one in self.described:
-            encoding = one.encoding
-            view = (*view_of(one.subject, encoding.rank, geometry, scratch), encoding.element_bytes)
-            if view != last:  # q, k, v and the output are often alike
-                last, numbers = view, _view_numbers(*view)
+            encoding, subject = one.encoding, one.subject
+            described = (tensors.get(subject), encoding.rank, encoding.element_bytes)
+            if described != last or described[0] is None:  # q, k, v and the output are often alike
+                last, view = described, view_of(subject, encoding.rank, geometry, scratch)
+                numbers = _view_numbers(*view, encoding.element_bytes)
             values[one.sizes] = numbers
-            maps.append(driver.TensorMaps(encoding, start + WORD_BYTES * (one.sizes.start + 2 * encoding.rank), at))
+            maps.append(driver.TensorMaps(encoding, start + WORD_BYTES * one.driver_sizes, at))
             at += driver.TENSOR_MAP_BYTES
         for kernel in self.kernels:
             values[kernel.config] = kernel.programs(self._device, scratch.sizes) | HIGH
@@ -251,7 +254,7 @@ def _described(
 ) -> DescribedTensor:
     encoding = driver.Encoding(dtype=element, rank=rank, box=box, swizzle=swizzle, element_bytes=ELEMENT_BYTES[element])
     sizes = words.add([*[WORD_FORMATS["i32"]] * rank, *[WORD_FORMATS["i64"]] * rank, *[POINTER] * (2 * rank - 1)])
-    return DescribedTensor(subject=subject, encoding=encoding, sizes=sizes)
+    return DescribedTensor(subject=subject, encoding=encoding, sizes=sizes, driver_sizes=sizes.start + 2 * rank)
 
 
 def _view_numbers(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:

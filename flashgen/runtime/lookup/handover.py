@@ -67,17 +67,25 @@ def sdpa_backend(workload: Workload, spec: Specialization, served: Served) -> st
 def faster_backend(workload: Workload, spec: Specialization, served: Served) -> FasterBackend | None:
     """The backend of torch that was measured faster beside the record that serves, and what keeps the call from it."""
     record = served.record
-    if record is None or not record.baselines or record.measurement is None or workload.direction == "backward":
+    if record is None or workload.direction == "backward":
         return None
-    time_ms = record.measurement.median_ms
-    best = _best_baseline(record, time_ms, is_exact=served.is_exact)
-    if best is None or best.impl not in SDPA_IMPLS or best.median_ms >= time_ms:
+    best = faster_baseline(record, is_exact=served.is_exact)
+    if best is None or record.measurement is None:
         return None
-    speedup = time_ms / best.median_ms
+    speedup = record.measurement.median_ms / best.median_ms
     obstacle = _why_not_served(workload, spec, best.impl)
     if obstacle is None and not served.is_exact:
         obstacle = _why_not_carried_over(workload, spec, served.rung, record, best.impl, speedup)
     return FasterBackend(impl=best.impl, speedup=speedup, is_exact=served.is_exact, obstacle=obstacle)
+
+
+def faster_baseline(record: TuningRecord, *, is_exact: bool) -> Baseline | None:
+    """The backend of torch that was measured faster beside a record, whatever the sizes that it serves."""
+    if not record.baselines or record.measurement is None:
+        return None
+    time_ms = record.measurement.median_ms
+    best = _best_baseline(record, time_ms, is_exact=is_exact)
+    return best if best is not None and best.impl in SDPA_IMPLS and best.median_ms < time_ms else None
 
 
 def _best_baseline(record: TuningRecord, time_ms: float, *, is_exact: bool) -> Baseline | None:

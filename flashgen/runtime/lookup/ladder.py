@@ -49,8 +49,8 @@ from flashgen.runtime.lookup.records import Candidate, Choices, Records
 FIRST_EXACT, LAST_EXACT = 3, 4
 """Records of these rungs, the user's and the shipped ones, were measured at the sizes of the call."""
 
-NEAREST_HERE = 5
-"""The rung of the nearest record of this device."""
+NEAREST_HERE, NEAREST_ELSEWHERE, PREDICTED = 5, 6, 7
+"""The rungs of the nearest record of this device, of the nearest one of another, and of a predicted one."""
 
 TWIN_NOISE = 0.03
 """Times of two searches that are closer than this say nothing: those of one kernel differed by up to 2.8% in a race."""
@@ -113,7 +113,7 @@ def _rungs(workload: Workload, choices: Choices) -> Iterator[tuple[int, Iterable
     for rung in (FIRST_EXACT, LAST_EXACT):
         yield rung, (one for one in exact if _exact_rung(one) == rung)
     yield NEAREST_HERE, itertools.chain(_nearest(workload, choices.here), _nearest(workload, choices.twins))
-    for rung, candidates in ((6, choices.elsewhere), (7, choices.predicted)):
+    for rung, candidates in ((NEAREST_ELSEWHERE, choices.elsewhere), (PREDICTED, choices.predicted)):
         yield rung, _nearest(workload, candidates)
 
 

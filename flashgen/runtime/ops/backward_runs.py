@@ -22,6 +22,7 @@ Tensor = torch.Tensor
 Gradients = tuple[Tensor | None, ...]
 """Of q, k and v, then those of features in the order of the table; None where it was not asked for."""
 
+Allocator = Callable[[Tensor], Tensor]
 BackwardRun = Callable[
     [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, float | None, Offset, Features | None], Gradients
 ]
@@ -34,7 +35,9 @@ Tensors are in the layout of the call: a launch uses only their memory.
 def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
     """Allocate the gradients, launch the kernels of a config, and add what needs no kernel."""
     if problem.call.forward.features is None:
-        return _plain_run(launch, problem)
+        forward = problem.call.forward
+        allocators = tuple(_allocator(tensor) for tensor in (forward.q, forward.k, forward.v))
+        return plain_run(launch, allocators, copies_dout=problem.copies_dout)
     copies_dout, copies_bias, rule = problem.copies_dout, problem.copies_bias, problem.bias_rule
     sizes = problem.geometry.sizes
     formulas = {name: FORMULAS[name] for name in problem.call.gradients if name in FORMULAS}
@@ -78,11 +81,16 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backwa
     return run
 
 
-def _plain_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
-    """The same without features: no more than a training step of most models needs, since every call pays for it."""
-    copies_dout, forward = problem.copies_dout, problem.call.forward
+def plain_run(launch: BackwardLaunch, allocators: tuple[Allocator, ...], *, copies_dout: bool) -> BackwardRun:
+    """The same without features: no more than a training step of most models needs, since every call pays for it.
+
+    Args:
+        launch: of the kernels.
+        allocators: `empty_gradient`, or what does the same, for q, k and v.
+        copies_dout: whether the kernels get a copy of the output's gradient.
+    """
+    empty_q, empty_k, empty_v = allocators
     absent = (None,) * len(GRADIENT_FIELDS)
-    empty_q, empty_k, empty_v = (_allocator(tensor) for tensor in (forward.q, forward.k, forward.v))
 
     def run(
         dout: Tensor,
@@ -107,6 +115,6 @@ def _plain_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backward
     return run
 
 
-def _allocator(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+def _allocator(tensor: Tensor) -> Allocator:
     """`empty_gradient` for tensors of this shape and these strides."""
     return torch.empty_like if torch.empty_like(tensor, device=META).stride(-1) == 1 else empty_gradient

@@ -151,7 +151,21 @@ def attention_features_kernel(
 def _prepared(
     key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, flags: int, features: Features | None = None
 ) -> Any:
-    call = Call(
+    if features is not None:
+        return _prepared_slowly(key, _call(q, k, v, flags, features), flags)
+    open_key = (flags, *key[7:], q.shape[3:], k.shape[3:], v.shape[3:])
+    run = serve.prepare_open(open_key, q, k, v)
+    if run is not None:
+        serve.remember(key, run)
+        return run
+    call = _call(q, k, v, flags)
+    run = _prepared_slowly(key, call, flags)
+    serve.open_to_sizes(open_key, call)
+    return run
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, flags: int, features: Features | None = None) -> Call:
+    return Call(
         q=q,
         k=k,
         v=v,
@@ -164,6 +178,9 @@ def _prepared(
         features=features,
         mods=user_mods.resolve(features.mods) if features is not None and features.mods else None,
     )
+
+
+def _prepared_slowly(key: tuple[Any, ...], call: Call, flags: int) -> Any:
     if flags & TRAINS:
         return _prepared_to_train(key, call, flags)
     run = serve.prepare(call)

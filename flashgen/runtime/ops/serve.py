@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.lookup.ladder import Served
     from flashgen.runtime.lookup.records import Records
     from flashgen.runtime.ops.backward_runs import BackwardRun
+    from flashgen.runtime.ops.open_calls import OpenBackwardCall, OpenCall
     from flashgen.runtime.ops.runs import FeatureRun, Run
 
 MEMO: dict[tuple[Any, ...], Any] = {}
@@ -53,6 +54,9 @@ Filled only after the slow path has succeeded, and never replaced, only cleared.
 _KERNELS: dict[tuple[Specialization, Config, str], CompiledKernel] = {}
 _PLANS: dict[tuple[Specialization, Config, int], OpenPlan] = {}
 """What a kernel's launches have in common at all sizes, by what is compiled in, config and torch's index of the GPU."""
+
+_OPEN: dict[tuple[Any, ...], OpenCall | OpenBackwardCall] = {}
+"""Calls of which one has been served, by the part of the memo's key that sizes and strides leave as it is."""
 
 LOCK = threading.RLock()
 _STATE = threading.local()
@@ -74,6 +78,7 @@ def reload() -> None:
     """
     with LOCK:
         MEMO.clear()
+        _OPEN.clear()
         _NOTICED.clear()
         settings.cache_clear()
         _records.cache_clear()
@@ -108,6 +113,43 @@ def _prepared(call: AnyCall) -> Any:
 
     assert isinstance(call, Call)
     return sdpa_run(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
+
+
+def prepare_open(key: tuple[Any, ...], *tensors: Any) -> Any:
+    """What serves a call like an earlier one but for its sizes, or None where the slow path has to be asked.
+
+    Args:
+        key: that of `open_to_sizes`.
+        tensors: what `OpenCall.run` or `OpenBackwardCall.run` takes.
+    """
+    found = _OPEN.get(key)
+    if found is None:
+        return None
+    with LOCK:
+        return found.run(*tensors)
+
+
+def open_to_sizes(key: tuple[Any, ...], call: AnyCall) -> None:
+    """Let later calls with this key, without features and of other sizes, be served without the slow path."""
+    from flashgen.runtime.lookup.by_sizes import SizesLookup
+    from flashgen.runtime.ops.open_calls import OpenBackwardCall, OpenCall
+
+    problem, device, index = placed(call)
+    spec = problem.spec
+    if key in _OPEN or not spec.aligned16:
+        return
+    plans: dict[Config, OpenPlan] = {}
+
+    def plan_of(config: Config) -> OpenPlan | None:
+        found = plans.get(config) or _PLANS.get((spec, config, index))
+        if found is not None:
+            plans[config] = found
+        return found
+
+    with LOCK:
+        lookup = SizesLookup(records().choices(spec, device), problem.workload, spec, device)
+        kind: Any = OpenBackwardCall if isinstance(problem, CheckedBackwardCall) else OpenCall
+        _OPEN[key] = kind(problem, lookup, plan_of)
 
 
 def check_support(call: BackwardCall) -> None:

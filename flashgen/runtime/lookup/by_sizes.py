@@ -1,0 +1,118 @@
+"""`SizesLookup`: the ladder for workloads of one specialization that differ in sizes alone.
+
+Every new length of a process asks it, so what sizes do not change is found once: which records can serve, where they
+lie, and beside which of them torch's attention was faster. It answers what `flashgen.runtime.lookup.ladder` and
+`flashgen.runtime.lookup.handover` would, or nothing where they have to be asked: for the workload of a record, and for
+a call that goes to torch's attention.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+
+from flashgen.codegen.families import fitted, poor_at_sizes
+from flashgen.codegen.family import Sizes
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.nearest import Position, distance, position_of
+from flashgen.core.workload import Specialization, Workload
+from flashgen.runtime.lookup.handover import faster_baseline, sdpa_backend
+from flashgen.runtime.lookup.ladder import NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served
+from flashgen.runtime.lookup.records import Candidate, Choices
+
+
+class SizesLookup:
+    """What serves the workloads of a specialization by their sizes."""
+
+    def __init__(self, choices: Choices, workload: Workload, spec: Specialization, device: Device) -> None:
+        """Prepare the records of a specialization.
+
+        Args:
+            choices: the records that may serve it.
+            workload: any one; without a window, whose width would be one more size.
+            spec: its specialization.
+            device: the GPU.
+        """
+        self._workload, self._spec, self._device, self._default = workload, spec, device, choices.default
+        self._exact = frozenset(Sizes.of(exact) for exact in choices.exact)
+        rungs = (
+            (NEAREST_HERE, choices.here),
+            (NEAREST_HERE, choices.twins),
+            (NEAREST_ELSEWHERE, choices.elsewhere),
+            (PREDICTED, choices.predicted),
+        )
+        self._rungs = [(rung, NearestRecords(candidates)) for rung, candidates in rungs if candidates]
+        self._faster_beside: dict[int, bool] = {}  # by candidate: a look-up of it costs less than its workload's hash
+
+    def config(self, sizes: Sizes, *, generated_only: bool) -> Config | None:
+        """The config that the generated kernel is served with, or None where the ladder has to be asked.
+
+        Args:
+            sizes: none of them 0.
+            generated_only: whether torch's attention would not compute the same.
+        """
+        if sizes in self._exact:
+            return None
+        heads, group = sizes.batch * sizes.nheads, sizes.nheads // sizes.nheads_k
+        here = position_of(sizes.seqlen_q, sizes.seqlen_k, heads, group)
+        for rung, records in self._rungs:
+            candidate = records.first(here, sizes)
+            if candidate is not None:
+                goes_to_torch = not generated_only and self._hands_over(candidate, rung, sizes)
+                return None if goes_to_torch else candidate.record.config
+        return fitted(self._default, self._spec, sizes, self._device)
+
+    def _hands_over(self, candidate: Candidate, rung: int, sizes: Sizes) -> bool:
+        """Whether a call goes to torch's attention, which sizes decide only where that was faster beside the record."""
+        record, found = candidate.record, self._faster_beside.get(id(candidate))
+        if found is None:
+            found = self._faster_beside[id(candidate)] = faster_baseline(record, is_exact=False) is not None
+        if not found:
+            return False
+        served = Served(config=record.config, rung=rung, record=record, layer=candidate.layer)
+        workload = replace(
+            self._workload,
+            batch=sizes.batch,
+            nheads=sizes.nheads,
+            nheads_k=sizes.nheads_k,
+            seqlen_q=sizes.seqlen_q,
+            seqlen_k=sizes.seqlen_k,
+        )
+        return sdpa_backend(workload, self._spec, served) is not None
+
+
+class NearestRecords:
+    """The records of a rung that can serve, in the order of their first coordinate, so that a search looks at few."""
+
+    def __init__(self, candidates: tuple[Candidate, ...]) -> None:
+        """Leave out the records whose configs cannot serve."""
+        able = ((one.position, one.key, one) for one in candidates if one.reason is None)
+        self._ordered = sorted(able, key=lambda one: one[0][0])  # records of one workload stay in their order
+        self._first = [position[0] for position, *_ in self._ordered]
+
+    def first(self, here: Position, sizes: Sizes) -> Candidate | None:
+        """The nearest record whose config suits these sizes."""
+        if not self._ordered:
+            return None
+        found = self._ordered[self._nearest(here)][2]
+        if poor_at_sizes(found.record.config, sizes) is None:
+            return found
+        ranked = sorted((distance(here, at), key, number) for number, (at, key, _) in enumerate(self._ordered))
+        others = (self._ordered[number][2] for _, _, number in ranked)
+        return next((one for one in others if poor_at_sizes(one.record.config, sizes) is None), None)
+
+    def _nearest(self, here: Position) -> int:
+        """Outwards from the place of the first coordinate, to where that alone is farther than the nearest one."""
+        ordered, (a, b, c, d, e) = self._ordered, here
+        middle, least, found = bisect_left(self._first, a), float("inf"), 0
+        for numbers in (range(middle, len(ordered)), range(middle - 1, -1, -1)):
+            for number in numbers:
+                (v, w, x, y, z), key, _ = ordered[number]
+                along = abs(a - v)
+                if along > least:
+                    break
+                steps = along + abs(b - w) + abs(c - x) + abs(d - y) + abs(e - z)  # `distance`, without a call
+                if steps < least or (steps == least and (key, number) < (ordered[found][1], found)):
+                    least, found = steps, number
+        return found

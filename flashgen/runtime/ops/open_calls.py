@@ -1,0 +1,140 @@
+"""Calls that differ from an earlier one in sizes alone, without features: what is left of the slow path for them.
+
+A new length is the rule where a model reads texts, so what is the same at all sizes is found at the first call of its
+kind: the specialization, the records that may serve it, the kernels. Only well-aligned tensors whose shapes fit
+together are served this way; whatever else there is, an error among it, is left to the slow path. So is a call whose
+kernel has not been built, and one that goes to torch's attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashgen.codegen.family import Sizes
+from flashgen.core.errors import LaunchError
+from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
+from flashgen.core.workload import DTYPE_BYTES
+from flashgen.launch.geometry import Geometry, View4
+from flashgen.runtime.ops.backward_runs import BackwardRun, plain_run
+from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, CheckedCall
+from flashgen.runtime.ops.outputs import empty_output
+from flashgen.runtime.ops.runs import Run, kernel_lse_run, kernel_run
+
+if TYPE_CHECKING:
+    from flashgen.core.config import Config
+    from flashgen.launch.plan import OpenPlan
+    from flashgen.runtime.lookup.by_sizes import SizesLookup
+    from flashgen.runtime.ops.backward_calls import CheckedBackwardCall
+
+Tensor = torch.Tensor
+PlanOf = Callable[["Config"], "OpenPlan | None"]
+"""The kernels of a config, where they have been built for this specialization."""
+
+BACKWARD = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+"""The tensors of a backward pass in the order of its geometry."""
+
+
+class OpenCall:
+    """Forward calls without features of one specialization, with pointers that are multiples of 16 bytes."""
+
+    def __init__(self, problem: CheckedCall, lookup: SizesLookup, plan_of: PlanOf) -> None:
+        """Keep what the sizes of a call do not change.
+
+        Args:
+            problem: one of the calls.
+            lookup: what serves them by their sizes.
+            plan_of: finds the kernels of a config.
+        """
+        call = problem.call
+        self._bshd, self._with_lse, self._generated_only = call.bshd, call.with_lse, call.generated_only
+        self._same_head_dim = call.q.shape[-1] == call.v.shape[-1]
+        self._step = ALIGNMENT_BYTES // DTYPE_BYTES[problem.workload.dtype]
+        self._lookup, self._plan_of = lookup, plan_of
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+        """What serves the calls of these shapes and strides, or None where the slow path has to be asked."""
+        bshd = self._bshd
+        inputs = _view(q, bshd), _view(k, bshd), _view(v, bshd)
+        sizes = _sizes_of(*inputs, self._step)
+        if sizes is None:
+            return None
+        # of a contiguous tensor, what is like it has the same strides
+        is_like_q = self._same_head_dim and q.is_contiguous()
+        out = inputs[0] if is_like_q else _view(empty_output(q, v, bshd=bshd), bshd)
+        if not _is_aligned(out, self._step):
+            return None
+        config = self._lookup.config(sizes, generated_only=self._generated_only)
+        plan = None if config is None else self._plan_of(config)
+        if plan is None:
+            return None
+        try:
+            launch = plan.sized(Geometry(tensors=dict(zip("qkvo", (*inputs, out), strict=True))))
+        except LaunchError:
+            return None
+        if self._with_lse:
+            shape = inputs[0][0][:3]
+            return kernel_lse_run(launch, bshd=bshd, same_head_dim=self._same_head_dim, lse_shape=shape)
+        return kernel_run(launch, bshd=bshd, same_head_dim=self._same_head_dim)
+
+
+class OpenBackwardCall:
+    """Backward passes without features of one specialization, with such pointers, the output's gradient among them."""
+
+    def __init__(self, problem: CheckedBackwardCall, lookup: SizesLookup, plan_of: PlanOf) -> None:
+        """As of an `OpenCall`."""
+        forward = problem.call.forward
+        self._bshd, self._dtype = forward.bshd, forward.q.dtype
+        self._step = ALIGNMENT_BYTES // DTYPE_BYTES[problem.workload.dtype]
+        self._lookup, self._plan_of = lookup, plan_of
+
+    def run(self, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, dout: Tensor) -> BackwardRun | None:
+        """What serves the backward passes of these shapes and strides, or None as of an `OpenCall`."""
+        bshd, (q, _, v) = self._bshd, inputs
+        views = [_view(tensor, bshd) for tensor in (*inputs, out, dout)]
+        sizes = _sizes_of(views[0], views[1], views[2], self._step)
+        expected = (*q.shape[:3], v.shape[3])
+        if sizes is None or not all(self._is_output(tensor, q, expected) for tensor in (out, dout)):
+            return None
+        likes = [tensor if tensor.is_contiguous() else torch.empty_like(tensor) for tensor in inputs]
+        gradients = tuple(_view(tensor, bshd) for tensor in likes)
+        if not all(_is_aligned(view, self._step) for view in (*views[3:], *gradients)):
+            return None
+        config = self._lookup.config(sizes, generated_only=True)
+        plan = None if config is None else self._plan_of(config)
+        if plan is None:
+            return None
+        try:
+            launch = plan.sized(Geometry(tensors=dict(zip(BACKWARD, (*views, *gradients), strict=True))))
+        except LaunchError:
+            return None
+        return plain_run(launch, (torch.empty_like,) * 3, copies_dout=False)
+
+    def _is_output(self, tensor: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
+        return tensor.shape == shape and tensor.dtype is self._dtype and tensor.device == q.device
+
+
+def _view(tensor: Tensor, bshd: bool) -> View4:
+    """Shape and strides in (batch, head, sequence, head_dim) order."""
+    a, b, c, d = tensor.shape
+    e, f, g, h = tensor.stride()
+    return ((a, c, b, d), (e, g, f, h)) if bshd else ((a, b, c, d), (e, f, g, h))
+
+
+def _is_aligned(view: View4, step: int) -> bool:
+    """Whether the last dimension is contiguous and all other strides are multiples of `step`, those not in use, too."""
+    batch, heads, rows, last = view[1]
+    return last == 1 and rows < MAX_ROW_STRIDE and not (batch % step or heads % step or rows % step)
+
+
+def _sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
+    """The sizes of a call, or None where shapes do not fit together, one is 0, or a stride is unusual."""
+    (batch, nheads, seqlen_q, head_dim), (batch_k, nheads_k, seqlen_k, head_dim_k) = q[0], k[0]
+    fit = batch == batch_k and head_dim == head_dim_k and k[0][:3] == v[0][:3]
+    if not (fit and batch and seqlen_q and seqlen_k and nheads and nheads_k) or nheads % nheads_k:
+        return None
+    if not (_is_aligned(q, step) and _is_aligned(k, step) and _is_aligned(v, step)):
+        return None
+    return Sizes(batch=batch, nheads=nheads, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
