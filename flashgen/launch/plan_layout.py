@@ -59,7 +59,7 @@ class DescribedTensor:
         subject: a tensor's id, or a piece of scratch memory.
         encoding: what the driver is told of it but the sizes.
         sizes: its words: shape and strides for kernels, then for the driver.
-        driver_sizes: the first of those for the driver.
+        driver_sizes: the offset in bytes of those for the driver.
         entries: the words of the addresses that name it.
     """
 
@@ -138,13 +138,14 @@ class PlanLayout:
         """
         words, self._device = _Words(), binding.compiled.device
         self.formats, self.places = dict[str, str](), dict[str, int]()
-        self.kernels, self._offsets = list[KernelPlace](), list[int]()
+        self.kernels = list[KernelPlace]()
         named = self._place_plain(words, binding, layouts)
         described = self._place_descriptors(words, binding, layouts)
         self._place_kernels(words, binding.compiled.parts, layouts, named, described)
-        self._values, self._packed = words.values, struct.Struct("<" + "".join(words.formats))
-        room = len(self.described) * driver.TENSOR_MAP_BYTES + driver.TENSOR_MAP_ALIGNMENT
-        self._memory: Any = ctypes.c_uint64 * (len(words.values) + (room // WORD_BYTES if self.described else 0))
+        self._maps_at = WORD_BYTES * len(words.values)
+        room = len(self.described) * driver.TENSOR_MAP_BYTES + driver.TENSOR_MAP_ALIGNMENT if self.described else 0
+        self._constants = struct.pack("<" + "".join(words.formats), *words.values) + bytes(room)
+        self._copy: Any = (ctypes.c_uint64 * (len(self._constants) // WORD_BYTES)).from_buffer_copy
 
     def filled(self, geometry: Geometry, scratch: ScratchPlan, scalars: Mapping[str, int]) -> PlanMemory:
         """The memory of a geometry, with everything but what launches write.
@@ -154,11 +155,10 @@ class PlanLayout:
             scratch: its scratch memory.
             scalars: the numbers that follow from the geometry.
         """
-        values, words = self._values.copy(), self._memory()
+        words = self._copy(self._constants)
         start = ctypes.addressof(words)
-        values[self.places["q_offset"]] = scalars["q_offset"]
-        values[self._scalars] = self._pick(scalars)
-        maps, at = list[driver.TensorMaps](), start + WORD_BYTES * len(values)
+        numbers = [scalars["q_offset"], *self._pick(scalars)]
+        maps, at = list[driver.TensorMaps](), start + self._maps_at
         at += -at % driver.TENSOR_MAP_ALIGNMENT
         tensors, last = geometry.tensors, None
         for one in self.described:
@@ -166,14 +166,15 @@ class PlanLayout:
             described = (tensors.get(subject), encoding.rank, encoding.element_bytes)
             if described != last or described[0] is None:  # q, k, v and the output are often alike
                 last, view = described, view_of(subject, encoding.rank, geometry, scratch)
-                numbers = _view_numbers(*view, encoding.element_bytes)
-            values[one.sizes] = numbers
-            maps.append(driver.TensorMaps(encoding, start + WORD_BYTES * one.driver_sizes, at))
+                found = _view_numbers(*view, encoding.element_bytes)
+            numbers += found
+            maps.append(driver.TensorMaps(encoding, start + one.driver_sizes, at))
             at += driver.TENSOR_MAP_BYTES
+        self._pack_sizes(words, self._sizes_at, *numbers)
         for kernel in self.kernels:
-            values[kernel.config] = kernel.programs(self._device, scratch.sizes) | HIGH
-        values[self._addresses] = [start + offset for offset in self._offsets]
-        self._packed.pack_into(words, 0, *values)
+            words[kernel.config] = kernel.programs(self._device, scratch.sizes) | HIGH
+        addresses = (start * self._ones + self._offsets).to_bytes(self._addresses_bytes, "little")
+        ctypes.memmove(start + self._addresses_at, addresses, self._addresses_bytes)
         return PlanMemory(words, start, maps)
 
     def _place_plain(self, words: _Words, binding: Binding, layouts: Sequence[Layout]) -> dict[str, int]:
@@ -184,14 +185,15 @@ class PlanLayout:
         fixed = tuple(name for name, parameter in plain.items() if binding.is_fixed(parameter))
         tensors = [tensor.pointer for tensor in binding.direction.tensors]
         pieces = [piece.pointer for piece in binding.scratch.pieces.values()]
-        numbers = dict.fromkeys(SCALES, WORD_FORMATS["fp32"])
-        numbers |= dict.fromkeys(["q_offset", *binding.direction.rows], WORD_FORMATS["i32"])
-        written = dict.fromkeys(["", *tensors, *pieces, OFFSET_TENSOR], POINTER) | numbers
-        written |= {name: form for name, form in self.formats.items() if name not in fixed}
+        written = dict.fromkeys(["", *tensors, *pieces, OFFSET_TENSOR], POINTER)
+        written |= dict.fromkeys(SCALES, WORD_FORMATS["fp32"])
+        written |= dict.fromkeys(binding.direction.rows, WORD_FORMATS["i32"])
+        written |= {name: form for name, form in self.formats.items() if name not in (*fixed, "q_offset")}
+        written["q_offset"] = WORD_FORMATS["i32"]  # the last, since a geometry says what it begins with
         known = dict(zip(SCALES, (binding.default_scale, binding.default_scale * LOG2E), strict=True))
         self.places = {name: words.one(form, known.get(name, 0)) for name, form in written.items()}
-        self._scalars, self._pick = words.add(self.formats[name] for name in fixed), _picker(fixed)
-        return self.places | dict(zip(fixed, range(self._scalars.start, self._scalars.stop), strict=True))
+        scalars, self._pick = words.add(self.formats[name] for name in fixed), _picker(fixed)
+        return self.places | dict(zip(fixed, range(scalars.start, scalars.stop), strict=True))
 
     def _place_descriptors(
         self, words: _Words, binding: Binding, layouts: Sequence[Layout]
@@ -212,6 +214,11 @@ class PlanLayout:
                 own[parameter.name] = known[key]
             found.append(own)
         self.described = tuple(known.values())
+        first = self.places["q_offset"]
+        self._sizes_at, self._pack_sizes = (
+            WORD_BYTES * first,
+            struct.Struct("<" + "".join(words.formats[first:])).pack_into,
+        )
         return found
 
     def _place_kernels(
@@ -225,7 +232,7 @@ class PlanLayout:
         """Place what each kernel has of its own, and the addresses of its parameters."""
         null, configs = words.one(), [_place_config(words, part.handle.metadata) for part in parts]
         counters = [words.one() if COUNTER in part.kernel.names else None for part in parts]
-        first = len(words.values)
+        first, offsets = len(words.values), list[int]()
         for part, layout, own, config, counter in zip(parts, layouts, described, configs, counters, strict=True):
             kernel = part.kernel
             self.kernels.append(
@@ -233,7 +240,7 @@ class PlanLayout:
                     entry=kernel.entry,
                     programs=kernel.programs,
                     config=config,
-                    addresses=first + len(self._offsets),
+                    addresses=first + len(offsets),
                     counter=counter,
                 )
             )
@@ -242,11 +249,16 @@ class PlanLayout:
                 if one is None:
                     read = [counter if parameter.name == COUNTER else named[parameter.name]]
                 else:
-                    one.entries.append(first + len(self._offsets))
+                    one.entries.append(first + len(offsets))
                     read = [0, *range(one.sizes.start, one.sizes.start + 2 * one.encoding.rank)]
-                self._offsets += [WORD_BYTES * word for word in read if word is not None]
-            self._offsets += [WORD_BYTES * null] * layout.trailing
-        self._addresses = words.add([POINTER] * len(self._offsets))
+                offsets += [WORD_BYTES * word for word in read if word is not None]
+            offsets += [WORD_BYTES * null] * layout.trailing
+        words.add([POINTER] * len(offsets))
+        # one number with an address in each 64 bits: a start is added to all of them at once
+        self._offsets, self._ones = (
+            sum(one << 64 * n for n, one in enumerate(each)) for each in (offsets, [1] * len(offsets))
+        )
+        self._addresses_at, self._addresses_bytes = WORD_BYTES * first, WORD_BYTES * len(offsets)
 
 
 def _described(
@@ -254,7 +266,9 @@ def _described(
 ) -> DescribedTensor:
     encoding = driver.Encoding(dtype=element, rank=rank, box=box, swizzle=swizzle, element_bytes=ELEMENT_BYTES[element])
     sizes = words.add([*[WORD_FORMATS["i32"]] * rank, *[WORD_FORMATS["i64"]] * rank, *[POINTER] * (2 * rank - 1)])
-    return DescribedTensor(subject=subject, encoding=encoding, sizes=sizes, driver_sizes=sizes.start + 2 * rank)
+    return DescribedTensor(
+        subject=subject, encoding=encoding, sizes=sizes, driver_sizes=WORD_BYTES * (sizes.start + 2 * rank)
+    )
 
 
 def _view_numbers(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +76,10 @@ class ScratchPlan:
         Raises:
             LaunchError: the family names a piece twice.
         """
-        asked = sorted(family(config.family).scratch(spec, config, sizes), key=lambda one: one.name != first)
+        asked: Sequence[Scratch] = family(config.family).scratch(spec, config, sizes)
+        if not asked:
+            return cls(pieces={}, floats=0, sizes=sizes)
+        asked = sorted(asked, key=lambda one: one.name != first)
         names = [one.name for one in asked]
         if len(set(names)) < len(names):
             raise LaunchError(f"pieces of scratch memory have different names, got {names} of {config.family}")

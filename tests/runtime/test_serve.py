@@ -62,10 +62,10 @@ KEYS: dict[str, Callable[[], Any]] = {
 def test_whatever_chooses_code_is_in_the_key(gpu: FakeGpu) -> None:
     for number, call in enumerate(KEYS.values(), start=1):
         call()
-        assert len(gpu.prepared) == len(serve.MEMO) == number
+        assert len(gpu.planned) == len(serve.MEMO) == number
     for call in KEYS.values():
         call()
-    assert len(gpu.prepared) == len(KEYS)
+    assert len(gpu.planned) == len(KEYS)
     assert len(gpu.launched) == 2 * len(KEYS)
 
 
@@ -127,7 +127,7 @@ def test_the_memo_starts_over_rather_than_growing_for_ever(gpu: FakeGpu, monkeyp
     assert len(serve.MEMO) == 2
     flashgen.attention(*qkv(seqlen_q=14))
     flashgen.attention(*qkv(seqlen_q=10))
-    assert len(gpu.prepared) == 6
+    assert len(gpu.planned) == 6
     assert len(gpu.compiled) == 1
 
 

@@ -110,8 +110,8 @@ def _prepared(
     features: Features | None,
 ) -> Any:
     q, k, v = inputs
-    open_key = (flags, *key[10:], q.shape[3:], k.shape[3:], v.shape[3:])
-    run = serve.prepare_open(open_key, inputs, out, dout) if features is None else None
+    open_key = None if features is not None else (flags, *key[10:], q.shape[3:], k.shape[3:], v.shape[3:])
+    run = None if open_key is None else serve.prepare_open(open_key, inputs, out, dout)
     if run is not None:
         serve.remember(key, run)
         return run
@@ -126,6 +126,7 @@ def _prepared(
         offset_tensor=bool(flags & OFFSET_TENSOR),
         tf32=bool(flags & TF32),
         features=features,
+        open_key=open_key,
     )
     call = BackwardCall(
         forward=forward,
@@ -139,6 +140,4 @@ def _prepared(
         if tensor is not None:
             check_lse(name, tensor, q, bshd=forward.bshd)
     serve.remember(key, run)
-    if features is None:
-        serve.open_to_sizes(open_key, call)
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -47,6 +48,11 @@ class BackwardCall:
     def q(self) -> torch.Tensor:
         """The queries."""
         return self.forward.q
+
+    @property
+    def open_key(self) -> tuple[Any, ...] | None:
+        """What backward passes of other sizes have in common with this one."""
+        return self.forward.open_key
 
     @property
     def config(self) -> Config | None:

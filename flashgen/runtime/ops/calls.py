@@ -34,6 +34,8 @@ class Call:
     """The arguments of one attention call that choose code; tensors are in the layout that `bshd` names.
 
     `features` is None for a call without features; `tf32` says that products of float32 tensors may be of TF32.
+    `open_key` is what calls of other sizes have in common with this one, where they may be served without the slow path
+    (`flashgen.runtime.ops.open_calls`).
     """
 
     q: torch.Tensor
@@ -48,6 +50,7 @@ class Call:
     features: Features | None = None
     mods: ScoreMods | None = None
     config: Config | None = None
+    open_key: tuple[Any, ...] | None = None
 
     def checked(self) -> CheckedCall:
         """The call, its rules checked; raises as `CheckedCall.of` does."""

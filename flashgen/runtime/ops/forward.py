@@ -151,21 +151,14 @@ def attention_features_kernel(
 def _prepared(
     key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, flags: int, features: Features | None = None
 ) -> Any:
-    if features is not None:
-        return _prepared_slowly(key, _call(q, k, v, flags, features), flags)
-    open_key = (flags, *key[7:], q.shape[3:], k.shape[3:], v.shape[3:])
-    run = serve.prepare_open(open_key, q, k, v)
-    if run is not None:
-        serve.remember(key, run)
-        return run
-    call = _call(q, k, v, flags)
-    run = _prepared_slowly(key, call, flags)
-    serve.open_to_sizes(open_key, call)
-    return run
-
-
-def _call(q: Tensor, k: Tensor, v: Tensor, flags: int, features: Features | None = None) -> Call:
-    return Call(
+    alone = (flags & ~(TRAINS | DETERMINISTIC | ANY_GRADIENT), *key[1:]) if flags & TRAINS else key
+    open_key = None if features is not None else (alone[0], *key[7:], q.shape[3:], k.shape[3:], v.shape[3:])
+    if open_key is not None and (alone is key or (flags, open_key) in serve.TRAINABLE):
+        run = serve.prepare_open(open_key, q, k, v)
+        if run is not None:
+            serve.remember(key, run)
+            return run
+    call = Call(
         q=q,
         k=k,
         v=v,
@@ -177,31 +170,28 @@ def _call(q: Tensor, k: Tensor, v: Tensor, flags: int, features: Features | None
         tf32=bool(flags & TF32),
         features=features,
         mods=user_mods.resolve(features.mods) if features is not None and features.mods else None,
+        open_key=open_key,
     )
-
-
-def _prepared_slowly(key: tuple[Any, ...], call: Call, flags: int) -> Any:
-    if flags & TRAINS:
-        return _prepared_to_train(key, call, flags)
-    run = serve.prepare(call)
-    serve.remember(key, run)
-    return run
-
-
-def _prepared_to_train(key: tuple[Any, ...], call: Call, flags: int) -> Any:
-    """The plan of the same call with an LSE, once it is known that the backward pass will have a kernel.
-
-    Without one the forward pass fails, which the traceback of the user's own line shows, and not `loss.backward()`.
-    """
-    alone = (flags & ~(TRAINS | DETERMINISTIC | ANY_GRADIENT), *key[1:])
     run = _remembered(alone)
     if run is None:
         run = serve.prepare(call)
         serve.remember(alone, run)
-    asked = frozenset(field for field, bit in GRADIENT_BITS.items() if flags & bit)
-    serve.check_support(BackwardCall(forward=call, deterministic=bool(flags & DETERMINISTIC), gradients=asked))
-    serve.remember(key, run)
+    if alone is not key:
+        _check_backward(call, flags)
+        serve.remember(key, run)
     return run
+
+
+def _check_backward(call: Call, flags: int) -> None:
+    """Refuse a call whose gradients will be asked for and whose backward pass has no kernel.
+
+    Then the forward pass fails, which the traceback of the user's own line shows, and not `loss.backward()`.
+    """
+    asked = frozenset(field for field, bit in GRADIENT_BITS.items() if flags & bit)
+    backward = BackwardCall(forward=call, deterministic=bool(flags & DETERMINISTIC), gradients=asked)
+    spec = serve.check_support(backward)
+    if call.open_key is not None and spec.aligned16:
+        serve.TRAINABLE.add((flags, call.open_key))
 
 
 def attention_lse_kernel(

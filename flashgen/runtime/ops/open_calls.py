@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.codegen.family import Sizes
+from flashgen.core.checks import MAX_SIZE
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.workload import DTYPE_BYTES
@@ -93,10 +94,12 @@ class OpenBackwardCall:
     def run(self, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, dout: Tensor) -> BackwardRun | None:
         """What serves the backward passes of these shapes and strides, or None as of an `OpenCall`."""
         bshd, (q, _, v) = self._bshd, inputs
+        expected = (*q.shape[:3], v.shape[3])
+        if not (self._is_output(out, q, expected) and self._is_output(dout, q, expected)):
+            return None
         views = [_view(tensor, bshd) for tensor in (*inputs, out, dout)]
         sizes = _sizes_of(views[0], views[1], views[2], self._step)
-        expected = (*q.shape[:3], v.shape[3])
-        if sizes is None or not all(self._is_output(tensor, q, expected) for tensor in (out, dout)):
+        if sizes is None:
             return None
         likes = [tensor if tensor.is_contiguous() else torch.empty_like(tensor) for tensor in inputs]
         gradients = tuple(_view(tensor, bshd) for tensor in likes)
@@ -134,6 +137,8 @@ def _sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
     (batch, nheads, seqlen_q, head_dim), (batch_k, nheads_k, seqlen_k, head_dim_k) = q[0], k[0]
     fit = batch == batch_k and head_dim == head_dim_k and k[0][:3] == v[0][:3]
     if not (fit and batch and seqlen_q and seqlen_k and nheads and nheads_k) or nheads % nheads_k:
+        return None
+    if max(batch, nheads, seqlen_q, seqlen_k) > MAX_SIZE:
         return None
     if not (_is_aligned(q, step) and _is_aligned(k, step) and _is_aligned(v, step)):
         return None

@@ -58,6 +58,9 @@ _PLANS: dict[tuple[Specialization, Config, int], OpenPlan] = {}
 _OPEN: dict[tuple[Any, ...], OpenCall | OpenBackwardCall] = {}
 """Calls of which one has been served, by the part of the memo's key that sizes and strides leave as it is."""
 
+TRAINABLE: set[tuple[int, tuple[Any, ...]]] = set()
+"""Flags and keys of such calls whose gradients will be asked for and have a kernel."""
+
 LOCK = threading.RLock()
 _STATE = threading.local()
 _NOTICED: set[str] = set()
@@ -79,6 +82,7 @@ def reload() -> None:
     with LOCK:
         MEMO.clear()
         _OPEN.clear()
+        TRAINABLE.clear()
         _NOTICED.clear()
         settings.cache_clear()
         _records.cache_clear()
@@ -105,6 +109,8 @@ def _prepared(call: AnyCall) -> Any:
     workload = problem.workload
     with LOCK:
         served = resolve(workload, problem.spec, device, records(), config=call.config)
+        if call.open_key is not None and call.open_key not in _OPEN and problem.spec.aligned16:
+            _open_to_sizes(call.open_key, problem, device, index)
         notice(workload, served, device)
         backend = None if call.generated_only else sdpa_backend(workload, problem.spec, served)
         if backend is None:
@@ -119,7 +125,7 @@ def prepare_open(key: tuple[Any, ...], *tensors: Any) -> Any:
     """What serves a call like an earlier one but for its sizes, or None where the slow path has to be asked.
 
     Args:
-        key: that of `open_to_sizes`.
+        key: the `open_key` of both.
         tensors: what `OpenCall.run` or `OpenBackwardCall.run` takes.
     """
     found = _OPEN.get(key)
@@ -129,15 +135,12 @@ def prepare_open(key: tuple[Any, ...], *tensors: Any) -> Any:
         return found.run(*tensors)
 
 
-def open_to_sizes(key: tuple[Any, ...], call: AnyCall) -> None:
-    """Let later calls with this key, without features and of other sizes, be served without the slow path."""
+def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device, index: int) -> None:
+    """Let later calls with this key be served without the slow path."""
     from flashgen.runtime.lookup.by_sizes import SizesLookup
     from flashgen.runtime.ops.open_calls import OpenBackwardCall, OpenCall
 
-    problem, device, index = placed(call)
     spec = problem.spec
-    if key in _OPEN or not spec.aligned16:
-        return
     plans: dict[Config, OpenPlan] = {}
 
     def plan_of(config: Config) -> OpenPlan | None:
@@ -146,14 +149,13 @@ def open_to_sizes(key: tuple[Any, ...], call: AnyCall) -> None:
             plans[config] = found
         return found
 
-    with LOCK:
-        lookup = SizesLookup(records().choices(spec, device), problem.workload, spec, device)
-        kind: Any = OpenBackwardCall if isinstance(problem, CheckedBackwardCall) else OpenCall
-        _OPEN[key] = kind(problem, lookup, plan_of)
+    lookup = SizesLookup(records().choices(spec, device), problem.workload, spec, device)
+    kind: Any = OpenBackwardCall if isinstance(problem, CheckedBackwardCall) else OpenCall
+    _OPEN[key] = kind(problem, lookup, plan_of)
 
 
-def check_support(call: BackwardCall) -> None:
-    """Refuse a call whose backward pass no family serves.
+def check_support(call: BackwardCall) -> Specialization:
+    """Refuse a call whose backward pass no family serves; returns what would be compiled in.
 
     Raises:
         UnsupportedError: that is so; the message lists each family's reason.
@@ -162,6 +164,7 @@ def check_support(call: BackwardCall) -> None:
 
     problem, device, _ = placed(call)
     applicable(problem.spec, device)
+    return problem.spec
 
 
 def placed(call: AnyCall) -> tuple[AnyCheckedCall, Device, int]:
