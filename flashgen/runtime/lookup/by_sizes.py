@@ -35,7 +35,8 @@ class SizesLookup:
             device: the GPU.
         """
         self._workload, self._spec, self._device, self._default = workload, spec, device, choices.default
-        self._exact = frozenset(_key(Sizes.of(exact)) for exact in choices.exact)
+        able = (workload for workload, exact in choices.exact.items() if any(one.reason is None for one in exact))
+        self._exact = frozenset(_key(Sizes.of(workload)) for workload in able)
         rungs = (
             (NEAREST_HERE, choices.here),
             (NEAREST_HERE, choices.twins),
