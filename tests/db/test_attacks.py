@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.codegen.families import validate
+from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError, FlashgenError
 from flashgen.core.peak import least_ms
 from flashgen.core.record import TuningRecord
@@ -277,6 +279,21 @@ def test_a_row_that_cannot_be_read_costs_itself(path: Path, table: str, column: 
         assert [rule in str(each.message) for each in caught] == [True]
 
 
+@pytest.mark.parametrize("error", [KeyError("knob"), TypeError("no len()"), RecursionError("deep"), MemoryError()])
+def test_whatever_a_row_makes_fail_costs_itself(path: Path, error: Exception) -> None:
+    def checked(config: Config) -> Config:
+        if config == FAILED.config:
+            raise error
+        return validate(config)
+
+    execute(path, "UPDATE records SET knobs = (SELECT knobs FROM trials WHERE id = 2) WHERE id = 1")
+    with Store.open(path, read_only=True, validate=checked) as store:
+        with pytest.warns(UserWarning, match=f"records 1 is ignored: {type(error).__name__}"):
+            assert store.records() == [OTHER]
+        with pytest.warns(UserWarning, match=f"trials 2 is ignored: {type(error).__name__}"):
+            assert store.trials(CAUSAL, H200) == [TRIAL]
+
+
 @pytest.mark.parametrize("column", ["reason", "knobs", "times_ms", "stage"])
 @needs_limits
 def test_a_trial_that_is_too_long_costs_itself(path: Path, column: str) -> None:
@@ -381,11 +398,19 @@ def test_a_stored_prediction_of_nothing_costs_its_row(path: Path) -> None:
 
 
 def test_a_damaged_file_is_not_imported(tmp_path: Path, path: Path) -> None:
+    """Not even where its records can be read: the damage is in an index that reading them needs none of."""
+    connection = sqlite3.connect(path)
+    (page,) = connection.execute(
+        "SELECT rootpage FROM sqlite_master WHERE name = 'ix_workloads_specialization'"
+    ).fetchone()
+    (size,) = connection.execute("PRAGMA page_size").fetchone()
+    connection.close()
     content = bytearray(path.read_bytes())
-    offset = content.rindex(b"sdpa-cudnn")
-    content[offset - 60 : offset - 10] = b"\x7f" * 50
+    content[(page - 1) * size : page * size] = bytes(size)
     path.write_bytes(content)
-    with Store.open(tmp_path / "ours.sqlite3") as store, pytest.raises(DatabaseError, match=r"must be whole|malformed"):
+    with Store.open(path, read_only=True) as store:
+        assert store.all_records() == [MEASURED, OTHER]
+    with Store.open(tmp_path / "ours.sqlite3") as store, pytest.raises(DatabaseError, match="must be whole"):
         import_records(store, path)
 
 
