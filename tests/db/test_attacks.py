@@ -135,12 +135,16 @@ def test_an_error_while_a_layer_is_opened_costs_the_layer(
     next_layer_serves(path, r"LookupError: no such thing\\x1b\[2J")
 
 
-def test_memory_that_is_missing_is_an_error_of_the_file(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "rule"), [(MemoryError(), "fit into memory"), (OverflowError("too large"), "integers of 64 bits")]
+)
+def test_what_sqlite_cannot_hold_is_an_error_of_the_file(path: Path, error: Exception, rule: str) -> None:
     def action() -> None:
-        raise MemoryError
+        raise error
 
-    with pytest.raises(DatabaseError, match="fit into memory"):
+    with pytest.raises(DatabaseError, match=rule) as caught:
         retry(path, action)
+    assert str(path) in str(caught.value)
 
 
 # --- nothing in a file is computed -----------------------------------------------------------------------------------
