@@ -79,6 +79,13 @@ def export(
     everything: Annotated[
         bool, typer.Option("--all", help="Records of all databases, not only of the one that is written to.")
     ] = False,
+    with_binaries: Annotated[
+        bool,
+        typer.Option(
+            "--with-binaries", help="Compile their kernels into a bundle beside it, whose name ends in .kernels."
+        ),
+    ] = False,
+    jobs: Annotated[int | None, typer.Option(help="Processes that compile; all CPUs without.", min=1)] = None,
 ) -> None:
     """Write records to one file that can be given away, and to a CSV of the same name beside it."""
     from flashgen.db.exchange import export_records
@@ -91,14 +98,38 @@ def export(
         raise DatabaseError(f"an export needs records; none of {len(found)} known ones match (--all, flashgen db list)")
     count = export_records(records, path)
     output.say(f"{count} records written to {path} and {path.with_suffix('.csv')}")
+    if with_binaries:
+        from flashgen.cli.bundles import export_kernels
+
+        export_kernels(records, path, jobs)
 
 
 @app.command("import")
-def import_(path: Annotated[Path, typer.Argument(help="A file that `flashgen db export` wrote.")]) -> None:
+def import_(
+    path: Annotated[Path, typer.Argument(help="A file that `flashgen db export` wrote.")],
+    with_binaries: Annotated[
+        bool,
+        typer.Option(
+            "--with-binaries",
+            help="Take over the kernels beside it, or a bundle that is named: machine code of a maker that you trust.",
+        ),
+    ] = False,
+) -> None:
     """Take over the records of a file: all are valid, or none is taken. Of two records the better one stays.
 
     Better is one of a kernel that this flashgen still generates, and then the faster one.
     """
+    from flashgen.cli.bundles import SUFFIX, import_kernels
+
+    if path.suffix == SUFFIX and not with_binaries:
+        raise DatabaseError(f"a bundle of compiled kernels is imported with --with-binaries, got {path}")
+    if with_binaries:  # first: a bundle that is refused leaves no records without it
+        import_kernels(path)
+    if path.suffix != SUFFIX:
+        _import_records(path)
+
+
+def _import_records(path: Path) -> None:
     from flashgen.db.exchange import import_records
     from flashgen.db.layers import Layers
     from flashgen.tuning.history import is_current

@@ -45,6 +45,34 @@ def build_key(spec: Specialization, config: Config, device: Device) -> str | Non
     compiler = _compiler()
     if compiler is None:
         return None
+    return _digest(
+        spec,
+        config,
+        device,
+        compiler=compiler,
+        environment=environment,
+        tools=[_stamp(Path(value)) for name, value in environment.items() if name.endswith("_PATH")],
+        python=sys.version_info[:2],
+    )
+
+
+def bundle_key(spec: Specialization, config: Config, device: Device, triton: str) -> str | None:
+    """The key of a config's kernels on every machine where Triton `triton` compiles them as it comes.
+
+    None where `build_key` is None for what is asked, and while a variable changes what the compiler does.
+    """
+    if spec.mods is not None or not device.is_nvidia or compiler_environment() or _is_watched({}):
+        return None
+    return _digest(spec, config, device, bundled=triton)
+
+
+def triton_version() -> str | None:
+    """The version of the Triton that is installed, without importing it; None where there is none."""
+    found = _compiler()
+    return None if found is None else found[0]
+
+
+def _digest(spec: Specialization, config: Config, device: Device, **beside: object) -> str:
     asked = {
         "format": FORMAT,
         "specialization": asdict(spec),
@@ -52,10 +80,7 @@ def build_key(spec: Specialization, config: Config, device: Device) -> str | Non
         "knobs": config.knobs,
         "target": [device.arch, device.warp_size],
         "sources": _sources(),
-        "compiler": compiler,
-        "environment": environment,
-        "tools": [_stamp(Path(value)) for name, value in environment.items() if name.endswith("_PATH")],
-        "python": sys.version_info[:2],
+        **beside,
     }
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 

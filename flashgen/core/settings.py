@@ -5,6 +5,7 @@
 | FLASHGEN_DB | tuning databases, searched first to last, separated by `os.pathsep`; the first one is written to |
 | FLASHGEN_CACHE_DIR | generated sources, their binaries and other files that may be deleted at any time |
 | FLASHGEN_POLICY | `fastest` (default: SDPA where it was measured faster) or `generated` (always a generated kernel) |
+| FLASHGEN_BINARIES | `trusted`: kernels of bundles that `flashgen db import --with-binaries` took over may be loaded |
 | FLASHGEN_NO_COMPILE | `1`: a compile while serving is an error (zero-JIT serving after `warmup`); binaries are read |
 | FLASHGEN_QUIET | `1`: no one-line notice on the first call without a record |
 """
@@ -27,6 +28,7 @@ from flashgen.core.quoting import printable
 APP = "flashgen"
 USER_DB_NAME = "tuning.sqlite3"
 POLICIES = ("fastest", "generated")
+TRUSTED = "trusted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Settings:
     policy: str
     no_compile: bool
     quiet: bool
+    trust_binaries: bool
 
 
 @functools.cache
@@ -58,6 +61,7 @@ def settings() -> Settings:
         policy=policy,
         no_compile=_flag("FLASHGEN_NO_COMPILE"),
         quiet=_flag("FLASHGEN_QUIET"),
+        trust_binaries=_trusts_binaries(),
     )
 
 
@@ -150,6 +154,13 @@ def _expanded(path: str, variable: str) -> Path:
         return Path(path).expanduser().absolute()
     except (OSError, RuntimeError) as error:
         raise SettingError(f"{variable} is a path that can be found, got {path!r}: {error}") from error
+
+
+def _trusts_binaries() -> bool:
+    value = os.environ.get("FLASHGEN_BINARIES", "")
+    if value not in ("", TRUSTED):
+        raise SettingError(f"FLASHGEN_BINARIES is {TRUSTED} or not set, got {value!r}")
+    return value == TRUSTED
 
 
 def _flag(name: str) -> bool:

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from flashgen.codegen.build import CompiledKernel, CompiledPart
-from flashgen.codegen.build_key import build_key
+from flashgen.codegen.build_key import build_key, bundle_key, triton_version
 from flashgen.codegen.families import family
 from flashgen.codegen.render import KernelSource
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.folders import CAN_TELL_OWNERS, is_own, remove_abandoned, write_whole
-from flashgen.core.settings import cache_folder
+from flashgen.core.settings import cache_folder, settings
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import ptx_sizes
 from flashgen.launch.plan import known_layout
@@ -35,6 +36,11 @@ from flashgen.launch.plan import known_layout
 MAGIC = b"flashgen binary\n"
 SUFFIX = ".kernel"
 FOLDER = "binaries"
+BUNDLES = "bundles"
+"""Of kernels that others have compiled (`flashgen.launch.bundles`), under keys that hold on every machine."""
+
+VERSION_SUFFIX = ".triton"
+"""Of an empty file in it that names a version of Triton."""
 
 LARGEST_BYTES = 16 * 2**20
 """Of one file; the largest kernels have some 600 kB."""
@@ -64,15 +70,41 @@ class StoredHandle:
 
 
 def read(spec: Specialization, config: Config, device: Device) -> CompiledKernel | None:
-    """The kernels of a config from an earlier process; None where there are none, or in any doubt."""
-    key = build_key(spec, config, device)
-    if key is None or not CAN_TELL_OWNERS:
+    """The kernels of a config from an earlier process or a trusted bundle; None where there are none, or in doubt."""
+    if not CAN_TELL_OWNERS:
         return None
+    key = build_key(spec, config, device)
+    found = None if key is None else _read(FOLDER, key, spec, config, device)
+    if found is None and settings().trust_binaries:
+        for version in _bundled_versions():
+            key = bundle_key(spec, config, device, version)
+            if key is not None and (found := _read(BUNDLES, key, spec, config, device)) is not None:
+                return found
+    return found
+
+
+def _read(folder: str, key: str, spec: Specialization, config: Config, device: Device) -> CompiledKernel | None:
     try:
-        content = _content(_path(key))
+        content = _content(path_of(folder, key))
         return None if content is None else _kernel(content, key, spec, config, device)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _bundled_versions() -> list[str]:
+    """The Triton that is installed; where there is none, every one that a bundle was made with, newest first."""
+    version = triton_version()
+    if version is not None:
+        return [version]
+    try:
+        names = [path.name for path in cache_folder(BUNDLES).glob(f"*{VERSION_SUFFIX}")]
+    except OSError:
+        return []
+    return [name.removesuffix(VERSION_SUFFIX) for name in sorted(names, key=_numbers, reverse=True)]
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", name)]
 
 
 def write(compiled: CompiledKernel, spec: Specialization, config: Config) -> None:
@@ -83,20 +115,38 @@ def write(compiled: CompiledKernel, spec: Specialization, config: Config) -> Non
     key = build_key(spec, config, compiled.device)
     if key is None or not CAN_TELL_OWNERS or any(known_layout(part) is None for part in compiled.parts):
         return
+    content = packed(compiled, key)
+    if len(content) <= LARGEST_BYTES:
+        with contextlib.suppress(OSError):
+            _save(path_of(FOLDER, key), content)
+
+
+def packed(compiled: CompiledKernel, key: str) -> bytes:
+    """The content of a file for these kernels under a key."""
     binaries = [part.handle.asm["cubin"] for part in compiled.parts]
     text = compiled.source.text.encode()
     header = {"key": key, "text": len(text), "parts": [_described(part) for part in compiled.parts]}
-    packed = json.dumps(header).encode()
-    body = b"".join([len(packed).to_bytes(_LENGTH_BYTES, "little"), packed, text, *binaries])
-    if len(body) > LARGEST_BYTES:
-        return
-    with contextlib.suppress(OSError):
-        _save(_path(key), MAGIC + hashlib.sha256(body).digest() + body)
+    head = json.dumps(header).encode()
+    body = b"".join([len(head).to_bytes(_LENGTH_BYTES, "little"), head, text, *binaries])
+    return MAGIC + hashlib.sha256(body).digest() + body
 
 
-def _path(key: str) -> Path:
-    """Where the kernels of a key lie."""
-    return cache_folder(FOLDER) / f"{key[:32]}{SUFFIX}"
+def stated_key(content: bytes) -> str | None:
+    """The key that the content of a file states; None if its checksum is wrong.
+
+    Raises:
+        ValueError, KeyError, TypeError: it has no header.
+    """
+    body = _checked(memoryview(content))
+    if body is None:
+        return None
+    key: str = _header(body)[0]["key"]
+    return key
+
+
+def path_of(folder: str, key: str) -> Path:
+    """Where the kernels of a key lie in a folder of the cache directory."""
+    return cache_folder(folder) / f"{key[:32]}{SUFFIX}"
 
 
 def _content(path: Path) -> memoryview | None:
@@ -106,7 +156,11 @@ def _content(path: Path) -> memoryview | None:
         seen = os.fstat(descriptor)
         if not stat.S_ISREG(seen.st_mode) or not is_own(seen) or seen.st_size > LARGEST_BYTES + 1024:
             return None
-        raw = memoryview(file.read())
+        return _checked(memoryview(file.read()))
+
+
+def _checked(raw: memoryview) -> memoryview | None:
+    """What follows the checksum, if that is right."""
     start = len(MAGIC) + _DIGEST_BYTES
     if raw[: len(MAGIC)] != MAGIC or hashlib.sha256(raw[start:]).digest() != raw[len(MAGIC) : start]:
         return None
@@ -133,8 +187,7 @@ def _kernel(
     content: memoryview, key: str, spec: Specialization, config: Config, device: Device
 ) -> CompiledKernel | None:
     """The kernels that a file describes, if they are those of the key and launch as this flashgen launches kernels."""
-    start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
-    header = json.loads(bytes(content[_LENGTH_BYTES:start]))
+    header, start = _header(content)
     kernels = family(config.family).kernels(spec, config)
     if header["key"] != key or [part["entry"] for part in header["parts"]] != [kernel.entry for kernel in kernels]:
         return None
@@ -159,6 +212,12 @@ def _kernel(
     if start != len(content) or any(known_layout(part) is None for part in parts):
         return None
     return CompiledKernel(source=KernelSource(entry=config.family, text=text), device=device, parts=tuple(parts))
+
+
+def _header(content: memoryview) -> tuple[dict[str, Any], int]:
+    """The header and where it ends."""
+    start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    return json.loads(bytes(content[_LENGTH_BYTES:start])), start
 
 
 def _handle(described: dict[str, Any], cubin: bytes, name: str) -> StoredHandle:

@@ -56,7 +56,7 @@ def warmup(
     lengths = None if seqlens is None else _lengths(seqlens)
     pairs = set()
     for workload in _asked(workloads, training=training):
-        for spec in _variants(workload, offset_tensor=offset_tensor):
+        for spec in variants(workload, offset_tensor=offset_tensor):
             pairs |= {(spec, config) for config in _reachable(workload, spec, where, lengths)}
     return serve.warm(pairs, where, index)
 
@@ -74,7 +74,7 @@ def _asked(workloads: Iterable[Workload | str], *, training: bool) -> Iterator[W
             yield replace(workload, direction="backward", deterministic=fixed)
 
 
-def _variants(workload: Workload, *, offset_tensor: bool) -> Iterator[Specialization]:
+def variants(workload: Workload, *, offset_tensor: bool) -> Iterator[Specialization]:
     """What of the same workload is compiled by itself: a bias may have a gradient or not."""
     offsets = (False, True) if offset_tensor and _has_positions(workload) else (False,)
     bias_grads = (False, True) if workload.direction == "backward" and workload.bias else (False,)

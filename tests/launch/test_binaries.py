@@ -126,7 +126,7 @@ def test_a_file_of_another_key_is_not_read(stored: Path) -> None:
     other = CONFIG.replace(num_stages=3 if CONFIG["num_stages"] == 2 else 2)
     wrong = keys.build_key(SPEC, other, H200)
     assert wrong is not None
-    stored.rename(binaries._path(wrong))
+    stored.rename(binaries.path_of(binaries.FOLDER, wrong))
     assert binaries.read(SPEC, other, H200) is None
 
 

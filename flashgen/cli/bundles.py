@@ -1,0 +1,105 @@
+"""Bundles of compiled kernels, for `flashgen db export` and `flashgen db import`."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.cli import output
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import BuildError, DatabaseError
+from flashgen.core.record import TuningRecord
+from flashgen.core.settings import TRUSTED, settings
+from flashgen.core.workload import Specialization
+
+if TYPE_CHECKING:
+    from flashgen.launch.bundles import Contents, Entry
+
+SUFFIX = ".kernels"
+
+Job = tuple[Specialization, Config, Device]
+
+
+def export_kernels(records: Iterable[TuningRecord], path: Path, processes: int | None) -> None:
+    """Compile the kernels of these records, for the devices that they are for, into a bundle beside an export.
+
+    Raises:
+        DatabaseError: there are none, or the bundle cannot be written.
+    """
+    from flashgen.codegen.build_key import triton_version
+    from flashgen.launch import bundles
+
+    version = triton_version()
+    if version is None:
+        raise DatabaseError("a bundle is compiled by Triton, which is not installed here")
+    jobs = jobs_of(records)
+    entries: list[Entry] = []
+    failures: list[str] = []
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for found in pool.map(_compiled, jobs):
+            if isinstance(found, str):
+                failures.append(found)
+            else:
+                entries.append(found)
+    for reason in dict.fromkeys(failures):
+        output.say(f"left out: {reason}")
+    if not entries:
+        raise DatabaseError(f"a bundle needs kernels; none of {len(jobs)} can be given away")
+    targets = {device.arch for _, _, device in jobs}
+    written = bundles.write(path.with_suffix(SUFFIX), entries, targets, version)
+    output.say(f"{_words(written)} written to {path.with_suffix(SUFFIX)}")
+
+
+def import_kernels(path: Path) -> None:
+    """Take over the bundle beside an export, or the one that is named.
+
+    Raises:
+        DatabaseError: it is no bundle, damaged or for another GPU than that of this machine.
+    """
+    from flashgen.cli.arguments import device_here
+    from flashgen.launch import bundles
+
+    here = device_here()
+    found = bundles.install(path.with_suffix(SUFFIX), target=None if here is None else here.arch)
+    output.say(f"{_words(found)} taken over from {path.with_suffix(SUFFIX)}")
+    if not settings().trust_binaries:
+        output.say(f"they are loaded where FLASHGEN_BINARIES={TRUSTED} is set")
+
+
+def jobs_of(records: Iterable[TuningRecord]) -> list[Job]:
+    """What the calls of these records load: each once."""
+    from flashgen.runtime.warmup import variants
+
+    jobs = [
+        (spec, record.config, record.device)
+        for record in records
+        if record.device.is_nvidia
+        for spec in variants(record.workload, offset_tensor=False)
+    ]
+    unique = {(spec, config, device.arch): (spec, config, device) for spec, config, device in jobs}
+    return list(unique.values())
+
+
+def _compiled(job: Job) -> Entry | str:
+    """The kernels of a job, or why there are none."""
+    from flashgen.launch import bundles
+
+    try:
+        found = bundles.entry_of(*job)
+    except BuildError as error:
+        return str(error)
+    return (
+        found or f"{job[1]} for {job[0].key}, which cannot be launched without Triton or was compiled under variables"
+    )
+
+
+def _words(found: Contents) -> str:
+    size = sum(whole for whole, _ in found.sizes.values()), sum(packed for _, packed in found.sizes.values())
+    return (
+        f"{len(found.sizes)} kernels for {', '.join(found.targets)} by Triton {found.triton} "
+        f"({size[1] / 1e6:.1f} MB, {size[0] / 1e6:.1f} MB unpacked, SHA-256 {found.digest})"
+    )

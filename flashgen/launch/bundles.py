@@ -1,0 +1,235 @@
+"""Bundles: compiled kernels in one file to give away, so that who trusts it needs no compiler.
+
+A bundle holds machine code, which no check can prove harmless: nothing of it is used unless its user says so, once when
+it is imported and once for every process (`FLASHGEN_BINARIES=trusted`). What can be checked is that it is whole, and
+that each kernel is the one that is asked for: its key is made of the sources, the Triton, the target and the options.
+
+    magic, SHA-256 of the index, length of the index (8 bytes), index (JSON), entries in order (zstd)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.codegen.build_key import bundle_key, triton_version
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import DatabaseError
+from flashgen.core.folders import write_whole
+from flashgen.core.settings import cache_folder
+from flashgen.core.workload import Specialization
+from flashgen.launch import binaries
+from flashgen.launch.plan import known_layout
+
+SUFFIX = ".kernels"
+MAGIC = b"flashgen bundle\n"
+FORMAT = 1
+LEVEL = 19
+"""Of compression: a bundle is written once and fetched often."""
+
+MOST_ENTRIES = 100_000
+MOST_BYTES = 4 * 2**30
+"""Of a bundle; the largest, of all shipped records of an H200, has a few MB."""
+
+_LARGEST_INDEX_BYTES = 64 * 2**20
+_DIGEST_BYTES, _LENGTH_BYTES = 32, 8
+_KEY = re.compile(r"[0-9a-f]{64}")
+_TARGET = re.compile(r"[a-z0-9]{1,16}")
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One compiled config: the content of a file of `flashgen.launch.binaries`, under a key of `bundle_key`."""
+
+    key: str
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What the index of a bundle says.
+
+    Attributes:
+        digest: SHA-256 of the index, which has those of all entries.
+        triton: the version that compiled it.
+        targets: the architectures of its kernels.
+        sizes: bytes of each entry by key: as they are, and compressed.
+    """
+
+    digest: str
+    triton: str
+    targets: tuple[str, ...]
+    sizes: dict[str, tuple[int, int]]
+
+
+def entry_of(spec: Specialization, config: Config, device: Device) -> Entry | None:
+    """Compile a config for a device, present or not; None where its kernels cannot be given away.
+
+    Raises:
+        BuildError: it does not compile.
+    """
+    from flashgen.codegen.build import compile_kernel
+
+    version = triton_version()
+    key = None if version is None else bundle_key(spec, config, device, version)
+    if key is None:
+        return None
+    compiled = compile_kernel(spec, config, device)
+    if any(known_layout(part) is None for part in compiled.parts):
+        return None
+    return Entry(key=key, content=binaries.packed(compiled, key))
+
+
+def write(path: Path, entries: Iterable[Entry], targets: Iterable[str], triton: str) -> Contents:
+    """Write a bundle; equal entries give equal bytes.
+
+    Raises:
+        DatabaseError: it cannot be written, or no library for zstd is installed.
+    """
+    compress, _ = _zstd()
+    index: list[dict[str, object]] = []
+    packed: list[bytes] = []
+    for entry in sorted(entries, key=lambda entry: entry.key):
+        packed.append(compress(entry.content))
+        digest = hashlib.sha256(packed[-1]).hexdigest()
+        index.append({"key": entry.key, "sha256": digest, "bytes": len(entry.content), "compressed": len(packed[-1])})
+    head = {"format": FORMAT, "triton": triton, "targets": sorted(set(targets)), "entries": index}
+    text = json.dumps(head, sort_keys=True).encode()
+    digest_of_index = hashlib.sha256(text).digest()
+    content = b"".join([MAGIC, digest_of_index, len(text).to_bytes(_LENGTH_BYTES, "little"), text, *packed])
+    try:
+        write_whole(path, content)
+        path.chmod(0o644)
+    except OSError as error:
+        raise DatabaseError(f"a bundle needs a place that can be written, got {path}: {error}") from error
+    return _contents(head, digest_of_index.hex())
+
+
+def install(path: Path, *, target: str | None = None) -> Contents:
+    """Take over the kernels of a bundle: all of them are whole and what the index says, or none is taken.
+
+    Args:
+        path: the bundle.
+        target: the architecture that they must be for, None for any.
+
+    Raises:
+        DatabaseError: it is no bundle, damaged, or for other devices; or it cannot be kept.
+    """
+    try:
+        found, entries = _opened(path)
+        if target is not None and found.targets != (target,):
+            listed = ", ".join(found.targets) or "none"
+            raise DatabaseError(f"a bundle is for the GPU that it is imported for, {target}; {path} is for {listed}")
+        for _ in entries:  # all is well, or nothing is written
+            pass
+        folder = cache_folder(binaries.BUNDLES)
+        for entry in _opened(path)[1]:
+            write_whole(binaries.path_of(binaries.BUNDLES, entry.key), entry.content)
+        (folder / f"{found.triton}{binaries.VERSION_SUFFIX}").touch()
+    except OSError as error:
+        raise DatabaseError(f"a bundle is a file that can be read, and needs a place; {path}: {error}") from error
+    return found
+
+
+def _opened(path: Path) -> tuple[Contents, Iterator[Entry]]:
+    """The index, and the entries, each checked as it is read.
+
+    Raises:
+        DatabaseError: it is no bundle, or damaged.
+        OSError: it cannot be read.
+    """
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        raise DatabaseError(f"a bundle is a plain file of at most {MOST_BYTES >> 30} GiB, got {path}")
+    with path.open("rb") as file:
+        fixed = file.read(len(MAGIC) + _DIGEST_BYTES + _LENGTH_BYTES)
+        length = int.from_bytes(fixed[-_LENGTH_BYTES:], "little")
+        text = file.read(min(length, _LARGEST_INDEX_BYTES))
+    digest = fixed[len(MAGIC) : len(MAGIC) + _DIGEST_BYTES]
+    if not fixed.startswith(MAGIC) or len(text) != length or hashlib.sha256(text).digest() != digest:
+        raise DatabaseError(
+            f"a bundle is a file that `flashgen db export --with-binaries` wrote, and whole; got {path}"
+        )
+    try:
+        head = json.loads(text)
+        contents = _contents(head, digest.hex())
+        hashes = [str(entry["sha256"]) for entry in head["entries"]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DatabaseError(f"a bundle has an index that this flashgen reads; {path}: {error}") from error
+    return contents, _entries(path, contents, hashes, len(fixed) + length)
+
+
+def _contents(head: dict[str, Any], digest: str) -> Contents:
+    """What an index says.
+
+    Raises:
+        ValueError: it breaks a rule.
+        KeyError, TypeError: something is missing, or of another type.
+    """
+    if head["format"] != FORMAT:
+        raise ValueError(f"its format is {FORMAT}, got {head['format']!r}")
+    sizes = {str(each["key"]): (int(each["bytes"]), int(each["compressed"])) for each in head["entries"]}
+    if len(sizes) != len(head["entries"]) or len(sizes) > MOST_ENTRIES or not all(map(_KEY.fullmatch, sizes)):
+        raise ValueError(f"it has at most {MOST_ENTRIES} keys of 64 hexadecimal digits, each once")
+    if any(not 0 < size <= binaries.LARGEST_BYTES for pair in sizes.values() for size in pair):
+        raise ValueError(f"an entry has at most {binaries.LARGEST_BYTES} bytes")
+    if not _VERSION.fullmatch(head["triton"]):
+        raise ValueError(f"it names a version of Triton, got {head['triton']!r}")
+    if not all(map(_TARGET.fullmatch, head["targets"])):
+        raise ValueError("it names architectures in letters and digits")
+    return Contents(digest=digest, triton=head["triton"], targets=tuple(head["targets"]), sizes=sizes)
+
+
+def _entries(path: Path, contents: Contents, hashes: list[str], start: int) -> Iterator[Entry]:
+    _, decompress = _zstd()
+    with path.open("rb") as file:
+        file.seek(start)
+        for (key, (size, compressed)), digest in zip(contents.sizes.items(), hashes, strict=True):
+            packed = file.read(compressed)
+            if len(packed) != compressed or hashlib.sha256(packed).hexdigest() != digest:
+                raise DatabaseError(
+                    f"every kernel of a bundle has the hash that its index states; {key} of {path} has not"
+                )
+            entry = Entry(key=key, content=decompress(packed, size))
+            if _stated(entry) != key:
+                raise DatabaseError(f"every kernel of a bundle states the key of its index; {key} of {path} does not")
+            yield entry
+        if file.read(1):
+            raise DatabaseError(f"a bundle ends behind its last kernel; {path} goes on")
+
+
+def _stated(entry: Entry) -> str | None:
+    try:
+        return binaries.stated_key(entry.content)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _zstd() -> tuple[Any, Any]:
+    """Functions that compress, and that decompress to a size that was stated.
+
+    Raises:
+        DatabaseError: no library is installed.
+    """
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DatabaseError("a bundle is compressed with zstd: pip install 'flashgen[bundles]'") from error
+
+    def decompress(packed: bytes, size: int) -> bytes:
+        try:
+            # a frame that states another size, or none, is refused before memory is taken for it
+            if zstandard.frame_content_size(packed) != size:
+                raise DatabaseError("a kernel of a bundle has the size that its index states")
+            content: bytes = zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
+        except zstandard.ZstdError as error:
+            raise DatabaseError(f"a kernel of a bundle can be decompressed: {error}") from error
+        return content
+
+    return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress, decompress

@@ -1,0 +1,99 @@
+"""`flashgen db export` and `import` with `--with-binaries`: kernels beside the records, and only if asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashgen.cli import arguments
+from flashgen.cli import bundles as commands
+from flashgen.codegen.families import default_config
+from flashgen.core.device import find_device
+from flashgen.core.errors import BuildError
+from flashgen.core.settings import settings
+from flashgen.core.workload import Specialization
+from flashgen.db.store import Store
+from flashgen.launch import binaries, bundles
+from tests.cli.conftest import Invoke
+from tests.db.samples import MEASURED, SHORT, timed
+
+pytest.importorskip("zstandard")
+
+
+class OneProcess:
+    """Compiles in this process."""
+
+    def __init__(self, *asked: object) -> None:
+        pass
+
+    def __enter__(self) -> OneProcess:
+        return self
+
+    def __exit__(self, *asked: object) -> None:
+        pass
+
+    def map(self, function: Callable[[Any], Any], jobs: Iterable[Any]) -> Iterator[Any]:
+        return map(function, jobs)
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A record of a GPU whose kernels compile in a second."""
+    monkeypatch.setattr(commands, "ProcessPoolExecutor", OneProcess)
+    a100 = find_device("a100")
+    config = default_config(Specialization.of(SHORT), a100)
+    path = settings().db_layers[0]
+    with Store.open(path) as store:
+        store.put_records([timed(MEASURED, 1.0, workload=SHORT, device=a100, config=config)])
+    return path
+
+
+def kept() -> list[Path]:
+    return list((settings().cache_dir / binaries.BUNDLES).glob(f"*{binaries.SUFFIX}"))
+
+
+def test_kernels_travel_beside_the_records(invoke: Invoke, tuned: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "tuned.sqlite3"
+    done = invoke("db", "export", target, "--with-binaries", "--jobs", "1")
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in target.parent.iterdir()) == ["tuned.csv", "tuned.kernels", "tuned.sqlite3"]
+    assert "1 kernels for sm80 by Triton" in done.stdout
+    assert invoke("db", "import", target).exit_code == 0
+    assert kept() == [], "not asked for"
+    refused = invoke("db", "import", target.with_suffix(".kernels"))
+    assert refused.exit_code == 1
+    assert "imported with --with-binaries" in refused.stderr
+    for asked in (target, target.with_suffix(".kernels")):
+        done = invoke("db", "import", asked, "--with-binaries")
+        assert "1 kernels for sm80" in done.stdout
+        assert "FLASHGEN_BINARIES=trusted" in done.stdout
+        (found,) = kept()
+        found.unlink()
+
+
+def test_a_bundle_for_another_gpu_than_this_one_is_refused(
+    invoke: Invoke, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "tuned.sqlite3"
+    invoke("db", "export", target, "--with-binaries")
+    monkeypatch.setattr(arguments, "device_here", lambda: find_device("h200"))
+    done = invoke("db", "import", target, "--with-binaries")
+    assert done.exit_code == 1
+    assert "is for the GPU that it is imported for, sm90" in done.stderr
+    assert kept() == []
+
+
+def test_what_does_not_compile_is_said_and_left_out(
+    invoke: Invoke, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*job: object) -> None:
+        raise BuildError("ptxas is out of registers")
+
+    monkeypatch.setattr(bundles, "entry_of", broken)
+    done = invoke("db", "export", tmp_path / "tuned.sqlite3", "--with-binaries")
+    assert done.exit_code == 1
+    assert "left out: ptxas is out of registers" in done.stdout
+    assert "a bundle needs kernels; none of 1 can be given away" in done.stderr
