@@ -200,6 +200,12 @@ def _large_bomb(head: dict[str, Any], entries: list[bytes]) -> None:
     put(head, entries, zstandard.ZstdCompressor().compress(bytes(256 * 2**20)), 256 * 2**20)
 
 
+def _compressed_again(head: dict[str, Any], entries: list[bytes]) -> None:
+    """The same kernel in other bytes, under the hash of the first ones."""
+    entries[0] = zstandard.ZstdCompressor(level=1).compress(zstandard.ZstdDecompressor().decompress(entries[0]))
+    head["entries"][0]["compressed"] = len(entries[0])
+
+
 def _no_frame(head: dict[str, Any], entries: list[bytes]) -> None:
     put(head, entries, b"no frame at all")
 
@@ -214,7 +220,9 @@ def _exchanged(head: dict[str, Any], entries: list[bytes]) -> None:
 
 
 def _path_for_key(head: dict[str, Any], entries: list[bytes]) -> None:
-    head["entries"][0]["key"] = "../../../" + head["entries"][0]["key"][9:]
+    head["entries"][0]["key"] = key = "../../../" + head["entries"][0]["key"][9:]
+    content = binaries.packed(FRESH, key)
+    put(head, entries, zstandard.ZstdCompressor().compress(content), len(content))
 
 
 def _path_for_version(head: dict[str, Any], entries: list[bytes]) -> None:
@@ -243,29 +251,30 @@ def _negative(head: dict[str, Any], entries: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "rule"),
     [
-        *(
-            _bomb,
-            _large_bomb,
-            _no_frame,
-            _no_kernel,
-            _exchanged,
-            _path_for_key,
-            _path_for_version,
-            _escape_for_target,
-            _twice,
-        ),
-        *(_later_format, _list_for_entry, _negative, _escape_for_target),
+        (_bomb, "has the size that its index states"),
+        (_large_bomb, "an entry has at most 16777216 bytes"),
+        (_compressed_again, "has the hash that its index states"),
+        (_no_frame, "can be decompressed"),
+        (_no_kernel, "states the key of its index"),
+        (_exchanged, "states the key of its index"),
+        (_path_for_key, "keys of 64 hexadecimal digits"),
+        (_path_for_version, "names a version of Triton"),
+        (_escape_for_target, "architectures in letters and digits"),
+        (_twice, "each once"),
+        (_later_format, "its format is 1, got 2"),
+        (_list_for_entry, "an index that this flashgen reads"),
+        (_negative, "an entry has at most"),
     ],
 )
-def test_a_made_up_bundle_is_refused_whole(bundle: Path, change: Callable[..., None]) -> None:
+def test_a_made_up_bundle_is_refused_whole(bundle: Path, change: Callable[..., None], rule: str) -> None:
     remade(bundle, lambda head, entries: None)
     assert len(bundles.install(bundle).sizes) == 2
     for path in (settings().cache_dir / binaries.BUNDLES).iterdir():
         path.unlink()
     remade(bundle, change)
-    with pytest.raises(DatabaseError):
+    with pytest.raises(DatabaseError, match=rule):
         bundles.install(bundle)
     assert kept() == []
 
