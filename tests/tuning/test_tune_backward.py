@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -30,12 +28,6 @@ PORTABLE = {"portable_backward_fused", "portable_backward_split"}
 SHAPE = "b2-h16-s4096-d128-causal"
 BACKWARD = Workload.parse(f"bwd-{SHAPE}")
 SAME_BITS = dataclasses.replace(BACKWARD, deterministic=True)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "tuning.sqlite3") as opened:
-        yield opened
 
 
 def run(store: Store, *workloads: Workload, trials: int = 25, events: list[Event] | None = None) -> FakeExecutor:

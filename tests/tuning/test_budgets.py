@@ -1,0 +1,84 @@
+"""What a budget in seconds leaves to the search and to the finals."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.families import default_config
+from flashgen.core.record import Measurement
+from flashgen.db.store import Store
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.finals import Finals
+from tests.tuning.fakes import H200, FakeExecutor
+from tests.tuning.runs import CAUSAL, TWO_FAMILIES, chosen, run
+
+
+@pytest.mark.parametrize("seconds", [8.0, 20.0, 60.0])
+def test_a_budget_in_seconds_holds_for_search_and_finals_together(store: Store, seconds: float) -> None:
+    executor = FakeExecutor()
+    (outcome,) = run(store, executor=executor, budget=Budget(seconds=seconds)).outcomes
+    # two rounds of the last race are the least that tells a difference from noise
+    least = 2 * (2 * 7 + 3) * 0.4 + Finals().near_s(12)
+    # the first candidate is free
+    assert outcome.seconds <= max(seconds, 0.4 * seconds + least) + 2 * executor.evaluate_s
+    assert len(executor.evaluated) >= 0.4 * seconds / executor.evaluate_s - 1
+    assert outcome.status == "tuned"
+
+
+def test_what_is_served_is_measured_however_short_the_budget_is(store: Store) -> None:
+    """Else the default, the only one that a process has time for while it starts, would take its place unraced."""
+    run(store, budget=Budget(trials=60))
+    incumbent = chosen(store).config
+    default = default_config(CAUSAL.specialization, H200)
+    executor = FakeExecutor()
+    run(store, executor=executor, retune=True, budget=Budget(seconds=executor.evaluate_s / 2))
+    assert incumbent != default
+    assert [config for _, config in executor.evaluated] == [default, incumbent]
+    assert incumbent in executor.races[-1].configs
+    assert chosen(store).config == incumbent
+
+
+def test_a_short_budget_leaves_time_to_search(store: Store) -> None:
+    """With few configs near the best the finals are short, and the search gets what they do not need."""
+    executor = FakeExecutor()
+    finals = Finals(rounds=2)
+    (outcome,) = run(
+        store, executor=executor, budget=Budget(seconds=12.0), finals=finals, families=TWO_FAMILIES
+    ).outcomes
+    assert outcome.status == "tuned"
+    assert len(executor.evaluated) >= 14
+    # the last trial may bring one more config to the finals: two rounds of two windows
+    assert outcome.seconds <= 12.0 + 2 * 2 * (finals.warm_s + finals.window_s) + 1e-9
+    assert executor.races[-1].rounds == 2
+
+
+def test_the_wait_for_the_first_candidate_takes_nothing_from_the_search(store: Store, tmp_path: Path) -> None:
+    """Inputs, right answers and a cold compiler: a search of 8 seconds behind a wait of 20 is one of 8 seconds."""
+    prompt, slow = FakeExecutor(), FakeExecutor()
+
+    def wait_once(number: int) -> None:
+        slow.clock.now += 0.0 if number else 20.0
+
+    slow.on_evaluate = wait_once
+    budget = Budget(seconds=8.0)
+    (quick,) = run(store, executor=prompt, budget=budget).outcomes
+    with Store.open(tmp_path / "other.sqlite3") as other:  # without the record of the first, which finals would race
+        (delayed,) = run(other, executor=slow, budget=budget).outcomes
+    assert len(slow.evaluated) >= len(prompt.evaluated) > 5
+    assert 20.0 < delayed.seconds <= quick.seconds + 20.0 + 1.0
+
+
+def test_a_default_far_behind_is_not_raced_again(store: Store) -> None:
+    class Slow(FakeExecutor):
+        def evaluate(self, job):  # type: ignore[no-untyped-def]
+            outcome = super().evaluate(job)
+            if job.config == default_config(CAUSAL.specialization, H200) and isinstance(outcome, Measurement):
+                return dataclasses.replace(outcome, times_ms=tuple(2 * time for time in outcome.times_ms))
+            return outcome
+
+    executor = Slow()
+    run(store, executor=executor)
+    assert default_config(CAUSAL.specialization, H200) not in executor.races[-1].configs

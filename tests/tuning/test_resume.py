@@ -1,0 +1,109 @@
+"""What was done is kept: a killed run loses the candidate in flight, and the next one goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.families import default_config
+from flashgen.core.record import Measurement
+from flashgen.core.settings import child_environment
+from flashgen.db.store import Store
+from flashgen.tuning.budget import Budget
+from tests.tuning.fakes import H200, FakeExecutor
+from tests.tuning.runs import CAUSAL, PLAIN, Killed, chosen, run
+
+
+@pytest.mark.parametrize("after", [1, 12, 20])
+def test_a_killed_run_loses_the_trial_in_flight_alone(store: Store, after: int) -> None:
+    def kill(number: int) -> None:
+        if number == after:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(store, executor=FakeExecutor(on_evaluate=kill))
+    kept = store.trials(CAUSAL, H200)
+    assert sum(isinstance(trial.outcome, Measurement) for trial in kept) == after
+    assert store.record(CAUSAL, H200) is None
+    executor = FakeExecutor()
+    run(store, executor=executor)
+    assert len(store.trials(CAUSAL, H200)) == 30
+    assert not {t.config for t in kept} & {config for _, config in executor.evaluated}
+    assert chosen(store).provenance == "measured"
+
+
+def test_kill_9_loses_the_trial_in_flight_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite3"
+    Store.open(path).close()
+    script = "from tests.tuning import slow_run; slow_run.main()"
+    process = subprocess.Popen([sys.executable, "-c", script, str(path)], env=child_environment(PYTHONPATH=os.getcwd()))
+    with Store.open(path, read_only=True) as watched:
+        while len(watched.trials(CAUSAL, H200)) < 5:
+            assert process.poll() is None, "the run must not end by itself"
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        kept = watched.trials(CAUSAL, H200)
+    with Store.open(path) as opened:
+        executor = FakeExecutor()
+        (outcome,) = run(opened, executor=executor).outcomes
+        assert outcome.status == "tuned"
+        assert {trial.config for trial in kept} <= {trial.config for trial in opened.trials(CAUSAL, H200)}
+        assert not {trial.config for trial in kept} & {config for _, config in executor.evaluated}
+
+
+def test_ctrl_c_ends_the_run_and_keeps_what_was_done(store: Store) -> None:
+    def interrupt(number: int) -> None:
+        if number == 40:
+            raise KeyboardInterrupt
+
+    finished = run(store, CAUSAL, PLAIN, executor=FakeExecutor(on_evaluate=interrupt))
+    assert finished.interrupted
+    assert [outcome.workload for outcome in finished.outcomes] == [CAUSAL]
+    assert store.trials(PLAIN, H200)
+    again = run(store, CAUSAL, PLAIN)
+    assert [outcome.status for outcome in again.outcomes] == ["skipped", "tuned"]
+
+
+def test_a_finished_workload_is_skipped_until_it_is_retuned(store: Store) -> None:
+    run(store)
+    executor = FakeExecutor()
+    (skipped,) = run(store, executor=executor).outcomes
+    assert (skipped.status, executor.evaluated) == ("skipped", [])
+    (again,) = run(store, executor=executor, retune=True).outcomes
+    assert again.status in ("tuned", "kept")
+    assert executor.evaluated
+
+
+def test_a_changed_template_is_tuned_again_with_the_old_winner_as_incumbent(store: Store) -> None:
+    run(store)
+    old = chosen(store)
+    store.put_record(dataclasses.replace(old, source_digest="of another template"))
+    executor = FakeExecutor()
+    (outcome,) = run(store, executor=executor, budget=Budget(trials=2)).outcomes
+    assert [config for _, config in executor.evaluated] == [default_config(CAUSAL.specialization, H200), old.config]
+    assert outcome.status == "kept"
+    assert chosen(store).source_digest == old.source_digest
+
+
+def test_a_run_that_is_killed_in_its_finals_goes_on_with_them(store: Store) -> None:
+    class Dying(FakeExecutor):
+        def race(self, job):  # type: ignore[no-untyped-def]
+            if job.baselines:
+                raise Killed
+            return super().race(job)
+
+    with pytest.raises(Killed):
+        run(store, executor=Dying())
+    assert len(store.trials(CAUSAL, H200)) == 30
+    executor = FakeExecutor()
+    run(store, executor=executor)
+    assert executor.evaluated == []
+    assert all(job.hard for job in executor.races)
+    assert chosen(store).hard_ms is not None
