@@ -169,7 +169,7 @@ def test_a_call_is_answered_alike_everywhere(number: int) -> None:
         assert without_devices(form(unwritten)) == form(first), where
     name = chosen.choice([name for name, value in given.items() if isinstance(value, torch.Tensor)])
     for new in (lambda tensor: tensor, lambda tensor: tensor.as_subclass(OnGpu)):
-        serve.MEMO.clear()  # a GPU and the meta device have different indices, this CPU and the meta device have not
+        serve.reload()  # a GPU and the meta device have different indices, this CPU and the meta device have not
         mixed = answer({**moved(given, new), name: on_meta(given[name])})
         assert isinstance(mixed, str), f"{where}: {name} is on another device, and nobody has said so"
         assert isinstance(first, str) or mixed.startswith(WorkloadError.__name__), (where, mixed)

@@ -20,7 +20,8 @@ def test_failures_are_counted_and_do_not_end_a_search(store: Store) -> None:
         return Failure(stage="timeout", reason="hung") if dict(config.knobs).get("loads") == "pointer" else None
 
     events: list[Event] = []
-    (outcome,) = run(store, executor=FakeExecutor(broken=broken), events=events).outcomes
+    compiler = FakeCompiler(spilling=0.3)
+    (outcome,) = run(store, executor=FakeExecutor(broken=broken), compiler=compiler, events=events).outcomes
     failed = [e.trial.outcome for e in events if isinstance(e, TrialFinished) and isinstance(e.trial.outcome, Failure)]
     assert sum(dict(outcome.failures).values()) == len(failed) > 0
     assert {"timeout", "resources"} <= set(dict(outcome.failures))

@@ -8,6 +8,7 @@ import pytest
 
 from flashgen.codegen.families import default_config, invalid, successor
 from flashgen.core.config import Config
+from flashgen.core.peak import least_ms
 from flashgen.core.record import Measurement, Trial
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
@@ -61,7 +62,7 @@ def test_what_a_family_offers_no_more_is_followed_by_its_successor(store: Store)
     former = old.config.replace(softmax_reference="first_block")
     assert invalid(former, CAUSAL.specialization, H200) is not None
     store.put_record(dataclasses.replace(old, config=former))
-    outcome = Measurement(times_ms=(0.001,), reference_ms=1.0)
+    outcome = Measurement(times_ms=(1.01 * least_ms(CAUSAL, H200),), reference_ms=1.0)
     trial = Trial(workload=CAUSAL, device=H200, config=former, source="random", outcome=outcome)
     store.put_trial(dataclasses.replace(trial, created=timestamp()))
     executor, budget = FakeExecutor(), Budget(trials=2)
