@@ -64,6 +64,7 @@ def forward_loop(w: Workload, tile: Tiling) -> Loop:
         heavy_first=tile.heavy_first,
         steps_in_flight=tile.steps_in_flight,
         precision=tile.precision,
+        hardware_tanh=tile.hardware_tanh,
     )
 
 

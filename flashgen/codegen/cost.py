@@ -30,6 +30,7 @@ class Tiling:
         steps_in_flight: steps that one warp works on at once: 2 where the next one's products hide a softmax.
         packed_heads: heads that share keys, whose rows the query rows are.
         precision: how fp32 tiles are multiplied, as Triton calls it; empty where elements have 16 bits.
+        hardware_tanh: whether one special function computes the tanh of a softcap.
     """
 
     block_m: int
@@ -44,6 +45,7 @@ class Tiling:
     steps_in_flight: int = 1
     packed_heads: int = 1
     precision: str = ""
+    hardware_tanh: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,8 @@ class Loop:
         added_trips: how many times as long as one pass through shared memory they keep the warps busy.
         products_in_flight: whether the tensor cores read the operands of one product while they work on another.
         through_smem: whether every score goes through shared memory once more, for a product with the other side.
-        warps, stages, pointer_loads, heads_per_group, heavy_first, steps_in_flight, precision: as in `Tiling`.
+        warps, stages, pointer_loads, heads_per_group, heavy_first, steps_in_flight, precision, hardware_tanh: as in
+            `Tiling`.
     """
 
     rows: int
@@ -110,6 +113,7 @@ class Loop:
     heavy_first: bool
     steps_in_flight: int = 1
     precision: str = ""
+    hardware_tanh: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,3 +127,8 @@ def default_config(spec: Specialization, device: Device, only: Sequence[str] = (
         UnsupportedError: no family applies.
     """
     return applicable(spec, device, only)[0].default(spec, device)
+
+
+def exact_sibling(config: Config, spec: Specialization) -> Config:
+    """The config that serves the calls of this one that ask for an LSE, or train: most configs do themselves."""
+    return family(config.family).exact_sibling(spec, config)

@@ -190,6 +190,8 @@ class KernelFamily:
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
         successor: of a config that the family offered once and no more, the one most like it that it offers today
             (whether valid or not); any other config itself.
+        exact_sibling: of a config whose LSE is not exact, the one most like it whose LSE is, valid wherever it is
+            itself: it serves calls that ask for the LSE, or train; any other config itself.
         tolerated_spills: bytes of local memory of a thread up to which a kernel is worth measuring.
         default_spills: bytes of local memory of a thread that defaults take at most for the plain shapes of
             `scripts/crosscompile.py`, under any supported Triton; above it that fails.
@@ -214,6 +216,7 @@ class KernelFamily:
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
     successor: Callable[[Specialization, Config], Config] = _itself
+    exact_sibling: Callable[[Specialization, Config], Config] = _itself
     tolerated_spills: int = TOLERATED_SPILLS
     default_spills: int = 0
     cost_model: CostModel | None = None

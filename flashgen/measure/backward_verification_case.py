@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashgen.core.errors import MeasureError
 from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
@@ -53,8 +54,14 @@ class BackwardVerificationCase:
         """Device memory held, in bytes."""
         return self.inputs.nbytes + self.expected.nbytes
 
-    def run(self, factory: BackwardFactory, repeats: int = 0) -> Errors | Failure:
-        """Poison what is written, run the kernels, and judge; then ask for the same bits so many times more."""
+    def run(self, factory: BackwardFactory, repeats: int = 0, *, out_alone: bool = False) -> Errors | Failure:
+        """Poison what is written, run the kernels, and judge; then ask for the same bits so many times more.
+
+        Raises:
+            MeasureError: `out_alone`, which is for forward passes.
+        """
+        if out_alone:
+            raise MeasureError("only a forward pass has an output to judge without an LSE, got out_alone")
         tensors, features = self.inputs.tensors[0], self.inputs.features[0]
         kernels, outputs = factory(tensors, features), written(tensors)
 

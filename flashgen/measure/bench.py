@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import FAMILIES, default_config, fitted
+from flashgen.codegen.families import FAMILIES, default_config, exact_sibling, fitted
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -205,30 +205,34 @@ class Bench:
     ) -> Candidate | Failure:
         """Build a config and put it through the gate: the odd shapes (once), the workload itself, and its hard data.
 
+        Of a config whose LSE is not exact, its exact sibling passes the gate first, and then its own output alone.
+
         Raises:
             Exception: whatever building and running it raises; the stage has been announced.
         """
         spec = specialization(state.workload)
+        exact = exact_sibling(config, spec)
+        if (out_alone := exact != config) and isinstance(
+            failed := self.candidate(state, exact, announce, hard), Failure
+        ):
+            return Failure(stage=failed.stage, reason=f"with an LSE, by {exact}: {failed.reason}")
         announce("build")
         factory = self._toolchain.factory(spec, config)
         announce("verify")
         repeats = DIRECTIONS[spec.direction].repeats if self._toolchain.is_deterministic(config) else 0
-        odd = self._odd_verdict(spec, config, factory, repeats)
+        odd = self._odd_verdict(spec, config, factory, repeats, out_alone=out_alone)
         if odd is not None:
             return odd
-        verdict = state.problem.run(factory, repeats)
-        if isinstance(verdict, Failure):
-            return verdict
-        wrong = None if hard is None else _on_hard_data(hard, factory, repeats)
-        if wrong is not None:
-            return wrong
 
         def check() -> Errors | Failure:
-            again = state.problem.run(factory, repeats)
-            return (
-                again if hard is None or isinstance(again, Failure) else _on_hard_data(hard, factory, repeats) or again
-            )
+            verdict = state.problem.run(factory, repeats, out_alone=out_alone)
+            if hard is None or isinstance(verdict, Failure):
+                return verdict
+            return _on_hard_data(hard, factory, repeats, out_alone=out_alone) or verdict
 
+        verdict = check()
+        if isinstance(verdict, Failure):
+            return verdict
         hard_run = None if hard is None else hard.timed(factory)
         return Candidate(errors=verdict, run=state.problem.timed(factory), check=check, hard_run=hard_run)
 
@@ -267,12 +271,14 @@ class Bench:
         copies = rotation_copies(workload, self._device.l2_bytes)
         return DIRECTIONS[workload.direction].problem(workload, copies, INPUT_SEED, self._where, data)
 
-    def _odd_verdict(self, spec: Specialization, config: Config, factory: Factory, repeats: int) -> Failure | None:
+    def _odd_verdict(
+        self, spec: Specialization, config: Config, factory: Factory, repeats: int, *, out_alone: bool
+    ) -> Failure | None:
         key = (spec, config)
         if key not in self._odd_verdicts:
             if spec not in self._odd:
                 self._odd[spec] = DIRECTIONS[spec.direction].odd_problems(spec, self._where)
-            self._odd_verdicts[key] = check_odd(factory, self._odd[spec], repeats)
+            self._odd_verdicts[key] = check_odd(factory, self._odd[spec], repeats, out_alone=out_alone)
         return self._odd_verdicts[key]
 
     def _sdpa_unit(self, state: State, impl: str) -> Unit | None:
@@ -297,8 +303,8 @@ class Bench:
         return state.baselines[DEFAULT]
 
 
-def _on_hard_data(case: VerificationCase, factory: Factory, repeats: int) -> Failure | None:
-    verdict = case.run(factory, repeats)
+def _on_hard_data(case: VerificationCase, factory: Factory, repeats: int, *, out_alone: bool) -> Failure | None:
+    verdict = case.run(factory, repeats, out_alone=out_alone)
     return (
         Failure(stage=verdict.stage, reason=f"on hard data: {verdict.reason}") if isinstance(verdict, Failure) else None
     )

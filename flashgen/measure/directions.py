@@ -35,8 +35,11 @@ class VerificationCase(Protocol):
         """Device memory held, in bytes."""
         ...
 
-    def run(self, factory: Factory, repeats: int = 0) -> Errors | Failure:
-        """Run a kernel, judge what it wrote, and ask for the same bits so many times more."""
+    def run(self, factory: Factory, repeats: int = 0, *, out_alone: bool = False) -> Errors | Failure:
+        """Run a kernel, judge what it wrote, and ask for the same bits so many times more.
+
+        `out_alone` is for forward passes of which no LSE is asked.
+        """
         ...
 
     def timed(self, factory: Factory) -> Run:

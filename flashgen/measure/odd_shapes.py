@@ -117,7 +117,7 @@ Factory = Callable[..., Any]
 class Runnable(Protocol):
     """A problem of either direction."""
 
-    def run(self, factory: Any, repeats: int = 0) -> Errors | Failure:
+    def run(self, factory: Any, repeats: int = 0, *, out_alone: bool = False) -> Errors | Failure:
         """Run a kernel, judge what it wrote, and ask for the same bits so many times more."""
         ...
 
@@ -155,10 +155,12 @@ def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
     return tuple(found)
 
 
-def check_odd(factory: Factory, problems: Sequence[tuple[OddShape, Runnable]], repeats: int = 0) -> Failure | None:
+def check_odd(
+    factory: Factory, problems: Sequence[tuple[OddShape, Runnable]], repeats: int = 0, *, out_alone: bool = False
+) -> Failure | None:
     """Run a kernel on all odd shapes; the first failure, naming its shape, or None."""
     for shape, problem in problems:
-        verdict = problem.run(factory, repeats)
+        verdict = problem.run(factory, repeats, out_alone=out_alone)
         if isinstance(verdict, Failure):
             return Failure(stage=verdict.stage, reason=f"at {shape.title}: {verdict.reason}")
     return None

@@ -36,15 +36,18 @@ class VerificationCase:
         """Device memory held, in bytes."""
         return self.inputs.nbytes + self.expected.nbytes
 
-    def run(self, factory: KernelFactory, repeats: int = 0) -> Errors | Failure:
-        """Poison the outputs, run the kernel, and judge; then ask for the same bits so many times more."""
+    def run(self, factory: KernelFactory, repeats: int = 0, *, out_alone: bool = False) -> Errors | Failure:
+        """Poison the outputs, run the kernel, and judge; then ask for the same bits so many times more.
+
+        `out_alone`: no LSE is asked for, and none judged.
+        """
         i = self.inputs
-        q, k, v, out, lse, features = i.q[0], i.k[0], i.v[0], i.out[0], i.lse[0], i.features[0]
-        kernel = factory(q, k, v, out, features)
+        q, k, v, out, sums, features = i.q[0], i.k[0], i.v[0], i.out[0], i.lse[0], i.features[0]
+        kernel, lse = factory(q, k, v, out, features), None if out_alone else sums
 
         def launch() -> None:
             out.fill_(float("nan"))
-            lse.fill_(float("nan"))
+            sums.fill_(float("nan"))
             kernel(q, k, v, out, lse, self.softmax_scale, self.q_offset, features)
 
         launch()
@@ -53,7 +56,7 @@ class VerificationCase:
             return verdict
         if not all(bool(torch.isnan(guard).all()) for guard in i.guards):
             return Failure(stage="verify", reason="the kernel writes behind the end of out or lse")
-        return other_bits(launch, {"out": out, "lse": lse}, repeats) or verdict
+        return other_bits(launch, {"out": out, "lse": sums}, repeats) or verdict
 
     def timed(self, factory: KernelFactory) -> Run:
         """A launch that is ready for every copy."""

@@ -52,9 +52,9 @@ PIECE_ELEMENTS = 2**25
 
 Offset = int | torch.Tensor
 LaunchFunction = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, Offset, Features], None
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, Offset, Features], None
 ]
-"""Runs on (q, k, v, out, lse, softmax_scale, q_offset, features) and writes out and lse."""
+"""Runs on (q, k, v, out, lse, softmax_scale, q_offset, features) and writes out, and lse unless that is None."""
 
 KernelFactory = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Features], LaunchFunction]
 """Makes the kernel for the shapes and strides of (q, k, v, out, features)."""

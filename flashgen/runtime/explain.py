@@ -108,4 +108,5 @@ def explain(
         serve.records(),
         config=config,
         generated_only=forward.generated_only,
+        with_lse=is_forward and forward.with_lse,
     )

@@ -48,6 +48,8 @@ def warmup(
         DeviceError: torch sees no such GPU.
         BuildError: a kernel does not compile.
     """
+    from flashgen.codegen.families import exact_sibling
+
     if device is None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else 0
     index = whole_number("the index of a GPU", device, 0, error=DeviceError)
@@ -57,7 +59,8 @@ def warmup(
     pairs = set()
     for workload in _asked(workloads, training=training):
         for spec in variants(workload, offset_tensor=offset_tensor):
-            pairs |= {(spec, config) for config in _reachable(workload, spec, where, lengths)}
+            found = _reachable(workload, spec, where, lengths)
+            pairs |= {(spec, each) for config in found for each in (config, exact_sibling(config, spec))}
     return serve.warm(pairs, where, index)
 
 

@@ -112,7 +112,7 @@ class LoopModel:
 
     def _step_cycles(self, resident: int, *, masked: bool) -> float:
         """Cycles that one program needs for one step while `resident` programs share the SM."""
-        w, loop = self.workload, self.loop
+        loop = self.loop
         scores = loop.rows * loop.columns
         operations = (loop.score_operations + self._feature_operations() + (MASK_OPERATIONS if masked else 0)) * scores
         operations += loop.rows * loop.row_operations
@@ -124,7 +124,7 @@ class LoopModel:
         operands = (self._smem_bytes() + spilled) / SMEM_BYTES_PER_CLOCK
         parts = (
             *((max(products, operands),) if loop.products_in_flight else (products, operands)),
-            scores * (1 + (SOFTCAP_EXPONENTIALS if w.softcap else 0)) / EXP_PER_CLOCK,
+            scores * (1 + self._tanh_functions()) / EXP_PER_CLOCK,
             operations / self.rates.lanes,
             loop.added_trips * loop.added_bytes / SMEM_BYTES_PER_CLOCK,
         )
@@ -140,6 +140,12 @@ class LoopModel:
     def _multiplied(self) -> str:
         """What the rate of products depends on: the type of the tensors, or the parts of fp32 tiles."""
         return self.loop.precision if self.loop.precision in PART_PRODUCTS else self.workload.dtype
+
+    def _tanh_functions(self) -> int:
+        """Special functions of each score for the tanh of a softcap."""
+        if not self.workload.softcap:
+            return 0
+        return 1 if self.loop.hardware_tanh else SOFTCAP_EXPONENTIALS
 
     def _feature_operations(self) -> int:
         """Operations that the workload's features add to every score."""

@@ -193,6 +193,48 @@ def test_odd_shapes_are_checked_once_for_a_config() -> None:
     assert first - second == len(ODD_SHAPES) + len(HARD_SHAPES)
 
 
+@dataclass
+class InexactToolchain(EmulatedToolchain):
+    """Where a config's tanh is the hardware's, its kernel writes an LSE that is off, and says whether it was asked."""
+
+    asked: list[bool] = field(default_factory=list)
+
+    def factory(self, spec: Specialization, config: Config) -> KernelFactory:
+        kernel = super().factory(spec, config)
+        if config.get("tanh", "exact") == "exact":
+            return kernel
+
+        def launch(*arguments: torch.Tensor | None) -> None:
+            q, k, v, out, lse, *rest = arguments
+            self.asked.append(lse is not None)
+            assert q is not None
+            sums = torch.empty(q.shape[:3]) if lse is None else lse
+            kernel(q, k, v, out)(q, k, v, out, sums, *rest)  # type: ignore[arg-type]
+            sums += 0.1
+
+        return lambda *_: launch
+
+
+def test_of_an_inexact_lse_the_output_alone_is_judged_once_the_exact_sibling_has_passed() -> None:
+    table = Table(toolchain=InexactToolchain())
+    assert isinstance(table.evaluate(config(ms=1, tanh="hardware")), Measurement)
+    assert isinstance(table.toolchain, InexactToolchain)
+    odd_and_workload = table.toolchain.asked[: len(ODD_SHAPES) + len(HARD_SHAPES) + 1]
+    assert not any(odd_and_workload), "no LSE is asked for where it is judged"
+    exact = config(ms=1, tanh="exact")
+    assert table.toolchain.kernels[exact].calls >= len(odd_and_workload)
+
+
+def test_what_has_a_wrong_exact_sibling_fails() -> None:
+    class Wrong(InexactToolchain):
+        def factory(self, spec: Specialization, config: Config) -> KernelFactory:
+            return super().factory(spec, config.replace(wrong=True) if config["tanh"] == "exact" else config)
+
+    found = Table(toolchain=Wrong()).evaluate(config(ms=1, tanh="hardware"))
+    assert isinstance(found, Failure)
+    assert found.reason.startswith("with an LSE, by portable_forward(ms=1, tanh=exact): at ")
+
+
 def test_windows_are_levelled_by_the_default_config_where_torch_has_no_kernel() -> None:
     table = Table(toolchain=EmulatedToolchain(default_config=config(ms=4)))
     found = table.evaluate(config(ms=1))

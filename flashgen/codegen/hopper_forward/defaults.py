@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_softcap import EXACT, HARDWARE, TANH, tanh_values
 from flashgen.codegen.common_wgmma import LEAST_COLUMNS, block
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import why_not_split
@@ -62,6 +63,7 @@ USUAL: Changes = {
     "packed_heads": 1,
     "qk_prefetch": "block",
     "softmax_reference": "running",
+    TANH.name: EXACT,
 }
 
 
@@ -123,6 +125,8 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
         found += [config.replace(**change) for config in (usual, best) for change in SHORT_STEPS]
     if why_not_split(spec) is None:
         found += [config.replace(**change) for config in (usual, best) for change in SPLIT_HEADS]
+    if HARDWARE in tanh_values(spec):
+        found = [each for config in (served, *found) for each in (config.replace(tanh=HARDWARE), config)]
     others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != served)
     return tuple(config for config in others if rules.invalid(spec, config, device) is None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_softcap import TANH, exact_sibling
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob, KnobRows
@@ -104,6 +105,7 @@ KNOBS = (
         default=1,
         implied=True,
     ),
+    TANH,
 )
 
 
@@ -149,6 +151,7 @@ HOPPER_FORWARD = KernelFamily(
     fitted=defaults.fitted,
     poor_at_sizes=defaults.poor_at_sizes,
     successor=resources.successor,
+    exact_sibling=exact_sibling,
     tolerated_spills=resources.TOLERATED_SPILLS,
     default_spills=resources.DEFAULT_SPILLS,
     cost_model=COST_MODEL,

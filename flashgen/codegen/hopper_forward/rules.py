@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from flashgen.codegen.common_softcap import TANH, tanh_values, why_not_tanh
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, NAMED_BARRIERS, ROWS
 from flashgen.codegen.family import Knob
 from flashgen.codegen.head_parts import is_split, why_not_split
@@ -19,6 +20,7 @@ def invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     return (
         _why_not_together(dict(config.knobs))
         or _why_meaningless(spec, config)
+        or why_not_tanh(spec, config, device)
         or _why_not_packed(spec, config)
         or why_impossible_mask(spec, config)
         or why_too_large(spec, config, device)
@@ -182,7 +184,7 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
 
 def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """What a specialization leaves of knobs: no other value is valid or, of `packed_heads`, is for sizes to decide."""
-    found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,)}
+    found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,), TANH.name: tanh_values(spec)}
     refused = {"first_block": why_not_first_block(spec), "row_sums": why_not_row_sums(spec)}
     found["softmax_reference"] = ("running", *(kind for kind, reason in refused.items() if reason is None))
     if why_not_split(spec):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, descriptor_type
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
@@ -33,7 +34,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
     separate_o_smem = resources.separate_o_smem(spec, config, SM90)
     aligned = is_aligned(spec, config)
     settles = resources.softmax_reference(config) == "row_sums"
-    barriers = _barriers(spec, config)
+    barriers, hardware_tanh = _barriers(spec, config), tanh(config) == HARDWARE
     d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
     return {
         **dict(config.knobs),
@@ -68,7 +69,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         # most; `capped`: references stay at the first maximum, because of a softcap
         "headroom": resources.SETTLING_HEADROOM_BITS[spec.dtype] if settles else resources.CAPPED_HEADROOM_BITS,
         "capped": capped,
-        "largest_scale": resources.CAPPED_BITS,
+        "largest_scale": resources.CAPPED_BITS // (2 if hardware_tanh else 1),
+        # whether the GPU's own instruction computes the tanh of a softcap
+        "hardware_tanh": hardware_tanh,
         # whether references follow the row sums; then: to which exponent of two below 0 sums are brought back, the keys
         # of a row up to which its reference has more headroom, the pieces that a step is cut into
         "settles": settles,

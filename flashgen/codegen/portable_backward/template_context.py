@@ -72,6 +72,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "offset_unbounded": spec.window or spec.alibi,
         "softcap": spec.softcap,
         "exact_softcap": spec.dtype == "fp32",
+        "hardware_tanh": False,
         "alibi": spec.alibi,
         "bias": spec.bias,
         "mask": spec.mask,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashgen.codegen.common_loops import forward_loop
 from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD
 from flashgen.codegen.common_products import PRODUCTS, precision
+from flashgen.codegen.common_softcap import HARDWARE, TANH, tanh
 from flashgen.codegen.cost import CostModel, LoopKernel, Ranking, Taken, Tiling, blocks_side_by_side
 from flashgen.codegen.head_parts import is_split, padded
 from flashgen.codegen.portable_forward.resources import registers_needed, smem_needed
@@ -29,6 +30,7 @@ def tiling(spec: Specialization, config: Config) -> Tiling:
         heads_per_group=config.integer("heads_per_group"),
         heavy_first=bool(config["heavy_first"]),
         precision=precision(spec, config),
+        hardware_tanh=tanh(config) == HARDWARE,
     )
 
 
@@ -43,6 +45,6 @@ def _taken(spec: Specialization, config: Config, device: Device) -> Taken:
 COST_MODEL = CostModel(
     kernels=(LoopKernel(tile=tiling, loop=forward_loop, taken=_taken),),
     ranking=Ranking(
-        tile_knobs=("block_m", "block_n", "num_warps", "split_d", PRODUCTS.name), stage_knobs=("num_stages",)
+        tile_knobs=("block_m", "block_n", "num_warps", "split_d", PRODUCTS.name, TANH.name), stage_knobs=("num_stages",)
     ),
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_kind
 from flashgen.codegen.common_products import IEEE, PRODUCTS
+from flashgen.codegen.common_softcap import EXACT, TANH
 from flashgen.codegen.head_parts import padded
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -144,6 +145,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
             "heavy_first": spec.causal,
             "split_d": False,
             PRODUCTS.name: products,
+            TANH.name: EXACT,
         },
     )
 

@@ -11,6 +11,7 @@ from flashgen.codegen.common_portable import (
 )
 from flashgen.codegen.common_products import PRODUCTS, products_values, uses_tensor_cores, why_not_products
 from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_softcap import TANH, exact_sibling, tanh_values, why_not_tanh
 from flashgen.codegen.common_types import storage
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import head_parts, is_split, padded, why_not_split
@@ -46,6 +47,7 @@ KNOBS = (
         default=False,
     ),
     PRODUCTS,
+    TANH,
 )
 
 
@@ -70,7 +72,7 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
         return "the AMD pipeliner has two stages"
     if is_split(config) and (reason := why_not_split(spec)):
         return reason
-    if reason := why_not_products(spec, config, device):
+    if reason := why_not_products(spec, config, device) or why_not_tanh(spec, config, device):
         return reason
     if not uses_tensor_cores(spec, config):
         return None  # nor tiles of them
@@ -103,7 +105,7 @@ def _seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
 def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
     found = allowed_values_of_all(spec)
-    found[PRODUCTS.name] = products_values(spec)
+    found |= {PRODUCTS.name: products_values(spec), TANH.name: tanh_values(spec)}
     if not spec.causal:
         found["heavy_first"] = (False,)
     return found
@@ -185,6 +187,7 @@ PORTABLE_FORWARD = KernelFamily(
     kernels=_kernels,
     seed_configs=_seed_configs,
     allowed_values=_choices,
+    exact_sibling=exact_sibling,
     default_spills=DEFAULT_SPILLS,
     cost_model=COST_MODEL,
 )

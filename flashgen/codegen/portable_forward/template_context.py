@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.common_products import precision, uses_tensor_cores
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
+from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
 from flashgen.codegen.portable_forward.mods import has_blocks, hides, mod_step_arguments, mod_values
@@ -54,6 +55,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "offset_unbounded": spec.window or spec.alibi,
         "softcap": spec.softcap,
         "exact_softcap": spec.dtype == "fp32",
+        "hardware_tanh": tanh(config) == HARDWARE,
         "alibi": spec.alibi,
         "sink": spec.sink,
         "bias": spec.bias,

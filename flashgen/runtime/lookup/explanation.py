@@ -106,6 +106,8 @@ def _record_lines(served: Served, stale: bool) -> list[str]:
     made += f" ({age(record.created)} ago)" if record.created else ""
     versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
     lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
+    if served.config != record.config:
+        lines.append("           measured without an LSE, which needs the config above")
     if stale:
         lines.append("           stale: the template has changed since; the config still serves")
     if served.slower is not None:
@@ -125,17 +127,18 @@ def explain(
     *,
     config: Config | None = None,
     generated_only: bool = False,
+    with_lse: bool = False,
 ) -> Explanation:
     """Walk the ladder and say which rung served, why the ones above did not, and what every family says.
 
     `generated_only` is set for calls that SDPA would not compute identically (an LSE or a query offset is asked for, or
-    a gradient will be).
+    a gradient will be), and `with_lse` for those that ask for an LSE or train.
 
     Raises:
         ConfigError: the explicit config is not valid here.
         UnsupportedError: no family supports the workload.
     """
-    served = resolve(workload, spec, device, records, config=config)
+    served = resolve(workload, spec, device, records, config=config, with_lse=with_lse)
     record = served.record
     return Explanation(
         workload=workload,
@@ -145,5 +148,5 @@ def explain(
         families=tuple(reasons(spec, device).items()),
         faster=None if generated_only else faster_backend(workload, spec, served),
         # a record's is of the kernel that it was measured with, whatever this call's tensors are
-        digest=source_digest(record.workload, served.config) if record else render(spec, served.config).digest,
+        digest=source_digest(record.workload, record.config) if record else render(spec, served.config).digest,
     )

@@ -21,6 +21,7 @@ Every config that a rung offers is checked again against the families' restricti
 descriptor for unaligned tensors, say) leaves the call to the next candidate. So does one of rungs 5 to 7 that does not
 fit the sizes of the call: that packs heads of a group into a tile where there are none, or does not where that would
 save most of the work.
+A call that asks for the LSE, or trains, is served by the exact sibling of a config whose LSE is not exact.
 "Nearest" is what `flashgen.core.nearest` says. A call with a user's score functions is served from the records of its
 class without them, none of which is exact.
 
@@ -32,9 +33,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import fitted, invalid, poor_at_sizes, validate
+from flashgen.codegen.families import exact_sibling, fitted, invalid, poor_at_sizes, validate
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -77,9 +78,29 @@ class Served:
 
 
 def resolve(
-    workload: Workload, spec: Specialization, device: Device, records: Records, *, config: Config | None = None
+    workload: Workload,
+    spec: Specialization,
+    device: Device,
+    records: Records,
+    *,
+    config: Config | None = None,
+    with_lse: bool = False,
 ) -> Served:
-    """Walk the ladder of this module's docstring.
+    """Walk the ladder of this module's docstring; `with_lse` says that the call asks for the LSE, or trains.
+
+    Raises:
+        ConfigError: the explicit config is not valid here.
+        UnsupportedError: no family supports the workload; the message lists each one's reason.
+    """
+    served = _walked(workload, spec, device, records, config)
+    exact = exact_sibling(served.config, spec) if with_lse else served.config
+    return served if exact == served.config else replace(served, config=exact)
+
+
+def _walked(
+    workload: Workload, spec: Specialization, device: Device, records: Records, config: Config | None
+) -> Served:
+    """The config that serves calls without an LSE.
 
     Raises:
         ConfigError: the explicit config is not valid here.

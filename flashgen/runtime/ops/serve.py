@@ -108,7 +108,8 @@ def _prepared(call: AnyCall) -> Any:
     problem, device, index = placed(call)
     workload = problem.workload
     with LOCK:
-        served = resolve(workload, problem.spec, device, records(), config=call.config)
+        with_lse = isinstance(call, Call) and call.with_lse
+        served = resolve(workload, problem.spec, device, records(), config=call.config, with_lse=with_lse)
         if call.open_key is not None and call.open_key not in _OPEN and problem.spec.aligned16:
             _open_to_sizes(call.open_key, problem, device, index)
         notice(workload, served, device)
@@ -137,13 +138,16 @@ def prepare_open(key: tuple[Any, ...], *tensors: Any) -> Any:
 
 def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device, index: int) -> None:
     """Let later calls with this key be served without the slow path."""
+    from flashgen.codegen.families import exact_sibling
     from flashgen.runtime.lookup.by_sizes import SizesLookup
     from flashgen.runtime.ops.open_calls import OpenBackwardCall, OpenCall
 
     spec = problem.spec
+    with_lse = isinstance(problem, CheckedCall) and problem.call.with_lse
     plans: dict[Config, OpenPlan] = {}
 
     def plan_of(config: Config) -> OpenPlan | None:
+        config = exact_sibling(config, spec) if with_lse else config
         found = plans.get(config) or _PLANS.get((spec, config, index))
         if found is not None:
             plans[config] = found
