@@ -138,16 +138,13 @@ def prepare_open(key: tuple[Any, ...], *tensors: Any) -> Any:
 
 def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device, index: int) -> None:
     """Let later calls with this key be served without the slow path."""
-    from flashgen.codegen.families import exact_sibling
     from flashgen.runtime.lookup.by_sizes import SizesLookup
     from flashgen.runtime.ops.open_calls import OpenBackwardCall, OpenCall
 
     spec = problem.spec
-    with_lse = isinstance(problem, CheckedCall) and problem.call.with_lse
     plans: dict[Config, OpenPlan] = {}
 
     def plan_of(config: Config) -> OpenPlan | None:
-        config = exact_sibling(config, spec) if with_lse else config
         found = plans.get(config) or _PLANS.get((spec, config, index))
         if found is not None:
             plans[config] = found
