@@ -126,8 +126,8 @@ def why_not_row_sums(spec: Specialization) -> str | None:
 
 
 def _why_running(spec: Specialization) -> str | None:
-    if spec.bias or spec.mask:
-        return "where a bias or a mask hides single keys, a row may see its first key in any block"
+    if spec.bias or spec.mask == "full":
+        return "where a bias or a mask hides single scores, a row may see its first key in any block"
     return None
 
 

@@ -26,6 +26,7 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "score_tiles": list(score_tiles(spec)),
         "score_dtypes": {name: GL_SCORE_DTYPES[dtype] for name, dtype in score_tiles(spec).items()},
         "score_axes": score_axes(spec),
+        "key_mask": ["Mask", *score_strides(spec, "mask", spec.mask)] if spec.mask == "keys" else [],
         "seen": _seen(spec),
         "bias_dtype": bias_dtype(spec),
         "sink_dtype": spec.sink_dtype or "fp32",
@@ -71,9 +72,10 @@ def _seen(spec: Specialization) -> list[str]:
 
 def _key_block_arguments(spec: Specialization) -> list[str]:
     """What tells which blocks of keys a tile sees."""
+    visible = ["first_visible", "visible_end"] if spec.mask == "keys" else []
     if not (spec.causal or spec.window):
-        return ["seqlen_k"]
-    return ["tile_row", "offset", *window_edges(spec), "seqlen_q", "seqlen_k"]
+        return visible or ["seqlen_k"]
+    return ["tile_row", "offset", *window_edges(spec), *visible, "seqlen_q", *([] if visible else ["seqlen_k"])]
 
 
 def _features(spec: Specialization) -> list[str]:
