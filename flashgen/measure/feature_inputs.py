@@ -12,6 +12,7 @@ from flashgen.core.features.table import asked, given
 from flashgen.core.features.values import Features
 from flashgen.core.workload import DTYPE_BYTES, Workload
 from flashgen.launch.dtypes import TORCH_DTYPES
+from flashgen.measure.key_masks import VISIBLE_SHARE, make_key_mask
 
 SOFTCAP = 50.0
 """Gemma-2's."""
@@ -19,7 +20,6 @@ SOFTCAP = 50.0
 SOFTCAP_BEND = 4.0
 """With a softcap, one of so many caps is the standard deviation of the scores: tanh bends, and is not flat yet."""
 
-VISIBLE_SHARE = 0.75
 HIDDEN_KEYS = 32
 """A full mask leaves three scores of four, and one key of so many is hidden from every query."""
 
@@ -43,6 +43,7 @@ class FeatureForm:
         scattered: "" is contiguous along the keys and aligned, "odd" has an odd pointer and row stride, "transposed"
             is contiguous along the queries.
         blind: the mask hides every key from some rows.
+        visible_keys: where the visible keys of a mask of keys are, one of `measure.key_masks.FORMS`.
         bias_dtype: empty is that of q.
         sink_dtype: empty is fp32.
     """
@@ -53,6 +54,7 @@ class FeatureForm:
     mask_axes: Axes | None = None
     scattered: str = ""
     blind: bool = False
+    visible_keys: str = "end"
     bias_dtype: str = ""
     sink_dtype: str = ""
 
@@ -124,13 +126,10 @@ def _mask(w: Workload, form: FeatureForm, generator: torch.Generator, padding: i
         if form.blind:
             mask[:, :, BLIND_ROWS // 2 :: BLIND_ROWS] = False
         return mask
-    # padding at the end of each sequence, which has at least half of the keys
-    shape = (*mask.shape[:2], 1, 1)
-    lengths = torch.randint(w.seqlen_k // 2, w.seqlen_k + 1, shape, generator=generator, device=generator.device)
-    lengths.clamp_min_(1)
-    if form.blind and mask.shape[0] > 1:
-        lengths[-1] = 0
-    mask.copy_(torch.arange(w.seqlen_k, device=generator.device) < lengths)
+    batch, heads = mask.shape[:2]
+    mask.copy_(make_key_mask(form.visible_keys, (batch, heads), w.seqlen_k, generator))
+    if form.blind and batch > 1:
+        mask[-1] = False
     return mask
 
 

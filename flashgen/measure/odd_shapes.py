@@ -75,9 +75,13 @@ class OddShape:
         return ", ".join(parts)
 
 
-PER_HEAD = FeatureForm(bias_axes=(True, True), mask_axes=(True, True), alibi_batch=True, blind=True)
-SHARED = FeatureForm(bias_axes=(False, False), mask_axes=(False, False), softcap=30.0)
-SWAPPED = FeatureForm(bias_axes=(True, False), mask_axes=(False, True), alibi_batch=True, softcap=30.0)
+PER_HEAD = FeatureForm(
+    bias_axes=(True, True), mask_axes=(True, True), alibi_batch=True, blind=True, visible_keys="start"
+)
+SHARED = FeatureForm(bias_axes=(False, False), mask_axes=(False, False), softcap=30.0, visible_keys="holes")
+SWAPPED = FeatureForm(
+    bias_axes=(True, False), mask_axes=(False, True), alibi_batch=True, softcap=30.0, visible_keys="ends"
+)
 BLIND = FeatureForm(blind=True)
 
 ODD_SHAPES = (

@@ -8,6 +8,7 @@ from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.measure.feature_inputs import FeatureForm, alibi_slopes, feature_bytes
 from flashgen.measure.inputs import make_inputs, rotation_copies
+from flashgen.measure.key_masks import FORMS
 
 
 def features_of(key: str, *, padding: int = 0, copies: int = 1, **form: object) -> tuple[Features, ...]:
@@ -101,6 +102,26 @@ def test_a_key_mask_is_padding_at_the_end() -> None:
     assert ((lengths >= 32) & (lengths <= 64)).all()
     assert torch.equal(mask, torch.arange(64) < lengths.view(3, 1, 1, 1))
     assert int(features_of("keymask", blind=True)[0].mask[-1].sum()) == 0
+
+
+def test_a_key_mask_takes_every_form() -> None:
+    masks = {form: features_of("keymask", visible_keys=form)[0].mask[:, 0, 0] for form in FORMS}
+    runs = {form: visible_runs(mask) for form, mask in masks.items()}
+    assert all(len(found) == 1 and found[0][0] == 0 for found in runs["end"])
+    assert all(len(found) == 1 and found[0][1] == 64 for found in runs["start"])
+    assert all(len(found) == 1 for found in runs["ends"])
+    assert any(found[0][0] > 0 and found[0][1] < 64 for found in runs["ends"])
+    assert all(len(found) > 1 for found in runs["holes"])
+    assert all(end - start == 1 for found in runs["one"] for start, end in found)
+    assert [len(found) for found in runs["one"]] == [1, 1, 1]
+    assert runs["none"] == [[], [], []]
+
+
+def visible_runs(mask: torch.Tensor) -> list[list[tuple[int, int]]]:
+    """Of each row, the first visible key and the end of every run of them."""
+    edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff()
+    starts, ends = ([row.nonzero().flatten().tolist() for row in edges == sign] for sign in (1, -1))
+    return [list(zip(*pair, strict=True)) for pair in zip(starts, ends, strict=True)]
 
 
 def test_bias_and_mask_count_as_memory() -> None:

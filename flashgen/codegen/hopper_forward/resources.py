@@ -182,8 +182,8 @@ def consumer_registers(config: Config, device: Device) -> int:
 def live_registers(spec: Specialization, config: Config) -> int:
     """Registers that a consumer thread needs: fp32 scores, 16-bit weights, fp32 output, bias, mask, the rest."""
     block_n = config.integer("block_n")
-    # a mask of keys is loaded where a block has hidden ones, and is gone behind that branch
-    by_key = block_n // 4 * (spec.bias == "keys")
+    # a mask of keys is loaded in a branch, for blocks with hidden ones, and spills there what it has no room for
+    by_key = block_n // 4 * (spec.bias == "keys") + block_n // 16 * (spec.mask == "keys")
     # a thread has block_n / 2 scores; the bytes of a mask come by twos, each pair in a register of its own
     tiles = block_n // 8 * sum(max(2, DTYPE_BYTES.get(dtype, 1)) for dtype in score_tiles(spec).values())
     # the weights of the block before are in use while the scores come, unless these come after
