@@ -99,7 +99,9 @@ def test_every_favourite_is_valid_somewhere() -> None:
         ("fp16-d64-softcap", "row_sums"),
         ("bf16-d64-softcap-alibi", "row_sums"),
         ("bf16-d64-softcap", "first_block"),
-        ("bf16-d64-keymask", "running"),
+        ("bf16-d64-keymask", "row_sums"),
+        ("bf16-d64-softcap-keymask", "first_block"),
+        ("bf16-d64-mask", "running"),
     ],
 )
 def test_defaults_take_the_same_time_on_all_data(key: str, reference: str) -> None:

@@ -105,7 +105,6 @@ def test_a_step_loads_a_mask_only_where_it_hides_keys() -> None:
 def test_references_may_be_those_of_the_first_keys(places: str) -> None:
     """The last visible key is in the first step; a mask of single scores, or a bias, may hide it from a row."""
     spec = Specialization.parse(f"fwd-bf16-d128{places}-keymask")
-    assert rules.why_not_first(spec) is None
     assert rules.why_not_row_sums(spec) is None
     for other in ("mask", "keymask-keybias", "bias"):
         assert rules.why_not_row_sums(Specialization.parse(f"fwd-bf16-d128{places}-{other}")) is not None
