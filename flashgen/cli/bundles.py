@@ -71,14 +71,16 @@ def import_kernels(path: Path) -> None:
 
 
 def jobs_of(records: Iterable[TuningRecord]) -> list[Job]:
-    """What the calls of these records load: each once."""
+    """What the calls of these records load: each once, with and without an LSE."""
+    from flashgen.codegen.families import exact_sibling
     from flashgen.runtime.warmup import variants
 
     jobs = [
-        (spec, record.config, record.device)
+        (spec, config, record.device)
         for record in records
         if record.device.is_nvidia
         for spec in variants(record.workload, offset_tensor=False)
+        for config in (record.config, exact_sibling(record.config, spec))
     ]
     unique = {(spec, config, device.arch): (spec, config, device) for spec, config, device in jobs}
     return list(unique.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashgen.cli.bundles import jobs_of
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.common_softcap import TANH
 from flashgen.codegen.families import FAMILIES, exact_sibling, family, invalid
@@ -12,7 +13,8 @@ from flashgen.codegen.inspect import sass
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
-from flashgen.core.workload import Specialization
+from flashgen.core.record import TuningRecord
+from flashgen.core.workload import Specialization, Workload
 
 ROWS = tuple(row for row in FAMILIES if TANH in row.knobs)
 H200 = find_device("h200")
@@ -84,3 +86,10 @@ def test_one_special_function_a_score_instead_of_two(row: KernelFamily) -> None:
     )
     assert exact.count("MUFU.TANH") == 0 < hardware.count("MUFU.TANH")
     assert hardware.count("MUFU.EX2") + hardware.count("MUFU.TANH") <= exact.count("MUFU.EX2")
+
+
+def test_a_bundle_has_what_serves_calls_with_an_lse() -> None:
+    workload = Workload.parse("bf16-b1-h16-s4096-d128-causal-softcap")
+    hardware = family("portable_forward").default(CAPPED, H200).replace(tanh="hardware")
+    record = TuningRecord(workload=workload, device=H200, config=hardware, provenance="predicted")
+    assert [config for _, config, _ in jobs_of([record])] == [hardware, exact_sibling(hardware, CAPPED)]
