@@ -55,8 +55,9 @@ _KERNELS: dict[tuple[Specialization, Config, str], CompiledKernel] = {}
 _PLANS: dict[tuple[Specialization, Config, int], OpenPlan] = {}
 """What a kernel's launches have in common at all sizes, by what is compiled in, config and torch's index of the GPU."""
 
+_SEEN: set[tuple[Any, ...]] = set()
 _OPEN: dict[tuple[Any, ...], OpenCall | OpenBackwardCall] = {}
-"""Calls of which one has been served, by the part of the memo's key that sizes and strides leave as it is."""
+"""Calls of which two have been served, by the part of the memo's key that sizes and strides leave as it is."""
 
 TRAINABLE: set[tuple[int, tuple[Any, ...]]] = set()
 """Flags and keys of such calls whose gradients will be asked for and have a kernel."""
@@ -82,6 +83,7 @@ def reload() -> None:
     with LOCK:
         MEMO.clear()
         _OPEN.clear()
+        _SEEN.clear()
         TRAINABLE.clear()
         _NOTICED.clear()
         settings.cache_clear()
@@ -110,7 +112,7 @@ def _prepared(call: AnyCall) -> Any:
     with LOCK:
         with_lse = isinstance(call, Call) and call.with_lse
         served = resolve(workload, problem.spec, device, records(), config=call.config, with_lse=with_lse)
-        if call.open_key is not None and call.open_key not in _OPEN and problem.spec.aligned16:
+        if call.open_key is not None and problem.spec.aligned16:
             _open_to_sizes(call.open_key, problem, device, index)
         notice(workload, served, device)
         backend = None if call.generated_only else sdpa_backend(workload, problem.spec, served)
@@ -137,7 +139,13 @@ def prepare_open(key: tuple[Any, ...], *tensors: Any) -> Any:
 
 
 def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device, index: int) -> None:
-    """Let later calls with this key be served without the slow path."""
+    """Let later calls with this key be served without the slow path, from its second call on.
+
+    So a process of one shape does not pay for it, least of all in its first call.
+    """
+    if key not in _SEEN:
+        _SEEN.add(key)
+        return
     from flashgen.runtime.lookup.by_sizes import SizesLookup
     from flashgen.runtime.ops.open_calls import OpenBackwardCall, OpenCall
 
