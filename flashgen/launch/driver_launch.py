@@ -51,8 +51,8 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
     def at_sizes(sized: SizedPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
         memory = sized.memory
         words, calls = memory.words, plan.calls(memory)
-        describe_q, describe_k = describer("q", memory), describer("k", memory)
-        describe_v, describe_o = describer("v", memory), describer("o", memory)
+        describe_q, describe_k = describer("q", memory, "Q"), describer("k", memory, "K")
+        describe_v, describe_o = describer("v", memory, "V"), describer("o", memory, "O")
         rows, lock, (config, function, parameters, _) = sized.geometry.q_shape[2], threading.Lock(), calls[0]
         run = launch_kernel if len(calls) == 1 else _runner(launch_kernel, calls)
         new_scratch = _scratch_maker(plan, sized) if has_scratch else None
@@ -82,21 +82,29 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
             try:
                 with lock:
                     if new_q != last_q:
-                        if describe_q is not None:
+                        if describe_q is None:
+                            words[word_q] = new_q
+                        else:
                             describe_q(new_q)
-                        words[word_q] = last_q = new_q
+                        last_q = new_q
                     if new_k != last_k:
-                        if describe_k is not None:
+                        if describe_k is None:
+                            words[word_k] = new_k
+                        else:
                             describe_k(new_k)
-                        words[word_k] = last_k = new_k
+                        last_k = new_k
                     if new_v != last_v:
-                        if describe_v is not None:
+                        if describe_v is None:
+                            words[word_v] = new_v
+                        else:
                             describe_v(new_v)
-                        words[word_v] = last_v = new_v
+                        last_v = new_v
                     if new_o != last_o:
-                        if describe_o is not None:
+                        if describe_o is None:
+                            words[word_o] = new_o
+                        else:
                             describe_o(new_o)
-                        words[word_o] = last_o = new_o
+                        last_o = new_o
                     if lse is not None:
                         words[word_lse] = lse.data_ptr()
                         words[word_rows] = last_rows = rows

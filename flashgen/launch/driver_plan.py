@@ -110,14 +110,18 @@ class DriverPlan:
             for kernel, function in zip(self.layout.kernels, self._functions, strict=True)
         ]
 
-    def describer(self, subject: str, memory: PlanMemory) -> PointTo | None:
-        """What makes the descriptors of a tensor or a piece point to its memory; None where it has none."""
+    def describer(self, subject: str, memory: PlanMemory, pointer: str = "") -> PointTo | None:
+        """What makes the descriptors of a tensor or a piece point to its memory; None where it has none.
+
+        And the parameter `pointer`, where a kernel has that as well.
+        """
         entries = self.entries.get(subject)
         if entries is None:
             return None
         words, maps = memory.words, memory.maps
-        if len(entries) > 1:
-            return _all_describer([(maps[number], entry) for number, entry in entries], words)
+        if len(entries) > 1 or pointer in self.layout.formats:
+            word = self.layout.places[pointer] if pointer in self.layout.formats else None
+            return _all_describer([(maps[number], entry) for number, entry in entries], words, word)
         ((number, entry),) = entries
         known, at = maps[number].known.get, maps[number].at
 
@@ -167,11 +171,13 @@ class DriverPlan:
         driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads of {kernel.entry}")
 
 
-def _all_describer(placed: list[tuple[driver.TensorMaps, int]], words: Any) -> PointTo:
+def _all_describer(placed: list[tuple[driver.TensorMaps, int]], words: Any, word: int | None) -> PointTo:
     def point_all_to(pointer: int) -> None:
         found = [maps.at(pointer) for maps, _ in placed]  # all or, where one is refused, none
         for (_, entry), address in zip(placed, found, strict=True):
             words[entry] = address
+        if word is not None:
+            words[word] = pointer
 
     return point_all_to
 

@@ -34,6 +34,7 @@ FORWARD = (*LSE, "seqlen_q: i32", "stride_qs: i64", "softmax_scale: fp32", "q_of
 KINDS = {
     "forward": ("fwd-bf16-d64-causal", ((*POINTERS, *FORWARD),), {}),
     "forward descriptors": ("fwd-bf16-d64-causal", ((*DESCRIPTORS, *FORWARD),), {}),
+    "pointers and descriptors": ("fwd-bf16-d64-causal", ((*DESCRIPTORS, *FORWARD), (*POINTERS, *FORWARD)), {}),
     "split forward": (
         "fwd-bf16-d64",
         ((*DESCRIPTORS, "PartialOut: *fp32"), ("PartialOut: *fp32", *LSE)),
