@@ -52,10 +52,11 @@ def test_the_neighbours_of_every_shipped_record_are_served_as_the_ladder_serves_
         choices = shipped.choices(spec, device)
         lookup = SizesLookup(choices, workloads[0], spec, device)
         for workload in (near for one in workloads for near in neighbours(one)):
-            served = resolve(workload, spec, device, shipped)
-            for generated_only in (True, False):
+            for asks_lse, generated_only in ((True, True), (False, True), (False, False)):
+                with_lse = asks_lse and spec.direction == "forward"
+                served = resolve(workload, spec, device, shipped, with_lse=with_lse)
                 backend = None if generated_only else sdpa_backend(workload, spec, served)
-                found = lookup.config(Sizes.of(workload), generated_only=generated_only)
+                found = lookup.config(Sizes.of(workload), generated_only=generated_only, with_lse=with_lse)
                 asked, answered = asked + 1, answered + (found is not None)
                 if found is None:
                     assert backend is not None or served.is_exact

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 
-from flashgen.codegen.families import fitted, poor_at_sizes
+from flashgen.codegen.families import exact_sibling, fitted, poor_at_sizes
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -46,13 +46,18 @@ class SizesLookup:
         self._rungs = [(rung, NearestRecords(candidates)) for rung, candidates in rungs if candidates]
         self._faster_beside: dict[int, bool] = {}  # by candidate: a look-up of it costs less than its workload's hash
 
-    def config(self, sizes: Sizes, *, generated_only: bool) -> Config | None:
+    def config(self, sizes: Sizes, *, generated_only: bool, with_lse: bool = False) -> Config | None:
         """The config that the generated kernel is served with, or None where the ladder has to be asked.
 
         Args:
             sizes: none of them 0.
             generated_only: whether torch's attention would not compute the same.
+            with_lse: whether the call asks for the LSE, or trains.
         """
+        found = self._found(sizes, generated_only=generated_only)
+        return exact_sibling(found, self._spec) if with_lse and found is not None else found
+
+    def _found(self, sizes: Sizes, *, generated_only: bool) -> Config | None:
         if _key(sizes) in self._exact:
             return None
         heads, group = sizes.batch * sizes.nheads, sizes.nheads // sizes.nheads_k

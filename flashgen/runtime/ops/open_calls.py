@@ -67,7 +67,8 @@ class OpenCall:
         out = inputs[0] if is_like_q else _view(empty_output(q, v, bshd=bshd), bshd)
         if not _is_aligned(out, self._step):
             return None
-        config = self._lookup.config(sizes, generated_only=self._generated_only)
+        with_lse = self._with_lse
+        config = self._lookup.config(sizes, generated_only=self._generated_only, with_lse=with_lse)
         plan = None if config is None else self._plan_of(config)
         if plan is None:
             return None
