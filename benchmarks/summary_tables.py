@@ -28,7 +28,6 @@ choice is one of the backends that have a column."""
 
 PASSES = {
     FORWARD_SUITE: "Forward",
-    FP16_SUITE: "Forward, fp16",
     BACKWARD_SUITE: "Backward",
     BOTH_PASSES: "Both passes",
 }
@@ -91,12 +90,13 @@ def summary(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> 
 
 
 def groups(rows: Sequence[Row]) -> Iterator[Group]:
-    """The lines of the table: the races per head_dim, then models, single features and training."""
+    """The lines of the table: the races per head_dim, fp16, then models, single features and training."""
     for suite, title in PASSES.items():
         lines = lines_of(rows, suite)
         for dim in sorted({line.workload.head_dim for line in lines}):
             some = [line for line in lines if line.workload.head_dim == dim]
             yield Group(title=f"{title}, head_dim {dim}", speeds=_tflops(some))
+    yield Group(title="Forward, fp16", speeds=_tflops(lines_of(rows, FP16_SUITE)))
     yield Group(title="Layers of models", speeds=_tflops([line for name in MODELS for line in lines_of(rows, name)]))
     yield Group(title="Single features", speeds=_tflops(lines_of(rows, FEATURES_SUITE)))
     yield Group(title="GPT-2 training, tokens/s", speeds=list(_tokens_per_s(rows, MODES)))

@@ -199,6 +199,8 @@ NO_CLAIMS = (
     "one that stays 15% behind gets every tenth candidate",
     "served by a deterministic record that is faster than its own",
     "if that is more than 3% faster than its own",
+    "more than 10% slower than it says",
+    "times that nothing reaches",
 )
 """Parts of sentences with the words of a claim on which the results do not decide."""
 

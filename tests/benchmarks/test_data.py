@@ -198,7 +198,7 @@ def test_pages_have_data_and_fp16_where_they_were_measured(tmp_path: Path) -> No
     assert set(more) - set(charts) == {"data_test_gpu.png", "forward_fp16_test_gpu.png"}
     assert "![Forward pass in TFLOP/s on every kind of data](img/data_test_gpu.png)" in page
     assert "### Forward pass in fp16\n\nForward pass in fp16 in TFLOP/s: fp16, 16k tokens" in page
-    assert "| Forward, fp16, head_dim 64 | 12 | 0.80 | 0.80 | 1.10 | 1.33 | 0.80 | - | 8.00 |" in summary
+    assert "| Forward, fp16 | 36 | 0.80 | 0.80 | 1.10 | 1.33 | 0.80 | - | 8.00 |" in summary
     assert summary.count("On hard data (scores of standard deviation 8; ") == 1
 
 
