@@ -201,6 +201,7 @@ NO_CLAIMS = (
     "if that is more than 3% faster than its own",
     "more than 10% slower than it says",
     "times that nothing reaches",
+    "Records say which kernel is the fastest",
 )
 """Parts of sentences with the words of a claim on which the results do not decide."""
 
