@@ -172,3 +172,20 @@ def test_any_strides_with_a_contiguous_last_dimension(row: KernelFamily) -> None
     names = ("dq", "dk", "dv")
     got = run(row, spec, {}, q, k, v, expected["out"].half(), expected["lse"].float(), dout)
     compare(dict(zip(names, got, strict=False)), expected, TOLERANCE[torch.float16])
+
+
+@FAMILY
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+@pytest.mark.parametrize("places", ["causal-window-keymask", "window-keymask"])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_keys_that_a_mask_shows_before_every_window_may_hold_anything(
+    row: KernelFamily, loads: str, places: str
+) -> None:
+    """The first window begins within a block, whose keys before it are loaded."""
+    spec = Specialization.parse(f"bwd-fp16-d16-{places}")
+    mask = (torch.arange(160) % 40 < 36)[:150].view(1, 1, 1, 150)
+    window = (20, None if spec.causal else 5)
+    rules = Rules(causal=spec.causal, window=window, mask=mask)
+    host: dict[str, object] = {"window": window, "mask": mask}
+    got = check(row, spec.key, (1, 2, 1, 70, 150), rules, host=host, garbage=math.nan, loads=loads)
+    assert torch.all(got["dk"][:, :, :60] == 0)
