@@ -7,6 +7,7 @@ not run Gluon.
 from __future__ import annotations
 
 import ast
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +43,31 @@ class Pointer:
         return torch.where(mask, found, other)
 
 
+class Tile:
+    """A tile in shared memory (rows, columns) that other warpgroups write to: every load finds what TMA left there."""
+
+    def __init__(self, *, rows: torch.Tensor) -> None:
+        self._loaded, self.written, self._first = rows, torch.full_like(rows, torch.inf), 0
+
+    def slice(self, first: int, count: int) -> Tile:
+        part = copy.copy(self)
+        part._first, part._loaded = first, self._loaded[first : first + count]
+        return part
+
+    def load(self, layout: object) -> torch.Tensor:
+        return self._loaded
+
+    def store(self, rows: torch.Tensor) -> None:
+        self.written[self._first : self._first + len(rows)] = rows
+
+
 class Gluon:
     """What stands for `gl`."""
 
     int32, int64, uint32 = torch.int64, torch.int64, 4
 
     arange = staticmethod(lambda start, end, layout=None: torch.arange(start, end))
+    static_range = staticmethod(range)
     full = staticmethod(lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype))
     zeros = staticmethod(lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype))
     where = staticmethod(torch.where)
@@ -95,5 +115,6 @@ def functions(source: KernelSource, *names: str) -> list[Any]:
     for node in found:
         node.decorator_list = []
     space: dict[str, Any] = {**constants, "gl": Gluon}
+    space |= dict.fromkeys(("fence_async_shared", "warpgroup_barrier"), lambda: None)
     exec(compile(ast.Module(body=list(found), type_ignores=[]), "<rendered>", "exec"), space)
     return [space[name] for name in names]

@@ -7,13 +7,14 @@ import random
 import pytest
 import torch
 
+from flashgen.codegen.families import applicable, unsupported
 from flashgen.codegen.hopper_forward import rules
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.render import KernelSource, render
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.measure.key_masks import FORMS, make_key_mask
-from tests.codegen.gluon_stub import Pointer, functions
+from tests.codegen.gluon_stub import Pointer, Tile, functions
 
 H200 = find_device("h200")
 BEHIND = 40
@@ -112,3 +113,40 @@ def test_references_may_be_those_of_the_first_keys(places: str) -> None:
     assert ("holes != 0), n" in text) == bool(places), (
         "behind the diagonal a row sees its own key, unless that is hidden"
     )
+
+
+@pytest.mark.parametrize("places", ["-window", "-causal-window"])
+@pytest.mark.parametrize("scattered", ["", "-scattered"])
+def test_a_warpgroup_writes_back_no_row_of_v_that_is_hidden(places: str, scattered: str) -> None:
+    """Others may have cleared a row after it was read, and multiply what is written: all that is hidden is cleared."""
+    source = rendered(f"fwd-bf16-d64{places}-keymask{scattered}")
+    (clear,) = functions(source, "_clear_masked")
+    assert "_clear_hidden" not in source.text, "two functions that clear a part each write the other's back"
+    random_, step, seqlen_k = random.Random(3), 3 if scattered else 1, 300
+    block_n = int(source.text.split("BLOCK_N = gl.constexpr(")[1].split(")")[0])
+    for form in FORMS:
+        mask = make_key_mask(form, (1, 1), seqlen_k, torch.Generator().manual_seed(7))[0, 0, 0]
+        memory = torch.full((seqlen_k * step,), 7, dtype=torch.uint8)
+        memory[::step] = mask.byte()
+        start, end = random_.randint(0, 200), random_.randint(200, 320)
+        numbers = {"scale": 1.0, "mask_base": Pointer(memory=memory), "stride_mask_k": step, "seqlen_k": seqlen_k}
+        numbers |= {"key_start": start, "key_end": end}
+        for first_key in range(0, seqlen_k, block_n):
+            keys = torch.arange(first_key, first_key + block_n)
+            seen = (keys >= start) & (keys < end) & torch.nn.functional.pad(mask, (0, block_n))[keys]
+            tile = Tile(rows=torch.where(seen, keys + 1.0, torch.nan)[:, None].expand(-1, 8))
+            clear(tile, first_key, tuple(numbers[name] for name in rule_names(source)))
+            assert torch.equal(tile.written, torch.where(seen, keys + 1.0, 0.0)[:, None].expand(-1, 8)), form
+
+
+def rule_names(source: KernelSource) -> list[str]:
+    return source.text.split("def _clear_masked(")[1].split(" = rule")[0].split("\n    ")[-1].split(", ")
+
+
+@pytest.mark.parametrize("places", ["window", "causal-window"])
+def test_a_window_and_a_mask_of_keys_are_for_the_portable_family(places: str) -> None:
+    spec = Specialization.parse(f"fwd-bf16-d64-{places}-keymask")
+    assert "a window and a mask of keys" in str(unsupported(HOPPER_FORWARD, spec, H200))
+    assert [row.id for row in applicable(spec, H200)] == ["portable_forward"]
+    for other in (f"{places}-mask", places, "causal-keymask", "keymask"):
+        assert unsupported(HOPPER_FORWARD, Specialization.parse(f"fwd-bf16-d64-{other}"), H200) is None

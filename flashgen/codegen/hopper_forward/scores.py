@@ -41,6 +41,7 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         # a row may see no key of a block, or of any
         "guards": hides or bool(spec.bias or spec.mask),
         "clears_hidden": hides,
+        "clears_together": clears_together(spec),
         "offset_tensor": spec.offset_tensor,
         "offset_name": offset,
         "sizes": sizes,
@@ -88,6 +89,11 @@ def _features(spec: Specialization) -> list[str]:
     return ["scale", *found] if found else []
 
 
+def clears_together(spec: Specialization) -> bool:
+    """Whether what a mask of keys hides of V, and what no window has in it, is cleared by one function."""
+    return spec.window and spec.mask == "keys"
+
+
 def _rule(spec: Specialization) -> list[str]:
     """What makes scores of products, the same for all steps of a tile."""
     found = ["score_scale" if has_additive_score(spec) else "scale"]
@@ -96,4 +102,5 @@ def _rule(spec: Specialization) -> list[str]:
     for name, kind in (("bias", spec.bias), ("mask", spec.mask)):
         if kind == "keys":
             found += [f"{name}_base", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
-    return [*found, "seqlen_k"] if "keys" in (spec.bias, spec.mask) else found
+    found += ["seqlen_k"] if "keys" in (spec.bias, spec.mask) else []
+    return found + (["key_start", "key_end"] if clears_together(spec) else [])

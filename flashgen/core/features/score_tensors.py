@@ -156,5 +156,6 @@ MASK = Feature(
     support=(
         Support(group="Masks", name="boolean mask for every query and key", fields={"mask": "full"}),
         Support(group="Masks", name="boolean mask for every key", fields={"mask": "keys"}),
+        Support(group="Masks", name="window and boolean mask for every key", fields={"window": True, "mask": "keys"}),
     ),
 )
