@@ -109,10 +109,11 @@ def merge(
     """
     from flashgen.db.comparison import POLICY, compare
     from flashgen.db.exchange import export_records
+    from flashgen.db.files import present
     from flashgen.tuning.history import is_current
     from flashgen.tuning.retime import decided
 
-    if target.exists():
+    if present(target):
         raise DatabaseError(f"a merge writes a new file and overwrites none; {target} exists")
     pairs = list(compare(_records(first), _records(second), is_current))
     with _executor(gpu) if measure and _has_gpu() else contextlib.nullcontext() as executor:

@@ -259,11 +259,12 @@ def _print_served(finished: RunFinished, device: Device, request: _Request) -> N
 def _dry_run(request: _Request) -> None:
     """Print what would be done; nothing is compiled, measured or written."""
     from flashgen.cli.display import duration
+    from flashgen.db.files import present
     from flashgen.db.store import Store
     from flashgen.tuning.tune import plan
 
     with contextlib.ExitStack() as stack:
-        exists = request.database.exists()
+        exists = present(request.database)
         rows = plan(
             request.workloads,
             device=_device_to_plan(request),

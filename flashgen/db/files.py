@@ -44,6 +44,18 @@ def prepare(path: Path, access: Access) -> Path:
         raise DatabaseError(f"a tuning database must fit into memory; {path} does not") from error
 
 
+def present(path: Path) -> bool:
+    """Whether there is anything at `path`.
+
+    Raises:
+        DatabaseError: nothing can be there: a name that is too long, a folder that cannot be searched.
+    """
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:
+        raise DatabaseError(f"a file needs a place that can be used, got {str(path)[:200]}: {error}") from error
+
+
 def _prepare(path: Path, access: Access) -> Path:
     if path.is_dir():
         raise DatabaseError(f"a tuning database is a file, got the directory {path}")

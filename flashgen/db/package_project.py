@@ -12,6 +12,7 @@ from flashgen._version import __version__
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import TuningRecord
 from flashgen.db.exchange import export_records
+from flashgen.db.files import present
 from flashgen.db.packages import FILE, GROUP
 from flashgen.db.store import Store
 
@@ -46,7 +47,7 @@ def write_project(name: str, path: Path | str, folder: Path | str | None = None,
     if not records:
         raise DatabaseError(f"a package needs records; {path} has none")
     folder = Path(folder or project_name(name))
-    if folder.exists():
+    if present(folder):
         raise DatabaseError(f"a project is written to a new folder; {folder} exists")
     _write(folder, name, records, version)
     return folder

@@ -19,6 +19,9 @@ from tests.cli.conftest import no_gpu  # noqa: F401 - a fixture
 SHAPE = "b1-h4-s64-d64-varlen"
 """No family serves it, so that a right command ends soon, too."""
 
+FILE = "b.sqlite3"
+"""No such file."""
+
 TUNE = ("tune", "--shape", SHAPE, "--dry-run", "--target", "h100")
 BASES: dict[str, tuple[str, ...]] = {
     "tune": TUNE,
@@ -29,6 +32,10 @@ BASES: dict[str, tuple[str, ...]] = {
     "show": ("db", "show", SHAPE),
     "export": ("db", "export"),
     "import": ("db", "import"),
+    "verify": ("db", "verify"),
+    "diff": ("db", "diff", "a.sqlite3", FILE),
+    "merge": ("db", "merge", "a.sqlite3", FILE, "--no-measure", "--output", "c.sqlite3"),
+    "package": ("db", "package", "records", FILE),
 }
 WRONG = (
     *(
@@ -96,5 +103,5 @@ def test_a_wrong_value_is_an_error_in_words(name: str, option: str) -> None:
 
 def _in_place(name: str, value: str) -> tuple[str, ...]:
     """A command with another argument; what begins like an option is behind a `--`."""
-    words = [word for word in BASES[name] if word != SHAPE]
+    words = [word for word in BASES[name] if word not in (SHAPE, FILE)]
     return (*words, "--", value)

@@ -31,8 +31,8 @@ from tests.measure.test_service import Clocked, CountingStopwatch
 SMALL = Workload.parse("bwd-bf16-b1-h2-hk1-s40-d16-causal-keybias-sink")
 
 
-def config(**knobs: int | str | bool | float) -> Config:
-    return Config.of("emulated", knobs)
+def config(**knobs: int | str | bool) -> Config:
+    return Config.of("portable_backward_split", knobs)
 
 
 @dataclass
@@ -68,7 +68,8 @@ class EmulatedToolchain:
         knobs = dict(config.knobs)
         ms = float(knobs.pop("ms", 1))
         knobs.pop("atomic", None)
-        inner = EmulatedBackward(scores=Emulated(causal=spec.causal), **knobs)  # type: ignore[arg-type]
+        jitter = int(knobs.pop("jitter_permille", 0)) / 1000
+        inner = EmulatedBackward(scores=Emulated(causal=spec.causal), jitter=jitter, **knobs)  # type: ignore[arg-type]
         return self.made.setdefault(config, ClockedBackward(inner=inner, ms=ms)).factory
 
     def is_deterministic(self, config: Config) -> bool:
@@ -123,14 +124,14 @@ def test_a_race_measures_backward_passes_and_asks_them_again(table: Table) -> No
 
 
 def test_only_families_that_promise_the_same_bits_are_asked_for_them(table: Table) -> None:
-    promised = table.evaluate(config(jitter=1e-3))
+    promised = table.evaluate(config(jitter_permille=1))
     assert isinstance(promised, Failure)
     assert "other bits of dq" in promised.reason
-    assert isinstance(table.evaluate(config(jitter=1e-3, atomic=True)), Measurement)
+    assert isinstance(table.evaluate(config(jitter_permille=1, atomic=True)), Measurement)
     toolchain = GpuToolchain(find_device("h200"), 0)
     for row in FAMILIES:
         assert toolchain.is_deterministic(Config.of(row.id, {})) == row.is_deterministic
-    assert not toolchain.is_deterministic(config())
+    assert not toolchain.is_deterministic(Config.of("emulated", {}))
 
 
 def test_every_copy_has_the_output_and_lse_of_its_own_inputs() -> None:
