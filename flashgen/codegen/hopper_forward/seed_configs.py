@@ -23,10 +23,10 @@ EXP_BEFORE_WAIT: Changes = {**MBARRIERS, "ping_pong": False, "conditional_rescal
 """Exponentials stay ahead of the wait for the product."""
 
 FIRST_MAXIMUM: Changes = {"softmax_reference": "first_block", "conditional_rescale": True, "max_chains": 1}
-"""The default wherever it is possible (docs/decisions/first-maximum.md); what won is tried with it."""
+"""The default under a softcap that bounds the scores (docs/decisions/first-maximum.md)."""
 
 ROW_SUMS: Changes = {**FIRST_MAXIMUM, "softmax_reference": "row_sums"}
-"""As fast on all data, for 0 to 7% on normal data (docs/decisions/row-sums.md): what won is tried with it."""
+"""The default wherever else it is possible, as fast on all data (docs/decisions/row-sums.md)."""
 
 FOUR_WARPGROUPS: Changes = {
     "warpgroups": 4,
