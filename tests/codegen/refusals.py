@@ -34,7 +34,7 @@ TEXTS = {
     "forward with functions": ("portable_forward", "fwd-fp16-d64"),
     "backward": ("portable_backward_split", "bwd-fp16-d64-causal-softcap-alibi-bias-keymask-window-dbias"),
     "backward, fused": ("portable_backward_fused", "bwd-fp32-d64-offset-causal"),
-    "Hopper": ("hopper_forward", "fwd-bf16-d64-causal-softcap-sink-bias-keymask"),
+    "Hopper": ("hopper_forward", "fwd-bf16-d64-causal-softcap-sink-bias-keymask-window"),
     "Hopper, backward": ("hopper_backward_fused", "bwd-bf16-d64-causal-window"),
     "Hopper, backward, two passes": ("hopper_backward_split", "bwd-bf16-d64"),
 }

@@ -139,6 +139,7 @@ VARIANTS = (
     ("fwd-bf16-d128-causal-window", {**SKIPPED, "heads_per_group": 1}),
     ("fwd-fp16-d128-causal-window-offset", {**SKIPPED, "warpgroups": 3}),
     ("fwd-bf16-d128-window", {**SKIPPED, "warpgroups": 3, "barriers": "mbarrier", "ping_pong": False}),
+    ("fwd-bf16-d64-window-keymask", SKIPPED),
     ("fwd-bf16-d96-window-sink", {**SKIPPED, "split_d": True, "barriers": "mbarrier"}),
     ("fwd-bf16-d256-causal-softcap", {}),
     ("fwd-bf16-d128-softcap", {"softmax_reference": "running"}),

@@ -12,7 +12,6 @@ from flashgen.codegen.family import KernelFamily, Knob, KnobRows
 from flashgen.codegen.hopper_forward import defaults, resources, rules
 from flashgen.codegen.hopper_forward import template_context as text
 from flashgen.codegen.hopper_forward.cost_model import COST_MODEL
-from flashgen.codegen.hopper_forward.scores import clears_together
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -124,8 +123,6 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return reason
     if not spec.aligned16:
         return "TMA needs pointers and strides that are multiples of 16 bytes"
-    if clears_together(spec):
-        return "no GPU has shown yet that its warpgroups clear all that a window and a mask of keys hide of V"
     if rules.why_too_large(spec, defaults.smallest(spec, device), device):
         return "its tiles of bias and mask do not fit beside heads of this size"
     return None

@@ -90,8 +90,8 @@ def _features(spec: Specialization) -> list[str]:
 
 
 def clears_together(spec: Specialization) -> bool:
-    """Whether what a mask of keys hides of V, and what no window has in it, is cleared by one function."""
-    return spec.window and spec.mask == "keys"
+    """Whether what a mask of keys hides of V, and what no query of the call can see, is cleared by one function."""
+    return spec.mask == "keys" and (spec.causal or spec.window)
 
 
 def _rule(spec: Specialization) -> list[str]:
@@ -103,4 +103,6 @@ def _rule(spec: Specialization) -> list[str]:
         if kind == "keys":
             found += [f"{name}_base", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
     found += ["seqlen_k"] if "keys" in (spec.bias, spec.mask) else []
-    return found + (["key_start", "key_end"] if clears_together(spec) else [])
+    if not clears_together(spec):
+        return found
+    return [*found, *(["key_start"] if spec.window else []), "key_end"]
