@@ -61,6 +61,10 @@ class Toolchain(Protocol):
         """Whether the config's family promises the same bits for equal inputs."""
         ...
 
+    def exact_sibling(self, spec: Specialization, config: Config) -> Config:
+        """The config that serves the calls of this one that ask for an LSE: most configs do themselves."""
+        ...
+
     def default(self, workload: Workload) -> Config:
         """The config that serves a workload without any tuning.
 
@@ -91,6 +95,10 @@ class GpuToolchain:
     def is_deterministic(self, config: Config) -> bool:
         """See `Toolchain`."""
         return any(row.id == config.family and row.is_deterministic for row in FAMILIES)
+
+    def exact_sibling(self, spec: Specialization, config: Config) -> Config:
+        """See `Toolchain`."""
+        return exact_sibling(config, spec)
 
     def default(self, workload: Workload) -> Config:
         """See `Toolchain`."""
@@ -211,7 +219,7 @@ class Bench:
             Exception: whatever building and running it raises; the stage has been announced.
         """
         spec = specialization(state.workload)
-        exact = exact_sibling(config, spec)
+        exact = self._toolchain.exact_sibling(spec, config)
         if (out_alone := exact != config) and isinstance(
             failed := self.candidate(state, exact, announce, hard), Failure
         ):

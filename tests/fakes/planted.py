@@ -101,6 +101,9 @@ class PlantedToolchain(GpuToolchain):
             return super().factory(spec, config)
         return lambda *_: PlantedKernel(str(config["act"]))
 
+    def exact_sibling(self, spec: Specialization, config: Config) -> Config:
+        return config if config.family == PLANTED else super().exact_sibling(spec, config)
+
 
 class PlantedService(GpuService):
     """The usual service with that toolchain."""

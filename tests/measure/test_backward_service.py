@@ -75,6 +75,9 @@ class EmulatedToolchain:
     def is_deterministic(self, config: Config) -> bool:
         return "atomic" not in dict(config.knobs)
 
+    def exact_sibling(self, spec: Specialization, config: Config) -> Config:
+        return config
+
     def default(self, workload: Workload) -> Config:
         raise UnsupportedError("nothing serves this")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from flashgen.codegen.families import exact_sibling
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError, UnsupportedError
@@ -104,6 +105,9 @@ class EmulatedToolchain:
 
     def is_deterministic(self, config: Config) -> bool:
         return True
+
+    def exact_sibling(self, spec: Specialization, config: Config) -> Config:
+        return exact_sibling(config, spec)
 
     def default(self, workload: Workload) -> Config:
         if self.default_config is None:
