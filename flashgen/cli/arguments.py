@@ -49,6 +49,7 @@ Scattered = Annotated[
     bool,
     typer.Option("--scattered", help="A bias or a mask may start anywhere and have any strides, also along the keys."),
 ]
+DeviceName = Annotated[str | None, typer.Option("--device", help="Only of this GPU, e.g. h200.", metavar="GPU")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 FALLBACK_TARGET = "h100"
@@ -69,6 +70,16 @@ def reading() -> Iterator[None]:
         yield
     except FlashgenError as error:
         raise CommandLineError(str(error)) from error
+
+
+def named_device(text: str | None) -> Device | None:
+    """The device of `--device`, None without one.
+
+    Raises:
+        CommandLineError: no GPU has that name.
+    """
+    with reading():
+        return None if text is None else find_device(text)
 
 
 def parse_shape(

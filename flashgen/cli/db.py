@@ -1,4 +1,4 @@
-"""`flashgen db`: list, show, export and import tuned records; `db_compare` has the commands on whole files."""
+"""`flashgen db`: list, show, export and import tuned records; `db_compare` and `db_history` have other commands."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from flashgen.cli import db_compare, output
-from flashgen.cli.arguments import CommandLineError, Json, Shape, reading
-from flashgen.core.device import Device, find_device
+from flashgen.cli import db_compare, db_history, output
+from flashgen.cli.arguments import CommandLineError, DeviceName, Json, Shape, named_device, reading
 from flashgen.core.errors import DatabaseError
 from flashgen.core.feature_words import describe
 from flashgen.core.names import meant
@@ -18,12 +17,11 @@ from flashgen.core.record import PROVENANCES, Failure, Prediction, Trial, Tuning
 from flashgen.core.workload import Workload
 
 app = typer.Typer(
-    help="List, show, export, import, verify, compare and merge tuned records.",
+    help="List, show, export, import, verify, compare and merge tuned records, and tell their history.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
-DeviceName = Annotated[str | None, typer.Option("--device", help="Only of this GPU, e.g. h200.", metavar="GPU")]
 Provenance = Annotated[str | None, typer.Option("--provenance", help="Only `measured` or only `predicted` ones.")]
 
 
@@ -33,10 +31,10 @@ def list_(device: DeviceName = None, provenance: Provenance = None, json: Json =
     from flashgen.db.layers import Layers
 
     with Layers.open() as layers:
-        found = layers.records(device=_device(device), provenance=_provenance(provenance))
+        found = layers.records(device=named_device(device), provenance=_provenance(provenance))
     found.sort(key=lambda hit: (hit[0].device.identity, hit[0].workload.key, hit[0].provenance))
     if json:
-        output.print_json([{**_record_json(record), "layer": layer} for record, layer in found])
+        output.print_json([{**record_json(record), "layer": layer} for record, layer in found])
     elif found:
         columns = ("workload", "device", "ms", "TFLOP/s", "best other", "provenance", "age", "layer")
         output.print_table(columns, [_row(*hit) for hit in found])
@@ -51,7 +49,7 @@ def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
 
     with reading():
         workload = Workload.parse(shape)
-    wanted = _device(device)
+    wanted = named_device(device)
     with Layers.open() as layers:
         found = [hit for hit in layers.records(device=wanted) if hit[0].workload == workload]
         devices = dict.fromkeys(record.device for record, _ in found)
@@ -59,7 +57,7 @@ def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
     if not found:
         raise DatabaseError(f"a workload to show must have a record; {workload.key} has none (flashgen db list)")
     if json:
-        output.print_json([{**_record_json(record), "layer": layer} for record, layer in found])
+        output.print_json([{**record_json(record), "layer": layer} for record, layer in found])
         return
     for number, (record, layer) in enumerate(found):
         if number:
@@ -79,6 +77,10 @@ def export(
     everything: Annotated[
         bool, typer.Option("--all", help="Records of all databases, not only of the one that is written to.")
     ] = False,
+    history: Annotated[
+        bool,
+        typer.Option("--history", help="With who made them, on which host, what they beat and what they replaced."),
+    ] = False,
     with_binaries: Annotated[
         bool,
         typer.Option(
@@ -90,13 +92,16 @@ def export(
     """Write records to one file that can be given away, and to a CSV of the same name beside it."""
     from flashgen.db.exchange import export_records
     from flashgen.db.layers import Layers
+    from flashgen.db.past import exported
 
     with Layers.open() as layers:
-        found = layers.records(device=_device(device), provenance=_provenance(provenance))
-        records = [record for record, layer in found if everything or layer == layers.first_name]
+        found = layers.records(device=named_device(device), provenance=_provenance(provenance))
+        chosen = [hit for hit in found if everything or hit[1] == layers.first_name]
+        origins, replaced = exported(layers.layers, chosen) if history else ({}, [])
+    records = [record for record, _ in chosen]
     if not records:
         raise DatabaseError(f"an export needs records; none of {len(found)} known ones match (--all, flashgen db list)")
-    count = export_records(records, path)
+    count = export_records(records, path, origins=origins, replaced=replaced)
     output.say(f"{count} records written to {path} and {path.with_suffix('.csv')}")
     if with_binaries:
         from flashgen.cli.bundles import export_kernels
@@ -156,14 +161,11 @@ def package(
     output.say(f"written to {folder}; build it with: python -m build {folder}")
 
 
+app.command()(db_history.history)
+app.command()(db_history.prune)
 app.command()(db_compare.verify)
 app.command()(db_compare.diff)
 app.command()(db_compare.merge)
-
-
-def _device(text: str | None) -> Device | None:
-    with reading():
-        return None if text is None else find_device(text)
 
 
 def _provenance(text: str | None) -> str | None:
@@ -225,7 +227,8 @@ def _count(tried: list[Trial] | list[Prediction]) -> str:
     return f"{len(tried)}{f' ({failed})' if failed else ''}"
 
 
-def _record_json(record: TuningRecord) -> dict[str, object]:
+def record_json(record: TuningRecord) -> dict[str, object]:
+    """A record as `--json` prints it."""
     measured, versions = record.measurement, record.versions
     return {
         "workload": record.workload.key,

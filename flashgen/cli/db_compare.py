@@ -22,6 +22,7 @@ from flashgen.core.record import Failure, TuningRecord
 
 if TYPE_CHECKING:
     from flashgen.db.comparison import Pair
+    from flashgen.db.merging import Side
     from flashgen.measure.protocol import Executor
     from flashgen.tuning.retime import Check
 
@@ -38,11 +39,12 @@ Gpu = Annotated[int, typer.Option("--gpu", help="The index of the GPU to measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Audit:
-    """What a file holds: why it cannot be read, or its records and the rows that break a rule."""
+    """What a file holds: why it cannot be read, or its records, how many were replaced, and the bad rows."""
 
     path: Path
     problem: str | None = None
     records: tuple[TuningRecord, ...] = ()
+    replaced: int = 0
     bad_rows: tuple[str, ...] = ()
 
     @property
@@ -105,21 +107,28 @@ def merge(
     """Write the records of two databases to a new one, of each workload the faster record.
 
     With a GPU both configs of a workload are timed against each other before one wins. Without one only records of the
-    same versions and baselines compare; of the others, which are listed as undecided, the record of A is taken.
+    same versions and baselines compare; of the others, which are listed as undecided, the record of A is taken. The
+    history of the new file has those of both and every record that was not taken.
     """
     from flashgen.db.comparison import POLICY, compare
     from flashgen.db.exchange import export_records
     from flashgen.db.files import present
+    from flashgen.db.merging import merged
     from flashgen.tuning.history import is_current
     from flashgen.tuning.retime import decided
+    from flashgen.tuning.tune import new_run
 
     if present(target):
         raise DatabaseError(f"a merge writes a new file and overwrites none; {target} exists")
-    pairs = list(compare(_records(first), _records(second), is_current))
+    sides = _side(first), _side(second)
+    stored = compare(sides[0].known.records, sides[1].known.records, is_current)
+    pairs, host = list(stored), ""
     with _executor(gpu) if measure and _has_gpu() else contextlib.nullcontext() as executor:
         if executor is not None:
+            host = executor.describe().hostname
             pairs = [decided(executor, pair) for pair in pairs]
-    count = export_records([pair.taken for pair in pairs], target)
+    whole = merged(*sides, list(zip(stored, pairs, strict=True)), run=new_run(), host=host)
+    count = export_records(whole.records, target, origins=whole.origins, replaced=whole.replaced)
     shown = [pair for pair in pairs if pair.first is not None and pair.second is not None and pair.verdict != "same"]
     _print_pairs(shown, as_json=json)
     if any(pair.verdict == "undecided" for pair in pairs):
@@ -138,16 +147,18 @@ def _files(paths: Sequence[Path] | None) -> Iterator[tuple[Path, bool]]:
 
 
 def _audit(path: Path, shipped: bool) -> _Audit:
+    from flashgen.db.past import audited
     from flashgen.db.store import Store
 
     try:
         with Store.open(path, read_only=not shipped, shipped=shipped) as store:
             store.check()
             good, bad = store.reader.audited()
+            replaced, bad_past = audited(store.reader)
     except DatabaseError as error:
         return _Audit(path=path, problem=str(error))
-    rows = tuple(f"{table} {row}: {reason[:300]}" for table, row, reason in bad)
-    return _Audit(path=path, bad_rows=rows, records=tuple(good))
+    rows = tuple(f"{table} {row}: {reason[:300]}" for table, row, reason in [*bad, *bad_past])
+    return _Audit(path=path, bad_rows=rows, records=tuple(good), replaced=replaced)
 
 
 def _print_audit(audit: _Audit) -> None:
@@ -156,7 +167,7 @@ def _print_audit(audit: _Audit) -> None:
         return
     output.say(
         f"{audit.path}: whole, {len(audit.records)} records ({audit.stale} of kernels that have changed), "
-        f"{len(audit.bad_rows)} bad rows"
+        f"{audit.replaced} replaced ones, {len(audit.bad_rows)} bad rows"
     )
     for row in audit.bad_rows:
         output.say(f"  {row}")
@@ -168,6 +179,7 @@ def _audit_json(audit: _Audit) -> dict[str, object]:
         "problem": audit.problem,
         "records": len(audit.records),
         "stale": audit.stale,
+        "replaced": audit.replaced,
         "bad_rows": list(audit.bad_rows),
     }
 
@@ -216,6 +228,16 @@ def _records(path: Path) -> list[TuningRecord]:
     with Store.open(path, read_only=True) as store:
         store.check()
         return store.all_records()
+
+
+def _side(path: Path) -> Side:
+    from flashgen.db.merging import Side
+    from flashgen.db.past import whole
+    from flashgen.db.store import Store
+
+    with Store.open(path, read_only=True) as store:
+        store.check()
+        return Side(path=path, known=whole(store.reader))
 
 
 def _print_pairs(pairs: Sequence[Pair], *, as_json: bool) -> None:

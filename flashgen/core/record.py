@@ -155,6 +155,14 @@ class TuningRecord:
             raise MeasureError(f"a record is measured iff it has a measurement, got {self.provenance!r}")
 
     @property
+    def identity(self) -> tuple[str, str, str]:
+        """Device identity, workload and provenance, of which a database holds one record; their order is that of lists.
+
+        Measured ones come before predicted ones.
+        """
+        return self.device.identity, self.workload.key, self.provenance
+
+    @property
     def time_ms(self) -> float | None:
         """The measured median, else the predicted time, else None."""
         return self.measurement.median_ms if self.measurement else self.predicted_ms
@@ -185,6 +193,11 @@ def moment(created: str) -> datetime:
         return datetime.min.replace(tzinfo=timezone.utc)
     found = datetime.fromisoformat(created.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
     return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+
+
+def timestamp() -> str:
+    """Now, as ISO 8601 in UTC with microseconds: trials are often less than a second apart."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
 def age(created: str, now: datetime | None = None) -> str:

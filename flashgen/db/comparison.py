@@ -93,4 +93,4 @@ def _pair(first: TuningRecord | None, second: TuningRecord | None, is_current: I
 
 
 def _by_identity(records: Iterable[TuningRecord]) -> dict[tuple[str, str, str], TuningRecord]:
-    return {(record.device.identity, record.workload.key, record.provenance): record for record in records}
+    return {record.identity: record for record in records}

@@ -13,10 +13,12 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from flashgen.core.errors import DatabaseError
+from flashgen.core.history import Replaced
 from flashgen.core.record import Measurement, TuningRecord, moment
 from flashgen.db import files
+from flashgen.db.past import Origins, origins_of
 from flashgen.db.store import Store
-from flashgen.db.writing import Merged
+from flashgen.db.writing import Incoming, Merged
 
 NOISE = 0.02
 """Two medians of different rounds that are closer than this say nothing about which config is faster."""
@@ -34,8 +36,20 @@ CSV_COLUMNS = (
 )
 
 
-def export_records(records: Iterable[TuningRecord], path: Path | str) -> int:
+def export_records(
+    records: Iterable[TuningRecord],
+    path: Path | str,
+    *,
+    origins: Origins | None = None,
+    replaced: Iterable[Replaced] = (),
+) -> int:
     """Write `records` to one new SQLite file at `path` (replacing it) and to a CSV of the same name beside it.
+
+    Args:
+        records: what it holds.
+        path: the file.
+        origins: who made them; nobody is named without.
+        replaced: what they took the place of, the first one first.
 
     Returns:
         How many records were written.
@@ -46,13 +60,14 @@ def export_records(records: Iterable[TuningRecord], path: Path | str) -> int:
     path = Path(path)
     if path.is_dir() or path.suffix != ".sqlite3":
         raise DatabaseError(f"an export is a file whose name ends in .sqlite3, got {path}")
-    ordered = sorted(records, key=_identity)
+    ordered = sorted(records, key=lambda record: record.identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             draft, packed = Path(scratch) / "draft.sqlite3", Path(scratch) / "packed.sqlite3"
             with Store.open(draft) as store:
-                store.put_records(ordered)
+                store.put_records(ordered, Incoming(origins=origins or {}))
+                store.put_replaced(replaced)
             files.pack(draft, packed)
             packed.replace(path)
         to_csv(ordered, path.with_suffix(".csv"))
@@ -69,7 +84,8 @@ def import_records(store: Store, path: Path | str, is_current: IsCurrent | None 
     """Take over the records of another file into `store`, in one transaction: all of them are valid, or none is taken.
 
     Where both files have a record for the same workload, device identity and provenance, one that is current takes the
-    place of one that is not, if `is_current` tells; else `better` decides. Trials stay where they were made.
+    place of one that is not, if `is_current` tells; else `better` decides. What is replaced goes to the history of
+    `store`. Trials, and the history of the other file, stay where they were made; who made a record comes with it.
 
     Raises:
         DatabaseError: the file is not one of ours or damaged, or a row of it breaks a rule; nothing was changed.
@@ -77,6 +93,7 @@ def import_records(store: Store, path: Path | str, is_current: IsCurrent | None 
     with Store.open(path, read_only=True, validate=store.validate) as other:
         other.check()
         theirs = other.all_records()
+        made = origins_of(other.reader, strict=True)
     for record in theirs:
         if _is_of_the_future(record):
             raise DatabaseError(f"a record is imported after it was made; {path} has one of {record.created}")
@@ -86,7 +103,7 @@ def import_records(store: Store, path: Path | str, is_current: IsCurrent | None 
             return current
         return better(their, our)
 
-    return store.merge_records(theirs, wins)
+    return store.merge_records(theirs, wins, Incoming(reason="import", source=str(path), origins=made))
 
 
 def better(theirs: TuningRecord, ours: TuningRecord) -> bool:
@@ -137,10 +154,6 @@ def to_csv(records: Sequence[TuningRecord], path: Path | str) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(CSV_COLUMNS)
         writer.writerows(_csv_row(record) for record in records)
-
-
-def _identity(record: TuningRecord) -> tuple[str, str, str]:
-    return record.device.identity, record.workload.key, record.provenance
 
 
 def _csv_row(record: TuningRecord) -> list[str | int]:

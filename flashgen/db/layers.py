@@ -21,6 +21,7 @@ from flashgen.db.reader import Reader
 from flashgen.db.reading import Validate
 
 if TYPE_CHECKING:
+    from flashgen.db.past import Past
     from flashgen.db.store import Store
 
 Found = tuple[TuningRecord, str]
@@ -168,6 +169,17 @@ class Layers:
                 trials += found[0]
                 predictions += found[1]
         return trials, predictions
+
+    def past(self, workload: Workload, device: Device | None = None) -> list[tuple[Past, str]]:
+        """Who made the records of a workload and what they took the place of, by layer, with its name."""
+        from flashgen.db.past import past_of  # which no look-up needs
+
+        found: list[tuple[Past, str]] = []
+        for layer in tuple(self._layers):
+            past = self._ask(layer, lambda reader: past_of(reader, workload, device))
+            if past is not None and (past.records or past.replaced):
+                found.append((past, layer.name))
+        return found
 
     def close(self) -> None:
         """Close every file."""

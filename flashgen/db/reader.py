@@ -23,45 +23,55 @@ from flashgen.core.workload import Workload
 from flashgen.db import files
 from flashgen.db.connection import HAS_LIMITS, Access, Deadline, connect, is_too_long, retry
 from flashgen.db.inspection import refuse_computed
-from flashgen.db.reading import MAX_TEXT, Validate, plain, record_of
+from flashgen.db.reading import MAX_BASELINES, MAX_TEXT, Validate, plain, record_of
 
 V = TypeVar("V")
 
 BadRow = tuple[str, int, str]
 """Of a row that breaks a rule: its table, its id, and the reason."""
 
-_OWN = (
+OWN = (
     *("provenance", "family", "knobs", "times_ms", "max_error", "mean_error", "reference_ms", "sm_clock_mhz"),
     *("predicted_ms", "source_digest", "flashgen_version", "triton_version", "torch_version", "driver_version"),
     *("created", "hard_times_ms"),
 )
+"""The columns of a record that are no numbers of other rows."""
+
 _WORKLOAD = ("key", "specialization", *(field.name for field in fields(Workload)))
 _DEVICE = ("identity", *(field.name for field in fields(Device)))
 _YES_OR_NO = frozenset(field.name for field in fields(Workload) if field.type == "bool")
 
-_COLUMNS = (
-    *(f"records.{name}" for name in _OWN),
+_OWNERS = (
     *("workloads.id", *(f"workloads.{name}" for name in _WORKLOAD)),
     *("devices.id", *(f"devices.{name}" for name in _DEVICE)),
 )
-_SOURCE = (
-    "FROM records LEFT OUTER JOIN workloads ON workloads.id = records.workload_id "
-    "LEFT OUTER JOIN devices ON devices.id = records.device_id"
-)
 
 
-def select_row(*, limited: bool) -> str:
-    """The row of a record; where SQLite's limits could not be set, a text that is too long is not read to its end."""
+def source(table: str) -> str:
+    """Rows of a table with the workloads and devices that they point to."""
+    return (
+        f"FROM {table} LEFT OUTER JOIN workloads ON workloads.id = {table}.workload_id "
+        f"LEFT OUTER JOIN devices ON devices.id = {table}.device_id"
+    )
+
+
+_SOURCE = source("records")
+
+
+def select_row(*, limited: bool, table: str = "records", own: tuple[str, ...] = OWN) -> str:
+    """One row of a table with those that it points to."""
+    names = (*(f"{table}.{name}" for name in own), *_OWNERS)
+    return f"SELECT {columns(names, limited=limited)} {source(table)} WHERE {table}.id = ?"
+
+
+def columns(names: Sequence[str], *, limited: bool) -> str:
+    """Cells to select; where SQLite's limits could not be set, a text that is too long is not read to its end."""
     cut = f"CASE WHEN length({{0}}) > {MAX_TEXT} THEN substr({{0}}, 1, {MAX_TEXT + 1}) ELSE {{0}} END"
-    columns = _COLUMNS if limited else [cut.format(name) for name in _COLUMNS]
-    return f"SELECT {', '.join(columns)} {_SOURCE} WHERE records.id = ?"
+    return ", ".join(names if limited else [cut.format(name) for name in names])
 
 
 _ROW = select_row(limited=HAS_LIMITS)
 _BASELINES = f"SELECT substr(impl, 1, {MAX_TEXT + 1}), median_ms FROM anchors WHERE record_id = ? ORDER BY id LIMIT ?"
-
-MAX_BASELINES = 64
-"""Other implementations beside one record; torch has four."""
 
 WHOLE_FILE_S = 600.0
 """Processor time for all records of a file: somebody asked for it, and no call waits. 100,000 took 19 s."""
@@ -140,7 +150,7 @@ class Reader:
         """
         bad: list[BadRow] = []
         values = retry(self.path, lambda: self._read("", (), bad))
-        return sorted(values, key=_rank), bad
+        return sorted(values, key=lambda record: record.identity), bad
 
     def built(
         self, rows: Iterable[tuple[str, int | None, Any]], build: Callable[[Any], V], bad: list[BadRow]
@@ -188,28 +198,39 @@ class Reader:
         bad: list[BadRow] = []
         values = retry(self.path, lambda: self._read(where, tuple(given.values()), bad))
         self.report(bad, strict=strict)
-        return sorted(values, key=_rank)
+        return sorted(values, key=lambda record: record.identity)
 
     def _read(self, where: str, values: tuple[str, ...], bad: list[BadRow]) -> list[TuningRecord]:
-        """The records as of one moment, each read and built on its own, so that no more than one is held unchecked."""
         bad.clear()
+        found = f"SELECT records.id {_SOURCE} {where}"
         deadline = Deadline() if where else Deadline(WHOLE_FILE_S)
+        return self.each("records", found, values, lambda *row: record_of(_row(*row), self.validate), bad, deadline)
+
+    def each(
+        self,
+        table: str,
+        query: str,
+        values: Sequence[str | int],
+        build: Callable[[sqlite3.Connection, int], V],
+        bad: list[BadRow],
+        deadline: Deadline,
+    ) -> list[V]:
+        """What `build` makes of the rows whose ids a query finds, as of one moment.
+
+        Each is read and built on its own, so that no more than one is held unchecked; `bad` gets those that break a
+        rule.
+        """
         connection = connect(self.actual, self.access)
         try:
             deadline.bind(connection)
             connection.execute("BEGIN").close()
             if self.access != "shipped":
                 refuse_computed(connection, self.path)
-            found = connection.execute(f"SELECT records.id {_SOURCE} {where}", values).fetchall()
-            rows = (("records", row_id, row_id) for (row_id,) in deadline.within(found))
-            return self.built(rows, lambda row_id: record_of(_row(connection, row_id), self.validate), bad)
+            found = connection.execute(query, values).fetchall()
+            rows = ((table, row_id, row_id) for (row_id,) in deadline.within(found))
+            return self.built(rows, lambda row_id: build(connection, row_id), bad)
         finally:
             connection.close()
-
-
-def _rank(record: TuningRecord) -> tuple[str, str, str]:
-    """Of a list of records: measured before predicted."""
-    return record.device.identity, record.workload.key, record.provenance
 
 
 def _row(connection: sqlite3.Connection, row_id: int) -> Any:
@@ -218,13 +239,19 @@ def _row(connection: sqlite3.Connection, row_id: int) -> Any:
     baselines = connection.execute(_BASELINES, (row_id, MAX_BASELINES + 1)).fetchall()
     if len(baselines) > MAX_BASELINES:
         raise DatabaseError(f"a record has at most {MAX_BASELINES} times of other implementations")
-    own, rest = cells[: len(_OWN)], cells[len(_OWN) :]
+    row = with_owners(OWN, cells)
+    row.baselines = [SimpleNamespace(impl=impl, median_ms=median_ms) for impl, median_ms in baselines]
+    return row
+
+
+def with_owners(own: tuple[str, ...], cells: Sequence[Any]) -> SimpleNamespace:
+    """What `select_row` found, as a row with its workload and its device."""
+    rest = cells[len(own) :]
     workload, device = rest[: 1 + len(_WORKLOAD)], rest[1 + len(_WORKLOAD) :]
     return SimpleNamespace(
-        **dict(zip(_OWN, own, strict=True)),
+        **dict(zip(own, cells[: len(own)], strict=True)),
         workload=_joined(workload, _WORKLOAD),
         device=_joined(device, _DEVICE),
-        baselines=[SimpleNamespace(impl=impl, median_ms=median_ms) for impl, median_ms in baselines],
     )
 
 

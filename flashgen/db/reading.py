@@ -42,8 +42,11 @@ MAX_TEXT = 16384
 MAX_NAME = 512
 """Characters of a name, a key, a version or a date; as many as there are rows are held at once."""
 
-LONG_TEXTS = frozenset({"knobs", "times_ms", "hard_times_ms", "reason"})
+LONG_TEXTS = frozenset({"knobs", "times_ms", "hard_times_ms", "reason", "anchors", "runners_up"})
 """What may have `MAX_TEXT` characters."""
+
+MAX_BASELINES = 64
+"""Other implementations beside one record; torch has four."""
 
 YEARS = range(2020, 2100)
 """Of what was made with flashgen."""
@@ -96,13 +99,13 @@ def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
         workload=workload_of(_present(row.workload, "workload")),
         device=device_of(_present(row.device, "device")),
         config=_config(row, validate),
-        provenance=_typed("provenance", row.provenance, "str"),
+        provenance=typed("provenance", row.provenance, "str"),
         measurement=None if row.times_ms is None else _measurement(row, row.hard_times_ms),
         predicted_ms=_predicted(row.predicted_ms),
-        source_digest=_typed("source_digest", row.source_digest, "str"),
-        versions=Versions(**{name: _typed(name, getattr(row, f"{name}_version"), "str") for name in names}),
+        source_digest=typed("source_digest", row.source_digest, "str"),
+        versions=Versions(**{name: typed(name, getattr(row, f"{name}_version"), "str") for name in names}),
         baselines=tuple(_baseline(baseline) for baseline in row.baselines),
-        created=_moment(row.created),
+        created=as_moment("created", row.created),
     )
     _possible(record.workload, record.device, record.measurement or record.predicted_ms)
     return record
@@ -110,7 +113,7 @@ def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
 
 def trial_of(row: TrialRow, validate: Validate) -> Trial:
     """The trial of a row; `validate` has accepted its config."""
-    source = _typed("source", row.source, "str")
+    source = typed("source", row.source, "str")
     if source == PREDICTED_SOURCE:
         raise DatabaseError(f"a trial's source is what proposed it, got {source!r}, which nothing measured")
     trial = Trial(
@@ -119,7 +122,7 @@ def trial_of(row: TrialRow, validate: Validate) -> Trial:
         config=_config(row, validate),
         source=source,
         outcome=_failure(row) if row.times_ms is None else _measurement(row),
-        created=_moment(row.created),
+        created=as_moment("created", row.created),
     )
     _possible(trial.workload, trial.device, trial.outcome)
     return trial
@@ -132,25 +135,25 @@ def prediction_of(row: TrialRow, validate: Validate) -> Prediction:
         device=device_of(_present(row.device, "device")),
         config=_config(row, validate),
         outcome=_failure(row) if row.times_ms is None else _predicted_time(row),
-        created=_moment(row.created),
+        created=as_moment("created", row.created),
     )
     _possible(prediction.workload, prediction.device, prediction.outcome)
     return prediction
 
 
 def _failure(row: TrialRow) -> Failure:
-    return Failure(stage=_typed("stage", row.stage, "str"), reason=_typed("reason", row.reason, "str"))
+    return Failure(stage=typed("stage", row.stage, "str"), reason=typed("reason", row.reason, "str"))
 
 
 def _times_ms(value: object, name: str = "times_ms") -> tuple[float, ...]:
     try:
-        times = json.loads(_typed(name, value, "str"))
+        times = json.loads(typed(name, value, "str"))
     except (ValueError, RecursionError) as error:
         raise DatabaseError(f"{name} must be a JSON list, got {_quoted(value)}") from error
     if not isinstance(times, list):
         raise DatabaseError(f"{name} must be a JSON list, got {_quoted(value)}")
     try:
-        return tuple(float(_typed(name, time, "float")) for time in times)
+        return tuple(float(typed(name, time, "float")) for time in times)
     except OverflowError as error:
         raise DatabaseError(f"{name} must be finite, got {_quoted(value)}") from error
 
@@ -165,10 +168,10 @@ def _predicted_time(row: TrialRow) -> float:
 def _measurement(row: RecordRow | TrialRow, hard: str | None = None) -> Measurement:
     measured = Measurement(
         times_ms=_times_ms(row.times_ms),
-        max_error=_typed("max_error", row.max_error, "float"),
-        mean_error=_typed("mean_error", row.mean_error, "float"),
-        reference_ms=_typed("reference_ms", row.reference_ms, "float | None"),
-        sm_clock_mhz=_typed("sm_clock_mhz", row.sm_clock_mhz, "float | None"),
+        max_error=typed("max_error", row.max_error, "float"),
+        mean_error=typed("mean_error", row.mean_error, "float"),
+        reference_ms=typed("reference_ms", row.reference_ms, "float | None"),
+        sm_clock_mhz=typed("sm_clock_mhz", row.sm_clock_mhz, "float | None"),
         hard_times_ms=() if hard is None else _times_ms(hard, "hard_times_ms"),
     )
     if not 0 <= measured.mean_error <= measured.max_error:
@@ -195,31 +198,36 @@ def _possible(workload: Workload, device: Device, outcome: Measurement | Failure
 
 
 def _config(row: RecordRow | TrialRow, validate: Validate) -> Config:
-    family = _typed("family", row.family, "str")
-    return validate(Config.from_json(family, _typed("knobs", row.knobs, "str")))
+    family = typed("family", row.family, "str")
+    return validate(Config.from_json(family, typed("knobs", row.knobs, "str")))
 
 
 def _baseline(row: BaselineRow) -> Baseline:
-    median_ms = _typed("median_ms", row.median_ms, "float")
+    median_ms = typed("median_ms", row.median_ms, "float")
     if median_ms <= 0:
         raise DatabaseError(f"an baseline's median_ms must be above 0, got {median_ms}")
-    return Baseline(impl=_typed("impl", row.impl, "str"), median_ms=median_ms)
+    return Baseline(impl=typed("impl", row.impl, "str"), median_ms=median_ms)
 
 
 def _predicted(value: object) -> float | None:
-    predicted: float | None = _typed("predicted_ms", value, "float | None")
+    predicted: float | None = typed("predicted_ms", value, "float | None")
     if predicted is not None and predicted <= 0:
         raise DatabaseError(f"predicted_ms must be above 0, got {predicted}")
     return predicted
 
 
-def _moment(value: object) -> str:
-    text: str = _typed("created", value, "str")
+def as_moment(name: str, value: object) -> str:
+    """An ISO 8601 time of these years, or an empty text.
+
+    Raises:
+        DatabaseError: it is neither.
+    """
+    text: str = typed(name, value, "str")
     try:
         if text and moment(text).year not in YEARS:
-            raise DatabaseError(f"created must be in the years {YEARS.start} to {YEARS[-1]}, got {_quoted(text)}")
+            raise DatabaseError(f"{name} must be in the years {YEARS.start} to {YEARS[-1]}, got {_quoted(text)}")
     except (ValueError, OverflowError) as error:
-        raise DatabaseError(f"created must be an ISO 8601 time, got {_quoted(text)}") from error
+        raise DatabaseError(f"{name} must be an ISO 8601 time, got {_quoted(text)}") from error
     return text
 
 
@@ -230,12 +238,16 @@ def _present(row: P | None, name: str) -> P:
 
 
 def _value(cls: type[T], row: object) -> T:
-    values = {field.name: _typed(field.name, getattr(row, field.name), str(field.type)) for field in fields(cls)}
+    values = {field.name: typed(field.name, getattr(row, field.name), str(field.type)) for field in fields(cls)}
     return cls(**values)
 
 
-def _typed(name: str, value: object, kind: str) -> Any:
-    """`value`, if it has exactly the type that `kind` (an annotation) names; a float is finite, a text printable."""
+def typed(name: str, value: object, kind: str) -> Any:
+    """`value`, if it has exactly the type that `kind` (an annotation) names; a float is finite, a text printable.
+
+    Raises:
+        DatabaseError: it has not, or it is a longer text than its column may hold.
+    """
     allowed = _TYPES[kind]
     if type(value) not in allowed:
         raise DatabaseError(f"{name} must be of type {kind}, got {_quoted(value)}")

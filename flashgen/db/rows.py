@@ -7,10 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from flashgen.core.device import Device
+from flashgen.core.history import Origin, Replaced
 from flashgen.core.record import Failure, Measurement, Prediction, Trial, TuningRecord
 from flashgen.core.workload import Workload
-from flashgen.db.reading import PREDICTED_SOURCE, Validate, plain, prediction_of, record_of, trial_of
-from flashgen.db.schema import BaselineRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
+from flashgen.db.past_rows import name_of, origin_columns
+from flashgen.db.reader import OWN
+from flashgen.db.reading import MAX_BASELINES, PREDICTED_SOURCE, Validate, plain, prediction_of, record_of, trial_of
+from flashgen.db.schema import BaselineRow, DeviceRow, OriginRow, RecordRow, ReplacedRow, TrialRow, WorkloadRow
 
 
 def device_row(device: Device) -> DeviceRow:
@@ -39,6 +42,31 @@ def record_row(record: TuningRecord, workload: WorkloadRow, device: DeviceRow) -
         created=record.created,
         baselines=[BaselineRow(impl=baseline.impl, median_ms=baseline.median_ms) for baseline in record.baselines],
     )
+
+
+def origin_row(origin: Origin) -> OriginRow:
+    """The row of an origin, which belongs to a record."""
+    return OriginRow(**origin_columns(origin))
+
+
+def replaced_row(replaced: Replaced, workload: WorkloadRow, device: DeviceRow) -> ReplacedRow:
+    """The row of a record that was replaced in another file."""
+    old = record_row(replaced.record, workload, device)
+    return ReplacedRow(
+        workload=workload,
+        device=device,
+        **{name: getattr(old, name) for name in OWN},
+        anchors=anchors_column(old),
+        **origin_columns(replaced.origin),
+        moment=replaced.moment,
+        reason=replaced.reason,
+        source=name_of(replaced.source),
+    )
+
+
+def anchors_column(old: RecordRow) -> str:
+    """The baselines of a record in one text, whatever their rows hold."""
+    return json.dumps({str(each.impl): each.median_ms for each in old.baselines[:MAX_BASELINES]}, default=str)
 
 
 def trial_row(trial: Trial, workload: WorkloadRow, device: DeviceRow) -> TrialRow:

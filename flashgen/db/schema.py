@@ -1,7 +1,8 @@
 """The tables of a tuning database, and nothing else.
 
 A column per field; identities and foreign keys are UNIQUE constraints, so that a second row for the same thing cannot
-exist. Times are a JSON list of milliseconds and knobs a JSON object, because their length differs from row to row.
+exist. Times are a JSON list of milliseconds and knobs a JSON object, because their length differs from row to row; so
+are the baselines and runners-up of the history, which nothing asks for on their own.
 A change here needs a new revision in `migrations/versions`, a new `SCHEMA_VERSION` in `flashgen.db.layout`, and the
 same change in the plain SQL of `flashgen.db.reader`.
 """
@@ -113,6 +114,7 @@ class RecordRow(Base):
     workload: Mapped[WorkloadRow | None] = relationship()
     device: Mapped[DeviceRow | None] = relationship()
     baselines: Mapped[list[BaselineRow]] = relationship(cascade="all, delete-orphan", order_by="BaselineRow.id")
+    origin: Mapped[OriginRow | None] = relationship(cascade="all, delete-orphan")
 
 
 class BaselineRow(Base):
@@ -125,6 +127,61 @@ class BaselineRow(Base):
     record_id: Mapped[int] = mapped_column(ForeignKey("records.id", ondelete="CASCADE"))
     impl: Mapped[str]
     median_ms: Mapped[float]
+
+
+class OriginRow(Base):
+    """The `core.history.Origin` of one record; old records have none. No look-up reads it."""
+
+    __tablename__ = "origins"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    record_id: Mapped[int] = mapped_column(ForeignKey("records.id", ondelete="CASCADE"), unique=True)
+    run: Mapped[str]
+    host: Mapped[str]
+    seed: Mapped[int | None]
+    budget: Mapped[str]
+    runners_up: Mapped[str]
+
+
+class ReplacedRow(Base):
+    """A `core.history.Replaced`: the columns of a record as they were, its baselines and origin. No look-up reads it.
+
+    The columns are not checked: a row that breaks a rule of today is replaced, too, and leaves its trace.
+    """
+
+    __tablename__ = "history"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    workload_id: Mapped[int] = mapped_column(ForeignKey("workloads.id"), index=True)
+    device_id: Mapped[int] = mapped_column(ForeignKey("devices.id"))
+    provenance: Mapped[str]
+    family: Mapped[str]
+    knobs: Mapped[str]
+    times_ms: Mapped[str | None]
+    max_error: Mapped[float | None]
+    mean_error: Mapped[float | None]
+    reference_ms: Mapped[float | None]
+    sm_clock_mhz: Mapped[float | None]
+    predicted_ms: Mapped[float | None]
+    source_digest: Mapped[str]
+    flashgen_version: Mapped[str]
+    triton_version: Mapped[str]
+    torch_version: Mapped[str]
+    driver_version: Mapped[str]
+    created: Mapped[str]
+    hard_times_ms: Mapped[str | None]
+    anchors: Mapped[str]
+    run: Mapped[str]
+    host: Mapped[str]
+    seed: Mapped[int | None]
+    budget: Mapped[str]
+    runners_up: Mapped[str]
+    moment: Mapped[str]
+    reason: Mapped[str]
+    source: Mapped[str]
+
+    workload: Mapped[WorkloadRow | None] = relationship()
+    device: Mapped[DeviceRow | None] = relationship()
 
 
 class TrialRow(Base):

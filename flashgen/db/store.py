@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,15 +20,17 @@ from sqlalchemy.orm import Session
 from flashgen.codegen.families import validate as validate_config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
+from flashgen.core.history import UNKNOWN, Origin, Replaced
 from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db import files, reading, rows, writing
 from flashgen.db.connection import Access, Deadline, connect, is_too_long, retry, unbind, use
 from flashgen.db.inspection import refuse_computed
+from flashgen.db.past import Past, past_of
 from flashgen.db.reader import BadRow, Reader
 from flashgen.db.reading import Validate
-from flashgen.db.schema import BaselineRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
-from flashgen.db.writing import Merged, Wins
+from flashgen.db.schema import BaselineRow, DeviceRow, OriginRow, RecordRow, ReplacedRow, TrialRow, WorkloadRow
+from flashgen.db.writing import Incoming, Merged, Wins
 
 R = TypeVar("R", TrialRow, DeviceRow, WorkloadRow)
 V = TypeVar("V")
@@ -78,27 +81,53 @@ class Store:
     ) -> None:
         self.close()
 
-    def put_record(self, record: TuningRecord) -> None:
-        """Store a record; the one of the same workload, device identity and provenance is replaced with its baselines.
+    def put_record(self, record: TuningRecord, origin: Origin = UNKNOWN, incoming: Incoming | None = None) -> None:
+        """Store a record; the one of the same workload, device identity and provenance goes to the history.
+
+        Args:
+            record: the record, with its baselines.
+            origin: who made it; it takes the place of the one in `incoming`.
+            incoming: what the history says of why it replaces another one; by default it was searched.
 
         Raises:
             FlashgenError: it breaks a rule that it would have to pass when read back, its config's knobs included.
             DatabaseError: the file cannot be written.
         """
-        self.put_records([record])
+        origins = {} if origin == UNKNOWN else {record.identity: origin}
+        self.merge_records([record], lambda new, old: True, replace(incoming or Incoming(), origins=origins))
 
-    def put_records(self, records: Iterable[TuningRecord]) -> None:
+    def put_records(self, records: Iterable[TuningRecord], incoming: Incoming | None = None) -> None:
         """As `put_record`, for several in one transaction: all of them or none."""
-        self.merge_records(records, lambda new, old: True)
+        self.merge_records(records, lambda new, old: True, incoming)
 
-    def merge_records(self, records: Iterable[TuningRecord], wins: Wins) -> Merged:
+    def merge_records(self, records: Iterable[TuningRecord], wins: Wins, incoming: Incoming | None = None) -> Merged:
         """Store records in one transaction; where there is an old one, `wins(new, old)` says whether it is replaced.
 
         Raises:
             FlashgenError: as `put_record`; nothing was changed.
         """
         new = [rows.checked_record(record, self.validate) for record in records]
-        return self._run(lambda session: writing.merge_records(session, new, wins, self.validate), write=True)
+        given = incoming or Incoming()
+        return self._run(lambda session: writing.merge_records(session, new, wins, self.validate, given), write=True)
+
+    def put_replaced(self, replaced: Iterable[Replaced]) -> None:
+        """Add what was replaced in other files to the history, in one transaction."""
+        every = tuple(replaced)
+        self._run(lambda session: writing.add_replaced(session, every), write=True)
+
+    def prune_history(self, keep: int = 0) -> int:
+        """Forget all but the last `keep` replaced records of each workload, device and provenance; how many those were.
+
+        Raises:
+            DatabaseError: `keep` is below 0, or the file cannot be written.
+        """
+        if keep < 0:
+            raise DatabaseError(f"at least 0 replaced records are kept, got {keep}")
+        return self._run(lambda session: writing.prune_history(session, keep), write=True)
+
+    def past(self, workload: Workload, device: Device | None = None) -> Past:
+        """Who made the records of a workload, and what they took the place of, for one device identity or for all."""
+        return past_of(self.reader, workload, device)
 
     def put_trial(self, trial: Trial) -> None:
         """Store a trial; an earlier one of the same config, workload and device identity is replaced.
@@ -185,7 +214,7 @@ class Store:
 
     def counts(self) -> dict[str, int]:
         """Number of rows of each table, checked or not."""
-        tables = (DeviceRow, WorkloadRow, RecordRow, TrialRow, BaselineRow)
+        tables = (DeviceRow, WorkloadRow, RecordRow, TrialRow, BaselineRow, OriginRow, ReplacedRow)
 
         def count(session: Session) -> dict[str, int]:
             return {

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Prediction, Trial, TuningRecord
+from flashgen.core.errors import DatabaseError, FlashgenError
+from flashgen.core.history import REASONS, UNKNOWN, Replaced
+from flashgen.core.record import Prediction, Trial, TuningRecord, timestamp
 from flashgen.db import reading, rows
+from flashgen.db.past import Origins
+from flashgen.db.past_rows import name_of, origin_columns
+from flashgen.db.reader import OWN
 from flashgen.db.reading import Validate
-from flashgen.db.schema import DeviceRow, RecordRow, TrialRow, WorkloadRow
+from flashgen.db.schema import DeviceRow, OriginRow, RecordRow, ReplacedRow, TrialRow, WorkloadRow
 
 R = TypeVar("R", DeviceRow, WorkloadRow)
 
@@ -30,24 +34,69 @@ class Merged:
     kept: int
 
 
-def merge_records(session: Session, records: Sequence[TuningRecord], wins: Wins, validate: Validate) -> Merged:
-    """Store each record that is new or wins."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """Where new records come from: what the history says of those that they replace.
+
+    Attributes:
+        reason: one of `core.history.REASONS`.
+        source: a run, a file or a host.
+        origins: who made the new records, as far as it is known.
+    """
+
+    reason: str = "search"
+    source: str = ""
+    origins: Origins = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.reason not in REASONS:
+            raise DatabaseError(f"a record is replaced for one of {', '.join(REASONS)}, got {self.reason!r}")
+
+
+def merge_records(
+    session: Session, records: Sequence[TuningRecord], wins: Wins, validate: Validate, incoming: Incoming
+) -> Merged:
+    """Store each record that is new or wins; what it replaces goes to the history."""
     added = replaced = kept = 0
+    now = timestamp()
     for record in records:
         workload, device = _owners(session, record)
         owned = (RecordRow.workload == workload, RecordRow.device == device)
         old = session.scalar(sa.select(RecordRow).where(*owned, RecordRow.provenance == record.provenance))
         if old is None:
             added += 1
-        elif _beats(record, old, wins, validate):
+        else:
+            known = _known(old, validate)
+            if known is not None and not wins(record, known):
+                kept += 1
+                continue
             replaced += 1
+            if known != record:  # one that is stored again is not lost
+                _keep(session, old, now, incoming)
             session.delete(old)
             session.flush()  # it must be gone before the new row meets the UNIQUE constraint
-        else:
-            kept += 1
-            continue
-        session.add(rows.record_row(record, workload, device))
+        new = rows.record_row(record, workload, device)
+        origin = incoming.origins.get(record.identity)
+        new.origin = None if origin is None else rows.origin_row(origin)
+        session.add(new)
     return Merged(added=added, replaced=replaced, kept=kept)
+
+
+def add_replaced(session: Session, replaced: Iterable[Replaced]) -> None:
+    """Take over what was replaced in other files, behind what was replaced in this one."""
+    for each in replaced:
+        session.add(rows.replaced_row(each, *_owners(session, each.record)))
+
+
+def prune_history(session: Session, keep: int) -> int:
+    """Delete all but the last `keep` replaced records of each workload, device and provenance; how many those were."""
+    identity = (ReplacedRow.workload_id, ReplacedRow.device_id, ReplacedRow.provenance)
+    rank = sa.func.row_number().over(partition_by=identity, order_by=ReplacedRow.id.desc())
+    ranked = sa.select(ReplacedRow.id, rank.label("rank")).subquery()
+    old = session.scalars(sa.select(ranked.c.id).where(ranked.c.rank > keep)).all()
+    for row_id in old:
+        session.execute(sa.delete(ReplacedRow).where(ReplacedRow.id == row_id))
+    return len(old)
 
 
 def replace_trial(session: Session, trial: Trial) -> None:
@@ -98,8 +147,23 @@ def _upsert(session: Session, row: R, same: sa.Select[int]) -> R:
     return stored
 
 
-def _beats(record: TuningRecord, old: RecordRow, wins: Wins, validate: Validate) -> bool:
+def _keep(session: Session, old: RecordRow, moment: str, incoming: Incoming) -> None:
+    """Copy a row and its origin to the history as they are, good or bad: no value of them is looked at."""
+    made = {name: getattr(OriginRow, name) for name in origin_columns(UNKNOWN)}
+    given = {"anchors": rows.anchors_column(old), "moment": moment, "reason": incoming.reason}
+    given["source"] = name_of(incoming.source)
+    columns = {
+        **{name: getattr(RecordRow, name) for name in ("workload_id", "device_id", *OWN)},
+        **{name: sa.func.coalesce(made[name], usual) for name, usual in origin_columns(UNKNOWN).items()},
+        **{name: sa.literal(text) for name, text in given.items()},
+    }
+    found = sa.select(*columns.values()).select_from(RecordRow).outerjoin(OriginRow).where(RecordRow.id == old.id)
+    session.execute(sa.insert(ReplacedRow).from_select(list(columns), found))
+
+
+def _known(old: RecordRow, validate: Validate) -> TuningRecord | None:
+    """The record of a row; None of one that breaks a rule, which would never be served."""
     try:
-        return wins(record, reading.record_of(old, validate))
+        return reading.record_of(old, validate)
     except FlashgenError:
-        return True  # a row that breaks a rule would never be served
+        return None

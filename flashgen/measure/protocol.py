@@ -111,11 +111,12 @@ class RaceResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInfo:
-    """Where an executor runs: the device, the software, and lines that name other processes on the same GPU."""
+    """Where an executor runs: device, software, lines that name other processes on the GPU, the machine's name."""
 
     device: Device
     versions: Versions = field(default_factory=Versions)
     other_processes: tuple[str, ...] = ()
+    hostname: str = ""
 
 
 class Executor(Protocol):

@@ -6,6 +6,7 @@ ends, and the next call finds a new one.
 
 from __future__ import annotations
 
+import socket
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -79,7 +80,9 @@ class GpuService:
     def describe(self, _: object = None) -> HostInfo:
         """The device and software of this process, and who else uses the GPU."""
         others = tuple(gpu.other_processes(self._index))
-        return HostInfo(device=self._device, versions=gpu.versions(), other_processes=others)
+        return HostInfo(
+            device=self._device, versions=gpu.versions(), other_processes=others, hostname=socket.gethostname()
+        )
 
     def evaluate(self, job: EvaluateJob) -> Outcome:
         """See `protocol.Executor.evaluate`."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 
 from flashgen.core.checks import check_fields, instance, items, text
 from flashgen.core.device import Device
 from flashgen.core.errors import TuningError
+from flashgen.core.history import Origin, RunnerUp
 from flashgen.core.record import TuningRecord, Versions
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
@@ -56,7 +56,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """One run: its device, where results go, who compiles, what may be spent, and who is told."""
+    """One run: its device, where results go, who compiles, what may be spent, and who is told.
+
+    `run` is the id of the run and `host` the name of the machine that measures, for the history of its records.
+    """
 
     device: Device
     versions: Versions
@@ -67,8 +70,11 @@ class Context:
     neighbours: Neighbours
     emit: OnEvent
     clock: Callable[[], float] = time.monotonic
+    run: str = ""
+    host: str = ""
 
-
-def timestamp() -> str:
-    """Now, as ISO 8601 in UTC with microseconds: trials are often less than a second apart."""
-    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+    def origin(self, runners_up: tuple[RunnerUp, ...] = ()) -> Origin:
+        """Who makes a record in this run; `runners_up` are the other configs of its last race."""
+        return Origin(
+            run=self.run, host=self.host, seed=self.options.seed, budget=str(self.budget), runners_up=runners_up
+        )

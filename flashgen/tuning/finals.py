@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from flashgen.core.checks import check_fields
 from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
+from flashgen.core.history import MAX_RUNNERS_UP, RunnerUp
 from flashgen.core.record import Measurement
 
 MIN_NOISE = 0.005
@@ -135,6 +136,17 @@ def choose(results: Mapping[Config, Measurement], *, default: Config, incumbent:
     if incumbent in tied:
         return incumbent
     return min(tied, key=lambda config: complexity(config, default))
+
+
+def runners_up(results: Mapping[Config, Measurement], winner: Config) -> tuple[RunnerUp, ...]:
+    """The other configs of a race with their times, the fastest first."""
+    others = sorted(
+        (config for config in results if config != winner), key=lambda each: results[each].balanced.median_ms
+    )
+    return tuple(
+        RunnerUp(config=each, times_ms=results[each].times_ms, hard_times_ms=results[each].hard_times_ms)
+        for each in others[:MAX_RUNNERS_UP]
+    )
 
 
 def complexity(config: Config, default: Config) -> tuple[object, ...]:

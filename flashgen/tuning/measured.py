@@ -14,14 +14,16 @@ from collections.abc import Callable
 from flashgen.codegen.families import family, invalid, successor
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
-from flashgen.core.record import Baseline, Failure, Measurement, Trial, TuningRecord
+from flashgen.core.history import RunnerUp
+from flashgen.core.record import Baseline, Failure, Measurement, Trial, TuningRecord, timestamp
 from flashgen.core.workload import Workload
+from flashgen.db.writing import Incoming
 from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob, specialization
 from flashgen.tuning.candidates import Candidates, nearest, related, seed_configs
 from flashgen.tuning.compile_pool import rejected
-from flashgen.tuning.context import Context, timestamp
+from flashgen.tuning.context import Context
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
-from flashgen.tuning.finals import choose, near_best, with_guards
+from flashgen.tuning.finals import choose, near_best, runners_up, with_guards
 from flashgen.tuning.history import incumbent, unfinished_trials
 from flashgen.tuning.levels import UNSETTLED, Levels
 from flashgen.tuning.search import Proposal, Search
@@ -90,10 +92,11 @@ class MeasuredSearch:
         )
         self._search_within_budget()
         before_finals()
-        record = self._decide()
-        if record is None:
+        decided = self._decide()
+        if decided is None:
             return self._finished("failed", None, self._why_failed())
-        context.store.put_record(record)
+        record, rivals = decided
+        context.store.put_record(record, context.origin(rivals), Incoming(source=f"run {context.run}"))
         kept = self._incumbent is not None and record.config == self._incumbent.config
         reason = "the incumbent was not beaten by more than the noise" if kept else ""
         return self._finished("kept" if kept else "tuned", record, reason)
@@ -223,8 +226,8 @@ class MeasuredSearch:
     def _best(self) -> Config | None:
         return min(self._measured, key=lambda config: self._measured[config].median_ms, default=None)
 
-    def _decide(self) -> TuningRecord | None:
-        """Both races of the finals; None if no candidate is left."""
+    def _decide(self) -> tuple[TuningRecord, tuple[RunnerUp, ...]] | None:
+        """Both races of the finals: the winner's record, and whom it met in the last one; None without a candidate."""
         finals = self._context.options.finals
         served = self._incumbent.config if self._incumbent else None
         near = self._near_best()
@@ -256,7 +259,7 @@ class MeasuredSearch:
         if not results:
             return self._decide()  # all of them failed just now: the next best ones have their turn
         winner = choose(results, default=default, incumbent=served)
-        return self._record(winner, results[winner], baselines)
+        return self._record(winner, results[winner], baselines), runners_up(results, winner)
 
     def _near_best(self) -> tuple[Config, ...]:
         finals = self._context.options.finals

@@ -20,12 +20,13 @@ from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import UnsupportedError
-from flashgen.core.record import Failure, Prediction, TuningRecord
+from flashgen.core.record import Failure, Prediction, TuningRecord, timestamp
 from flashgen.core.workload import Workload
+from flashgen.db.writing import Incoming
 from flashgen.measure.protocol import specialization
 from flashgen.tuning.candidates import Candidates, by_prediction
 from flashgen.tuning.compile_pool import Compiled, rejected
-from flashgen.tuning.context import Context, timestamp
+from flashgen.tuning.context import Context
 from flashgen.tuning.events import CandidateRanked, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.history import unfinished_predictions
@@ -83,7 +84,7 @@ class PredictedSearch:
             versions=context.versions,
             created=timestamp(),
         )
-        context.store.put_record(record)
+        context.store.put_record(record, context.origin(), Incoming(source=f"run {context.run}"))
         reason = "nothing was measured" if best in self._predicted else "nothing was measured, and no model ranked it"
         return self._finished("predicted", record, reason)
 

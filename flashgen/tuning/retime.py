@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
-from flashgen.core.record import Failure, TuningRecord
+from flashgen.core.record import Failure, TuningRecord, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.comparison import Pair
 from flashgen.measure.protocol import Executor, RaceJob
-from flashgen.tuning.context import timestamp
 from flashgen.tuning.finals import beats
 
 BROKEN_PROMISE = 0.1

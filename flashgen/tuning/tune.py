@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -64,6 +66,7 @@ def tune(
     neighbours: Neighbours | None = None,
     on_event: OnEvent = lambda event: None,
     clock: Callable[[], float] = time.monotonic,
+    run: str | None = None,
 ) -> RunFinished:
     """Tune workloads one after the other, those of one specialization together.
 
@@ -83,6 +86,7 @@ def tune(
         neighbours: known records by `Specialization.workload_class`; the store's if not given.
         on_event: is told everything as it happens, in the calling thread.
         clock: seconds that only grow.
+        run: the id of the run in the history of its records, where several calls are one run; a new one by default.
 
     Returns:
         All outcomes; `interrupted` says that a KeyboardInterrupt ended the run.
@@ -103,6 +107,8 @@ def tune(
         neighbours=_together(store, neighbours),
         emit=on_event,
         clock=clock,
+        run=run or new_run(),
+        host=socket.gethostname() if executor is None else executor.describe().hostname,
     )
     ordered = grouped(workloads)
     started = clock()
@@ -144,6 +150,11 @@ def plan(
     measured, jobs = flag("measured", measured, TuningError), whole_number("jobs", jobs, 1, error=TuningError)
     chosen = options or Options()
     return tuple(_planned(w, device, store, budget, measured, jobs, chosen) for w in grouped(workloads))
+
+
+def new_run() -> str:
+    """An id that no other run has."""
+    return uuid.uuid4().hex[:16]
 
 
 def _check(

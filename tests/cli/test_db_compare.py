@@ -100,11 +100,11 @@ def test_a_whole_file_is_verified(invoke: Invoke, sides: tuple[str, str, Path]) 
     done = invoke("db", "verify", first, second)
     assert done.exit_code == 0
     assert done.stdout.splitlines() == [
-        f"{first}: whole, 2 records (1 of kernels that have changed), 0 bad rows",
-        f"{second}: whole, 3 records (1 of kernels that have changed), 0 bad rows",
+        f"{first}: whole, 2 records (1 of kernels that have changed), 0 replaced ones, 0 bad rows",
+        f"{second}: whole, 3 records (1 of kernels that have changed), 0 replaced ones, 0 bad rows",
     ]
     (entry,) = json.loads(invoke("db", "verify", "--json", first).stdout)["files"]
-    assert entry == {"path": first, "problem": None, "records": 2, "stale": 1, "bad_rows": []}
+    assert entry == {"path": first, "problem": None, "records": 2, "stale": 1, "replaced": 0, "bad_rows": []}
     assert invoke("db", "verify", "--top", "3").exit_code == 2
 
 
@@ -117,7 +117,7 @@ def test_a_bad_row_and_a_damaged_file_are_found(invoke: Invoke, sides: tuple[str
     Path(second).write_bytes(Path(second).read_bytes()[:9000])
     done = invoke("db", "verify", first, second)
     assert done.exit_code == 1
-    assert "1 records (1 of kernels that have changed), 1 bad rows" in done.stdout
+    assert "1 records (1 of kernels that have changed), 0 replaced ones, 1 bad rows" in done.stdout
     assert "takes at least" in done.stdout
     assert f"{second}: a tuning database must be" in done.stdout
     for command in (["diff", first, second], ["merge", first, second, "-o", f"{first}.new.sqlite3"]):

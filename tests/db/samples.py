@@ -7,6 +7,7 @@ from dataclasses import replace
 from flashgen.codegen.families import validate
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
+from flashgen.core.history import Origin, Replaced, RunnerUp
 from flashgen.core.record import Baseline, Failure, Measurement, Prediction, Trial, TuningRecord, Versions
 from flashgen.core.workload import Workload
 
@@ -73,3 +74,20 @@ def timed(record: TuningRecord, *times_ms: float, **changes: object) -> TuningRe
     """`record` with other times."""
     measurement = replace(record.measurement, times_ms=times_ms)  # type: ignore[type-var]
     return replace(record, measurement=measurement, **changes)  # type: ignore[arg-type]
+
+
+RIVALS = (
+    RunnerUp(config=CONFIG.replace(num_warps=4), times_ms=(1.3, 1.31, 1.35), hard_times_ms=(2.5, 2.1, 2.4)),
+    RunnerUp(config=CONFIG.replace(num_stages=2), times_ms=(1.4, 1.41, 1.45)),
+)
+ORIGIN = Origin(run="0123456789abcdef", host="gpu-7", seed=3, budget="20 s", runners_up=RIVALS)
+FORMER = timed(MEASURED, 1.5, created="2026-11-19T12:00:00+00:00")
+"""What `MEASURED` took the place of, in `REPLACED`."""
+
+REPLACED = Replaced(
+    record=FORMER,
+    origin=replace(ORIGIN, run="fedcba9876543210", seed=0),
+    moment="2026-11-20T12:00:01+00:00",
+    reason="search",
+    source="run 0123456789abcdef",
+)

@@ -26,6 +26,7 @@ from flashgen.codegen.families import FAMILIES
 from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError
 from flashgen.core.folders import ABANDONED_SECONDS
+from flashgen.core.history import UNKNOWN
 from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.settings import child_environment, settings
 from flashgen.db import files
@@ -34,7 +35,20 @@ from flashgen.db.layers import Layers
 from flashgen.db.layout import SCHEMA_VERSION, TABLES
 from flashgen.db.schema import Base
 from flashgen.db.store import Store
-from tests.db.samples import CAUSAL, FAILED, FIRST_KNOBS, H200, HARD_TIMES, MEASURED, PREDICTED, TRIAL, hard
+from tests.db.samples import (
+    CAUSAL,
+    FAILED,
+    FIRST_KNOBS,
+    H200,
+    HARD_TIMES,
+    MEASURED,
+    ORIGIN,
+    PREDICTED,
+    REPLACED,
+    TRIAL,
+    hard,
+    timed,
+)
 
 DATA = Path(__file__).parent / "data"
 OLD_FILES = sorted(DATA.glob("schema_*.sqlite3"))
@@ -317,6 +331,50 @@ def test_times_on_hard_data_can_be_taken_back(tmp_path: Path) -> None:
     shutil.copyfile(DATA / "schema_0004.sqlite3", path)
     before = contents(path)
     assert taken_back(path, "0005", "0004") == before
+
+
+# --- 0006: a record has an origin, and what was replaced is kept ----------------------------------------------------
+
+
+def test_what_was_stored_before_has_no_history_and_gets_one(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0005.sqlite3", path)
+    with Store.open(path) as store:
+        assert [origin for _, origin in store.past(CAUSAL).records] == [UNKNOWN, UNKNOWN]
+        store.put_record(timed(MEASURED, 1.1), ORIGIN)
+        past = store.past(CAUSAL)
+    assert [origin for _, origin in past.records] == [ORIGIN, UNKNOWN]
+    (last,) = past.replaced
+    assert (with_first_knobs(last.record), last.origin) == (with_first_knobs(MEASURED), UNKNOWN)
+
+
+@pytest.mark.parametrize("how", [{}, {"read_only": True}, {"shipped": True}], ids=["write", "read", "shipped"])
+def test_a_stored_history_is_read(tmp_path: Path, how: dict[str, bool]) -> None:
+    path = tmp_path / "now.sqlite3"
+    shutil.copyfile(DATA / "schema_0006.sqlite3", path)
+    with Store.open(path, **how) as store:
+        past = store.past(CAUSAL, H200)
+    assert [origin for _, origin in past.records] == [ORIGIN, UNKNOWN]
+    assert past.replaced == (REPLACED,)
+
+
+def test_a_history_can_be_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0005.sqlite3", path)
+    before = contents(path)
+    assert taken_back(path, "0006", "0005") == before
+
+
+def test_an_older_file_with_a_table_of_that_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0005.sqlite3", path)
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE history (id, reason)")
+    connection.commit()
+    connection.close()
+    for how in ({}, {"read_only": True}):
+        with pytest.raises(DatabaseError, match=r"before\.sqlite3"):
+            Store.open(path, **how)
 
 
 def test_a_migration_that_is_killed_loses_nothing(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ BASES: dict[str, tuple[str, ...]] = {
     "explain": ("explain", SHAPE, "--target", "h100"),
     "list": ("db", "list"),
     "show": ("db", "show", SHAPE),
+    "history": ("db", "history", SHAPE),
+    "prune": ("db", "prune", "--history"),
     "export": ("db", "export"),
     "import": ("db", "import"),
     "verify": ("db", "verify"),

@@ -26,8 +26,21 @@ from flashgen.core.settings import settings
 from flashgen.db import layers as module
 from flashgen.db.exchange import export_records, import_records
 from flashgen.db.layers import Layers
+from flashgen.db.past import audited, whole
 from flashgen.db.store import Store
-from tests.db.samples import CAUSAL, FAILED, H200, MEASURED, PREDICTED, PREDICTION, SHORT, TRIAL, timed
+from tests.db.samples import (
+    CAUSAL,
+    FAILED,
+    H200,
+    MEASURED,
+    ORIGIN,
+    PREDICTED,
+    PREDICTION,
+    REPLACED,
+    SHORT,
+    TRIAL,
+    timed,
+)
 
 CASES = int(os.environ.get("FUZZ_CASES", "120"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
@@ -37,7 +50,7 @@ CASE_S = 10.0
 
 DATA = Path(__file__).parents[1] / "db" / "data"
 SHIPPED = timed(MEASURED, 1.9)
-TABLES = ("records", "workloads", "devices", "anchors", "trials", "alembic_version")
+TABLES = ("records", "workloads", "devices", "anchors", "trials", "origins", "history", "alembic_version")
 COLUMNS = {
     table: tuple(columns.split())
     for table, columns in {
@@ -48,6 +61,9 @@ COLUMNS = {
         "devices": "id identity name arch num_sms memory_gb warp_size l2_bytes bandwidth_gbs",
         "anchors": "id record_id impl median_ms",
         "trials": "id workload_id device_id family knobs source stage reason times_ms max_error",
+        "origins": "id record_id run host seed budget runners_up",
+        "history": "id workload_id device_id provenance knobs times_ms created anchors host seed runners_up moment "
+        "reason source",
         "alembic_version": "version_num",
     }.items()
 }
@@ -99,6 +115,7 @@ VALUES: tuple[object, ...] = (
         "0001",
         "0003",
         "0005",
+        "0006",
         "9999",
         "measured",
         "predicted",
@@ -208,7 +225,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A good file to start from, in `good`, and the shipped one below it, in `shipped`."""
     folder = tmp_path_factory.mktemp("fuzz")
     with Store.open(folder / "draft.sqlite3") as store:
-        store.put_records([MEASURED, PREDICTED, timed(MEASURED, 1.4, workload=SHORT)])
+        store.put_record(MEASURED, ORIGIN)
+        store.put_records([PREDICTED, timed(MEASURED, 1.4, workload=SHORT)])
+        store.put_replaced([REPLACED])
         store.put_trial(TRIAL)
         store.put_trial(FAILED)
         store.put_prediction(PREDICTION)
@@ -236,9 +255,11 @@ def looked_up(path: Path) -> None:
             hit = layers.record(CAUSAL, H200, provenance="measured")
             found = layers.records(hidden=True)
             trials, predictions = layers.tried(CAUSAL, H200)
+            past = [each for each, _ in layers.past(CAUSAL)]
     assert hit is not None
     assert SHIPPED in [record for record, _ in found]
     assert all(possible(record) for record, _ in found)
+    assert all(possible(replaced.record) for each in past for replaced in each.replaced)
     assert {trial.workload for trial in trials} | {each.workload for each in predictions} <= {CAUSAL}
     for each in caught:
         assert issubclass(each.category, UserWarning)
@@ -253,11 +274,14 @@ def used(path: Path, scratch: Path) -> None:
         with contextlib.suppress(FlashgenError), Store.open(path, read_only=True) as store:
             for question in (store.devices, store.workloads, store.counts, store.check, store.all_records):
                 quietly(question)
+            quietly(lambda: whole(store.reader))
+            quietly(lambda: audited(store.reader))
         with Store.open(scratch / "ours.sqlite3") as ours:
             quietly(lambda: import_records(ours, path))
             assert all(possible(record) for record in ours.records())
         with contextlib.suppress(FlashgenError), Store.open(path) as store:
-            quietly(lambda: store.put_record(MEASURED))
+            quietly(lambda: store.put_record(timed(MEASURED, 1.3), ORIGIN))
+            quietly(store.prune_history)
             quietly(lambda: store.put_trial(TRIAL))
             quietly(lambda: store.forget_trials(CAUSAL, H200))
 

@@ -99,7 +99,7 @@ class FakeExecutor:
 
     def describe(self) -> HostInfo:
         versions = Versions(flashgen="0", triton="3.6.0", torch="2.11", driver="580")
-        return HostInfo(device=self.device, versions=versions, other_processes=self.others)
+        return HostInfo(device=self.device, versions=versions, other_processes=self.others, hostname="gpu-7")
 
     def evaluate(self, job: EvaluateJob) -> Outcome:
         self.on_evaluate(len(self.evaluated))

@@ -9,11 +9,10 @@ import pytest
 from flashgen.codegen.families import default_config, invalid, successor
 from flashgen.core.config import Config
 from flashgen.core.peak import least_ms
-from flashgen.core.record import Measurement, Trial
+from flashgen.core.record import Measurement, Trial, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.context import timestamp
 from flashgen.tuning.report import report_rows
 from tests.tuning.fakes import H200, FakeExecutor
 from tests.tuning.runs import CAUSAL, FINALS, PLAIN, chosen, run, willing

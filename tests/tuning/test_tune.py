@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ import pytest
 from flashgen.codegen.families import default_config
 from flashgen.core.device import find_device
 from flashgen.core.errors import MeasureError, TuningError
-from flashgen.core.record import Measurement, TuningRecord, Versions, moment
+from flashgen.core.record import Measurement, TuningRecord, Versions, moment, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.measure.protocol import HostInfo
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates, nearest
-from flashgen.tuning.context import Options, timestamp
+from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, Warned, WorkloadFinished, to_json
 from flashgen.tuning.finals import Finals
 from flashgen.tuning.report import report_rows
@@ -46,6 +47,30 @@ def test_a_run_stores_a_measured_record_with_everything(store: Store) -> None:
     assert len(trials) == 30 == outcome.trials
     assert trials[0].source == "default"
     assert {trial.source for trial in trials} >= {"default", "model", "local"}
+
+
+def test_a_record_names_its_run_and_whom_it_beat(store: Store) -> None:
+    executor = FakeExecutor()
+    run(store, CAUSAL, PLAIN, executor=executor, seed=7, budget=Budget(trials=12))
+    ((record, origin),) = store.past(CAUSAL).records
+    assert (origin.host, origin.seed, origin.budget) == ("gpu-7", 7, "12 trials")
+    assert re.fullmatch("[0-9a-f]{16}", origin.run)
+    assert [other.run for _, other in store.past(PLAIN).records] == [origin.run]
+    (last,) = [race for race in executor.races if race.workload == CAUSAL and race.baselines]
+    assert {record.config, *(rival.config for rival in origin.runners_up)} == set(last.configs)
+    assert [len(rival.hard_times_ms) for rival in origin.runners_up] == [FINALS.rounds] * (len(last.configs) - 1)
+    assert store.past(CAUSAL).replaced == ()
+
+
+def test_a_search_leaves_a_trace_of_the_record_that_it_replaces(store: Store) -> None:
+    run(store, PLAIN, budget=Budget(trials=5))
+    ((first, origin),) = store.past(PLAIN).records
+    run(store, PLAIN, budget=Budget(trials=5), retune=True)
+    past = store.past(PLAIN)
+    (replaced,) = past.replaced
+    ((_, newer),) = past.records
+    assert (replaced.record, replaced.origin, replaced.reason) == (first, origin, "search")
+    assert replaced.source == f"run {newer.run}" != f"run {origin.run}"
 
 
 def test_finals_have_the_best_the_default_and_baselines(store: Store) -> None:
