@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flashgen.core.features.values import BlockMask
     from flashgen.runtime.api import attention
     from flashgen.runtime.block_mask import block_mask
+    from flashgen.runtime.decode.api import attention_decode
     from flashgen.runtime.explain import explain
     from flashgen.runtime.warmup import reload, warmup
 
@@ -49,6 +50,7 @@ __all__ = [
     "WorkloadError",
     "__version__",
     "attention",
+    "attention_decode",
     "block_mask",
     "explain",
     "reload",
@@ -59,6 +61,7 @@ __all__ = [
 _LATE = {
     "BlockMask": "flashgen.core.features.values",
     "attention": "flashgen.runtime.api",
+    "attention_decode": "flashgen.runtime.decode.api",
     "block_mask": "flashgen.runtime.block_mask",
     "explain": "flashgen.runtime.explain",
     "reload": "flashgen.runtime.warmup",

@@ -8,6 +8,7 @@ from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
+from flashgen.codegen.portable_decode.family import PORTABLE_DECODE
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -24,7 +25,11 @@ FAMILIES: tuple[KernelFamily, ...] = (
     PORTABLE_BACKWARD_FUSED,
     PORTABLE_BACKWARD_SPLIT,
 )
-"""Every kernel family, in the order in which their defaults are preferred."""
+"""Every kernel family of forward and backward passes, in the order in which their defaults are preferred."""
+
+DECODE_FAMILIES: tuple[KernelFamily, ...] = (PORTABLE_DECODE,)
+"""Those of decoding over caches, which have no workloads yet: nothing is tuned, and the first one that applies serves
+with its default at the sizes of a call."""
 
 
 def family(family_id: str) -> KernelFamily:
@@ -33,7 +38,7 @@ def family(family_id: str) -> KernelFamily:
     Raises:
         ConfigError: there is none.
     """
-    for row in FAMILIES:
+    for row in (*FAMILIES, *DECODE_FAMILIES):
         if row.id == family_id:
             return row
     known = [row.id for row in FAMILIES]
@@ -132,3 +137,19 @@ def default_config(spec: Specialization, device: Device, only: Sequence[str] = (
 def exact_sibling(config: Config, spec: Specialization) -> Config:
     """The config that serves the calls of this one that ask for an LSE, or train: most configs do themselves."""
     return family(config.family).exact_sibling(spec, config)
+
+
+def decode_config(spec: Specialization, sizes: Sizes, device: Device) -> Config:
+    """The config that serves a decode call: the default of the first family that applies, as it is best at the sizes.
+
+    Raises:
+        UnsupportedError: there is none; the message lists every family with its reason.
+    """
+    why = {}
+    for row in DECODE_FAMILIES:
+        reason = unsupported(row, spec, device)
+        if reason is None:
+            return row.fitted(spec, row.default(spec, device), sizes, device)
+        why[row.id] = reason
+    listed = "; ".join(f"{name}: {reason}" for name, reason in why.items())
+    raise UnsupportedError(f"no kernel family serves {spec.key} on {device.name} ({device.arch}): {listed}")

@@ -8,6 +8,7 @@
 | FLASHGEN_BINARIES | `trusted`: kernels of bundles that `flashgen db import --with-binaries` took over may be loaded |
 | FLASHGEN_NO_COMPILE | `1`: a compile while serving is an error (zero-JIT serving after `warmup`); binaries are read |
 | FLASHGEN_QUIET | `1`: no one-line notice on the first call without a record |
+| FLASHGEN_CHECKS | `1`: decode calls wait for the GPU and check lengths and page ids, outside of CUDA graphs |
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Settings:
     no_compile: bool
     quiet: bool
     trust_binaries: bool
+    checks: bool = False
 
 
 @functools.cache
@@ -62,6 +64,7 @@ def settings() -> Settings:
         no_compile=_flag("FLASHGEN_NO_COMPILE"),
         quiet=_flag("FLASHGEN_QUIET"),
         trust_binaries=_trusts_binaries(),
+        checks=_flag("FLASHGEN_CHECKS"),
     )
 
 

@@ -26,6 +26,11 @@ BROADCASTS = ("", "full", "keys")
 
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
+DECODE = "decode"
+"""The direction of a `Specialization` of decoding over caches; a `Workload` has none of it."""
+
+_SHORT = {direction: token for token, direction in DIRECTIONS.items()} | {DECODE: "dec"}
+
 BACKWARD_FLOPS_RATIO = 2.5
 """Five matrix products instead of two (FlashAttention-2, section 4)."""
 
@@ -252,8 +257,7 @@ class Specialization:
     @property
     def workload_class(self) -> str:
         """The class of workloads that may share a tuned config, e.g. `fwd-bf16-d128-causal`."""
-        short = "fwd" if self.direction == "forward" else "bwd"
-        parts = [short, self.dtype, f"d{self.head_dim}"]
+        parts = [_SHORT[self.direction], self.dtype, f"d{self.head_dim}"]
         if self.head_dim_v != self.head_dim:
             parts.append(f"dv{self.head_dim_v}")
         if self.page_size is not None:

@@ -1,0 +1,1 @@
+"""Decoding over caches in plain Triton: few queries of many sequences against long keys."""

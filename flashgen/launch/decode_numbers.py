@@ -1,0 +1,143 @@
+"""The numbers that the kernels of a decode config are launched with: they follow from shapes, never from lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.codegen.family import Sizes
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.launch.feature_arguments import LOG2E
+
+Strides = tuple[int, int, int]
+"""In elements: of a sequence or a page, of a query or a slot, of a head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape:
+    """Shapes, strides and options of a decode call.
+
+    Attributes:
+        batch: sequences.
+        nheads: query heads.
+        nheads_k: heads of the caches, which divide them.
+        seqlen_q: queries of each sequence.
+        seqlen_k: keys that a sequence has at most: rows of a contiguous cache, or those of all pages of a table's row.
+        head_dim_v: columns of the output.
+        q_strides: of the queries.
+        k_strides: of the keys' cache.
+        v_strides: of the values' cache.
+        o_strides: of the output.
+        table_stride: elements from one sequence's page ids to the next one's.
+        window_left: keys that a query sees before its own place.
+        window_right: keys that it sees behind it; 0 is causal.
+        split_size: keys of a partial result where the bits of a sequence depend on nothing else; 0 for equal shares.
+        softmax_scale: factor of the scores.
+        softcap: 0 is off.
+        alibi_batch_stride: stride of the slopes along the batch, 0 where they are shared.
+        has_leftpad: whether keys begin behind the first slot.
+        has_batch_idx: whether sequences name their rows of the caches.
+        has_lse: whether the LSE is written.
+    """
+
+    batch: int
+    nheads: int
+    nheads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim_v: int
+    q_strides: Strides
+    k_strides: Strides
+    v_strides: Strides
+    o_strides: Strides
+    table_stride: int = 0
+    window_left: int
+    window_right: int
+    split_size: int = 0
+    softmax_scale: float
+    softcap: float = 0.0
+    alibi_batch_stride: int = 0
+    has_leftpad: bool = False
+    has_batch_idx: bool = False
+    has_lse: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a key head."""
+        return self.seqlen_q * (self.nheads // self.nheads_k)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What configs are chosen by. Where bits may not depend on the batch, lengths are unknown (0)."""
+        return Sizes(
+            batch=self.batch,
+            nheads=self.nheads,
+            nheads_k=self.nheads_k,
+            seqlen_q=self.seqlen_q,
+            seqlen_k=0 if self.split_size else self.seqlen_k,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeNumbers:
+    """What a launch has beside pointers.
+
+    Attributes:
+        values: the numbers of both kernels by the names of their parameters.
+        programs: those of the first kernel and of the merge; the second is 0 where nothing can be split.
+        part_rows: rows of partial results.
+        splits: groups of four numbers that say what was split.
+    """
+
+    values: dict[str, int | float]
+    programs: tuple[int, int]
+    part_rows: int
+    splits: int
+
+    @classmethod
+    def of(cls, shape: DecodeShape, config: Config, device: Device) -> DecodeNumbers:
+        """The numbers of a config for a shape on a device."""
+        block_m, block_n = config.integer("block_m"), config.integer("block_n")
+        m_blocks, tile_rows = -(-shape.rows // block_m), min(shape.rows, block_m)
+        grid = device.num_sms * config.integer("per_sm")
+        pairs = shape.batch * shape.nheads_k * m_blocks
+        slots, splits, most = 2 * grid, grid, block_n
+        if shape.split_size:
+            slots, splits, most = pairs * -(-shape.seqlen_k // shape.split_size), pairs, shape.split_size
+        merging = splits * tile_rows if shape.seqlen_k > most else 0
+        values: dict[str, int | float] = {
+            **_scales(shape),
+            **{name: getattr(shape, name) for name in _SAME},
+            "group_size": shape.nheads // shape.nheads_k,
+            "m_blocks": m_blocks,
+            "tile_rows": tile_rows,
+            "grid": grid,
+            "split_tiles": shape.split_size // block_n,
+            "has_leftpad": int(shape.has_leftpad),
+            "has_batch_idx": int(shape.has_batch_idx),
+            "lse_rows": shape.seqlen_q if shape.has_lse else 0,
+            "stride_table": shape.table_stride,
+            "stride_alibi_b": shape.alibi_batch_stride,
+            **_strides(shape),
+        }
+        return cls(values=values, programs=(grid, merging), part_rows=slots * tile_rows, splits=splits)
+
+
+_SAME = ("batch", "nheads_k", "seqlen_q", "seqlen_k", "window_left", "window_right")
+
+
+def _scales(shape: DecodeShape) -> dict[str, float]:
+    if not shape.softcap:
+        return {"softmax_scale_log2": shape.softmax_scale * LOG2E}
+    rate = 2 * LOG2E * shape.softmax_scale / shape.softcap
+    return {"softcap_rate": rate, "softcap_scale_log2": 2 * LOG2E * shape.softcap}
+
+
+def _strides(shape: DecodeShape) -> dict[str, int]:
+    axes = {"q": ("bsh", shape.q_strides), "k": ("psh", shape.k_strides)}
+    axes |= {"v": ("psh", shape.v_strides), "o": ("bsh", shape.o_strides)}
+    return {
+        f"stride_{tensor}{axis}": stride
+        for tensor, (names, strides) in axes.items()
+        for axis, stride in zip(names, strides, strict=True)
+    }

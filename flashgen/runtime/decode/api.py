@@ -1,0 +1,137 @@
+"""The public call `attention_decode`: few queries of many sequences over caches of keys and values."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from flashgen.core.features.values import Window
+from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.decode.runs import run
+
+
+@overload
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    leftpad: torch.Tensor | None = ...,
+    batch_idx: torch.Tensor | None = ...,
+    fixed_split_size: int | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    leftpad: torch.Tensor | None = ...,
+    batch_idx: torch.Tensor | None = ...,
+    fixed_split_size: int | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    causal: bool = False,
+    window: Window = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    leftpad: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    fixed_split_size: int | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of the last queries of each sequence over a contiguous or paged cache of its keys and values.
+
+    Lengths, page ids and indices stay on the GPU: the call never waits for it, needs no plan beforehand, and one
+    CUDA graph that has captured it serves all lengths that are in the tensors when it is replayed. A call of shapes
+    that are new to the process packs some numbers; kernels are compiled for dtypes, head dimensions, page sizes, kinds
+    of scores and, in steps, for numbers of query rows and sequences. Of the caches it reads the visible keys and
+    nothing else: what lies behind a length, before a window, or in pages that only lie there may hold anything.
+
+    Scores are computed as `flashgen.attention` does: `softmax_scale * q_i . k_j`, softcap, ALiBi. Query i of a sequence
+    of n keys stands at key `n - seqlen_q + i`: the queries are its last tokens, whose keys are in the cache already. A
+    row that sees no key has output 0 and LSE -inf. There is no backward pass.
+
+    Any strides are taken without a copy, as long as the last dimension of q and of the caches is contiguous: caches of
+    (pages, nheads_k, page_size, head_dim) are passed as `cache.transpose(1, 2)`, and keys and values that lie in one
+    tensor as its two halves.
+
+    Args:
+        q: queries, (batch, seqlen_q, nheads, head_dim) with 1 to 16 queries; bfloat16 or float16 on a GPU.
+        k_cache: keys, (batch, slots, nheads_k, head_dim), or (pages, page_size, nheads_k, head_dim) with a
+            `block_table`; pages of any size. nheads must be a multiple of nheads_k.
+        v_cache: values, like k_cache with head_dim_v.
+        seqlens: keys of each sequence in the cache, int32 (batch,) on the GPU; 0 is allowed. Those that are longer than
+            what there is room for count as just as long.
+        block_table: the pages of each sequence in order, int32 (batch, pages); entries behind its length are not read.
+        causal: key j is visible to query i iff `j <= n - seqlen_q + i`; without it, every key is, to each query.
+        window: (left, right), inclusive, around the place of a query; None is unlimited, and causal makes right 0. The
+            time of a call follows the visible keys.
+        softmax_scale: factor of the scores, above 0; None is head_dim ** -0.5.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: `-slope * |n - seqlen_q + i - j|` is added; float32 (nheads,) or (batch, nheads).
+        sinks: one more score for each head, (nheads,) in float32 or the dtype of q, that every row sees and that has no
+            value. The LSE includes it.
+        leftpad: the first slot of each sequence that holds a key, int32 (batch,); of contiguous caches.
+        batch_idx: the row of the caches of each sequence, int32 (batch,); of contiguous caches.
+        fixed_split_size: partial results are of this many keys, a multiple of 128, wherever they are computed. Then the
+            bits of a sequence's output depend on its own keys and queries alone: not on the batch, its order, the
+            other lengths or the pages. None shares the keys of all sequences equally, which is faster where few
+            sequences are long; the same lengths then still give the same bits.
+        return_lse: also return the natural logarithm of the row sums, fp32 (batch, nheads, seqlen_q).
+
+    Returns:
+        The output, (batch, seqlen_q, nheads, head_dim_v); with `return_lse`, the output and the LSE.
+
+    Raises:
+        WorkloadError: shapes, dtypes or arguments break a rule. With `FLASHGEN_CHECKS=1` also what lengths and page ids
+            hold.
+        UnsupportedError: no kernel family does this here, or a gradient is asked for.
+        LaunchError: the first call of its kind happens while a CUDA graph is captured.
+    """
+    call = DecodeCall(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        seqlens=seqlens,
+        block_table=block_table,
+        causal=causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        leftpad=leftpad,
+        batch_idx=batch_idx,
+        fixed_split_size=fixed_split_size,
+        return_lse=return_lse,
+    )
+    out, lse = run(call)
+    return out if lse is None else (out, lse)

@@ -1,0 +1,233 @@
+"""`DecodeCall`: the arguments of one decode call; `CheckedDecode`: what it asks for, checked without a look at data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashgen.core.checks import flag, real_number, whole_number
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.features.declaration import CallFacts
+from flashgen.core.features.positions import checked_window, clamp_window
+from flashgen.core.features.scores import ALIBI, SINKS, SOFTCAP
+from flashgen.core.features.values import Features, Window
+from flashgen.core.workload import DECODE, Specialization
+from flashgen.launch.decode_numbers import DecodeShape
+from flashgen.runtime.argument_types import check_tensor
+from flashgen.runtime.ops.calls import DTYPES, MAX_ROW_STRIDE
+
+MAX_SEQLEN_Q = 16
+MAX_KEYS = 2**29
+"""Of a sequence: sums of positions and widths of windows stay within 32 bits."""
+
+SPLIT_UNIT = 128
+"""What `fixed_split_size` is a multiple of: the most keys of a step that a config may have."""
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCall:
+    """The arguments of `flashgen.attention_decode` under their names there."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    seqlens: torch.Tensor
+    block_table: torch.Tensor | None = None
+    causal: bool = False
+    window: Window = (None, None)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    leftpad: torch.Tensor | None = None
+    batch_idx: torch.Tensor | None = None
+    fixed_split_size: int | None = None
+    return_lse: bool = False
+
+    @property
+    def optional(self) -> dict[str, torch.Tensor | None]:
+        """The int32 tensors that a call may have."""
+        return {"block_table": self.block_table, "leftpad": self.leftpad, "batch_idx": self.batch_idx}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedDecode:
+    """A call whose rules hold: what is compiled in, and its numbers."""
+
+    spec: Specialization
+    shape: DecodeShape
+
+    @classmethod
+    def of(cls, call: DecodeCall, out: torch.Tensor) -> CheckedDecode:
+        """Check a call that writes to `out`.
+
+        Raises:
+            WorkloadError: shapes, dtypes, strides or arguments break a rule; the message names the rule and the value.
+            UnsupportedError: a gradient is asked for.
+        """
+        check_decode_tensors(call)
+        seqlen_k = _checked_keys(call)
+        batch, seqlen_q, nheads, head_dim = call.q.shape
+        facts = CallFacts(q=call.q, sizes=(batch, nheads, seqlen_q, seqlen_k))
+        assert SOFTCAP.arguments[0].check is not None
+        softcap: float = SOFTCAP.arguments[0].check(call.softcap)
+        features = Features(softcap=softcap, alibi_slopes=call.alibi_slopes, sinks=call.sinks)
+        for feature in (ALIBI, SINKS):
+            feature.checked(features, facts)
+        left, right = checked_window(call.window)
+        right = 0 if flag("causal", call.causal) else right
+        left, right = clamp_window((left, right), seqlen_q, seqlen_k)
+        table, slopes = call.block_table, call.alibi_slopes
+        spec = Specialization(
+            direction=DECODE,
+            dtype=DTYPES[call.q.dtype],
+            head_dim=head_dim,
+            head_dim_v=call.v_cache.shape[3],
+            softcap=softcap > 0,
+            alibi=slopes is not None,
+            sink=call.sinks is not None,
+            sink_dtype="" if call.sinks is None else DTYPES[call.sinks.dtype],
+            page_size=None if table is None else call.k_cache.shape[1],
+            aligned16=all(is_aligned(tensor) for tensor in (call.q, call.k_cache, call.v_cache, out)),
+        )
+        shape = DecodeShape(
+            batch=batch,
+            nheads=nheads,
+            nheads_k=call.k_cache.shape[2],
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            head_dim_v=call.v_cache.shape[3],
+            q_strides=_strides(call.q),
+            k_strides=_strides(call.k_cache),
+            v_strides=_strides(call.v_cache),
+            o_strides=_strides(out),
+            table_stride=0 if table is None else table.stride(0),
+            window_left=left,
+            window_right=right,
+            split_size=_checked_split(call.fixed_split_size),
+            softmax_scale=_checked_scale(call.softmax_scale, head_dim),
+            softcap=softcap,
+            alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            has_leftpad=call.leftpad is not None,
+            has_batch_idx=call.batch_idx is not None,
+            has_lse=flag("return_lse", call.return_lse),
+        )
+        return cls(spec=spec, shape=shape)
+
+
+def check_decode_tensors(call: DecodeCall) -> None:
+    """Refuse tensors that no decode call may have, whatever their sizes are to each other.
+
+    Raises:
+        WorkloadError: a type, dtype, device or stride breaks a rule.
+        UnsupportedError: a gradient is asked for.
+    """
+    tensors = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache}
+    for name, tensor in {**tensors, "seqlens": call.seqlens}.items():
+        check_tensor(name, tensor)
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4:
+            raise WorkloadError(f"{name} has four dimensions, got {tuple(tensor.shape)}")
+        if tensor.dtype not in (torch.bfloat16, torch.float16) or tensor.dtype != call.q.dtype:
+            raise WorkloadError(
+                f"q, k_cache and v_cache are all bfloat16 or all float16, got "
+                f"{call.q.dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}"
+            )
+        if tensor.device != call.q.device:
+            raise WorkloadError(f"{name} is on the device of q, {call.q.device}, got {tensor.device}")
+        _check_rows(name, tensor)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+        raise UnsupportedError("attention_decode has no backward pass: call it under torch.no_grad()")
+    integers = {"seqlens": call.seqlens, **{n: t for n, t in call.optional.items() if t is not None}}
+    for name, tensor in integers.items():
+        _check_integers(name, tensor, call.q)
+    for name, given in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
+        if given is not None:
+            check_tensor(name, given)
+            if given.shape[-1:] != (1,) and given.stride(-1) != 1:
+                raise WorkloadError(f"{name} is contiguous along the heads, got strides {given.stride()}")
+
+
+def _check_rows(name: str, tensor: torch.Tensor) -> None:
+    if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+        raise WorkloadError(f"the last dimension of {name} is contiguous, got strides {tensor.stride()}")
+    if tensor.shape[1] > 1 and tensor.stride(1) >= MAX_ROW_STRIDE:
+        raise WorkloadError(
+            f"rows of {name} lie less than {MAX_ROW_STRIDE} elements apart, got strides {tensor.stride()}"
+        )
+
+
+def _check_integers(name: str, tensor: Any, q: torch.Tensor) -> None:
+    check_tensor(name, tensor)
+    dims = 2 if name == "block_table" else 1
+    if tensor.dtype != torch.int32 or tensor.device != q.device or tensor.dim() != dims or len(tensor) != len(q):
+        shape = "(batch, pages)" if dims == 2 else "(batch,)"
+        raise WorkloadError(
+            f"{name} is int32 {shape} on the device of q, with batch {len(q)} on {q.device}; "
+            f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        )
+    if tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise WorkloadError(f"{name} is contiguous along its last dimension, got strides {tensor.stride()}")
+
+
+def _checked_keys(call: DecodeCall) -> int:
+    """The keys that a sequence has at most, once all shapes fit together."""
+    (batch, seqlen_q, nheads, head_dim), cache, table = call.q.shape, call.k_cache.shape, call.block_table
+    if cache[:3] != call.v_cache.shape[:3]:
+        raise WorkloadError(
+            f"k_cache and v_cache have the same shape but for the last dimension, got {tuple(cache)} and "
+            f"{tuple(call.v_cache.shape)}"
+        )
+    if cache[3] != head_dim:
+        raise WorkloadError(f"k_cache has the head_dim of q, {head_dim}, got {cache[3]}")
+    if not cache[2] or nheads % cache[2]:
+        raise WorkloadError(f"the heads of q are a multiple of those of the caches, got {nheads} and {cache[2]}")
+    if not 1 <= seqlen_q <= MAX_SEQLEN_Q:
+        raise WorkloadError(f"a decode call has 1 to {MAX_SEQLEN_Q} queries of each sequence, got {seqlen_q}")
+    if table is not None and (call.leftpad is not None or call.batch_idx is not None):
+        raise WorkloadError("leftpad and batch_idx belong to contiguous caches, got a block_table as well")
+    if table is None and call.batch_idx is None and cache[0] != batch:
+        raise WorkloadError(
+            f"without block_table and batch_idx the caches have a row for each of the {batch} sequences, got {cache[0]}"
+        )
+    keys = cache[1] if table is None else cache[1] * table.shape[1]
+    if cache[0] == 0 or (table is not None and cache[1] == 0):
+        keys = 0
+    if keys > MAX_KEYS:
+        raise WorkloadError(f"a sequence has at most {MAX_KEYS} keys, got room for {keys}")
+    return keys
+
+
+def _checked_split(size: int | None) -> int:
+    if size is None:
+        return 0
+    size = whole_number("fixed_split_size", size, SPLIT_UNIT)
+    if size % SPLIT_UNIT:
+        raise WorkloadError(f"fixed_split_size is a multiple of {SPLIT_UNIT}, got {size}")
+    return size
+
+
+def _checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return float(head_dim**-0.5)
+    if not 0 < real_number("softmax_scale", scale) < math.inf:
+        raise WorkloadError(f"softmax_scale is finite and above 0, got {scale}")
+    return float(scale)
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether its start and every stride in use are multiples of 16 bytes."""
+    step = ALIGNMENT // tensor.element_size()
+    return tensor.data_ptr() % ALIGNMENT == 0 and not any(
+        stride % step for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1
+    )
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    first, second, third, _ = tensor.stride()
+    return first, second, third

@@ -1,0 +1,170 @@
+"""From a decode call to its launch: a memo by shapes and strides, and the slow path that fills it.
+
+The key has what chooses code or numbers, and nothing that a host would have to ask the GPU for. Sequences' lengths,
+page ids and what they index never reach the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flashgen.core.collection import CollectionPaused
+from flashgen.core.config import Config
+from flashgen.core.errors import FlashgenError, UnsupportedError
+from flashgen.core.features.values import Features
+from flashgen.core.settings import settings
+from flashgen.core.workload import Specialization
+from flashgen.launch.decode_plan import DecodePlan, Launch
+from flashgen.launch.plan import EmptyPlan
+from flashgen.runtime.argument_types import UNEXPECTED
+from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
+from flashgen.runtime.decode.contents import check_contents
+from flashgen.runtime.ops import serve
+from flashgen.runtime.ops.outputs import empty_lse, empty_output
+
+MAX_BATCH = 1024
+"""Sequences of one launch, whose lengths every program looks at; larger batches are several launches."""
+
+MEMO_LIMIT = 8192
+
+MEMO: dict[tuple[Any, ...], Launch | None] = {}
+"""Launches by key; None where there is no key to attend to, and so nothing to launch."""
+
+_PLANS: dict[tuple[Specialization, Config, int], DecodePlan] = {}
+
+_stream_of, _current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+
+
+def run(call: DecodeCall, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The output of a call, and its LSE where it asks for one.
+
+    Args:
+        call: the arguments.
+        config: what is launched; None lets the rule choose.
+
+    Raises:
+        WorkloadError, UnsupportedError, BuildError, LaunchError: as `flashgen.attention_decode`.
+    """
+    try:
+        q = call.q
+        out = empty_output(q, call.v_cache, bshd=True)
+        lse = empty_lse(q, bshd=True) if call.return_lse else None
+        if q.shape[0] <= MAX_BATCH:
+            _launch(call, out, lse, config)
+        else:
+            check_decode_tensors(call)
+            for start in range(0, q.shape[0], MAX_BATCH):
+                rows = slice(start, start + MAX_BATCH)
+                _launch(_part(call, rows), out[rows], None if lse is None else lse[rows], config)
+    except UNEXPECTED as error:
+        if not isinstance(error, FlashgenError):
+            check_decode_tensors(call)
+        raise
+    return out, lse
+
+
+def _launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, config: Config | None) -> None:
+    q, k, v, lens = call.q, call.k_cache, call.v_cache, call.seqlens
+    table, leftpad, batch_idx, sinks, slopes = (
+        call.block_table,
+        call.leftpad,
+        call.batch_idx,
+        call.sinks,
+        call.alibi_slopes,
+    )
+    index = q.get_device()
+    pointers = (
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        lens.data_ptr(),
+        0 if leftpad is None else leftpad.data_ptr(),
+        0 if table is None else table.data_ptr(),
+        0 if batch_idx is None else batch_idx.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
+    )
+    key = (
+        (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15,
+        config,
+        index,
+        q.shape,
+        q.stride(),
+        q.dtype,
+        k.shape,
+        k.stride(),
+        k.dtype,
+        k.get_device(),
+        v.shape,
+        v.stride(),
+        v.dtype,
+        v.get_device(),
+        *[_layout(tensor) for tensor in (lens, table, leftpad, batch_idx, sinks, slopes)],
+        call.causal,
+        tuple(call.window),
+        call.softmax_scale,
+        call.softcap,
+        call.fixed_split_size,
+        lse is None,
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+    )
+    try:
+        launch = MEMO[key]
+    except KeyError:
+        launch = _prepared(call, out, config)
+        if len(MEMO) >= MEMO_LIMIT:
+            MEMO.clear()
+        MEMO[key] = launch
+    if settings().checks:
+        check_contents(call)
+    if launch is None:
+        EmptyPlan()(q, k, v, out, lse, features=Features(sinks=sinks))
+    elif index == _current_device():
+        launch(pointers, q, _stream_of(index))
+    else:
+        with torch.cuda.device(index):
+            launch(pointers, q, _stream_of(index))
+
+
+def _layout(tensor: torch.Tensor | None) -> object:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+
+
+def _prepared(call: DecodeCall, out: torch.Tensor, config: Config | None) -> Launch | None:
+    """The slow path: check, choose a config, compile if needed, and pack the numbers."""
+    checked = CheckedDecode.of(call, out)
+    if 0 in call.q.shape or not checked.shape.seqlen_k:
+        return None
+    with CollectionPaused(), serve.LOCK:
+        return _planned(checked, config, call.q.get_device())
+
+
+def _planned(checked: CheckedDecode, config: Config | None, index: int) -> Launch:
+    spec = checked.spec
+    if index < 0:
+        raise UnsupportedError(f"no kernel family serves {spec.key} on a CPU: all of them run on GPUs")
+    from flashgen.codegen.families import decode_config
+
+    device = serve.device_at(index)
+    chosen = config or decode_config(spec, checked.shape.sizes, device)
+    key = (spec, chosen, index)
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _PLANS[key] = DecodePlan(serve.compiled(spec, chosen, device, index), chosen, index)
+    return plan.sized(checked.shape)
+
+
+def _part(call: DecodeCall, rows: slice) -> DecodeCall:
+    """The call for some of its sequences."""
+    changes: dict[str, Any] = {name: None if t is None else t[rows] for name, t in call.optional.items()}
+    slopes = call.alibi_slopes
+    if slopes is not None and slopes.dim() == 2:
+        changes["alibi_slopes"] = slopes[rows]
+    if call.block_table is None and call.batch_idx is None:
+        changes |= {"k_cache": call.k_cache[rows], "v_cache": call.v_cache[rows]}
+    return replace(call, q=call.q[rows], seqlens=call.seqlens[rows], **changes)

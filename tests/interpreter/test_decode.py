@@ -1,0 +1,110 @@
+"""The kernels of decoding, interpreted: right against the oracle, with poison wherever nothing may be read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashgen.codegen.families import decode_config
+from flashgen.codegen.generated import load_module
+from flashgen.codegen.render import render
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.launch.decode_numbers import DecodeNumbers
+from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
+from flashgen.runtime.ops.outputs import empty_lse, empty_output
+from tests.decoding import Case, assert_right, make
+
+DEVICE = replace(find_device("sm90"), num_sms=3)
+
+
+def interpreted(call: DecodeCall, **knobs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE by both kernels, in memory that holds NaN before."""
+    call = replace(call, return_lse=True)
+    out = empty_output(call.q, call.v_cache, bshd=True).fill_(math.nan)
+    lse = empty_lse(call.q, bshd=True).fill_(math.nan)
+    checked = CheckedDecode.of(call, out)
+    config = decode_config(checked.spec, checked.shape.sizes, DEVICE)
+    config = config.replace(**{"block_n": 16, "page_ids": "load", "pdl": False, "slack": 0, **knobs})
+    launched(call, checked, config, out, lse)
+    return out, lse
+
+
+def launched(call: DecodeCall, checked: CheckedDecode, config: Config, out: torch.Tensor, lse: torch.Tensor) -> None:
+    module = load_module(render(checked.spec, config))
+    numbers = DecodeNumbers.of(checked.shape, config, DEVICE)
+    none = torch.zeros(1, dtype=torch.int32)
+    known = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "O": out, "LSE": lse, "Lens": call.seqlens}
+    known |= {"Leftpad": none if call.leftpad is None else call.leftpad, "Table": call.block_table}
+    known |= {"BatchIdx": none if call.batch_idx is None else call.batch_idx, "Sinks": call.sinks}
+    known |= {"AlibiSlopes": call.alibi_slopes, "PartLse": torch.full((numbers.part_rows,), math.nan)}
+    known |= {"PartO": torch.full((numbers.part_rows, checked.shape.head_dim_v), math.nan)}
+    known |= {"Splits": torch.full((numbers.splits, 4), 2**31 - 1, dtype=torch.int32), **numbers.values}
+    for name, programs in zip(("", "_reduce"), numbers.programs, strict=True):
+        kernel = getattr(module, config.family + name)
+        if programs:
+            kernel[(programs,)](*[known[one] for one in kernel.arg_names])
+
+
+LENS = (0, 1, 15, 16, 17, 90, 3)
+CASES = {
+    "contiguous": Case(lens=LENS),
+    "one long": Case(lens=(2, 150, 0), nheads=3, nheads_k=1),
+    "pages of 16": Case(lens=LENS, page=16, layout="hnd"),
+    "pages of 32": Case(lens=(0, 1, 31, 32, 33, 70), page=32, layout="halves", seqlen_q=2, options={"causal": True}),
+    "pages of 1": Case(lens=(0, 1, 20), page=1, nheads=5, nheads_k=1),
+    "pages of 24": Case(lens=(23, 24, 25, 60), page=24, layout="interleaved", nheads=2, nheads_k=2),
+    "more queries than keys": Case(lens=(0, 2, 5, 40), seqlen_q=5, nheads=6, nheads_k=2, options={"causal": True}),
+    "all queries see all": Case(lens=(3, 40), seqlen_q=3, options={"softmax_scale": 0.3}),
+    "rows of two tiles": Case(lens=(5, 33), seqlen_q=9, nheads=16, nheads_k=2, options={"causal": True}),
+    "window and sinks": Case(lens=(3, 64, 90, 0), sinks=True, page=16, options={"window": (20, 0)}),
+    "window of both sides": Case(lens=(40, 7), seqlen_q=4, options={"window": (9, 1)}),
+    "softcap and slopes": Case(lens=(50, 0, 18), alibi=True, options={"softcap": 3.0}),
+    "left padding": Case(lens=(50, 20, 9), leftpad=(3, 19, 9), seqlen_q=2, options={"causal": True}),
+    "rows of the cache": Case(lens=(50, 2), batch_idx=(3, 0), sinks=True),
+    "unequal heads in fp16": Case(lens=(40, 11), head_dim=24, head_dim_v=40, dtype=torch.float16, nheads=7, nheads_k=1),
+}
+
+
+@pytest.mark.parametrize("split", [None, 128], ids=["shares", "fixed"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, split: int | None) -> None:
+    call = make(CASES[name])
+    assert_right(call, *interpreted(replace(call, fixed_split_size=split)))
+
+
+def test_whole_pairs_and_shares_of_several_tiles_are_right() -> None:
+    call = make(Case(lens=(60, 64, 61), page=16))
+    for knobs in ({"slack": 16}, {"min_tiles": 4}, {"per_sm": 1, "slack": 4}, {"partials": 8, "per_sm": 6}):
+        assert_right(call, *interpreted(call, **knobs))
+
+
+def test_the_bits_of_a_sequence_follow_from_itself_alone() -> None:
+    """With fixed splits: in any batch, order, grid and pages. Without them they do not, or this shows nothing."""
+    lens, fixed = (40, 300, 129, 7), {"fixed_split_size": 128}
+    case = Case(lens=lens, page=16, nheads=16, nheads_k=1, head_dim=16, options=fixed)
+    whole = make(case)
+    out, lse = interpreted(whole)
+    others = [
+        (interpreted(make(case, order=5), per_sm=2), slice(None)),
+        (interpreted(_only(whole, [1]), per_sm=1), [1]),
+        (interpreted(_only(whole, [2, 1, 0])), [2, 1, 0]),
+    ]
+    for (same, same_lse), rows in others:
+        assert torch.equal(out[rows], same)
+        assert torch.equal(lse[rows], same_lse)
+    shares = replace(whole, fixed_split_size=None)
+    assert not torch.equal(interpreted(shares)[1][1:2], interpreted(_only(shares, [1]), per_sm=2)[1])
+
+
+def test_layouts_of_the_caches_give_the_same_bits() -> None:
+    found = [interpreted(make(Case(lens=(33, 60), page=16, layout=one))) for one in ("nhd", "hnd", "halves")]
+    assert all(torch.equal(found[0][0], out) and torch.equal(found[0][1], lse) for out, lse in found[1:])
+
+
+def _only(call: DecodeCall, rows: list[int]) -> DecodeCall:
+    assert call.block_table is not None
+    return replace(call, q=call.q[rows], seqlens=call.seqlens[rows], block_table=call.block_table[rows])
