@@ -1,0 +1,220 @@
+"""`flashgen.attention_decode` on a GPU: the attacks of the interpreter at real sizes, graphs, streams, memory, bits."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.settings import settings
+from flashgen.runtime.decode.call import DecodeCall
+from tests.decoding import Case, assert_right, make, oracle
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+LENS = (1, 5000, 17, 0, 4096, 333, 64, 63, 65, 2047, 128)
+WIDE: dict[str, Any] = {"nheads": 32, "nheads_k": 8, "head_dim": 128, "dtype": BF16}
+
+CASES = {
+    "contiguous": Case(lens=LENS, **WIDE),
+    "one sequence": Case(lens=(8191,), **WIDE),
+    "pages of 1": Case(lens=(0, 1, 700), page=1, **WIDE),
+    "pages of 16": Case(lens=LENS, page=16, layout="hnd", **WIDE),
+    "pages of 64": Case(lens=LENS, page=64, layout="halves", **WIDE),
+    "pages of 256": Case(lens=LENS, page=256, layout="interleaved", **WIDE),
+    "pages of 48": Case(lens=(47, 48, 49, 1000), page=48, **WIDE),
+    "queries of 4": Case(lens=(2, 4, 3000, 0), page=64, seqlen_q=4, options={"causal": True}, **WIDE),
+    "queries of 16": Case(lens=(2, 16, 3000), seqlen_q=16, options={"causal": True}, **WIDE),
+    "all queries see all": Case(lens=(3, 400), seqlen_q=7, **WIDE),
+    "window and sinks": Case(
+        lens=(3, 64, 5000, 0, 129),
+        page=16,
+        sinks=True,
+        nheads=64,
+        nheads_k=8,
+        head_dim=64,
+        dtype=BF16,
+        options={"window": (127, 0)},
+    ),
+    "softcap and slopes": Case(lens=(500, 0, 1800), alibi=True, page=32, options={"softcap": 30.0}, **WIDE),
+    "left padding": Case(lens=(500, 2000, 90), leftpad=(3, 1999, 90), seqlen_q=2, options={"causal": True}, **WIDE),
+    "rows of the cache": Case(lens=(500, 2, 0), batch_idx=(5, 0, 2), sinks=True, **WIDE),
+    "unequal heads": Case(lens=(400, 1100), nheads=7, nheads_k=1, head_dim=96, head_dim_v=80, dtype=torch.float16),
+    "wide heads": Case(lens=(400, 1100), page=16, nheads=8, nheads_k=4, head_dim=256, dtype=BF16),
+    "groups of 3": Case(lens=(400, 1100), nheads=6, nheads_k=2, head_dim=64, dtype=torch.float16),
+    "groups of 5": Case(lens=(400, 1100), page=64, nheads=10, nheads_k=2, head_dim=64, dtype=torch.float16),
+    "groups of 16": Case(lens=(400, 1100), page=128, nheads=16, nheads_k=1, head_dim=128, dtype=BF16),
+    "groups of 71": Case(lens=(400, 100), nheads=71, nheads_k=1, head_dim=64, dtype=BF16),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FLASHGEN_QUIET", "1")
+    flashgen.reload()
+    yield
+    flashgen.reload()
+
+
+def run(call: DecodeCall, **changes: Any) -> Any:
+    """The public call with a call's arguments."""
+    call = replace(call, **changes)
+    given = {field.name: getattr(call, field.name) for field in fields(call)}
+    return flashgen.attention_decode(*[given.pop(name) for name in ("q", "k_cache", "v_cache", "seqlens")], **given)
+
+
+@pytest.mark.parametrize("split", [None, 256], ids=["shares", "fixed"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, split: int | None) -> None:
+    call = make(CASES[name], "cuda")
+    out, lse = run(call, fixed_split_size=split, return_lse=True)
+    assert_right(call, out, lse)
+    again, lse_again = run(call, fixed_split_size=split, return_lse=True)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("batch", [17, 1024, 1025, 2100])
+def test_many_sequences(batch: int) -> None:
+    lens = tuple(random.Random(batch).choice((0, 1, 2, 63, 64, 65, 130)) for _ in range(batch))
+    call = make(Case(lens=lens, page=16, nheads=4, nheads_k=2, head_dim=64, dtype=BF16), "cuda")
+    assert_right(call, *run(call, return_lse=True))
+
+
+def test_layouts_of_the_caches_give_the_same_bits() -> None:
+    case = Case(lens=(33, 600, 3000), page=64, **WIDE)
+    found = [run(make(replace(case, layout=one), "cuda")) for one in ("nhd", "hnd", "halves", "interleaved")]
+    assert all(torch.equal(found[0], out) for out in found[1:])
+
+
+def test_the_bits_of_a_sequence_follow_from_itself_alone() -> None:
+    lens, fixed = (400, 3000, 1290, 7, 5000), {"fixed_split_size": 512}
+    case = Case(lens=lens, page=16, options=fixed, **WIDE)
+    whole = make(case, "cuda")
+    out, lse = run(whole, return_lse=True)
+    for order in (3, 4):
+        assert torch.equal(out, run(make(case, "cuda", order=order)))
+    for page in (None, 64, 256):
+        other = make(replace(case, page=page), "cuda")
+        assert torch.equal(out, run(other)), page
+    for rows in ([1], [4, 1, 0], [1, 4] * 20):
+        same, same_lse = run(_only(whole, rows), return_lse=True)
+        assert torch.equal(out[rows], same)
+        assert torch.equal(lse[rows], same_lse)
+    shares = replace(whole, fixed_split_size=None)
+    assert not torch.equal(run(shares)[[1]], run(_only(shares, [1])))
+
+
+def _only(call: DecodeCall, rows: list[int]) -> DecodeCall:
+    assert call.block_table is not None
+    return replace(call, q=call.q[rows], seqlens=call.seqlens[rows], block_table=call.block_table[rows].contiguous())
+
+
+@pytest.mark.parametrize("fixed", [None, 256])
+def test_one_captured_graph_serves_all_lengths(fixed: int | None) -> None:
+    page, columns, batch = 16, 128, 9
+    call = make(Case(lens=(page * columns,) * batch, page=page, options={"fixed_split_size": fixed}, **WIDE), "cuda")
+    run(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(call, return_lse=True)
+    draw = random.Random(0)
+    for _ in range(50):
+        lens = [draw.choice((0, 1, page, draw.randint(1, page * columns))) for _ in range(batch)]
+        call.seqlens.copy_(torch.tensor(lens, dtype=torch.int32))
+        graph.replay()
+        eager, eager_lse = run(call, return_lse=True)
+        assert torch.equal(out, eager)
+        assert torch.equal(lse, eager_lse)
+    right, _ = oracle(call)
+    torch.testing.assert_close(out.double().cpu(), right, atol=2e-2, rtol=2e-2)
+
+
+def test_graphs_may_run_side_by_side() -> None:
+    calls = [make(Case(lens=(n, 3000, 70), page=64, **WIDE), "cuda", seed=n) for n in (4000, 2500)]
+    expected = [run(call) for call in calls]
+    graphs, outs = [torch.cuda.CUDAGraph() for _ in calls], []
+    for graph, call in zip(graphs, calls, strict=True):
+        with torch.cuda.graph(graph):
+            outs.append([run(call) for _ in range(8)])
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for found, right in zip(outs, expected, strict=True):
+        assert all(torch.equal(out, right) for out in found)
+
+
+def test_a_call_waits_for_nothing_and_allocates_no_segment() -> None:
+    call = make(Case(lens=(4000, 3000, 70), page=64, **WIDE), "cuda")
+    run(call)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            run(call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = torch.cuda.memory_stats()
+    assert after["segment.all.allocated"] == before["segment.all.allocated"]
+    assert after["active_bytes.all.current"] == before["active_bytes.all.current"]
+
+
+def test_caches_of_more_than_two_billion_elements() -> None:
+    page, heads, dim = 16, 8, 128
+    pages = 2**31 // (page * heads * dim) + 64
+    k, v = (torch.full((pages, page, heads, dim), math.nan, dtype=BF16, device="cuda") for _ in range(2))
+    small = make(Case(lens=(300, 1000), page=page, **WIDE), "cuda")
+    count = small.k_cache.shape[0]
+    k[-count:], v[-count:] = small.k_cache, small.v_cache
+    assert small.block_table is not None
+    table = torch.where(small.block_table < count, small.block_table + (pages - count), small.block_table)
+    assert torch.equal(run(small), run(small, k_cache=k, v_cache=v, block_table=table))
+    del k, v
+    rows = 2**31 // (4096 * heads * dim) + 2
+    k, v = (torch.full((rows, 4096, heads, dim), math.nan, dtype=BF16, device="cuda") for _ in range(2))
+    case = make(Case(lens=(300, 4000), room=4096, **WIDE), "cuda")
+    k[-2:], v[-2:] = case.k_cache, case.v_cache
+    ids = torch.tensor([rows - 2, rows - 1], dtype=torch.int32, device="cuda")
+    assert torch.equal(run(case), run(case, k_cache=k, v_cache=v, batch_idx=ids))
+
+
+def test_lengths_behind_the_cache_count_as_all_of_it() -> None:
+    call = make(Case(lens=(512, 512), **WIDE), "cuda")
+    lens = torch.tensor([2**31 - 1, -5], dtype=torch.int32, device="cuda")
+    out, lse = run(call, seqlens=lens, return_lse=True)
+    assert torch.equal(out[0], run(call)[0])
+    assert not out[1].any()
+    assert (lse[1] == -math.inf).all()
+
+
+def test_contents_are_checked_where_the_setting_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_CHECKS", "1")
+    settings.cache_clear()
+    call = make(Case(lens=(512, 90), page=64, **WIDE), "cuda")
+    run(call)
+    with pytest.raises(WorkloadError, match="seqlens"):
+        run(call, seqlens=torch.tensor([512, 1000], dtype=torch.int32, device="cuda"))
+    assert call.block_table is not None
+    with pytest.raises(WorkloadError, match="page ids"):
+        run(call, block_table=call.block_table.clone().fill_(-1))
+
+
+def test_a_gradient_is_refused_and_unaligned_tensors_are_served() -> None:
+    call = make(Case(lens=(512, 90), **WIDE), "cuda")
+    with pytest.raises(UnsupportedError, match="no backward pass"):
+        run(call, q=call.q.clone().requires_grad_())
+    odd = torch.empty(call.q.numel() + 1, dtype=BF16, device="cuda")[1:].view(call.q.shape).copy_(call.q)
+    assert_right(call, *run(call, q=odd, return_lse=True))
