@@ -1,4 +1,4 @@
-"""Decode calls for the interpreter and the GPU: caches in every layout, poisoned where nothing may be read; the oracle."""
+"""Decode calls for the interpreter and the GPU: caches in every layout, poison where nothing is read; the oracle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(case: Case, device: str = "cpu", seed: int = 0, order: int = 0) -> Deco
         return torch.randn(shape, generator=generator).to(case.dtype)
 
     batch, wide = len(case.lens), case.head_dim_v or case.head_dim
-    room = case.room or max(max(case.lens), 1)
+    room = case.room or max(*case.lens, 1)
     q = normal(batch, case.seqlen_q, case.nheads, case.head_dim)
     k, v = normal(batch, room, case.nheads_k, case.head_dim), normal(batch, room, case.nheads_k, wide)
     for b, length in enumerate(case.lens):

@@ -46,6 +46,7 @@ class Launched:
     shared_bytes: int
     stream: int
     function: int
+    attributes: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -86,9 +87,9 @@ class FakeDriver:
                 shared_bytes=read.shared_bytes,
                 stream=read.stream or 0,
                 function=function,
+                attributes=_attributes(read),
             )
         )
-        assert not read.num_attributes
         return 0
 
     def _values(self, parameters_of: tuple[Parameter, ...], raw: list[bytes], addresses: list[int]) -> dict[str, Any]:
@@ -214,3 +215,11 @@ class FakeDriver:
     def cuGetErrorString(self, code: int, text: Any) -> int:
         text._obj.value = TEXTS[code][1] if code in TEXTS else None
         return 0
+
+
+def _attributes(read: LaunchConfig) -> list[tuple[int, int]]:
+    """The id and the first number of each CUlaunchAttribute of 72 bytes."""
+    if not read.num_attributes:
+        return []
+    words = (ctypes.c_uint64 * (9 * read.num_attributes)).from_address(read.attributes)
+    return [(words[9 * i] & 0xFFFFFFFF, words[9 * i + 1] & 0xFFFFFFFF) for i in range(read.num_attributes)]

@@ -35,8 +35,6 @@ MEMO: dict[tuple[Any, ...], Launch | None] = {}
 
 _PLANS: dict[tuple[Specialization, Config, int], DecodePlan] = {}
 
-_stream_of, _current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-
 
 def run(call: DecodeCall, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The output of a call, and its LSE where it asks for one.
@@ -124,11 +122,11 @@ def _launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, confi
         check_contents(call)
     if launch is None:
         EmptyPlan()(q, k, v, out, lse, features=Features(sinks=sinks))
-    elif index == _current_device():
-        launch(pointers, q, _stream_of(index))
+    elif index == torch._C._cuda_getDevice():
+        launch(pointers, q, torch._C._cuda_getCurrentRawStream(index))
     else:
         with torch.cuda.device(index):
-            launch(pointers, q, _stream_of(index))
+            launch(pointers, q, torch._C._cuda_getCurrentRawStream(index))
 
 
 def _layout(tensor: torch.Tensor | None) -> object:
@@ -141,12 +139,12 @@ def _prepared(call: DecodeCall, out: torch.Tensor, config: Config | None) -> Lau
     if 0 in call.q.shape or not checked.shape.seqlen_k:
         return None
     with CollectionPaused(), serve.LOCK:
-        return _planned(checked, config, call.q.get_device())
+        return _planned(checked, config, serve.gpu_index(call.q))
 
 
-def _planned(checked: CheckedDecode, config: Config | None, index: int) -> Launch:
+def _planned(checked: CheckedDecode, config: Config | None, index: int | None) -> Launch:
     spec = checked.spec
-    if index < 0:
+    if index is None:
         raise UnsupportedError(f"no kernel family serves {spec.key} on a CPU: all of them run on GPUs")
     from flashgen.codegen.families import decode_config
 

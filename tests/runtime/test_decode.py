@@ -1,0 +1,250 @@
+"""`flashgen.attention_decode` on an imagined GPU: what both kernels read, the memo, large batches, and every rule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.codegen.families import decode_config, family, invalid
+from flashgen.codegen.family import Sizes
+from flashgen.core.device import Device, find_device
+from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
+from flashgen.core.settings import settings
+from flashgen.core.workload import Specialization
+from flashgen.launch import driver, plan
+from flashgen.launch.decode_plan import POINTERS
+from flashgen.runtime.decode import runs
+from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.decode.contents import check_contents
+from flashgen.runtime.ops import serve
+from tests.decoding import Case, make
+from tests.fakes.driver import FakeDriver, Launched
+
+H200 = find_device("h200")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A driver that keeps what kernels would have read, and tensors of the CPU that claim to be on GPU 0."""
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(plan, "_FUNCTIONS", {})
+    monkeypatch.setattr(serve, "device_at", lambda index: H200)
+    monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
+    for name, value in (("_cuda_getCurrentRawStream", lambda index: 7), ("_cuda_getDevice", lambda: 0)):
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    runs.MEMO.clear()
+    runs._PLANS.clear()
+    driver._primary_context.cache_clear()
+    yield fake
+    driver._primary_context.cache_clear()
+    runs.MEMO.clear()
+    runs._PLANS.clear()
+
+
+def run(fake: FakeDriver, call: DecodeCall) -> list[Launched]:
+    """The launches of a call."""
+    fake.named = _named(call)
+    before = len(fake.launches)
+    given = {field.name: getattr(call, field.name) for field in fields(call)}
+    flashgen.attention_decode(*[given.pop(name) for name in ("q", "k_cache", "v_cache", "seqlens")], **given)
+    return fake.launches[before:]
+
+
+def _named(call: DecodeCall) -> dict[str, Any]:
+    spec = Specialization(
+        direction="decode",
+        dtype="bf16" if call.q.dtype == torch.bfloat16 else "fp16",
+        head_dim=call.q.shape[3],
+        head_dim_v=call.v_cache.shape[3],
+        page_size=None if call.block_table is None else call.k_cache.shape[1],
+        sink=call.sinks is not None,
+    )
+    config = decode_config(spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=1), H200)
+    return {kernel.entry: kernel.parameters for kernel in family(config.family).kernels(spec, config)}
+
+
+def test_both_kernels_read_the_call(gpu: FakeDriver) -> None:
+    call = make(Case(lens=(300, 0, 64), page=64, sinks=True, options={"causal": True}, seqlen_q=3))
+    first, second = run(gpu, replace(call, return_lse=True))
+    tensors = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "Lens": call.seqlens, "Table": call.block_table}
+    for name, tensor in {**tensors, "Sinks": call.sinks}.items():
+        assert tensor is not None
+        assert first.values[name] == tensor.data_ptr()
+    for name in ("O", "LSE", "PartO", "PartLse", "Splits", "Sinks", "group_size", "tile_rows", "m_blocks", "lse_rows"):
+        assert first.values[name] == second.values[name]
+    assert (first.values["batch"], first.values["seqlen_q"], first.values["seqlen_k"]) == (3, 3, 6 * 64)
+    assert (first.values["window_right"], first.values["lse_rows"], first.values["has_leftpad"]) == (0, 3, 0)
+    assert first.values["stride_table"] == 6
+    assert [first.values[f"stride_k{axis}"] for axis in "psh"] == list(call.k_cache.stride()[:3])
+    assert first.values["grid"] == first.grid[0] == 2 * H200.num_sms
+    assert second.grid[0] == first.grid[0] * 6
+    assert {one.stream for one in (first, second)} == {7}
+    assert (first.attributes, second.attributes) == ([], [(6, 1)])
+
+
+def test_a_second_call_finds_its_launch_and_other_pointers_are_written(gpu: FakeDriver) -> None:
+    case = Case(lens=(300, 0, 64), page=16)
+    (first, _), (again, _) = run(gpu, make(case)), run(gpu, other := make(case, seed=3))
+    assert len(runs.MEMO) == 1
+    assert again.values["Q"] == other.q.data_ptr() != first.values["Q"]
+    run(gpu, make(replace(case, lens=(300, 2))))
+    assert len(runs.MEMO) == 2
+    assert len(runs._PLANS) == 1
+    assert len(gpu.loaded) == 2
+
+
+def test_the_merge_is_launched_where_keys_may_be_split_alone(gpu: FakeDriver) -> None:
+    assert len(run(gpu, make(Case(lens=(64, 3))))) == 1
+    assert len(run(gpu, make(Case(lens=(65, 3))))) == 2
+    assert len(run(gpu, make(Case(lens=(256, 3), options={"fixed_split_size": 256})))) == 1
+    first, second = run(gpu, make(Case(lens=(257, 3), options={"fixed_split_size": 256})))
+    assert first.values["split_tiles"] == 4
+    assert second.grid[0] == 2 * 2 * 2  # sequences, key heads, rows
+
+
+def test_large_batches_are_several_launches(gpu: FakeDriver) -> None:
+    call = make(Case(lens=(20,) * 1025, room=32, head_dim=16, nheads=1, nheads_k=1))
+    first, second = run(gpu, call)
+    assert (first.values["batch"], second.values["batch"]) == (1024, 1)
+    for name, tensor in {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "Lens": call.seqlens}.items():
+        assert second.values[name] == tensor[1024].data_ptr()
+
+
+def test_without_keys_or_sequences_nothing_is_launched(gpu: FakeDriver) -> None:
+    call = make(Case(lens=(3, 4), sinks=True))
+    empty = replace(call, k_cache=call.k_cache[:, :0], v_cache=call.v_cache[:, :0], return_lse=True)
+    assert run(gpu, empty) == []
+    out, lse = runs.run(empty)
+    assert not out.any()
+    assert lse is not None
+    assert call.sinks is not None
+    assert torch.equal(lse[1, :, 0], call.sinks)
+    none = replace(call, **{name: getattr(call, name)[:0] for name in ("q", "k_cache", "v_cache", "seqlens")})
+    assert run(gpu, none) == []
+
+
+def test_pointers_that_a_call_writes_are_those_of_the_kernels() -> None:
+    spec = Specialization(
+        direction="decode", dtype="bf16", head_dim=64, head_dim_v=64, alibi=True, sink=True, page_size=1
+    )
+    config = decode_config(spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=1), H200)
+    kernels = family(config.family).kernels(spec, config)
+    named = {p.name for kernel in kernels for p in kernel.parameters if p.type.startswith("*")}
+    assert named - {"PartO", "PartLse", "Splits"} == set(POINTERS) - {"BatchIdx"}
+
+
+GOOD = Case(lens=(40, 7), page=16)
+
+
+def broken(name: str) -> DecodeCall:
+    """A call that breaks one rule."""
+    call = make(GOOD)
+    table, lens = call.block_table, call.seqlens
+    assert table is not None
+    plain = make(Case(lens=(40, 7)))
+    ids = torch.zeros(2, dtype=torch.int32)
+    return {
+        "four dimensions": lambda: replace(call, q=call.q[0]),
+        "all bfloat16 or all float16": lambda: replace(call, q=call.q.float()),
+        "all bfloat16 or all float16, got": lambda: replace(call, v_cache=call.v_cache.bfloat16()),
+        "last dimension of k_cache is contiguous": lambda: replace(call, k_cache=call.k_cache.transpose(1, 3)),
+        "no backward pass": lambda: replace(call, q=call.q.clone().requires_grad_()),
+        "seqlens is int32": lambda: replace(call, seqlens=lens.long()),
+        "seqlens must be a tensor": lambda: replace(call, seqlens=[40, 7]),  # type: ignore[arg-type]
+        "block_table is int32": lambda: replace(call, block_table=table[0]),
+        "with batch 2": lambda: replace(call, block_table=table[:1]),
+        "contiguous along its last": lambda: replace(call, block_table=table.repeat(1, 2)[:, ::2]),
+        "same shape but for the last": lambda: replace(call, v_cache=call.v_cache[:-1]),
+        "has the head_dim of q": lambda: replace(call, k_cache=call.k_cache[..., :16]),
+        "a multiple of those of the caches": lambda: replace(call, q=call.q[:, :, :3]),
+        "1 to 16 queries": lambda: replace(call, q=call.q.repeat(1, 17, 1, 1)),
+        "belong to contiguous caches": lambda: replace(call, leftpad=ids),
+        "a row for each of the 2 sequences": lambda: replace(plain, k_cache=call.k_cache, v_cache=call.v_cache),
+        "fixed_split_size is a multiple": lambda: replace(call, fixed_split_size=200),
+        "fixed_split_size must be at least": lambda: replace(call, fixed_split_size=64),
+        "softmax_scale is finite": lambda: replace(call, softmax_scale=-1.0),
+        "softcap is finite": lambda: replace(call, softcap=-1.0),
+        "window is": lambda: replace(call, window=(1,)),  # type: ignore[arg-type]
+        "an edge of a window": lambda: replace(call, window=(-1, 0)),
+        "causal must be True or False": lambda: replace(call, causal=2),  # type: ignore[arg-type]
+        "sinks are": lambda: replace(call, sinks=torch.zeros(3)),
+        "alibi_slopes are": lambda: replace(call, alibi_slopes=torch.zeros(3)),
+    }[name]()
+
+
+RULES = (
+    *("four dimensions", "all bfloat16 or all float16", "all bfloat16 or all float16, got"),
+    *("last dimension of k_cache is contiguous", "no backward pass", "seqlens is int32", "seqlens must be a tensor"),
+    *("block_table is int32", "with batch 2", "contiguous along its last", "same shape but for the last"),
+    *("has the head_dim of q", "a multiple of those of the caches", "1 to 16 queries", "belong to contiguous caches"),
+    *("a row for each of the 2 sequences", "fixed_split_size is a multiple", "fixed_split_size must be at least"),
+    *("softmax_scale is finite", "softcap is finite", "window is", "an edge of a window"),
+    *("causal must be True or False", "sinks are", "alibi_slopes are"),
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_call_that_breaks_a_rule_is_refused(rule: str) -> None:
+    with pytest.raises(FlashgenError, match=rule) as refused:
+        runs.run(broken(rule))
+    assert isinstance(refused.value, UnsupportedError if "backward" in rule else WorkloadError)
+
+
+def test_tensors_of_a_cpu_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="all of them run on GPUs"):
+        runs.run(make(GOOD))
+
+
+def test_contents_are_checked_on_request() -> None:
+    call = make(GOOD)
+    check_contents(call)
+    with pytest.raises(WorkloadError, match=r"seqlens are 0 to 64, .* got 65 for sequence 1"):
+        check_contents(replace(call, seqlens=torch.tensor([1, 65], dtype=torch.int32)))
+    assert call.block_table is not None
+    table = call.block_table.clone()
+    table[0, 2] = 99
+    with pytest.raises(WorkloadError, match=r"page ids .* got 99 for sequence 0"):
+        check_contents(replace(call, block_table=table))
+    check_contents(replace(call, block_table=table, seqlens=torch.tensor([32, 0], dtype=torch.int32)))
+    table = call.block_table.clone()
+    table[0, 0] = -1
+    check_contents(replace(call, block_table=table, window=(3, 0)))
+    plain = make(Case(lens=(40, 7), leftpad=(0, 7)))
+    check_contents(plain)
+    with pytest.raises(WorkloadError, match="leftpad"):
+        check_contents(replace(plain, leftpad=torch.tensor([0, 8], dtype=torch.int32)))
+    with pytest.raises(WorkloadError, match="batch_idx"):
+        check_contents(replace(plain, batch_idx=torch.tensor([0, 2], dtype=torch.int32)))
+
+
+def test_the_setting_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.cache_clear()
+    assert not settings().checks
+    monkeypatch.setenv("FLASHGEN_CHECKS", "1")
+    settings.cache_clear()
+    assert settings().checks
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["h200", "a100", "sm86", "sm120", "gfx942"])
+def test_defaults_are_valid(name: str) -> None:
+    device: Device = find_device(name)
+    for head_dim in (16, 64, 96, 128, 192, 256):
+        for page in (None, 16, 64):
+            spec = Specialization(
+                direction="decode", dtype="bf16", head_dim=head_dim, head_dim_v=head_dim, page_size=page
+            )
+            for rows in (1, 16):
+                for batch in (1, 300, 1024):
+                    sizes = Sizes(batch=batch, nheads=8 * rows, nheads_k=8, seqlen_q=4, seqlen_k=4096)
+                    config = decode_config(spec, sizes, device)
+                    assert invalid(config, spec, device) is None, (spec.key, config)
