@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
+from flashgen.core.features.values import Features
+from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.decode.call import DecodeCall
 
+SCORES = ("window", "softcap", "alibi_slopes", "sinks")
 STALE = (-1, 2**31 - 1, 0)
 """What entries of a table behind the length of a sequence may hold."""
 
@@ -51,11 +54,13 @@ def make(case: Case, device: str = "cpu", seed: int = 0, order: int = 0) -> Deco
         for cache in (k, v):
             cache[b, length:] = math.nan
             cache[b, :first] = math.nan
-    given: dict[str, Any] = dict(case.options)
+    given = {name: value for name, value in case.options.items() if name not in SCORES}
+    scores = {name: value for name, value in case.options.items() if name in SCORES}
     if case.sinks:
-        given["sinks"] = torch.randn(case.nheads, generator=generator).to(device)
+        scores["sinks"] = torch.randn(case.nheads, generator=generator).to(device)
     if case.alibi:
-        given["alibi_slopes"] = torch.rand(case.nheads, generator=generator).to(device)
+        scores["alibi_slopes"] = torch.rand(case.nheads, generator=generator).to(device)
+    given["features"] = Features(**scores) if scores else NO_FEATURES
     if case.leftpad:
         given["leftpad"] = torch.tensor(case.leftpad, dtype=torch.int32, device=device)
     if case.page is not None:
@@ -125,7 +130,7 @@ def oracle(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
 def _one(call: DecodeCall, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     (_, rows, nheads, dim), length = call.q.shape, int(call.seqlens[b])
     places = torch.arange(rows)[:, None] + length - rows
-    left, right = call.window
+    left, right = call.features.window
     right = 0 if call.causal else right
     keys = torch.arange(length)
     seen = (keys >= (0 if call.leftpad is None else int(call.leftpad[b]))).expand(rows, length)
@@ -137,13 +142,13 @@ def _one(call: DecodeCall, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = (_rows(call, cache, b, keys).repeat_interleave(group, 1) for cache in (call.k_cache, call.v_cache))
     scale = dim**-0.5 if call.softmax_scale is None else call.softmax_scale
     s = torch.einsum("qhd,khd->hqk", call.q[b].double().cpu(), k) * scale
-    if call.softcap:
-        s = call.softcap * torch.tanh(s / call.softcap)
-    if call.alibi_slopes is not None:
-        s = s - call.alibi_slopes.double().cpu()[:, None, None] * (places - keys).abs()
+    if call.features.softcap:
+        s = call.features.softcap * torch.tanh(s / call.features.softcap)
+    if call.features.alibi_slopes is not None:
+        s = s - call.features.alibi_slopes.double().cpu()[:, None, None] * (places - keys).abs()
     s = s.masked_fill(~seen, -math.inf)
-    if call.sinks is not None:
-        s = torch.cat([s, call.sinks.double().cpu()[:, None, None].expand(-1, rows, 1)], -1)
+    if call.features.sinks is not None:
+        s = torch.cat([s, call.features.sinks.double().cpu()[:, None, None].expand(-1, rows, 1)], -1)
     if s.shape[-1] == 0:
         return torch.zeros(rows, nheads, v.shape[-1], dtype=torch.float64), torch.full((nheads, rows), -math.inf)
     lse = torch.logsumexp(s, -1)
@@ -166,3 +171,10 @@ def assert_right(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor) -> None
     tolerance = 2e-2 if call.q.dtype == torch.bfloat16 else 4e-3
     torch.testing.assert_close(out.double().cpu(), right, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double().cpu(), right_lse.double(), atol=2e-3, rtol=2e-3)
+
+
+def arguments(call: DecodeCall) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Those of `flashgen.attention_decode`, by place and by name."""
+    given = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "features"}
+    tensors = [given.pop(name) for name in ("q", "k_cache", "v_cache", "seqlens")]
+    return tensors, {**given, **{name: getattr(call.features, name) for name in SCORES}}

@@ -55,7 +55,9 @@ def words(node: ast.AST) -> Iterator[str]:
 
 
 def test_every_family_has_a_package_and_the_test_reads_the_rest() -> None:
-    assert {family.template.split("/")[0] for family in (*FAMILIES, *DECODE_FAMILIES)} == {path.name for path in PACKAGES}
+    assert {family.template.split("/")[0] for family in (*FAMILIES, *DECODE_FAMILIES)} == {
+        path.name for path in PACKAGES
+    }
     assert {"flashgen/tuning/predict.py", "flashgen/runtime/lookup/ladder.py", "scripts/crosscompile.py"} <= set(OTHERS)
 
 

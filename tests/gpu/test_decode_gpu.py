@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import flashgen
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.runtime.decode.call import DecodeCall
-from tests.decoding import Case, assert_right, make, oracle
+from tests.decoding import Case, arguments, assert_right, make, oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -66,9 +66,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(call: DecodeCall, **changes: Any) -> Any:
     """The public call with a call's arguments."""
-    call = replace(call, **changes)
-    given = {field.name: getattr(call, field.name) for field in fields(call)}
-    return flashgen.attention_decode(*[given.pop(name) for name in ("q", "k_cache", "v_cache", "seqlens")], **given)
+    tensors, named = arguments(replace(call, **changes))
+    return flashgen.attention_decode(*tensors, **named)
 
 
 @pytest.mark.parametrize("split", [None, 256], ids=["shares", "fixed"])

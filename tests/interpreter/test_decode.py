@@ -39,8 +39,8 @@ def launched(call: DecodeCall, checked: CheckedDecode, config: Config, out: torc
     none = torch.zeros(1, dtype=torch.int32)
     known = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "O": out, "LSE": lse, "Lens": call.seqlens}
     known |= {"Leftpad": none if call.leftpad is None else call.leftpad, "Table": call.block_table}
-    known |= {"BatchIdx": none if call.batch_idx is None else call.batch_idx, "Sinks": call.sinks}
-    known |= {"AlibiSlopes": call.alibi_slopes, "PartLse": torch.full((numbers.part_rows,), math.nan)}
+    known |= {"BatchIdx": none if call.batch_idx is None else call.batch_idx, "Sinks": call.features.sinks}
+    known |= {"AlibiSlopes": call.features.alibi_slopes, "PartLse": torch.full((numbers.part_rows,), math.nan)}
     known |= {"PartO": torch.full((numbers.part_rows, checked.shape.head_dim_v), math.nan)}
     known |= {"Splits": torch.full((numbers.splits, 4), 2**31 - 1, dtype=torch.int32), **numbers.values}
     for name, programs in zip(("", "_reduce"), numbers.programs, strict=True):

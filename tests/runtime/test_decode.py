@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from flashgen.codegen.families import decode_config, family, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
+from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
 from flashgen.launch import driver, plan
@@ -23,7 +24,7 @@ from flashgen.runtime.decode import runs
 from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.ops import serve
-from tests.decoding import Case, make
+from tests.decoding import Case, arguments, make
 from tests.fakes.driver import FakeDriver, Launched
 
 H200 = find_device("h200")
@@ -54,8 +55,8 @@ def run(fake: FakeDriver, call: DecodeCall) -> list[Launched]:
     """The launches of a call."""
     fake.named = _named(call)
     before = len(fake.launches)
-    given = {field.name: getattr(call, field.name) for field in fields(call)}
-    flashgen.attention_decode(*[given.pop(name) for name in ("q", "k_cache", "v_cache", "seqlens")], **given)
+    tensors, named = arguments(call)
+    flashgen.attention_decode(*tensors, **named)
     return fake.launches[before:]
 
 
@@ -66,7 +67,7 @@ def _named(call: DecodeCall) -> dict[str, Any]:
         head_dim=call.q.shape[3],
         head_dim_v=call.v_cache.shape[3],
         page_size=None if call.block_table is None else call.k_cache.shape[1],
-        sink=call.sinks is not None,
+        sink=call.features.sinks is not None,
     )
     config = decode_config(spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=1), H200)
     return {kernel.entry: kernel.parameters for kernel in family(config.family).kernels(spec, config)}
@@ -76,7 +77,7 @@ def test_both_kernels_read_the_call(gpu: FakeDriver) -> None:
     call = make(Case(lens=(300, 0, 64), page=64, sinks=True, options={"causal": True}, seqlen_q=3))
     first, second = run(gpu, replace(call, return_lse=True))
     tensors = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "Lens": call.seqlens, "Table": call.block_table}
-    for name, tensor in {**tensors, "Sinks": call.sinks}.items():
+    for name, tensor in {**tensors, "Sinks": call.features.sinks}.items():
         assert tensor is not None
         assert first.values[name] == tensor.data_ptr()
     for name in ("O", "LSE", "PartO", "PartLse", "Splits", "Sinks", "group_size", "tile_rows", "m_blocks", "lse_rows"):
@@ -126,8 +127,8 @@ def test_without_keys_or_sequences_nothing_is_launched(gpu: FakeDriver) -> None:
     out, lse = runs.run(empty)
     assert not out.any()
     assert lse is not None
-    assert call.sinks is not None
-    assert torch.equal(lse[1, :, 0], call.sinks)
+    assert call.features.sinks is not None
+    assert torch.equal(lse[1, :, 0], call.features.sinks)
     none = replace(call, **{name: getattr(call, name)[:0] for name in ("q", "k_cache", "v_cache", "seqlens")})
     assert run(gpu, none) == []
 
@@ -172,12 +173,12 @@ def broken(name: str) -> DecodeCall:
         "fixed_split_size is a multiple": lambda: replace(call, fixed_split_size=200),
         "fixed_split_size must be at least": lambda: replace(call, fixed_split_size=64),
         "softmax_scale is finite": lambda: replace(call, softmax_scale=-1.0),
-        "softcap is finite": lambda: replace(call, softcap=-1.0),
-        "window is": lambda: replace(call, window=(1,)),  # type: ignore[arg-type]
-        "an edge of a window": lambda: replace(call, window=(-1, 0)),
+        "softcap is finite": lambda: replace(call, features=Features(softcap=-1.0)),
+        "window is": lambda: replace(call, features=Features(window=(1,))),  # type: ignore[arg-type]
+        "an edge of a window": lambda: replace(call, features=Features(window=(-1, 0))),
         "causal must be True or False": lambda: replace(call, causal=2),  # type: ignore[arg-type]
-        "sinks are": lambda: replace(call, sinks=torch.zeros(3)),
-        "alibi_slopes are": lambda: replace(call, alibi_slopes=torch.zeros(3)),
+        "sinks are": lambda: replace(call, features=Features(sinks=torch.zeros(3))),
+        "alibi_slopes are": lambda: replace(call, features=Features(alibi_slopes=torch.zeros(3))),
     }[name]()
 
 
@@ -217,7 +218,7 @@ def test_contents_are_checked_on_request() -> None:
     check_contents(replace(call, block_table=table, seqlens=torch.tensor([32, 0], dtype=torch.int32)))
     table = call.block_table.clone()
     table[0, 0] = -1
-    check_contents(replace(call, block_table=table, window=(3, 0)))
+    check_contents(replace(call, block_table=table, features=Features(window=(3, 0))))
     plain = make(Case(lens=(40, 7), leftpad=(0, 7)))
     check_contents(plain)
     with pytest.raises(WorkloadError, match="leftpad"):

@@ -6,7 +6,8 @@ from typing import Literal, overload
 
 import torch
 
-from flashgen.core.features.values import Window
+from flashgen.core.features.values import Features, Window
+from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.decode.runs import run
 
@@ -116,6 +117,9 @@ def attention_decode(
         UnsupportedError: no kernel family does this here, or a gradient is asked for.
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
     """
+    features = NO_FEATURES
+    if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
+        features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     call = DecodeCall(
         q=q,
         k_cache=k_cache,
@@ -123,11 +127,8 @@ def attention_decode(
         seqlens=seqlens,
         block_table=block_table,
         causal=causal,
-        window=window,
         softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+        features=features,
         leftpad=leftpad,
         batch_idx=batch_idx,
         fixed_split_size=fixed_split_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,14 @@ import torch
 from flashgen.core.checks import flag, real_number, whole_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.declaration import CallFacts
-from flashgen.core.features.positions import checked_window, clamp_window
-from flashgen.core.features.scores import ALIBI, SINKS, SOFTCAP
-from flashgen.core.features.values import Features, Window
+from flashgen.core.features.positions import WINDOW, clamp_window
+from flashgen.core.features.scores import SOFTCAP
+from flashgen.core.features.table import checked, specialization_fields, workload_fields
+from flashgen.core.features.table import values as table_values
+from flashgen.core.features.values import Features
 from flashgen.core.workload import DECODE, Specialization
 from flashgen.launch.decode_numbers import DecodeShape
+from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import check_tensor
 from flashgen.runtime.ops.calls import DTYPES, MAX_ROW_STRIDE
 
@@ -28,10 +31,14 @@ SPLIT_UNIT = 128
 
 ALIGNMENT = 16
 
+_ARGUMENTS = (*WINDOW.arguments, *SOFTCAP.arguments)
+_COMPILED = {field.name for field in fields(Specialization)} - {"window", "offset_tensor", "mods"}
+"""Of what features ask for: windows are numbers of a launch here."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCall:
-    """The arguments of `flashgen.attention_decode` under their names there."""
+    """The arguments of `flashgen.attention_decode` under their names there; `features` has those of scores."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -39,11 +46,8 @@ class DecodeCall:
     seqlens: torch.Tensor
     block_table: torch.Tensor | None = None
     causal: bool = False
-    window: Window = (None, None)
     softmax_scale: float | None = None
-    softcap: float = 0.0
-    alibi_slopes: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
+    features: Features = NO_FEATURES
     leftpad: torch.Tensor | None = None
     batch_idx: torch.Tensor | None = None
     fixed_split_size: int | None = None
@@ -74,27 +78,21 @@ class CheckedDecode:
         seqlen_k = _checked_keys(call)
         batch, seqlen_q, nheads, head_dim = call.q.shape
         facts = CallFacts(q=call.q, sizes=(batch, nheads, seqlen_q, seqlen_k))
-        assert SOFTCAP.arguments[0].check is not None
-        softcap: float = SOFTCAP.arguments[0].check(call.softcap)
-        features = Features(softcap=softcap, alibi_slopes=call.alibi_slopes, sinks=call.sinks)
-        for feature in (ALIBI, SINKS):
-            feature.checked(features, facts)
-        left, right = checked_window(call.window)
-        right = 0 if flag("causal", call.causal) else right
-        left, right = clamp_window((left, right), seqlen_q, seqlen_k)
-        table, slopes = call.block_table, call.alibi_slopes
+        features, table = _checked_features(call.features, facts), call.block_table
+        asked = {**workload_fields(features, facts), **specialization_fields(features)}
         spec = Specialization(
             direction=DECODE,
             dtype=DTYPES[call.q.dtype],
             head_dim=head_dim,
             head_dim_v=call.v_cache.shape[3],
-            softcap=softcap > 0,
-            alibi=slopes is not None,
-            sink=call.sinks is not None,
-            sink_dtype="" if call.sinks is None else DTYPES[call.sinks.dtype],
             page_size=None if table is None else call.k_cache.shape[1],
             aligned16=all(is_aligned(tensor) for tensor in (call.q, call.k_cache, call.v_cache, out)),
+            **{name: value for name, value in asked.items() if name in _COMPILED},
         )
+        left, right = features.window
+        right = 0 if flag("causal", call.causal) else right
+        left, right = clamp_window((left, right), seqlen_q, seqlen_k)
+        slopes = features.alibi_slopes
         shape = DecodeShape(
             batch=batch,
             nheads=nheads,
@@ -111,7 +109,7 @@ class CheckedDecode:
             window_right=right,
             split_size=_checked_split(call.fixed_split_size),
             softmax_scale=_checked_scale(call.softmax_scale, head_dim),
-            softcap=softcap,
+            softcap=features.softcap,
             alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             has_leftpad=call.leftpad is not None,
             has_batch_idx=call.batch_idx is not None,
@@ -146,11 +144,19 @@ def check_decode_tensors(call: DecodeCall) -> None:
     integers = {"seqlens": call.seqlens, **{n: t for n, t in call.optional.items() if t is not None}}
     for name, tensor in integers.items():
         _check_integers(name, tensor, call.q)
-    for name, given in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
-        if given is not None:
-            check_tensor(name, given)
-            if given.shape[-1:] != (1,) and given.stride(-1) != 1:
-                raise WorkloadError(f"{name} is contiguous along the heads, got strides {given.stride()}")
+
+
+def _checked_features(features: Features, facts: CallFacts) -> Features:
+    """Those of a call once every rule of the table holds; kernels read numbers of heads without a stride."""
+    given = {argument.name: getattr(features, argument.name) for argument in _ARGUMENTS}
+    changes = {argument.name: argument.check(given[argument.name]) for argument in _ARGUMENTS if argument.check}
+    for value in table_values():
+        one = getattr(features, value.name)
+        if value.is_tensor and one is not None:
+            check_tensor(value.name, one)
+            if one.shape[-1:] != (1,) and one.stride(-1) != 1:
+                raise WorkloadError(f"{value.name} is contiguous along the heads, got strides {one.stride()}")
+    return checked(replace(features, **changes), facts)
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> None:

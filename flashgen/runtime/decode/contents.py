@@ -31,7 +31,7 @@ def check_contents(call: DecodeCall) -> None:
         _refuse((ids < 0) | (ids >= rows), f"batch_idx is 0 to {rows - 1}, a row of the caches", ids)
     if call.block_table is not None:
         pages = call.block_table.long()
-        left = keys if call.window[0] is None else call.window[0]
+        left = keys if call.features.window[0] is None else call.features.window[0]
         first = (lens - call.q.shape[1] - left).clamp(min=0)
         place = torch.arange(pages.shape[1], device=pages.device) * slots
         used = (place < lens[:, None]) & (place + slots > first[:, None])

@@ -14,10 +14,10 @@ import torch
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError, UnsupportedError
-from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
-from flashgen.launch.decode_plan import DecodePlan, Launch
+from flashgen.launch.decode_plan import POINTERS, DecodePlan, Launch
+from flashgen.launch.feature_arguments import TENSORS
 from flashgen.launch.plan import EmptyPlan
 from flashgen.runtime.argument_types import UNEXPECTED
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
@@ -32,6 +32,9 @@ MEMO_LIMIT = 8192
 
 MEMO: dict[tuple[Any, ...], Launch | None] = {}
 """Launches by key; None where there is no key to attend to, and so nothing to launch."""
+
+NUMBERS_OF_HEADS = tuple(TENSORS[name] for name in POINTERS if name in TENSORS)
+"""What finds the tensors of features that kernels may read, in the order of `POINTERS`, whose last ones they are."""
 
 _PLANS: dict[tuple[Specialization, Config, int], DecodePlan] = {}
 
@@ -66,13 +69,8 @@ def run(call: DecodeCall, config: Config | None = None) -> tuple[torch.Tensor, t
 
 def _launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, config: Config | None) -> None:
     q, k, v, lens = call.q, call.k_cache, call.v_cache, call.seqlens
-    table, leftpad, batch_idx, sinks, slopes = (
-        call.block_table,
-        call.leftpad,
-        call.batch_idx,
-        call.sinks,
-        call.alibi_slopes,
-    )
+    table, leftpad, batch_idx, features = call.block_table, call.leftpad, call.batch_idx, call.features
+    numbers = [of(features) for of in NUMBERS_OF_HEADS]
     index = q.get_device()
     pointers = (
         q.data_ptr(),
@@ -84,8 +82,7 @@ def _launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, confi
         0 if leftpad is None else leftpad.data_ptr(),
         0 if table is None else table.data_ptr(),
         0 if batch_idx is None else batch_idx.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        0 if slopes is None else slopes.data_ptr(),
+        *[0 if one is None else one.data_ptr() for one in numbers],
     )
     key = (
         (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15,
@@ -102,11 +99,11 @@ def _launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, confi
         v.stride(),
         v.dtype,
         v.get_device(),
-        *[_layout(tensor) for tensor in (lens, table, leftpad, batch_idx, sinks, slopes)],
+        *[_layout(tensor) for tensor in (lens, table, leftpad, batch_idx, *numbers)],
         call.causal,
-        tuple(call.window),
         call.softmax_scale,
-        call.softcap,
+        tuple(features.window),
+        features.softcap,
         call.fixed_split_size,
         lse is None,
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
@@ -121,7 +118,7 @@ def _launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, confi
     if settings().checks:
         check_contents(call)
     if launch is None:
-        EmptyPlan()(q, k, v, out, lse, features=Features(sinks=sinks))
+        EmptyPlan()(q, k, v, out, lse, features=features)
     elif index == torch._C._cuda_getDevice():
         launch(pointers, q, torch._C._cuda_getCurrentRawStream(index))
     else:
@@ -160,9 +157,9 @@ def _planned(checked: CheckedDecode, config: Config | None, index: int | None) -
 def _part(call: DecodeCall, rows: slice) -> DecodeCall:
     """The call for some of its sequences."""
     changes: dict[str, Any] = {name: None if t is None else t[rows] for name, t in call.optional.items()}
-    slopes = call.alibi_slopes
+    slopes = call.features.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
-        changes["alibi_slopes"] = slopes[rows]
+        changes["features"] = replace(call.features, alibi_slopes=slopes[rows])
     if call.block_table is None and call.batch_idx is None:
         changes |= {"k_cache": call.k_cache[rows], "v_cache": call.v_cache[rows]}
     return replace(call, q=call.q[rows], seqlens=call.seqlens[rows], **changes)
