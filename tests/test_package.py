@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PUBLIC = {
     "attention",
+    "attention_decode",
     "block_mask",
     "BlockMask",
     "explain",

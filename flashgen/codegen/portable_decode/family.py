@@ -148,6 +148,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "aligned16": spec.aligned16,
         "paged": bool(page),
         "page_size": page,
+        "hidden_ids": bool(page) and config["page_ids"] == "asm",
         "whole_pages": bool(page) and page % config.integer("block_n") == 0,
         "softcap": spec.softcap,
         "exact_softcap": False,
