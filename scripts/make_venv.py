@@ -99,8 +99,9 @@ def read_project() -> dict:
 
 
 def pip(python: Path, *arguments: str) -> None:
-    """Install into the environment of `python`."""
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+    """Install into the environment of `python`; bytecode is written when a module is imported, and not for all."""
+    install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    subprocess.run([python, *install, *arguments], check=True)
 
 
 if __name__ == "__main__":

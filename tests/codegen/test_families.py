@@ -17,6 +17,7 @@ from flashgen.core.device import Device, find_device
 from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.workload import Specialization
 from tests.codegen.devices import ONE_OF_EACH_KIND
+from tests.codegen.spaces import some_of
 
 KEYS = (
     "fwd-bf16-d64",
@@ -61,14 +62,32 @@ def test_a_default_is_that_of_the_fastest_family_that_applies(key: str, device: 
 
 @pytest.mark.parametrize("device", ONE_OF_EACH_KIND, ids=lambda device: device.slug)
 @pytest.mark.parametrize("key", KEYS)
-def test_every_default_is_valid_and_in_its_space(key: str, device: Device) -> None:
+def test_every_default_is_valid(key: str, device: Device) -> None:
     spec = Specialization.parse(key)
     config = default_config(spec, device)
     assert validate(config) is config
     assert invalid(config, spec, device) is None
+    generator = random.Random(0)
+    assert len(some_of(family(config.family), spec, device, 20, generator)) == 20, "there is something to search"
+
+
+@pytest.mark.parametrize(
+    ("key", "device"),
+    # an enumeration knows of a device what `invalid` says: each key meets two, and each device two keys
+    [
+        pytest.param(key, device, id=f"{key}-{device.slug}")
+        for one, key in enumerate(KEYS)
+        for other, device in enumerate(ONE_OF_EACH_KIND)
+        if (one - other) % 4 == 0
+    ],
+)
+def test_every_config_of_a_space_is_valid_and_there_once(key: str, device: Device) -> None:
+    spec = Specialization.parse(key)
+    config = default_config(spec, device)
     space = search_space(family(config.family), spec, device)
     assert space[0] == config
     assert len(set(space)) == len(space) > 20
+    assert set(some_of(family(config.family), spec, device, 20, random.Random(0))) <= set(space)
     # what a space is filtered by: of thousands of configs some hundreds tell as much
     for each in random.Random(0).sample(space, min(len(space), 300)):
         assert validate(each) is each

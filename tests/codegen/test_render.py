@@ -10,12 +10,12 @@ import pytest
 from flashgen.codegen.families import default_config
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
-from flashgen.codegen.space import search_space
 from flashgen.core.device import find_device
 from flashgen.core.errors import ConfigError
 from flashgen.core.workload import Specialization, Workload
 from tests.codegen.goldens import kernel
 from tests.codegen.ruff import FORMAT, assert_passes
+from tests.codegen.spaces import some_of
 
 FEATURES = (
     "fwd-bf16-d192-causal-softcap-alibi-sink-bias-mask-window-scattered",
@@ -47,7 +47,7 @@ def test_every_variant_is_formatted_and_compiles_as_python(tmp_path: Path) -> No
     ):
         spec = Specialization.parse(key)
         for device in ("h200", "sm86", "mi300x"):
-            for config in generator.sample(search_space(PORTABLE_FORWARD, spec, find_device(device)), 8):
+            for config in some_of(PORTABLE_FORWARD, spec, find_device(device), 8, generator):
                 source = render(spec, config)
                 compile(source.text, "kernel", "exec")
                 (tmp_path / f"{source.module}.py").write_text(source.text)
