@@ -1,0 +1,216 @@
+"""The steps of decoding that are raced, their caches, and how each implementation is called on them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashgen
+from benchmarks.impls import FA3_MODULE, Call, cudnn_version, fa3_version, torch_version
+from flashgen.core.workload import Workload
+
+SAME, RAMP, ONE_LONG = "same", "ramp", "one_long"
+"""Profiles of lengths: all the same; equal steps from 1 to the longest; one that is long and all others a 64th."""
+
+ELEMENT_BYTES = 2
+ROTATED_BYTES = 256 * 2**20
+MOST_COPIES = 32
+FIXED_SPLIT = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of decoding: a workload of one or a few queries, and the profile of its lengths, at most `seqlen_k`."""
+
+    workload: Workload
+    profile: str = SAME
+
+    @property
+    def lens(self) -> list[int]:
+        """Keys of each sequence."""
+        batch, longest = self.workload.batch, self.workload.seqlen_k
+        if self.profile == RAMP:
+            return [1 + (longest - 1) * b // (batch - 1) for b in range(batch)]
+        if self.profile == ONE_LONG:
+            return [longest] + [longest // 64] * (batch - 1)
+        return [longest] * batch
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes of keys and values that a call reads."""
+        w = self.workload
+        reach = w.seqlen_k if w.window_left is None else w.window_left + w.seqlen_q
+        return sum(min(n, reach) for n in self.lens) * w.nheads_k * (w.head_dim + w.head_dim_v) * ELEMENT_BYTES
+
+    @property
+    def copies(self) -> int:
+        """Sets of caches to rotate, so that no call finds its keys in the L2 cache."""
+        return min(MOST_COPIES, max(1, -(-ROTATED_BYTES // self.bytes)))
+
+
+def _step(text: str, profile: str = SAME) -> Step:
+    return Step(workload=Workload.parse(text), profile=profile)
+
+
+LLAMA = "h32-hk8-sq1-d128-causal"
+GPT_OSS = "h64-hk8-sq1-d64-causal-sink"
+
+STEPS: tuple[Step, ...] = (
+    *(_step(f"b1-sk{keys}-{LLAMA}") for keys in (1024, 8192, 32768, 131072)),
+    *(_step(f"b{batch}-sk{keys}-{LLAMA}") for batch, keys in ((16, 1024), (16, 8192), (64, 1024), (64, 4096))),
+    *(_step(f"b{batch}-sk32768-{LLAMA}") for batch in (16, 64)),
+    *(
+        _step(f"b{batch}-sk{keys}-{LLAMA}-page{page}")
+        for page in (64, 16)
+        for batch, keys in ((1, 8192), (16, 1024), (16, 8192), (64, 4096))
+    ),
+    *(_step(f"b64-sk8192-{LLAMA}{pages}", RAMP) for pages in ("", "-page64", "-page16")),
+    *(_step(f"b64-sk65536-{LLAMA}{pages}", ONE_LONG) for pages in ("", "-page16")),
+    *(_step(f"b{batch}-sk8192-{GPT_OSS}{pages}") for batch in (1, 64) for pages in ("", "-page16")),
+    *(_step(f"b64-sk8192-{GPT_OSS}-wl127{pages}") for pages in ("", "-page16")),
+    *(_step(f"b16-sk8192-h32-hk8-sq{rows}-d128-causal-page64") for rows in (4, 8, 16)),
+)
+"""Llama-3.1's heads over lengths, batches and pages, ragged batches, gpt-oss's two kinds of layers, and speculation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caches:
+    """A step's tensors, a set for each copy; `lens` and the page tables are the same in all."""
+
+    q: list[torch.Tensor]
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    lens: torch.Tensor
+    table: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+def caches(step: Step, device: torch.device) -> Caches:
+    """Normal random numbers in bfloat16; pages lie in random order."""
+    w, lens = step.workload, step.lens
+    shape, table = (w.batch, w.seqlen_k), None
+    if w.page_size is not None:
+        counts = [-(-n // w.page_size) for n in lens]
+        shape, order = (sum(counts), w.page_size), torch.randperm(sum(counts), dtype=torch.int32)
+        table = torch.full((w.batch, max(counts)), -1, dtype=torch.int32)
+        for b, part in enumerate(order.split(counts)):
+            table[b, : len(part)] = part
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, device=device, dtype=torch.bfloat16)
+
+    return Caches(
+        q=[normal(w.batch, w.seqlen_q, w.nheads, w.head_dim) for _ in range(step.copies)],
+        k=[normal(*shape, w.nheads_k, w.head_dim) for _ in range(step.copies)],
+        v=[normal(*shape, w.nheads_k, w.head_dim_v) for _ in range(step.copies)],
+        lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        table=None if table is None else table.to(device),
+        sinks=torch.randn(w.nheads, device=device) if w.sink else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeImpl:
+    """An implementation: why it cannot run a step, or None, and a call of it on the n-th set of a step's caches."""
+
+    name: str
+    version: Callable[[], str]
+    unsupported: Callable[[Step], str | None]
+    prepare: Callable[[Step, Caches], Call]
+
+
+def flashgen_options(step: Step, found: Caches) -> dict[str, Any]:
+    """The keyword arguments of `flashgen.attention_decode` for a step."""
+    given: dict[str, Any] = {"block_table": found.table, "causal": step.workload.causal, "sinks": found.sinks}
+    if step.workload.window_left is not None:
+        given["window"] = (step.workload.window_left, 0)
+    return given
+
+
+def _flashgen(step: Step, found: Caches, **options: Any) -> Call:
+    given = flashgen_options(step, found) | options
+    return Call(run=lambda n: flashgen.attention_decode(found.q[n], found.k[n], found.v[n], found.lens, **given))
+
+
+def _everything(step: Step) -> str | None:
+    return None
+
+
+def _long_enough(step: Step) -> str | None:
+    return None if step.workload.seqlen_k > FIXED_SPLIT else f"no sequence is longer than a split of {FIXED_SPLIT}"
+
+
+def _why_not_sdpa(step: Step) -> str | None:
+    w = step.workload
+    if w.page_size is not None or step.profile != SAME:
+        return "scaled_dot_product_attention has no pages and no lengths"
+    if w.sink or w.window_left is not None or w.seqlen_q > 1:
+        return "scaled_dot_product_attention has no sinks, windows or masks aligned to the last key"
+    return None
+
+
+def _sdpa(backend: SDPBackend, step: Step, found: Caches) -> Call:
+    views = [[t.transpose(1, 2) for t in one] for one in zip(found.q, found.k, found.v, strict=True)]
+    gqa = step.workload.nheads != step.workload.nheads_k
+
+    def run(n: int) -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(*views[n], enable_gqa=gqa)
+        return out.transpose(1, 2)
+
+    return Call(run=run, context=lambda: sdpa_kernel(backend))
+
+
+def _why_not_fa3(step: Step) -> str | None:
+    if importlib.util.find_spec(FA3_MODULE) is None:
+        return f"{FA3_MODULE} is not installed"
+    if not hasattr(importlib.import_module(FA3_MODULE), "flash_attn_with_kvcache"):
+        return "this build has no function for caches"
+    if step.workload.sink:
+        return "FlashAttention-3 has no sinks"
+    return None
+
+
+def _fa3(step: Step, found: Caches) -> Call:
+    function = importlib.import_module(FA3_MODULE).flash_attn_with_kvcache
+    options: dict[str, Any] = {"cache_seqlens": found.lens, "causal": step.workload.causal}
+    if found.table is not None:
+        options["page_table"] = found.table
+
+    def run(n: int) -> torch.Tensor:
+        out = function(found.q[n], found.k[n], found.v[n], **options)
+        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+    return Call(run=run, context=contextlib.nullcontext)
+
+
+IMPLS: tuple[DecodeImpl, ...] = (
+    DecodeImpl(name="flashgen", version=lambda: flashgen.__version__, unsupported=_everything, prepare=_flashgen),
+    DecodeImpl(
+        name="flashgen-fixed",
+        version=lambda: flashgen.__version__,
+        unsupported=_long_enough,
+        prepare=partial(_flashgen, fixed_split_size=FIXED_SPLIT),
+    ),
+    DecodeImpl(
+        name="sdpa-cudnn",
+        version=cudnn_version,
+        unsupported=_why_not_sdpa,
+        prepare=partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    ),
+    DecodeImpl(
+        name="sdpa-flash",
+        version=torch_version,
+        unsupported=_why_not_sdpa,
+        prepare=partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    ),
+    DecodeImpl(name="fa3", version=fa3_version, unsupported=_why_not_fa3, prepare=_fa3),
+)

@@ -1,0 +1,58 @@
+"""The benchmark of decoding without a GPU: its steps, its oracle, what a row says, and why peers have none."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks import decode
+from benchmarks.decode_cases import IMPLS, ONE_LONG, RAMP, STEPS, Step, caches, flashgen_options
+from flashgen.core.features.values import Features
+from flashgen.core.workload import Workload
+from flashgen.launch.feature_arguments import NO_FEATURES
+from flashgen.measure.timing import Window
+from flashgen.runtime.decode.call import DecodeCall
+from tests import decoding
+from tests.benchmarks.rows import SHARED
+
+CPU = torch.device("cpu")
+
+
+def test_steps_are_told_apart_and_their_lengths_follow_from_profiles() -> None:
+    assert len({(step.workload.key, step.profile) for step in STEPS}) == len(STEPS)
+    assert all(step.workload == Workload.parse(step.workload.key) for step in STEPS)
+    workload = Workload.parse("b4-sk640-h4-hk2-sq1-d16-causal-wl63")
+    assert Step(workload=workload).lens == [640] * 4
+    assert Step(workload=workload, profile=RAMP).lens == [1, 214, 427, 640]
+    assert Step(workload=workload, profile=ONE_LONG).lens == [640, 10, 10, 10]
+    assert Step(workload=workload, profile=ONE_LONG).bytes == (64 + 30) * 2 * 32 * 2
+
+
+def test_the_oracle_is_that_of_the_tests() -> None:
+    step = Step(workload=Workload.parse("b3-sk100-h4-hk2-sq2-d16-causal-sink-page16-wl20"), profile=RAMP)
+    found = caches(step, CPU)
+    options = flashgen_options(step, found)
+    features = Features(window=options.pop("window"), sinks=options.pop("sinks"))
+    call = DecodeCall(
+        q=found.q[0], k_cache=found.k[0], v_cache=found.v[0], seqlens=found.lens, features=features, **options
+    )
+    assert features != NO_FEATURES
+    torch.testing.assert_close(decode.oracle(step, found), decoding.oracle(call)[0][-1])
+
+
+def test_a_row_counts_the_keys_that_are_seen() -> None:
+    step = STEPS[1]
+    row = decode.row_of(step, IMPLS[0], [Window(ms=0.02), Window(ms=0.01), Window(ms=0.03)], SHARED)
+    assert (row.suite, row.workload, row.data, row.timing) == ("decode", step.workload.key, "same", "graph")
+    assert row.median_ms == 0.02
+    assert row.gbps == 8192 * 8 * 2 * 128 * 2 / 0.02 / 1e6
+    assert row.tflops is None
+    assert "20.00 us" in decode.line_of(step, IMPLS[0], [Window(ms=0.02)])
+
+
+def test_peers_say_what_they_lack() -> None:
+    ragged = Step(workload=Workload.parse("b4-sk640-h4-hk2-sq1-d16-causal"), profile=RAMP)
+    reasons = {impl.name: impl.unsupported(ragged) for impl in IMPLS}
+    assert reasons["flashgen"] is None
+    assert "no lengths" in str(reasons["sdpa-cudnn"])
+    assert "longer" in str(reasons["flashgen-fixed"])
+    assert [step.workload.page_size for step in decode.selected(["*-page16-*"])].count(16) > 3
