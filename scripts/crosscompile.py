@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from flashgen.codegen import families
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import FAMILIES, fitted, invalid, unsupported
+from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, fitted, invalid, unsupported
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
@@ -75,6 +75,7 @@ FEATURES = (
     "bwd-bf16-d80-causal-softcap-window-keymask",
     "bwd-fp16-d128-alibi-bias-dbias",
     "bwd-tf32-d64-keybias-mask-dbias-scattered-offset",
+    "dec-bf16-d128-page16-softcap-alibi-sink",
 )
 """Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
 
@@ -121,7 +122,7 @@ def main() -> int:
     which.add_argument("--few", action="store_true", help="few shapes for each kind of target, each feature for two")
     parser.add_argument("--family", action="append", default=[], metavar="ID", help="these families alone; repeatable")
     arguments = parser.parse_args()
-    rows = [families.family(name) for name in arguments.family] or list(FAMILIES)
+    rows = [families.family(name) for name in arguments.family] or [*FAMILIES, *DECODE_FAMILIES]
     if importlib.util.find_spec("torch") is not None:
         print("note: torch is importable here, so this run does not show that compiling needs none")
     found = few_jobs(rows) if arguments.few else jobs(rows, arguments.targets)

@@ -29,7 +29,8 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 DECODE = "decode"
 """The direction of a `Specialization` of decoding over caches; a `Workload` has none of it."""
 
-_SHORT = {direction: token for token, direction in DIRECTIONS.items()} | {DECODE: "dec"}
+_ALL_DIRECTIONS = {**DIRECTIONS, "dec": DECODE}
+_SHORT = {direction: token for token, direction in _ALL_DIRECTIONS.items()}
 
 BACKWARD_FLOPS_RATIO = 2.5
 """Five matrix products instead of two (FlashAttention-2, section 4)."""
@@ -244,7 +245,10 @@ class Specialization:
         """
         values: dict[str, object] = {}
         for token in _tokens("a specialization", text):
-            values |= _VARIANTS[token] if token in _VARIANTS else _token(token, text)
+            if token in _ALL_DIRECTIONS:
+                values["direction"] = _ALL_DIRECTIONS[token]
+            else:
+                values |= _VARIANTS[token] if token in _VARIANTS else _token(token, text)
         values.setdefault("head_dim_v", values.get("head_dim"))
         known = {f.name for f in fields(cls)}
         missing = [name for name in ("direction", "dtype", "head_dim") if name not in values]

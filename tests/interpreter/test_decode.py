@@ -69,11 +69,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("split", [None, 128], ids=["shares", "fixed"])
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, split: int | None) -> None:
+def test_it_is_right_and_reads_nothing_that_is_hidden(name: str) -> None:
     call = make(CASES[name])
-    assert_right(call, *interpreted(replace(call, fixed_split_size=split)))
+    assert_right(call, *interpreted(call))
+
+
+def test_fixed_splits_are_right() -> None:
+    for pages, options in ((None, {"causal": True}), (16, {"window": (180, 0)}), (24, {"softcap": 5.0})):
+        given = {**options, "fixed_split_size": 128}
+        call = make(Case(lens=(300, 0, 129, 7), seqlen_q=2, page=pages, sinks=True, head_dim=16, options=given))
+        assert_right(call, *interpreted(call))
 
 
 def test_whole_pairs_and_shares_of_several_tiles_are_right() -> None:

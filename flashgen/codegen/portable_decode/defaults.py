@@ -16,6 +16,9 @@ FAMILY_ID = "portable_decode"
 
 BATCH_PADS = (16, 128, 1024)
 BLOCK_MS = (16, 32, 64)
+MAX_TILE = 64 * 256
+"""Numbers of a tile of queries and its outputs; larger ones spill registers."""
+
 PDL_CAPABILITY = 90
 """From here on a kernel may be scheduled before the one in front of it has ended."""
 
@@ -43,10 +46,14 @@ def default_config(spec: Specialization, device: Device) -> Config:
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """The same for the query rows and the batch of a call; neither changes the order of a sum over keys."""
-    rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-    block_m = next((size for size in BLOCK_MS if rows <= size), BLOCK_MS[-1])
+    rows, width = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k), padded(spec.head_dim) + padded(spec.head_dim_v)
+    block_ms = [size for size in BLOCK_MS if size * width <= MAX_TILE]
+    block_m = next((size for size in block_ms if rows <= size), block_ms[-1])
     batch_pad = next((size for size in BATCH_PADS if sizes.batch <= size), BATCH_PADS[-1])
-    return _fitting(spec, config.replace(block_m=block_m, batch_pad=batch_pad), device)
+    config = config.replace(block_m=block_m, batch_pad=batch_pad)
+    if block_m > BLOCK_MS[0] and width > 128:
+        config = config.replace(num_warps=8, per_sm=1)  # with four warps their registers spill
+    return _fitting(spec, config, device)
 
 
 def _fitting(spec: Specialization, config: Config, device: Device) -> Config:
