@@ -164,10 +164,10 @@ def test_every_package_that_is_imported_is_declared() -> None:
     found -= {*sys.stdlib_module_names, "flashgen", "typing_extensions"}  # the last for type checkers, which have it
     assert {"torch", "pynvml"} <= found
     needed = {owner.lower() for name in found for owner in owners.get(name, [name])}
-    extra = re.search(r'^bundles = \["([a-z]+)', text, re.MULTILINE)
-    assert extra is not None
-    assert needed - {extra[1]} <= declared, "what is imported where it is used is an extra"
-    assert not {*declared, extra[1]} - needed, "nothing imports these"
+    extras = set(re.findall(r'^(?:bundles|ray) = \["([a-z]+)', text, re.MULTILINE))
+    assert len(extras) == 2
+    assert needed - extras <= declared, "what is imported where it is used is an extra"
+    assert not {*declared, *extras} - needed, "nothing imports these"
 
 
 def test_no_ignore_rule_hides_a_database() -> None:

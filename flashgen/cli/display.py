@@ -196,6 +196,25 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def started_line(event: RunStarted) -> str:
+    """What a run is about to do."""
+    how = "" if event.measured else ": nothing is measured, candidates are compiled and ranked by an analytic model"
+    return f"Tuning {len(event.workloads)} workloads for {event.device.name} ({event.device.identity}){how}"
+
+
+def ended_line(event: WorkloadFinished, place: str) -> str:
+    """How a workload ended, which was the one at `place`."""
+    reason = f" ({event.reason})" if event.reason else ""
+    if event.record is None:
+        return f"{place} {event.workload.key}: {event.status}{reason}"
+    if event.record.time_ms is None:
+        return f"{place} {event.workload.key}: {event.status}, {short_config(event.record)}{reason}"
+    failed = sum(count for _, count in event.failures)
+    figures = f"{event.record.time_ms:.4g} ms, {event.record.tflops or 0:.0f} TFLOP/s"
+    tried = f", {event.trials} tried, {failed} failed" if event.trials else ""
+    return f"{place} {event.workload.key}: {event.status}, {figures}{tried}, {short_config(event.record)}{reason}"
+
+
 def print_report(finished: RunFinished, device: Device, database: str) -> None:
     """The closing table, reasons of what has no result, and where the records are."""
     rows = report_rows(finished.outcomes, device)
@@ -238,8 +257,7 @@ def _percent(value: float | None, digits: int = 0) -> str | None:
 def _event_line(event: Event, progress: Progress) -> str | None:
     """The line that announces an event, None for those that only move the figures."""
     if isinstance(event, RunStarted):
-        how = "" if event.measured else ": nothing is measured, candidates are compiled and ranked by an analytic model"
-        return f"Tuning {len(event.workloads)} workloads for {event.device.name} ({event.device.identity}){how}"
+        return started_line(event)
     if isinstance(event, Warned):
         return f"warning: {event.message}"
     if isinstance(event, WorkloadStarted):
@@ -249,18 +267,5 @@ def _event_line(event: Event, progress: Progress) -> str | None:
     if isinstance(event, FinalsStarted):
         return f"  {STAGES[event.stage]}: {len(event.configs)} configs, about {duration(event.expected_s)}"
     if isinstance(event, WorkloadFinished):
-        return _ended_line(event, progress)
+        return ended_line(event, f"[{progress.ended}/{progress.total}]")
     return None
-
-
-def _ended_line(event: WorkloadFinished, progress: Progress) -> str:
-    place = f"[{progress.ended}/{progress.total}]"
-    reason = f" ({event.reason})" if event.reason else ""
-    if event.record is None:
-        return f"{place} {event.workload.key}: {event.status}{reason}"
-    if event.record.time_ms is None:
-        return f"{place} {event.workload.key}: {event.status}, {short_config(event.record)}{reason}"
-    failed = sum(count for _, count in event.failures)
-    figures = f"{event.record.time_ms:.4g} ms, {event.record.tflops or 0:.0f} TFLOP/s"
-    tried = f", {event.trials} tried, {failed} failed" if event.trials else ""
-    return f"{place} {event.workload.key}: {event.status}, {figures}{tried}, {short_config(event.record)}{reason}"

@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 
 NO_VALID_CANDIDATE, INTERRUPTED = 3, 130
 
-MOST_AHEAD = 10
-"""Candidates compiled ahead: enough to keep a GPU busy, and few enough that the sampler learns between them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class Request:
     """The command's options, read and checked."""
 
     workloads: tuple[Workload, ...]
@@ -46,6 +43,7 @@ class _Request:
     budget: Budget
     options: Options
     jobs: int
+    jobs_asked: int | None
     as_json: bool
 
 
@@ -101,11 +99,25 @@ def tune(
             metavar="I/N",
         ),
     ] = "0/1",
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            help="Tune on all GPUs of a Ray cluster: host:port, auto for the one that runs here, or local for this "
+            "machine's GPUs. Needs flashgen[ray].",
+            metavar="ADDRESS",
+        ),
+    ] = None,
     device: Annotated[int, typer.Option("--device", help="Index of the GPU to measure on.", min=0)] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Equal seeds search in the same order.")] = 0,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", help="Compile processes. Default: one for each CPU but one, divided by shards.", min=1),
+        typer.Option(
+            "--jobs",
+            help="Compile processes, for each GPU. Default: one for each CPU but one, divided by shards, or by GPUs "
+            "of a node.",
+            min=1,
+        ),
     ] = None,
     finals_window: Annotated[
         float, typer.Option("--finals-window", help="Seconds of one window of the last comparison.", min=0.001)
@@ -129,10 +141,11 @@ def tune(
     Exit codes: 0 done; 1 an error; 2 wrong usage; 3 some workloads have no valid candidate; 130 interrupted (what was
     found is saved).
     """
+    from flashgen.cli.tune_many import run_on_cluster
     from flashgen.codegen import families
     from flashgen.tuning.budget import Budget
     from flashgen.tuning.compile_pool import usable_cpus
-    from flashgen.tuning.context import Options
+    from flashgen.tuning.context import Options, lookahead
     from flashgen.tuning.finals import Finals
     from flashgen.tuning.shards import Shard
     from flashgen.tuning.workloads import collect
@@ -150,18 +163,21 @@ def tune(
         searched = tuple(families.family(name).id for name in family or [])
     if not workloads:
         raise CommandLineError("name what to tune with --model, --shape or --file; --list-models shows the presets")
-    jobs = jobs or max(1, usable_cpus() // part.count)
-    request = _Request(
+    if ray is not None and (device or dry_run):
+        raise CommandLineError(
+            "--ray takes all GPUs of a cluster and asks it which they are: no --device, no --dry-run"
+        )
+    here = jobs or max(1, usable_cpus() // part.count)
+    request = Request(
         workloads=part.of(workloads),
         target=named,
         target_name=target,
         index=device,
         database=settings().db_layers[0] if database is None else parse_database(database),
         budget=spent,
-        options=Options(
-            seed=seed, retune=retune, lookahead=min(jobs + 2, MOST_AHEAD), finals=finals, families=searched
-        ),
-        jobs=jobs,
+        options=Options(seed=seed, retune=retune, lookahead=lookahead(here), finals=finals, families=searched),
+        jobs=here,
+        jobs_asked=jobs,
         as_json=as_json,
     )
     if dry_run:
@@ -169,12 +185,12 @@ def tune(
         return
     before = signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's polite kill is a Ctrl-C
     try:
-        finished = _run(request)
+        finished = _run(request) if ray is None else run_on_cluster(request, ray)
     finally:
         signal.signal(signal.SIGTERM, before)
-    if finished.interrupted:
+    if any(each.interrupted for each in finished):
         raise typer.Exit(INTERRUPTED)
-    if finished.failed:
+    if any(each.failed for each in finished):
         raise typer.Exit(NO_VALID_CANDIDATE)
 
 
@@ -200,7 +216,7 @@ def make_compiler(device: Device, jobs: int) -> CompilePool:
     return CompilePool(device, jobs=jobs)
 
 
-def _run(request: _Request) -> RunFinished:
+def _run(request: Request) -> tuple[RunFinished, ...]:
     """Tune, show it, and print the closing table."""
     from flashgen.cli.display import make_display, print_report
     from flashgen.db.layers import Layers
@@ -232,11 +248,11 @@ def _run(request: _Request) -> RunFinished:
             )
     if not request.as_json:
         print_report(finished, device, str(request.database))
-        _print_served(finished, device, request)
-    return finished
+        print_served(finished, device, request, request.database)
+    return (finished,)
 
 
-def _print_served(finished: RunFinished, device: Device, request: _Request) -> None:
+def print_served(finished: RunFinished, device: Device, request: Request, database: Path) -> None:
     """What serves the first workload that has a record now, and the commands that show it and its kernel."""
     from flashgen.cli.kernels import explanation_of
     from flashgen.core.workload import Specialization
@@ -244,19 +260,19 @@ def _print_served(finished: RunFinished, device: Device, request: _Request) -> N
     found = next((outcome.workload for outcome in finished.outcomes if outcome.record is not None), None)
     if found is None:
         return
-    is_usual = request.database in settings().db_layers
+    is_usual = database in settings().db_layers
     spec = Specialization.of(found, bias_grad=True)
-    why = explanation_of(found, spec, device, None if is_usual else [request.database])
+    why = explanation_of(found, spec, device, None if is_usual else [database])
     rung = why.served.rung
     output.say("")
     output.say(f"{found.key} is now served by rung {rung}, {RUNGS[rung]}: {MEANINGS[rung]}.")
-    before = "" if is_usual else f"FLASHGEN_DB={shlex.quote(str(request.database))} "
+    before = "" if is_usual else f"FLASHGEN_DB={shlex.quote(str(database))} "
     behind = "" if request.target_name is None else f" --target {shlex.quote(request.target_name)}"
     output.say(f"  why         {before}flashgen explain {found.key}{behind}")
     output.say(f"  its kernel  {before}flashgen render {found.key}{behind}")
 
 
-def _dry_run(request: _Request) -> None:
+def _dry_run(request: Request) -> None:
     """Print what would be done; nothing is compiled, measured or written."""
     from flashgen.cli.display import duration
     from flashgen.db.files import present
@@ -299,7 +315,7 @@ def _dry_run(request: _Request) -> None:
     output.say(f"{len(rows)} workloads, budget {request.budget} each, about {duration(total_s)} in all")
 
 
-def _device_to_plan(request: _Request) -> Device:
+def _device_to_plan(request: Request) -> Device:
     from flashgen.launch.gpu import current_device
 
     return request.target or current_device(request.index)

@@ -73,6 +73,12 @@ def child_environment(**extra: str) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
+def set_unless_given(**values: str) -> None:
+    """Set variables that another library reads when it is imported, where the user has not."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
 def compiler_environment() -> dict[str, str]:
     """The variables that Triton's compiler reads, by name; those that only say where its files lie are left out."""
     found = {name: value for name, value in os.environ.items() if name.startswith(_COMPILER_PREFIXES)}

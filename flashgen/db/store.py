@@ -7,7 +7,9 @@ that is killed loses only the row it was writing. What comes back from a file ha
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +47,7 @@ class Store:
         self.access = access = reader.access
         self.validate = reader.validate
         self.reader = reader
+        self._writing = threading.Lock()  # threads of this process queue up here, which is quicker than in SQLite
         # a reader connects anew for each look-up: nothing stays open across a fork or beside a migration
         pool = sa.pool.QueuePool if access == "write" else sa.pool.NullPool
         self._engine = sa.create_engine("sqlite://", creator=lambda: connect(reader.actual, access), poolclass=pool)
@@ -252,10 +255,11 @@ class Store:
         if write and self.access != "write":
             raise DatabaseError(f"a tuning database must be open for writing to be changed; {self.path} is not")
         engine = self._engine.execution_options(write=write)
+        turn = self._writing if write else contextlib.nullcontext()
 
         def attempt() -> V:
             try:
-                with Session(engine) as session, session.begin():
+                with turn, Session(engine) as session, session.begin():
                     return action(session)
             except sa.exc.DBAPIError as error:
                 raise files.of_sqlite(error) from error

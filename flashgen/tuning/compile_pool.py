@@ -27,6 +27,8 @@ from flashgen.measure.worker import Announce, Worker
 COMPILE_TIMEOUT_S = 60.0
 """Real candidates compile in 1 to 6 s; a search loses nothing with those that need more than half a minute."""
 
+COMPILE_SERVICE = "flashgen.tuning.compile_pool:CompileService"
+
 Key = tuple[Specialization, Config]
 
 
@@ -97,7 +99,7 @@ class CompilePool:
         *,
         jobs: int,
         timeout_s: float = COMPILE_TIMEOUT_S,
-        service: str = "flashgen.tuning.compile_pool:CompileService",
+        service: str = COMPILE_SERVICE,
     ) -> None:
         if jobs < 1:
             raise TuningError(f"a compile pool has at least 1 process, got {jobs}")

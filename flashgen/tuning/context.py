@@ -17,6 +17,9 @@ from flashgen.tuning.compile_pool import Compiler
 from flashgen.tuning.events import OnEvent
 from flashgen.tuning.finals import Finals
 
+MOST_AHEAD = 10
+"""Candidates compiled ahead: enough to keep a GPU busy, and few enough that the sampler learns between them."""
+
 Neighbours = Callable[[str], Iterable[TuningRecord]]
 """The known records of a class of workloads (`Specialization.workload_class`), of any device and layer."""
 
@@ -78,3 +81,8 @@ class Context:
         return Origin(
             run=self.run, host=self.host, seed=self.options.seed, budget=str(self.budget), runners_up=runners_up
         )
+
+
+def lookahead(jobs: int) -> int:
+    """How many candidates ahead so many compile processes work."""
+    return min(jobs + 2, MOST_AHEAD)

@@ -135,10 +135,10 @@ _NAMES = {
 }
 
 
-def to_json(event: Event) -> str:
+def to_json(event: Event, **where: str) -> str:
     """One line of JSON: `event` names its kind, values are keys, names, numbers, or objects of these."""
     values = {field.name: _plain(getattr(event, field.name)) for field in fields(event)}
-    return json.dumps({"event": _NAMES[type(event)], **values}, separators=(",", ":"), allow_nan=False)
+    return json.dumps({"event": _NAMES[type(event)], **where, **values}, separators=(",", ":"), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

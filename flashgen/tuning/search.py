@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import threading
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -259,11 +260,24 @@ class _FamilyStudy:
 
 
 class _Quiet:
-    """Optuna's log lines and notices about its own experimental parts are not for the users of a tuner."""
+    """Optuna's log lines and notices about its own experimental parts are not for the users of a tuner.
+
+    Its verbosity is that of the process: the first of several searches at a time sets it, the last one resets it.
+    """
+
+    _lock = threading.Lock()
+    _inside = 0
+    _verbosity = 0
 
     def __enter__(self) -> None:
-        self._verbosity = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        with _Quiet._lock:
+            if not _Quiet._inside:
+                _Quiet._verbosity = optuna.logging.get_verbosity()
+                optuna.logging.set_verbosity(optuna.logging.ERROR)
+            _Quiet._inside += 1
 
     def __exit__(self, *error: Any) -> None:
-        optuna.logging.set_verbosity(self._verbosity)
+        with _Quiet._lock:
+            _Quiet._inside -= 1
+            if not _Quiet._inside:
+                optuna.logging.set_verbosity(_Quiet._verbosity)

@@ -15,7 +15,7 @@ from flashgen.core.errors import FlashgenError, MeasureError, TuningError, Unsup
 from flashgen.core.record import TuningRecord, Versions
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
-from flashgen.measure.protocol import Executor
+from flashgen.measure.protocol import Executor, HostInfo
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.compile_pool import Compiler
@@ -104,7 +104,7 @@ def tune(
         compiler=compiler,
         budget=budget,
         options=options or Options(),
-        neighbours=_together(store, neighbours),
+        neighbours=both_neighbours(store, neighbours),
         emit=on_event,
         clock=clock,
         run=run or new_run(),
@@ -120,7 +120,7 @@ def tune(
     interrupted = False
     try:
         for position, workload in enumerate(ordered):
-            outcomes.append(_one(context, executor, workload, ordered[position + 1 :]))
+            outcomes.append(tune_one(context, executor, workload, ordered[position + 1 :]))
             context.emit(outcomes[-1])
     except KeyboardInterrupt:
         interrupted = True
@@ -178,22 +178,28 @@ def grouped(workloads: Iterable[Workload]) -> tuple[Workload, ...]:
     return tuple(workload for group in groups.values() for workload in group)
 
 
-def _one(
-    context: Context, executor: Executor | None, workload: Workload, following: Sequence[Workload]
+def tune_one(
+    context: Context, executor: Executor | None, workload: Workload, following: Iterable[Workload]
 ) -> WorkloadFinished:
+    """Tune one workload of a run, or skip it where a record is current; `following` are likely to be the next ones.
+
+    Raises:
+        MeasureError: the executor cannot measure at all.
+        DatabaseError: results cannot be stored.
+    """
     try:
         record = None if context.options.retune else current_record(context, workload, predicted=executor is None)
         if record is not None:
             day = record.created[:10] or "an unknown day"
-            return _ended(workload, "skipped", f"{record.provenance} on {day}", record)
+            return ended(workload, "skipped", f"{record.provenance} on {day}", record)
         if executor is None:
             return PredictedSearch(context, workload).run()
         return MeasuredSearch(context, executor, workload).run(lambda: _warm_up(context, executor, workload, following))
     except UnsupportedError as error:
-        return _ended(workload, "unsupported", str(error))
+        return ended(workload, "unsupported", str(error))
 
 
-def _warm_up(context: Context, executor: Executor, done: Workload, following: Sequence[Workload]) -> None:
+def _warm_up(context: Context, executor: Executor, done: Workload, following: Iterable[Workload]) -> None:
     """Let the compile pool begin with the next specialization while the finals keep the GPU busy."""
     for workload in following:
         if context.options.retune or current_record(context, workload) is None:
@@ -205,7 +211,8 @@ def _warm_up(context: Context, executor: Executor, done: Workload, following: Se
             return
 
 
-def _ended(workload: Workload, status: str, reason: str, record: TuningRecord | None = None) -> WorkloadFinished:
+def ended(workload: Workload, status: str, reason: str, record: TuningRecord | None = None) -> WorkloadFinished:
+    """The end of a workload of which nothing was tried."""
     return WorkloadFinished(
         workload=workload, status=status, record=record, trials=0, failures=(), reason=reason, seconds=0.0
     )
@@ -213,24 +220,31 @@ def _ended(workload: Workload, status: str, reason: str, record: TuningRecord | 
 
 def _versions(executor: Executor | None, device: Device, versions: Versions | None, on_event: OnEvent) -> Versions:
     if executor is None:
-        return _plain(versions or Versions())
+        return plain(versions or Versions())
     host = executor.describe()
     if host.device.identity != device.identity:
         raise MeasureError(f"an executor measures on the device that is tuned, {device.identity}, not {host.device}")
+    for message in why_noisy(host):
+        on_event(Warned(message=message))
+    return plain(host.versions)
+
+
+def why_noisy(host: HostInfo) -> tuple[str, ...]:
+    """What a person should know of the times that this host measures."""
+    found = []
     if host.other_processes:
-        named = ", ".join(host.other_processes)
-        on_event(Warned(message=f"other processes use this GPU, so times will be noisy: {named}"))
+        found.append(f"other processes use this GPU, so times will be noisy: {', '.join(host.other_processes)}")
     if host.device.is_nvidia and not host.versions.driver:
-        on_event(Warned(message=WITHOUT_NVML))
-    return _plain(host.versions)
+        found.append(WITHOUT_NVML)
+    return tuple(found)
 
 
-def _plain(versions: Versions) -> Versions:
+def plain(versions: Versions) -> Versions:
     """Plain strings, which is all that a database takes: torch's version is a subclass of str."""
     return Versions(**{field.name: str(getattr(versions, field.name)) for field in dataclasses.fields(versions)})
 
 
-def _together(store: Store, neighbours: Neighbours | None) -> Neighbours:
+def both_neighbours(store: Store, neighbours: Neighbours | None) -> Neighbours:
     """The given look-up and the store, which has what this run found a moment ago."""
 
     def both(specialization: str) -> list[TuningRecord]:

@@ -1,0 +1,275 @@
+"""`flashgen tune --ray` on a real cluster of processes without GPUs: several kinds of devices, kills, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flashgen._version import __version__
+from flashgen.cli import tune_many
+from flashgen.core.errors import MeasureError
+from flashgen.core.record import Failure
+from flashgen.core.settings import child_environment, settings
+from flashgen.core.workload import Workload
+from flashgen.db.store import Store
+from flashgen.tuning import ray_stations
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.events import Event, TrialFinished, Warned, WorkloadStarted
+from flashgen.tuning.many import tune_on_stations
+from flashgen.tuning.ray_stations import Services, stations
+from tests.cli.conftest import ROOT, Invoke
+from tests.tuning.fake_stations import FakeStation
+from tests.tuning.ray_processes import OPTIONS, SERVICES, WORKLOADS
+from tests.tuning.ray_services import GPUS, LARGE, SMALL
+
+pytestmark = [
+    pytest.mark.xdist_group("ray"),
+    # not imported here: ray reads its variables when it is
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is not installed"),
+]
+
+TRIALS = 5
+SHAPE = "b1-h2-s128-d64"
+ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all of it listens on 127.0.0.1 alone
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+Told = list[tuple[str, Event]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    address: str
+    pid: int
+
+    def processes(self) -> list[int]:
+        """The hosts and what they started."""
+        parents = {int(path.name): parent for path in Path("/proc").glob("[0-9]*") if (parent := _parent(path))}
+        found = [self.pid]
+        for pid in found:
+            found += [child for child, parent in parents.items() if parent == pid]
+        return [pid for pid in found if "ray::Host" in _line(pid) or "worker.main()" in _line(pid)]
+
+
+def _parent(process: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+        return None if state == "Z" else int(parent)
+    return None
+
+
+def _line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""
+
+
+def await_end(*pids: int, within_s: float = 10.0) -> None:
+    until = time.monotonic() + within_s
+    while any(_parent(Path(f"/proc/{pid}")) for pid in pids):
+        assert time.monotonic() < until, f"{pids} are still there"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A cluster of GPUs that are none."""
+    os.environ.update(ENVIRONMENT)
+    folder = tempfile.mkdtemp(prefix="ray")  # sockets have short names
+    process = _python("cluster", folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield Cluster(address=process.stdout.readline().strip(), pid=process.pid)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in ENVIRONMENT:
+            del os.environ[name]
+
+
+def _python(function: str, *arguments: object, **how: object) -> subprocess.Popen[str]:
+    code = f"from tests.tuning import ray_processes; ray_processes.{function}()"
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        env=child_environment(PYTHONPATH=path),
+        **how,
+    )
+
+
+@contextlib.contextmanager
+def stores(folder: Path) -> Iterator[dict[str, Store]]:
+    with Store.open(folder / "large.sqlite3") as large, Store.open(folder / "small.sqlite3") as small:
+        yield {LARGE.identity: large, SMALL.identity: small}
+
+
+def hosts(told: Told) -> list[int]:
+    """The processes of the actors, which the fake GPUs tell of."""
+    lines = [event.message for _, event in told if isinstance(event, Warned)]
+    return [int(line.rpartition(" ")[2]) for line in lines if "other processes" in line]
+
+
+def trials_told(told: Told) -> int:
+    return sum(isinstance(event, TrialFinished) for _, event in told)
+
+
+def test_a_mixed_cluster_survives_a_killed_actor(cluster: Cluster, tmp_path: Path) -> None:
+    told: Told = []
+
+    def hear(station: str, event: Event) -> None:
+        told.append((station, event))
+        if isinstance(event, TrialFinished) and trials_told(told) == 7:
+            os.kill(hosts(told)[0], signal.SIGKILL)
+
+    with stations(cluster.address, jobs=1, services=SERVICES) as opened, stores(tmp_path) as found:
+        assert len(opened) == GPUS
+        finished = tune_on_stations(
+            WORKLOADS, stations=opened, stores=found, budget=Budget(trials=TRIALS), options=OPTIONS, on_event=hear
+        )
+        assert {each.device for each in finished} == {LARGE, SMALL}
+        assert not any(each.failed or each.interrupted for each in finished)
+        for device in (LARGE, SMALL):
+            store = found[device.identity]
+            assert store.devices() == [device]
+            for workload in WORKLOADS:
+                assert store.record(workload, device) is not None
+                trials = store.trials(workload, device)
+                assert len(trials) == TRIALS
+                assert not any(isinstance(trial.outcome, Failure) for trial in trials)
+    assert len([event for _, event in told if isinstance(event, Warned) and "was lost while" in event.message]) == 1
+    assert trials_told(told) == 2 * TRIALS * len(WORKLOADS)  # nothing that was told is measured again
+
+
+def test_a_killed_driver_and_ctrl_c_leave_nothing_behind_and_the_next_one_goes_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    told: Told = []
+
+    def interrupt(station: str, event: Event) -> None:
+        told.append((station, event))
+        if isinstance(event, TrialFinished) and trials_told(told) == 3:
+            running.extend(cluster.processes())
+            raise KeyboardInterrupt
+
+    driver = _python("driver", cluster.address, tmp_path)
+    until = time.monotonic() + 60
+    with stores(tmp_path) as found:
+        store = found[LARGE.identity]
+        while store.counts()["trials"] < 4:
+            assert driver.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        running = cluster.processes()
+        assert len(running) == 3 * GPUS  # each with an executor's worker and a compiler
+        driver.kill()
+        driver.wait()
+        await_end(*running)
+        before = store.counts()["trials"]
+        running.clear()
+        with stations(cluster.address, jobs=1, services=SERVICES) as opened:
+            finished = tune_on_stations(
+                WORKLOADS,
+                stations=opened,
+                stores=found,
+                budget=Budget(trials=1000),
+                options=OPTIONS,
+                on_event=interrupt,
+            )
+        assert all(each.interrupted for each in finished)
+        await_end(*running)
+        assert len(running) == 3 * GPUS
+        resumed = [event.resumed_trials for _, event in told if isinstance(event, WorkloadStarted)]
+        assert before in resumed
+        assert store.counts()["trials"] > before
+
+
+def test_the_command_compiles_on_the_nodes_and_ranks(cluster: Cluster, invoke: Invoke) -> None:
+    arguments = ("--target", "h100", "--family", "portable_forward", "--jobs", 1, "--budget", 1)
+    result = invoke("tune", "--ray", cluster.address, "--shape", SHAPE, *arguments)
+    assert result.exit_code == 0, result.output
+    assert "[1/1]" in result.stdout
+    assert ": predicted, " in result.stdout
+    with Store.open(settings().db_layers[0], read_only=True) as store:
+        record = store.record(Workload.parse(SHAPE), SMALL)
+        assert record is not None
+        assert record.provenance == "predicted"
+        assert record.versions.triton
+
+
+def test_a_node_with_another_flashgen_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_stations, "__version__", "99.0")
+    message = rf"all nodes have the flashgen of the coordinator, 99.0; {socket.gethostname()} has {__version__}"
+    with pytest.raises(MeasureError, match=message), stations(cluster.address, target=SMALL):
+        pass
+
+
+def test_a_node_without_a_working_gpu_is_said(cluster: Cluster) -> None:
+    services = Services(measure="tests.tuning.ray_services:Broken")
+    with (
+        pytest.raises(MeasureError, match=r"none of 2 does: .*is left out: .*planted"),
+        stations(cluster.address, services=services),
+    ):
+        pass
+
+
+def test_a_cluster_without_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"Alive": True, "NodeID": "1", "NodeManagerHostname": "node", "Resources": {"CPU": 4.0}}
+    ray = SimpleNamespace(nodes=lambda: [node], shutdown=lambda: None)
+    monkeypatch.setattr(ray_stations, "_connected", lambda address: ray)
+    with pytest.raises(MeasureError, match="needs a GPU, and Ray knows of none on 1 nodes; --target"), stations("auto"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("ray://head:10001", "host:port, auto or local"),
+        ("head", "host:port, auto or local"),
+        ("head:0", "host:port, auto or local"),
+        ("127.0.0.1:1", "no Ray cluster answers at '127.0.0.1:1'"),
+    ],
+)
+def test_an_address_that_is_none_is_said_at_once(invoke: Invoke, address: str, said: str) -> None:
+    result = invoke("tune", "--ray", address, "--shape", SHAPE)
+    assert result.exit_code == 1
+    assert said in result.output
+
+
+def test_ray_that_is_not_installed_is_said(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = invoke("tune", "--ray", "auto", "--shape", SHAPE)
+    assert result.exit_code == 1
+    assert "needs ray, and it is not here: pip install 'flashgen[ray]'" in result.output
+
+
+def test_options_of_one_gpu_are_refused(invoke: Invoke) -> None:
+    for option in (("--device", 1), ("--dry-run",)):
+        result = invoke("tune", "--ray", "auto", "--shape", SHAPE, *option)
+        assert result.exit_code == 2
+
+
+def test_each_kind_of_device_has_a_database_of_its_own(tmp_path: Path) -> None:
+    path, beside = tmp_path / "tuning.sqlite3", tmp_path / "tuning-sm90-132sm-141gb.sqlite3"
+    large, small = FakeStation(device=LARGE), FakeStation(device=SMALL)
+    assert tune_many.databases(path, [large, large]) == {LARGE.identity: path}
+    assert tune_many.databases(path, [large, small])[LARGE.identity] == beside
+    beside.touch()
+    assert tune_many.databases(path, [large]) == {LARGE.identity: beside}  # the nodes of the other kind are away

@@ -1,0 +1,54 @@
+"""The processes around the hosts of a Ray cluster without GPUs: the cluster itself, and a driver to be killed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from flashgen.core.workload import Workload
+from flashgen.db.store import Store
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.context import Options
+from flashgen.tuning.finals import Finals
+from flashgen.tuning.many import tune_on_stations
+from flashgen.tuning.ray_stations import Services, stations
+from tests.tuning.ray_services import GPUS, LARGE, SMALL
+
+SERVICES = Services(measure="tests.tuning.ray_services:Gpus", compile="tests.tuning.ray_services:Compiler")
+WORKLOADS = tuple(Workload.parse(f"b1-h8-s{length}-d64") for length in (512, 1024, 2048))
+OPTIONS = Options(finals=Finals(rounds=1), families=("portable_forward",), seed_configs=1)
+
+
+def cluster() -> None:
+    """A cluster of this process: prints its address and ends with its standard input."""
+    import ray
+
+    found = ray.init(
+        address="local",
+        num_gpus=GPUS,
+        num_cpus=0,  # else Ray starts a process for each beforehand
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=2**27,
+        _temp_dir=sys.argv[1],
+    )
+    print(found.address_info["gcs_address"], flush=True)
+    sys.stdin.read()
+
+
+def driver() -> None:
+    """A run that is to be killed: address and a folder for databases as arguments."""
+    folder = Path(sys.argv[2])
+    with (
+        stations(sys.argv[1], jobs=1, services=SERVICES) as opened,
+        Store.open(folder / "large.sqlite3") as large,
+        Store.open(folder / "small.sqlite3") as small,
+    ):
+        tune_on_stations(
+            WORKLOADS,
+            stations=opened,
+            stores={LARGE.identity: large, SMALL.identity: small},
+            budget=Budget(trials=1000),
+            options=OPTIONS,
+        )
