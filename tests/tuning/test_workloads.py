@@ -42,6 +42,7 @@ HEADS = {
     "bert-large": {(16, 16, 64, 64, False)},
     "llama-3.1-8b": {(32, 8, 128, 128, True)},
     "llama-3.1-70b": {(64, 8, 128, 128, True)},
+    "qwen2.5-7b": {(28, 4, 128, 128, True)},
     "qwen3-8b": {(32, 8, 128, 128, True)},
     "qwen3-32b": {(64, 8, 128, 128, True)},
     "gemma-2-9b": {(16, 8, 256, 256, True)},
@@ -66,6 +67,7 @@ HEADS = {
     | {(16, 4, 128, 128, True)},
     "gpt2-training": {(12, 12, 64, 64, True), (16, 16, 64, 64, True)},
     "bert-large-training": {(16, 16, 64, 64, False)},
+    "qwen2.5-7b-training": {(28, 4, 128, 128, True)},
     "llama-3-8b-training": {(32, 8, 128, 128, True)},
     "vit-l-training": {(16, 16, 64, 64, False)},
     "gemma-training": {(8, 4, 256, 256, True), (16, 8, 256, 256, True)},
@@ -170,7 +172,7 @@ def test_training_presets_are_backward_passes_and_the_others_forward() -> None:
 
 def test_training_presets_are_what_is_trained() -> None:
     assert {w.batch * w.seqlen_q for w in preset("gpt2-training").workloads} == {16384}
-    assert [w.mask for w in preset("bert-large-training").workloads] == ["", "keys"]
+    assert [w.mask for w in preset("bert-large-training").workloads] == ["", "keys", ""]
     assert {w.seqlen_q for w in preset("llama-3-8b-training").workloads} == {4096, 8192}
     assert all(w.seqlen_q % 2 for w in preset("vit-l-training").workloads)
     assert {(w.head_dim, w.seqlen_q) for w in preset("deterministic").workloads} == {
