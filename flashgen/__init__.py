@@ -27,9 +27,11 @@ from flashgen.core.workload import Workload
 if TYPE_CHECKING:
     from flashgen.core.features.values import BlockMask
     from flashgen.runtime.api import attention
+    from flashgen.runtime.append import append_kv
     from flashgen.runtime.block_mask import block_mask
     from flashgen.runtime.decode.api import attention_decode
     from flashgen.runtime.explain import explain
+    from flashgen.runtime.states import merge_states
     from flashgen.runtime.warmup import reload, warmup
 
 __all__ = [
@@ -49,10 +51,12 @@ __all__ = [
     "Workload",
     "WorkloadError",
     "__version__",
+    "append_kv",
     "attention",
     "attention_decode",
     "block_mask",
     "explain",
+    "merge_states",
     "reload",
     "warmup",
 ]
@@ -60,10 +64,12 @@ __all__ = [
 
 _LATE = {
     "BlockMask": "flashgen.core.features.values",
+    "append_kv": "flashgen.runtime.append",
     "attention": "flashgen.runtime.api",
     "attention_decode": "flashgen.runtime.decode.api",
     "block_mask": "flashgen.runtime.block_mask",
     "explain": "flashgen.runtime.explain",
+    "merge_states": "flashgen.runtime.states",
     "reload": "flashgen.runtime.warmup",
     "warmup": "flashgen.runtime.warmup",
 }

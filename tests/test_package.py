@@ -20,11 +20,13 @@ from flashgen.core import errors
 ROOT = Path(__file__).resolve().parents[1]
 
 PUBLIC = {
+    "append_kv",
     "attention",
     "attention_decode",
     "block_mask",
     "BlockMask",
     "explain",
+    "merge_states",
     "reload",
     "warmup",
     "Config",

@@ -17,6 +17,7 @@ from flashgen.codegen import inspect
 from flashgen.codegen.families import family
 from flashgen.codegen.family import KernelSpec
 from flashgen.codegen.generated import FOLDER, load_module
+from flashgen.codegen.helper import HelperKernel, render_helper
 from flashgen.codegen.render import KernelSource, render
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -113,19 +114,31 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
         ConfigError: the config did not pass `families.validate`.
         BuildError: Triton or ptxas refused it; the message has the first line of their reason.
     """
+    kernels = family(config.family).kernels(spec, config)
+    return _compile(render(spec, config), kernels, device, f"{config} for {spec.key}")
+
+
+def compile_helper(helper: HelperKernel, device: Device) -> CompiledKernel:
+    """Render a helper kernel and compile it for `device`, present or not.
+
+    Raises:
+        BuildError: Triton or ptxas refused it; the message has the first line of their reason.
+    """
+    return _compile(render_helper(helper), (helper.kernel,), device, f"{helper.id} for {helper.key}")
+
+
+def _compile(source: KernelSource, kernels: tuple[KernelSpec, ...], device: Device, name: str) -> CompiledKernel:
     import triton
 
-    source = render(spec, config)
     module = load_module(source)
     _prepare_caches()
-    kernels = family(config.family).kernels(spec, config)
     try:
         parts = [_compile_part(getattr(module, kernel.entry), kernel, device) for kernel in kernels]
     except Exception as error:  # Triton raises its own, LLVM's and ptxas' errors, without a common base
         if isinstance(error, BuildError):
             raise
         raise BuildError(
-            f"Triton {triton.__version__} cannot compile {config} for {spec.key} on {device.arch}: {reason_of(error)}"
+            f"Triton {triton.__version__} cannot compile {name} on {device.arch}: {reason_of(error)}"
         ) from error
     return CompiledKernel(source=source, device=device, parts=tuple(parts))
 

@@ -17,11 +17,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.settings import compiler_environment, shipped
 from flashgen.core.workload import Specialization
+
+if TYPE_CHECKING:
+    from flashgen.codegen.helper import HelperKernel
 
 FORMAT = 1
 """Raised when what is made of a key changes without any other file."""
@@ -39,15 +43,44 @@ def build_key(spec: Specialization, config: Config, device: Device) -> str | Non
     That is so for a user's own functions, which may call others; for targets without binaries of NVIDIA; and while
     Triton's compiler is watched, changed or replaced.
     """
+    return None if spec.mods is not None else _local_key(_of_config(spec, config), device)
+
+
+def bundle_key(spec: Specialization, config: Config, device: Device, triton: str) -> str | None:
+    """The key of a config's kernels on every machine where Triton `triton` compiles them as it comes.
+
+    None where `build_key` is None for what is asked, and while a variable changes what the compiler does.
+    """
+    return None if spec.mods is not None else _shared_key(_of_config(spec, config), device, triton)
+
+
+def helper_build_key(helper: HelperKernel, device: Device) -> str | None:
+    """The same as `build_key` of a helper kernel."""
+    return _local_key(_of_helper(helper), device)
+
+
+def helper_bundle_key(helper: HelperKernel, device: Device, triton: str) -> str | None:
+    """The same as `bundle_key` of a helper kernel."""
+    return _shared_key(_of_helper(helper), device, triton)
+
+
+def _of_config(spec: Specialization, config: Config) -> dict[str, object]:
+    return {"specialization": asdict(spec), "family": config.family, "knobs": config.knobs}
+
+
+def _of_helper(helper: HelperKernel) -> dict[str, object]:
+    return {"helper": helper.id, "key": helper.key}
+
+
+def _local_key(asked: dict[str, object], device: Device) -> str | None:
     environment = compiler_environment()
-    if spec.mods is not None or not device.is_nvidia or _is_watched(environment):
+    if not device.is_nvidia or _is_watched(environment):
         return None
     compiler = _compiler()
     if compiler is None:
         return None
     return _digest(
-        spec,
-        config,
+        asked,
         device,
         compiler=compiler,
         environment=environment,
@@ -56,14 +89,10 @@ def build_key(spec: Specialization, config: Config, device: Device) -> str | Non
     )
 
 
-def bundle_key(spec: Specialization, config: Config, device: Device, triton: str) -> str | None:
-    """The key of a config's kernels on every machine where Triton `triton` compiles them as it comes.
-
-    None where `build_key` is None for what is asked, and while a variable changes what the compiler does.
-    """
-    if spec.mods is not None or not device.is_nvidia or compiler_environment() or _is_watched({}):
+def _shared_key(asked: dict[str, object], device: Device, triton: str) -> str | None:
+    if not device.is_nvidia or compiler_environment() or _is_watched({}):
         return None
-    return _digest(spec, config, device, bundled=triton)
+    return _digest(asked, device, bundled=triton)
 
 
 def triton_version() -> str | None:
@@ -72,17 +101,15 @@ def triton_version() -> str | None:
     return None if found is None else found[0]
 
 
-def _digest(spec: Specialization, config: Config, device: Device, **beside: object) -> str:
-    asked = {
+def _digest(asked: dict[str, object], device: Device, **beside: object) -> str:
+    whole = {
         "format": FORMAT,
-        "specialization": asdict(spec),
-        "family": config.family,
-        "knobs": config.knobs,
+        **asked,
         "target": [device.arch, device.warp_size],
         "sources": _sources(),
         **beside,
     }
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
 def _is_watched(environment: dict[str, str]) -> bool:

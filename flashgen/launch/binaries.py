@@ -15,15 +15,18 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashgen.codegen.build import CompiledKernel, CompiledPart
-from flashgen.codegen.build_key import build_key, bundle_key, triton_version
+from flashgen.codegen.build_key import build_key, bundle_key, helper_build_key, helper_bundle_key, triton_version
 from flashgen.codegen.families import family
+from flashgen.codegen.family import KernelSpec
+from flashgen.codegen.helper import HelperKernel
 from flashgen.codegen.render import KernelSource
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -71,22 +74,43 @@ class StoredHandle:
 
 def read(spec: Specialization, config: Config, device: Device) -> CompiledKernel | None:
     """The kernels of a config from an earlier process or a trusted bundle; None where there are none, or in doubt."""
+    keys = _Keys(partial(build_key, spec, config, device), partial(bundle_key, spec, config, device))
+    return _found(keys, config.family, partial(family(config.family).kernels, spec, config), device)
+
+
+def read_helper(helper: HelperKernel, device: Device) -> CompiledKernel | None:
+    """The same of a helper kernel."""
+    keys = _Keys(partial(helper_build_key, helper, device), partial(helper_bundle_key, helper, device))
+    return _found(keys, helper.id, lambda: (helper.kernel,), device)
+
+
+class _Keys(NamedTuple):
+    """What makes the key of kernels that were compiled here, and that of those in bundles for a version of Triton."""
+
+    build: Callable[[], str | None]
+    bundle: Callable[[str], str | None]
+
+
+Kernels = Callable[[], tuple[KernelSpec, ...]]
+
+
+def _found(keys: _Keys, entry: str, kernels: Kernels, device: Device) -> CompiledKernel | None:
     if not CAN_TELL_OWNERS:
         return None
-    key = build_key(spec, config, device)
-    found = None if key is None else _read(FOLDER, key, spec, config, device)
+    key = keys.build()
+    found = None if key is None else _read(FOLDER, key, entry, kernels, device)
     if found is None and settings().trust_binaries:
         for version in _bundled_versions():
-            key = bundle_key(spec, config, device, version)
-            if key is not None and (found := _read(BUNDLES, key, spec, config, device)) is not None:
+            key = keys.bundle(version)
+            if key is not None and (found := _read(BUNDLES, key, entry, kernels, device)) is not None:
                 return found
     return found
 
 
-def _read(folder: str, key: str, spec: Specialization, config: Config, device: Device) -> CompiledKernel | None:
+def _read(folder: str, key: str, entry: str, kernels: Kernels, device: Device) -> CompiledKernel | None:
     try:
         content = _content(path_of(folder, key))
-        return None if content is None else _kernel(content, key, spec, config, device)
+        return None if content is None else _kernel(content, key, entry, kernels(), device)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -112,7 +136,15 @@ def write(compiled: CompiledKernel, spec: Specialization, config: Config) -> Non
 
     Where they are launched through Triton, where there is no place for them or no room, nothing is kept.
     """
-    key = build_key(spec, config, compiled.device)
+    _write(compiled, build_key(spec, config, compiled.device))
+
+
+def write_helper(compiled: CompiledKernel, helper: HelperKernel) -> None:
+    """The same of a helper kernel."""
+    _write(compiled, helper_build_key(helper, compiled.device))
+
+
+def _write(compiled: CompiledKernel, key: str | None) -> None:
     if key is None or not CAN_TELL_OWNERS or any(known_layout(part) is None for part in compiled.parts):
         return
     content = packed(compiled, key)
@@ -184,11 +216,10 @@ def _described(part: CompiledPart) -> dict[str, object]:
 
 
 def _kernel(
-    content: memoryview, key: str, spec: Specialization, config: Config, device: Device
+    content: memoryview, key: str, entry: str, kernels: tuple[KernelSpec, ...], device: Device
 ) -> CompiledKernel | None:
     """The kernels that a file describes, if they are those of the key and launch as this flashgen launches kernels."""
     header, start = _header(content)
-    kernels = family(config.family).kernels(spec, config)
     if header["key"] != key or [part["entry"] for part in header["parts"]] != [kernel.entry for kernel in kernels]:
         return None
     text = str(content[start : start + header["text"]], "utf-8")
@@ -211,7 +242,7 @@ def _kernel(
         )
     if start != len(content) or any(known_layout(part) is None for part in parts):
         return None
-    return CompiledKernel(source=KernelSource(entry=config.family, text=text), device=device, parts=tuple(parts))
+    return CompiledKernel(source=KernelSource(entry=entry, text=text), device=device, parts=tuple(parts))
 
 
 def _header(content: memoryview) -> tuple[dict[str, Any], int]:

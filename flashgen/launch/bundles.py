@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flashgen.codegen.build_key import bundle_key, triton_version
+from flashgen.codegen.build_key import bundle_key, helper_bundle_key, triton_version
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
@@ -26,6 +26,10 @@ from flashgen.core.settings import cache_folder
 from flashgen.core.workload import Specialization
 from flashgen.launch import binaries
 from flashgen.launch.plan import known_layout
+
+if TYPE_CHECKING:
+    from flashgen.codegen.build import CompiledKernel
+    from flashgen.codegen.helper import HelperKernel
 
 SUFFIX = ".kernels"
 MAGIC = b"flashgen bundle\n"
@@ -79,9 +83,23 @@ def entry_of(spec: Specialization, config: Config, device: Device) -> Entry | No
 
     version = triton_version()
     key = None if version is None else bundle_key(spec, config, device, version)
-    if key is None:
-        return None
-    compiled = compile_kernel(spec, config, device)
+    return None if key is None else _entry(compile_kernel(spec, config, device), key)
+
+
+def entry_of_helper(helper: HelperKernel, device: Device) -> Entry | None:
+    """The same of a helper kernel.
+
+    Raises:
+        BuildError: it does not compile.
+    """
+    from flashgen.codegen.build import compile_helper
+
+    version = triton_version()
+    key = None if version is None else helper_bundle_key(helper, device, version)
+    return None if key is None else _entry(compile_helper(helper, device), key)
+
+
+def _entry(compiled: CompiledKernel, key: str) -> Entry | None:
     if any(known_layout(part) is None for part in compiled.parts):
         return None
     return Entry(key=key, content=binaries.packed(compiled, key))

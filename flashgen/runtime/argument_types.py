@@ -83,6 +83,22 @@ def _offset(name: str, value: object) -> None:
         whole_number(f"{name}, where it is no tensor,", value, -MAX_INTEGER, MAX_INTEGER)
 
 
+def _lengths(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        check_tensor(name, value)
+    else:
+        whole_number(f"{name}, where it is no tensor,", value, 0)
+
+
+def _states(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        check_tensor(name, value)
+    else:
+        check_tensors(name, value)
+
+
+_INDEX_TENSORS = ("block_table", "slot_mapping", "batch_idx", "leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens")
+
 _RULES: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys("qkv", check_tensor),
     "layout": text,
@@ -96,4 +112,10 @@ _RULES: dict[str, Callable[[str, object], object]] = {
     "block_mask": _optional(lambda name, value: instance(name, value, BlockMask)),
     "deterministic": _flag,
     "return_lse": _flag,
+    **dict.fromkeys(("k_cache", "v_cache"), check_tensor),
+    "seqlens": _optional(_lengths),
+    **dict.fromkeys(_INDEX_TENSORS, _optional(check_tensor)),
+    **dict.fromkeys(("rotary_interleaved", "q_causal"), _flag),
+    **dict.fromkeys(("outs", "lses"), _states),
+    "dtype": _optional(lambda name, value: instance(name, value, torch.dtype)),
 }

@@ -19,6 +19,7 @@ from flashgen.core.features.values import BlockMask
 from flashgen.core.quoting import shown
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods
 from flashgen.runtime.argument_types import check_tensors
+from flashgen.runtime.ops.helpers import is_interpreted
 from flashgen.runtime.ops.mods import UserCallable, score_mods
 
 
@@ -80,18 +81,12 @@ def _device(device: torch.device | str | None, aux: tuple[torch.Tensor, ...]) ->
         found = aux[0].device
     else:
         found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if found.type != "cuda" and not _interpreted():
+    if found.type != "cuda" and not is_interpreted():
         raise DeviceError(f"a block mask is built on a GPU, got {found}")
     try:
         return torch.empty(0, device=found).device  # with an index
     except (AssertionError, RuntimeError) as error:  # a torch for CPUs asserts that it is none
         raise DeviceError(f"a block mask is built on a GPU that torch sees, got {found}: {error}") from error
-
-
-def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 def _visible_scores(
