@@ -9,7 +9,8 @@ spilled (`machine_loops.py`): that costs time in a mainloop, and next to none ar
 
 All targets are for the oldest Triton; the newest has `--few`. What a Triton no longer accepts is in the text of a
 kernel far more often than in what a target makes of it: so the newest compiles every family with every feature for
-sm90 and, in turn, for an older target or one of AMD, where the oldest has each feature for two of all targets.
+sm90 and, in turn, for an older target or one of AMD, where the oldest has each feature for two of all targets. Helper
+kernels are compiled for a target of each kind, and none may spill.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from flashgen.codegen import families
-from flashgen.codegen.build import CompiledKernel, compile_kernel
+from flashgen.codegen.append_kv import AppendSpec, append_kernel
+from flashgen.codegen.build import CompiledKernel, compile_helper, compile_kernel
 from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, fitted, invalid, unsupported
 from flashgen.codegen.family import KernelFamily, Sizes
+from flashgen.codegen.helper import HelperKernel
+from flashgen.codegen.merge_states import MergeSpec, merge_kernel
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import BuildError
@@ -101,6 +105,35 @@ FUNCTIONS = ScoreMods(
 )
 
 
+HELPERS = (
+    append_kernel(
+        AppendSpec(
+            dtype="bf16",
+            head_dim=128,
+            head_dim_v=128,
+            place="pages",
+            rotary="halves",
+            rotary_dim=128,
+            table_dtype="bf16",
+        )
+    ),
+    append_kernel(
+        AppendSpec(
+            dtype="fp16",
+            head_dim=80,
+            head_dim_v=80,
+            place="slots",
+            rotary="interleaved",
+            rotary_dim=32,
+            table_dtype="fp32",
+        )
+    ),
+    merge_kernel(MergeSpec(dtype="bf16", out_dtype="bf16", head_dim=128)),
+    merge_kernel(MergeSpec(dtype="fp32", out_dtype="bf16", head_dim=64, separate=2)),
+)
+HELPER_TARGETS = ("sm80", "sm90", "gfx942")
+
+
 DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
 
 
@@ -114,6 +147,14 @@ class Job:
     may_spill: bool  # a default config may not: it serves where nothing was tuned
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperJob:
+    """One helper kernel for one device; none may spill."""
+
+    helper: HelperKernel
+    device: Device
+
+
 def main() -> int:
     """Compile all jobs in as many processes as there are cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,8 +166,9 @@ def main() -> int:
     rows = [families.family(name) for name in arguments.family] or [*FAMILIES, *DECODE_FAMILIES]
     if importlib.util.find_spec("torch") is not None:
         print("note: torch is importable here, so this run does not show that compiling needs none")
-    found = few_jobs(rows) if arguments.few else jobs(rows, arguments.targets)
-    idle = {row.id for row in rows} - {job.config.family for job in found}
+    found: list[Job | HelperJob] = [*(few_jobs(rows) if arguments.few else jobs(rows, arguments.targets))]
+    found += [] if arguments.family else helper_jobs()
+    idle = {row.id for row in rows} - {job.config.family for job in found if isinstance(job, Job)}
     if idle:
         print(f"error: no target compiles {', '.join(sorted(idle))}")
         return 1
@@ -138,6 +180,11 @@ def main() -> int:
 
     print(f"Triton {triton.__version__}: {len(outcomes) - failed} kernels compiled, {failed} failed")
     return 1 if failed else 0
+
+
+def helper_jobs() -> list[HelperJob]:
+    """Helper kernels, which are small and alike, for a target of each kind."""
+    return [HelperJob(helper=helper, device=find_device(target)) for target in HELPER_TARGETS for helper in HELPERS]
 
 
 def jobs(rows: Rows, targets: list[str]) -> list[Job]:
@@ -247,9 +294,12 @@ def for_short_queries(config: Config, spec: Specialization, device: Device) -> l
     return [short] if spec.head_dim == 128 and short != config else []
 
 
-def compile_one(job: Job) -> tuple[bool, str]:
+def compile_one(job: Job | HelperJob) -> tuple[bool, str]:
     """Compile in this process; whether that went well, and a remark."""
     try:
+        if isinstance(job, HelperJob):
+            spills = compile_helper(job.helper, job.device).spills
+            return not spills, f"{spills} bytes of local memory per thread, 0 allowed" if spills else ""
         compiled = compile_kernel(job.spec, job.config, job.device)
     except BuildError as error:
         return False, str(error)
@@ -270,9 +320,10 @@ def touched(compiled: CompiledKernel) -> str:
     return f"; {loads} loads and {stores} stores of it in each step of mainloops"
 
 
-def report(job: Job, passed: bool, remark: str) -> bool:
+def report(job: Job | HelperJob, passed: bool, remark: str) -> bool:
     """Print one line, and the remark if there is one; whether the job passed."""
-    print(f"{'ok' if passed else 'FAILED':6} {job.device.arch:8} {job.spec.key:28} {job.config}", flush=True)
+    name = f"{job.helper.key:28} {job.helper.id}" if isinstance(job, HelperJob) else f"{job.spec.key:28} {job.config}"
+    print(f"{'ok' if passed else 'FAILED':6} {job.device.arch:8} {name}", flush=True)
     if remark:
         print(f"       {remark}", flush=True)
     return passed

@@ -49,6 +49,9 @@ class AppendSpec:
         return f"{self.dtype}-{dims}-{self.place}{rotary}" + ("" if self.aligned16 else "-unaligned")
 
 
+TILE_ELEMENTS = 1024
+"""Of a tile of keys: 16 for each thread, so two loads of 16 bytes."""
+
 ROTARY_POINTERS = ("Q", "QOut", "Cos", "Sin")
 PLACE_POINTERS = {"rows": ("*i32", "BatchIdx"), "pages": ("*i32", "BlockTable"), "slots": ("*i64", "SlotMapping")}
 
@@ -71,7 +74,11 @@ def append_kernel(spec: AppendSpec) -> HelperKernel:
         "tl_dtype": TL_DTYPES[spec.dtype],
     }
     return HelperKernel(
-        id=ID, key=spec.key, parameters=_parameters(spec), rows=rows_of_tile(max(columns)), values=tuple(values.items())
+        id=ID,
+        key=spec.key,
+        parameters=_parameters(spec),
+        rows=rows_of_tile(max(columns), TILE_ELEMENTS),
+        values=tuple(values.items()),
     )
 
 

@@ -13,9 +13,6 @@ from flashgen.codegen.render import KernelSource, render_template
 from flashgen.core.device import Device
 
 DTYPES = ("bf16", "fp16", "fp32")
-TILE_ELEMENTS = 1024
-"""Elements that a program moves at a time: 16 for each thread of two warps, so two loads of 16 bytes."""
-
 NUM_WARPS = 2
 """Few, because these kernels wait for memory and hide that by many programs on an SM."""
 
@@ -72,9 +69,9 @@ def render_helper(helper: HelperKernel) -> KernelSource:
     return KernelSource(entry=helper.id, text=text)
 
 
-def rows_of_tile(columns: int) -> int:
-    """Rows of a program whose widest tile has this many columns, a power of two."""
-    return min(MOST_ROWS, max(1, TILE_ELEMENTS // columns))
+def rows_of_tile(columns: int, elements: int) -> int:
+    """Rows of a program whose widest tile has this many columns, a power of two, and about this many elements."""
+    return min(MOST_ROWS, max(1, elements // columns))
 
 
 def power_of_two(size: int) -> int:

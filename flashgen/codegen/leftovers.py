@@ -25,7 +25,8 @@ from flashgen.core.folders import ABANDONED_SECONDS, is_own, remove_abandoned
 
 _STAMP = "swept"
 _PTXAS_FILE = re.compile(r"tmp[a-z0-9_]{8}\.(ptx|ptx\.o|log)")
-_OWN_NAMES = (*(row.id for row in FAMILIES), BLOCK_MASK, APPEND_KV, MERGE_STATES)
+HELPERS = (BLOCK_MASK, APPEND_KV, MERGE_STATES)
+_OWN_NAMES = (*(row.id for row in FAMILIES), *HELPERS)
 _OWN_KERNEL = re.compile(rf"(\.entry |entry function ')({'|'.join(_OWN_NAMES)})".encode())
 _HEAD_BYTES = 2**14
 _SAME_COMPILE_SECONDS = 60

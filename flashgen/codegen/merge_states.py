@@ -10,8 +10,14 @@ from flashgen.codegen.helper import HelperKernel, integers, power_of_two, rows_o
 from flashgen.core.workload import DTYPE_BYTES
 
 ID = "merge_states"
-MOST_SEPARATE = 8
+MOST_SEPARATE = 4
 """Tensors that a kernel takes one by one; more of them are stacked first."""
+
+TILE_BYTES = 1024
+"""Of a tile of one state: 16 for each thread, since several states are loaded before the first is needed."""
+
+STATES_IN_FLIGHT = 4
+"""Of one tensor of states; one without alignment, where each element has an address of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +53,16 @@ def merge_kernel(spec: MergeSpec) -> HelperKernel:
         "spec": spec,
         "block_d": columns,
         "suffixes": _suffixes(spec),
+        "unroll": STATES_IN_FLIGHT if spec.aligned16 else 1,
         "steps": _steps(spec),
         "tl_dtype": TL_DTYPES[spec.out_dtype],
     }
     return HelperKernel(
-        id=ID, key=spec.key, parameters=_parameters(spec), rows=rows_of_tile(columns), values=tuple(values.items())
+        id=ID,
+        key=spec.key,
+        parameters=_parameters(spec),
+        rows=rows_of_tile(columns, TILE_BYTES // DTYPE_BYTES[spec.dtype]),
+        values=tuple(values.items()),
     )
 
 

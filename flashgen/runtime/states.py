@@ -38,7 +38,7 @@ def merge_states(
     Args:
         outs: outputs of the states in bfloat16, float16 or float32: one tensor with the states in front, (states,
             batch, nheads, seqlen_q, head_dim), of any strides with a contiguous last dimension, or a sequence of
-            tensors, which need not have the same strides. Up to eight of them are read where they are; more are stacked
+            tensors, which need not have the same strides. Up to four of them are read where they are; more are stacked
             first.
         lses: their natural log-sum-exps, float32 (states, batch, nheads, seqlen_q), of any strides, or a sequence.
         layout: "bhsd"; "bshd" with outputs (batch, seqlen_q, nheads, head_dim); or "thd" for packed queries, with
@@ -58,14 +58,12 @@ def merge_states(
         if not is_name_in(layout, LAYOUTS):
             raise WorkloadError(f'layout is "bhsd", "bshd" or "thd", got {shown(layout)}')
         tensors = (*_each(outs), *_each(lses))
-        is_traced = is_dynamo_compiling()
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return merge_with_gradient(outs, lses, layout, dtype)
-        if is_traced or not (tensors and can_bypass_dispatcher(tensors[0], tensors[0], tensors[-1])):
-            is_direct = False
-        else:
-            is_direct = are_plain(tensors)
-        if is_direct:
+        bypasses_dispatcher = not is_dynamo_compiling() and (
+            not tensors or (can_bypass_dispatcher(tensors[0], tensors[0], tensors[-1]) and are_plain(tensors))
+        )
+        if bypasses_dispatcher:
             return merge(outs, lses, layout, dtype)
         if isinstance(outs, Tensor) and isinstance(lses, Tensor):
             return merge_op(outs, lses, layout, dtype)  # type: ignore[no-any-return]

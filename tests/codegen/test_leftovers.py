@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [row.id for row in FAMILIES] + ["portable_backward_fused_dq", leftovers.BLOCK_MASK])
+@pytest.mark.parametrize("name", [*(row.id for row in FAMILIES), "portable_backward_fused_dq", *leftovers.HELPERS])
 def test_files_for_ptxas_go_with_their_kernel(place: Path, name: str) -> None:
     for suffix, content in ((".ptx", PTX), (".ptx.o", "binary"), (".log", "")):
         old(place / f"tmpab12cd_f{suffix}", content.format(name=name))

@@ -1,0 +1,82 @@
+"""Helper kernels: read as if hand-written, and compiled for every generation without a register spilled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen import build_key
+from flashgen.codegen.append_kv import PLACES, AppendSpec, append_kernel
+from flashgen.codegen.build import compile_helper
+from flashgen.codegen.helper import HelperKernel, render_helper
+from flashgen.codegen.merge_states import MergeSpec, merge_kernel
+from flashgen.core.device import find_device
+from flashgen.launch.parameters import trailing_pointers
+from tests.codegen.ruff import FORMAT, assert_passes
+from tests.codegen.test_templates import used
+
+GIVEN_TO_HELPERS = {"entry", "command", "parameters", "do_not_specialize", "num_warps", "rows"}
+WIDE = {"dtype": "bf16", "head_dim": 128, "head_dim_v": 128}
+LLAMA = {"rotary": "halves", "rotary_dim": 128, "table_dtype": "bf16"}
+APPENDS = (
+    AppendSpec(place="rows", **WIDE),
+    AppendSpec(place="pages", **WIDE, **LLAMA),
+    AppendSpec(place="pages", **WIDE, rotary="interleaved", rotary_dim=64, table_dtype="fp32"),
+    AppendSpec(place="slots", dtype="fp32", head_dim=80, head_dim_v=72, **LLAMA | {"rotary_dim": 48}, aligned16=False),
+)
+MERGES = (
+    MergeSpec(dtype="bf16", out_dtype="bf16", head_dim=128),
+    MergeSpec(dtype="fp32", out_dtype="fp16", head_dim=80, separate=2),
+    MergeSpec(dtype="fp16", out_dtype="fp16", head_dim=36, separate=4, aligned16=False),
+)
+HELPERS = [*map(append_kernel, APPENDS), *map(merge_kernel, MERGES)]
+
+
+def named(helper: HelperKernel) -> str:
+    return f"{helper.id}-{helper.key}"
+
+
+def test_all_are_formatted_and_lint_finds_nothing(tmp_path: Path) -> None:
+    for helper in HELPERS:
+        (tmp_path / f"{helper.id}_{helper.key.replace('-', '_')}.py").write_text(render_helper(helper).text)
+    assert_passes(tmp_path, *FORMAT)
+    assert_passes(tmp_path, "check", "--line-length", "120")
+
+
+@pytest.mark.parametrize("helper", HELPERS, ids=named)
+def test_they_compile_without_spills(helper: HelperKernel) -> None:
+    for target in ("a100", "h200"):
+        compiled = compile_helper(helper, find_device(target))
+        assert compiled.spills == 0
+        assert trailing_pointers(compiled.handle.asm["ptx"], helper.parameters) == 2
+
+
+@pytest.mark.parametrize("spec", [APPENDS[1], MERGES[0]], ids=lambda spec: spec.key)
+def test_aligned_rows_move_16_bytes_at_a_time(spec: AppendSpec | MergeSpec) -> None:
+    helper = append_kernel(spec) if isinstance(spec, AppendSpec) else merge_kernel(spec)
+    ptx = compile_helper(helper, find_device("h200")).handle.asm["ptx"]
+    for access in ("ld.global", "st.global"):
+        assert f"{access}.v4" in ptx
+        assert f"{access}.b16" not in ptx
+
+
+def test_equal_keys_are_equal_texts_and_what_differs_has_another() -> None:
+    specs = [AppendSpec(place=place, **WIDE, **rotary) for place in PLACES for rotary in ({}, LLAMA)]
+    specs += [AppendSpec(place="rows", **WIDE | {"head_dim_v": 64}), AppendSpec(place="rows", **WIDE, aligned16=False)]
+    assert len({append_kernel(spec) for spec in specs}) == len(specs)
+    assert len({render_helper(append_kernel(spec)).digest for spec in specs}) == len(specs)
+    assert append_kernel(APPENDS[1]) == append_kernel(AppendSpec(place="pages", **WIDE, **LLAMA))
+    h200, a100 = find_device("h200"), find_device("a100")
+    keys = {build_key.helper_build_key(append_kernel(spec), device) for spec in specs for device in (h200, a100)}
+    assert len(keys) == 2 * len(specs)
+    assert build_key.helper_build_key(HELPERS[0], find_device("gfx942")) is None
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["append_kv", "merge_states"])
+def test_templates_are_given_what_they_use_and_nothing_else(number: int) -> None:
+    helpers = (HELPERS[: len(APPENDS)], HELPERS[len(APPENDS) :])[number]
+    given = GIVEN_TO_HELPERS | set(dict(helpers[0].values))
+    names, needed = used(f"{helpers[0].id}/{helpers[0].id}.py.jinja")
+    assert needed <= given <= names
+    assert all(set(dict(helper.values)) == set(dict(helpers[0].values)) for helper in helpers)
