@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flashgen.codegen.append_kv import ID as APPEND_KV
 from flashgen.codegen.block_mask import ENTRY as BLOCK_MASK
-from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES
 from flashgen.codegen.inspect import SCRATCH_PREFIX
 from flashgen.codegen.merge_states import ID as MERGE_STATES
 from flashgen.core.folders import ABANDONED_SECONDS, is_own, remove_abandoned
@@ -26,7 +26,7 @@ from flashgen.core.folders import ABANDONED_SECONDS, is_own, remove_abandoned
 _STAMP = "swept"
 _PTXAS_FILE = re.compile(r"tmp[a-z0-9_]{8}\.(ptx|ptx\.o|log)")
 HELPERS = (BLOCK_MASK, APPEND_KV, MERGE_STATES)
-_OWN_NAMES = (*(row.id for row in FAMILIES), *HELPERS)
+_OWN_NAMES = (*(row.id for row in (*FAMILIES, *DECODE_FAMILIES)), *HELPERS)
 _OWN_KERNEL = re.compile(rf"(\.entry |entry function ')({'|'.join(_OWN_NAMES)})".encode())
 _HEAD_BYTES = 2**14
 _SAME_COMPILE_SECONDS = 60

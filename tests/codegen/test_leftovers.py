@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen import build, generated, leftovers
-from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES
 from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.core.settings import cache_folder, settings
 
@@ -39,7 +39,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [*(row.id for row in FAMILIES), "portable_backward_fused_dq", *leftovers.HELPERS])
+@pytest.mark.parametrize(
+    "name", [*(row.id for row in (*FAMILIES, *DECODE_FAMILIES)), "portable_backward_fused_dq", *leftovers.HELPERS]
+)
 def test_files_for_ptxas_go_with_their_kernel(place: Path, name: str) -> None:
     for suffix, content in ((".ptx", PTX), (".ptx.o", "binary"), (".log", "")):
         old(place / f"tmpab12cd_f{suffix}", content.format(name=name))
