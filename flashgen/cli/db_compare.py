@@ -231,11 +231,14 @@ def _records(path: Path) -> list[TuningRecord]:
 
 
 def _side(path: Path) -> Side:
+    from flashgen.core.settings import settings
     from flashgen.db.merging import Side
     from flashgen.db.past import whole
+    from flashgen.db.reader import Reader
     from flashgen.db.store import Store
 
-    with Store.open(path, read_only=True) as store:
+    own = settings().db_layers[0]  # which is written to, and so not signed
+    with Store(Reader.open(path, foreign=path.absolute() != own.absolute())) as store:
         store.check()
         return Side(path=path, known=whole(store.reader))
 

@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 CAN_TELL_OWNERS = hasattr(os, "geteuid")
@@ -120,16 +120,42 @@ def is_draft(name: str) -> bool:
     return name.endswith(DRAFT_SUFFIX)
 
 
+def why_others_change(path: Path) -> str | None:
+    """The reason why a file or folder is not in the hands of this user or of root alone, or None.
+
+    Raises:
+        OSError: it does not exist, or cannot be looked at.
+    """
+    if not CAN_TELL_OWNERS:
+        return None
+    reason = _why_replaceable(path)
+    if reason is not None:
+        return reason
+    seen = os.stat(path)
+    if seen.st_uid not in (ROOT, os.geteuid()):
+        return f"{path} belongs to user {seen.st_uid}"
+    return f"others can write to {path}" if _others_write(seen) else None
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that is there as a whole or not at all, whoever writes the same one at the time.
 
     Raises:
         OSError: there is no room, or it cannot be written; nothing is left behind.
     """
+    write_stream(path, (content,))
+
+
+def write_stream(path: Path, chunks: Iterable[bytes]) -> None:
+    """As `write_whole`, in pieces; if one of them fails to come, nothing is left behind either.
+
+    Raises:
+        OSError: as `write_whole`.
+    """
     descriptor, draft = tempfile.mkstemp(suffix=DRAFT_SUFFIX, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            file.writelines(chunks)
         os.replace(draft, path)
     except BaseException:
         with contextlib.suppress(OSError):

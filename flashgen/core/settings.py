@@ -6,6 +6,8 @@
 | FLASHGEN_CACHE_DIR | generated sources, their binaries and other files that may be deleted at any time |
 | FLASHGEN_POLICY | `fastest` (default: SDPA where it was measured faster) or `generated` (always a generated kernel) |
 | FLASHGEN_BINARIES | `trusted`: kernels of bundles that `flashgen db import --with-binaries` took over may be loaded |
+| FLASHGEN_SIGNATURES | `required`: databases and bundles of others are used only if a trusted key signed them |
+| FLASHGEN_TRUSTED_KEYS | public keys of minisign's for that: a file, or a folder of files whose names end in `.pub` |
 | FLASHGEN_NO_COMPILE | `1`: a compile while serving is an error (zero-JIT serving after `warmup`); binaries are read |
 | FLASHGEN_QUIET | `1`: no one-line notice on the first call without a record |
 | FLASHGEN_CHECKS | `1`: decode calls wait for the GPU and check lengths and page ids, outside of CUDA graphs |
@@ -30,6 +32,7 @@ APP = "flashgen"
 USER_DB_NAME = "tuning.sqlite3"
 POLICIES = ("fastest", "generated")
 TRUSTED = "trusted"
+REQUIRED = "required"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,8 @@ class Settings:
     no_compile: bool
     quiet: bool
     trust_binaries: bool
+    signatures: bool
+    trusted_keys: Path | None
     checks: bool = False
 
 
@@ -63,7 +68,9 @@ def settings() -> Settings:
         policy=policy,
         no_compile=_flag("FLASHGEN_NO_COMPILE"),
         quiet=_flag("FLASHGEN_QUIET"),
-        trust_binaries=_trusts_binaries(),
+        trust_binaries=_chosen("FLASHGEN_BINARIES", TRUSTED),
+        signatures=_chosen("FLASHGEN_SIGNATURES", REQUIRED),
+        trusted_keys=_trusted_keys(),
         checks=_flag("FLASHGEN_CHECKS"),
     )
 
@@ -165,11 +172,16 @@ def _expanded(path: str, variable: str) -> Path:
         raise SettingError(f"{variable} is a path that can be found, got {path!r}: {error}") from error
 
 
-def _trusts_binaries() -> bool:
-    value = os.environ.get("FLASHGEN_BINARIES", "")
-    if value not in ("", TRUSTED):
-        raise SettingError(f"FLASHGEN_BINARIES is {TRUSTED} or not set, got {value!r}")
-    return value == TRUSTED
+def _trusted_keys() -> Path | None:
+    path = os.environ.get("FLASHGEN_TRUSTED_KEYS", "")
+    return _expanded(path, "FLASHGEN_TRUSTED_KEYS") if path else None
+
+
+def _chosen(name: str, word: str) -> bool:
+    value = os.environ.get(name, "")
+    if value not in ("", word):
+        raise SettingError(f"{name} is {word} or not set, got {value!r}")
+    return value == word
 
 
 def _flag(name: str) -> bool:

@@ -17,6 +17,7 @@ from flashgen.core.history import Replaced
 from flashgen.core.record import Measurement, TuningRecord, moment
 from flashgen.db import files
 from flashgen.db.past import Origins, origins_of
+from flashgen.db.reader import Reader
 from flashgen.db.store import Store
 from flashgen.db.writing import Incoming, Merged
 
@@ -88,9 +89,10 @@ def import_records(store: Store, path: Path | str, is_current: IsCurrent | None 
     `store`. Trials, and the history of the other file, stay where they were made; who made a record comes with it.
 
     Raises:
-        DatabaseError: the file is not one of ours or damaged, or a row of it breaks a rule; nothing was changed.
+        DatabaseError: the file is not one of ours or damaged, not signed where a policy asks for it, or a row of it
+            breaks a rule; nothing was changed.
     """
-    with Store.open(path, read_only=True, validate=store.validate) as other:
+    with Store(Reader.open(Path(path), foreign=True, validate=store.validate)) as other:
         other.check()
         theirs = other.all_records()
         made = origins_of(other.reader, strict=True)

@@ -54,8 +54,8 @@ class Layer:
 class Layers:
     """Databases searched first to last. Look-ups never create, write or migrate a file in place.
 
-    A layer that cannot be used (foreign, corrupt, newer, unreadable) is left out with one warning that names the file
-    and the reason, at opening or at the look-up that finds out; the others serve.
+    A layer that cannot be used (foreign, corrupt, newer, unreadable, not signed) is left out with one warning that
+    names the file and the reason, at opening or at the look-up that finds out; the others serve.
     """
 
     def __init__(self, layers: Sequence[Layer], *, first: Path, validate: Validate = validate_config) -> None:
@@ -76,11 +76,12 @@ class Layers:
         wanted = [(str(path), path, False) for path in user if not _absent(path)]
         # a user layer that is not there yet is empty, which is no reason to warn
         wanted += [(f"{PACKAGED}{name}", path, True) for name, path in packages.installed().items()]
+        foreign = {name for name, _, _ in wanted} - {str(user[0])}  # what is written to is one's own
         wanted += [(f"{SHIPPED}{path.name}", path, True) for path in sorted(shipped("tuning_db").glob("*.sqlite3"))]
         layers = []
         for name, path, immutable in wanted:
             try:
-                reader = Reader.open(path, shipped=immutable, validate=validate)
+                reader = Reader.open(path, shipped=immutable, foreign=name in foreign, validate=validate)
                 layers.append(Layer(name=name, reader=reader))
             except Exception as error:  # noqa: BLE001, PERF203 - whatever a layer does, it must not cost the others
                 _warn(name, error)

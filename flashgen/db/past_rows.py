@@ -12,7 +12,7 @@ from typing import Any
 
 from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError
-from flashgen.core.history import MAX_RUNNERS_UP, REASONS, Origin, Replaced, RunnerUp
+from flashgen.core.history import MAX_RUNNERS_UP, Origin, Replaced, RunnerUp
 from flashgen.core.quoting import printable, shown
 from flashgen.db.reading import MAX_BASELINES, MAX_NAME, MAX_TEXT, as_moment, record_of, typed
 
@@ -34,15 +34,12 @@ def origin_of(row: Any) -> Origin:
 
 def replaced_of(row: Any) -> Replaced:
     """The replaced record of a row of `history`, whose `workload` and `device` are the rows that it points to."""
-    reason = typed("reason", row.reason, "str")
-    if reason not in REASONS:
-        raise DatabaseError(f"a record is replaced for one of {', '.join(REASONS)}, got {shown(reason)}")
     row.baselines = _baselines(row.anchors)
     return Replaced(
         record=record_of(row, lambda config: config),
         origin=origin_of(row),
         moment=as_moment("moment", row.moment),
-        reason=reason,
+        reason=typed("reason", row.reason, "str"),
         source=typed("source", row.source, "str"),
     )
 

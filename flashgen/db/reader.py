@@ -19,6 +19,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError, FlashgenError
 from flashgen.core.quoting import printable
 from flashgen.core.record import TuningRecord
+from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
 from flashgen.db import files
 from flashgen.db.connection import HAS_LIMITS, Access, Deadline, connect, is_too_long, retry
@@ -96,13 +97,20 @@ class Reader:
         self._reported: set[tuple[str, int]] = set()
 
     @classmethod
-    def open(cls, path: Path, *, shipped: bool = False, validate: Validate = validate_config) -> Reader:
-        """Open a file to read; `shipped` promises that nobody changes it.
+    def open(
+        cls, path: Path, *, shipped: bool = False, foreign: bool = False, validate: Validate = validate_config
+    ) -> Reader:
+        """Open a file to read; `shipped` promises that nobody changes it, `foreign` says that others may have made it.
 
         Raises:
-            DatabaseError: it is missing, foreign, corrupt or newer; the message names it.
+            DatabaseError: it is missing, foreign, corrupt or newer, or not signed where a policy asks for it; the
+                message names it.
         """
         access: Access = "shipped" if shipped else "read"
+        if foreign and settings().signatures:
+            from flashgen.core.signatures import signed_copy  # where no policy asks for it, nobody waits for it
+
+            return cls(path, files.prepare(signed_copy(path), "shipped"), "shipped", validate)
         return cls(path, files.prepare(path, access), access, validate)
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:

@@ -42,6 +42,9 @@ FOLDER = "binaries"
 BUNDLES = "bundles"
 """Of kernels that others have compiled (`flashgen.launch.bundles`), under keys that hold on every machine."""
 
+SIGNED_BUNDLES = "bundles-signed"
+"""Of those that were imported while a policy asked for signatures; while it does, no others are read."""
+
 VERSION_SUFFIX = ".triton"
 """Of an empty file in it that names a version of Triton."""
 
@@ -100,9 +103,10 @@ def _found(keys: _Keys, entry: str, kernels: Kernels, device: Device) -> Compile
     key = keys.build()
     found = None if key is None else _read(FOLDER, key, entry, kernels, device)
     if found is None and settings().trust_binaries:
-        for version in _bundled_versions():
+        folders = (SIGNED_BUNDLES,) if settings().signatures else (BUNDLES, SIGNED_BUNDLES)
+        for folder, version in [(each, version) for each in folders for version in _bundled_versions(each)]:
             key = keys.bundle(version)
-            if key is not None and (found := _read(BUNDLES, key, entry, kernels, device)) is not None:
+            if key is not None and (found := _read(folder, key, entry, kernels, device)) is not None:
                 return found
     return found
 
@@ -115,13 +119,13 @@ def _read(folder: str, key: str, entry: str, kernels: Kernels, device: Device) -
         return None
 
 
-def _bundled_versions() -> list[str]:
+def _bundled_versions(folder: str) -> list[str]:
     """The Triton that is installed; where there is none, every one that a bundle was made with, newest first."""
     version = triton_version()
     if version is not None:
         return [version]
     try:
-        names = [path.name for path in cache_folder(BUNDLES).glob(f"*{VERSION_SUFFIX}")]
+        names = [path.name for path in cache_folder(folder).glob(f"*{VERSION_SUFFIX}")]
     except OSError:
         return []
     return [name.removesuffix(VERSION_SUFFIX) for name in sorted(names, key=_numbers, reverse=True)]

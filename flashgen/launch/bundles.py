@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ from flashgen.codegen.build_key import bundle_key, helper_bundle_key, triton_ver
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
-from flashgen.core.folders import write_whole
-from flashgen.core.settings import cache_folder
+from flashgen.core.folders import DRAFT_SUFFIX, write_whole
+from flashgen.core.settings import cache_folder, settings
 from flashgen.core.workload import Specialization
 from flashgen.launch import binaries
 from flashgen.launch.plan import known_layout
@@ -138,21 +139,35 @@ def install(path: Path, *, target: str | None = None) -> Contents:
         target: the architecture that they must be for, None for any.
 
     Raises:
-        DatabaseError: it is no bundle, damaged, or for other devices; or it cannot be kept.
+        DatabaseError: it is no bundle, damaged, not signed where a policy asks for it, or for other devices; or it
+            cannot be kept.
     """
+    if not settings().signatures:
+        return _installed(path, path, binaries.BUNDLES, target)
+    from flashgen.core.signatures import FOLDER, signed_copy
+
+    try:
+        with tempfile.TemporaryDirectory(dir=cache_folder(FOLDER), suffix=DRAFT_SUFFIX) as scratch:
+            return _installed(path, signed_copy(path, Path(scratch)), binaries.SIGNED_BUNDLES, target)
+    except OSError as error:
+        raise DatabaseError(f"a bundle needs a place, {path}: {error}") from error
+
+
+def _installed(name: Path, path: Path, kept_in: str, target: str | None) -> Contents:
+    """Take over the kernels of a bundle that is called `name` from `path`."""
     try:
         found, entries = _opened(path)
         if target is not None and found.targets != (target,):
             listed = ", ".join(found.targets) or "none"
-            raise DatabaseError(f"a bundle is for the GPU that it is imported for, {target}; {path} is for {listed}")
+            raise DatabaseError(f"a bundle is for the GPU that it is imported for, {target}; {name} is for {listed}")
         for _ in entries:  # all is well, or nothing is written
             pass
-        folder = cache_folder(binaries.BUNDLES)
+        folder = cache_folder(kept_in)
         for entry in _opened(path)[1]:
-            write_whole(binaries.path_of(binaries.BUNDLES, entry.key), entry.content)
+            write_whole(binaries.path_of(kept_in, entry.key), entry.content)
         (folder / f"{found.triton}{binaries.VERSION_SUFFIX}").touch()
     except OSError as error:
-        raise DatabaseError(f"a bundle is a file that can be read, and needs a place; {path}: {error}") from error
+        raise DatabaseError(f"a bundle is a file that can be read, and needs a place; {name}: {error}") from error
     return found
 
 

@@ -105,3 +105,23 @@ def counts(path: Path) -> tuple[int, int, int]:
     with Store.open(path, read_only=True) as store:
         found = store.counts()
     return found["records"], found["origins"], found["history"]
+
+
+def test_a_merge_takes_what_is_signed(
+    invoke: Invoke, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signer = pytest.importorskip("tests.fakes.minisign").Signer()
+    both = tmp_path / "both.sqlite3"
+    copies = [tmp_path / "a.sqlite3", tmp_path / "b.sqlite3"]
+    for copy in copies:
+        copy.write_bytes(path.read_bytes())
+    monkeypatch.setenv("FLASHGEN_SIGNATURES", "required")
+    monkeypatch.setenv("FLASHGEN_TRUSTED_KEYS", str(signer.publish(tmp_path / "ours.pub")))
+    settings.cache_clear()
+    signer.sign(copies[0])
+    for command in (["merge", *copies, "-o", both], ["import", copies[1]]):
+        refused = invoke("db", *command)
+        assert (refused.exit_code, "b.sqlite3.minisig is missing" in refused.stderr) == (1, True), refused.stderr
+    assert not both.exists()
+    signer.sign(copies[1])
+    assert invoke("db", "merge", *copies, "-o", both).exit_code == 0

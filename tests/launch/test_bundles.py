@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -330,3 +331,64 @@ def test_a_process_without_a_compiler_makes_its_first_call(own_settings: Path, t
     imported = {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
     assert "flashgen" in imported
     assert not {"triton", "jinja2", "zstandard", "sqlalchemy"} & imported
+
+
+# --- signatures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def signer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A trusted key, under the policy that asks for signatures."""
+    minisign = pytest.importorskip("tests.fakes.minisign")
+    found = minisign.Signer()
+    monkeypatch.setenv("FLASHGEN_SIGNATURES", "required")
+    monkeypatch.setenv("FLASHGEN_TRUSTED_KEYS", str(found.publish(tmp_path / "keys" / "ours.pub")))
+    settings.cache_clear()
+    return found
+
+
+@pytest.mark.usefixtures("trusted")
+def test_a_bundle_that_is_signed_serves(bundle: Path, signer: Any) -> None:
+    with pytest.raises(DatabaseError, match=r"h200\.kernels\.minisig is missing"):
+        bundles.install(bundle)
+    signer.sign(bundle)
+    assert len(bundles.install(bundle, target="sm90").sizes) == 2
+    assert read() is not None
+    assert not list((settings().cache_dir / "signed").glob("*")), "the copy is not kept"
+    bundle.write_bytes(bundle.read_bytes()[:-1] + b"!")
+    with pytest.raises(DatabaseError, match="was changed since"):
+        bundles.install(bundle)
+
+
+@pytest.mark.usefixtures("trusted")
+def test_kernels_that_came_without_a_signature_are_not_loaded(
+    bundle: Path, signer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASHGEN_SIGNATURES")
+    settings.cache_clear()
+    bundles.install(bundle)
+    assert read() is not None
+    monkeypatch.setenv("FLASHGEN_SIGNATURES", "required")
+    settings.cache_clear()
+    assert read() is None
+    signer.sign(bundle)
+    bundles.install(bundle)
+    assert read() is not None
+    monkeypatch.delenv("FLASHGEN_SIGNATURES")
+    settings.cache_clear()
+    shutil.rmtree(settings().cache_dir / binaries.BUNDLES)
+    assert read() is not None, "signed ones serve anywhere"
+
+
+@pytest.mark.usefixtures("trusted")
+def test_a_bundle_that_is_exchanged_while_it_is_taken_over_is_what_was_signed(
+    bundle: Path, signer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(path: Path) -> Any:
+        bundle.write_bytes(b"exchanged")
+        return real(path)
+
+    real = bundles._opened
+    monkeypatch.setattr(bundles, "_opened", opened)
+    signer.sign(bundle)
+    assert len(bundles.install(bundle).sizes) == 2
