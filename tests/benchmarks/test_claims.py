@@ -201,6 +201,9 @@ NO_CLAIMS = (
     "if that is more than 3% faster than its own",
     "more than 10% slower than it says",
     "times that nothing reaches",
+    "a cache with heads before slots is passed as",
+    "hold for longer than a minute are left out",
+    "K and V side by side in a slot differ in strides alone",
     "Records say which kernel is the fastest",
 )
 """Parts of sentences with the words of a claim on which the results do not decide."""
