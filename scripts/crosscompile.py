@@ -8,9 +8,9 @@ packed heads spill is printed, and not limited. Of NVIDIA's machine code the lin
 spilled (`machine_loops.py`): that costs time in a mainloop, and next to none around it.
 
 All targets are for the oldest Triton; the newest has `--few`. What a Triton no longer accepts is in the text of a
-kernel far more often than in what a target makes of it: so the newest compiles every family with every feature for
-sm90 and, in turn, for an older target or one of AMD, where the oldest has each feature for two of all targets. Helper
-kernels are compiled for a target of each kind, and none may spill.
+kernel far more often than in what a target makes of it: so the newest compiles every family with every feature once,
+those for sm90 alone there and the others for sm90, an older target and one of AMD in turn, where the oldest has each
+feature for two of all targets. Helper kernels are compiled for a target of each kind, and none may spill.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ FEATURES = (
 )
 """Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
 
-Each is compiled for FEATURE_TARGETS of the targets, in turn; under `--few` once for sm90, whose families are its own,
-and once for one of FEW_FEATURE_TARGETS, in turn.
+Each is compiled for FEATURE_TARGETS of the targets, in turn; under `--few` by the families for wgmma for sm90, and by
+the others for one of FEW_FEATURE_TARGETS, in turn.
 """
 
 FEATURE_TARGETS = 2
-FEW_FEATURE_TARGETS = ("sm80", "gfx942")
+FEW_FEATURE_TARGETS = ("sm80", "sm90", "gfx942")
 
 FULLEST = ("gfx1200", "fwd-fp32-d128-causal")
 """A target and a specialization whose default leaves nearly no register unused, and so is the first to spill."""
@@ -160,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--targets", nargs="+", default=TARGETS)
-    which.add_argument("--few", action="store_true", help="few shapes for each kind of target, each feature for two")
+    which.add_argument("--few", action="store_true", help="few shapes for each kind of target, each feature for one")
     parser.add_argument("--family", action="append", default=[], metavar="ID", help="these families alone; repeatable")
     arguments = parser.parse_args()
     rows = [families.family(name) for name in arguments.family] or [*FAMILIES, *DECODE_FAMILIES]
@@ -198,16 +198,18 @@ def jobs(rows: Rows, targets: list[str]) -> list[Job]:
 
 
 def few_jobs(rows: Rows) -> list[Job]:
-    """A shape or more for each of FEW_TARGETS; functions for sm90 and all of FEW_FEATURE_TARGETS, features for two."""
+    """A shape or more for each of FEW_TARGETS; functions for all of FEW_FEATURE_TARGETS, features for one."""
     found = []
     for number, device in enumerate(map(find_device, FEW_TARGETS)):
         found += with_shapes(rows, device, number, shapes_in_turn(device, number))
-    sm90, *others = map(find_device, ("sm90", *FEW_FEATURE_TARGETS))
-    for device in (sm90, *others):
+    sm80, sm90, _ = devices = [find_device(target) for target in FEW_FEATURE_TARGETS]
+    for device in devices:
         found += with_functions(rows, device)
     for number, spec in enumerate(map(Specialization.parse, FEATURES)):
-        for device in (sm90, others[number % len(others)]):
-            found += [variants(row.default(spec, device), spec, device)[-1] for row in serving(rows, spec, device)]
+        portable = serving(rows, spec, sm80)
+        for row in serving(rows, spec, sm90):
+            device = devices[number % len(devices)] if row in portable else sm90
+            found.append(variants(row.default(spec, device), spec, device)[-1])
     return found + fullest(rows)
 
 

@@ -80,9 +80,10 @@ def test_the_exact_text_does_not_know_the_knob(row: KernelFamily) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_one_special_function_a_score_instead_of_two(row: KernelFamily) -> None:
-    default = row.default(CAPPED, H200)
+    spec = Specialization.parse("fwd-bf16-d64-softcap")  # of few products and no masked blocks: a third of the time
+    default = row.default(spec, H200)
     exact, hardware = (
-        sass(compile_kernel(CAPPED, default.replace(tanh=kind), H200).handle) for kind in ("exact", "hardware")
+        sass(compile_kernel(spec, default.replace(tanh=kind), H200).handle) for kind in ("exact", "hardware")
     )
     assert exact.count("MUFU.TANH") == 0 < hardware.count("MUFU.TANH")
     assert hardware.count("MUFU.EX2") + hardware.count("MUFU.TANH") <= exact.count("MUFU.EX2")

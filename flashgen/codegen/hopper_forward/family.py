@@ -129,6 +129,7 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
 
 
 @functools.cache
+@functools.cache
 def _knob_rows() -> KnobRows:
     return KnobRows(names=rules.TOGETHER, rows=rules.knob_rows(KNOBS))
 
