@@ -96,19 +96,21 @@ def compare(database: str, arguments: argparse.Namespace) -> list[tuple[Row, str
 
 
 def carry_over(database: Path, rows: list[Row]) -> None:
-    """Write the digests of this checkout's texts into these records, and the CSV anew."""
+    """Write the digests of this checkout's texts into these records, and the CSV anew; their history stays."""
     sys.path.insert(0, str(ROOT))
     from flashgen.db.exchange import export_records
+    from flashgen.db.past import whole
     from flashgen.db.store import Store
 
     texts = {_key(row): row["text"] for row in rows}
     with Store.open(database, shipped=True) as store:
-        records = store.all_records()
+        known = whole(store.reader)
     found = [
         replace(record, source_digest=texts.get((record.workload.key, record.device.identity), record.source_digest))
-        for record in records
+        for record in known.records
     ]
-    print(f"{export_records(found, database)} records written to {database}, {len(texts)} of them with a new digest")
+    count = export_records(found, database, origins=known.origins, replaced=known.replaced)
+    print(f"{count} records written to {database}, {len(texts)} of them with a new digest")
 
 
 def _key(row: Row) -> tuple[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,10 @@ from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
+from flashgen.db.exchange import export_records
+from flashgen.db.store import Store
 from scripts import same_machine_code
+from tests.db.samples import MEASURED, ORIGIN, REPLACED
 
 TEXT = '''"""A kernel."""
 import triton
@@ -98,3 +103,14 @@ def test_instructions_and_constants_count_and_lines_of_the_source_do_not() -> No
 def test_a_verdict_names_what_differs() -> None:
     assert same_machine_code._verdict({"a": "1"}, {"a": "1"}) == "same"
     assert same_machine_code._verdict({"a": "1", "b": "2"}, {"a": "1"}) == "different: b"
+
+
+def test_digests_that_are_carried_over_leave_the_history_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "nvidia_h200.sqlite3"
+    export_records([MEASURED], path, origins={MEASURED.identity: ORIGIN}, replaced=[REPLACED])
+    row = {"workload": MEASURED.workload.key, "device": MEASURED.device.identity, "text": "fedcba9876543210"}
+    same_machine_code.carry_over(path, [row])
+    with Store.open(path, shipped=True) as store:
+        past = store.past(MEASURED.workload)
+    assert past.records == ((replace(MEASURED, source_digest="fedcba9876543210"), ORIGIN),)
+    assert past.replaced == (REPLACED,)

@@ -75,7 +75,7 @@ class Replaced:
         origin: who made it.
         moment: when it was replaced, ISO 8601, UTC.
         reason: one of `REASONS`.
-        source: where the record that replaced it came from: a run, a file, a host.
+        source: where the record that replaced it came from: a run, the name of a file without its folders, a race.
     """
 
     record: TuningRecord

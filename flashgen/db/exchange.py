@@ -105,7 +105,7 @@ def import_records(store: Store, path: Path | str, is_current: IsCurrent | None 
             return current
         return better(their, our)
 
-    return store.merge_records(theirs, wins, Incoming(reason="import", source=str(path), origins=made))
+    return store.merge_records(theirs, wins, Incoming(reason="import", source=Path(path).name, origins=made))
 
 
 def better(theirs: TuningRecord, ours: TuningRecord) -> bool:

@@ -55,7 +55,7 @@ def merged(first: Side, second: Side, pairs: Sequence[tuple[Pair, Pair]], *, run
                 origin=side.origin(record),
                 moment=now,
                 reason="retime" if own is None else "merge",
-                source=f"race {run} on {host}" if own is None else str(own.path),
+                source=f"race {run} on {host}" if own is None else own.path.name,
             )
             for side, record in sides
             if record != taken

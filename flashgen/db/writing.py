@@ -40,7 +40,7 @@ class Incoming:
 
     Attributes:
         reason: one of `core.history.REASONS`.
-        source: a run, a file or a host.
+        source: a run, a race, or the name of a file: files are given away, and folders tell of their maker's machine.
         origins: who made the new records, as far as it is known.
     """
 

@@ -83,7 +83,7 @@ def test_a_merged_file_has_the_history_of_both(invoke: Invoke, path: Path, tmp_p
     with Store.open(both, read_only=True) as store:
         last, first = store.past(CAUSAL).replaced
     assert first == REPLACED
-    assert (last.record, last.origin, last.reason, last.source) == (MEASURED, ORIGIN, "merge", str(theirs))
+    assert (last.record, last.origin, last.reason, last.source) == (MEASURED, ORIGIN, "merge", "theirs.sqlite3")
 
 
 def test_a_bad_row_of_the_history_is_found(invoke: Invoke, path: Path, tmp_path: Path) -> None:

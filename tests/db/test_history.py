@@ -170,7 +170,7 @@ def test_an_import_says_what_it_replaced_and_brings_who_made_it(path: Path, tmp_
         past = store.past(CAUSAL)
         assert past.records == ((FASTER, other),)
         last, first = past.replaced
-        assert (last.record, last.origin, last.reason, last.source) == (MEASURED, ORIGIN, "import", str(theirs))
+        assert (last.record, last.origin, last.reason, last.source) == (MEASURED, ORIGIN, "import", "theirs.sqlite3")
         assert first == REPLACED, "the history of the other file stays there"
         assert import_records(store, theirs).kept == 1
         assert len(store.past(CAUSAL).replaced) == 2
@@ -215,7 +215,7 @@ def test_a_merge_keeps_the_loser_and_both_histories(path: Path, tmp_path: Path) 
     assert found.origins == {only.identity: ORIGIN}
     *before, last = found.replaced
     assert before == [older, REPLACED], "once, although both sides have it"
-    assert (last.record, last.origin, last.reason, last.source) == (MEASURED, ORIGIN, "merge", str(theirs))
+    assert (last.record, last.origin, last.reason, last.source) == (MEASURED, ORIGIN, "merge", "theirs.sqlite3")
 
 
 def test_a_race_replaces_the_records_of_both_sides(path: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_an_import_takes_what_is_signed(path: Path, tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-1] + b"\0")
         OURS.sign(path)
         import_records(store, path)
-        assert past_of(store.reader, CAUSAL).replaced[0].source == str(path), "not that of the copy"
+        assert past_of(store.reader, CAUSAL).replaced[0].source == "theirs.sqlite3", "not the copy"
 
 
 def test_a_layer_of_others_serves_if_it_is_signed(path: Path, tmp_path: Path) -> None:
