@@ -124,9 +124,12 @@ def append_kv(
         if seqlen is not None and type(seqlen) is not int and not is_traced:
             seqlen = whole_number("seqlens, where it is no tensor,", seqlen, 0)
         tables = (block_table, slot_mapping, batch_idx, leftpad, rotary_cos, rotary_sin, rotary_seqlens)
-        if torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad
-            for tensor in (k, v, k_cache, v_cache, q, rotary_cos, rotary_sin)
+        if torch.is_grad_enabled() and (
+            k.requires_grad
+            or v.requires_grad
+            or k_cache.requires_grad
+            or v_cache.requires_grad
+            or (q is not None and q.requires_grad)
         ):
             raise UnsupportedError("append_kv has no gradient: call it under torch.no_grad() or inference_mode()")
         if is_traced or not can_bypass_dispatcher(k, v, k_cache) or not are_plain((v_cache, q, lengths, *tables)):

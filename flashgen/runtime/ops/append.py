@@ -54,26 +54,55 @@ def append(given: AppendArguments) -> Tensor | None:
         UnsupportedError: the tensors are not on a GPU.
         BuildError, LaunchError: there is no kernel, and none can be made now.
     """
-    aligned = not _addresses(given) & 15
-    key = (aligned, given.seqlen is None, given.rotary_interleaved, given.q_causal, *map(_facts, given))
+    # in one piece, because every call of a function costs as much as three parts of the key
+    k, v, k_cache, v_cache, seqlens, seqlen, block_table, slot_mapping, batch_idx, leftpad, cos, sin = given[:12]
+    first, q = given.rotary_seqlens, given.q
+    addresses = k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
+    if q is not None:
+        addresses |= q.data_ptr()
+    if cos is not None and sin is not None:
+        addresses |= cos.data_ptr() | sin.data_ptr()
+    key = (
+        not addresses & 15,
+        seqlen is None,
+        given.rotary_interleaved,
+        given.q_causal,
+        k.shape,
+        v.shape,
+        k_cache.shape,
+        v_cache.shape,
+        k.stride(),
+        v.stride(),
+        k_cache.stride(),
+        v_cache.stride(),
+        k.dtype,
+        v.dtype,
+        k_cache.dtype,
+        v_cache.dtype,
+        k.get_device(),
+        v.get_device(),
+        k_cache.get_device(),
+        v_cache.get_device(),
+        None if seqlens is None else _facts(seqlens),
+        None if block_table is None else _facts(block_table),
+        None if slot_mapping is None else _facts(slot_mapping),
+        None if batch_idx is None else _facts(batch_idx),
+        None if leftpad is None else _facts(leftpad),
+        None if cos is None else _facts(cos),
+        None if sin is None else _facts(sin),
+        None if first is None else _facts(first),
+        None if q is None else _facts(q),
+    )
     run = _remembered(key)
     if run is None:
-        run = _prepared(given, aligned=aligned)
+        run = _prepared(given, aligned=not addresses & 15)
         remember(_MEMO, key, run)
     return run(given)
 
 
-def _addresses(given: AppendArguments) -> int:
-    found = given.k.data_ptr() | given.v.data_ptr() | given.k_cache.data_ptr() | given.v_cache.data_ptr()
-    for tensor in (given.q, given.rotary_cos, given.rotary_sin):
-        if tensor is not None:
-            found |= tensor.data_ptr()
-    return found
-
-
-def _facts(one: object) -> tuple[Any, ...] | None:
-    """What of an argument chooses code or a rule; of numbers nothing."""
-    return (one.shape, one.stride(), one.dtype, one.get_device()) if isinstance(one, Tensor) else None
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    """What of a tensor chooses code or a rule."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 def _prepared(given: AppendArguments, *, aligned: bool) -> Run:
@@ -119,19 +148,29 @@ def _keeper(first: AppendArguments) -> Callable[[AppendArguments], None]:
     k_span, v_span = span_bytes(first.k_cache), span_bytes(first.v_cache)
     new_k, new_v, queries = (0 if one is None else span_bytes(one) for one in (first.k, first.v, first.q))
     proven: set[int] = set()
+    data_ptr = Tensor.data_ptr
 
     def keep_apart(given: AppendArguments) -> None:
-        k_cache, v_cache = given.k_cache.data_ptr(), given.v_cache.data_ptr()
-        k, v, q = given.k.data_ptr(), given.v.data_ptr(), 0 if given.q is None else given.q.data_ptr()
+        k, v, k_cache, v_cache = map(data_ptr, given[:4])
         k_end, v_end, distance = k_cache + k_span, v_cache + v_span, v_cache - k_cache
-        is_near = distance not in proven
-        for start, end in ((k, k + new_k), (v, v + new_v), (q, q + queries)):
-            is_near |= (start < k_end and k_cache < end) or (start < v_end and v_cache < end)
-        if is_near:
-            check_apart(given)
-            if len(proven) >= MOST_PROVEN:
-                proven.clear()
-            proven.add(distance)
+        q, is_alone = given.q, True
+        if q is not None:
+            start = q.data_ptr()
+            end = start + queries
+            is_alone = (start >= k_end or end <= k_cache) and (start >= v_end or end <= v_cache)
+        if (
+            is_alone
+            and distance in proven
+            and (k >= k_end or k + new_k <= k_cache)
+            and (k >= v_end or k + new_k <= v_cache)
+            and (v >= k_end or v + new_v <= k_cache)
+            and (v >= v_end or v + new_v <= v_cache)
+        ):
+            return
+        check_apart(given)
+        if len(proven) >= MOST_PROVEN:
+            proven.clear()
+        proven.add(distance)
 
     return keep_apart
 

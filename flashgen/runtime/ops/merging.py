@@ -145,12 +145,17 @@ def _prepared(
     if not num_rows:
         return lambda outs, lses: empty_merged(outs[0][0] if is_stacked else outs[0], layout, dtype)
     numbers = _numbers(outs, lses, result, layout, is_stacked=is_stacked)
-    return _run(with_numbers(-(-num_rows // kernel.rows), numbers), layout, dtype, is_stacked=is_stacked)
+    return _run(with_numbers(-(-num_rows // kernel.rows), numbers), result)
 
 
-def _run(launch: HelperRun, layout: str, dtype: torch.dtype, *, is_stacked: bool) -> Run:
+def _run(launch: HelperRun, result: Merged) -> Run:
+    """What serves all calls with a result like this one."""
+    dtype, shape, strides, lse_shape = result[0].dtype, result[0].shape, result[0].stride(), result[1].shape
+
     def run(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> Merged:
-        out, lse = empty_merged(outs[0][0] if is_stacked else outs[0], layout, dtype)
+        beside = outs[0]
+        out = beside.new_empty_strided(shape, strides, dtype=dtype)
+        lse = beside.new_empty(lse_shape, dtype=torch.float32)
         launch((*outs, *lses, out, lse), ())
         return out, lse
 
