@@ -104,6 +104,10 @@ class DecodeNumbers:
         slots, splits, most = 2 * grid, grid, block_n
         if shape.split_size:
             slots, splits, most = pairs * -(-shape.seqlen_k // shape.split_size), pairs, shape.split_size
+        # programs that have no more than one pair have no reason to weigh the beginning of another one
+        pair_units = (
+            config.integer("overhead") if pairs > grid and shape.seqlen_k > most and not shape.split_size else 0
+        )
         merging = splits * tile_rows if shape.seqlen_k > most else 0
         values: dict[str, int | float] = {
             **_scales(shape),
@@ -112,6 +116,7 @@ class DecodeNumbers:
             "m_blocks": m_blocks,
             "tile_rows": tile_rows,
             "grid": grid,
+            "pair_units": pair_units,
             "split_tiles": shape.split_size // block_n,
             "has_leftpad": int(shape.has_leftpad),
             "has_batch_idx": int(shape.has_batch_idx),

@@ -155,6 +155,7 @@ def test_graphs_may_run_side_by_side() -> None:
         assert all(torch.equal(out, right) for out in found)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_call_waits_for_nothing_and_allocates_no_segment() -> None:
     call = make(Case(lens=(4000, 3000, 70), page=64, **WIDE), "cuda")
     run(call)

@@ -84,7 +84,7 @@ def test_fixed_splits_are_right() -> None:
 
 def test_whole_pairs_and_shares_of_several_tiles_are_right() -> None:
     call = make(Case(lens=(60, 64, 61), page=16))
-    for knobs in ({"slack": 16}, {"min_tiles": 4}, {"per_sm": 1, "slack": 4}, {"partials": 8, "per_sm": 6}):
+    for knobs in ({"slack": 16}, {"min_tiles": 4}, {"per_sm": 1, "overhead": 8}, {"partials": 8, "per_sm": 6}):
         assert_right(call, *interpreted(call, **knobs))
 
 

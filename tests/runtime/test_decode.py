@@ -133,6 +133,18 @@ def test_without_keys_or_sequences_nothing_is_launched(gpu: FakeDriver) -> None:
     assert run(gpu, none) == []
 
 
+def test_a_graph_of_torch_compile_has_the_call_as_one_op(gpu: FakeDriver) -> None:
+    call = make(Case(lens=(300, 2), page=16, sinks=True, options={"window": (100, 0)}))
+    tensors, named = arguments(replace(call, return_lse=True))
+    compiled = torch.compile(flashgen.attention_decode, fullgraph=True, backend="eager")
+    gpu.named = _named(call)
+    out, lse = compiled(*tensors, **named)
+    assert (out.shape, lse.shape) == ((2, 1, 4, 32), (2, 4, 1))
+    first, _ = gpu.launches
+    assert call.features.sinks is not None
+    assert (first.values["window_left"], first.values["Sinks"]) == (100, call.features.sinks.data_ptr())
+
+
 def test_pointers_that_a_call_writes_are_those_of_the_kernels() -> None:
     spec = Specialization(
         direction="decode", dtype="bf16", head_dim=64, head_dim_v=64, alibi=True, sink=True, page_size=1

@@ -32,10 +32,16 @@ KNOBS = (
         values=(0, 2, 4, 8, 16),
         meaning="steps more than an equal share that whole sequences may take, so that nothing is merged",
     ),
+    Knob(
+        name="overhead",
+        values=(0, 2, 4, 8),
+        meaning="steps that a new sequence costs a program that has several",
+    ),
     Knob(name="batch_pad", values=BATCH_PADS, meaning="sequences whose lengths a program looks at"),
     Knob(name="partials", values=(8, 16, 32, 64), meaning="partial results that the merge reads at once"),
     Knob(name="reduce_warps", values=(1, 2, 4), meaning="warps of a program of the merge"),
     Knob(name="page_ids", values=("asm", "load"), meaning="page ids hidden from the software pipeliner, or seen by it"),
+    Knob(name="prefetch", values=(False, True), meaning="the first keys of a sequence are fetched before its queries"),
     Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended"),
     Knob(name="maxnreg", values=(0, 128, 168), meaning="register limit of a thread; 0 is none"),
 )
@@ -57,6 +63,8 @@ def _invalid(spec: Specialization, config: Config, device: Device) -> str | None
         return f"no kernel of {device.arch} is scheduled before the one in front of it has ended"
     if config["page_ids"] == "asm" and not device.is_nvidia:
         return "inline assembly is NVIDIA's"
+    if config["prefetch"] and not device.is_nvidia:
+        return "the prefetch is NVIDIA's"
     if config["maxnreg"] and not device.is_nvidia:
         return "maxnreg exists on NVIDIA only"
     if config.integer("num_stages") > 2 and not device.is_nvidia:
@@ -101,7 +109,7 @@ def _main_parameters(spec: Specialization) -> tuple[Parameter, ...]:
     found = [*_pointers(spec, "QKVO"), Parameter(name="LSE", type="*fp32"), *lengths, *pages, *_sinks(spec), *PARTS]
     found += _scores(spec)
     found += _integers("batch", "nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "grid")
-    found += _integers("split_tiles", "window_left", "window_right", "has_leftpad", "lse_rows")
+    found += _integers("split_tiles", "pair_units", "window_left", "window_right", "has_leftpad", "lse_rows")
     found += _strides("table") if spec.page_size else _integers("has_batch_idx")
     return (*found, *_strides("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh"))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.decode.op import OP
 from flashgen.runtime.decode.runs import run
+from flashgen.runtime.ops.schemas import SERVED
 
 
 @overload
@@ -120,6 +123,10 @@ def attention_decode(
     features = NO_FEATURES
     if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
         features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    if is_dynamo_compiling():
+        options = (block_table, causal, softmax_scale, leftpad, batch_idx, fixed_split_size, return_lse)
+        found: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *options, *SERVED.flat(features))
+        return found if return_lse else found[0]
     call = DecodeCall(
         q=q,
         k_cache=k_cache,

@@ -31,6 +31,9 @@ SPLIT_UNIT = 128
 
 ALIGNMENT = 16
 
+MAX_PAGE_STRIDE = 2**31
+"""In elements, exclusive: a page's number times its stride is a product of two numbers of 32 bits."""
+
 _ARGUMENTS = (*WINDOW.arguments, *SOFTCAP.arguments)
 _COMPILED = {field.name for field in fields(Specialization)} - {"window", "offset_tensor", "mods"}
 """Of what features ask for: windows are numbers of a launch here."""
@@ -139,6 +142,9 @@ def check_decode_tensors(call: DecodeCall) -> None:
         if tensor.device != call.q.device:
             raise WorkloadError(f"{name} is on the device of q, {call.q.device}, got {tensor.device}")
         _check_rows(name, tensor)
+    if call.block_table is not None:
+        for name in ("k_cache", "v_cache"):
+            _check_pages(name, tensors[name])
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
         raise UnsupportedError("attention_decode has no backward pass: call it under torch.no_grad()")
     integers = {"seqlens": call.seqlens, **{n: t for n, t in call.optional.items() if t is not None}}
@@ -165,6 +171,15 @@ def _check_rows(name: str, tensor: torch.Tensor) -> None:
     if tensor.shape[1] > 1 and tensor.stride(1) >= MAX_ROW_STRIDE:
         raise WorkloadError(
             f"rows of {name} lie less than {MAX_ROW_STRIDE} elements apart, got strides {tensor.stride()}"
+        )
+
+
+def _check_pages(name: str, cache: torch.Tensor) -> None:
+    first, second = cache.stride()[:2]
+    if max(first, cache.shape[1] * second) >= MAX_PAGE_STRIDE:
+        raise WorkloadError(
+            f"pages of {name} lie less than {MAX_PAGE_STRIDE} elements apart, and so do the ends of one; "
+            f"got shape {tuple(cache.shape)}, strides {cache.stride()}"
         )
 
 

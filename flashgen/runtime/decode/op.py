@@ -1,0 +1,54 @@
+"""The torch.library op of decode calls, which stands in graphs of torch.compile; other calls go without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.decode.runs import run
+from flashgen.runtime.ops.outputs import empty_lse, empty_output
+from flashgen.runtime.ops.schemas import SERVED
+
+_TENSORS = ("q", "k_cache", "v_cache", "seqlens")
+_OPTIONS = {
+    "block_table": "Tensor?",
+    "causal": "bool",
+    "softmax_scale": "float?",
+    "leftpad": "Tensor?",
+    "batch_idx": "Tensor?",
+    "fixed_split_size": "int?",
+    "return_lse": "bool",
+}
+_NAMES = (*_TENSORS, *_OPTIONS)
+_SCHEMA = ", ".join(["Tensor " + name for name in _TENSORS] + [f"{kind} {name}" for name, kind in _OPTIONS.items()])
+
+LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define(f"attention_decode({_SCHEMA}, {SERVED.schema}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
+OP: Any = torch.ops.flashgen.attention_decode.default
+"""The output and the LSE, which is empty where it is not asked for."""
+
+
+def _call_of(given: tuple[Any, ...], named: dict[str, Any]) -> DecodeCall:
+    arguments = dict(zip(_NAMES, given, strict=False))
+    features, *_ = SERVED.restored(*given[len(_NAMES) :], **named)
+    return DecodeCall(**arguments, features=features)
+
+
+def _run(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call_of(given, named)
+    out, lse = run(call)
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _fake(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call_of(given, named)
+    q = call.q
+    lse = empty_lse(q, bshd=True) if call.return_lse else q.new_empty(0, dtype=torch.float32)
+    return empty_output(q, call.v_cache, bshd=True), lse
+
+
+for _key in ("CUDA", "CPU"):
+    LIBRARY.impl("attention_decode", _run, _key)  # type: ignore[no-untyped-call]
+torch.library.register_fake("flashgen::attention_decode", _fake, lib=LIBRARY)
