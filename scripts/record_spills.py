@@ -62,7 +62,7 @@ def shipped() -> dict[str, Row]:
     from flashgen.db.store import Store
 
     found: dict[str, Row] = {}
-    for path in sorted((ROOT / "tuning_db").glob("*.sqlite3")):
+    for path in sorted((ROOT / "tuning_db").glob("*/records.sqlite3")):
         with Store.open(path, shipped=True) as store:
             records = store.all_records()
         for record in records:

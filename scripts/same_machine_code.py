@@ -56,32 +56,32 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="carry over the digests of those that are the same")
     arguments = parser.parse_args()
     failed = 0
-    for database in sorted((ROOT / "tuning_db").glob("*.sqlite3")):
-        verdicts = compare(database.name, arguments)
+    for database in sorted((ROOT / "tuning_db").glob("*/records.sqlite3")):
+        verdicts = compare(database.parent.name, arguments)
         for row, verdict in verdicts:
             if verdict != "current":
                 print(f"{verdict:9} {row['workload']}", flush=True)
         words = [verdict.split(":")[0] for _, verdict in verdicts]
         counted = ", ".join(f"{words.count(word)} {word}" for word in ("current", "same", "different"))
-        print(f"{database.name}: {len(words)} records: {counted}")
+        print(f"{database.parent.name}: {len(words)} records: {counted}")
         failed += words.count("different")
         if arguments.write:
             carry_over(database, [row for row, verdict in verdicts if verdict == "same"])
     return 1 if failed else 0
 
 
-def compare(database: str, arguments: argparse.Namespace) -> list[tuple[Row, str]]:
-    """For each record of this checkout's database: `current`, `same`, or `different` and why."""
+def compare(device: str, arguments: argparse.Namespace) -> list[tuple[Row, str]]:
+    """For each record of this checkout's database of a device: `current`, `same`, or `different` and why."""
     old, cache = arguments.old.resolve(), arguments.cache
-    rows = _in_checkout(sys.executable, ROOT, "rows", database)
-    before = {_key(row): row for row in _in_checkout(sys.executable, old, "rows", database)}
+    rows = _in_checkout(sys.executable, ROOT, "rows", device)
+    before = {_key(row): row for row in _in_checkout(sys.executable, old, "rows", device)}
     changed = [row for row in rows if row["digest"] != row["text"]]
     both = [(before[_key(row)], row) for row in changed]
     for earlier, row in both:
         if earlier["digest"] != earlier["text"]:
             raise SystemExit(f"the record of {row['workload']} is not current in {old}: nothing can be carried over")
     apart = [(earlier, row) for earlier, row in both if earlier["tree"] != row["tree"]]
-    print(f"{database}: of {len(rows)} texts {len(both)} differ, {len(apart)} of them in more than names", flush=True)
+    print(f"{device}: of {len(rows)} texts {len(both)} differ, {len(apart)} of them in more than names", flush=True)
     pairs = apart if arguments.by_syntax else both
     compiled: dict[str, dict[str, str]] = json.loads(cache.read_text()) if cache and cache.is_file() else {}
     for first in range(0, len(pairs), BATCH):
@@ -142,11 +142,13 @@ def _in_checkout(python: str, checkout: Path, task: str, given: object) -> Any:
 # --- tasks, in a process that imports the flashgen of one checkout ------------------------------------------------
 
 
-def rows(database: str) -> list[Row]:
-    """Every record of a shipped database, with the digest of the text that this checkout renders for it."""
+def rows(device: str) -> list[Row]:
+    """Every record of a device's shipped database, with the digest of the text that this checkout renders for it."""
     from flashgen.db.store import Store
 
-    with Store.open(Path.cwd() / "tuning_db" / database, shipped=True) as store:
+    path = Path.cwd() / "tuning_db" / device / "records.sqlite3"
+    older = path.parent.with_suffix(".sqlite3")  # a checkout from before each device had a folder
+    with Store.open(path if path.is_file() else older, shipped=True) as store:
         return [_row(record) for record in store.all_records()]
 
 

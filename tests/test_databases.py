@@ -53,12 +53,14 @@ def test_an_older_file_becomes_one_that_can_be_shipped(
 
 
 def test_the_shipped_files_are_what_it_leaves(tmp_path: Path) -> None:
-    shipped = [path for path in (ROOT / "tuning_db").iterdir() if path.suffix in (".sqlite3", ".csv")]
-    for path in shipped:
-        shutil.copyfile(path, tmp_path / path.name)
-    assert databases.main([str(tmp_path)]) == 0
-    for path in shipped:
-        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), f"{path.name}: run `make databases`"
+    copy = shutil.copytree(ROOT / "tuning_db", tmp_path / "tuning_db")
+    assert databases.main([str(copy)]) == 0
+    names = {path.relative_to(copy) for path in copy.rglob("*") if path.is_file()}
+    assert {Path("nvidia_h200", name) for name in ("records.sqlite3", "records.csv", "README.md")} < names
+    for name in names:
+        shipped = ROOT / "tuning_db" / name
+        assert shipped.is_file(), f"{name}: run `make databases`"
+        assert (copy / name).read_bytes() == shipped.read_bytes(), f"{name}: run `make databases`"
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,8 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 def test_no_ignore_rule_hides_a_database() -> None:
     patterns = [line for line in (ROOT / ".gitignore").read_text().splitlines() if line and not line.startswith("#")]
-    for name in ("nvidia_h200.sqlite3", "nvidia_h200.csv"):
-        assert not [pattern for pattern in patterns if Path(f"tuning_db/{name}").match(pattern.strip("/"))]
+    for name in ("records.sqlite3", "records.csv", "README.md", "replays/fwd-bf16-b1-h1-hk1-sq1-sk1-d64.csv"):
+        assert not [pattern for pattern in patterns if Path(f"tuning_db/nvidia_h200/{name}").match(pattern.strip("/"))]
 
 
 def test_ci_runs_the_test_command_of_the_readme_and_nothing_else() -> None:

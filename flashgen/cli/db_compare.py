@@ -137,13 +137,14 @@ def merge(
 
 
 def _files(paths: Sequence[Path] | None) -> Iterator[tuple[Path, bool]]:
-    from flashgen.core.settings import settings, shipped
+    from flashgen.core.settings import settings
+    from flashgen.db.layers import shipped_databases
 
     if paths:
         yield from ((path, False) for path in paths)
         return
     yield from ((path, False) for path in settings().db_layers if path.exists())
-    yield from ((path, True) for path in sorted(shipped("tuning_db").glob("*.sqlite3")))
+    yield from ((path, True) for path in shipped_databases().values())
 
 
 def _audit(path: Path, shipped: bool) -> _Audit:

@@ -16,6 +16,9 @@ from flashgen.core.quoting import shown
 MAX_NAME = 200
 """Characters of a name that a device is asked for by."""
 
+MAX_SLUG = 40
+"""Characters of a name in a folder's: that of a foreign device may be as long as it likes."""
+
 MEMORY_CLASSES_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 128, 141, 180, 192, 256, 288)
 """Sizes that cards are sold with; the nearest one names a card whatever a driver reserves of its memory."""
 
@@ -60,6 +63,16 @@ class Device:
     def slug(self) -> str:
         """The name as a file stem, e.g. `nvidia_h200`."""
         return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder among those of all devices: the slug of a catalogued one, else that and the identity.
+
+        It is safe whatever the name is, and two devices that look-ups tell apart never share one.
+        """
+        if any((self.slug, self.identity) == (known.slug, known.identity) for known in CATALOGUE):
+            return self.slug
+        return "-".join(filter(None, (self.slug[:MAX_SLUG].strip("_"), self.identity)))
 
     @property
     def is_nvidia(self) -> bool:

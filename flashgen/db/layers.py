@@ -37,7 +37,8 @@ V = TypeVar("V")
 class Layer:
     """One database and its name.
 
-    The name is the path of a user's file, `packaged/<name>` of an installed package's, `shipped/<file>` of one of ours.
+    The name is the path of a user's file, `packaged/<name>` of an installed package's, `shipped/<device>` of one of
+    ours.
     """
 
     name: str
@@ -49,6 +50,11 @@ class Layer:
         from flashgen.db.store import Store
 
         return Store(self.reader)
+
+
+def shipped_databases() -> dict[str, Path]:
+    """The database of each device that ships with flashgen, by the name of its folder in `tuning_db/`, in order."""
+    return {path.parent.name: path for path in sorted(shipped("tuning_db").glob(f"*/{packages.FILE}"))}
 
 
 class Layers:
@@ -77,7 +83,7 @@ class Layers:
         # a user layer that is not there yet is empty, which is no reason to warn
         wanted += [(f"{PACKAGED}{name}", path, True) for name, path in packages.installed().items()]
         foreign = {name for name, _, _ in wanted} - {str(user[0])}  # what is written to is one's own
-        wanted += [(f"{SHIPPED}{path.name}", path, True) for path in sorted(shipped("tuning_db").glob("*.sqlite3"))]
+        wanted += [(f"{SHIPPED}{name}", path, True) for name, path in shipped_databases().items()]
         layers = []
         for name, path, immutable in wanted:
             try:

@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Path:
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The layer below, which serves where the stranger's does not."""
     folder = tmp_path / "shipped"
-    export_records([timed(MEASURED, 1.9)], folder / "nvidia_h200.sqlite3")
+    export_records([timed(MEASURED, 1.9)], folder / "nvidia_h200" / "records.sqlite3")
     monkeypatch.setattr(layers_module, "shipped", lambda _: folder)
     return folder
 
@@ -72,7 +72,7 @@ def asked(path: Path) -> tuple[object, object]:
 def next_layer_serves(path: Path, rule: str) -> None:
     with pytest.warns(UserWarning, match=rule) as caught:
         found, tried = asked(path)
-    assert (found, tried) == ((timed(MEASURED, 1.9), "shipped/nvidia_h200.sqlite3"), ([], []))
+    assert (found, tried) == ((timed(MEASURED, 1.9), "shipped/nvidia_h200"), ([], []))
     assert [str(path) in str(each.message) for each in caught] == [True]
 
 
@@ -203,7 +203,7 @@ def test_what_is_added_after_opening_is_refused_as_well(path: Path, shipped: Pat
     with Layers.open([path]) as layers, Store.open(path, read_only=True) as store:
         execute(path, *COMPUTED[kind])
         with pytest.warns(UserWarning, match="is not used"):
-            assert layers.record(CAUSAL, H200) == (timed(MEASURED, 1.9), "shipped/nvidia_h200.sqlite3")
+            assert layers.record(CAUSAL, H200) == (timed(MEASURED, 1.9), "shipped/nvidia_h200")
         with pytest.raises(DatabaseError, match=r"plain tables|are computed"):
             store.trials(CAUSAL, H200)
 
@@ -232,7 +232,7 @@ def test_a_question_that_takes_too_long_costs_the_layer(
         monkeypatch.setattr(reader, "Deadline", lambda: Deadline(-1.0 if asked.pop() == path else 30.0))
         asked = [Path("shipped"), path]
         with pytest.warns(UserWarning, match="at most -1 s of processor time"):
-            assert layers.record(CAUSAL, H200) == (timed(MEASURED, 1.9), "shipped/nvidia_h200.sqlite3")
+            assert layers.record(CAUSAL, H200) == (timed(MEASURED, 1.9), "shipped/nvidia_h200")
 
 
 def test_a_transaction_that_writes_has_no_deadline(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,9 @@ USERS = timed(MEASURED, 1.1)
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of shipped files that knows three workloads on the H200."""
     folder = tmp_path / "shipped"
-    export_records([replace(MEASURED, workload=w) for w in (CAUSAL, SHORT, WIDE)], folder / "nvidia_h200.sqlite3")
+    export_records(
+        [replace(MEASURED, workload=w) for w in (CAUSAL, SHORT, WIDE)], folder / "nvidia_h200" / "records.sqlite3"
+    )
     monkeypatch.setattr(module, "shipped", lambda name: {"tuning_db": folder}[name])
     return folder
 
@@ -43,15 +45,15 @@ def user(tmp_path: Path) -> Path:
 def test_the_first_layer_that_knows_serves(shipped: Path, user: Path) -> None:
     with Layers.open([user]) as layers:
         assert layers.record(CAUSAL, H200) == (USERS, str(user))
-        assert layers.record(SHORT, H200) == (replace(MEASURED, workload=SHORT), "shipped/nvidia_h200.sqlite3")
+        assert layers.record(SHORT, H200) == (replace(MEASURED, workload=SHORT), "shipped/nvidia_h200")
         assert layers.record(SHORT, H100) is None
-        assert [layer.name for layer in layers.layers] == [str(user), "shipped/nvidia_h200.sqlite3"]
+        assert [layer.name for layer in layers.layers] == [str(user), "shipped/nvidia_h200"]
 
 
 def test_a_prediction_never_hides_a_measurement(shipped: Path, user: Path) -> None:
     with Layers.open([user]) as layers:
         layers.writable.put_record(replace(PREDICTED, workload=SHORT))
-        measured = (replace(MEASURED, workload=SHORT), "shipped/nvidia_h200.sqlite3")
+        measured = (replace(MEASURED, workload=SHORT), "shipped/nvidia_h200")
         assert layers.record(SHORT, H200) == measured
         assert layers.record(SHORT, H200, provenance="measured") == measured
         assert layers.record(SHORT, H200, provenance="predicted") == (replace(PREDICTED, workload=SHORT), str(user))
@@ -63,7 +65,7 @@ def test_records_of_an_earlier_layer_hide_those_of_a_later_one(shipped: Path, us
         causal = layers.records(device=H200, specialization=CAUSAL.specialization.workload_class)
         assert causal == [
             (USERS, str(user)),
-            (replace(MEASURED, workload=SHORT), "shipped/nvidia_h200.sqlite3"),
+            (replace(MEASURED, workload=SHORT), "shipped/nvidia_h200"),
         ]
         assert len(layers.records(arch="sm90")) == 3
         assert layers.records(arch="sm80") == layers.records(provenance="predicted") == []
@@ -73,11 +75,11 @@ def test_hidden_records_are_listed_after_the_ones_that_hide_them(shipped: Path, 
     with Layers.open([user]) as layers:
         assert [hit for hit in layers.records(hidden=True) if hit[0].workload == CAUSAL] == [
             (USERS, str(user)),
-            (MEASURED, "shipped/nvidia_h200.sqlite3"),
+            (MEASURED, "shipped/nvidia_h200"),
         ]
         assert len(layers.records(hidden=True)) == len(layers.records()) + 1 == 4
         narrowed = layers.records(hidden=True, device=H200, specialization=WIDE.specialization.workload_class)
-        assert narrowed == [(replace(MEASURED, workload=WIDE), "shipped/nvidia_h200.sqlite3")]
+        assert narrowed == [(replace(MEASURED, workload=WIDE), "shipped/nvidia_h200")]
 
 
 def test_the_environment_names_the_layers(
@@ -125,7 +127,7 @@ def test_a_bad_layer_is_left_out_with_one_warning(kind: str, shipped: Path, tmp_
         layers = Layers.open([bad])
     assert len(caught) == 1
     assert str(bad) in str(caught[0].message)
-    assert layers.record(CAUSAL, H200) == (MEASURED, "shipped/nvidia_h200.sqlite3")
+    assert layers.record(CAUSAL, H200) == (MEASURED, "shipped/nvidia_h200")
     if kind != "empty":
         with pytest.raises(DatabaseError, match=bad.name):
             _ = layers.writable
@@ -133,9 +135,10 @@ def test_a_bad_layer_is_left_out_with_one_warning(kind: str, shipped: Path, tmp_
 
 
 def test_a_bad_shipped_file_stops_nobody(shipped: Path, user: Path) -> None:
-    (shipped / "broken.sqlite3").write_text("?" * 5000)
-    with pytest.warns(UserWarning, match=r"shipped/broken\.sqlite3 is not used"), Layers.open([user]) as layers:
-        assert layers.record(WIDE, H200) == (replace(MEASURED, workload=WIDE), "shipped/nvidia_h200.sqlite3")
+    (shipped / "broken").mkdir()
+    (shipped / "broken" / "records.sqlite3").write_text("?" * 5000)
+    with pytest.warns(UserWarning, match=r"shipped/broken is not used"), Layers.open([user]) as layers:
+        assert layers.record(WIDE, H200) == (replace(MEASURED, workload=WIDE), "shipped/nvidia_h200")
 
 
 def test_damage_found_by_a_look_up_takes_the_layer_out_with_one_warning(shipped: Path, user: Path) -> None:
@@ -145,27 +148,25 @@ def test_damage_found_by_a_look_up_takes_the_layer_out_with_one_warning(shipped:
             content[page * 4096 : page * 4096 + 200] = b"\xff" * 200
         user.write_bytes(content)
         with pytest.warns(UserWarning, match="is not used") as caught:
-            assert layers.record(CAUSAL, H200) == (MEASURED, "shipped/nvidia_h200.sqlite3")
+            assert layers.record(CAUSAL, H200) == (MEASURED, "shipped/nvidia_h200")
         assert len(caught) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert layers.record(CAUSAL, H200) == (MEASURED, "shipped/nvidia_h200.sqlite3")
+            assert layers.record(CAUSAL, H200) == (MEASURED, "shipped/nvidia_h200")
 
 
 def test_a_bad_row_of_the_user_lets_the_shipped_one_serve(shipped: Path, user: Path) -> None:
     _execute(user, "UPDATE records SET knobs = replace(knobs, '128', '\"import os\"')")
     with Layers.open([user]) as layers, pytest.warns(UserWarning, match="records 1 is ignored.*import os"):
-        assert layers.record(CAUSAL, H200) == (MEASURED, "shipped/nvidia_h200.sqlite3")
+        assert layers.record(CAUSAL, H200) == (MEASURED, "shipped/nvidia_h200")
 
 
 def test_every_shipped_database_holds_valid_rows_only() -> None:
-    from flashgen.core.settings import shipped
-
-    for path in shipped("tuning_db").glob("*.sqlite3"):
+    for path in module.shipped_databases().values():
         assert files.read_version(path, "shipped") == SCHEMA_VERSION  # nobody's first look-up waits for a migration
         with Store.open(path, shipped=True) as store:
             records = store.all_records()
             assert records
             assert path.with_suffix(".csv").is_file()
-            assert path.stem in {record.device.slug for record in records}
+            assert {record.device.folder for record in records} == {path.parent.name}
         assert not path.with_name(path.name + "-wal").exists()

@@ -45,7 +45,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(site))
     export_records(
         [replace(timed(MEASURED, 1.9), workload=workload) for workload in (CAUSAL, SHORT, WIDE)],
-        tmp_path / "shipped" / "nvidia_h200.sqlite3",
+        tmp_path / "shipped" / "nvidia_h200" / "records.sqlite3",
     )
     monkeypatch.setattr(module, "shipped", lambda _: tmp_path / "shipped")
     return site
@@ -57,7 +57,7 @@ def test_the_order_is_user_package_shipped(site: Path, tmp_path: Path) -> None:
     with Store.open(user) as store:
         store.put_record(MEASURED)
     with Layers.open([user]) as layers:
-        assert [layer.name for layer in layers.layers] == [str(user), "packaged/demo", "shipped/nvidia_h200.sqlite3"]
+        assert [layer.name for layer in layers.layers] == [str(user), "packaged/demo", "shipped/nvidia_h200"]
         found = [layers.record(workload, H200) for workload in (CAUSAL, SHORT, WIDE)]
         assert [layer for _, layer in filter(None, found)] == [layer.name for layer in layers.layers]
         served = resolve(SHORT, SHORT.specialization, H200, Records(layers))
@@ -98,7 +98,7 @@ def test_a_bad_package_stops_nobody(site: Path, tmp_path: Path, kind: str) -> No
     if kind != "missing":
         path.write_bytes(b"SQLite format 3\0" * 300 if kind == "damaged" else b"hello" * 999)
     with pytest.warns(UserWarning, match="packaged/demo is not used"), Layers.open([tmp_path / "none"]) as layers:
-        assert [layer.name for layer in layers.layers] == ["shipped/nvidia_h200.sqlite3"]
+        assert [layer.name for layer in layers.layers] == ["shipped/nvidia_h200"]
 
 
 def test_a_project_is_written_once_and_whole(tmp_path: Path) -> None:

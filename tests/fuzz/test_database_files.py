@@ -234,7 +234,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     connection = sqlite3.connect(folder / "draft.sqlite3")
     connection.execute("VACUUM INTO ?", (str(folder / "good.sqlite3"),))
     connection.close()
-    export_records([SHIPPED], folder / "shipped" / "nvidia_h200.sqlite3")
+    export_records([SHIPPED], folder / "shipped" / "nvidia_h200" / "records.sqlite3")
     return folder
 
 

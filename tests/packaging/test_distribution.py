@@ -137,8 +137,9 @@ def test_installed_render_prints_a_kernel_that_compiles_as_python(installed: Pat
 
 def test_installed_db_list_reads_the_shipped_databases(installed: Path) -> None:
     listed = run(str(installed / "flashgen"), "db", "list", cwd=installed)
-    for database in (ROOT / "tuning_db").glob("*.sqlite3"):
-        assert database.stem in listed
+    devices = [database.parent.name for database in (ROOT / "tuning_db").glob("*/records.sqlite3")]
+    assert devices
+    assert all(f"shipped/{device}" in listed for device in devices)
 
 
 def test_installed_explain_names_the_rung_that_serves(installed: Path) -> None:

@@ -71,10 +71,7 @@ class Ladder:
 
     def ship(self, *records: TuningRecord) -> None:
         self.shipped += records
-        path = self.shipped_folder / "some_device.sqlite3"
-        for old in self.shipped_folder.glob("some_device.*"):
-            old.unlink()
-        export_records(self.shipped, path)
+        export_records(self.shipped, self.shipped_folder / "some_device" / "records.sqlite3")
 
     def records(self) -> Records:
         return Records(Layers.open([self.user_path]))

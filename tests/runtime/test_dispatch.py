@@ -30,7 +30,7 @@ from flashgen.runtime.lookup.records import Records
 from tests.db.samples import H100, H200, HARD_TIMES, RTX_4090, hard, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
-SHIPPED = "shipped/some_device.sqlite3"
+SHIPPED = "shipped/some_device"
 NEAR, FAR = CAUSAL.with_shape(seqlen_k=4608, seqlen_q=4608), CAUSAL.with_shape(seqlen_q=128, seqlen_k=128)
 UNALIGNED = replace(CAUSAL.specialization, aligned16=False)
 

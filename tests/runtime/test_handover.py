@@ -183,7 +183,7 @@ def test_calls_without_a_record_are_decided_once(gpu: FakeGpu, ladder: Ladder, m
 
 
 def shipped_records() -> list[TuningRecord]:
-    path = Path(flashgen.__file__).resolve().parents[1] / "tuning_db" / "nvidia_h200.sqlite3"
+    path = Path(flashgen.__file__).resolve().parents[1] / "tuning_db" / "nvidia_h200" / "records.sqlite3"
     with Store.open(path, read_only=True) as store:
         return store.all_records()
 
