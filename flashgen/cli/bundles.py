@@ -17,15 +17,21 @@ from flashgen.core.settings import TRUSTED, settings
 from flashgen.core.workload import Specialization
 
 if TYPE_CHECKING:
+    from flashgen.codegen.helper import HelperKernel
     from flashgen.launch.bundles import Contents, Entry
 
 SUFFIX = ".kernels"
 
 Job = tuple[Specialization, Config, Device]
+HelperJob = tuple["HelperKernel", Device]
 
 
-def export_kernels(records: Iterable[TuningRecord], path: Path, processes: int | None) -> None:
+def export_kernels(
+    records: Iterable[TuningRecord], path: Path, processes: int | None, *, with_helpers: bool = False
+) -> None:
     """Compile the kernels of these records, for the devices that they are for, into a bundle beside an export.
+
+    `with_helpers` also compiles what calls around attention launch for such heads.
 
     Raises:
         DatabaseError: there are none, or the bundle cannot be written.
@@ -37,10 +43,11 @@ def export_kernels(records: Iterable[TuningRecord], path: Path, processes: int |
     if version is None:
         raise DatabaseError("a bundle is compiled by Triton, which is not installed here")
     jobs = jobs_of(records)
+    helpers = helper_jobs_of(jobs) if with_helpers else []
     entries: list[Entry] = []
     failures: list[str] = []
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        for found in pool.map(_compiled, jobs):
+        for found in (*pool.map(_compiled, jobs), *pool.map(_compiled_helper, helpers)):
             if isinstance(found, str):
                 failures.append(found)
             else:
@@ -84,6 +91,29 @@ def jobs_of(records: Iterable[TuningRecord]) -> list[Job]:
     ]
     unique = {(spec, config, device.arch): (spec, config, device) for spec, config, device in jobs}
     return list(unique.values())
+
+
+def helper_jobs_of(jobs: Iterable[Job]) -> list[HelperJob]:
+    """What `append_kv` and `merge_states` usually launch for the heads of these jobs, each once."""
+    from flashgen.codegen.usual_helpers import usual_helpers
+
+    found = [(helper, device) for spec, _, device in jobs for helper in usual_helpers(spec)]
+    return list({(helper, device.arch): (helper, device) for helper, device in found}.values())
+
+
+def _compiled_helper(job: HelperJob) -> Entry | str:
+    """The kernel of a job, or why there is none."""
+    from flashgen.launch import bundles
+
+    helper, _ = job
+    try:
+        found = bundles.entry_of_helper(*job)
+    except BuildError as error:
+        return str(error)
+    return (
+        found
+        or f"{helper.id} for {helper.key}, which cannot be launched without Triton or was compiled under variables"
+    )
 
 
 def _compiled(job: Job) -> Entry | str:

@@ -87,6 +87,12 @@ def export(
             "--with-binaries", help="Compile their kernels into a bundle beside it, whose name ends in .kernels."
         ),
     ] = False,
+    with_helpers: Annotated[
+        bool,
+        typer.Option(
+            "--with-helpers", help="With the binaries, what append_kv and merge_states launch for such heads."
+        ),
+    ] = False,
     jobs: Annotated[int | None, typer.Option(help="Processes that compile; all CPUs without.", min=1)] = None,
 ) -> None:
     """Write records to one file that can be given away, and to a CSV of the same name beside it."""
@@ -106,7 +112,7 @@ def export(
     if with_binaries:
         from flashgen.cli.bundles import export_kernels
 
-        export_kernels(records, path, jobs)
+        export_kernels(records, path, jobs, with_helpers=with_helpers)
 
 
 @app.command("import")

@@ -25,6 +25,7 @@ def warmup(
     device: int | None = None,
     offset_tensor: bool = False,
     training: bool = False,
+    helpers: bool = False,
 ) -> int:
     """Compile and load every kernel that the ladder can return for these workloads, so that serving never compiles.
 
@@ -38,6 +39,8 @@ def warmup(
         offset_tensor: also the kernels that read the query offset from a tensor.
         training: also the backward pass of every workload of a forward pass; deterministic while
             `torch.use_deterministic_algorithms(True)` is on.
+        helpers: also what `append_kv` and `merge_states` launch for the types and head dimensions of the workloads,
+            with and without rotary embeddings of whole heads; other forms are compiled by their first call.
 
     Returns:
         The number of kernels that are ready.
@@ -49,6 +52,8 @@ def warmup(
         BuildError: a kernel does not compile.
     """
     from flashgen.codegen.families import exact_sibling
+    from flashgen.codegen.usual_helpers import usual_helpers
+    from flashgen.runtime.ops.helpers import warm as warm_helper
 
     if device is None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else 0
@@ -61,7 +66,13 @@ def warmup(
         for spec in variants(workload, offset_tensor=offset_tensor):
             found = _reachable(workload, spec, where, lengths)
             pairs |= {(spec, each) for config in found for each in (config, exact_sibling(config, spec))}
-    return serve.warm(pairs, where, index)
+    count = serve.warm(pairs, where, index)
+    if flag("helpers", helpers):
+        beside = {helper for spec, _ in pairs for helper in usual_helpers(spec)}
+        for helper in beside:
+            warm_helper(helper, index)
+        count += len(beside)
+    return count
 
 
 def _lengths(seqlens: Iterable[int]) -> tuple[int, ...]:

@@ -11,7 +11,9 @@ import pytest
 from flashgen.cli import arguments
 from flashgen.cli import bundles as commands
 from flashgen.codegen.families import default_config
-from flashgen.core.device import find_device
+from flashgen.codegen.helper import HelperKernel
+from flashgen.codegen.usual_helpers import usual_helpers
+from flashgen.core.device import Device, find_device
 from flashgen.core.errors import BuildError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
@@ -97,3 +99,20 @@ def test_what_does_not_compile_is_said_and_left_out(
     assert done.exit_code == 1
     assert "left out: ptxas is out of registers" in done.stdout
     assert "a bundle needs kernels; none of 1 can be given away" in done.stderr
+
+
+def test_helpers_travel_where_they_are_asked_for(
+    invoke: Invoke, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def entry(helper: HelperKernel, device: Device) -> bundles.Entry | None:
+        asked.append((helper, device.arch))
+        return None if helper.id == "merge_states" else bundles.Entry(key=f"{len(asked):064x}", content=b"kernel")
+
+    monkeypatch.setattr(bundles, "entry_of_helper", entry)
+    done = invoke("db", "export", tmp_path / "tuned.sqlite3", "--with-binaries", "--with-helpers")
+    assert done.exit_code == 0, done.output
+    assert asked == [(helper, "sm80") for helper in usual_helpers(Specialization.of(SHORT))]
+    assert "8 kernels for sm80 by Triton" in done.stdout
+    assert "left out: merge_states for " in done.stdout

@@ -11,7 +11,9 @@ from flashgen.codegen.append_kv import PLACES, AppendSpec, append_kernel
 from flashgen.codegen.build import compile_helper
 from flashgen.codegen.helper import HelperKernel, render_helper
 from flashgen.codegen.merge_states import MergeSpec, merge_kernel
+from flashgen.codegen.usual_helpers import usual_helpers
 from flashgen.core.device import find_device
+from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
 from tests.codegen.ruff import FORMAT, assert_passes
 from tests.codegen.test_templates import used
@@ -80,3 +82,15 @@ def test_templates_are_given_what_they_use_and_nothing_else(number: int) -> None
     names, needed = used(f"{helpers[0].id}/{helpers[0].id}.py.jinja")
     assert needed <= given <= names
     assert all(set(dict(helper.values)) == set(dict(helpers[0].values)) for helper in helpers)
+
+
+def test_what_a_model_usually_needs_follows_from_its_heads() -> None:
+    helpers = usual_helpers(Specialization.parse("fwd-bf16-d192-dv128-causal"))
+    assert [named(helper) for helper in helpers[::4]] == [
+        "append_kv-bf16-d192-dv128-rows",
+        "append_kv-bf16-d192-dv128-rows-interleaved192-bf16",
+        "merge_states-bf16-d128-2-states",
+    ]
+    assert len(helpers) == len(set(helpers)) == 9
+    assert usual_helpers(Specialization.parse("bwd-bf16-d128")) == ()
+    assert {helper.key.split("-")[0] for helper in usual_helpers(Specialization.parse("fwd-tf32-d8"))} == {"fp32"}

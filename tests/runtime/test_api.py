@@ -20,7 +20,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import DeviceError, UnsupportedError, WorkloadError
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.ops import forward as ops
-from flashgen.runtime.ops import outputs, runs, serve
+from flashgen.runtime.ops import helpers, outputs, runs, serve
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import handle_for
 from tests.db.samples import H100, RTX_4090
@@ -149,6 +149,16 @@ def test_a_warm_up_for_lengths_takes_what_serves_them(gpu: FakeGpu, ladder: Ladd
     assert flashgen.warmup([CAUSAL], seqlens=[]) == 1
     assert flashgen.warmup([]) == 0
     assert len(gpu.compiled) == 2, "what is compiled stays"
+
+
+def test_warmup_compiles_helpers_where_they_are_asked_for(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[str] = []
+    monkeypatch.setattr(helpers, "warm", lambda helper, index: warmed.append(helper.id))
+    count = flashgen.warmup([KEY])
+    assert warmed == []
+    assert flashgen.warmup([KEY], training=True, helpers=True) > count
+    assert sorted(set(warmed)) == ["append_kv", "merge_states"]
+    assert len(warmed) == 9
 
 
 def test_a_warm_up_can_include_offset_tensors(gpu: FakeGpu) -> None:

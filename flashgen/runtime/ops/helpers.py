@@ -85,7 +85,7 @@ def _compiled(helper: HelperKernel, device: Device, index: int, *, is_warming: b
     if settings().no_compile and not is_warming:
         raise BuildError(
             f"FLASHGEN_NO_COMPILE forbids compiling outside warmup, and {helper.id} for {helper.key} is not compiled; "
-            "make this call once where compiling is allowed: later processes find the kernel on disk"
+            "call flashgen.warmup with helpers=True, or make this call once where compiling is allowed"
         )
     compiled = build.compile_helper(helper, device)
     binaries.write_helper(compiled, helper)
