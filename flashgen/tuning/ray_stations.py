@@ -235,6 +235,7 @@ def _connected(address: str) -> Any:
     """The module ray, connected to a cluster."""
     # a cluster that does not answer costs seconds and not minutes; one that is started here is nobody else's
     set_unless_given(RAY_NUM_REDIS_GET_RETRIES="3", RAY_py_gcs_connect_timeout_s="5")
+    set_unless_given(RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")  # what it will be, and says so at each start
     if address == LOCAL:
         set_unless_given(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
     _check_port(address)
@@ -253,6 +254,8 @@ def _connected(address: str) -> Any:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # ray sets one that ends the process
+    # else ray prints what its daemons say of lost actors to standard output, between our lines
+    ray._private.worker._worker_logs_enabled = False
     return ray
 
 
@@ -311,5 +314,6 @@ def _ready(opened: Sequence[RayStation]) -> list[RayStation]:
 
 
 def _reason(error: BaseException) -> str:
+    """The last line, which has the reason, up to details of Ray's own processes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[-1:]) or type(error).__name__
+    return " ".join(lines[-1:]).partition(" Worker exit type")[0] or type(error).__name__
