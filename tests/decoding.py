@@ -91,6 +91,8 @@ def _paged(k: torch.Tensor, v: torch.Tensor, case: Case, order: int) -> tuple[to
     table = torch.tensor([STALE[i % 3] for i in range(batch * columns)], dtype=torch.int32).view(batch, columns)
     pages = [torch.full((total, page, *cache.shape[2:]), math.nan, dtype=cache.dtype) for cache in (k, v)]
     for b, length in enumerate(case.lens):
+        if not length:
+            table[b, 0] = STALE[1]  # read, and not believed: nothing of the page is
         for column in range(-(-length // page)):
             here, keys = ids.pop(), slice(column * page, min((column + 1) * page, length))
             if keys.stop > first_visible(case, b):

@@ -28,6 +28,7 @@ class DecodeShape:
         k_strides: of the keys' cache.
         v_strides: of the values' cache.
         o_strides: of the output.
+        num_pages: pages of the caches.
         table_stride: elements from one sequence's page ids to the next one's.
         window_left: keys that a query sees before its own place.
         window_right: keys that it sees behind it; 0 is causal.
@@ -51,6 +52,7 @@ class DecodeShape:
     v_strides: Strides
     o_strides: Strides
     table_stride: int = 0
+    num_pages: int = 0
     window_left: int
     window_right: int
     split_size: int = 0
@@ -68,13 +70,16 @@ class DecodeShape:
 
     @property
     def sizes(self) -> Sizes:
-        """What configs are chosen by. Where bits may not depend on the batch, lengths are unknown (0)."""
+        """What configs are chosen by, with the keys that queries see at most.
+
+        Where bits may not depend on the batch, lengths are unknown (0).
+        """
         return Sizes(
             batch=self.batch,
             nheads=self.nheads,
             nheads_k=self.nheads_k,
             seqlen_q=self.seqlen_q,
-            seqlen_k=0 if self.split_size else self.seqlen_k,
+            seqlen_k=0 if self.split_size else min(self.seqlen_k, self.window_left + self.seqlen_q),
         )
 
 
@@ -128,7 +133,7 @@ class DecodeNumbers:
         return cls(values=values, programs=(grid, merging), part_rows=slots * tile_rows, splits=splits)
 
 
-_SAME = ("batch", "nheads_k", "seqlen_q", "seqlen_k", "window_left", "window_right")
+_SAME = ("batch", "nheads_k", "seqlen_q", "seqlen_k", "window_left", "window_right", "num_pages")
 
 
 def _scales(shape: DecodeShape) -> dict[str, float]:

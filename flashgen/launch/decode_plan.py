@@ -1,8 +1,9 @@
 """Plans of decode configs: both kernels on the current stream, with nothing but pointers left to be written.
 
 Unlike the plans of passes they know no lengths, so one launch that a CUDA graph has captured serves all of them, and a
-batch of a new size costs the packing of its numbers. What the first kernel leaves for the second comes from torch's
-allocator at each call: inside a graph it belongs to the graph, on another stream to that stream.
+batch of a new size costs the packing of its numbers. What the first kernel leaves for the second lies in memory that
+all calls on a stream share, one after the other. Inside of a graph it comes from torch's allocator and belongs to the
+graph: two graphs that were captured on one stream may be replayed on two.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class DecodePlan:
             (start + WORD_BYTES * config, function, start + WORD_BYTES * addresses, None)
             for (config, addresses), function in zip(starts, self._functions, strict=False)
         ]
-        streams, lock = [config + STREAM_WORD for config, _ in starts], threading.Lock()
+        streams = [config + STREAM_WORD for config, _ in starts]
         pack, launch_kernel = (
             struct.Struct(f"<{len(POINTERS) + len(SCRATCH)}Q").pack_into,
             driver.library().cuLaunchKernelEx,
@@ -83,8 +84,8 @@ class DecodePlan:
 
         def launch(pointers: tuple[int, ...], beside: torch.Tensor, stream: int) -> None:
             nonlocal last_stream
-            scratch, pieces = memory(beside)  # kept until both kernels are in the stream's queue
-            with lock:
+            with _LOCK:
+                scratch, pieces = memory(beside, stream)  # kept until both kernels are in the stream's queue
                 pack(words, 0, *pointers, *pieces)
                 if stream != last_stream:
                     for word in streams:
@@ -101,8 +102,17 @@ class DecodePlan:
         return launch
 
 
-_MakeScratch = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, int, int]]]
-"""Allocates what the kernels share, on the device of a tensor: the memory, and the addresses of its pieces."""
+_MakeScratch = Callable[[torch.Tensor, int], tuple[torch.Tensor, tuple[int, int, int]]]
+"""What the kernels share, on the device of a tensor and a stream: the memory, and the addresses of its pieces."""
+
+_LOCK = threading.Lock()
+"""Held for both kernels of a call: no other one on their stream comes between them."""
+
+_SHARED: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+"""Memory by torch's index of a GPU and a stream, and its address."""
+
+LARGEST_SHARED = 2**23
+"""fp32 numbers of memory that is kept: 32 MiB."""
 
 
 def _scratch_maker(numbers: DecodeNumbers, head_dim_v: int) -> _MakeScratch:
@@ -111,12 +121,20 @@ def _scratch_maker(numbers: DecodeNumbers, head_dim_v: int) -> _MakeScratch:
     total = second + SPLIT_NUMBERS * numbers.splits
     float32 = torch.float32
 
-    def make(beside: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        memory = beside.new_empty(total, dtype=float32)
-        start = memory.data_ptr()
+    def make(beside: torch.Tensor, stream: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        where = (beside.get_device(), stream)
+        memory, start = _SHARED.get(where, _NONE)
+        if memory.numel() < total or torch.cuda.is_current_stream_capturing():
+            memory = beside.new_empty(total, dtype=float32)
+            start = memory.data_ptr()
+            if total <= LARGEST_SHARED and not torch.cuda.is_current_stream_capturing():
+                _SHARED[where] = memory, start
         return memory, (start, start + 4 * first, start + 4 * second)
 
     return make
+
+
+_NONE = (torch.empty(0), 0)
 
 
 def _filled(
@@ -153,7 +171,7 @@ def _through_triton(parts: tuple[CompiledPart, ...], numbers: DecodeNumbers, mem
     """The same through Triton's own launcher, for a parameter layout that is not the known one."""
 
     def launch(pointers: tuple[int, ...], beside: torch.Tensor, stream: int) -> None:
-        scratch, pieces = memory(beside)
+        scratch, pieces = memory(beside, stream)
         known = numbers.values | dict(zip((*POINTERS, *SCRATCH), (*pointers, *pieces), strict=True))
         for part, programs in zip(parts, numbers.programs, strict=True):
             if programs:

@@ -23,22 +23,33 @@ PDL_CAPABILITY = 90
 """From here on a kernel may be scheduled before the one in front of it has ended."""
 
 
+WIDE = {"block_n": 128, "num_warps": 8, "num_stages": 3, "per_sm": 1, "slack": 4}
+USUAL = {"block_n": 64, "num_warps": 4, "num_stages": 3, "per_sm": 2, "slack": 4}
+MANY = {**USUAL, "slack": 16}
+SCATTERED_ONE = {"block_n": 32, "num_warps": 4, "num_stages": 4, "per_sm": 2, "slack": 4}
+SCATTERED_FEW = {**SCATTERED_ONE, "per_sm": 3}
+SCATTERED_MANY = {"block_n": 32, "num_warps": 2, "num_stages": 3, "per_sm": 4, "slack": 4}
+NARROW_MANY = {**USUAL, "num_stages": 4, "slack": 16}
+NARROW_PAGES = {**USUAL, "per_sm": 3, "slack": 16}
+HIGH = {"block_n": 32, "num_warps": 4, "num_stages": 3, "per_sm": 2, "slack": 4}
+HIGH_AND_WIDE = {"block_n": 32, "num_warps": 8, "num_stages": 3, "per_sm": 1, "slack": 4}
+"""Tiles and programs by what won on an H200 at heads of 128: few pairs of sequence and key head over contiguous caches;
+over pages that hold whole tiles; pages that do not; heads of 64; 64 query rows of a key head; heads of 256."""
+
+SHORT = 256
+"""Keys up to which a sequence is so short that small tiles waste least."""
+
+
 def default_config(spec: Specialization, device: Device) -> Config:
     """A config that is valid wherever the family applies, for batches of any size and up to 16 query rows."""
-    width = padded(spec.head_dim) + padded(spec.head_dim_v)
     knobs: dict[str, int | str | bool] = {
+        **(USUAL if _width(spec) <= 256 else HIGH),
         "block_m": BLOCK_MS[0],
-        "block_n": 64 if width <= 256 else 32,
-        "num_warps": 4,
-        "num_stages": 3 if device.is_nvidia else 2,
-        "per_sm": 2,
         "min_tiles": 1,
-        "slack": 4,
         "batch_pad": BATCH_PADS[-1],
         "overhead": 4,
         "partials": 32 if padded(spec.head_dim_v) <= 128 else 16,
         "reduce_warps": 1,
-        "prefetch": False,
         "page_ids": "asm" if device.is_nvidia else "load",
         "pdl": device.capability >= PDL_CAPABILITY,
         "maxnreg": 0,
@@ -47,15 +58,39 @@ def default_config(spec: Specialization, device: Device) -> Config:
 
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """The same for the query rows and the batch of a call; neither changes the order of a sum over keys."""
-    rows, width = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k), padded(spec.head_dim) + padded(spec.head_dim_v)
-    block_ms = [size for size in BLOCK_MS if size * width <= MAX_TILE]
+    """The same at the sizes of a call; without lengths (`sizes.seqlen_k` 0) no sum over keys depends on its batch."""
+    rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
+    block_ms = [size for size in BLOCK_MS if size * _width(spec) <= MAX_TILE]
     block_m = next((size for size in block_ms if rows <= size), block_ms[-1])
     batch_pad = next((size for size in BATCH_PADS if sizes.batch <= size), BATCH_PADS[-1])
-    config = config.replace(block_m=block_m, batch_pad=batch_pad)
-    if block_m > BLOCK_MS[0] and width > 128:
-        config = config.replace(num_warps=8, per_sm=1)  # with four warps their registers spill
+    pairs = sizes.batch * sizes.nheads_k * -(-rows // block_m)
+    config = config.replace(block_m=block_m, batch_pad=batch_pad, **_tiles(spec, block_m, pairs, sizes, device))
     return _fitting(spec, config, device)
+
+
+def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device: Device) -> dict[str, int]:
+    """What of a config follows from the query rows, and the number and length of pairs of sequence and key head."""
+    width, page = _width(spec), spec.page_size
+    if width > 256:
+        return HIGH if block_m == BLOCK_MS[0] else HIGH_AND_WIDE
+    if block_m == BLOCK_MS[-1] and width > 128:
+        return HIGH
+    if not sizes.seqlen_k or block_m > BLOCK_MS[0]:
+        return USUAL
+    is_many, is_scattered = pairs > device.num_sms, bool(page and page % USUAL["block_n"])
+    if is_many and sizes.seqlen_k <= SHORT:
+        return SCATTERED_MANY
+    if width <= 128:
+        return USUAL if not is_many else NARROW_PAGES if page else NARROW_MANY
+    if is_scattered:
+        return SCATTERED_MANY if is_many else SCATTERED_FEW if 4 * pairs > device.num_sms else SCATTERED_ONE
+    if page:
+        return MANY if is_many else USUAL
+    return MANY if is_many else WIDE
+
+
+def _width(spec: Specialization) -> int:
+    return padded(spec.head_dim) + padded(spec.head_dim_v)
 
 
 def _fitting(spec: Specialization, config: Config, device: Device) -> Config:
@@ -66,6 +101,8 @@ def _fitting(spec: Specialization, config: Config, device: Device) -> Config:
         {"block_n": 32},
         {"block_n": 16},
     )
+    if not device.is_nvidia:
+        config = config.replace(num_stages=min(config.integer("num_stages"), 2))
     for changes in smaller:
         if why_too_large(spec, config, device) is None:
             return config

@@ -41,7 +41,6 @@ KNOBS = (
     Knob(name="partials", values=(8, 16, 32, 64), meaning="partial results that the merge reads at once"),
     Knob(name="reduce_warps", values=(1, 2, 4), meaning="warps of a program of the merge"),
     Knob(name="page_ids", values=("asm", "load"), meaning="page ids hidden from the software pipeliner, or seen by it"),
-    Knob(name="prefetch", values=(False, True), meaning="the first keys of a sequence are fetched before its queries"),
     Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended"),
     Knob(name="maxnreg", values=(0, 128, 168), meaning="register limit of a thread; 0 is none"),
 )
@@ -63,8 +62,6 @@ def _invalid(spec: Specialization, config: Config, device: Device) -> str | None
         return f"no kernel of {device.arch} is scheduled before the one in front of it has ended"
     if config["page_ids"] == "asm" and not device.is_nvidia:
         return "inline assembly is NVIDIA's"
-    if config["prefetch"] and not device.is_nvidia:
-        return "the prefetch is NVIDIA's"
     if config["maxnreg"] and not device.is_nvidia:
         return "maxnreg exists on NVIDIA only"
     if config.integer("num_stages") > 2 and not device.is_nvidia:
@@ -110,7 +107,7 @@ def _main_parameters(spec: Specialization) -> tuple[Parameter, ...]:
     found += _scores(spec)
     found += _integers("batch", "nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "grid")
     found += _integers("split_tiles", "pair_units", "window_left", "window_right", "has_leftpad", "lse_rows")
-    found += _strides("table") if spec.page_size else _integers("has_batch_idx")
+    found += [*_integers("num_pages"), *_strides("table")] if spec.page_size else _integers("has_batch_idx")
     return (*found, *_strides("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh"))
 
 
@@ -145,8 +142,8 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
     page = spec.page_size or 0
     tensors = ("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh")
     scales = ["softcap_rate", "softcap_scale_log2"] if spec.softcap else ["softmax_scale_log2"]
-    places = ["acc", "l_i", "m_i", "q", "k_base", "v_base", "table" if page else "cache_row", "tile"]
-    places += ["first", "end", "low", "limit", *(["position", "slope"] if spec.alibi else []), *scales]
+    places = ["acc", "l_i", "m_i", "q", "k_base", "v_base", *(["table", "num_pages"] if page else ["cache_row"])]
+    places += ["tile", "first", "end", "low", "limit", *(["position", "slope"] if spec.alibi else []), *scales]
     return {
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,

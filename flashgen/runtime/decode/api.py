@@ -9,9 +9,8 @@ from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
-from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.decode.op import OP
-from flashgen.runtime.decode.runs import run
+from flashgen.runtime.decode.runs import attend
 from flashgen.runtime.ops.schemas import SERVED
 
 
@@ -124,22 +123,9 @@ def attention_decode(
     if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
         features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     if is_dynamo_compiling():
-        options = (block_table, causal, softmax_scale, leftpad, batch_idx, fixed_split_size, return_lse)
-        found: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *options, *SERVED.flat(features))
+        given = (block_table, causal, softmax_scale, leftpad, batch_idx, fixed_split_size, return_lse)
+        found: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *SERVED.flat(features))
         return found if return_lse else found[0]
-    call = DecodeCall(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        seqlens=seqlens,
-        block_table=block_table,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        features=features,
-        leftpad=leftpad,
-        batch_idx=batch_idx,
-        fixed_split_size=fixed_split_size,
-        return_lse=return_lse,
-    )
-    out, lse = run(call)
+    options = (leftpad, batch_idx, fixed_split_size, return_lse)
+    out, lse = attend(q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features, *options)
     return out if lse is None else (out, lse)

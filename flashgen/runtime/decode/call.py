@@ -107,6 +107,7 @@ class CheckedDecode:
             k_strides=_strides(call.k_cache),
             v_strides=_strides(call.v_cache),
             o_strides=_strides(out),
+            num_pages=0 if table is None else call.k_cache.shape[0],
             table_stride=0 if table is None else table.stride(0),
             window_left=left,
             window_right=right,

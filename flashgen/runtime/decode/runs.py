@@ -6,7 +6,7 @@ page ids and what they index never reach the host.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ import torch
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError, UnsupportedError
+from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
 from flashgen.launch.decode_plan import POINTERS, DecodePlan, Launch
-from flashgen.launch.feature_arguments import TENSORS
+from flashgen.launch.feature_arguments import NO_FEATURES, TENSORS
 from flashgen.launch.plan import EmptyPlan
 from flashgen.runtime.argument_types import UNEXPECTED
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
@@ -30,11 +31,15 @@ MAX_BATCH = 1024
 
 MEMO_LIMIT = 8192
 
-MEMO: dict[tuple[Any, ...], Launch | None] = {}
+MEMO: dict[tuple[Any, ...], Any] = {}
 """Launches by key; None where there is no key to attend to, and so nothing to launch."""
 
 NUMBERS_OF_HEADS = tuple(TENSORS[name] for name in POINTERS if name in TENSORS)
 """What finds the tensors of features that kernels may read, in the order of `POINTERS`, whose last ones they are."""
+
+_FIELDS = tuple(field.name for field in fields(DecodeCall))
+_NO_NUMBERS = (None,) * len(NUMBERS_OF_HEADS)
+_UNKNOWN = object()
 
 _PLANS: dict[tuple[Specialization, Config, int], DecodePlan] = {}
 
@@ -49,28 +54,66 @@ def run(call: DecodeCall, config: Config | None = None) -> tuple[torch.Tensor, t
     Raises:
         WorkloadError, UnsupportedError, BuildError, LaunchError: as `flashgen.attention_decode`.
     """
+    arguments: Any = (*_arguments(call), config)
+    return attend(*arguments)
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    causal: bool,
+    softmax_scale: float | None,
+    features: Features,
+    leftpad: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    fixed_split_size: int | None,
+    return_lse: bool,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`run` with the fields of a `DecodeCall` in order: to make one costs as much as to find a launch."""
+    given = (q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features)
+    others = (leftpad, batch_idx, fixed_split_size, return_lse)
     try:
-        q = call.q
-        out = empty_output(q, call.v_cache, bshd=True)
-        lse = empty_lse(q, bshd=True) if call.return_lse else None
+        out = empty_output(q, v_cache, bshd=True)
+        lse = empty_lse(q, bshd=True) if return_lse else None
         if q.shape[0] <= MAX_BATCH:
-            _launch(call, out, lse, config)
-        else:
-            check_decode_tensors(call)
-            for start in range(0, q.shape[0], MAX_BATCH):
-                rows = slice(start, start + MAX_BATCH)
-                _launch(_part(call, rows), out[rows], None if lse is None else lse[rows], config)
+            _launch(*given, *others, out, lse, config)
+            return out, lse
+        call = _call_of((*given, *others))
+        check_decode_tensors(call)
+        for start in range(0, q.shape[0], MAX_BATCH):
+            rows = slice(start, start + MAX_BATCH)
+            written = (out[rows], None if lse is None else lse[rows], config)
+            part: Any = (*_arguments(_part(call, rows)), *written)
+            _launch(*part)
     except UNEXPECTED as error:
         if not isinstance(error, FlashgenError):
-            check_decode_tensors(call)
+            check_decode_tensors(_call_of((*given, *others)))
         raise
     return out, lse
 
 
-def _launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, config: Config | None) -> None:
-    q, k, v, lens = call.q, call.k_cache, call.v_cache, call.seqlens
-    table, leftpad, batch_idx, features = call.block_table, call.leftpad, call.batch_idx, call.features
-    numbers = [of(features) for of in NUMBERS_OF_HEADS]
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lens: torch.Tensor,
+    table: torch.Tensor | None,
+    causal: bool,
+    softmax_scale: float | None,
+    features: Features,
+    leftpad: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    split: int | None,
+    return_lse: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config | None,
+) -> None:
+    numbers = _NO_NUMBERS if features is NO_FEATURES else [of(features) for of in NUMBERS_OF_HEADS]
     index = q.get_device()
     pointers = (
         q.data_ptr(),
@@ -99,24 +142,26 @@ def _launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, confi
         v.stride(),
         v.dtype,
         v.get_device(),
-        *[_layout(tensor) for tensor in (lens, table, leftpad, batch_idx, *numbers)],
-        call.causal,
-        call.softmax_scale,
-        tuple(features.window),
-        features.softcap,
-        call.fixed_split_size,
-        lse is None,
+        lens.shape,
+        lens.stride(),
+        lens.dtype,
+        lens.get_device(),
+        None if table is None else (table.shape, table.stride(), table.dtype, table.get_device()),
+        None if leftpad is None else _layout(leftpad),
+        None if batch_idx is None else _layout(batch_idx),
+        None if features is NO_FEATURES else (features.window, features.softcap, *map(_layout, numbers)),
+        causal,
+        softmax_scale,
+        split,
+        return_lse,
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )
-    try:
-        launch = MEMO[key]
-    except KeyError:
-        launch = _prepared(call, out, config)
-        if len(MEMO) >= MEMO_LIMIT:
-            MEMO.clear()
-        MEMO[key] = launch
-    if settings().checks:
-        check_contents(call)
+    launch = MEMO.get(key, _UNKNOWN)
+    if launch is _UNKNOWN or settings().checks:
+        call = _call_of((q, k, v, lens, table, causal, softmax_scale, features, leftpad, batch_idx, split, return_lse))
+        launch = _remembered(key, call, out, config)
+        if settings().checks:
+            check_contents(call)
     if launch is None:
         EmptyPlan()(q, k, v, out, lse, features=features)
     elif index == torch._C._cuda_getDevice():
@@ -126,8 +171,26 @@ def _launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, confi
             launch(pointers, q, torch._C._cuda_getCurrentRawStream(index))
 
 
+def _remembered(key: tuple[Any, ...], call: DecodeCall, out: torch.Tensor, config: Config | None) -> Any:
+    launch = MEMO.get(key, _UNKNOWN)
+    if launch is _UNKNOWN:
+        launch = _prepared(call, out, config)
+        if len(MEMO) >= MEMO_LIMIT:
+            MEMO.clear()
+        MEMO[key] = launch
+    return launch
+
+
 def _layout(tensor: torch.Tensor | None) -> object:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+
+
+def _call_of(arguments: tuple[Any, ...]) -> DecodeCall:
+    return DecodeCall(**dict(zip(_FIELDS, arguments, strict=True)))
+
+
+def _arguments(call: DecodeCall) -> tuple[Any, ...]:
+    return tuple(getattr(call, name) for name in _FIELDS)
 
 
 def _prepared(call: DecodeCall, out: torch.Tensor, config: Config | None) -> Launch | None:
