@@ -51,6 +51,7 @@ FILES = (
     "forward_backward.csv",
     "data.csv",
     "models.csv",
+    "decode.csv",
     "features.csv",
     "memory.csv",
     "overhead.csv",

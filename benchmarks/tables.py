@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.data_tables import data_parts
+from benchmarks.decode_tables import decode_parts
 from benchmarks.io_tables import io_parts
 from benchmarks.markdown import by_workload, image, mean, provenance, table_row, variants
 from benchmarks.memory import MEMORY_SUITE, fit_of
@@ -50,6 +51,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
     parts += data_parts(device_slug, rows, charts)
     parts += training_parts(device_slug, rows, charts)
     parts += model_parts(rows)
+    parts += decode_parts(rows)
     if any(row.suite == FEATURES_SUITE for row in rows):
         parts += ["### Features", _features_text(rows), _features_table(rows)]
     if any(row.suite == WINDOW_SUITE for row in rows):

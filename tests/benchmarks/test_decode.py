@@ -6,6 +6,7 @@ import torch
 
 from benchmarks import decode
 from benchmarks.decode_cases import IMPLS, ONE_LONG, RAMP, STEPS, Step, caches, flashgen_options
+from benchmarks.decode_tables import decode_parts
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.launch.feature_arguments import NO_FEATURES
@@ -56,3 +57,21 @@ def test_peers_say_what_they_lack() -> None:
     assert "no lengths" in str(reasons["sdpa-cudnn"])
     assert "longer" in str(reasons["flashgen-fixed"])
     assert [step.workload.page_size for step in decode.selected(["*-page16-*"])].count(16) > 3
+
+
+def test_the_table_has_a_line_for_each_step() -> None:
+    times = {"flashgen": 0.02, "sdpa-cudnn": 0.01}
+    impls = [impl for impl in IMPLS if impl.name in times]
+    rows = [
+        decode.row_of(step, impl, [Window(ms=times[impl.name])], SHARED)
+        for step in (STEPS[1], STEPS[20])
+        for impl in impls[: 1 + (step is STEPS[1])]
+    ]
+    title, text, table = decode_parts(rows)
+    assert title == "### Decoding"
+    assert "0.50 of the speed of SDPA cuDNN on 1 steps" in text
+    assert table.splitlines()[2:] == [
+        "| 1 x 8192 | 32/8 | 128 | contiguous | - | 20.0 | 10.0 | 1678 |",
+        "| 64 x 1 to 8192 | 32/8 | 128 | pages of 16 | - | 20.0 | - | 53687 |",
+    ]
+    assert decode_parts([]) == []
