@@ -49,6 +49,7 @@ class AppendSpec:
         return f"{self.dtype}-{dims}-{self.place}{rotary}" + ("" if self.aligned16 else "-unaligned")
 
 
+NUM_WARPS = 2
 TILE_ELEMENTS = 1024
 """Of a tile of keys: 16 for each thread, so two loads of 16 bytes."""
 
@@ -78,6 +79,7 @@ def append_kernel(spec: AppendSpec) -> HelperKernel:
         key=spec.key,
         parameters=_parameters(spec),
         rows=rows_of_tile(max(columns), TILE_ELEMENTS),
+        num_warps=NUM_WARPS,
         values=tuple(values.items()),
     )
 

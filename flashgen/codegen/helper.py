@@ -13,9 +13,6 @@ from flashgen.codegen.render import KernelSource, render_template
 from flashgen.core.device import Device
 
 DTYPES = ("bf16", "fp16", "fp32")
-NUM_WARPS = 2
-"""Few, because these kernels wait for memory and hide that by many programs on an SM."""
-
 MOST_ROWS = 64
 
 
@@ -28,6 +25,7 @@ class HelperKernel:
         key: what is compiled in, in words.
         parameters: the run-time parameters, in order.
         rows: what a program takes.
+        num_warps: of a program.
         values: what the template receives beside them, by name.
     """
 
@@ -35,12 +33,13 @@ class HelperKernel:
     key: str
     parameters: tuple[Parameter, ...] = field(compare=False)
     rows: int = field(compare=False)
+    num_warps: int = field(compare=False)
     values: tuple[tuple[str, object], ...] = field(compare=False)
 
     @property
     def kernel(self) -> KernelSpec:
         """How it is compiled; each launch says its programs."""
-        options = CompileOptions(num_warps=NUM_WARPS, num_stages=1)
+        options = CompileOptions(num_warps=self.num_warps, num_stages=1)
         return KernelSpec(entry=self.id, parameters=self.parameters, options=options, programs=_of_the_call)
 
 
@@ -62,7 +61,7 @@ def render_helper(helper: HelperKernel) -> KernelSource:
         command=f"flashgen.{helper.id} ({helper.key})",
         parameters=kernel.names,
         do_not_specialize=kernel.do_not_specialize,
-        num_warps=NUM_WARPS,
+        num_warps=helper.num_warps,
         rows=helper.rows,
         **dict(helper.values),
     )

@@ -13,7 +13,8 @@ ID = "merge_states"
 MOST_SEPARATE = 4
 """Tensors that a kernel takes one by one; more of them are stacked first."""
 
-TILE_BYTES = 1024
+NUM_WARPS = 4
+TILE_BYTES = 2048
 """Of a tile of one state: 16 for each thread, since several states are loaded before the first is needed."""
 
 STATES_IN_FLIGHT = 4
@@ -62,6 +63,7 @@ def merge_kernel(spec: MergeSpec) -> HelperKernel:
         key=spec.key,
         parameters=_parameters(spec),
         rows=rows_of_tile(columns, TILE_BYTES // DTYPE_BYTES[spec.dtype]),
+        num_warps=NUM_WARPS,
         values=tuple(values.items()),
     )
 

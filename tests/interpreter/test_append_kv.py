@@ -186,7 +186,10 @@ def test_queries_are_rotated_beside_keys(q_causal: bool, interleaved: bool) -> N
     q = randn(BATCH, rows_q, heads_q, DIM, seed=2)
     given = q.clone()
     cos, sin = angles(16, torch.float32)
-    lengths, positions = [0, 9, 40], torch.tensor([0, 4, 30], dtype=torch.int32)
+    lengths, positions = (
+        [0, 9, 40],
+        torch.tensor([0, 4, CAPACITY - 2], dtype=torch.int32),
+    )  # the last runs past the table
     found = flashgen.append_kv(
         k,
         v,
@@ -204,11 +207,11 @@ def test_queries_are_rotated_beside_keys(q_causal: bool, interleaved: bool) -> N
     assert found.shape == q.shape
     for b, first in enumerate(positions.tolist()):
         for i in range(rows_q):
-            at = first + (i if q_causal else 0)
+            at = min(first + (i if q_causal else 0), CAPACITY - 1)
             expected = rotated(q[b, i], cos, sin, at, interleaved=interleaved)
             torch.testing.assert_close(found[b, i].double(), expected, rtol=1e-6, atol=1e-6)
         for i in range(NEW):
-            expected = rotated(k[b, i], cos, sin, first + i, interleaved=interleaved)
+            expected = rotated(k[b, i], cos, sin, min(first + i, CAPACITY - 1), interleaved=interleaved)
             torch.testing.assert_close(cache.k[b, lengths[b] + i].double(), expected, rtol=1e-6, atol=1e-6)
 
 

@@ -12,12 +12,13 @@ import torch
 from flashgen.codegen.append_kv import AppendSpec, append_kernel
 from flashgen.codegen.build import CompiledKernel, compile_helper
 from flashgen.codegen.helper import HelperKernel
+from flashgen.codegen.merge_states import MergeSpec, merge_kernel
 from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError, LaunchError
 from flashgen.core.settings import settings
 from flashgen.launch import binaries, bundles
 from flashgen.launch.helper_launch import helper_launcher
-from flashgen.runtime.ops import append, helpers, serve
+from flashgen.runtime.ops import append, helpers, merging, serve
 from flashgen.runtime.ops.append_rules import AppendArguments
 from tests.fakes.driver import FakeDriver
 from tests.launch.conftest import Streams
@@ -117,6 +118,33 @@ def test_caches_that_overlap_are_refused_at_every_call(on_gpu: FakeDriver) -> No
         with pytest.raises(ValueError, match=r"v_cache shares no memory with k, v, q .*, got one with k"):
             append.append(given._replace(k=given.v_cache[:BATCH, :NEW]))
         append.append(given)
+    assert len(on_gpu.launches) == 2
+
+
+def test_rows_of_states_are_merged_in_the_order_of_memory(on_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "_MEMO", {})
+    monkeypatch.setattr(merging, "_remembered", merging._MEMO.get)
+    spec = MergeSpec(dtype="bf16", out_dtype="bf16", head_dim=DIM)
+    on_gpu.parameters = merge_kernel(spec).parameters
+    outs, lses = torch.zeros(3, BATCH, 5, 4, DIM, dtype=torch.bfloat16), torch.zeros(3, BATCH, 4, 5)
+    for given, layout in ((outs, "bshd"), (outs.transpose(2, 3), "bhsd")):
+        out, lse = merging.merge(given, lses, layout)
+        assert (out.stride(), lse.stride()) == (given[0].stride(), (20, 5, 1))
+    for done in on_gpu.launches:
+        found = done.values
+        assert [found[name] for name in ("num_rows", "inner_size", "middle_size", "num_states")] == [
+            BATCH * 20,
+            4,
+            5,
+            3,
+        ]
+        for name, strides in {
+            "state": (20 * DIM, 4 * DIM, DIM),
+            "lses": (20, 1, 5),
+            "o": (20 * DIM, 4 * DIM, DIM),
+        }.items():
+            assert tuple(found[f"stride_{name}_{axis}"] for axis in ("outer", "middle", "inner")) == strides
+        assert (found["stride_state_next"], found["stride_lses_next"]) == (BATCH * 20 * DIM, BATCH * 20)
     assert len(on_gpu.launches) == 2
 
 
