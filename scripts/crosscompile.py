@@ -56,11 +56,12 @@ WGMMA_SHAPES: tuple[Shape, ...] = (
 """Of a forward pass where wgmma is, for which there are families of its own."""
 
 SHAPES: tuple[Shape, ...] = (("bf16", 64, False), ("bf16", 128, True), ("fp16", 256, True))
-"""Each head_dim once, with and without a mask, in both dtypes: of a forward pass for the other targets.
+"""Each head_dim once, with and without a mask, in both dtypes: for sm90, and in turn for the other targets.
 
-Other combinations of a head_dim with a mask take no other branch, and tests/codegen compiles them for every target with
-the Triton that the tests run with. A backward pass is several kernels: it has these shapes for sm90, and for each other
-target one of them with one family, in turn. Under `--few` a forward pass too has one for each other target.
+tests/codegen compiles every shape for every target with the Triton that the tests run with, so that every two of a
+shape, a target and a Triton meet. A forward pass has the second one, with both kinds of loads and a decoding step, and
+one more for each other target, under `--few` one alone. A backward pass is several kernels: each other target has one
+of the two families for all targets, for one shape.
 """
 
 FEATURES = (
@@ -134,6 +135,9 @@ HELPERS = (
 HELPER_TARGETS = ("sm80", "sm90", "gfx942")
 
 
+FUNCTION_TARGETS = ("sm86", "sm90", "sm100", "gfx1200")
+"""Of the oldest Triton; tests/codegen compiles functions for the others."""
+
 DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
 
 
@@ -188,11 +192,12 @@ def helper_jobs() -> list[HelperJob]:
 
 
 def jobs(rows: Rows, targets: list[str]) -> list[Job]:
-    """Every default for each target, with and without a mask; functions; features for some targets in turn."""
+    """Defaults for each target, with and without a mask; functions and features for some targets."""
     found = []
     for number, device in enumerate(map(find_device, targets)):
-        forward = WGMMA_SHAPES if device.has_wgmma else SHAPES
-        found += with_shapes(rows, device, number, forward) + with_functions(rows, device)
+        forward = WGMMA_SHAPES if device.has_wgmma else (SHAPES[1], SHAPES[number % 2 * 2])
+        found += with_shapes(rows, device, number, forward)
+        found += with_functions(rows, device) if device.arch in FUNCTION_TARGETS else []
     found += fullest(rows) if FULLEST[0] in targets else []
     return found + with_features(rows, [find_device(target) for target in targets])
 
@@ -235,6 +240,8 @@ def with_shapes(rows: Rows, device: Device, number: int, forward: tuple[Shape, .
     found = []
     for spec in specializations({"forward": forward, "backward": shapes_in_turn(device, number)}):
         chosen = serving(rows, spec, device)
+        if (spec.head_dim, spec.causal) not in {(head_dim, causal) for _, head_dim, causal in SHAPES}:
+            chosen = [row for row in chosen if unsupported(row, spec, find_device("sm80")) is not None]
         if spec.direction == "backward" and not device.has_wgmma and chosen:
             chosen = chosen[number % len(chosen) :][:1]
         for row in chosen:

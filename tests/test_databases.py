@@ -52,6 +52,13 @@ def test_an_older_file_becomes_one_that_can_be_shipped(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_every_device_has_a_folder() -> None:
+    """A file beside the folders would not be read."""
+    entries = sorted((ROOT / "tuning_db").iterdir())
+    assert [path.name for path in entries if path.is_file()] == ["README.md"]
+    assert all((path / "records.sqlite3").is_file() for path in entries if path.is_dir())
+
+
 def test_the_shipped_files_are_what_it_leaves(tmp_path: Path) -> None:
     copy = shutil.copytree(ROOT / "tuning_db", tmp_path / "tuning_db")
     assert databases.main([str(copy)]) == 0

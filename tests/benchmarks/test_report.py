@@ -23,6 +23,12 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the charts, which take matplotlib a second: for tests that look at none."""
+    monkeypatch.setattr(report, "draw", lambda devices, images, results: None)
+
+
 def run(place: Path, *more: str) -> int:
     return report.main(["--results", str(place / "results"), "--readme", str(place / "README.md"), *more])
 
@@ -48,6 +54,7 @@ def test_the_second_run_changes_nothing(place: Path) -> None:
     assert all(image.startswith(b"\x89PNG") and len(image) > 10_000 for image in images.values())
 
 
+@pytest.mark.usefixtures("text_alone")
 @pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
 def test_a_check_tells_which_page_differs(place: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(place)
@@ -59,6 +66,7 @@ def test_a_check_tells_which_page_differs(place: Path, name: str, capsys: pytest
     ]
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_everything_around_the_markers_stays(place: Path) -> None:
     run(place)
     text = (place / "README.md").read_text()
@@ -67,6 +75,7 @@ def test_everything_around_the_markers_stays(place: Path) -> None:
     assert "stale" not in text
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_the_readme_has_one_chart_and_a_line_for_each_group_of_workloads(place: Path) -> None:
     run(place)
     lines = (place / "README.md").read_text().splitlines()
@@ -92,6 +101,7 @@ def test_the_readme_has_one_chart_and_a_line_for_each_group_of_workloads(place: 
     assert lines[at + 8].startswith("Measured on Test GPU with torch 2.11.0, Triton 3.6.0, cuDNN 1.0, FA3 1.0, commit ")
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_the_readme_compares_with_the_fastest_peer_and_training_by_tokens(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(README)
     write_training(tmp_path / "results")
@@ -103,6 +113,7 @@ def test_the_readme_compares_with_the_fastest_peer_and_training_by_tokens(tmp_pa
     assert not any(line.startswith("![") for line in lines), "there is no forward pass to draw"
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_the_table_says_what_the_rows_say(place: Path) -> None:
     lines = tables(place).splitlines()
     assert lines[:3] == ["# Benchmarks", "", report.HEAD.splitlines()[2]]
@@ -118,6 +129,7 @@ def test_the_table_says_what_the_rows_say(place: Path) -> None:
     assert any(line.startswith("| FA3 | ") and line.endswith("| 0 of 35 |") for line in lines)
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_machine_versions_commit_and_day_come_from_the_rows(place: Path) -> None:
     text = tables(place)
     assert "on Test GPU with torch 2.11.0, Triton 3.6.0, cuDNN 1.0, FA3 1.0, commit 0123456789ab, 2026-11-20." in text
@@ -222,6 +234,7 @@ def test_encoders_in_training_have_their_tables_and_charts(tmp_path: Path) -> No
     assert run(tmp_path, "--check") == 0
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_standard_attention_that_is_recomputed_is_marked(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(README)
     write_training(tmp_path / "results")
