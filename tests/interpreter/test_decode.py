@@ -59,7 +59,7 @@ CASES = {
     "pages of 24": Case(lens=(23, 24, 25, 60), page=24, layout="interleaved", nheads=2, nheads_k=2),
     "more queries than keys": Case(lens=(0, 2, 5, 40), seqlen_q=5, nheads=6, nheads_k=2, options={"causal": True}),
     "all queries see all": Case(lens=(3, 40), seqlen_q=3, options={"softmax_scale": 0.3}),
-    "rows of two tiles": Case(lens=(5, 33), seqlen_q=9, nheads=16, nheads_k=2, options={"causal": True}),
+    "many rows": Case(lens=(5, 33), seqlen_q=3, nheads=16, nheads_k=2, options={"causal": True}),
     "window and sinks": Case(lens=(3, 64, 90, 0), sinks=True, page=16, options={"window": (20, 0)}),
     "window of both sides": Case(lens=(40, 7), seqlen_q=4, options={"window": (9, 1)}),
     "softcap and slopes": Case(lens=(50, 0, 18), alibi=True, options={"softcap": 3.0}),
@@ -75,10 +75,26 @@ def test_it_is_right_and_reads_nothing_that_is_hidden(name: str) -> None:
     assert_right(call, *interpreted(call))
 
 
+def test_rows_of_several_tiles_are_right() -> None:
+    call = make(CASES["many rows"])
+    assert_right(call, *interpreted(call, block_m=16))
+
+
 def test_fixed_splits_are_right() -> None:
     for pages, options in ((None, {"causal": True}), (16, {"window": (180, 0)}), (24, {"softcap": 5.0})):
         given = {**options, "fixed_split_size": 128}
-        call = make(Case(lens=(300, 0, 129, 7), seqlen_q=2, page=pages, sinks=True, head_dim=16, options=given))
+        call = make(
+            Case(
+                lens=(260, 0, 129, 7),
+                seqlen_q=2,
+                nheads=2,
+                nheads_k=1,
+                page=pages,
+                sinks=True,
+                head_dim=16,
+                options=given,
+            )
+        )
         assert_right(call, *interpreted(call))
 
 
