@@ -149,7 +149,7 @@ def cases_of(loads: str, folder: Path) -> list[Case]:
         Case(
             name=f"flashgen/bshd/{loads}", version=version, call=_attention_bshd, arguments=_same(_tensors(bshd=True))
         ),
-        *_launches(config, device),
+        *_launches(loads, config, device),
         *_sdpa_cases(same, f"/same-pointers/{loads}", f"/new-seqlen/{loads}"),
     ]
 
@@ -237,11 +237,11 @@ def new_seqlens(first: int = FIRST_SEQLEN, most: int = MOST_SEQLEN) -> Callable[
     return arguments
 
 
-def _launches(config: Config, device: Device) -> list[Case]:
+def _launches(loads: str, config: Config, device: Device) -> list[Case]:
     """The same kernel without flashgen's call: through the driver, `CompiledKernel[grid]`, and Triton's JIT."""
     import triton
 
-    spec, loads = SMALL.specialization, config["loads"]
+    spec = SMALL.specialization
     compiled = compile_kernel(spec, config, device)
     q, k, v = _tensors()
     out = torch.empty_like(q)
