@@ -39,8 +39,12 @@ ATTRIBUTE_WORDS = 9
 CONFIG_WORDS = ctypes.sizeof(driver.LaunchConfig) // WORD_BYTES
 STREAM_WORD = driver.LaunchConfig.stream.offset // WORD_BYTES
 
-Launch = Callable[[tuple[int, ...], torch.Tensor, int], None]
-"""Launches on a stream: the pointers of `POINTERS` (0 where absent), a tensor of the device, the stream's handle."""
+Launch = Callable[[tuple[int, ...], torch.Tensor, int, bool], None]
+"""Launches on a stream: the pointers of `POINTERS` (0 where absent), a tensor of the device, the stream's handle.
+
+The last one says whether memory may be kept for the next call. In graphs of torch.compile it may not: their memory is
+counted, and what is kept of it is an error.
+"""
 
 
 class DecodePlan:
@@ -82,10 +86,10 @@ class DecodePlan:
         )
         last_stream, context = -1, self._context
 
-        def launch(pointers: tuple[int, ...], beside: torch.Tensor, stream: int) -> None:
+        def launch(pointers: tuple[int, ...], beside: torch.Tensor, stream: int, keeps: bool = True) -> None:
             nonlocal last_stream
             with _LOCK:
-                scratch, pieces = memory(beside, stream)  # kept until both kernels are in the stream's queue
+                scratch, pieces = memory(beside, stream, keeps)  # kept until both kernels are in the stream's queue
                 pack(words, 0, *pointers, *pieces)
                 if stream != last_stream:
                     for word in streams:
@@ -102,7 +106,7 @@ class DecodePlan:
         return launch
 
 
-_MakeScratch = Callable[[torch.Tensor, int], tuple[torch.Tensor, tuple[int, int, int]]]
+_MakeScratch = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, tuple[int, int, int]]]
 """What the kernels share, on the device of a tensor and a stream: the memory, and the addresses of its pieces."""
 
 _LOCK = threading.Lock()
@@ -121,13 +125,14 @@ def _scratch_maker(numbers: DecodeNumbers, head_dim_v: int) -> _MakeScratch:
     total = second + SPLIT_NUMBERS * numbers.splits
     float32 = torch.float32
 
-    def make(beside: torch.Tensor, stream: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    def make(beside: torch.Tensor, stream: int, keeps: bool) -> tuple[torch.Tensor, tuple[int, int, int]]:
         where = (beside.get_device(), stream)
-        memory, start = _SHARED.get(where, _NONE)
-        if memory.numel() < total or torch.cuda.is_current_stream_capturing():
+        keeps = keeps and total <= LARGEST_SHARED and not torch.cuda.is_current_stream_capturing()
+        memory, start = _SHARED.get(where, _NONE) if keeps else _NONE
+        if memory.numel() < total:
             memory = beside.new_empty(total, dtype=float32)
             start = memory.data_ptr()
-            if total <= LARGEST_SHARED and not torch.cuda.is_current_stream_capturing():
+            if keeps:
                 _SHARED[where] = memory, start
         return memory, (start, start + 4 * first, start + 4 * second)
 
@@ -170,8 +175,8 @@ def _filled(
 def _through_triton(parts: tuple[CompiledPart, ...], numbers: DecodeNumbers, memory: _MakeScratch) -> Launch:
     """The same through Triton's own launcher, for a parameter layout that is not the known one."""
 
-    def launch(pointers: tuple[int, ...], beside: torch.Tensor, stream: int) -> None:
-        scratch, pieces = memory(beside, stream)
+    def launch(pointers: tuple[int, ...], beside: torch.Tensor, stream: int, keeps: bool = True) -> None:
+        scratch, pieces = memory(beside, stream, keeps)
         known = numbers.values | dict(zip((*POINTERS, *SCRATCH), (*pointers, *pieces), strict=True))
         for part, programs in zip(parts, numbers.programs, strict=True):
             if programs:

@@ -19,7 +19,7 @@ from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
 from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
-from flashgen.launch import driver, plan
+from flashgen.launch import decode_plan, driver, plan
 from flashgen.launch.decode_plan import POINTERS
 from flashgen.runtime.decode import api, runs
 from flashgen.runtime.decode.call import DecodeCall
@@ -46,6 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     runs.MEMO.clear()
     runs._PLANS.clear()
+    decode_plan._SHARED.clear()
     driver._primary_context.cache_clear()
     yield fake
     driver._primary_context.cache_clear()
@@ -98,11 +99,22 @@ def test_a_second_call_finds_its_launch_and_other_pointers_are_written(gpu: Fake
     case = Case(lens=(300, 0, 64), page=16)
     (first, _), (again, _) = run(gpu, make(case)), run(gpu, other := make(case, seed=3))
     assert len(runs.MEMO) == 1
+    assert first.values["PartO"] == again.values["PartO"]  # memory that the stream's calls share
     assert again.values["Q"] == other.q.data_ptr() != first.values["Q"]
     run(gpu, make(replace(case, lens=(300, 2))))
     assert len(runs.MEMO) == 2
     assert len(runs._PLANS) == 1
     assert len(gpu.loaded) == 2
+
+
+def test_a_graph_that_is_captured_has_memory_of_its_own(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make(Case(lens=(300, 0, 64), page=16))
+    ((first, _), shared) = run(gpu, call), dict(decode_plan._SHARED)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    (captured, _) = run(gpu, call)
+    assert first.values["PartO"] in {start for _, start in shared.values()}
+    assert captured.values["PartO"] not in {start for _, start in shared.values()}
+    assert shared.keys() == decode_plan._SHARED.keys() == {(-1, 7)}
 
 
 def test_the_merge_is_launched_where_keys_may_be_split_alone(gpu: FakeDriver) -> None:
@@ -144,6 +156,7 @@ def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: py
     out, lse = flashgen.attention_decode(*tensors, **named)
     assert (out.shape, lse.shape) == ((2, 1, 4, 32), (2, 4, 1))
     first, _ = gpu.launches
+    assert not decode_plan._SHARED
     assert call.features.sinks is not None
     assert (first.values["window_left"], first.values["Sinks"]) == (100, call.features.sinks.data_ptr())
     with FakeTensorMode() as mode:

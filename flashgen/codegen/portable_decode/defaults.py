@@ -28,13 +28,15 @@ USUAL = {"block_n": 64, "num_warps": 4, "num_stages": 3, "per_sm": 2, "slack": 4
 MANY = {**USUAL, "slack": 16}
 SCATTERED_ONE = {"block_n": 32, "num_warps": 4, "num_stages": 4, "per_sm": 2, "slack": 4}
 SCATTERED_FEW = {**SCATTERED_ONE, "per_sm": 3}
-SCATTERED_MANY = {"block_n": 32, "num_warps": 2, "num_stages": 3, "per_sm": 4, "slack": 4}
+SCATTERED_MANY = {"block_n": 64, "num_warps": 8, "num_stages": 3, "per_sm": 2, "slack": 16}
+BRIEF = {"block_n": 32, "num_warps": 2, "num_stages": 3, "per_sm": 4, "slack": 4}
 NARROW_MANY = {**USUAL, "num_stages": 4, "slack": 16}
 NARROW_PAGES = {**USUAL, "per_sm": 3, "slack": 16}
 HIGH = {"block_n": 32, "num_warps": 4, "num_stages": 3, "per_sm": 2, "slack": 4}
 HIGH_AND_WIDE = {"block_n": 32, "num_warps": 8, "num_stages": 3, "per_sm": 1, "slack": 4}
 """Tiles and programs by what won on an H200 at heads of 128: few pairs of sequence and key head over contiguous caches;
-over pages that hold whole tiles; pages that do not; heads of 64; 64 query rows of a key head; heads of 256."""
+over pages that hold whole tiles; pages that do not; short sequences; heads of 64; 64 query rows of a key head; heads
+of 256."""
 
 SHORT = 256
 """Keys up to which a sequence is so short that small tiles waste least."""
@@ -79,7 +81,7 @@ def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device:
         return USUAL
     is_many, is_scattered = pairs > device.num_sms, bool(page and page % USUAL["block_n"])
     if is_many and sizes.seqlen_k <= SHORT:
-        return SCATTERED_MANY
+        return BRIEF
     if width <= 128:
         return USUAL if not is_many else NARROW_PAGES if page else NARROW_MANY
     if is_scattered:

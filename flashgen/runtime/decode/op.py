@@ -38,7 +38,7 @@ def _call_of(given: tuple[Any, ...], named: dict[str, Any]) -> DecodeCall:
 
 def _run(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call_of(given, named)
-    out, lse = run(call)
+    out, lse = run(call, keeps=False)
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 

@@ -44,17 +44,20 @@ _UNKNOWN = object()
 _PLANS: dict[tuple[Specialization, Config, int], DecodePlan] = {}
 
 
-def run(call: DecodeCall, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    call: DecodeCall, config: Config | None = None, *, keeps: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The output of a call, and its LSE where it asks for one.
 
     Args:
         call: the arguments.
         config: what is launched; None lets the rule choose.
+        keeps: whether memory may be kept for the next call.
 
     Raises:
         WorkloadError, UnsupportedError, BuildError, LaunchError: as `flashgen.attention_decode`.
     """
-    arguments: Any = (*_arguments(call), config)
+    arguments: Any = (*_arguments(call), config, keeps)
     return attend(*arguments)
 
 
@@ -72,6 +75,7 @@ def attend(
     fixed_split_size: int | None,
     return_lse: bool,
     config: Config | None = None,
+    keeps: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`run` with the fields of a `DecodeCall` in order: to make one costs as much as to find a launch."""
     given = (q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features)
@@ -80,13 +84,13 @@ def attend(
         out = empty_output(q, v_cache, bshd=True)
         lse = empty_lse(q, bshd=True) if return_lse else None
         if q.shape[0] <= MAX_BATCH:
-            _launch(*given, *others, out, lse, config)
+            _launch(*given, *others, out, lse, config, keeps)
             return out, lse
         call = _call_of((*given, *others))
         check_decode_tensors(call)
         for start in range(0, q.shape[0], MAX_BATCH):
             rows = slice(start, start + MAX_BATCH)
-            written = (out[rows], None if lse is None else lse[rows], config)
+            written = (out[rows], None if lse is None else lse[rows], config, keeps)
             part: Any = (*_arguments(_part(call, rows)), *written)
             _launch(*part)
     except UNEXPECTED as error:
@@ -112,6 +116,7 @@ def _launch(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config | None,
+    keeps: bool,
 ) -> None:
     numbers = _NO_NUMBERS if features is NO_FEATURES else [of(features) for of in NUMBERS_OF_HEADS]
     index = q.get_device()
@@ -165,10 +170,10 @@ def _launch(
     if launch is None:
         EmptyPlan()(q, k, v, out, lse, features=features)
     elif index == torch._C._cuda_getDevice():
-        launch(pointers, q, torch._C._cuda_getCurrentRawStream(index))
+        launch(pointers, q, torch._C._cuda_getCurrentRawStream(index), keeps)
     else:
         with torch.cuda.device(index):
-            launch(pointers, q, torch._C._cuda_getCurrentRawStream(index))
+            launch(pointers, q, torch._C._cuda_getCurrentRawStream(index), keeps)
 
 
 def _remembered(key: tuple[Any, ...], call: DecodeCall, out: torch.Tensor, config: Config | None) -> Any:
