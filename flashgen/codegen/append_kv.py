@@ -49,8 +49,8 @@ class AppendSpec:
         return f"{self.dtype}-{dims}-{self.place}{rotary}" + ("" if self.aligned16 else "-unaligned")
 
 
-NUM_WARPS = 2
-TILE_ELEMENTS = 1024
+NUM_WARPS = 1
+TILE_ELEMENTS = 512
 """Of a tile of keys: 16 for each thread, so two loads of 16 bytes."""
 
 ROTARY_POINTERS = ("Q", "QOut", "Cos", "Sin")

@@ -13,9 +13,11 @@ ID = "merge_states"
 MOST_SEPARATE = 4
 """Tensors that a kernel takes one by one; more of them are stacked first."""
 
-NUM_WARPS = 4
-TILE_BYTES = 2048
-"""Of a tile of one state: 16 for each thread, since several states are loaded before the first is needed."""
+NUM_WARPS = 1
+"""With more of them, weights of rows would go from where they are loaded to where states are through shared memory."""
+
+TILE_BYTES = {"separate": 1024, "stacked": 512}
+"""Of a tile of one state: 16 for each thread, or twice that where all loads are begun at once."""
 
 STATES_IN_FLIGHT = 4
 """Of one tensor of states; one without alignment, where each element has an address of its own."""
@@ -62,7 +64,7 @@ def merge_kernel(spec: MergeSpec) -> HelperKernel:
         id=ID,
         key=spec.key,
         parameters=_parameters(spec),
-        rows=rows_of_tile(columns, TILE_BYTES // DTYPE_BYTES[spec.dtype]),
+        rows=rows_of_tile(columns, TILE_BYTES["separate" if spec.separate else "stacked"] // DTYPE_BYTES[spec.dtype]),
         num_warps=NUM_WARPS,
         values=tuple(values.items()),
     )
