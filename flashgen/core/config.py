@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from flashgen.core.checks import text
 from flashgen.core.errors import ConfigError
 from flashgen.core.quoting import shown
 
@@ -28,10 +27,13 @@ class Config:
 
     family: str
     knobs: tuple[tuple[str, KnobValue], ...]
+    # the rules of a family ask each of a search space's thousands of configs for a dozen knobs
+    _values: dict[str, KnobValue] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.family) is not str or type(self.knobs) is not tuple or not _are_knobs(self.knobs):
             raise ConfigError(f"{_RULE}, got {shown(self.family)} and {shown(self.knobs)}")
+        object.__setattr__(self, "_values", dict(self.knobs))
 
     @classmethod
     def of(cls, family: str, knobs: Mapping[str, KnobValue]) -> Config:
@@ -71,17 +73,18 @@ class Config:
         return json.dumps(dict(self.knobs), separators=(",", ":"))
 
     def __getitem__(self, knob: str) -> KnobValue:
-        for name, value in self.knobs:
-            if name == knob:
-                return value
-        raise ConfigError(f"{self.family} config has the knobs {[n for n, _ in self.knobs]}, not {shown(knob)}")
+        try:
+            return self._values[knob]
+        except (KeyError, TypeError):
+            names = [name for name, _ in self.knobs]
+            raise ConfigError(f"{self.family} config has the knobs {names}, not {shown(knob)}") from None
 
     def get(self, knob: str, default: KnobValue) -> KnobValue:
         """The value of a knob that a config may be older than, or what such a config means by it."""
-        for name, value in self.knobs:
-            if name == knob:
-                return value
-        return default
+        try:
+            return self._values.get(knob, default)
+        except TypeError:  # what is no name
+            return default
 
     def integer(self, knob: str) -> int:
         """The value of a knob that holds an integer.
@@ -89,8 +92,8 @@ class Config:
         Raises:
             ConfigError: the knob is missing or holds something else.
         """
-        value = self[text("a knob", knob, ConfigError)]
-        if isinstance(value, bool) or not isinstance(value, int):
+        value = self[knob]
+        if type(value) is not int:
             raise ConfigError(f"knob {knob} of {self.family} must be an integer, got {value!r}")
         return value
 
