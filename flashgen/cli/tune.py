@@ -19,13 +19,16 @@ from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.settings import settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
+    from flashgen.core.record import Versions
     from flashgen.core.workload import Workload
+    from flashgen.db.store import Store
     from flashgen.measure.protocol import Executor
     from flashgen.tuning.budget import Budget
     from flashgen.tuning.compile_pool import CompilePool
-    from flashgen.tuning.context import Options
+    from flashgen.tuning.context import AnyStore, Options
     from flashgen.tuning.events import RunFinished
 
 NO_VALID_CANDIDATE, INTERRUPTED = 3, 130
@@ -40,6 +43,7 @@ class Request:
     target_name: str | None
     index: int
     database: Path
+    server: str | None
     budget: Budget
     options: Options
     jobs: int
@@ -90,6 +94,14 @@ def tune(
     database: Annotated[
         Path | None,
         typer.Option("--db", help="The database to write. Default: the first of FLASHGEN_DB, or the user's."),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            help="Keep trials on the server at this URL of SQLAlchemy, shared by several runs; --db gets the records.",
+            metavar="URL",
+        ),
     ] = None,
     shard: Annotated[
         str,
@@ -174,6 +186,7 @@ def tune(
         target_name=target,
         index=device,
         database=settings().db_layers[0] if database is None else parse_database(database),
+        server=server,
         budget=spent,
         options=Options(seed=seed, retune=retune, lookahead=lookahead(here), finals=finals, families=searched),
         jobs=here,
@@ -220,7 +233,6 @@ def _run(request: Request) -> tuple[RunFinished, ...]:
     """Tune, show it, and print the closing table."""
     from flashgen.cli.display import make_display, print_report
     from flashgen.db.layers import Layers
-    from flashgen.measure.gpu import versions
     from flashgen.tuning.tune import tune as tune_workloads
 
     with contextlib.ExitStack() as stack:
@@ -231,7 +243,7 @@ def _run(request: Request) -> tuple[RunFinished, ...]:
         else:
             device = request.target
         layers = stack.enter_context(Layers.open([request.database]))
-        store = layers.writable
+        store = stack.enter_context(store_of(request, layers.writable, device))
         compiler = stack.enter_context(make_compiler(device, request.jobs))
         with make_display(as_json=request.as_json) as show:
             finished = tune_workloads(
@@ -242,7 +254,7 @@ def _run(request: Request) -> tuple[RunFinished, ...]:
                 executor=executor,
                 budget=request.budget,
                 options=request.options,
-                versions=None if executor is not None else versions(),
+                versions=None if executor is not None else _versions_here(),
                 neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
                 on_event=show,
             )
@@ -250,6 +262,27 @@ def _run(request: Request) -> tuple[RunFinished, ...]:
         print_report(finished, device, str(request.database))
         print_served(finished, device, request, request.database)
     return (finished,)
+
+
+def _versions_here() -> Versions:
+    from flashgen.measure.gpu import versions
+
+    return versions()
+
+
+@contextlib.contextmanager
+def store_of(request: Request, file: Store, device: Device) -> Iterator[AnyStore]:
+    """Where the run of a device writes: its file, or the server, which hands the records over at the end."""
+    from flashgen.db.server import ServerStore
+
+    if request.server is None:
+        yield file
+        return
+    with ServerStore.open(request.server) as server:
+        try:
+            yield server
+        finally:
+            server.hand_over(file, request.workloads, device)
 
 
 def print_served(finished: RunFinished, device: Device, request: Request, database: Path) -> None:

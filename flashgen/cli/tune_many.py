@@ -24,6 +24,7 @@ def run_on_cluster(request: Request, address: str) -> tuple[RunFinished, ...]:
         DatabaseError: results cannot be stored.
     """
     from flashgen.cli.display_many import make_display
+    from flashgen.cli.tune import store_of
     from flashgen.db.layers import Layers
     from flashgen.db.store import Store
     from flashgen.tuning.many import tune_on_stations
@@ -31,7 +32,10 @@ def run_on_cluster(request: Request, address: str) -> tuple[RunFinished, ...]:
     with contextlib.ExitStack() as stack:
         stations = stack.enter_context(make_stations(address, target=request.target, jobs=request.jobs_asked))
         paths = databases(request.database, stations)
-        stores = {identity: stack.enter_context(Store.open(path)) for identity, path in paths.items()}
+        stores = {}
+        for identity, device in {station.device.identity: station.device for station in stations}.items():
+            file = stack.enter_context(Store.open(paths[identity]))
+            stores[identity] = stack.enter_context(store_of(request, file, device))
         layers = stack.enter_context(Layers.open([*paths.values()]))
         finished = tune_on_stations(
             request.workloads,

@@ -11,11 +11,15 @@ from flashgen.core.device import Device
 from flashgen.core.errors import TuningError
 from flashgen.core.history import Origin, RunnerUp
 from flashgen.core.record import TuningRecord, Versions
+from flashgen.db.server import ServerStore
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.compile_pool import Compiler
 from flashgen.tuning.events import OnEvent
 from flashgen.tuning.finals import Finals
+
+AnyStore = Store | ServerStore
+"""Where a run resumes from and writes to: a file, or a database server that several runs share."""
 
 MOST_AHEAD = 10
 """Candidates compiled ahead: enough to keep a GPU busy, and few enough that the sampler learns between them."""
@@ -66,7 +70,7 @@ class Context:
 
     device: Device
     versions: Versions
-    store: Store
+    store: AnyStore
     compiler: Compiler
     budget: Budget
     options: Options

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
 from flashgen.core.workload import Workload
-from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.context import Context, Neighbours, Options, lookahead
+from flashgen.tuning.context import AnyStore, Context, Neighbours, Options, lookahead
 from flashgen.tuning.events import Event, RunFinished, RunStarted, TrialFinished, Warned, WorkloadFinished
 from flashgen.tuning.stations import MOST_LOSSES, Handout, Station, StationLostError, Task
 from flashgen.tuning.tune import both_neighbours, ended, grouped, new_run, plain, tune_one
@@ -39,7 +38,7 @@ def tune_on_stations(
     workloads: Sequence[Workload],
     *,
     stations: Sequence[Station],
-    stores: Mapping[str, Store],
+    stores: Mapping[str, AnyStore],
     budget: Budget,
     options: Options | None = None,
     neighbours: Neighbours | None = None,
@@ -80,7 +79,7 @@ class _Fleet:
     """The stations of one kind of device, and what they have to do."""
 
     stations: list[Station]
-    store: Store
+    store: AnyStore
     workloads: tuple[Workload, ...]
     started: float
     outcomes: list[WorkloadFinished] = field(default_factory=list)

@@ -14,12 +14,13 @@ from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError, MeasureError, TuningError, UnsupportedError
 from flashgen.core.record import TuningRecord, Versions
 from flashgen.core.workload import Workload
+from flashgen.db.server import ServerStore
 from flashgen.db.store import Store
 from flashgen.measure.protocol import Executor, HostInfo
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.compile_pool import Compiler
-from flashgen.tuning.context import Context, Neighbours, Options
+from flashgen.tuning.context import AnyStore, Context, Neighbours, Options
 from flashgen.tuning.events import OnEvent, RunFinished, RunStarted, Warned, WorkloadFinished
 from flashgen.tuning.history import current_record, is_current
 from flashgen.tuning.measured import MeasuredSearch
@@ -57,7 +58,7 @@ def tune(
     workloads: Sequence[Workload],
     *,
     device: Device,
-    store: Store,
+    store: AnyStore,
     compiler: Compiler,
     executor: Executor | None,
     budget: Budget,
@@ -133,7 +134,7 @@ def plan(
     workloads: Sequence[Workload],
     *,
     device: Device,
-    store: Store | None,
+    store: AnyStore | None,
     budget: Budget,
     measured: bool,
     jobs: int,
@@ -158,13 +159,13 @@ def new_run() -> str:
 
 
 def _check(
-    workloads: Sequence[Workload], device: Device, store: Store | None, budget: Budget, options: Options | None
+    workloads: Sequence[Workload], device: Device, store: AnyStore | None, budget: Budget, options: Options | None
 ) -> None:
     for workload in items("workloads", workloads, TuningError):
         instance("a workload", workload, Workload, TuningError)
     instance("device", device, Device, TuningError)
     instance("budget", budget, Budget, TuningError)
-    if store is not None:
+    if store is not None and not isinstance(store, ServerStore):
         instance("store", store, Store, TuningError)
     if options is not None:
         instance("options", options, Options, TuningError)
@@ -244,7 +245,7 @@ def plain(versions: Versions) -> Versions:
     return Versions(**{field.name: str(getattr(versions, field.name)) for field in dataclasses.fields(versions)})
 
 
-def both_neighbours(store: Store, neighbours: Neighbours | None) -> Neighbours:
+def both_neighbours(store: AnyStore, neighbours: Neighbours | None) -> Neighbours:
     """The given look-up and the store, which has what this run found a moment ago."""
 
     def both(specialization: str) -> list[TuningRecord]:
@@ -257,7 +258,7 @@ def both_neighbours(store: Store, neighbours: Neighbours | None) -> Neighbours:
 def _planned(
     workload: Workload,
     device: Device,
-    store: Store | None,
+    store: AnyStore | None,
     budget: Budget,
     measured: bool,
     jobs: int,
@@ -290,7 +291,7 @@ def _planned(
     )
 
 
-def _stored(workload: Workload, device: Device, store: Store | None, measured: bool) -> int:
+def _stored(workload: Workload, device: Device, store: AnyStore | None, measured: bool) -> int:
     """How many candidates were measured, or ranked, before."""
     if store is None:
         return 0

@@ -1,0 +1,260 @@
+"""`ServerStore`: the tables of a tuning database on a server that SQLAlchemy has a dialect for, such as PostgreSQL.
+
+For coordinators of tuning runs alone: several of them, on as many machines, write to it at a time, and each goes on
+with what any of them has found. Nothing is served from it; look-ups read files. What comes back passes the same rules
+as the rows of a file. Writers do not queue up: of two that meet in one row the second does its short transaction again.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session, selectinload
+
+from flashgen.codegen.families import validate as validate_config
+from flashgen.core.device import Device
+from flashgen.core.errors import DatabaseError, FlashgenError
+from flashgen.core.history import UNKNOWN, Origin
+from flashgen.core.quoting import printable, shown
+from flashgen.core.record import Failure, Prediction, Trial, TuningRecord, moment
+from flashgen.core.workload import Workload
+from flashgen.db import reading, rows, writing
+from flashgen.db.layout import SCHEMA_VERSION
+from flashgen.db.past_rows import origin_of
+from flashgen.db.reading import Validate
+from flashgen.db.schema import Base, DeviceRow, RecordRow, TrialRow, WorkloadRow
+from flashgen.db.store import Store
+from flashgen.db.writing import Incoming, Merged
+
+CONNECTIONS = 8
+"""At a time; the threads of a coordinator with more GPUs take turns, a few milliseconds each."""
+
+ATTEMPTS = 6
+"""Of a transaction that met another one, or whose connection was lost: from 20 ms on, doubling."""
+
+LOCK_ID = 0x464C474E
+"""Of PostgreSQL's advisory lock around the making of tables: two coordinators may come first."""
+
+V = TypeVar("V")
+R = TypeVar("R", TrialRow, RecordRow)
+
+
+class ServerStore:
+    """One database on a server. Open it with `ServerStore.open`; close it, or use it as a context manager."""
+
+    def __init__(self, url: sa.URL, validate: Validate) -> None:
+        """The database at `url`; nothing connects to it yet."""
+        self.name = url.render_as_string(hide_password=True)
+        self.validate = validate
+        self._engine = sa.create_engine(
+            url,
+            pool_size=CONNECTIONS,
+            max_overflow=0,
+            pool_pre_ping=True,
+            isolation_level="REPEATABLE READ",  # a row that another writer took away in between is an error
+        )
+
+    @classmethod
+    def open(cls, url: str, *, validate: Validate = validate_config) -> ServerStore:
+        """Connect, and make the tables if there are none.
+
+        Args:
+            url: as SQLAlchemy takes it, e.g. `postgresql+psycopg://tuner@db/flashgen`; its driver is not flashgen's.
+            validate: the check that every config read or written must pass.
+
+        Raises:
+            DatabaseError: no such dialect or driver, no connection, or tables of another schema version.
+        """
+        try:
+            parsed = sa.make_url(url)
+            if parsed.get_backend_name() == "sqlite":
+                raise DatabaseError(f"a server's URL is not one of a file, which --db takes; got {shown(url)}")
+            store = cls(parsed, validate)
+        except (sa.exc.ArgumentError, ImportError, ValueError) as error:  # an error of SQLAlchemy may quote a password
+            raise DatabaseError(
+                f"a database server has a URL of SQLAlchemy, and its driver is installed: {error}"
+            ) from None
+        try:
+            store._run(store._prepare)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._engine.dispose()
+
+    def __enter__(self) -> ServerStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def put_record(self, record: TuningRecord, origin: Origin = UNKNOWN, incoming: Incoming | None = None) -> None:
+        """See `Store.put_record`."""
+        checked = rows.checked_record(record, self.validate)
+        origins = {} if origin == UNKNOWN else {record.identity: origin}
+        given = replace(incoming or Incoming(), origins=origins)
+        self._run(
+            lambda session: writing.merge_records(session, [checked], lambda new, old: True, self.validate, given)
+        )
+
+    def put_trial(self, trial: Trial) -> None:
+        """See `Store.put_trial`."""
+        checked = rows.checked_trial(replace(trial, outcome=_storable(trial.outcome)), self.validate)
+        self._run(lambda session: writing.replace_trial(session, checked))
+
+    def put_prediction(self, prediction: Prediction) -> None:
+        """See `Store.put_prediction`."""
+        checked = rows.checked_prediction(replace(prediction, outcome=_storable(prediction.outcome)), self.validate)
+        self._run(lambda session: writing.replace_prediction(session, checked))
+
+    def trials(self, workload: Workload, device: Device) -> list[Trial]:
+        """See `Store.trials`."""
+        query = _trials(workload, device).where(TrialRow.source != reading.PREDICTED_SOURCE)
+        return self._read(query, lambda row: reading.trial_of(row, self.validate))
+
+    def predictions(self, workload: Workload, device: Device) -> list[Prediction]:
+        """See `Store.predictions`."""
+        query = _trials(workload, device).where(TrialRow.source == reading.PREDICTED_SOURCE)
+        return self._read(query, lambda row: reading.prediction_of(row, self.validate))
+
+    def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
+        """See `Store.record`."""
+        asked = {WorkloadRow.key: workload.key, DeviceRow.identity: device.identity, RecordRow.provenance: provenance}
+        found = self._read(_records(asked), self._record)
+        return min((record for record, _ in found), key=lambda record: record.provenance, default=None)
+
+    def records(
+        self,
+        *,
+        device: Device | None = None,
+        arch: str | None = None,
+        specialization: str | None = None,
+        provenance: str | None = None,
+    ) -> list[TuningRecord]:
+        """See `Store.records`."""
+        return [record for record, _ in self.made(device, arch, specialization, provenance)]
+
+    def made(
+        self,
+        device: Device | None = None,
+        arch: str | None = None,
+        specialization: str | None = None,
+        provenance: str | None = None,
+    ) -> list[tuple[TuningRecord, Origin]]:
+        """As `records`, with who made each."""
+        asked = {
+            DeviceRow.identity: device.identity if device else None,
+            DeviceRow.arch: arch,
+            WorkloadRow.specialization: specialization,
+            RecordRow.provenance: provenance,
+        }
+        return sorted(self._read(_records(asked), self._record), key=lambda found: found[0].identity)
+
+    def hand_over(self, target: Store, workloads: Iterable[Workload], device: Device) -> Merged:
+        """Write the records of these workloads on a device to a file, where they are newer than what it has.
+
+        Raises:
+            DatabaseError: the server does not answer, or the file cannot be written.
+        """
+        wanted = frozenset(workloads)
+        found = [(record, origin) for record, origin in self.made(device) if record.workload in wanted]
+        origins = {record.identity: origin for record, origin in found if origin != UNKNOWN}
+        return target.merge_records(
+            [record for record, _ in found],
+            lambda new, old: moment(new.created) > moment(old.created),
+            Incoming(reason="import", source="a database server", origins=origins),
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Number of rows of each table."""
+
+        def count(session: Session) -> dict[str, int]:
+            tables = Base.metadata.sorted_tables
+            return {t.name: session.scalar(sa.select(sa.func.count()).select_from(t)) or 0 for t in tables}
+
+        return self._run(count)
+
+    def _record(self, row: RecordRow) -> tuple[TuningRecord, Origin]:
+        return reading.record_of(row, self.validate), UNKNOWN if row.origin is None else origin_of(row.origin)
+
+    def _read(self, query: sa.Select[R], build: Callable[[R], V]) -> list[V]:
+        """The value of each row; those that break a rule are left out, and the first one is told."""
+
+        def read(session: Session) -> tuple[list[V], list[str]]:
+            values, bad = [], []
+            for row in session.scalars(query):
+                try:
+                    values.append(build(row))
+                except FlashgenError as error:  # noqa: PERF203 - one bad row must not cost the others
+                    bad.append(f"{row.__tablename__} {row.id} is ignored: {str(error)[:300]}")
+            return values, bad
+
+        found, bad = self._run(read)
+        if bad:
+            warnings.warn(printable(f"{self.name}: {bad[0]} ({len(bad)} rows)", lines=True), stacklevel=3)
+        return found
+
+    def _run(self, action: Callable[[Session], V]) -> V:
+        """Run `action` in a transaction, again where another one was in its way."""
+        for attempt in range(ATTEMPTS):
+            try:
+                with Session(self._engine, expire_on_commit=False) as session, session.begin():
+                    return action(session)
+            except (sa.exc.IntegrityError, sa.exc.OperationalError, sa.exc.TimeoutError) as error:
+                if attempt + 1 == ATTEMPTS:
+                    raise self._failed(error) from error
+            except sa.exc.SQLAlchemyError as error:
+                raise self._failed(error) from error
+            time.sleep(0.02 * 2**attempt)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _failed(self, error: sa.exc.SQLAlchemyError) -> DatabaseError:
+        said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+        return DatabaseError(f"a database server must answer and take rows; {self.name}: {said[:300]}")
+
+    def _prepare(self, session: Session) -> None:
+        connection = session.connection(execution_options={"isolation_level": "READ COMMITTED"})
+        if connection.dialect.name == "postgresql":
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(LOCK_ID)))
+        if not sa.inspect(connection).has_table(_VERSION.name):
+            Base.metadata.create_all(connection)
+            _VERSION.create(connection)
+            connection.execute(_VERSION.insert().values(version_num=SCHEMA_VERSION))
+        version = connection.scalar(sa.select(_VERSION.c.version_num))
+        if version != SCHEMA_VERSION:
+            raise DatabaseError(
+                f"tables on a server have schema {SCHEMA_VERSION}; those of {self.name} have {shown(str(version))}: "
+                "take another database, the records of this one are in the files of its runs"
+            )
+
+
+_VERSION = sa.Table("alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
+
+
+def _storable(outcome: Any) -> Any:
+    """An outcome whose reason a server takes: PostgreSQL has no text with a NUL."""
+    if isinstance(outcome, Failure):
+        return replace(outcome, reason=outcome.reason.replace("\0", "\\x00"))
+    return outcome
+
+
+def _trials(workload: Workload, device: Device) -> sa.Select[TrialRow]:
+    query = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device).order_by(TrialRow.id)
+    return query.where(WorkloadRow.key == workload.key, DeviceRow.identity == device.identity)
+
+
+def _records(asked: dict[Any, str | None]) -> sa.Select[RecordRow]:
+    query = sa.select(RecordRow).join(RecordRow.workload).join(RecordRow.device)
+    query = query.options(selectinload(RecordRow.baselines), selectinload(RecordRow.origin))
+    return query.where(*(column == value for column, value in asked.items() if value is not None))

@@ -1,0 +1,158 @@
+"""`ServerStore` against a real PostgreSQL: what a file keeps, several writers at once, and clear refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import sqlalchemy as sa
+
+from flashgen.cli import tune
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import Failure
+from flashgen.core.settings import settings
+from flashgen.db.server import ServerStore
+from flashgen.db.store import Store
+from tests.cli.conftest import Invoke
+from tests.db import postgres
+from tests.db.samples import CAUSAL, FAILED, H100, H200, MEASURED, PREDICTED, PREDICTION, SHORT, TRIAL, timed
+from tests.db.samples import ORIGIN as MADE
+from tests.tuning.fakes import FakeCompiler, FakeExecutor
+
+pytestmark = [
+    pytest.mark.xdist_group("postgres"),
+    pytest.mark.skipif(bool(postgres.why_none()), reason=postgres.why_none() or "there is one"),
+    pytest.mark.skipif(importlib.util.find_spec("psycopg") is None, reason="the extra postgres is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with postgres.server() as found:
+        engine = sa.create_engine(found)
+        until = time.monotonic() + 30
+        while True:
+            try:
+                engine.connect().close()
+                break
+            except sa.exc.OperationalError:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        engine.dispose()
+        yield found
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[ServerStore]:
+    """Tables without rows."""
+    with ServerStore.open(url) as opened:
+        yield opened
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP SCHEMA public CASCADE")
+        connection.exec_driver_sql("CREATE SCHEMA public")
+    engine.dispose()
+
+
+def test_a_server_keeps_what_a_file_keeps(store: ServerStore) -> None:
+    store.put_record(PREDICTED)
+    assert store.record(CAUSAL, H200) == PREDICTED
+    store.put_record(MEASURED, MADE)
+    assert store.record(CAUSAL, H200) == MEASURED
+    assert store.record(CAUSAL, H200, provenance="predicted") == PREDICTED
+    assert store.record(CAUSAL, H100) is None
+    assert store.records(specialization=CAUSAL.specialization.workload_class) == [MEASURED, PREDICTED]
+    assert store.records(arch="sm80") == []
+    assert store.made(provenance="measured") == [(MEASURED, MADE)]
+    for trial in (TRIAL, FAILED, replace(TRIAL, source="sampler")):
+        store.put_trial(trial)
+    store.put_prediction(PREDICTION)  # of a config that was measured
+    store.put_prediction(replace(PREDICTION, workload=SHORT))
+    assert store.trials(CAUSAL, H200) == [FAILED, replace(TRIAL, source="sampler")]
+    assert store.predictions(CAUSAL, H200) == []
+    assert store.predictions(SHORT, H200) == [replace(PREDICTION, workload=SHORT)]
+
+
+def test_a_record_that_is_replaced_goes_to_the_history(store: ServerStore) -> None:
+    store.put_record(MEASURED)
+    store.put_record(timed(MEASURED, 0.5), MADE)
+    counts = store.counts()
+    assert (counts["records"], counts["history"], counts["origins"]) == (1, 1, 1)
+
+
+def test_a_reason_may_have_characters_that_postgresql_refuses(store: ServerStore) -> None:
+    store.put_trial(replace(FAILED, outcome=Failure(stage="build", reason="a\0b")))
+    (trial,) = store.trials(FAILED.workload, FAILED.device)
+    assert isinstance(trial.outcome, Failure)
+    assert trial.outcome.reason == "a\\x00b"
+
+
+def test_coordinators_that_write_the_same_rows_at_once_lose_nothing(url: str, store: ServerStore) -> None:
+    errors: list[BaseException] = []
+
+    def write(index: int) -> None:
+        try:
+            with ServerStore.open(url) as own:
+                for number in range(6):
+                    own.put_trial(replace(TRIAL, source=f"{index}-{number}"))
+                    own.put_trial(replace(TRIAL, workload=CAUSAL.with_shape(seqlen_q=64 * (6 * index + number + 1))))
+        except BaseException as error:  # noqa: BLE001 - told in the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    counts = store.counts()
+    assert (counts["devices"], counts["workloads"], counts["trials"]) == (1, 25, 25)
+
+
+def test_a_row_that_breaks_a_rule_costs_itself(url: str, store: ServerStore) -> None:
+    store.put_record(MEASURED)
+    store.put_record(replace(MEASURED, workload=SHORT))
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE records SET times_ms = '[-1.0]' WHERE id = (SELECT min(id) FROM records)")
+    engine.dispose()
+    with pytest.warns(UserWarning, match="records 1 is ignored"):
+        assert store.records() == [replace(MEASURED, workload=SHORT)]
+
+
+def test_a_run_goes_on_where_another_coordinator_stopped_and_hands_its_records_over(
+    url: str, store: ServerStore, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put_trial(TRIAL)  # of a coordinator that was stopped
+    monkeypatch.setattr(tune, "make_executor", lambda index: FakeExecutor())
+    monkeypatch.setattr(tune, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+    arguments = ("--shape", CAUSAL.key, "--budget", 4, "--family", "portable_forward")
+    result = invoke("tune", *arguments, "--store", url)
+    assert result.exit_code == 0, result.output
+    assert "1 trials from before" in result.stdout
+    assert len(store.trials(CAUSAL, H200)) == 4
+    with Store.open(settings().db_layers[0], read_only=True) as file:
+        assert file.record(CAUSAL, H200) == store.record(CAUSAL, H200)
+        assert file.trials(CAUSAL, H200) == []
+        ((_, origin),) = file.past(CAUSAL).records
+        assert origin.run
+
+
+def test_tables_of_another_schema_are_refused(url: str, store: ServerStore) -> None:
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    engine.dispose()
+    with pytest.raises(DatabaseError, match=r"tables on a server have schema [0-9]{4}; .* have '9999'"):
+        ServerStore.open(url)
+
+
+def test_a_server_that_does_not_answer_is_said_without_its_password() -> None:
+    with pytest.raises(DatabaseError, match="must answer and take rows") as caught:
+        ServerStore.open("postgresql+psycopg://me:secret@/x?host=/nowhere&connect_timeout=1")
+    assert "secret" not in str(caught.value)
