@@ -190,6 +190,49 @@ def test_one_graph_serves_all_lengths(no_sync: None) -> None:
         assert torch.equal(caches[0][2].view(torch.int16), caches[1][2].view(torch.int16))
 
 
+def test_one_graph_decodes_step_after_step() -> None:
+    """Append, attend over the cache, count on: what an engine captures once and replays for each token."""
+    first, steps, page, pages = [0, 15, 100], 20, 16, 8
+    batch, cos, sin = len(first), *angles(page * pages, DIM)
+    table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
+    k_cache, v_cache, whole = cache_of("halves", batch * pages, page)
+    lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    k, v, q = (torch.empty(batch, 1, heads, DIM, dtype=BF16, device="cuda") for heads in (HEADS_K, HEADS_K, HEADS))
+
+    def step() -> torch.Tensor:
+        options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False, "q": q}
+        turned = flashgen.append_kv(k, v, k_cache, v_cache, lengths, block_table=table, **options)
+        lengths.add_(1)
+        return flashgen.attention_decode(turned, k_cache, v_cache, lengths, block_table=table, causal=True)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    whole.fill_(float("nan"))
+    for b, length in enumerate(first):  # what was there before: a prompt
+        at = torch.arange(length, device="cuda")
+        places = table[b].long()[at // page], at % page
+        k_cache[places], v_cache[places] = randn(length, HEADS_K, DIM), randn(length, HEADS_K, DIM, seed=1)
+    lengths.copy_(int32(first))
+    for number in range(steps):
+        for seed, tensor in enumerate((k, v, q)):
+            tensor.copy_(randn(*tensor.shape, seed=3 * number + seed))
+        graph.replay()
+        turned = rotated(q, lengths[:, None] - 1, cos, sin, interleaved=False)
+        for b, length in enumerate(first):
+            at = torch.arange(length + number + 1, device="cuda")
+            keys, values = (
+                cache[table[b].long()[at // page], at % page].double().repeat_interleave(HEADS // HEADS_K, 1)
+                for cache in (k_cache, v_cache)
+            )
+            weights = (torch.einsum("hd,khd->hk", turned[b, 0], keys) / DIM**0.5).softmax(-1)
+            expected = torch.einsum("hk,khd->hd", weights, values)
+            torch.testing.assert_close(out[b, 0].double(), expected, rtol=2e-2, atol=2e-2)
+    assert lengths.tolist() == [length + steps for length in first]
+
+
 def test_compiled_functions_write_in_order() -> None:
     batch, page, pages = 4, 16, 8
     table = torch.arange(batch * pages, dtype=torch.int32, device="cuda").view(batch, pages)
