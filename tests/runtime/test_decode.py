@@ -22,7 +22,7 @@ from flashgen.core.workload import Specialization
 from flashgen.launch import decode_plan, driver, plan
 from flashgen.launch.decode_plan import POINTERS
 from flashgen.runtime.decode import api, runs
-from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.ops import serve
 from tests.decoding import Case, arguments, make
@@ -284,3 +284,20 @@ def test_defaults_are_valid(name: str) -> None:
                     sizes = Sizes(batch=batch, nheads=8 * rows, nheads_k=8, seqlen_q=4, seqlen_k=4096)
                     config = decode_config(spec, sizes, device)
                     assert invalid(config, spec, device) is None, (spec.key, config)
+
+
+def test_with_fixed_splits_neither_batch_nor_pages_choose_tiles() -> None:
+    def tiles(batch: int, page: int | None, seqlen_k: int) -> tuple[object, ...]:
+        spec = Specialization(direction="decode", dtype="bf16", head_dim=128, head_dim_v=128, page_size=page)
+        sizes = Sizes(batch=batch, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=seqlen_k)
+        return tuple(decode_config(spec, sizes, H200).replace(batch_pad=16).knobs)
+
+    calls = [(batch, page) for batch in (1, 16, 64, 1024) for page in (None, 16, 64)]
+    assert len({tiles(*call, 0) for call in calls}) == 1
+    assert len({tiles(*call, 8192) for call in calls}) > 3
+    call = make(Case(lens=(300, 2), options={"fixed_split_size": 256}))
+    out = torch.empty_like(call.q)
+    assert CheckedDecode.of(call, out).shape.sizes.seqlen_k == 0
+    assert CheckedDecode.of(replace(call, fixed_split_size=None), out).shape.sizes.seqlen_k == 300
+    windowed = replace(call, fixed_split_size=None, features=Features(window=(99, 0)))
+    assert CheckedDecode.of(windowed, out).shape.sizes.seqlen_k == 100

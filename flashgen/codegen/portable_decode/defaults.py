@@ -64,9 +64,12 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
     block_ms = [size for size in BLOCK_MS if size * _width(spec) <= MAX_TILE]
     block_m = next((size for size in block_ms if rows <= size), block_ms[-1])
-    batch_pad = next((size for size in BATCH_PADS if sizes.batch <= size), BATCH_PADS[-1])
     pairs = sizes.batch * sizes.nheads_k * -(-rows // block_m)
-    config = config.replace(block_m=block_m, batch_pad=batch_pad, **_tiles(spec, block_m, pairs, sizes, device))
+    tiles = _tiles(spec, block_m, pairs, sizes, device)
+    # the lengths of few sequences lie in all threads, and then two programs of eight warps have too few registers
+    pads = BATCH_PADS[1:] if tiles is SCATTERED_MANY else BATCH_PADS
+    batch_pad = next((size for size in pads if sizes.batch <= size), pads[-1])
+    config = config.replace(block_m=block_m, batch_pad=batch_pad, **tiles)
     return _fitting(spec, config, device)
 
 
@@ -77,8 +80,10 @@ def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device:
         return HIGH if block_m == BLOCK_MS[0] else HIGH_AND_WIDE
     if block_m == BLOCK_MS[-1] and width > 128:
         return HIGH
-    if not sizes.seqlen_k or block_m > BLOCK_MS[0]:
+    if block_m > BLOCK_MS[0]:
         return USUAL
+    if not sizes.seqlen_k:
+        return SCATTERED_MANY  # near the best with and without pages: which of them there are may change no bits
     is_many, is_scattered = pairs > device.num_sms, bool(page and page % USUAL["block_n"])
     if is_many and sizes.seqlen_k <= SHORT:
         return BRIEF
