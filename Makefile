@@ -36,9 +36,9 @@ tune: venv
 		&& $(BIN)/python -m flashgen explain $(SAMPLE) $$target \
 		&& $(BIN)/python -m flashgen render $(SAMPLE) $$target
 
-# What has one core to itself for a while (mypy, the installers, the last kernels of a stage) goes side by side; the tests
+# What has one core to itself for a while (the installers, mypy, the last kernels of a stage) goes side by side; the tests
 # follow alone, since some look at the clock.
-test: venv
+test:
 	$(MAKE) -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint crosscompile interpreter
 	$(MAKE) pytest
 
@@ -72,9 +72,9 @@ crosscompile: $(TRITONS:%=crosscompile-%)
 crosscompile-%: .venvs/triton-%/.stamp
 	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py $(if $(filter-out $*,$(OLDEST)),--few)
 
-.venvs/triton-%/.stamp: constraints/triton-%.txt | $(VENV)/.stamp
-	$(PYTHON) -m venv --without-pip .venvs/triton-$*
-	$(BIN)/python -m pip --python .venvs/triton-$* install --quiet --disable-pip-version-check --no-compile -r $<
+.venvs/triton-%/.stamp: constraints/triton-%.txt
+	$(PYTHON) -m venv .venvs/triton-$*
+	.venvs/triton-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	touch $@
 
 # A failure names its case: run it again with FUZZ_SEED, FUZZ_FIRST and CASES=1.

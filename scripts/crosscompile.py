@@ -61,7 +61,7 @@ SHAPES: tuple[Shape, ...] = (("bf16", 64, False), ("bf16", 128, True), ("fp16", 
 tests/codegen compiles every shape for every target with the Triton that the tests run with, so that every two of a
 shape, a target and a Triton meet. A forward pass has the second one, with both kinds of loads and a decoding step, and
 one more for each other target, under `--few` one alone. A backward pass is several kernels: each other target has one
-of the two families for all targets, for one shape.
+of the two families for all targets, for one shape, and sm90 under `--few` one shape of every family.
 """
 
 FEATURES = (
@@ -84,8 +84,8 @@ FEATURES = (
 )
 """Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
 
-Each is compiled for FEATURE_TARGETS of the targets, in turn; under `--few` by the families for wgmma for sm90, and by
-the others for one of FEW_FEATURE_TARGETS, in turn.
+Each is compiled for FEATURE_TARGETS of the targets, in turn, a backward pass by one of its families for each; under
+`--few` by the families for wgmma for sm90, and by the others for one of FEW_FEATURE_TARGETS, in turn.
 """
 
 FEATURE_TARGETS = 2
@@ -196,7 +196,7 @@ def jobs(rows: Rows, targets: list[str]) -> list[Job]:
     found = []
     for number, device in enumerate(map(find_device, targets)):
         forward = WGMMA_SHAPES if device.has_wgmma else (SHAPES[1], SHAPES[number % 2 * 2])
-        found += with_shapes(rows, device, number, forward)
+        found += with_shapes(rows, device, number, forward, shapes_in_turn(device, number))
         found += with_functions(rows, device) if device.arch in FUNCTION_TARGETS else []
     found += fullest(rows) if FULLEST[0] in targets else []
     return found + with_features(rows, [find_device(target) for target in targets])
@@ -206,7 +206,8 @@ def few_jobs(rows: Rows) -> list[Job]:
     """A shape or more for each of FEW_TARGETS; functions for all of FEW_FEATURE_TARGETS, features for one."""
     found = []
     for number, device in enumerate(map(find_device, FEW_TARGETS)):
-        found += with_shapes(rows, device, number, shapes_in_turn(device, number))
+        backward = SHAPES[1:2] if device.has_wgmma else shapes_in_turn(device, number)
+        found += with_shapes(rows, device, number, shapes_in_turn(device, number), backward)
     sm80, sm90, _ = devices = [find_device(target) for target in FEW_FEATURE_TARGETS]
     for device in devices:
         found += with_functions(rows, device)
@@ -235,10 +236,12 @@ def shapes_in_turn(device: Device, number: int) -> tuple[Shape, ...]:
     return SHAPES if device.has_wgmma else (SHAPES[number % len(SHAPES)],)
 
 
-def with_shapes(rows: Rows, device: Device, number: int, forward: tuple[Shape, ...]) -> list[Job]:
+def with_shapes(
+    rows: Rows, device: Device, number: int, forward: tuple[Shape, ...], backward: tuple[Shape, ...]
+) -> list[Job]:
     """Defaults of shapes; both kinds of loads, and what fits a decoding step, where these differ."""
     found = []
-    for spec in specializations({"forward": forward, "backward": shapes_in_turn(device, number)}):
+    for spec in specializations({"forward": forward, "backward": backward}):
         chosen = serving(rows, spec, device)
         if (spec.head_dim, spec.causal) not in {(head_dim, causal) for _, head_dim, causal in SHAPES}:
             chosen = [row for row in chosen if unsupported(row, spec, find_device("sm80")) is not None]
@@ -259,7 +262,10 @@ def with_features(rows: Rows, devices: list[Device]) -> list[Job]:
         spec = Specialization.parse(key)
         for step in range(FEATURE_TARGETS):
             device = devices[(number + step * (len(devices) // FEATURE_TARGETS)) % len(devices)]
-            for row in serving(rows, spec, device):
+            chosen = serving(rows, spec, device)
+            if spec.direction == "backward":  # each of the two families for one of the targets
+                chosen = chosen[step:][:1]
+            for row in chosen:
                 found += variants(row.default(spec, device), spec, device)
     return list(dict.fromkeys(found))
 
