@@ -61,6 +61,7 @@ CASES = {
     "all queries see all": Case(lens=(3, 40), seqlen_q=3, options={"softmax_scale": 0.3}),
     "many rows": Case(lens=(5, 33), seqlen_q=3, nheads=16, nheads_k=2, options={"causal": True}),
     "window and sinks": Case(lens=(3, 64, 90, 0), sinks=True, page=16, options={"window": (20, 0)}),
+    "window over small pages": Case(lens=(70, 33), page=5, nheads=2, nheads_k=1, options={"window": (20, 0)}),
     "window of both sides": Case(lens=(40, 7), seqlen_q=4, options={"window": (9, 1)}),
     "softcap and slopes": Case(lens=(50, 0, 18), alibi=True, options={"softcap": 3.0}),
     "left padding": Case(lens=(50, 20, 9), leftpad=(3, 19, 9), seqlen_q=2, options={"causal": True}),
