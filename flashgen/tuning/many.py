@@ -134,7 +134,7 @@ class _Run:
                 self._started(fleet)
             for thread in self._threads:
                 thread.start()
-            while any(thread.is_alive() for thread in self._threads) or not self._inbox.empty():
+            while self._is_running() or not self._inbox.empty():
                 self._tell(TICK_S)
         except KeyboardInterrupt:
             interrupted = True
@@ -148,6 +148,11 @@ class _Run:
         if not interrupted:
             self._check_nothing_is_left()
         return finished
+
+    def _is_running(self) -> bool:
+        """Whether anybody works; one that is being started again is not waited for when all is done."""
+        is_done = all(fleet.handout.is_done for fleet in self._fleets)
+        return not is_done and any(thread.is_alive() for thread in self._threads)
 
     def _started(self, fleet: _Fleet) -> None:
         measured = fleet.stations[0].executor is not None

@@ -34,6 +34,9 @@ from flashgen.tuning.tune import why_noisy
 LOCAL = "local"
 """The address of a cluster that is started here, of this machine alone, and ends with the run."""
 
+LOCAL_STORE_BYTES = 2**27
+"""Ray would take a third of the memory for large objects, and here are none."""
+
 PORT_S = 5.0
 START_S = 60.0
 """How long an actor may take to be placed on a GPU and to answer; what is used by others is left to them."""
@@ -247,7 +250,8 @@ def _connected(address: str) -> Any:
         ) from error
     before = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        own = {"object_store_memory": LOCAL_STORE_BYTES} if address == LOCAL else {}
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR", **own)
     except (OSError, RuntimeError, ValueError, SystemExit, ray.exceptions.RayError) as error:
         ray.shutdown()
         raise MeasureError(f"no Ray cluster answers at {shown(address)}: {_reason(error)}") from error

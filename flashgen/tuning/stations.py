@@ -149,6 +149,12 @@ class Handout:
             self._changed.notify_all()
 
     @property
+    def is_done(self) -> bool:
+        """Whether every task has come to its end."""
+        with self._changed:
+            return not self._open and not self._running
+
+    @property
     def left(self) -> int:
         """Tasks that nobody has taken."""
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from tests.tuning.fakes import H200, FakeExecutor
 class FakeStation(FakeExecutor):
     """A fake executor and compiler; the evaluations whose numbers are in `lost_at` find it lost, from 0 on.
 
-    It comes back `restarts` times.
+    It comes back `restarts` times, or takes half a minute over it (`is_slow`) unless it is stopped.
     """
 
     name: str = "node:0"
@@ -32,6 +33,7 @@ class FakeStation(FakeExecutor):
     lost_at: Callable[[int, EvaluateJob], bool] = lambda number, job: False
     lost_in_race: Callable[[int], bool] = lambda number: False
     restarts: int = 0
+    is_slow: bool = False
     asked: int = 0
     is_stopped: bool = False
 
@@ -61,6 +63,9 @@ class FakeStation(FakeExecutor):
         return Compiled(registers=128, spills=0, shared_bytes=65536, occupancy=1, source_digest="d")
 
     def restart(self) -> None:
+        until = time.monotonic() + 30
+        while self.is_slow and not self.is_stopped and time.monotonic() < until:
+            time.sleep(0.01)
         if self.restarts < 1 or self.is_stopped:
             raise StationLostError("planted for good")
         self.restarts -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ def test_the_work_of_a_lost_station_goes_to_the_others(store: Store) -> None:
     assert any("lost is given up, and the others take its work" in message for message in warned(told))
     resumed = [event.resumed_trials for _, event in told if isinstance(event, WorkloadStarted)]
     assert 2 in resumed
+
+
+def test_a_run_does_not_wait_for_a_station_that_is_not_needed_any_more(store: Store) -> None:
+    lost = FakeStation(name="lost", lost_at=lambda number, job: True, is_slow=True)
+    began = time.monotonic()
+    run(lost, FakeStation(name="other"), store=store, workloads=(CAUSAL, PLAIN))
+    check_complete(store, (CAUSAL, PLAIN))
+    assert time.monotonic() - began < 20
 
 
 def test_a_loss_in_the_finals_repeats_the_finals_alone(store: Store) -> None:
