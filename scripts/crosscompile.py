@@ -10,7 +10,7 @@ spilled (`machine_loops.py`): that costs time in a mainloop, and next to none ar
 All targets are for the oldest Triton; the newest has `--few`. What a Triton no longer accepts is in the text of a
 kernel far more often than in what a target makes of it: so the newest compiles every family with every feature once,
 those for sm90 alone there and the others for sm90, an older target and one of AMD in turn, where the oldest has each
-feature for two of all targets. Helper kernels are compiled for a target of each kind, and none may spill.
+feature for two of all targets. Helper kernels are compiled for sm80 and sm90, and none may spill.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ HELPERS = (
     merge_kernel(MergeSpec(dtype="bf16", out_dtype="bf16", head_dim=128)),
     merge_kernel(MergeSpec(dtype="fp32", out_dtype="bf16", head_dim=64, separate=2)),
 )
-HELPER_TARGETS = ("sm80", "sm90", "gfx942")
+HELPER_TARGETS = ("sm80", "sm90")
 
 
 FUNCTION_TARGETS = ("sm86", "sm90", "sm100", "gfx1200")
@@ -187,7 +187,7 @@ def main() -> int:
 
 
 def helper_jobs() -> list[HelperJob]:
-    """Helper kernels, which are small and alike, for a target of each kind."""
+    """Helper kernels, which are small and alike everywhere."""
     return [HelperJob(helper=helper, device=find_device(target)) for target in HELPER_TARGETS for helper in HELPERS]
 
 
