@@ -46,12 +46,10 @@ def test_all_are_formatted_and_lint_finds_nothing(tmp_path: Path) -> None:
     assert_passes(tmp_path, "check", "--line-length", "120")
 
 
-@pytest.mark.parametrize(
-    ("number", "helper"), enumerate(HELPERS), ids=lambda value: named(value) if isinstance(value, HelperKernel) else ""
-)
-def test_they_compile_without_spills(number: int, helper: HelperKernel) -> None:
+@pytest.mark.parametrize("helper", HELPERS, ids=named)
+def test_they_compile_without_spills(helper: HelperKernel) -> None:
     """For one generation each, in turn; `scripts/crosscompile.py` has some for both."""
-    compiled = compile_helper(helper, find_device(("h200", "a100")[number % 2]))
+    compiled = compile_helper(helper, find_device(("h200", "a100")[HELPERS.index(helper) % 2]))
     assert compiled.spills == 0
     assert trailing_pointers(compiled.handle.asm["ptx"], helper.parameters) == 2
 
