@@ -7,6 +7,7 @@ as the rows of a file. Writers do not queue up: of two that meet in one row the 
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -35,8 +36,11 @@ from flashgen.db.writing import Incoming, Merged
 CONNECTIONS = 8
 """At a time; the threads of a coordinator with more GPUs take turns, a few milliseconds each."""
 
-ATTEMPTS = 6
-"""Of a transaction that met another one, or whose connection was lost: from 20 ms on, doubling."""
+ATTEMPTS = 12
+"""Of a transaction that met another one, or whose connection was lost."""
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.5
+"""Between attempts, doubling, each up to half as long or longer again: writers that met must not meet for ever."""
 
 LOCK_ID = 0x464C474E
 """Of PostgreSQL's advisory lock around the making of tables: two coordinators may come first."""
@@ -216,7 +220,7 @@ class ServerStore:
                     raise self._failed(error) from error
             except sa.exc.SQLAlchemyError as error:
                 raise self._failed(error) from error
-            time.sleep(0.02 * 2**attempt)
+            time.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt) * random.uniform(0.5, 1.5))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _failed(self, error: sa.exc.SQLAlchemyError) -> DatabaseError:

@@ -198,7 +198,7 @@ class _Run:
         """The thread of a station."""
         last = None
         try:
-            while (task := fleet.handout.take(last)) is not None:
+            while (task := fleet.handout.take(station.name, last)) is not None:
                 last = task.workload.specialization
                 if not self._tune(fleet, station, task):
                     return
@@ -214,7 +214,7 @@ class _Run:
                 first.append(self._clock())
             self._inbox.put((fleet, station.name, event))
 
-        following = fleet.handout.following(task.workload.specialization)
+        following = fleet.handout.following(station.name, task.workload.specialization)
         try:
             outcome = tune_one(self._context(fleet, station, task, emit), station.executor, task.workload, following)
         except StationLostError as error:

@@ -93,13 +93,14 @@ class Handout:
     """Gives the workloads of one kind of device to stations that ask from threads of their own.
 
     A station stays with a specialization as long as it has workloads: they share what its node compiled, and winners.
-    Then it takes one that nobody has begun, then helps where most is left. Whoever asks while the last ones are still
-    tuned by others waits, because these may be lost and come back.
+    Then it takes one that nobody has begun or is promised, then helps where most is left. Whoever asks while the last
+    ones are still tuned by others waits, because these may be lost and come back.
     """
 
     workloads: Sequence[Workload]
     _open: dict[Specialization, list[Task]] = field(init=False)
     _begun: set[Specialization] = field(init=False, default_factory=set)
+    _promised: dict[str, Specialization] = field(init=False, default_factory=dict)
     _running: int = field(init=False, default=0)
     _is_stopped: bool = field(init=False, default=False)
     _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
@@ -109,13 +110,14 @@ class Handout:
         for workload in grouped(self.workloads):
             self._open.setdefault(workload.specialization, []).append(Task(workload=workload))
 
-    def take(self, last: Specialization | None) -> Task | None:
+    def take(self, station: str, last: Specialization | None) -> Task | None:
         """The next task of a station whose last one was of specialization `last`; None if all is done, or stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._open or not self._running)
             if self._is_stopped or not self._open:
                 return None
-            spec = self._choice(last)
+            spec = self._choice(station, last)
+            self._promised.pop(station, None)
             task = self._open[spec].pop(0)
             if not self._open[spec]:
                 del self._open[spec]
@@ -123,11 +125,17 @@ class Handout:
             self._running += 1
             return task
 
-    def following(self, last: Specialization) -> Iterator[Workload]:
-        """What the station would be given now, were it to ask; looked up at the first `next`."""
+    def following(self, station: str, last: Specialization) -> Iterator[Workload]:
+        """What the station will likely be given next; looked up, and promised to it, at the first `next`.
+
+        It may have its node compile for it beforehand, so another station begins another specialization.
+        """
         with self._changed:
-            found = [self._open[self._choice(last)][0].workload] if self._open else []
-        yield from found
+            if not self._open:
+                return
+            spec = self._promised[station] = self._choice(station, last)
+            workload = self._open[spec][0].workload
+        yield workload
 
     def done(self) -> None:
         """A task that was taken has come to its end."""
@@ -160,8 +168,10 @@ class Handout:
         with self._changed:
             return sum(map(len, self._open.values()))
 
-    def _choice(self, last: Specialization | None) -> Specialization:
-        if last is not None and last in self._open:
-            return last
-        fresh = next((spec for spec in self._open if spec not in self._begun), None)
+    def _choice(self, station: str, last: Specialization | None) -> Specialization:
+        for own in (last, self._promised.get(station)):
+            if own is not None and own in self._open:
+                return own
+        taken = {*self._begun, *self._promised.values()}
+        fresh = next((spec for spec in self._open if spec not in taken), None)
         return fresh or max(self._open, key=lambda spec: len(self._open[spec]))

@@ -185,17 +185,31 @@ def test_what_cannot_be_stored_ends_the_run(store: Store) -> None:
 def test_stations_stay_with_a_specialization_and_help_at_the_end() -> None:
     handout = Handout(workloads=EVERY)
     first, second = CAUSAL.specialization, PLAIN.specialization
-    a, b = handout.take(None), handout.take(None)
+    a, b = handout.take("a", None), handout.take("b", None)
     assert a is not None
     assert b is not None
     assert (a.workload, b.workload) == (CAUSAL, PLAIN)  # what nobody has begun
-    assert list(handout.following(first)) == [LONGER]
+    assert list(handout.following("a", first)) == [LONGER]
     handout.done()
-    c, d = handout.take(first), handout.take(first)
+    c, d = handout.take("a", first), handout.take("a", first)
     assert c is not None
     assert d is not None
     assert (c.workload, d.workload.specialization) == (LONGER, second)
     handout.give_back(d)
     assert handout.left == 1
     handout.stop()
-    assert handout.take(second) is None
+    assert handout.take("b", second) is None
+
+
+def test_what_a_station_compiles_beforehand_is_begun_by_no_other_one() -> None:
+    others = [Workload.parse(f"b1-h8-s512-d{width}") for width in (64, 128)]
+    handout = Handout(workloads=(CAUSAL, *others))
+    a = handout.take("a", None)
+    assert a is not None
+    assert list(handout.following("a", CAUSAL.specialization)) == [others[0]]
+    b = handout.take("b", None)
+    assert b is not None
+    assert b.workload == others[1]
+    after = handout.take("a", CAUSAL.specialization)
+    assert after is not None
+    assert after.workload == others[0]
