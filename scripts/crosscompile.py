@@ -218,9 +218,9 @@ def few_jobs(rows: Rows) -> list[Job]:
     for device in devices:
         found += with_functions(rows, device)
     for number, spec in enumerate(map(Specialization.parse, FEATURES)):
-        portable = serving(rows, spec, sm80)
+        on_sm80 = serving(rows, spec, sm80)
         for row in serving(rows, spec, sm90):
-            device = devices[number % len(devices)] if row in portable else sm90
+            device = devices[number % len(devices)] if row in on_sm80 else sm90
             found.append(variants(row.default(spec, device), spec, device)[-1])
     return found + fullest(rows)
 

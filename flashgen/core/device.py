@@ -120,6 +120,11 @@ class Device:
         return self.architecture.has_tensor_memory
 
     @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel may start before the one ahead of it in its stream has ended."""
+        return self.capability >= 90
+
+    @property
     def has_tf32(self) -> bool:
         """Whether its tensor cores multiply TF32."""
         return self.architecture.has_tf32

@@ -112,6 +112,7 @@ _RULES: dict[str, Callable[[str, object], object]] = {
     "block_mask": _optional(lambda name, value: instance(name, value, BlockMask)),
     "deterministic": _flag,
     "return_lse": _flag,
+    "fixed_split_size": _optional(lambda name, value: whole_number(name, value, 1)),
     **dict.fromkeys(("k_cache", "v_cache"), check_tensor),
     "seqlens": _optional(_lengths),
     **dict.fromkeys(_INDEX_TENSORS, _optional(check_tensor)),

@@ -67,10 +67,14 @@ def merge_states(
             return merge(outs, lses, layout, dtype)
         if isinstance(outs, Tensor) and isinstance(lses, Tensor):
             return merge_op(outs, lses, layout, dtype)  # type: ignore[no-any-return]
-        return merge_list_op(list(outs), list(lses), layout, dtype)  # type: ignore[no-any-return]
+        return merge_list_op(_apart(outs), _apart(lses), layout, dtype)  # type: ignore[no-any-return]
     except UNEXPECTED as error:
         explain_failure(error, locals())
         raise
+
+
+def _apart(states: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return list(states.unbind()) if isinstance(states, Tensor) and states.dim() else list(_each(states))
 
 
 def _each(states: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -110,6 +110,69 @@ def _attention(new: Callable[..., torch.Tensor]) -> dict[str, Make]:
     }
 
 
+def _decode() -> dict[str, Make]:
+    """Calls of `attention_decode` over a contiguous cache with everything that it takes, and over pages."""
+    ints = functools.partial(_plain_tensor, dtype=torch.int32)
+    fp32 = functools.partial(_plain_tensor, dtype=torch.float32)
+
+    def cache() -> dict[str, Any]:
+        new = {"q": _plain_tensor(2, 1, 4, 64), "seqlens": ints(2)}
+        return new | {name: _plain_tensor(2, 32, 2, 64) for name in ("k_cache", "v_cache")}
+
+    scores = {"causal": True, "window": (8, 0), "softcap": 2.0, "softmax_scale": 0.5, "fixed_split_size": 128}
+    return {
+        "contiguous": lambda: {
+            **cache(),
+            **scores,
+            "alibi_slopes": fp32(4),
+            "sinks": fp32(4),
+            "leftpad": ints(2),
+            "batch_idx": ints(2),
+        },
+        "paged": lambda: {**cache(), "block_table": ints(2, 1), "return_lse": True},
+    }
+
+
+def _append() -> dict[str, Make]:
+    """Calls of `append_kv` to a contiguous cache with rotary embeddings, to pages, and to slots."""
+    ints = functools.partial(_plain_tensor, dtype=torch.int32)
+
+    def cache(*shape: int) -> dict[str, Any]:
+        return {
+            **{name: _plain_tensor(*shape, 2, 64) for name in ("k", "v")},
+            **{name: _plain_tensor(2, 32, 2, 64) for name in ("k_cache", "v_cache")},
+        }
+
+    rotary = {"rotary_interleaved": True, "q_causal": True}
+    return {
+        "rotary": lambda: {
+            **cache(2, 3),
+            **rotary,
+            "seqlens": ints(2),
+            "q": _plain_tensor(2, 3, 4, 64),
+            "leftpad": ints(2),
+            "rotary_cos": _plain_tensor(32, 16),
+            "rotary_sin": _plain_tensor(32, 16),
+        },
+        "pages": lambda: {**cache(2, 3), "seqlens": ints(2), "block_table": ints(2, 1)},
+        "rows": lambda: {**cache(2, 3), "seqlens": 0, "batch_idx": ints(2)},
+        "slots": lambda: {**cache(5), "slot_mapping": _plain_tensor(5, dtype=torch.int64)},
+    }
+
+
+def _merge() -> dict[str, Make]:
+    """Calls of `merge_states` with states in one tensor and apart."""
+    fp32 = functools.partial(_plain_tensor, dtype=torch.float32)
+    return {
+        "stacked": lambda: {"outs": _plain_tensor(3, 1, 4, 8, 64), "lses": fp32(3, 1, 4, 8), "layout": "bhsd"},
+        "apart": lambda: {
+            "outs": [_plain_tensor(1, 4, 8, 64)] * 2,
+            "lses": [fp32(1, 4, 8)] * 2,
+            "dtype": torch.float32,
+        },
+    }
+
+
 def with_shape(batch: int) -> Workload:
     return SMALL.with_shape(batch=batch)
 
@@ -135,6 +198,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Make]]] = {
         flashgen.block_mask,
         {"on a CPU": lambda: {"mask_mod": visible, "seqlen_q": 48, "seqlen_k": 64, "aux": (torch.zeros(3),)}},
     ),
+    "attention_decode": (flashgen.attention_decode, _decode()),
+    "append_kv": (flashgen.append_kv, _append()),
+    "merge_states": (flashgen.merge_states, _merge()),
     "warmup": (flashgen.warmup, {"one": lambda: {"workloads": [SMALL], "seqlens": [64]}}),
     "BlockMask": (BlockMask, {"one": lambda: {name: getattr(blocks(), name) for name in BlockMask.__slots__}}),
     "Workload": (Workload, {"sizes": lambda: dict(_SIZES)}),

@@ -6,16 +6,21 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 
 import flashgen
 from flashgen.core.errors import FlashgenError
-from flashgen.runtime.ops import serve
+from flashgen.runtime.decode import runs
+from flashgen.runtime.ops import append, helpers, merging, serve
 from tests.fakes.gpu import FakeGpu
 from tests.fuzz.calls import CALLS, is_of_its_type, parameters, values
 from tests.runtime.conftest import fresh_process, gpu, ladder  # noqa: F401 - fixtures
 
-FLAGS = {"causal", "deterministic", "return_lse"}
-"""Of the call, which may take them by their truth: it has no time to ask what they are."""
+FLAGS = {"causal", "deterministic", "return_lse", "rotary_interleaved", "q_causal"}
+"""Of the calls, which may take them by their truth: they have no time to ask what they are."""
+
+TIMED = ("attention", "attention_decode", "append_kv")
+"""Calls whose time on the host counts in single microseconds."""
 
 FALSE_IS_ABSENT = {"softcap", "aux"}
 """Arguments of the call that ask for nothing where they are false, whatever they are."""
@@ -25,7 +30,7 @@ CASES = [(name, parameter) for name in CALLS for parameter in parameters(name)]
 
 def is_taken(name: str, parameter: str, value: Any) -> bool:
     """Whether a call may succeed with a value that its annotation does not name."""
-    if name != "attention" or parameter not in FLAGS | FALSE_IS_ABSENT:
+    if name not in TIMED or parameter not in FLAGS | FALSE_IS_ABSENT:
         return False
     return parameter in FLAGS or not value
 
@@ -44,8 +49,15 @@ def refusal(name: str, arguments: dict[str, Any]) -> str | None:
 
 @pytest.fixture(autouse=True)
 def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Tensors of the CPU count as those of its GPU, past torch's dispatcher, too."""
+    """Tensors of the CPU count as those of its GPU, past torch's dispatcher, too; what is launched does nothing."""
     monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
+    monkeypatch.setattr(helpers, "warm", lambda helper, index: None)
+    for module in (append, merging):
+        monkeypatch.setattr(module, "launcher", lambda *_: lambda *_: lambda *_: None)
+    monkeypatch.setattr(runs, "_planned", lambda *_: lambda *_: None)
+    monkeypatch.setattr(runs, "MEMO_LIMIT", 0)  # a value that equals the one before would not be looked at
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: -1, raising=False)
 
 
 @pytest.mark.parametrize("name", CALLS)

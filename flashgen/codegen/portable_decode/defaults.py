@@ -19,9 +19,6 @@ BLOCK_MS = (16, 32, 64)
 MAX_TILE = 64 * 256
 """Numbers of a tile of queries and its outputs; larger ones spill registers."""
 
-PDL_CAPABILITY = 90
-"""From here on a kernel may be scheduled before the one in front of it has ended."""
-
 
 WIDE = {"block_n": 128, "num_warps": 8, "num_stages": 3, "per_sm": 1, "slack": 4}
 USUAL = {"block_n": 64, "num_warps": 4, "num_stages": 3, "per_sm": 2, "slack": 4}
@@ -53,7 +50,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "partials": 32 if padded(spec.head_dim_v) <= 128 else 16,
         "reduce_warps": 1,
         "page_ids": "asm" if device.is_nvidia else "load",
-        "pdl": device.capability >= PDL_CAPABILITY,
+        "pdl": device.has_dependent_launch,
         "maxnreg": 0,
     }
     return _fitting(spec, Config.of(FAMILY_ID, knobs), device)

@@ -8,7 +8,6 @@ from flashgen.codegen.portable_decode.defaults import (
     BATCH_PADS,
     BLOCK_MS,
     FAMILY_ID,
-    PDL_CAPABILITY,
     default_config,
     fitted,
 )
@@ -58,7 +57,7 @@ def _unsupported(spec: Specialization, device: Device) -> str | None:
 
 
 def _invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    if config["pdl"] and device.capability < PDL_CAPABILITY:
+    if config["pdl"] and not device.has_dependent_launch:
         return f"no kernel of {device.arch} is scheduled before the one in front of it has ended"
     if config["page_ids"] == "asm" and not device.is_nvidia:
         return "inline assembly is NVIDIA's"

@@ -9,6 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
+from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
 from flashgen.runtime.decode.op import OP
 from flashgen.runtime.decode.runs import attend
 from flashgen.runtime.ops.schemas import SERVED
@@ -119,13 +120,17 @@ def attention_decode(
         UnsupportedError: no kernel family does this here, or a gradient is asked for.
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
     """
-    features = NO_FEATURES
-    if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
-        features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
-    if is_dynamo_compiling():
-        given = (block_table, causal, softmax_scale, leftpad, batch_idx, fixed_split_size, return_lse)
-        found: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *SERVED.flat(features))
-        return found if return_lse else found[0]
-    options = (leftpad, batch_idx, fixed_split_size, return_lse)
-    out, lse = attend(q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features, *options)
-    return out if lse is None else (out, lse)
+    try:
+        features = NO_FEATURES
+        if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
+            features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+        if is_dynamo_compiling():
+            given = (block_table, causal, softmax_scale, leftpad, batch_idx, fixed_split_size, return_lse)
+            found: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *SERVED.flat(features))
+            return found if return_lse else found[0]
+        options = (leftpad, batch_idx, fixed_split_size, return_lse)
+        out, lse = attend(q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features, *options)
+        return out if lse is None else (out, lse)
+    except UNEXPECTED as error:
+        explain_failure(error, locals())
+        raise

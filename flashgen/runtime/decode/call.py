@@ -161,7 +161,7 @@ def _checked_features(features: Features, facts: CallFacts) -> Features:
         one = getattr(features, value.name)
         if value.is_tensor and one is not None:
             check_tensor(value.name, one)
-            if one.shape[-1:] != (1,) and one.stride(-1) != 1:
+            if one.dim() and one.shape[-1] != 1 and one.stride(-1) != 1:
                 raise WorkloadError(f"{value.name} is contiguous along the heads, got strides {one.stride()}")
     return checked(replace(features, **changes), facts)
 

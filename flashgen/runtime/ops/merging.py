@@ -12,6 +12,7 @@ from flashgen.codegen.merge_states import MOST_SEPARATE, MergeSpec, merge_kernel
 from flashgen.core.checks import MAX_SIZE
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
+from flashgen.core.quoting import shown
 from flashgen.runtime.ops.calls import DTYPES
 from flashgen.runtime.ops.forward import LIBRARY
 from flashgen.runtime.ops.helpers import launcher, remember
@@ -100,7 +101,7 @@ def check(outs: States, lses: States, layout: str, dtype: torch.dtype | None) ->
                 f"and {out.dtype} on {out.device}"
             )
     if dtype is not None and dtype not in DTYPES:
-        raise WorkloadError(f"the dtype of the output is bfloat16, float16 or float32, got {dtype}")
+        raise WorkloadError(f"the dtype of the output is bfloat16, float16 or float32, got {shown(dtype)}")
     if math.prod(first.shape[:-1]) > MAX_SIZE:
         raise WorkloadError(f"rows of a state are at most {MAX_SIZE}, got {tuple(first.shape)}")
 
