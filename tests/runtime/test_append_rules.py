@@ -216,7 +216,7 @@ STATES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         torch.zeros(2, 2, 4, 5, 8),
         torch.zeros(2, 2, 4, 5),
         {"dtype": "half"},
-        "output is bfloat16, float16 or float32, got half",
+        "output is bfloat16, float16 or float32, got 'half'",
     ),
 }
 
