@@ -159,11 +159,18 @@ def test_a_mixed_cluster_tunes_everything_for_each_kind(store: Store, tmp_path: 
 
 
 def test_ctrl_c_stops_every_station_and_the_same_call_goes_on(store: Store) -> None:
-    def interrupt(number: int) -> None:
-        if number == 8:
-            signal.raise_signal(signal.SIGINT)
+    first = threading.Lock()
 
-    stations = [FakeStation(name="node:0", on_evaluate=interrupt), FakeStation(name="node:1")]
+    def interrupt(number: int) -> None:
+        if number == 2:
+            until = time.monotonic() + 20
+            if first.acquire(blocking=False):
+                signal.raise_signal(signal.SIGINT)
+            # the main thread hears of it some time later, and nothing may have ended by then
+            while not stations[0].is_stopped and time.monotonic() < until:
+                time.sleep(0.001)
+
+    stations = [FakeStation(name=f"node:{index}", on_evaluate=interrupt) for index in range(2)]
     (finished,) = run(*stations, store=store)
     assert finished.interrupted
     assert all(station.is_stopped for station in stations)
