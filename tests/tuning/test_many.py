@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,15 @@ def test_a_mixed_cluster_tunes_everything_for_each_kind(store: Store, tmp_path: 
         assert all(other.record(workload, H100) for workload in (CAUSAL, PLAIN))
 
 
+@pytest.fixture
+def listens_to_ctrl_c() -> Iterator[None]:
+    """Python takes over SIGINT only if it is not ignored, as it is in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_ctrl_c_stops_every_station_and_the_same_call_goes_on(store: Store) -> None:
     first = threading.Lock()
 
