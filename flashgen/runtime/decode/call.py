@@ -12,6 +12,7 @@ from flashgen.core.checks import flag, real_number, whole_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.declaration import CallFacts
 from flashgen.core.features.positions import WINDOW, clamp_window
+from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.scores import SOFTCAP
 from flashgen.core.features.table import checked, specialization_fields, workload_fields
 from flashgen.core.features.table import values as table_values
@@ -21,6 +22,7 @@ from flashgen.launch.decode_numbers import DecodeShape
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import check_tensor
 from flashgen.runtime.ops.calls import DTYPES, MAX_ROW_STRIDE
+from flashgen.runtime.ops.helpers import has_aligned_rows
 
 MAX_SEQLEN_Q = 16
 MAX_KEYS = 2**29
@@ -28,8 +30,6 @@ MAX_KEYS = 2**29
 
 SPLIT_UNIT = 128
 """What `fixed_split_size` is a multiple of: the most keys of a step that a config may have."""
-
-ALIGNMENT = 16
 
 MAX_PAGE_STRIDE = 2**31
 """In elements, exclusive: a page's number times its stride is a product of two numbers of 32 bits."""
@@ -244,10 +244,7 @@ def _checked_scale(scale: float | None, head_dim: int) -> float:
 
 def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether its start and every stride in use are multiples of 16 bytes."""
-    step = ALIGNMENT // tensor.element_size()
-    return tensor.data_ptr() % ALIGNMENT == 0 and not any(
-        stride % step for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1
-    )
+    return tensor.data_ptr() % ALIGNMENT_BYTES == 0 and has_aligned_rows(tensor)
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:

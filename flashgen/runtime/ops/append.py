@@ -13,11 +13,10 @@ import torch
 from torch.autograd.graph import increment_version
 
 from flashgen.codegen.append_kv import AppendSpec, append_kernel
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.runtime.ops.append_rules import AppendArguments, check, check_apart, check_memory
 from flashgen.runtime.ops.calls import DTYPES
 from flashgen.runtime.ops.forward import LIBRARY
-from flashgen.runtime.ops.helpers import launcher, remember
+from flashgen.runtime.ops.helpers import has_aligned_rows, launcher, remember, used_strides
 from flashgen.runtime.ops.overlap import span_bytes
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ def _keeper(first: AppendArguments) -> Callable[[AppendArguments], None]:
 def _specialization(given: AppendArguments, *, aligned: bool) -> AppendSpec:
     dtype, cos = DTYPES[given.k.dtype], given.rotary_cos
     place = next((place for place, name in PLACES.items() if getattr(given, name) is not None), "rows")
-    is_aligned = aligned and all(_has_aligned_rows(tensor) for tensor in _with_columns(given))
+    is_aligned = aligned and all(has_aligned_rows(tensor) for tensor in _with_columns(given))
     return AppendSpec(
         dtype=dtype,
         head_dim=given.k.shape[-1],
@@ -199,14 +198,9 @@ def _with_columns(given: AppendArguments) -> list[Tensor]:
     return found + [one for one in (given.rotary_cos, given.rotary_sin) if one is not None]
 
 
-def _has_aligned_rows(tensor: Tensor) -> bool:
-    return not any(stride * tensor.element_size() % ALIGNMENT_BYTES for stride in _strides(tensor))
-
-
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """All strides but the last; 0 along an axis of one element, where it means nothing."""
-    pairs = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return tuple(stride if size > 1 else 0 for size, stride in pairs)
+    """All of `used_strides` but the last."""
+    return tuple(used_strides(tensor)[:-1])
 
 
 def _numbers(given: AppendArguments, spec: AppendSpec, rows: int, q_rows: int) -> list[int]:

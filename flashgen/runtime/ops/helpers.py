@@ -9,6 +9,7 @@ import torch
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.device import Device
 from flashgen.core.errors import BuildError, UnsupportedError
+from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.settings import settings
 from flashgen.runtime.ops import serve
 
@@ -26,6 +27,16 @@ def remember(memo: dict[tuple[Any, ...], Any], key: tuple[Any, ...], run: Any) -
         if len(memo) >= serve.MEMO_LIMIT:
             memo.clear()
         memo[key] = run
+
+
+def used_strides(tensor: torch.Tensor) -> list[int]:
+    """Its strides, 0 along an axis of one element, where they mean nothing."""
+    return [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
+def has_aligned_rows(tensor: torch.Tensor) -> bool:
+    """Whether all its strides in use but the last are multiples of 16 bytes."""
+    return not any(stride * tensor.element_size() % ALIGNMENT_BYTES for stride in used_strides(tensor)[:-1])
 
 
 def launcher(helper: HelperKernel, beside: torch.Tensor) -> WithNumbers:

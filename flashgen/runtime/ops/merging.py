@@ -11,11 +11,10 @@ import torch
 from flashgen.codegen.merge_states import MOST_SEPARATE, MergeSpec, merge_kernel
 from flashgen.core.checks import MAX_SIZE
 from flashgen.core.errors import WorkloadError
-from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.quoting import shown
 from flashgen.runtime.ops.calls import DTYPES
 from flashgen.runtime.ops.forward import LIBRARY
-from flashgen.runtime.ops.helpers import launcher, remember
+from flashgen.runtime.ops.helpers import has_aligned_rows, launcher, remember, used_strides
 
 if TYPE_CHECKING:
     from flashgen.launch.helper_launch import HelperRun
@@ -139,7 +138,7 @@ def _prepared(
         out_dtype=DTYPES[dtype],
         head_dim=first.shape[-1],
         separate=0 if is_stacked else len(outs),
-        aligned16=aligned and all(map(_has_aligned_rows, (*outs, result[0]))),
+        aligned16=aligned and all(map(has_aligned_rows, (*outs, result[0]))),
     )
     kernel, num_rows = merge_kernel(spec), math.prod(first.shape[:-1])
     with_numbers = launcher(kernel, first)
@@ -175,26 +174,17 @@ def _numbers(
     """The numbers among the parameters of the kernel: sizes, and strides of the axes of rows, the outer one first."""
     axes = _LSE_AXES[layout]
     step = int(is_stacked)  # of one tensor of all states, the first axis is not of rows
-    strides = _strides(outs[0])[step:]
+    strides = used_strides(outs[0])[step:]
     # in the order in which they lie in memory, so that neighbours are read by one program
     order = sorted(range(len(axes)), key=lambda axis: strides[axis], reverse=True)
     sizes = [outs[0].shape[step + axis] for axis in order]
     found = [math.prod(sizes), sizes[-1], sizes[-2], *([outs[0].shape[0]] if is_stacked else [])]
-    rows = [(_strides(out)[step:], order) for out in outs]
-    rows += [(_strides(lse)[step:], [axes[axis] for axis in order]) for lse in lses]
-    rows += [(_strides(result[0]), order), (_strides(result[1]), [axes[axis] for axis in order])]
+    rows = [(used_strides(out)[step:], order) for out in outs]
+    rows += [(used_strides(lse)[step:], [axes[axis] for axis in order]) for lse in lses]
+    rows += [(used_strides(result[0]), order), (used_strides(result[1]), [axes[axis] for axis in order])]
     for given, picked in rows:
         found += [0] * (3 - len(picked)) + [given[axis] for axis in picked]  # packed rows have two axes
-    return found + ([_strides(outs[0])[0], _strides(lses[0])[0]] if is_stacked else [])
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """Strides, 0 along an axis of one element, where they mean nothing."""
-    return [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-
-
-def _has_aligned_rows(tensor: Tensor) -> bool:
-    return not any(stride * tensor.element_size() % ALIGNMENT_BYTES for stride in _strides(tensor)[:-1])
+    return found + ([used_strides(outs[0])[0], used_strides(lses[0])[0]] if is_stacked else [])
 
 
 def _fake(outs: States, lses: States, layout: str = "bhsd", dtype: torch.dtype | None = None) -> Merged:
