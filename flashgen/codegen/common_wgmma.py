@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.head_parts import power_of_two
 from flashgen.core.device import Device, find_device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
@@ -53,7 +54,7 @@ def why_not_head_dim(spec: Specialization) -> str | None:
 
 def block(head_dim: int) -> int:
     """Columns of a head in one part: the next power of two, at least the 64 of a full swizzle."""
-    return max(LEAST_COLUMNS, 1 << (head_dim - 1).bit_length())
+    return max(LEAST_COLUMNS, power_of_two(head_dim))
 
 
 def descriptor_type(dtype: str, *box: int) -> str:

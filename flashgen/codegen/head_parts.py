@@ -37,22 +37,22 @@ def head_parts(head_dim: int, split: bool) -> tuple[HeadPart, ...]:
     The first of two is the largest power of two below `head_dim`: 192 = 128 + 64, 80 = 64 + 16, 512 = 256 + 256.
     """
     if not (split and can_split(head_dim)):
-        return (HeadPart(suffix="", start=0, size=head_dim, block=_power_of_two(head_dim)),)
-    first = _power_of_two(head_dim) // 2
+        return (HeadPart(suffix="", start=0, size=head_dim, block=tile_side(head_dim)),)
+    first = tile_side(head_dim) // 2
     rest = head_dim - first
     return (
         HeadPart(suffix="0", start=0, size=first, block=first),
-        HeadPart(suffix="1", start=first, size=rest, block=_power_of_two(rest)),
+        HeadPart(suffix="1", start=first, size=rest, block=tile_side(rest)),
     )
 
 
 @functools.cache
 def can_split(head_dim: int) -> bool:
     """Whether two parts differ from one: they need less padding, or halve what one tile can hardly hold."""
-    whole = _power_of_two(head_dim)
+    whole = tile_side(head_dim)
     if whole == head_dim:
         return head_dim >= HALVED_FROM
-    return whole // 2 >= LEAST_BLOCK and whole // 2 + _power_of_two(head_dim - whole // 2) < whole
+    return whole // 2 >= LEAST_BLOCK and whole // 2 + tile_side(head_dim - whole // 2) < whole
 
 
 def is_split(config: Config) -> bool:
@@ -73,5 +73,11 @@ def padded(head_dim: int, split: bool) -> int:
     return sum(part.block for part in head_parts(head_dim, split))
 
 
-def _power_of_two(size: int) -> int:
-    return max(LEAST_BLOCK, 1 << (size - 1).bit_length())
+def power_of_two(size: int) -> int:
+    """The least power of two from `size` on, at least 1."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def tile_side(size: int) -> int:
+    """The side of a tile that holds `size` columns and that tensor cores multiply."""
+    return max(LEAST_BLOCK, power_of_two(size))

@@ -73,11 +73,6 @@ def rows_of_tile(columns: int, elements: int) -> int:
     return min(MOST_ROWS, max(1, elements // columns))
 
 
-def power_of_two(size: int) -> int:
-    """The least power of two from `size` on, at least 1."""
-    return 1 << max(0, size - 1).bit_length()
-
-
 def integers(names: str, kind: str) -> tuple[Parameter, ...]:
     """Integer parameters of one type, their names in one text."""
     return tuple(Parameter(name=name, type=kind) for name in names.split())

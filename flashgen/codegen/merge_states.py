@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES
 from flashgen.codegen.family import Parameter
-from flashgen.codegen.helper import HelperKernel, integers, power_of_two, rows_of_tile
+from flashgen.codegen.head_parts import power_of_two
+from flashgen.codegen.helper import HelperKernel, integers, rows_of_tile
 from flashgen.core.workload import DTYPE_BYTES
 
 ID = "merge_states"

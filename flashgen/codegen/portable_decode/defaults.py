@@ -7,7 +7,8 @@ sequence may not depend on its batch, it reads the query rows alone (`invariant`
 from __future__ import annotations
 
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.portable_decode.resources import padded, why_too_large
+from flashgen.codegen.head_parts import tile_side
+from flashgen.codegen.portable_decode.resources import why_too_large
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -47,7 +48,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "min_tiles": 1,
         "batch_pad": BATCH_PADS[-1],
         "overhead": 4,
-        "partials": 32 if padded(spec.head_dim_v) <= 128 else 16,
+        "partials": 32 if tile_side(spec.head_dim_v) <= 128 else 16,
         "reduce_warps": 1,
         "page_ids": "asm" if device.is_nvidia else "load",
         "pdl": device.has_dependent_launch,
@@ -94,7 +95,7 @@ def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device:
 
 
 def _width(spec: Specialization) -> int:
-    return padded(spec.head_dim) + padded(spec.head_dim_v)
+    return tile_side(spec.head_dim) + tile_side(spec.head_dim_v)
 
 
 def _fitting(spec: Specialization, config: Config, device: Device) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
+from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.defaults import (
     BATCH_PADS,
     BLOCK_MS,
@@ -11,7 +12,7 @@ from flashgen.codegen.portable_decode.defaults import (
     default_config,
     fitted,
 )
-from flashgen.codegen.portable_decode.resources import padded, why_too_large
+from flashgen.codegen.portable_decode.resources import why_too_large
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -146,8 +147,8 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
     return {
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
-        "block_d": padded(spec.head_dim),
-        "block_dv": padded(spec.head_dim_v),
+        "block_d": tile_side(spec.head_dim),
+        "block_dv": tile_side(spec.head_dim_v),
         "tl_dtype": TL_DTYPES[spec.dtype],
         "aligned16": spec.aligned16,
         "paged": bool(page),

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD, OTHER_REGS
+from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.inspect import RESERVED_SMEM
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
-LEAST_BLOCK = 16
-
 OTHER_SMEM = 8192
 """Bytes of shared memory beside the stages, for p between the products and for sums over warps: 6144 were found."""
 
 
-def padded(size: int) -> int:
-    """The side of a tile that holds `size` columns."""
-    return max(LEAST_BLOCK, 1 << (size - 1).bit_length())
-
-
 def smem_needed(spec: Specialization, config: Config) -> int:
     """The shared memory of a program in bytes: a buffer of K and V for each stage but the one that is computed."""
-    row = padded(spec.head_dim) + padded(spec.head_dim_v)
+    row = tile_side(spec.head_dim) + tile_side(spec.head_dim_v)
     buffers = max(config.integer("num_stages") - 1, 1)
     return buffers * config.integer("block_n") * row * DTYPE_BYTES[spec.dtype] + OTHER_SMEM
 
@@ -37,7 +31,7 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
     if per_sm * threads > device.max_threads_per_sm:
         return f"{per_sm} programs of {threads} threads are more than the {device.max_threads_per_sm} of an SM"
     rows = config.integer("block_m")
-    words = rows * (config.integer("block_n") + padded(spec.head_dim_v) + padded(spec.head_dim) // 2)
+    words = rows * (config.integer("block_n") + tile_side(spec.head_dim_v) + tile_side(spec.head_dim) // 2)
     available = min(MAX_REGS_PER_THREAD, device.regs_per_sm // (per_sm * threads))
     available = min(available, config.integer("maxnreg") or available)
     if words // threads + OTHER_REGS > available:
