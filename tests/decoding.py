@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+import flashgen
 from flashgen.core.features.values import Features
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.decode.call import DecodeCall
@@ -180,3 +181,15 @@ def arguments(call: DecodeCall) -> tuple[list[torch.Tensor], dict[str, Any]]:
     given = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "features"}
     tensors = [given.pop(name) for name in ("q", "k_cache", "v_cache", "seqlens")]
     return tensors, {**given, **{name: getattr(call.features, name) for name in SCORES}}
+
+
+def run(call: DecodeCall, **changes: Any) -> Any:
+    """The public call with a call's arguments."""
+    tensors, named = arguments(replace(call, **changes))
+    return flashgen.attention_decode(*tensors, **named)
+
+
+def only(call: DecodeCall, rows: list[int]) -> DecodeCall:
+    """The call for some of its sequences, whose caches have pages."""
+    assert call.block_table is not None
+    return replace(call, q=call.q[rows], seqlens=call.seqlens[rows], block_table=call.block_table[rows].contiguous())

@@ -16,7 +16,7 @@ from flashgen.core.device import find_device
 from flashgen.launch.decode_numbers import DecodeNumbers
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
-from tests.decoding import Case, assert_right, make
+from tests.decoding import Case, assert_right, make, only
 
 DEVICE = replace(find_device("sm90"), num_sms=3)
 
@@ -113,21 +113,16 @@ def test_the_bits_of_a_sequence_follow_from_itself_alone() -> None:
     out, lse = interpreted(whole)
     others = [
         (interpreted(make(case, order=5), per_sm=2), slice(None)),
-        (interpreted(_only(whole, [1]), per_sm=1), [1]),
-        (interpreted(_only(whole, [2, 1, 0])), [2, 1, 0]),
+        (interpreted(only(whole, [1]), per_sm=1), [1]),
+        (interpreted(only(whole, [2, 1, 0])), [2, 1, 0]),
     ]
     for (same, same_lse), rows in others:
         assert torch.equal(out[rows], same)
         assert torch.equal(lse[rows], same_lse)
     shares = replace(whole, fixed_split_size=None)
-    assert not torch.equal(interpreted(shares)[1][1:2], interpreted(_only(shares, [1]), per_sm=2)[1])
+    assert not torch.equal(interpreted(shares)[1][1:2], interpreted(only(shares, [1]), per_sm=2)[1])
 
 
 def test_layouts_of_the_caches_give_the_same_bits() -> None:
     found = [interpreted(make(Case(lens=(33, 60), page=16, layout=one))) for one in ("nhd", "hnd", "halves")]
     assert all(torch.equal(found[0][0], out) and torch.equal(found[0][1], lse) for out, lse in found[1:])
-
-
-def _only(call: DecodeCall, rows: list[int]) -> DecodeCall:
-    assert call.block_table is not None
-    return replace(call, q=call.q[rows], seqlens=call.seqlens[rows], block_table=call.block_table[rows])

@@ -15,7 +15,7 @@ import flashgen
 from flashgen.codegen.families import decode_config, family, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.core.device import Device, find_device
-from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
+from flashgen.core.errors import FlashgenError, LaunchError, UnsupportedError, WorkloadError
 from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
@@ -26,7 +26,7 @@ from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.ops import serve
 from tests.decoding import Case, arguments, make
-from tests.fakes.driver import FakeDriver, Launched
+from tests.fakes.driver import INVALID_VALUE, FakeDriver, Launched
 
 H200 = find_device("h200")
 
@@ -124,6 +124,18 @@ def test_the_merge_is_launched_where_keys_may_be_split_alone(gpu: FakeDriver) ->
     first, second = run(gpu, make(Case(lens=(257, 3), options={"fixed_split_size": 256})))
     assert first.values["split_tiles"] == 4
     assert second.grid[0] == 2 * 2 * 2  # sequences, key heads, rows
+
+
+def test_a_launch_that_the_driver_refuses_changes_nothing_for_the_next(gpu: FakeDriver) -> None:
+    call = make(Case(lens=(300, 0, 64), page=16))
+    before = run(gpu, call)
+    gpu.code = INVALID_VALUE
+    with pytest.raises(LaunchError, match="invalid argument"):
+        run(gpu, call)
+    gpu.code = 0
+    after = run(gpu, call)
+    for one, other in zip(before, after, strict=True):
+        assert one.values | {"O": 0} == other.values | {"O": 0}
 
 
 def test_large_batches_are_several_launches(gpu: FakeDriver) -> None:
