@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.append import append_kv
     from flashgen.runtime.block_mask import block_mask
     from flashgen.runtime.decode.api import attention_decode
+    from flashgen.runtime.decode.prefix import Prefix
     from flashgen.runtime.explain import explain
     from flashgen.runtime.states import merge_states
     from flashgen.runtime.warmup import reload, warmup
@@ -45,6 +46,7 @@ __all__ = [
     "FlashgenError",
     "LaunchError",
     "MeasureError",
+    "Prefix",
     "SettingError",
     "TuningError",
     "UnsupportedError",
@@ -64,6 +66,7 @@ __all__ = [
 
 _LATE = {
     "BlockMask": "flashgen.core.features.values",
+    "Prefix": "flashgen.runtime.decode.prefix",
     "append_kv": "flashgen.runtime.append",
     "attention": "flashgen.runtime.api",
     "attention_decode": "flashgen.runtime.decode.api",

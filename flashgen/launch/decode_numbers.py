@@ -9,6 +9,9 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.launch.feature_arguments import LOG2E
 
+MANY_ROWS = 64
+"""As many as a tile of queries has at most."""
+
 Strides = tuple[int, int, int]
 """In elements: of a sequence or a page, of a query or a slot, of a head."""
 
@@ -39,6 +42,8 @@ class DecodeShape:
         has_leftpad: whether keys begin behind the first slot.
         has_batch_idx: whether sequences name their rows of the caches.
         has_lse: whether the LSE is written.
+        members: sequences of a group that shares keys, where `batch` are such groups; 0 is none.
+        own_seqlen_k: keys that each of them has at most behind the shared ones.
     """
 
     batch: int
@@ -62,23 +67,28 @@ class DecodeShape:
     has_leftpad: bool = False
     has_batch_idx: bool = False
     has_lse: bool = False
+    members: int = 0
+    own_seqlen_k: int = 0
 
     @property
     def rows(self) -> int:
         """Query rows of a key head."""
-        return self.seqlen_q * (self.nheads // self.nheads_k)
+        return max(self.members, 1) * self.seqlen_q * (self.nheads // self.nheads_k)
 
     @property
     def sizes(self) -> Sizes:
         """What configs are chosen by, with the keys that queries see at most.
 
-        Where bits may not depend on the batch, lengths are unknown (0).
+        Where bits may not depend on the batch, lengths are unknown (0), and groups that share keys are large.
         """
+        queries = max(self.members, 1) * self.seqlen_q
+        if self.members and self.split_size:
+            queries = max(queries, MANY_ROWS)
         return Sizes(
             batch=self.batch,
             nheads=self.nheads,
             nheads_k=self.nheads_k,
-            seqlen_q=self.seqlen_q,
+            seqlen_q=queries,
             seqlen_k=0 if self.split_size else min(self.seqlen_k, self.window_left + self.seqlen_q),
         )
 
@@ -134,6 +144,7 @@ class DecodeNumbers:
 
 
 _SAME = ("batch", "nheads_k", "seqlen_q", "seqlen_k", "window_left", "window_right", "num_pages")
+_SAME += ("members", "own_seqlen_k")
 
 
 def _scales(shape: DecodeShape) -> dict[str, float]:

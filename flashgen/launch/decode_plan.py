@@ -23,7 +23,7 @@ from flashgen.launch.decode_numbers import DecodeNumbers, DecodeShape
 from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS, Layout
 from flashgen.launch.plan import known_layout, load_part
 
-POINTERS = ("Q", "K", "V", "O", "LSE", "Lens", "Leftpad", "Table", "BatchIdx", "Sinks", "AlibiSlopes")
+POINTERS = ("Q", "K", "V", "O", "LSE", "Lens", "Leftpad", "Table", "BatchIdx", "OwnLens", "Sinks", "AlibiSlopes")
 """Parameters that a call writes, in the order in which it gives them; then come those of scratch memory."""
 
 SCRATCH = ("PartO", "PartLse", "Splits")

@@ -54,7 +54,7 @@ def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # n
     monkeypatch.setattr(helpers, "warm", lambda helper, index: None)
     for module in (append, merging):
         monkeypatch.setattr(module, "launcher", lambda *_: lambda *_: lambda *_: None)
-    monkeypatch.setattr(runs, "_planned", lambda *_: lambda *_: None)
+    monkeypatch.setattr(runs, "planned", lambda *_: lambda *_: None)
     monkeypatch.setattr(runs, "MEMO_LIMIT", 0)  # a value that equals the one before would not be looked at
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: -1, raising=False)

@@ -24,22 +24,40 @@ DEVICE = replace(find_device("sm90"), num_sms=3)
 def interpreted(call: DecodeCall, **knobs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE by both kernels, in memory that holds NaN before."""
     call = replace(call, return_lse=True)
-    out = empty_output(call.q, call.v_cache, bshd=True).fill_(math.nan)
-    lse = empty_lse(call.q, bshd=True).fill_(math.nan)
+    out, lse = results(call)
     checked = CheckedDecode.of(call, out)
-    config = decode_config(checked.spec, checked.shape.sizes, DEVICE)
-    config = config.replace(**{"block_n": 16, "page_ids": "load", "pdl": False, "slack": 0, **knobs})
-    launched(call, checked, config, out, lse)
+    launched(call, checked, small_config(checked, **knobs), out, lse)
     return out, lse
 
 
-def launched(call: DecodeCall, checked: CheckedDecode, config: Config, out: torch.Tensor, lse: torch.Tensor) -> None:
+def results(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the output and the LSE of a call go: NaN before."""
+    out = empty_output(call.q, call.v_cache, bshd=True).fill_(math.nan)
+    return out, empty_lse(call.q, bshd=True).fill_(math.nan)
+
+
+def small_config(checked: CheckedDecode, **knobs: int) -> Config:
+    """A config that takes few keys at once, so that there is something to split."""
+    config = decode_config(checked.spec, checked.shape.sizes, DEVICE)
+    return config.replace(**{"block_n": 16, "page_ids": "load", "pdl": False, "slack": 0, **knobs})
+
+
+def launched(
+    call: DecodeCall,
+    checked: CheckedDecode,
+    config: Config,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    **beside: torch.Tensor,
+) -> None:
+    """Both kernels over the tensors of a call, and what some kernels read beside them."""
     module = load_module(render(checked.spec, config))
     numbers = DecodeNumbers.of(checked.shape, config, DEVICE)
     none = torch.zeros(1, dtype=torch.int32)
     known = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "O": out, "LSE": lse, "Lens": call.seqlens}
     known |= {"Leftpad": none if call.leftpad is None else call.leftpad, "Table": call.block_table}
     known |= {"BatchIdx": none if call.batch_idx is None else call.batch_idx, "Sinks": call.features.sinks}
+    known |= beside
     known |= {"AlibiSlopes": call.features.alibi_slopes, "PartLse": torch.full((numbers.part_rows,), math.nan)}
     known |= {"PartO": torch.full((numbers.part_rows, checked.shape.head_dim_v), math.nan)}
     known |= {"Splits": torch.full((numbers.splits, 4), 2**31 - 1, dtype=torch.int32), **numbers.values}

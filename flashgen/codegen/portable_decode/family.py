@@ -103,17 +103,20 @@ PARTS = (
 def _main_parameters(spec: Specialization) -> tuple[Parameter, ...]:
     lengths = [Parameter(name=name, type="*i32") for name in ("Lens", "Leftpad")]
     pages = [Parameter(name="Table" if spec.page_size else "BatchIdx", type="*i32")]
+    pages += [Parameter(name="OwnLens", type="*i32")] if spec.offset_tensor else []
     found = [*_pointers(spec, "QKVO"), Parameter(name="LSE", type="*fp32"), *lengths, *pages, *_sinks(spec), *PARTS]
     found += _scores(spec)
     found += _integers("batch", "nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "grid")
     found += _integers("split_tiles", "pair_units", "window_left", "window_right", "has_leftpad", "lse_rows")
     found += [*_integers("num_pages"), *_strides("table")] if spec.page_size else _integers("has_batch_idx")
+    found += _integers("members", "own_seqlen_k") if spec.offset_tensor else []
     return (*found, *_strides("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh"))
 
 
 def _reduce_parameters(spec: Specialization) -> tuple[Parameter, ...]:
     found = [*_pointers(spec, "O"), Parameter(name="LSE", type="*fp32"), *_sinks(spec), *PARTS]
     found += _integers("nheads_k", "group_size", "seqlen_q", "m_blocks", "tile_rows", "split_tiles", "lse_rows")
+    found += _integers("members") if spec.offset_tensor else []
     return (*found, *_strides("ob", "os", "oh"))
 
 
@@ -159,6 +162,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "exact_softcap": False,
         "alibi": spec.alibi,
         "sink": spec.sink,
+        "shared": spec.offset_tensor,
         "scales": scales,
         "strides": [(f"stride_{name}", multiple) for name in tensors],
         "step_arguments": [*places, "stride_kp", "stride_ks", "stride_vp", "stride_vs"],
@@ -172,7 +176,7 @@ PORTABLE_DECODE = KernelFamily(
     template="portable_decode/portable_decode.py.jinja",
     direction="decode",
     knobs=KNOBS,
-    features=frozenset({"causal", "window", "softcap", "alibi", "sinks", "pages", "deterministic"}),
+    features=frozenset({"causal", "window", "softcap", "alibi", "sinks", "q_offset", "pages", "deterministic"}),
     unsupported=_unsupported,
     invalid=_invalid,
     default=default_config,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from flashgen.core.checks import instance
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
 from flashgen.runtime.decode.op import OP
+from flashgen.runtime.decode.prefix import Prefix, attend_with_prefix, flat
 from flashgen.runtime.decode.runs import attend
 from flashgen.runtime.ops.schemas import SERVED
 
@@ -32,6 +35,7 @@ def attention_decode(
     leftpad: torch.Tensor | None = ...,
     batch_idx: torch.Tensor | None = ...,
     fixed_split_size: int | None = ...,
+    prefix: Prefix | None = ...,
     return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...
 @overload
@@ -51,6 +55,7 @@ def attention_decode(
     leftpad: torch.Tensor | None = ...,
     batch_idx: torch.Tensor | None = ...,
     fixed_split_size: int | None = ...,
+    prefix: Prefix | None = ...,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention_decode(
@@ -69,6 +74,7 @@ def attention_decode(
     leftpad: torch.Tensor | None = None,
     batch_idx: torch.Tensor | None = None,
     fixed_split_size: int | None = None,
+    prefix: Prefix | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of the last queries of each sequence over a contiguous or paged cache of its keys and values.
@@ -109,6 +115,9 @@ def attention_decode(
             bits of a sequence's output depend on its own keys and queries alone: not on the batch, its order, the
             other lengths or the pages. None shares the keys of all sequences equally, which is faster where few
             sequences are long; the same lengths then still give the same bits.
+        prefix: keys that sequences share in front of their own, read once for all of them (`flashgen.Prefix`). The
+            caches, `seqlens` and what goes with them are then of the keys behind it, and the call is attention over
+            both, with every position counted from the first key of the prefix.
         return_lse: also return the natural logarithm of the row sums, fp32 (batch, nheads, seqlen_q).
 
     Returns:
@@ -124,12 +133,13 @@ def attention_decode(
         features = NO_FEATURES
         if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
             features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+        options = (leftpad, batch_idx, fixed_split_size, return_lse)
         if is_dynamo_compiling():
-            given = (block_table, causal, softmax_scale, leftpad, batch_idx, fixed_split_size, return_lse)
+            given = (block_table, causal, softmax_scale, *options, *flat(prefix))
             found: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *SERVED.flat(features))
             return found if return_lse else found[0]
-        options = (leftpad, batch_idx, fixed_split_size, return_lse)
-        out, lse = attend(q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features, *options)
+        serving = attend if prefix is None else partial(attend_with_prefix, instance("prefix", prefix, Prefix))
+        out, lse = serving(q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features, *options)
         return out if lse is None else (out, lse)
     except UNEXPECTED as error:
         explain_failure(error, locals())

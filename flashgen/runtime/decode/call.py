@@ -78,7 +78,7 @@ class CheckedDecode:
             UnsupportedError: a gradient is asked for.
         """
         check_decode_tensors(call)
-        seqlen_k = _checked_keys(call)
+        seqlen_k = keys_of_a_sequence(call)
         batch, seqlen_q, nheads, head_dim = call.q.shape
         facts = CallFacts(q=call.q, sizes=(batch, nheads, seqlen_q, seqlen_k))
         features, table = _checked_features(call.features, facts), call.block_table
@@ -197,8 +197,12 @@ def _check_integers(name: str, tensor: Any, q: torch.Tensor) -> None:
         raise WorkloadError(f"{name} is contiguous along its last dimension, got strides {tensor.stride()}")
 
 
-def _checked_keys(call: DecodeCall) -> int:
-    """The keys that a sequence has at most, once all shapes fit together."""
+def keys_of_a_sequence(call: DecodeCall) -> int:
+    """The keys that a sequence has at most, once all shapes fit together.
+
+    Raises:
+        WorkloadError: they do not.
+    """
     (batch, seqlen_q, nheads, head_dim), cache, table = call.q.shape, call.k_cache.shape, call.block_table
     if cache[:3] != call.v_cache.shape[:3]:
         raise WorkloadError(

@@ -11,8 +11,12 @@ from flashgen.core.errors import WorkloadError
 from flashgen.runtime.decode.call import DecodeCall
 
 
-def check_contents(call: DecodeCall) -> None:
+def check_contents(call: DecodeCall, first_keys: torch.Tensor | None = None) -> None:
     """Refuse lengths and indices that lead out of the caches; nothing is checked while a CUDA graph is captured.
+
+    Args:
+        call: a call whose other rules hold.
+        first_keys: the first visible key of each sequence, where the window does not say it.
 
     Raises:
         WorkloadError: there is one; the message has the first sequence with it.
@@ -33,6 +37,7 @@ def check_contents(call: DecodeCall) -> None:
         pages = call.block_table.long()
         left = keys if call.features.window[0] is None else call.features.window[0]
         first = (lens - call.q.shape[1] - left).clamp(min=0)
+        first = first if first_keys is None else torch.maximum(first, first_keys)
         place = torch.arange(pages.shape[1], device=pages.device) * slots
         used = (place < lens[:, None]) & (place + slots > first[:, None])
         wrong = used & ((pages < 0) | (pages >= rows))

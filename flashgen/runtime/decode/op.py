@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.decode.prefix import PREFIX_OPTIONS, Prefix, restored, run_with_prefix
 from flashgen.runtime.decode.runs import run
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from flashgen.runtime.ops.schemas import SERVED
@@ -22,7 +23,8 @@ _OPTIONS = {
     "return_lse": "bool",
 }
 _NAMES = (*_TENSORS, *_OPTIONS)
-_SCHEMA = ", ".join(["Tensor " + name for name in _TENSORS] + [f"{kind} {name}" for name, kind in _OPTIONS.items()])
+_FLAT = tuple(f"{kind} {name}" for name, kind in {**_OPTIONS, **PREFIX_OPTIONS}.items())
+_SCHEMA = ", ".join([*("Tensor " + name for name in _TENSORS), *_FLAT])
 
 LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define(f"attention_decode({_SCHEMA}, {SERVED.schema}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
@@ -30,20 +32,21 @@ OP: Any = torch.ops.flashgen.attention_decode.default
 """The output and the LSE, which is empty where it is not asked for."""
 
 
-def _call_of(given: tuple[Any, ...], named: dict[str, Any]) -> DecodeCall:
+def _call_of(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[DecodeCall, Prefix | None]:
     arguments = dict(zip(_NAMES, given, strict=False))
-    features, *_ = SERVED.restored(*given[len(_NAMES) :], **named)
-    return DecodeCall(**arguments, features=features)
+    features, *_ = SERVED.restored(*given[len(_NAMES) + len(PREFIX_OPTIONS) :], **named)
+    prefix = restored(*given[len(_NAMES) : len(_NAMES) + len(PREFIX_OPTIONS)])
+    return DecodeCall(**arguments, features=features), prefix
 
 
 def _run(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call_of(given, named)
-    out, lse = run(call, keeps=False)
+    call, prefix = _call_of(given, named)
+    out, lse = run(call, keeps=False) if prefix is None else run_with_prefix(call, prefix, keeps=False)
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 def _fake(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call_of(given, named)
+    call, _ = _call_of(given, named)
     q = call.q
     lse = empty_lse(q, bshd=True) if call.return_lse else q.new_empty(0, dtype=torch.float32)
     return empty_output(q, call.v_cache, bshd=True), lse

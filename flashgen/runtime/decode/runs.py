@@ -86,7 +86,7 @@ def attend(
         if q.shape[0] <= MAX_BATCH:
             _launch(*given, *others, out, lse, config, keeps)
             return out, lse
-        call = _call_of((*given, *others))
+        call = call_of((*given, *others))
         check_decode_tensors(call)
         for start in range(0, q.shape[0], MAX_BATCH):
             rows = slice(start, start + MAX_BATCH)
@@ -95,7 +95,7 @@ def attend(
             _launch(*part)
     except UNEXPECTED as error:
         if not isinstance(error, FlashgenError):
-            check_decode_tensors(_call_of((*given, *others)))
+            check_decode_tensors(call_of((*given, *others)))
         raise
     return out, lse
 
@@ -130,6 +130,7 @@ def _launch(
         0 if leftpad is None else leftpad.data_ptr(),
         0 if table is None else table.data_ptr(),
         0 if batch_idx is None else batch_idx.data_ptr(),
+        0,  # the own keys of sequences that share others
         *[0 if one is None else one.data_ptr() for one in numbers],
     )
     key = (
@@ -163,7 +164,7 @@ def _launch(
     )
     launch = MEMO.get(key, _UNKNOWN)
     if launch is _UNKNOWN or settings().checks:
-        call = _call_of((q, k, v, lens, table, causal, softmax_scale, features, leftpad, batch_idx, split, return_lse))
+        call = call_of((q, k, v, lens, table, causal, softmax_scale, features, leftpad, batch_idx, split, return_lse))
         launch = _remembered(key, call, out, config)
         if settings().checks:
             check_contents(call)
@@ -190,7 +191,8 @@ def _layout(tensor: torch.Tensor | None) -> object:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
 
 
-def _call_of(arguments: tuple[Any, ...]) -> DecodeCall:
+def call_of(arguments: tuple[Any, ...]) -> DecodeCall:
+    """A call from its fields in order."""
     return DecodeCall(**dict(zip(_FIELDS, arguments, strict=True)))
 
 
@@ -204,10 +206,15 @@ def _prepared(call: DecodeCall, out: torch.Tensor, config: Config | None) -> Lau
     if 0 in call.q.shape or not checked.shape.seqlen_k:
         return None
     with CollectionPaused(), serve.LOCK:
-        return _planned(checked, config, serve.gpu_index(call.q))
+        return planned(checked, config, serve.gpu_index(call.q))
 
 
-def _planned(checked: CheckedDecode, config: Config | None, index: int | None) -> Launch:
+def planned(checked: CheckedDecode, config: Config | None, index: int | None) -> Launch:
+    """The launch of a checked call on torch's GPU of this index; under the lock of `serve`.
+
+    Raises:
+        UnsupportedError, BuildError, LaunchError: as `flashgen.attention_decode`.
+    """
     spec = checked.spec
     if index is None:
         raise UnsupportedError(f"no kernel family serves {spec.key} on a CPU: all of them run on GPUs")

@@ -1,0 +1,58 @@
+"""The pass over shared keys, interpreted, and what it gives once it is merged with the one over own keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.decode.prefix import Prefix
+from flashgen.runtime.decode.shared_keys import passes
+from flashgen.runtime.ops.merging import merge
+from tests.decoding import Case, assert_right, make
+from tests.interpreter.test_decode import interpreted, launched, results, small_config
+from tests.prefixes import joined, make_prefix
+
+
+def with_prefix(call: DecodeCall, prefix: Prefix, **knobs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `run_with_prefix` does it, with interpreted kernels."""
+    own = interpreted(call)
+    shared = prefix.shared_keys(call.k_cache, call.v_cache)
+    out, lse = results(call)
+    for one in passes(call, shared, out):
+        sequences = one.run.sequences
+        beside = {"OwnLens": call.seqlens[sequences]}
+        first_keys = one.first_keys(shared.seqlens, call.seqlens)
+        beside |= {} if first_keys is None else {"Leftpad": first_keys}
+        slopes = call.features.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            beside["AlibiSlopes"] = slopes[sequences]
+        groups = replace(one.call, q=call.q[sequences])
+        launched(groups, one.checked, small_config(one.checked, **knobs), out[sequences], lse[sequences], **beside)
+    return merge((out, own[0]), (lse, own[1]), "bshd")
+
+
+CAUSAL = {"causal": True}
+CASES = {
+    "one for all": (Case(lens=(0, 1, 17, 40), options=CAUSAL), (50,), ()),
+    "pages, one query": (Case(lens=(5, 16, 0), page=16), (33,), ()),
+    "two groups of one size": (Case(lens=(3, 0, 9, 20)), (20, 0), ()),
+    "groups of all sizes": (Case(lens=(3, 0, 9, 20, 1, 2), nheads=3, nheads_k=1), (20, 3, 40), (0, 1, 5)),
+    "some queries": (Case(lens=(3, 0, 9, 1), seqlen_q=3, options=CAUSAL), (2, 30), ()),
+    "all queries see all": (Case(lens=(3, 30), seqlen_q=3), (18,), ()),
+    "window, sinks": (Case(lens=(3, 9, 21, 6), sinks=True, options={"window": (10, 0)}), (40, 20), ()),
+    "window of both sides": (Case(lens=(1, 9), seqlen_q=4, options={"window": (6, 1)}), (30,), ()),
+    "window of own keys alone": (Case(lens=(20, 30), options={"window": (10, 0)}), (40,), ()),
+    "softcap, slopes": (Case(lens=(20, 3), alibi=True, seqlen_q=2, options={"softcap": 3.0, **CAUSAL}), (19,), ()),
+    "rows of the cache": (Case(lens=(20, 3), batch_idx=(2, 0), head_dim_v=16), (19,), ()),
+    "rows of several tiles": (Case(lens=(2, 0, 5), seqlen_q=4, nheads=8, nheads_k=1, options=CAUSAL), (35,), ()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_attention_over_shared_and_own_keys(name: str) -> None:
+    case, lens, starts = CASES[name]
+    call, prefix = make(case), make_prefix(case, lens, starts, case.page)
+    assert_right(joined(call, prefix), *with_prefix(call, prefix))
