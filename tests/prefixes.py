@@ -13,23 +13,25 @@ from flashgen.runtime.decode.prefix import Prefix
 from tests.decoding import Case, make
 
 
-def make_prefix(case: Case, lens: tuple[int, ...], starts: tuple[int, ...] = (), page: int | None = None) -> Prefix:
+def make_prefix(
+    case: Case, lens: tuple[int, ...], starts: tuple[int, ...] = (), page: int | None = None, device: str = "cpu"
+) -> Prefix:
     """A prefix of random keys for the sequences of a case, poisoned wherever no query of its group looks."""
     shared = Case(
         lens=lens, page=page, nheads=case.nheads, nheads_k=case.nheads_k, head_dim=case.head_dim, dtype=case.dtype
     )
-    made = make(replace(shared, head_dim_v=case.head_dim_v, layout=case.layout if page else "nhd"), seed=7)
+    made = make(replace(shared, head_dim_v=case.head_dim_v, layout=case.layout if page else "nhd"), device, seed=7)
     left = case.options.get("window", (None, None))[0]
     groups = [group_of(b, len(case.lens), len(lens), starts) for b in range(len(case.lens))]
     for g, length in enumerate(lens):
         nearest = min(n for n, group in zip(case.lens, groups, strict=True) if group == g)
         hidden = 0 if left is None else min(max(length + nearest - case.seqlen_q - left, 0), length)
         for cache in (made.k_cache, made.v_cache):
-            for key in range(hidden):
-                if page is None or made.block_table is None:
-                    cache[g, key] = math.nan
-                else:
-                    cache[int(made.block_table[g, key // page]), key % page] = math.nan
+            keys = torch.arange(hidden, device=device)
+            if made.block_table is None:
+                cache[g, keys] = math.nan
+            else:
+                cache[made.block_table[g, keys // cache.shape[1]].long(), keys % cache.shape[1]] = math.nan
     return Prefix(
         seqlens=made.seqlens, block_table=made.block_table, k=made.k_cache, v=made.v_cache, group_starts=starts
     )

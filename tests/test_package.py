@@ -25,6 +25,7 @@ PUBLIC = {
     "attention_decode",
     "block_mask",
     "BlockMask",
+    "Prefix",
     "explain",
     "merge_states",
     "reload",

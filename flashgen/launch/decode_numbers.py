@@ -143,8 +143,10 @@ class DecodeNumbers:
         return cls(values=values, programs=(grid, merging), part_rows=slots * tile_rows, splits=splits)
 
 
-_SAME = ("batch", "nheads_k", "seqlen_q", "seqlen_k", "window_left", "window_right", "num_pages")
-_SAME += ("members", "own_seqlen_k")
+_SAME = (
+    *("batch", "nheads_k", "seqlen_q", "seqlen_k", "window_left", "window_right", "num_pages"),
+    *("members", "own_seqlen_k"),
+)
 
 
 def _scales(shape: DecodeShape) -> dict[str, float]:

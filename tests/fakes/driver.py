@@ -190,7 +190,7 @@ class FakeDriver:
         assert module.value == 0x5000
         function._obj.value = 0x6000
         if name.decode() in self.named:
-            function._obj.value = 0x6001 + list(self.named).index(name.decode())
+            function._obj.value = 0x6000 + len(self.loaded)
             self.kernels[function._obj.value] = self.named[name.decode()]
         self.loaded[-1] = (self.loaded[-1][0], name)
         return 0

@@ -130,7 +130,15 @@ def _decode() -> dict[str, Make]:
             "batch_idx": ints(2),
         },
         "paged": lambda: {**cache(), "block_table": ints(2, 1), "return_lse": True},
+        "prefix": lambda: {**cache(), "prefix": flashgen.Prefix(**_prefix())},
     }
+
+
+def _prefix() -> dict[str, Any]:
+    """The fields of a prefix of two groups."""
+    ints = functools.partial(_plain_tensor, dtype=torch.int32)
+    pages = {name: _plain_tensor(2, 32, 2, 64) for name in ("k", "v")}
+    return {"seqlens": ints(2), "block_table": ints(2, 1), "group_starts": (0, 1), **pages}
 
 
 def _append() -> dict[str, Make]:
@@ -199,6 +207,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Make]]] = {
         {"on a CPU": lambda: {"mask_mod": visible, "seqlen_q": 48, "seqlen_k": 64, "aux": (torch.zeros(3),)}},
     ),
     "attention_decode": (flashgen.attention_decode, _decode()),
+    "Prefix": (flashgen.Prefix, {"one": _prefix}),
     "append_kv": (flashgen.append_kv, _append()),
     "merge_states": (flashgen.merge_states, _merge()),
     "warmup": (flashgen.warmup, {"one": lambda: {"workloads": [SMALL], "seqlens": [64]}}),

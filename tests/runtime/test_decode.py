@@ -56,21 +56,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 
 def run(fake: FakeDriver, call: DecodeCall) -> list[Launched]:
     """The launches of a call."""
-    fake.named = _named(call)
+    fake.named = kernels_of(call)
     before = len(fake.launches)
     tensors, named = arguments(call)
     flashgen.attention_decode(*tensors, **named)
     return fake.launches[before:]
 
 
-def _named(call: DecodeCall) -> dict[str, Any]:
+def kernels_of(call: DecodeCall, *, is_shared: bool = False) -> dict[str, Any]:
+    """The parameters of a call's kernels, or of those over keys that sequences share, by the names of the kernels."""
     spec = Specialization(
         direction="decode",
         dtype="bf16" if call.q.dtype == torch.bfloat16 else "fp16",
         head_dim=call.q.shape[3],
         head_dim_v=call.v_cache.shape[3],
         page_size=None if call.block_table is None else call.k_cache.shape[1],
-        sink=call.features.sinks is not None,
+        sink=call.features.sinks is not None and not is_shared,
+        offset_tensor=is_shared,
     )
     config = decode_config(spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=1), H200)
     return {kernel.entry: kernel.parameters for kernel in family(config.family).kernels(spec, config)}
@@ -164,7 +166,7 @@ def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: py
     monkeypatch.setattr(api, "is_dynamo_compiling", lambda: True)
     call = make(Case(lens=(300, 2), page=16, sinks=True, options={"window": (100, 0)}))
     tensors, named = arguments(replace(call, return_lse=True))
-    gpu.named = _named(call)
+    gpu.named = kernels_of(call)
     out, lse = flashgen.attention_decode(*tensors, **named)
     assert (out.shape, lse.shape) == ((2, 1, 4, 32), (2, 4, 1))
     first, _ = gpu.launches
@@ -182,7 +184,14 @@ def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: py
 
 def test_pointers_that_a_call_writes_are_those_of_the_kernels() -> None:
     spec = Specialization(
-        direction="decode", dtype="bf16", head_dim=64, head_dim_v=64, alibi=True, sink=True, page_size=1
+        direction="decode",
+        dtype="bf16",
+        head_dim=64,
+        head_dim_v=64,
+        alibi=True,
+        sink=True,
+        page_size=1,
+        offset_tensor=True,
     )
     config = decode_config(spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=1), H200)
     kernels = family(config.family).kernels(spec, config)

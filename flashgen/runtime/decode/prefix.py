@@ -22,8 +22,7 @@ from flashgen.runtime.decode.shared_keys import SharedKeys, attend_shared, check
 from flashgen.runtime.ops.merging import merge
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 
-Tensor = torch.Tensor
-Result = tuple[Tensor, Tensor | None]
+Result = tuple[torch.Tensor, torch.Tensor | None]
 
 PREFIX_OPTIONS = {
     "prefix_seqlens": "Tensor?",
@@ -55,10 +54,10 @@ class Prefix:
         WorkloadError: a field has a wrong type.
     """
 
-    seqlens: Tensor
-    block_table: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
+    seqlens: torch.Tensor
+    block_table: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
     group_starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -70,7 +69,7 @@ class Prefix:
         starts = (whole_number("a start of a group", one, 0) for one in items("group_starts", self.group_starts))
         object.__setattr__(self, "group_starts", tuple(starts))
 
-    def shared_keys(self, k_cache: Tensor, v_cache: Tensor) -> SharedKeys:
+    def shared_keys(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> SharedKeys:
         """Its tensors, with those of the call's cache where it has no others.
 
         Raises:
@@ -118,7 +117,11 @@ def flat(prefix: Prefix | None) -> tuple[Any, ...]:
 
 
 def restored(
-    seqlens: Tensor | None, block_table: Tensor | None, k: Tensor | None, v: Tensor | None, starts: list[int] | None
+    seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    starts: list[int] | None,
 ) -> Prefix | None:
     """The prefix that these arguments of the op say, or None."""
     if seqlens is None:
