@@ -12,6 +12,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from flashgen.launch.decode_numbers import DecodeNumbers, DecodeShape
 from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS, Layout
 from flashgen.launch.plan import known_layout, load_part
 
-POINTERS = ("Q", "K", "V", "O", "LSE", "Lens", "Leftpad", "Table", "BatchIdx", "OwnLens", "Sinks", "AlibiSlopes")
-"""Parameters that a call writes, in the order in which it gives them; then come those of scratch memory."""
+POINTERS = ("O", "LSE", "Q", "K", "V", "Lens", "Table", "Leftpad", "BatchIdx", "OwnLens", "Sinks", "AlibiSlopes")
+"""Parameters that a call writes, in the order in which it gives those that it has; the others are null."""
 
 SCRATCH = ("PartO", "PartLse", "Splits")
 SPLIT_NUMBERS = 4
@@ -39,11 +40,11 @@ ATTRIBUTE_WORDS = 9
 CONFIG_WORDS = ctypes.sizeof(driver.LaunchConfig) // WORD_BYTES
 STREAM_WORD = driver.LaunchConfig.stream.offset // WORD_BYTES
 
-Launch = Callable[[tuple[int, ...], torch.Tensor, int, bool], None]
-"""Launches on a stream: the pointers of `POINTERS` (0 where absent), a tensor of the device, the stream's handle.
+Launch = Callable[[tuple[int, ...], torch.Tensor, bool], None]
+"""Launches on the current stream of the current GPU: the addresses of a call's tensors, and a tensor of that GPU.
 
-The last one says whether memory may be kept for the next call. In graphs of torch.compile it may not: their memory is
-counted, and what is kept of it is an error.
+The last argument says whether memory may be kept for the next call. In graphs of torch.compile it may not: their memory
+is counted, and what is kept of it is an error.
 """
 
 
@@ -56,100 +57,119 @@ class DecodePlan:
         Raises:
             LaunchError: the driver refuses a binary, or a CUDA graph is being captured.
         """
-        self._compiled, self._config = compiled, config
+        self._compiled, self._config, self._index = compiled, config, device_index
         self._layouts = [known_layout(part) for part in compiled.parts]
         self._functions = [load_part(part, device_index) for part in compiled.parts]
         self._overlaps = bool(config.get("pdl", False))
         self._context = driver.use_context(device_index) if all(self._functions) else 0
 
-    def sized(self, shape: DecodeShape) -> Launch:
-        """The launch of calls of one shape."""
+    def sized(self, shape: DecodeShape, names: tuple[str, ...] = POINTERS) -> Launch:
+        """The launch of calls of one shape, which give addresses for these names of `POINTERS`."""
         numbers = DecodeNumbers.of(shape, self._config, self._compiled.device)
-        memory = _scratch_maker(numbers, shape.head_dim_v)
+        pieces = Pieces.of(numbers, shape.head_dim_v)
         known = [layout for layout in self._layouts if layout is not None]
         if len(known) < len(self._layouts):
-            return _through_triton(self._compiled.parts, numbers, memory)
-        return self._through_driver(known, numbers, memory)
+            return _through_triton(self._compiled.parts, numbers, pieces, names)
+        return self._through_driver(known, numbers, pieces, names)
 
-    def _through_driver(self, layouts: list[Layout], numbers: DecodeNumbers, memory: _MakeScratch) -> Launch:
+    def _through_driver(
+        self, layouts: list[Layout], numbers: DecodeNumbers, pieces: Pieces, names: tuple[str, ...]
+    ) -> Launch:
         parts = [part for part, programs in zip(self._compiled.parts, numbers.programs, strict=True) if programs]
-        words, starts = _filled(parts, layouts, numbers, overlaps=self._overlaps)
+        words, starts = _filled(parts, layouts, numbers, names, overlaps=self._overlaps)
         start = ctypes.addressof(words)
         calls = [
             (start + WORD_BYTES * config, function, start + WORD_BYTES * addresses, None)
             for (config, addresses), function in zip(starts, self._functions, strict=False)
         ]
         streams = [config + STREAM_WORD for config, _ in starts]
-        pack, launch_kernel = (
-            struct.Struct(f"<{len(POINTERS) + len(SCRATCH)}Q").pack_into,
-            driver.library().cuLaunchKernelEx,
-        )
-        last_stream, context = -1, self._context
+        pack = struct.Struct(f"<{len(names)}Q").pack_into
+        pack_pieces, behind = struct.Struct(f"<{len(SCRATCH)}Q").pack_into, WORD_BYTES * len(names)
+        launch_kernel, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
+        index, context, lock, is_large = self._index, self._context, _LOCK, pieces.total > LARGEST_SHARED
+        last_stream, last_start, shared = -1, -1, _NONE
 
-        def launch(pointers: tuple[int, ...], beside: torch.Tensor, stream: int, keeps: bool = True) -> None:
-            nonlocal last_stream
-            with _LOCK:
-                scratch, pieces = memory(beside, stream, keeps)  # kept until both kernels are in the stream's queue
-                pack(words, 0, *pointers, *pieces)
-                if stream != last_stream:
+        def launch(pointers: tuple[int, ...], beside: torch.Tensor, keeps: bool = True) -> None:
+            nonlocal last_stream, last_start, shared
+            stream = stream_of(index)
+            with lock:
+                # the stream 0 is never captured
+                is_alone = is_large or not keeps or (stream and torch.cuda.is_current_stream_capturing())
+                if is_alone or stream != last_stream or shared[1] != last_start:
+                    last_stream = -1
+                    memory = pieces.new(beside) if is_alone else pieces.shared(beside, index, stream)
+                    pack_pieces(words, behind, *pieces.addresses(memory[1]))
                     for word in streams:
                         words[word] = stream
-                    last_stream = stream
+                    if not is_alone:
+                        last_stream, last_start, shared = stream, memory[1], memory
+                pack(words, 0, *pointers)
                 for call in calls:
                     code = launch_kernel(*call)
                     if code and driver.adopt_context(context):  # a new thread has no context until now
                         code = launch_kernel(*call)
                     if code:
                         driver.check(code, f"launch {parts[calls.index(call)].kernel.entry}")
-            del scratch
 
         return launch
 
 
-_MakeScratch = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, tuple[int, int, int]]]
-"""What the kernels share, on the device of a tensor and a stream: the memory, and the addresses of its pieces."""
-
 _LOCK = threading.Lock()
 """Held for both kernels of a call: no other one on their stream comes between them."""
 
-_SHARED: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
-"""Memory by torch's index of a GPU and a stream, and its address."""
+Memory = list[Any]
+"""A tensor and its address."""
+
+_SHARED: dict[tuple[int, int], Memory] = {}
+"""Memory by torch's index of a GPU and a stream: the tensor gives way to larger ones."""
+
+_NONE: Memory = [torch.empty(0), 0]
 
 LARGEST_SHARED = 2**23
 """fp32 numbers of memory that is kept: 32 MiB."""
 
 
-def _scratch_maker(numbers: DecodeNumbers, head_dim_v: int) -> _MakeScratch:
-    first = numbers.part_rows * head_dim_v
-    second = first + numbers.part_rows
-    total = second + SPLIT_NUMBERS * numbers.splits
-    float32 = torch.float32
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Where in the memory that both kernels share its pieces begin, in fp32 numbers, and how large it is."""
 
-    def make(beside: torch.Tensor, stream: int, keeps: bool) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        where = (beside.get_device(), stream)
-        keeps = keeps and total <= LARGEST_SHARED and not torch.cuda.is_current_stream_capturing()
-        memory, start = _SHARED.get(where, _NONE) if keeps else _NONE
-        if memory.numel() < total:
-            memory = beside.new_empty(total, dtype=float32)
-            start = memory.data_ptr()
-            if keeps:
-                _SHARED[where] = memory, start
-        return memory, (start, start + 4 * first, start + 4 * second)
+    second: int
+    third: int
+    total: int
 
-    return make
+    @classmethod
+    def of(cls, numbers: DecodeNumbers, head_dim_v: int) -> Pieces:
+        """Those of `SCRATCH`, one behind the other."""
+        second = numbers.part_rows * head_dim_v
+        third = second + numbers.part_rows
+        return cls(second=second, third=third, total=third + SPLIT_NUMBERS * numbers.splits)
 
+    def addresses(self, start: int) -> tuple[int, int, int]:
+        """Of the pieces of memory that begins at an address."""
+        return start, start + 4 * self.second, start + 4 * self.third
 
-_NONE = (torch.empty(0), 0)
+    def shared(self, beside: torch.Tensor, index: int, stream: int) -> Memory:
+        """What the calls on a stream of a GPU share."""
+        found = _SHARED.setdefault((index, stream), [*_NONE])
+        if found[0].numel() < self.total:
+            found[:] = self.new(beside)
+        return found
+
+    def new(self, beside: torch.Tensor) -> Memory:
+        """Memory of one call, until nobody has it."""
+        made = beside.new_empty(self.total, dtype=torch.float32)
+        return [made, made.data_ptr()]
 
 
 def _filled(
-    parts: list[CompiledPart], layouts: list[Layout], numbers: DecodeNumbers, *, overlaps: bool
+    parts: list[CompiledPart], layouts: list[Layout], numbers: DecodeNumbers, given: tuple[str, ...], *, overlaps: bool
 ) -> tuple[Any, list[tuple[int, int]]]:
     """All that the driver reads, and the first words of each kernel's launch configuration and of its addresses."""
     formats = {parameter.name: parameter.type for layout in layouts for parameter in layout.parameters}
     names = [name for name in formats if not formats[name].startswith("*")]
-    places = {name: word for word, name in enumerate((*POINTERS, *SCRATCH, "", *names))}  # "" stays 0
-    attribute = len(places)
+    places = {name: word for word, name in enumerate((*given, *SCRATCH, "", *names))}  # "" stays 0
+    places |= {name: places[""] for name in POINTERS if name not in given}
+    attribute = places[""] + 1 + len(names)
     at = attribute + ATTRIBUTE_WORDS
     starts, count = [], at
     for layout in layouts[: len(parts)]:
@@ -172,15 +192,19 @@ def _filled(
     return words, starts
 
 
-def _through_triton(parts: tuple[CompiledPart, ...], numbers: DecodeNumbers, memory: _MakeScratch) -> Launch:
+def _through_triton(
+    parts: tuple[CompiledPart, ...], numbers: DecodeNumbers, pieces: Pieces, names: tuple[str, ...]
+) -> Launch:
     """The same through Triton's own launcher, for a parameter layout that is not the known one."""
+    absent = dict.fromkeys(POINTERS, 0)
 
-    def launch(pointers: tuple[int, ...], beside: torch.Tensor, stream: int, keeps: bool = True) -> None:
-        scratch, pieces = memory(beside, stream, keeps)
-        known = numbers.values | dict(zip((*POINTERS, *SCRATCH), (*pointers, *pieces), strict=True))
+    def launch(pointers: tuple[int, ...], beside: torch.Tensor, keeps: bool = True) -> None:
+        memory, start = pieces.new(beside)
+        given = zip((*names, *SCRATCH), (*pointers, *pieces.addresses(start)), strict=True)
+        known = numbers.values | absent | dict(given)
         for part, programs in zip(parts, numbers.programs, strict=True):
             if programs:
                 part.handle[(programs, 1, 1)](*(known[name] for name in part.kernel.names))
-        del scratch
+        del memory
 
     return launch

@@ -13,7 +13,6 @@ import torch
 
 import flashgen
 from flashgen.core.errors import UnsupportedError, WorkloadError
-from flashgen.core.settings import settings
 from tests.decoding import Case, assert_right, make, only, run
 
 pytestmark = pytest.mark.gpu
@@ -152,7 +151,7 @@ def test_lengths_behind_the_cache_count_as_all_of_it() -> None:
 
 def test_contents_are_checked_where_the_setting_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_CHECKS", "1")
-    settings.cache_clear()
+    flashgen.reload()
     call = make(Case(lens=(512, 90), page=64, **WIDE), "cuda")
     run(call)
     with pytest.raises(WorkloadError, match="seqlens"):

@@ -44,13 +44,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    runs.MEMO.clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
+    monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
+    runs.forget()
     runs._PLANS.clear()
     decode_plan._SHARED.clear()
     driver._primary_context.cache_clear()
     yield fake
     driver._primary_context.cache_clear()
-    runs.MEMO.clear()
+    runs.forget()
     runs._PLANS.clear()
 
 
@@ -73,6 +76,8 @@ def kernels_of(call: DecodeCall, *, is_shared: bool = False) -> dict[str, Any]:
         page_size=None if call.block_table is None else call.k_cache.shape[1],
         sink=call.features.sinks is not None and not is_shared,
         offset_tensor=is_shared,
+        alibi=call.features.alibi_slopes is not None,
+        softcap=bool(call.features.softcap),
     )
     config = decode_config(spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=1), H200)
     return {kernel.entry: kernel.parameters for kernel in family(config.family).kernels(spec, config)}
@@ -116,7 +121,7 @@ def test_a_graph_that_is_captured_has_memory_of_its_own(gpu: FakeDriver, monkeyp
     (captured, _) = run(gpu, call)
     assert first.values["PartO"] in {start for _, start in shared.values()}
     assert captured.values["PartO"] not in {start for _, start in shared.values()}
-    assert shared.keys() == decode_plan._SHARED.keys() == {(-1, 7)}
+    assert shared.keys() == decode_plan._SHARED.keys() == {(0, 7)}
 
 
 def test_the_merge_is_launched_where_keys_may_be_split_alone(gpu: FakeDriver) -> None:

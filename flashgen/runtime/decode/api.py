@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -14,7 +14,9 @@ from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
 from flashgen.runtime.decode.op import OP
 from flashgen.runtime.decode.prefix import Prefix, attend_with_prefix, flat
+from flashgen.runtime.decode.recent import NOTHING, RECENT, with_others
 from flashgen.runtime.decode.runs import attend
+from flashgen.runtime.ops.keys import can_bypass_dispatcher
 from flashgen.runtime.ops.schemas import SERVED
 
 
@@ -130,15 +132,31 @@ def attention_decode(
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
     """
     try:
+        kind: tuple[Any, ...] | None = None
+        is_traced = is_dynamo_compiling()
+        if not is_traced and prefix is None:
+            tensors: tuple[torch.Tensor, ...] = (q, k_cache, v_cache, seqlens)
+            if block_table is not None:
+                tensors = (q, k_cache, v_cache, seqlens, block_table)
+            others = 0
+            if sinks is not None or alibi_slopes is not None or leftpad is not None or batch_idx is not None:
+                tensors, others = with_others(tensors, (leftpad, batch_idx, sinks, alibi_slopes))
+            kind = (len(tensors), others, causal, window, softmax_scale, softcap, fixed_split_size, return_lse)
+            for again in RECENT.get(kind, NOTHING):
+                found = again(tensors)
+                if found is not None:
+                    return found
         features = NO_FEATURES
         if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
             features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
         options = (leftpad, batch_idx, fixed_split_size, return_lse)
-        if is_dynamo_compiling():
+        if is_traced or not can_bypass_dispatcher(q, k_cache, v_cache):
             given = (block_table, causal, softmax_scale, *options, *flat(prefix))
-            found: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *SERVED.flat(features))
-            return found if return_lse else found[0]
-        serving = attend if prefix is None else partial(attend_with_prefix, instance("prefix", prefix, Prefix))
+            both: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *SERVED.flat(features))
+            return both if return_lse else both[0]
+        serving = partial(attend, kind=kind)
+        if prefix is not None:
+            serving = partial(attend_with_prefix, instance("prefix", prefix, Prefix))
         out, lse = serving(q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features, *options)
         return out if lse is None else (out, lse)
     except UNEXPECTED as error:

@@ -21,6 +21,7 @@ from flashgen.launch.decode_plan import POINTERS, DecodePlan, Launch
 from flashgen.launch.feature_arguments import NO_FEATURES, TENSORS
 from flashgen.launch.plan import EmptyPlan
 from flashgen.runtime.argument_types import UNEXPECTED
+from flashgen.runtime.decode import recent
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.ops import serve
@@ -31,11 +32,34 @@ MAX_BATCH = 1024
 
 MEMO_LIMIT = 8192
 
+
+class Served:
+    """What serves the calls of a key: a launch, and what serves calls like the last one without a key."""
+
+    __slots__ = ("_again", "launch")
+
+    def __init__(self, launch: Launch) -> None:
+        """Keep a launch."""
+        self.launch = launch
+        self._again: Any = None
+
+    def again(
+        self, tensors: tuple[torch.Tensor, ...], out: torch.Tensor, lse: torch.Tensor | None
+    ) -> recent.Again | None:
+        """See `recent.make_again`; made anew where these are other tensors to torch, as those of inference mode."""
+        if self._again is None or not self._again[0](*tensors):
+            self._again = recent.make_again(tensors, out, lse, self.launch)
+        return None if self._again is None else self._again[1]
+
+
 MEMO: dict[tuple[Any, ...], Any] = {}
-"""Launches by key; None where there is no key to attend to, and so nothing to launch."""
+"""What serves calls by key; None where there is no key to attend to, and so nothing to launch."""
 
 NUMBERS_OF_HEADS = tuple(TENSORS[name] for name in POINTERS if name in TENSORS)
 """What finds the tensors of features that kernels may read, in the order of `POINTERS`, whose last ones they are."""
+
+_WRITTEN, _READ = ("O", "LSE"), ("Q", "K", "V", "Lens")
+_OPTIONAL = ("Table", "Leftpad", "BatchIdx", *(name for name in POINTERS if name in TENSORS))
 
 _FIELDS = tuple(field.name for field in fields(DecodeCall))
 _NO_NUMBERS = (None,) * len(NUMBERS_OF_HEADS)
@@ -76,15 +100,23 @@ def attend(
     return_lse: bool,
     config: Config | None = None,
     keeps: bool = True,
+    kind: tuple[Any, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`run` with the fields of a `DecodeCall` in order: to make one costs as much as to find a launch."""
+    """`run` with the fields of a `DecodeCall` in order: to make one costs as much as to find a launch.
+
+    Calls like this one will be found by their `kind`, where it is given (`flashgen.runtime.decode.recent`).
+    """
     given = (q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features)
     others = (leftpad, batch_idx, fixed_split_size, return_lse)
     try:
         out = empty_output(q, v_cache, bshd=True)
         lse = empty_lse(q, bshd=True) if return_lse else None
         if q.shape[0] <= MAX_BATCH:
-            _launch(*given, *others, out, lse, config, keeps)
+            served, tensors = _launch(*given, *others, out, lse, config, keeps)
+            if kind is not None and served is not None:
+                again = served.again(tensors, out, lse)
+                if again is not None:
+                    recent.remember(kind, again)
             return out, lse
         call = call_of((*given, *others))
         check_decode_tensors(call)
@@ -117,24 +149,15 @@ def _launch(
     lse: torch.Tensor | None,
     config: Config | None,
     keeps: bool,
-) -> None:
+) -> tuple[Served | None, tuple[torch.Tensor, ...]]:
+    """Launch, if there are keys; returns what did, and the tensors that it has read in its order."""
     numbers = _NO_NUMBERS if features is NO_FEATURES else [of(features) for of in NUMBERS_OF_HEADS]
+    optional = (table, leftpad, batch_idx, *numbers)
+    tensors = (q, k, v, lens, *[one for one in optional if one is not None])
+    written = (out,) if lse is None else (out, lse)
     index = q.get_device()
-    pointers = (
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        lens.data_ptr(),
-        0 if leftpad is None else leftpad.data_ptr(),
-        0 if table is None else table.data_ptr(),
-        0 if batch_idx is None else batch_idx.data_ptr(),
-        0,  # the own keys of sequences that share others
-        *[0 if one is None else one.data_ptr() for one in numbers],
-    )
     key = (
-        (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15,
         config,
         index,
         q.shape,
@@ -152,43 +175,50 @@ def _launch(
         lens.stride(),
         lens.dtype,
         lens.get_device(),
-        None if table is None else (table.shape, table.stride(), table.dtype, table.get_device()),
-        None if leftpad is None else _layout(leftpad),
-        None if batch_idx is None else _layout(batch_idx),
-        None if features is NO_FEATURES else (features.window, features.softcap, *map(_layout, numbers)),
+        *[None if one is None else (one.shape, one.stride(), one.dtype, one.get_device()) for one in optional],
+        None if features is NO_FEATURES else (features.window, features.softcap),
         causal,
         softmax_scale,
         split,
         return_lse,
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )
-    launch = MEMO.get(key, _UNKNOWN)
-    if launch is _UNKNOWN or settings().checks:
+    served = MEMO.get(key, _UNKNOWN)
+    if served is _UNKNOWN or settings().checks:
         call = call_of((q, k, v, lens, table, causal, softmax_scale, features, leftpad, batch_idx, split, return_lse))
-        launch = _remembered(key, call, out, config)
+        served = _remembered(key, call, out, config)
         if settings().checks:
             check_contents(call)
-    if launch is None:
+    if served is None:
         EmptyPlan()(q, k, v, out, lse, features=features)
-    elif index == torch._C._cuda_getDevice():
-        launch(pointers, q, torch._C._cuda_getCurrentRawStream(index), keeps)
+        return None, tensors
+    pointers = tuple([one.data_ptr() for one in (*written, *tensors)])
+    if index == torch._C._cuda_getDevice():
+        served.launch(pointers, q, keeps)
     else:
         with torch.cuda.device(index):
-            launch(pointers, q, torch._C._cuda_getCurrentRawStream(index), keeps)
+            served.launch(pointers, q, keeps)
+    return served, tensors
 
 
 def _remembered(key: tuple[Any, ...], call: DecodeCall, out: torch.Tensor, config: Config | None) -> Any:
-    launch = MEMO.get(key, _UNKNOWN)
-    if launch is _UNKNOWN:
+    served = MEMO.get(key, _UNKNOWN)
+    if served is _UNKNOWN:
         launch = _prepared(call, out, config)
+        served = None if launch is None else Served(launch)
         if len(MEMO) >= MEMO_LIMIT:
-            MEMO.clear()
-        MEMO[key] = launch
-    return launch
+            forget()
+        MEMO[key] = served
+    return served
 
 
-def _layout(tensor: torch.Tensor | None) -> object:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+def forget() -> None:
+    """Forget every launch; kernels stay."""
+    MEMO.clear()
+    recent.RECENT.clear()
+
+
+serve.FORGETTING.append(forget)
 
 
 def call_of(arguments: tuple[Any, ...]) -> DecodeCall:
@@ -203,14 +233,25 @@ def _arguments(call: DecodeCall) -> tuple[Any, ...]:
 def _prepared(call: DecodeCall, out: torch.Tensor, config: Config | None) -> Launch | None:
     """The slow path: check, choose a config, compile if needed, and pack the numbers."""
     checked = CheckedDecode.of(call, out)
+    numbers = [of(call.features) for of in NUMBERS_OF_HEADS]
+    optional = zip(_OPTIONAL, (*call.optional.values(), *numbers), strict=True)
+    names = (*_WRITTEN[: 1 + call.return_lse], *_READ, *[name for name, one in optional if one is not None])
     if 0 in call.q.shape or not checked.shape.seqlen_k:
         return None
     with CollectionPaused(), serve.LOCK:
-        return planned(checked, config, serve.gpu_index(call.q))
+        return planned(checked, config, serve.gpu_index(call.q), names)
 
 
-def planned(checked: CheckedDecode, config: Config | None, index: int | None) -> Launch:
+def planned(
+    checked: CheckedDecode, config: Config | None, index: int | None, names: tuple[str, ...] = POINTERS
+) -> Launch:
     """The launch of a checked call on torch's GPU of this index; under the lock of `serve`.
+
+    Args:
+        checked: what is compiled in, and the numbers.
+        config: what is launched; None lets the rule choose.
+        index: the GPU; None is refused.
+        names: of `POINTERS`, those that calls give addresses for.
 
     Raises:
         UnsupportedError, BuildError, LaunchError: as `flashgen.attention_decode`.
@@ -226,7 +267,7 @@ def planned(checked: CheckedDecode, config: Config | None, index: int | None) ->
     plan = _PLANS.get(key)
     if plan is None:
         plan = _PLANS[key] = DecodePlan(serve.compiled(spec, chosen, device, index), chosen, index)
-    return plan.sized(checked.shape)
+    return plan.sized(checked.shape, names)
 
 
 def _part(call: DecodeCall, rows: slice) -> DecodeCall:

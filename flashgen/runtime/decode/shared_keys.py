@@ -230,7 +230,7 @@ def _launch(
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     index = call.q.get_device()
     with torch.cuda.device(index):
-        launch(pointers, call.q, torch._C._cuda_getCurrentRawStream(index), keeps)
+        launch(pointers, call.q, keeps)
 
 
 def _at_most(most: int, count: int) -> Iterator[int]:

@@ -62,6 +62,9 @@ _OPEN: dict[tuple[Any, ...], OpenCall | OpenBackwardCall] = {}
 TRAINABLE: set[tuple[int, tuple[Any, ...]]] = set()
 """Flags and keys of such calls whose gradients will be asked for and have a kernel."""
 
+FORGETTING: list[Callable[[], None]] = []
+"""What else forgets, where `reload` does: memos of calls that no database serves."""
+
 LOCK = threading.RLock()
 _STATE = threading.local()
 _NOTICED: set[str] = set()
@@ -82,6 +85,8 @@ def reload() -> None:
     """
     with LOCK:
         MEMO.clear()
+        for forget in FORGETTING:
+            forget()
         _OPEN.clear()
         _SEEN.clear()
         TRAINABLE.clear()

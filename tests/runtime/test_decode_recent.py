@@ -1,0 +1,294 @@
+"""Repeated calls of `flashgen.attention_decode`: found without a key, unless anything about them has changed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
+from flashgen.core.settings import settings
+from flashgen.launch import decode_plan
+from flashgen.runtime.decode import recent, runs
+from flashgen.runtime.decode.call import DecodeCall
+from tests.decoding import Case, arguments, make
+from tests.fakes.driver import FakeDriver
+from tests.runtime.test_decode import GOOD, RULES, broken, gpu, run  # noqa: F401 - a fixture
+
+PAGED = Case(lens=(300, 0, 64), page=16)
+
+
+@pytest.fixture
+def no_key(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+    """A context in which a call that makes a key fails."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "_launch", lambda *_: pytest.fail("it makes a key"))
+            yield
+
+    return context
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lens=(300, 2)),
+        Case(lens=(300, 2), page=16, sinks=True, alibi=True, options={"window": (100, 0), "causal": True}),
+        Case(lens=(300, 200), leftpad=(3, 9), alibi=True, options={"softcap": 3.0, "softmax_scale": 0.5}),
+        Case(lens=(300, 200), batch_idx=(1, 0), sinks=True, options={"fixed_split_size": 128}),
+    ],
+    ids=["contiguous", "paged", "padded", "rows"],
+)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_repeated_call_makes_no_key_and_both_kernels_read_it(
+    gpu: FakeDriver,  # noqa: F811
+    no_key: Any,
+    case: Case,
+    return_lse: bool,
+) -> None:
+    first, second = run(gpu, replace(make(case), return_lse=return_lse))
+    call = replace(make(case, seed=3), return_lse=return_lse)
+    with no_key():
+        again, merge = run(gpu, call)
+    given = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "Lens": call.seqlens, "Table": call.block_table}
+    given |= {"Leftpad": call.leftpad, "BatchIdx": call.batch_idx}
+    given |= {"Sinks": call.features.sinks, "AlibiSlopes": call.features.alibi_slopes}
+    pointers = {name: 0 if one is None else one.data_ptr() for name, one in given.items()}
+    for read, expected in ((again, first.values), (merge, second.values)):
+        known = {name: pointer for name, pointer in pointers.items() if name in expected}
+        changed = {"O", "LSE"} & expected.keys()
+        assert {name: value for name, value in read.values.items() if name not in changed} == {
+            name: value for name, value in {**expected, **known}.items() if name not in changed
+        }
+        assert all(bool(read.values[name]) == (name == "O" or return_lse) for name in changed)
+    assert (again.grid, merge.grid, again.attributes, merge.attributes) == (
+        first.grid,
+        second.grid,
+        first.attributes,
+        second.attributes,
+    )
+
+
+def test_outputs_are_laid_out_as_those_of_the_first_call(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+    call = make(Case(lens=(300, 2), page=16, seqlen_q=3))
+    for q in (call.q, call.q.transpose(1, 2).contiguous().transpose(1, 2)):
+        given = replace(call, q=q, return_lse=True)
+        run(gpu, given)
+        runs.forget()
+        tensors, named = arguments(given)
+        first = flashgen.attention_decode(*tensors, **named)
+        with no_key():
+            again = flashgen.attention_decode(*tensors, **named)
+        for one, other in zip(first, again, strict=True):
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+            assert one.data_ptr() != other.data_ptr()
+
+
+def test_a_tensor_that_was_changed_in_place_is_another_one(gpu: FakeDriver) -> None:  # noqa: F811
+    call = make(PAGED)
+    run(gpu, call)
+    call.k_cache.as_strided_(call.k_cache.shape, [*call.k_cache.stride()[:2], 0, 1])
+    assert run(gpu, call)[0].values["stride_kh"] == 0
+    other = call.q.clone()
+    call.q.set_(other)  # type: ignore[call-overload]
+    assert run(gpu, call)[0].values["Q"] == other.data_ptr()
+    call.q.requires_grad_()
+    with pytest.raises(UnsupportedError, match="no backward pass"):
+        run(gpu, call)
+    with torch.no_grad():
+        assert run(gpu, call)
+    call.q.requires_grad_(False)
+    assert run(gpu, call)
+    call.seqlens.data = call.seqlens.long()
+    with pytest.raises(WorkloadError, match="seqlens is int32"):
+        run(gpu, call)
+
+
+def test_an_address_that_is_no_multiple_of_16_bytes_has_kernels_of_its_own(gpu: FakeDriver) -> None:  # noqa: F811
+    call = make(PAGED)
+    run(gpu, call)
+    odd = torch.empty(call.q.numel() + 1, dtype=call.q.dtype)[1:].view(call.q.shape)
+    (first, _) = run(gpu, replace(call, q=odd))
+    assert first.values["Q"] == odd.data_ptr()
+    assert len(runs.MEMO) == len(runs._PLANS) == 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_call_that_breaks_a_rule_is_refused_after_a_good_one(gpu: FakeDriver, rule: str) -> None:  # noqa: F811
+    for case in (GOOD, Case(lens=GOOD.lens)):
+        run(gpu, make(case))
+    tensors, named = arguments(broken(rule))
+    with pytest.raises(FlashgenError, match=rule):
+        flashgen.attention_decode(*tensors, **named)
+
+
+def test_no_tensor_is_kept(gpu: FakeDriver) -> None:  # noqa: F811
+    call = make(replace(PAGED, sinks=True))
+    run(gpu, call)
+    run(gpu, call)
+    tensors = [weakref.ref(one) for one in (call.q, call.k_cache, call.seqlens, call.block_table, call.features.sinks)]
+    del call
+    gc.collect()
+    assert [one() for one in tensors] == [None] * 5
+
+
+def test_streams_have_memory_of_their_own(
+    gpu: FakeDriver,  # noqa: F811
+    no_key: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call, seen = make(PAGED), {}
+    run(gpu, call)
+    for stream in (7, 9, 7, 0, 9):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream)
+        runs.forget()
+        run(gpu, call)
+        with no_key():
+            first, second = run(gpu, call)
+        assert {first.stream, second.stream} == {stream}
+        assert first.values["PartO"] == second.values["PartO"] == seen.setdefault(stream, first.values["PartO"])
+    assert len(set(seen.values())) == 3
+
+
+def test_one_launch_follows_its_stream(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    streams = [7, 9, 9, 7, 0, 7]
+    found = iter(streams)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(found))
+    launches = [run(gpu, make(PAGED)) for _ in streams]
+    assert [one.stream for one, _ in launches] == [one.stream for _, one in launches] == streams
+    places = {
+        one.stream: {other.values["PartO"] for other, _ in launches if other.stream == one.stream}
+        for one, _ in launches
+    }
+    assert sorted(len(place) for place in places.values()) == [1, 1, 1]
+
+
+def test_memory_that_has_grown_is_that_of_all_calls(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+    small, large = make(PAGED), make(Case(lens=(300, 4), page=16, head_dim=64))
+    (before, _), (grown, _) = run(gpu, small), run(gpu, large)
+    assert before.values["PartO"] != grown.values["PartO"]
+    with no_key():
+        first, second = run(gpu, small)
+    assert first.values["PartO"] == second.values["PartO"] == grown.values["PartO"]
+    assert second.values["Splits"] == before.values["Splits"] - before.values["PartO"] + grown.values["PartO"]
+
+
+def test_a_capture_gets_memory_of_its_own_each_time(
+    gpu: FakeDriver,  # noqa: F811
+    no_key: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call, made = make(PAGED), []
+    (shared, _) = run(gpu, call)
+    new = decode_plan.Pieces.new
+    monkeypatch.setattr(decode_plan.Pieces, "new", lambda self, beside: made.append(new(self, beside)) or made[-1])
+    with monkeypatch.context() as patch, no_key():
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        captured = [run(gpu, call)[0].values["PartO"] for _ in range(2)]
+    assert captured == [start for _, start in made]
+    assert shared.values["PartO"] not in captured
+    with no_key():
+        assert run(gpu, call)[0].values["PartO"] == shared.values["PartO"]
+    assert len(made) == 2
+    runs.forget()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("it asks what cannot be"))
+    run(gpu, call)
+
+
+def test_another_current_gpu_is_left_for_the_launch(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    entered: list[int] = []
+    current = [-1]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        current[0], before = index, current[0]
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0])
+    call = make(PAGED)
+    run(gpu, call)
+    assert not entered
+    monkeypatch.setattr(torch.cuda, "device", device)
+    current[0] = 1
+    for _ in range(3):
+        assert len(run(gpu, call)) == 2
+    assert entered == [-1] * 3  # tensors of the CPU have no other index
+    assert [len(found) for found in recent.RECENT.values()] == [1]
+
+
+def test_modes_of_torch_are_told_apart(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+    call = make(PAGED)
+    for _ in range(2):
+        run(gpu, call)
+        with torch.inference_mode():
+            run(gpu, call)
+    with no_key():
+        run(gpu, call)
+        with torch.inference_mode():
+            run(gpu, call)
+    assert len(runs.MEMO) == 1
+
+
+def test_layouts_in_turn_are_all_found(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+    calls = [make(Case(lens=(300,) * batch, page=16)) for batch in range(1, recent.MOST_LAYOUTS + 1)]
+    for call in calls:
+        run(gpu, call)
+    with no_key():
+        for call in calls:
+            run(gpu, call)
+    more = make(Case(lens=(300,) * 9, page=16))
+    for _ in range(2):
+        for call in (*calls, more):
+            assert run(gpu, call)[0].values["batch"] == call.q.shape[0]
+    (found,) = recent.RECENT.values()
+    assert len(found) == recent.MOST_LAYOUTS
+    assert len(runs.MEMO) == len(calls) + 1
+
+
+def test_one_cache_of_keys_and_values_is_served(gpu: FakeDriver) -> None:  # noqa: F811
+    call = make(PAGED)
+    for _ in range(2):
+        (first, _) = run(gpu, replace(call, v_cache=call.k_cache))
+        assert first.values["V"] == first.values["K"] == call.k_cache.data_ptr()
+
+
+def test_without_the_parts_of_torch_that_it_uses_keys_are_made(
+    gpu: FakeDriver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recent, "_QUESTION", None)
+    for seed in (0, 1):
+        call = make(PAGED, seed=seed)
+        assert run(gpu, call)[0].values["Q"] == call.q.data_ptr()
+    assert not recent.RECENT
+
+
+def test_reload_forgets_and_checks_of_contents_are_asked_for_anew(
+    gpu: FakeDriver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call: DecodeCall = make(PAGED)
+    run(gpu, call)
+    assert recent.RECENT
+    monkeypatch.setenv("FLASHGEN_CHECKS", "1")
+    flashgen.reload()
+    assert not recent.RECENT
+    assert not runs.MEMO
+    for _ in range(2):
+        with pytest.raises(WorkloadError, match="seqlens are 0 to"):
+            run(gpu, replace(call, seqlens=torch.full_like(call.seqlens, 4000)))
+    assert not recent.RECENT
+    settings.cache_clear()
