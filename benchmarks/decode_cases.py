@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashgen
+from benchmarks.decode_vllm import vllm_call, vllm_version, why_not_vllm
 from benchmarks.impls import FA3_MODULE, Call, cudnn_version, fa3_version, torch_version
 from flashgen.core.workload import Workload
 
@@ -213,4 +214,5 @@ IMPLS: tuple[DecodeImpl, ...] = (
         prepare=partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     ),
     DecodeImpl(name="fa3", version=fa3_version, unsupported=_why_not_fa3, prepare=_fa3),
+    DecodeImpl(name="vllm", version=vllm_version, unsupported=why_not_vllm, prepare=vllm_call),
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
 from benchmarks import decode
 from benchmarks.decode_cases import IMPLS, ONE_LONG, RAMP, STEPS, Step, caches, flashgen_options
 from benchmarks.decode_tables import decode_parts
+from benchmarks.decode_vllm import vllm_call, vllm_version, why_not_vllm
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.launch.feature_arguments import NO_FEATURES
@@ -57,6 +62,46 @@ def test_peers_say_what_they_lack() -> None:
     assert "no lengths" in str(reasons["sdpa-cudnn"])
     assert "longer" in str(reasons["flashgen-fixed"])
     assert [step.workload.page_size for step in decode.selected(["*-page16-*"])].count(16) > 3
+
+
+PAGED = Step(workload=Workload.parse("b3-sk100-h4-hk2-sq2-d48-causal-sink-page16-wl20"), profile=RAMP)
+VLLM_SOURCE = """
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.kv_cache_interface import KVQuantMode
+import vllm.envs as envs
+calls = []
+def unified_attention(**given):
+    calls.append(given)
+"""
+
+
+def test_vllm_is_loaded_from_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CHECKOUT", raising=False)
+    assert "not installed" in str(why_not_vllm(PAGED))
+    monkeypatch.setenv("VLLM_CHECKOUT", str(tmp_path))
+    assert "names a folder without" in str(why_not_vllm(PAGED))
+    file = tmp_path / "vllm/v1/attention/ops/triton_unified_attention.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(VLLM_SOURCE)
+    assert (why_not_vllm(PAGED), vllm_version()) == (None, "checkout")
+    assert "have pages" in str(why_not_vllm(STEPS[0]))
+    (tmp_path / "vllm/_version.py").write_text("__version__ = version = '1.2.3'")
+    assert vllm_version() == "1.2.3"
+    before = set(sys.modules)
+    try:
+        found = caches(PAGED, CPU)
+        assert vllm_call(PAGED, found).run(1).shape == found.q[1].shape
+        (given,) = sys.modules["vllm.v1.attention.ops.triton_unified_attention"].calls
+    finally:
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+    assert given["q"].shape == given["out"].shape == (6, 4, 48)
+    assert given["q"].data_ptr() == found.q[1].data_ptr()
+    assert given["cu_seqlens_q"].tolist() == [0, 2, 4, 6]
+    assert (given["window_size"], given["seq_threshold_3D"]) == ((20, 0), 64)
+    assert given["softmax_segm_output"].shape == (64, 4, 16, 64)
 
 
 def test_the_table_has_a_line_for_each_step() -> None:
