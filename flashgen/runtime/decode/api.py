@@ -149,14 +149,14 @@ def attention_decode(
         features = NO_FEATURES
         if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
             features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+        if prefix is not None:
+            instance("prefix", prefix, Prefix)
         options = (leftpad, batch_idx, fixed_split_size, return_lse)
         if is_traced or not can_bypass_dispatcher(q, k_cache, v_cache):
             given = (block_table, causal, softmax_scale, *options, *flat(prefix))
             both: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *SERVED.flat(features))
             return both if return_lse else both[0]
-        serving = partial(attend, kind=kind)
-        if prefix is not None:
-            serving = partial(attend_with_prefix, instance("prefix", prefix, Prefix))
+        serving = partial(attend, kind=kind) if prefix is None else partial(attend_with_prefix, prefix)
         out, lse = serving(q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features, *options)
         return out if lse is None else (out, lse)
     except UNEXPECTED as error:
