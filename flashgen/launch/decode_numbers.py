@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.codegen.family import Sizes
+from flashgen.codegen.portable_decode.splits import split_counts
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.launch.feature_arguments import LOG2E
@@ -14,6 +15,9 @@ MANY_ROWS = 64
 
 Strides = tuple[int, int, int]
 """In elements: of a sequence or a page, of a query or a slot, of a head."""
+
+Grid = tuple[int, int, int]
+"""Programs along the three axes of a launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +103,13 @@ class DecodeNumbers:
 
     Attributes:
         values: the numbers of both kernels by the names of their parameters.
-        programs: those of the first kernel and of the merge; the second is 0 where nothing can be split.
+        grids: programs of the first kernel and of the merge; the second is None where nothing can be split.
         part_rows: rows of partial results.
         splits: groups of four numbers that say what was split.
     """
 
     values: dict[str, int | float]
-    programs: tuple[int, int]
+    grids: tuple[Grid, Grid | None]
     part_rows: int
     splits: int
 
@@ -114,24 +118,15 @@ class DecodeNumbers:
         """The numbers of a config for a shape on a device."""
         block_m, block_n = config.integer("block_m"), config.integer("block_n")
         m_blocks, tile_rows = -(-shape.rows // block_m), min(shape.rows, block_m)
-        grid = device.num_sms * config.integer("per_sm")
-        pairs = shape.batch * shape.nheads_k * m_blocks
-        slots, splits, most = 2 * grid, grid, block_n
-        if shape.split_size:
-            slots, splits, most = pairs * -(-shape.seqlen_k // shape.split_size), pairs, shape.split_size
-        # programs that have no more than one pair have no reason to weigh the beginning of another one
-        pair_units = (
-            config.integer("overhead") if pairs > grid and shape.seqlen_k > most and not shape.split_size else 0
-        )
-        merging = splits * tile_rows if shape.seqlen_k > most else 0
+        schedule = _grid if config["schedule"] == "grid" else _shares
+        work = schedule(shape, config, device, m_blocks)
         values: dict[str, int | float] = {
             **_scales(shape),
             **{name: getattr(shape, name) for name in _SAME},
             "group_size": shape.nheads // shape.nheads_k,
             "m_blocks": m_blocks,
             "tile_rows": tile_rows,
-            "grid": grid,
-            "pair_units": pair_units,
+            **work.own,
             "split_tiles": shape.split_size // block_n,
             "has_leftpad": int(shape.has_leftpad),
             "has_batch_idx": int(shape.has_batch_idx),
@@ -140,11 +135,59 @@ class DecodeNumbers:
             "stride_alibi_b": shape.alibi_batch_stride,
             **_strides(shape),
         }
-        return cls(values=values, programs=(grid, merging), part_rows=slots * tile_rows, splits=splits)
+        grids = (work.grid, (tile_rows, *work.merged) if work.merged else None)
+        return cls(values=values, grids=grids, part_rows=work.slots * tile_rows, splits=work.splits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """How a schedule divides the pairs of sequence, key head and block of query rows.
+
+    `merged` are the axes of what the merge looks at, if anything, `slots` partial results, `own` numbers of the
+    schedule.
+    """
+
+    grid: Grid
+    slots: int
+    splits: int
+    merged: tuple[int, int] | None
+    own: dict[str, int]
+
+
+def _shares(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> _Work:
+    pairs = shape.batch * shape.nheads_k * m_blocks
+    grid = device.num_sms * config.integer("per_sm")
+    slots, splits, most = 2 * grid, grid, config.integer("block_n")
+    if shape.split_size:
+        slots, splits, most = pairs * -(-shape.seqlen_k // shape.split_size), pairs, shape.split_size
+    # programs that have no more than one pair have no reason to weigh the beginning of another one
+    weighs = pairs > grid and shape.seqlen_k > most and not shape.split_size
+    own = {"batch": shape.batch, "grid": grid, "pair_units": config.integer("overhead") if weighs else 0}
+    merged = (splits, 1) if shape.seqlen_k > most else None
+    return _Work(grid=(grid, 1, 1), slots=slots, splits=splits, merged=merged, own=own)
+
+
+def _grid(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> _Work:
+    heads = shape.nheads_k * m_blocks
+    pairs = shape.batch * heads
+    keys = shape.seqlen_k
+    if not shape.members:
+        # those of a window begin anywhere in a tile
+        keys = min(keys, shape.window_left + shape.seqlen_q + config.integer("block_n") - 1)
+    counts = split_counts(config, device, pairs=pairs, seqlen_k=keys, split_size=shape.split_size)
+    own = {"slots": counts.slots, "least_splits": counts.least, "most_splits": counts.most}
+    is_merged = counts.slots > 1
+    return _Work(
+        grid=(heads, shape.batch, counts.most),
+        slots=pairs * counts.slots if is_merged else 0,
+        splits=0,
+        merged=(heads, shape.batch) if is_merged else None,
+        own=own,
+    )
 
 
 _SAME = (
-    *("batch", "nheads_k", "seqlen_q", "seqlen_k", "window_left", "window_right", "num_pages"),
+    *("nheads_k", "seqlen_q", "seqlen_k", "window_left", "window_right", "num_pages"),
     *("members", "own_seqlen_k"),
 )
 

@@ -60,7 +60,7 @@ class DecodePlan:
         self._compiled, self._config, self._index = compiled, config, device_index
         self._layouts = [known_layout(part) for part in compiled.parts]
         self._functions = [load_part(part, device_index) for part in compiled.parts]
-        self._overlaps = bool(config.get("pdl", False))
+        self._overlaps = bool(config.get("early", False)), bool(config.get("pdl", False))
         self._context = driver.use_context(device_index) if all(self._functions) else 0
 
     def sized(self, shape: DecodeShape, names: tuple[str, ...] = POINTERS) -> Launch:
@@ -75,7 +75,7 @@ class DecodePlan:
     def _through_driver(
         self, layouts: list[Layout], numbers: DecodeNumbers, pieces: Pieces, names: tuple[str, ...]
     ) -> Launch:
-        parts = [part for part, programs in zip(self._compiled.parts, numbers.programs, strict=True) if programs]
+        parts = [part for part, grid in zip(self._compiled.parts, numbers.grids, strict=True) if grid]
         words, starts = _filled(parts, layouts, numbers, names, overlaps=self._overlaps)
         start = ctypes.addressof(words)
         calls = [
@@ -161,8 +161,16 @@ class Pieces:
         return [made, made.data_ptr()]
 
 
+_NOTHING = (0, 0, 0)
+
+
 def _filled(
-    parts: list[CompiledPart], layouts: list[Layout], numbers: DecodeNumbers, given: tuple[str, ...], *, overlaps: bool
+    parts: list[CompiledPart],
+    layouts: list[Layout],
+    numbers: DecodeNumbers,
+    given: tuple[str, ...],
+    *,
+    overlaps: tuple[bool, ...],
 ) -> tuple[Any, list[tuple[int, int]]]:
     """All that the driver reads, and the first words of each kernel's launch configuration and of its addresses."""
     formats = {parameter.name: parameter.type for layout in layouts for parameter in layout.parameters}
@@ -182,10 +190,10 @@ def _filled(
     words[attribute], words[attribute + 1] = PROGRAMMATIC_SERIALIZATION, 1
     for number, (part, layout, (config, addresses)) in enumerate(zip(parts, layouts, starts, strict=False)):
         launch = driver.LaunchConfig.from_buffer(words, WORD_BYTES * config)
-        launch.grid_x, launch.grid_y, launch.grid_z = numbers.programs[number], 1, 1
+        launch.grid_x, launch.grid_y, launch.grid_z = numbers.grids[number] or _NOTHING
         launch.block_x, launch.block_y, launch.block_z = part.handle.metadata.num_warps * 32, 1, 1
         launch.shared_bytes = part.handle.metadata.shared
-        if number and overlaps:
+        if overlaps[number]:
             launch.attributes, launch.num_attributes = start + WORD_BYTES * attribute, 1
         read = [places[parameter.name] for parameter in layout.parameters] + [places[""]] * layout.trailing
         words[addresses : addresses + len(read)] = [start + WORD_BYTES * word for word in read]
@@ -202,9 +210,9 @@ def _through_triton(
         memory, start = pieces.new(beside)
         given = zip((*names, *SCRATCH), (*pointers, *pieces.addresses(start)), strict=True)
         known = numbers.values | absent | dict(given)
-        for part, programs in zip(parts, numbers.programs, strict=True):
-            if programs:
-                part.handle[(programs, 1, 1)](*(known[name] for name in part.kernel.names))
+        for part, grid in zip(parts, numbers.grids, strict=True):
+            if grid:
+                part.handle[grid](*(known[name] for name in part.kernel.names))
         del memory
 
     return launch

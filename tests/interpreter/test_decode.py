@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashgen.codegen.families import decode_config
+from flashgen.codegen.families import decode_config, invalid
 from flashgen.codegen.generated import load_module
 from flashgen.codegen.render import render
-from flashgen.core.config import Config
+from flashgen.codegen.portable_decode.defaults import ONLY_SHARES
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.launch.decode_numbers import DecodeNumbers
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
@@ -21,7 +22,11 @@ from tests.decoding import Case, assert_right, make, only
 DEVICE = replace(find_device("sm90"), num_sms=3)
 
 
-def interpreted(call: DecodeCall, **knobs: int) -> tuple[torch.Tensor, torch.Tensor]:
+GRID = {"schedule": "grid", **ONLY_SHARES}
+WARPS = {"warp_keys": True, "num_warps": 2, "block_n": 32}
+
+
+def interpreted(call: DecodeCall, **knobs: KnobValue) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE by both kernels, in memory that holds NaN before."""
     call = replace(call, return_lse=True)
     out, lse = results(call)
@@ -36,10 +41,12 @@ def results(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return out, empty_lse(call.q, bshd=True).fill_(math.nan)
 
 
-def small_config(checked: CheckedDecode, **knobs: int) -> Config:
+def small_config(checked: CheckedDecode, **knobs: KnobValue) -> Config:
     """A config that takes few keys at once, so that there is something to split."""
     config = decode_config(checked.spec, checked.shape.sizes, DEVICE)
-    return config.replace(**{"block_n": 16, "page_ids": "load", "pdl": False, "slack": 0, **knobs})
+    config = config.replace(**{"block_n": 16, "page_ids": "load", "pdl": False, "slack": 0, **knobs})
+    assert invalid(config, checked.spec, DEVICE) is None
+    return config
 
 
 def launched(
@@ -61,10 +68,10 @@ def launched(
     known |= {"AlibiSlopes": call.features.alibi_slopes, "PartLse": torch.full((numbers.part_rows,), math.nan)}
     known |= {"PartO": torch.full((numbers.part_rows, checked.shape.head_dim_v), math.nan)}
     known |= {"Splits": torch.full((numbers.splits, 4), 2**31 - 1, dtype=torch.int32), **numbers.values}
-    for name, programs in zip(("", "_reduce"), numbers.programs, strict=True):
+    for name, grid in zip(("", "_reduce"), numbers.grids, strict=True):
         kernel = getattr(module, config.family + name)
-        if programs:
-            kernel[(programs,)](*[known[one] for one in kernel.arg_names])
+        if grid:
+            kernel[grid](*[known[one] for one in kernel.arg_names])
 
 
 LENS = (0, 1, 15, 16, 17, 90, 3)
@@ -92,6 +99,8 @@ CASES = {
 def test_it_is_right_and_reads_nothing_that_is_hidden(name: str) -> None:
     call = make(CASES[name])
     assert_right(call, *interpreted(call))
+    assert_right(call, *interpreted(call, **GRID, chunk=512, per_sm=6))
+    assert_right(call, *interpreted(call, **GRID, **WARPS))
 
 
 def test_rows_of_several_tiles_are_right() -> None:

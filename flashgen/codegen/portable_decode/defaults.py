@@ -17,6 +17,10 @@ FAMILY_ID = "portable_decode"
 
 BATCH_PADS = (16, 128, 1024)
 BLOCK_MS = (16, 32, 64)
+CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
+ONLY_SHARES: dict[str, int] = {"batch_pad": BATCH_PADS[0], "slack": 0, "slack_percent": 0, "overhead": 0}
+ONLY_GRID: dict[str, int] = {"chunk": CHUNKS[-1]}
+"""Knobs that one schedule reads, and what they are with the other one."""
 MAX_TILE = 64 * 256
 """Numbers of a tile of queries and its outputs; larger ones spill registers."""
 
@@ -44,14 +48,20 @@ def default_config(spec: Specialization, device: Device) -> Config:
     """A config that is valid wherever the family applies, for batches of any size and up to 16 query rows."""
     knobs: dict[str, int | str | bool] = {
         **(USUAL if _width(spec) <= 256 else HIGH),
+        "schedule": "shares",
+        "warp_keys": False,
         "block_m": BLOCK_MS[0],
         "min_tiles": 1,
         "batch_pad": BATCH_PADS[-1],
+        "chunk": CHUNKS[-1],
+        "slack_percent": 0,
         "overhead": 4,
         "partials": 32 if tile_side(spec.head_dim_v) <= 128 else 16,
         "reduce_warps": 1,
         "page_ids": "asm" if device.is_nvidia else "load",
+        "early": False,
         "pdl": device.has_dependent_launch,
+        "evict_first": False,
         "maxnreg": 0,
     }
     return _fitting(spec, Config.of(FAMILY_ID, knobs), device)

@@ -8,40 +8,73 @@ from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.defaults import (
     BATCH_PADS,
     BLOCK_MS,
+    CHUNKS,
     FAMILY_ID,
+    ONLY_GRID,
+    ONLY_SHARES,
     default_config,
     fitted,
 )
 from flashgen.codegen.portable_decode.resources import why_too_large
+from flashgen.codegen.portable_decode.splits import split_counts
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
 REDUCE = f"{FAMILY_ID}_reduce"
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_WARP_KEYS = 16
+"""Keys that `tl.dot` sums at least."""
 
 KNOBS = (
+    Knob(name="schedule", values=("shares", "grid"), meaning="equal shares of all keys, or programs for each sequence"),
     Knob(name="block_m", values=BLOCK_MS, meaning="query rows of a program"),
     Knob(name="block_n", values=(16, 32, 64, 128), meaning="keys of a step"),
     Knob(name="num_warps", values=(1, 2, 4, 8), meaning="warps of a program"),
     Knob(name="num_stages", values=(1, 2, 3, 4, 5, 6), meaning="depth of the software pipeline over K and V"),
-    Knob(name="per_sm", values=(1, 2, 3, 4, 6), meaning="programs of a launch for each SM"),
+    Knob(
+        name="warp_keys",
+        values=(False, True),
+        meaning="each warp has keys of a step and a softmax of its own: warps meet at the end of a sequence",
+    ),
+    Knob(
+        name="per_sm",
+        values=(1, 2, 3, 4, 6),
+        meaning="programs for each SM: of a launch, or that splits of sequences make at least",
+    ),
     Knob(name="min_tiles", values=(1, 2, 4, 8), meaning="steps that are worth a program of its own"),
+    Knob(
+        name="chunk",
+        values=CHUNKS,
+        meaning="keys of a sequence from which on it gets one more program (schedule: grid)",
+    ),
     Knob(
         name="slack",
         values=(0, 2, 4, 8, 16),
-        meaning="steps more than an equal share that whole sequences may take, so that nothing is merged",
+        meaning="steps more than an equal share that whole sequences may take, so that nothing is merged "
+        "(schedule: shares)",
+    ),
+    Knob(
+        name="slack_percent",
+        values=(0, 4, 8, 16),
+        meaning="the same in hundredths of an equal share; the larger one counts (schedule: shares)",
     ),
     Knob(
         name="overhead",
         values=(0, 2, 4, 8),
-        meaning="steps that a new sequence costs a program that has several",
+        meaning="steps that a new sequence costs a program that has several (schedule: shares)",
     ),
-    Knob(name="batch_pad", values=BATCH_PADS, meaning="sequences whose lengths a program looks at"),
+    Knob(
+        name="batch_pad",
+        values=BATCH_PADS,
+        meaning="sequences whose lengths a program looks at (schedule: shares)",
+    ),
     Knob(name="partials", values=(8, 16, 32, 64), meaning="partial results that the merge reads at once"),
     Knob(name="reduce_warps", values=(1, 2, 4), meaning="warps of a program of the merge"),
     Knob(name="page_ids", values=("asm", "load"), meaning="page ids hidden from the software pipeliner, or seen by it"),
+    Knob(name="early", values=(False, True), meaning="the first kernel is scheduled before those in front have ended"),
     Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended"),
+    Knob(name="evict_first", values=(False, True), meaning="K and V are the first that leave the L2 cache"),
     Knob(name="maxnreg", values=(0, 128, 168), meaning="register limit of a thread; 0 is none"),
 )
 
@@ -58,7 +91,13 @@ def _unsupported(spec: Specialization, device: Device) -> str | None:
 
 
 def _invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    if config["pdl"] and not device.has_dependent_launch:
+    unused = ONLY_SHARES if config["schedule"] == "grid" else ONLY_GRID
+    for name, value in unused.items():
+        if config[name] != value:
+            return f"schedule {config['schedule']} has no use for {name}: it is {value} there"
+    if config["warp_keys"] and config.integer("block_n") < MIN_WARP_KEYS * config.integer("num_warps"):
+        return f"each warp multiplies {MIN_WARP_KEYS} keys at least"
+    if (config["pdl"] or config["early"]) and not device.has_dependent_launch:
         return f"no kernel of {device.arch} is scheduled before the one in front of it has ended"
     if config["page_ids"] == "asm" and not device.is_nvidia:
         return "inline assembly is NVIDIA's"
@@ -93,60 +132,81 @@ def _strides(*names: str) -> list[Parameter]:
     return [Parameter(name=f"stride_{name}", type="i64") for name in names]
 
 
-PARTS = (
-    Parameter(name="PartO", type="*fp32", aligned16=True),
-    Parameter(name="PartLse", type="*fp32"),
-    Parameter(name="Splits", type="*i32"),
-)
+PARTS = (Parameter(name="PartO", type="*fp32", aligned16=True), Parameter(name="PartLse", type="*fp32"))
+SPLITS = Parameter(name="Splits", type="*i32")
+GRID_NUMBERS = ("slots", "least_splits", "most_splits")
 
 
-def _main_parameters(spec: Specialization) -> tuple[Parameter, ...]:
-    lengths = [Parameter(name=name, type="*i32") for name in ("Lens", "Leftpad")]
+def _is_grid(config: Config) -> bool:
+    return config["schedule"] == "grid"
+
+
+def _lengths() -> list[Parameter]:
+    return [Parameter(name=name, type="*i32") for name in ("Lens", "Leftpad")]
+
+
+def _main_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     pages = [Parameter(name="Table" if spec.page_size else "BatchIdx", type="*i32")]
     pages += [Parameter(name="OwnLens", type="*i32")] if spec.offset_tensor else []
-    found = [*_pointers(spec, "QKVO"), Parameter(name="LSE", type="*fp32"), *lengths, *pages, *_sinks(spec), *PARTS]
-    found += _scores(spec)
-    found += _integers("batch", "nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "grid")
-    found += _integers("split_tiles", "pair_units", "window_left", "window_right", "has_leftpad", "lse_rows")
+    found = [*_pointers(spec, "QKVO"), Parameter(name="LSE", type="*fp32"), *_lengths(), *pages, *_sinks(spec), *PARTS]
+    found += [*([] if _is_grid(config) else [SPLITS]), *_scores(spec)]
+    found += _integers("nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "split_tiles")
+    found += _integers("window_left", "window_right", "has_leftpad", "lse_rows")
+    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", "grid", "pair_units")))
     found += [*_integers("num_pages"), *_strides("table")] if spec.page_size else _integers("has_batch_idx")
     found += _integers("members", "own_seqlen_k") if spec.offset_tensor else []
     return (*found, *_strides("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh"))
 
 
-def _reduce_parameters(spec: Specialization) -> tuple[Parameter, ...]:
+def _reduce_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     found = [*_pointers(spec, "O"), Parameter(name="LSE", type="*fp32"), *_sinks(spec), *PARTS]
+    found += _lengths() if _is_grid(config) else [SPLITS]
     found += _integers("nheads_k", "group_size", "seqlen_q", "m_blocks", "tile_rows", "split_tiles", "lse_rows")
+    found += _integers("seqlen_k", "window_left", "has_leftpad", *GRID_NUMBERS) if _is_grid(config) else []
     found += _integers("members") if spec.offset_tensor else []
     return (*found, *_strides("ob", "os", "oh"))
 
 
 def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
+    def pairs(sizes: Sizes) -> int:
+        rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
+        return sizes.batch * sizes.nheads_k * -(-rows // config.integer("block_m"))
+
     def programs(device: Device, sizes: Sizes) -> int:
-        return device.num_sms * config.integer("per_sm")
+        if not _is_grid(config):
+            return device.num_sms * config.integer("per_sm")
+        counts = split_counts(config, device, pairs=pairs(sizes), seqlen_k=sizes.seqlen_k, split_size=0)
+        return pairs(sizes) * counts.most
 
     def reduce_programs(device: Device, sizes: Sizes) -> int:
         rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-        return programs(device, sizes) * min(rows, config.integer("block_m"))
+        groups = pairs(sizes) if _is_grid(config) else programs(device, sizes)
+        return groups * min(rows, config.integer("block_m"))
 
     options = CompileOptions(
         num_warps=config.integer("num_warps"),
         num_stages=config.integer("num_stages"),
         maxnreg=config.integer("maxnreg"),
     )
+    main, reduce = _main_parameters(spec, config), _reduce_parameters(spec, config)
     reduce_options = CompileOptions(num_warps=config.integer("reduce_warps"), num_stages=1)
     return (
-        KernelSpec(entry=FAMILY_ID, parameters=_main_parameters(spec), options=options, programs=programs),
-        KernelSpec(entry=REDUCE, parameters=_reduce_parameters(spec), options=reduce_options, programs=reduce_programs),
+        KernelSpec(entry=FAMILY_ID, parameters=main, options=options, programs=programs),
+        KernelSpec(entry=REDUCE, parameters=reduce, options=reduce_options, programs=reduce_programs),
     )
 
 
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
-    multiple = ALIGNMENT_BYTES // DTYPE_BYTES[spec.dtype] if spec.aligned16 else 1
+    zero_bits = (ALIGNMENT_BYTES // DTYPE_BYTES[spec.dtype]).bit_length() - 1 if spec.aligned16 else 0
     page = spec.page_size or 0
     tensors = ("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh")
     scales = ["softcap_rate", "softcap_scale_log2"] if spec.softcap else ["softmax_scale_log2"]
-    places = ["acc", "l_i", "m_i", "q", "k_base", "v_base", *(["table", "num_pages"] if page else ["cache_row"])]
-    places += ["tile", "first", "end", "low", "limit", *(["position", "slope"] if spec.alibi else []), *scales]
+    bases = ["q", "k_base", "v_base", *(["table", "num_pages"] if page else ["cache_row"])]
+    scores = ["first", "end", "low", "limit", *(["position", "slope"] if spec.alibi else []), *scales]
+    rows = ["stride_kp", "stride_ks", "stride_vp", "stride_vs"]
+    step = ["acc", "l_i", "m_i", *bases, "tile", *scores, *rows]
+    owner = "sequence" if spec.offset_tensor else "b"
+    output = ["o", "lse", owner, "h", "query", "row_ok", "O", "LSE", *(["Sinks"] if spec.sink else [])]
     return {
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
@@ -163,9 +223,13 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "alibi": spec.alibi,
         "sink": spec.sink,
         "shared": spec.offset_tensor,
+        "owner": owner,
         "scales": scales,
-        "strides": [(f"stride_{name}", multiple) for name in tensors],
-        "step_arguments": [*places, "stride_kp", "stride_ks", "stride_vp", "stride_vs"],
+        "strides": [(f"stride_{name}", zero_bits) for name in tensors],
+        "step_arguments": step,
+        "step_parameters": ["row" if name == "cache_row" else name for name in step],
+        "attend_parameters": [*bases, "start", "stop", *scores, *rows],
+        "output_arguments": [*output, "nheads", "seqlen_q", "lse_rows", "stride_ob", "stride_os", "stride_oh"],
         **dict(config.knobs),
     }
 

@@ -1,0 +1,43 @@
+"""How many programs a pair of sequence and key head gets where a launch has one for each split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitCounts:
+    """Splits of a pair, as far as a host knows them.
+
+    Attributes:
+        least: into which sequences are cut, if their tiles are enough.
+        most: programs that a launch has for each pair.
+        slots: partial results that a pair may have.
+    """
+
+    least: int
+    most: int
+    slots: int
+
+
+def split_counts(config: Config, device: Device, *, pairs: int, seqlen_k: int, split_size: int) -> SplitCounts:
+    """The counts of a launch.
+
+    Args:
+        config: of schedule `grid`.
+        device: what it runs on.
+        pairs: of sequence, key head and block of query rows.
+        seqlen_k: keys that a sequence has at most.
+        split_size: keys of a split where bits depend on nothing else; 0 lets the config choose.
+    """
+    programs = device.num_sms * config.integer("per_sm")
+    if split_size:
+        slots = -(-seqlen_k // split_size)
+        return SplitCounts(least=1, most=min(slots, max(-(-programs // pairs), 1)), slots=slots)
+    worth = -(-seqlen_k // (config.integer("block_n") * config.integer("min_tiles")))
+    least = max(programs // pairs, 1)
+    most = max(min(max(least, -(-seqlen_k // config.integer("chunk"))), worth), 1)
+    return SplitCounts(least=min(least, most), most=most, slots=most)
