@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashgen.codegen.decode_splits import split_counts
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.portable_decode.splits import split_counts
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.launch.feature_arguments import LOG2E

@@ -10,8 +10,8 @@ import torch
 
 from flashgen.codegen.families import decode_config, invalid
 from flashgen.codegen.generated import load_module
-from flashgen.codegen.render import render
 from flashgen.codegen.portable_decode.defaults import ONLY_SHARES
+from flashgen.codegen.render import render
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.launch.decode_numbers import DecodeNumbers
@@ -99,7 +99,7 @@ CASES = {
 def test_it_is_right_and_reads_nothing_that_is_hidden(name: str) -> None:
     call = make(CASES[name])
     assert_right(call, *interpreted(call))
-    assert_right(call, *interpreted(call, **GRID, chunk=512, per_sm=6))
+    assert_right(call, *interpreted(call, **GRID, per_sm=6))
     assert_right(call, *interpreted(call, **GRID, **WARPS))
 
 

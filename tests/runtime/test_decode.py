@@ -97,7 +97,7 @@ def test_both_kernels_read_the_call(gpu: FakeDriver) -> None:
     assert first.values["stride_table"] == 6
     assert [first.values[f"stride_k{axis}"] for axis in "psh"] == list(call.k_cache.stride()[:3])
     assert first.values["grid"] == first.grid[0] == 2 * H200.num_sms
-    assert second.grid[0] == first.grid[0] * 6
+    assert second.grid == (6, first.grid[0], 1)
     assert {one.stream for one in (first, second)} == {7}
     assert (first.attributes, second.attributes) == ([], [(6, 1)])
 
@@ -130,7 +130,7 @@ def test_the_merge_is_launched_where_keys_may_be_split_alone(gpu: FakeDriver) ->
     assert len(run(gpu, make(Case(lens=(256, 3), options={"fixed_split_size": 256})))) == 1
     first, second = run(gpu, make(Case(lens=(257, 3), options={"fixed_split_size": 256})))
     assert first.values["split_tiles"] == 4
-    assert second.grid[0] == 2 * 2 * 2  # sequences, key heads, rows
+    assert second.grid == (2, 2 * 2, 1)  # rows, sequences and key heads
 
 
 def test_a_launch_that_the_driver_refuses_changes_nothing_for_the_next(gpu: FakeDriver) -> None:

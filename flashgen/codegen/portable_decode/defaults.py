@@ -17,9 +17,9 @@ FAMILY_ID = "portable_decode"
 
 BATCH_PADS = (16, 128, 1024)
 BLOCK_MS = (16, 32, 64)
-CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
+CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
 ONLY_SHARES: dict[str, int] = {"batch_pad": BATCH_PADS[0], "slack": 0, "slack_percent": 0, "overhead": 0}
-ONLY_GRID: dict[str, int] = {"chunk": CHUNKS[-1]}
+ONLY_GRID: dict[str, int] = {"chunk": CHUNKS[0]}
 """Knobs that one schedule reads, and what they are with the other one."""
 MAX_TILE = 64 * 256
 """Numbers of a tile of queries and its outputs; larger ones spill registers."""
@@ -53,7 +53,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "block_m": BLOCK_MS[0],
         "min_tiles": 1,
         "batch_pad": BATCH_PADS[-1],
-        "chunk": CHUNKS[-1],
+        "chunk": CHUNKS[0],
         "slack_percent": 0,
         "overhead": 4,
         "partials": 32 if tile_side(spec.head_dim_v) <= 128 else 16,

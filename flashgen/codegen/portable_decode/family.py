@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES
+from flashgen.codegen.decode_splits import split_counts
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.defaults import (
@@ -16,7 +17,6 @@ from flashgen.codegen.portable_decode.defaults import (
     fitted,
 )
 from flashgen.codegen.portable_decode.resources import why_too_large
-from flashgen.codegen.portable_decode.splits import split_counts
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -46,7 +46,7 @@ KNOBS = (
     Knob(
         name="chunk",
         values=CHUNKS,
-        meaning="keys of a sequence from which on it gets one more program (schedule: grid)",
+        meaning="keys for each of which a sequence gets a program, if that makes more; 0 is never (schedule: grid)",
     ),
     Knob(
         name="slack",

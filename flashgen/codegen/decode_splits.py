@@ -37,7 +37,7 @@ def split_counts(config: Config, device: Device, *, pairs: int, seqlen_k: int, s
     if split_size:
         slots = -(-seqlen_k // split_size)
         return SplitCounts(least=1, most=min(slots, max(-(-programs // pairs), 1)), slots=slots)
-    worth = -(-seqlen_k // (config.integer("block_n") * config.integer("min_tiles")))
-    least = max(programs // pairs, 1)
-    most = max(min(max(least, -(-seqlen_k // config.integer("chunk"))), worth), 1)
-    return SplitCounts(least=min(least, most), most=most, slots=most)
+    worth = max(-(-seqlen_k // (config.integer("block_n") * config.integer("min_tiles"))), 1)
+    least, chunk = min(max(programs // pairs, 1), worth), config.integer("chunk")
+    most = min(max(least, -(-seqlen_k // chunk)), worth) if chunk else least
+    return SplitCounts(least=least, most=most, slots=most)
