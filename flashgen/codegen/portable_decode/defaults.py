@@ -18,7 +18,7 @@ FAMILY_ID = "portable_decode"
 BATCH_PADS = (16, 128, 1024)
 BLOCK_MS = (16, 32, 64)
 CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
-ONLY_SHARES: dict[str, int] = {"batch_pad": BATCH_PADS[0], "slack": 0, "slack_percent": 0, "overhead": 0}
+ONLY_SHARES: dict[str, int] = {"slack": 0, "slack_percent": 0, "overhead": 0}
 ONLY_GRID: dict[str, int] = {"chunk": CHUNKS[0]}
 """Knobs that one schedule reads, and what they are with the other one."""
 MAX_TILE = 64 * 256
@@ -61,7 +61,6 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "page_ids": "asm" if device.is_nvidia else "load",
         "early": False,
         "pdl": device.has_dependent_launch,
-        "evict_first": False,
         "maxnreg": 0,
     }
     return _fitting(spec, Config.of(FAMILY_ID, knobs), device)

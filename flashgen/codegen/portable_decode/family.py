@@ -74,7 +74,6 @@ KNOBS = (
     Knob(name="page_ids", values=("asm", "load"), meaning="page ids hidden from the software pipeliner, or seen by it"),
     Knob(name="early", values=(False, True), meaning="the first kernel is scheduled before those in front have ended"),
     Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended"),
-    Knob(name="evict_first", values=(False, True), meaning="K and V are the first that leave the L2 cache"),
     Knob(name="maxnreg", values=(0, 128, 168), meaning="register limit of a thread; 0 is none"),
 )
 
