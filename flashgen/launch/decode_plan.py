@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,15 +37,37 @@ PROGRAMMATIC_SERIALIZATION = 6
 ATTRIBUTE_WORDS = 9
 """A CUlaunchAttribute: its id, padded to 8 bytes, and a value of 64 bytes."""
 
+GRID = struct.Struct("<3I")
+"""How the first numbers of a launch configuration lie."""
+
 CONFIG_WORDS = ctypes.sizeof(driver.LaunchConfig) // WORD_BYTES
 STREAM_WORD = driver.LaunchConfig.stream.offset // WORD_BYTES
 
-Launch = Callable[[tuple[int, ...], torch.Tensor, bool], None]
-"""Launches on the current stream of the current GPU: the addresses of a call's tensors, and a tensor of that GPU.
 
-The last argument says whether memory may be kept for the next call. In graphs of torch.compile it may not: their memory
-is counted, and what is kept of it is an error.
-"""
+class Launch(NamedTuple):
+    """Launches calls of one shape on the current stream of the current GPU.
+
+    Attributes:
+        run: what does so for all shapes of a plan.
+        sized: what it does for these.
+    """
+
+    run: Callable[[Any, tuple[int, ...], torch.Tensor, bool], None]
+    sized: Any
+
+    def __call__(self, pointers: tuple[int, ...], beside: torch.Tensor, keeps: bool = True) -> None:
+        """Launch a call.
+
+        Args:
+            pointers: the addresses of its tensors, in the order of the names that the plan was asked for.
+            beside: a tensor of the GPU.
+            keeps: whether memory may be kept for the next call. In graphs of torch.compile it may not: their memory is
+                counted, and what is kept of it is an error.
+
+        Raises:
+            LaunchError: the driver refuses.
+        """
+        self.run(self.sized, pointers, beside, keeps)
 
 
 class DecodePlan:
@@ -58,58 +80,57 @@ class DecodePlan:
             LaunchError: the driver refuses a binary, or a CUDA graph is being captured.
         """
         self._compiled, self._config, self._index = compiled, config, device_index
-        self._layouts = [known_layout(part) for part in compiled.parts]
+        layouts = [known_layout(part) for part in compiled.parts]
+        self._layouts = [layout for layout in layouts if layout is not None]
         self._functions = [load_part(part, device_index) for part in compiled.parts]
         self._overlaps = bool(config.get("early", False)), bool(config.get("pdl", False))
         self._context = driver.use_context(device_index) if all(self._functions) else 0
+        self._open: dict[tuple[str, ...], tuple[_Words, Callable[..., None]]] = {}
 
     def sized(self, shape: DecodeShape, names: tuple[str, ...] = POINTERS) -> Launch:
         """The launch of calls of one shape, which give addresses for these names of `POINTERS`."""
         numbers = DecodeNumbers.of(shape, self._config, self._compiled.device)
         pieces = Pieces.of(numbers, shape.head_dim_v)
-        known = [layout for layout in self._layouts if layout is not None]
-        if len(known) < len(self._layouts):
-            return _through_triton(self._compiled.parts, numbers, pieces, names)
-        return self._through_driver(known, numbers, pieces, names)
+        if len(self._layouts) < len(self._compiled.parts):
+            return Launch(_through_triton(self._compiled.parts, names), (numbers, pieces))
+        found = self._open.get(names)
+        if found is None:
+            words = _Words(self._compiled.parts, self._layouts, self._functions, names, self._overlaps)
+            found = self._open[names] = words, self._through_driver(words, names)
+        words, run = found
+        return Launch(run, words.sized(numbers, pieces))
 
-    def _through_driver(
-        self, layouts: list[Layout], numbers: DecodeNumbers, pieces: Pieces, names: tuple[str, ...]
-    ) -> Launch:
-        parts = [part for part, grid in zip(self._compiled.parts, numbers.grids, strict=True) if grid]
-        words, starts = _filled(parts, layouts, numbers, names, overlaps=self._overlaps)
-        start = ctypes.addressof(words)
-        calls = [
-            (start + WORD_BYTES * config, function, start + WORD_BYTES * addresses, None)
-            for (config, addresses), function in zip(starts, self._functions, strict=False)
-        ]
-        streams = [config + STREAM_WORD for config, _ in starts]
+    def _through_driver(self, memory: _Words, names: tuple[str, ...]) -> Callable[..., None]:
+        words, streams, all_calls, parts = memory.words, memory.streams, memory.calls, self._compiled.parts
         pack = struct.Struct(f"<{len(names)}Q").pack_into
         pack_pieces, behind = struct.Struct(f"<{len(SCRATCH)}Q").pack_into, WORD_BYTES * len(names)
         launch_kernel, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
-        index, context, lock, is_large = self._index, self._context, _LOCK, pieces.total > LARGEST_SHARED
+        index, context, lock = self._index, self._context, _LOCK
+        last_sized: _Sized | None = None
         last_stream, last_start, shared = -1, -1, _NONE
 
-        def launch(pointers: tuple[int, ...], beside: torch.Tensor, keeps: bool = True) -> None:
-            nonlocal last_stream, last_start, shared
+        def launch(sized: _Sized, pointers: tuple[int, ...], beside: torch.Tensor, keeps: bool) -> None:
+            nonlocal last_sized, last_stream, last_start, shared
             stream = stream_of(index)
             with lock:
                 # the stream 0 is never captured
-                is_alone = is_large or not keeps or (stream and torch.cuda.is_current_stream_capturing())
-                if is_alone or stream != last_stream or shared[1] != last_start:
-                    last_stream = -1
-                    memory = pieces.new(beside) if is_alone else pieces.shared(beside, index, stream)
-                    pack_pieces(words, behind, *pieces.addresses(memory[1]))
+                is_alone = sized.is_large or not keeps or (stream and torch.cuda.is_current_stream_capturing())
+                if sized is not last_sized or is_alone or stream != last_stream or shared[1] != last_start:
+                    last_sized, pieces = None, sized.pieces
+                    used = pieces.new(beside) if is_alone else pieces.shared(beside, index, stream)
+                    memory.write(sized)
+                    pack_pieces(words, behind, *pieces.addresses(used[1]))
                     for word in streams:
                         words[word] = stream
                     if not is_alone:
-                        last_stream, last_start, shared = stream, memory[1], memory
+                        last_sized, last_stream, last_start, shared = sized, stream, used[1], used
                 pack(words, 0, *pointers)
-                for call in calls:
+                for call in sized.calls:
                     code = launch_kernel(*call)
                     if code and driver.adopt_context(context):  # a new thread has no context until now
                         code = launch_kernel(*call)
                     if code:
-                        driver.check(code, f"launch {parts[calls.index(call)].kernel.entry}")
+                        driver.check(code, f"launch {parts[all_calls.index(call)].kernel.entry}")
 
         return launch
 
@@ -161,52 +182,89 @@ class Pieces:
         return [made, made.data_ptr()]
 
 
-_NOTHING = (0, 0, 0)
+class _Sized(NamedTuple):
+    """What is written for calls of one shape, as bytes, and which kernels are launched."""
+
+    numbers: bytes
+    grids: tuple[bytes, ...]
+    calls: tuple[tuple[Any, ...], ...]
+    pieces: Pieces
+    is_large: bool
 
 
-def _filled(
-    parts: list[CompiledPart],
-    layouts: list[Layout],
-    numbers: DecodeNumbers,
-    given: tuple[str, ...],
-    *,
-    overlaps: tuple[bool, ...],
-) -> tuple[Any, list[tuple[int, int]]]:
-    """All that the driver reads, and the first words of each kernel's launch configuration and of its addresses."""
-    formats = {parameter.name: parameter.type for layout in layouts for parameter in layout.parameters}
-    names = [name for name in formats if not formats[name].startswith("*")]
-    places = {name: word for word, name in enumerate((*given, *SCRATCH, "", *names))}  # "" stays 0
-    places |= {name: places[""] for name in POINTERS if name not in given}
-    attribute = places[""] + 1 + len(names)
-    at = attribute + ATTRIBUTE_WORDS
-    starts, count = [], at
-    for layout in layouts[: len(parts)]:
-        starts.append((count, count + CONFIG_WORDS))
-        count += CONFIG_WORDS + len(layout.parameters) + layout.trailing
-    words = (ctypes.c_uint64 * count)()
-    start = ctypes.addressof(words)
-    packed = struct.Struct("<" + "".join(WORD_FORMATS[formats[name]] for name in names))
-    packed.pack_into(words, WORD_BYTES * places[""] + WORD_BYTES, *[numbers.values[name] for name in names])
-    words[attribute], words[attribute + 1] = PROGRAMMATIC_SERIALIZATION, 1
-    for number, (part, layout, (config, addresses)) in enumerate(zip(parts, layouts, starts, strict=False)):
-        launch = driver.LaunchConfig.from_buffer(words, WORD_BYTES * config)
-        launch.grid_x, launch.grid_y, launch.grid_z = numbers.grids[number] or _NOTHING
-        launch.block_x, launch.block_y, launch.block_z = part.handle.metadata.num_warps * 32, 1, 1
-        launch.shared_bytes = part.handle.metadata.shared
-        if overlaps[number]:
-            launch.attributes, launch.num_attributes = start + WORD_BYTES * attribute, 1
-        read = [places[parameter.name] for parameter in layout.parameters] + [places[""]] * layout.trailing
-        words[addresses : addresses + len(read)] = [start + WORD_BYTES * word for word in read]
-    return words, starts
+class _Words:
+    """All that the driver reads of a plan's launches.
+
+    First come the addresses that a call writes and those of its scratch memory, then a null and the numbers of a shape,
+    and behind them the launch configurations and the addresses of all parameters.
+    """
+
+    def __init__(
+        self,
+        parts: tuple[CompiledPart, ...],
+        layouts: list[Layout],
+        functions: list[int],
+        given: tuple[str, ...],
+        overlaps: tuple[bool, ...],
+    ) -> None:
+        formats = {parameter.name: parameter.type for layout in layouts for parameter in layout.parameters}
+        self._names = [name for name in formats if not formats[name].startswith("*")]
+        self._pack = struct.Struct("<" + "".join(WORD_FORMATS[formats[name]] for name in self._names)).pack
+        places = {name: word for word, name in enumerate((*given, *SCRATCH, "", *self._names))}  # "" stays 0
+        absent = places[""]
+        places |= {name: absent for name in POINTERS if name not in given}
+        attribute = absent + 1 + len(self._names)
+        starts, count = [], attribute + ATTRIBUTE_WORDS
+        for layout in layouts:
+            starts.append((count, count + CONFIG_WORDS))
+            count += CONFIG_WORDS + len(layout.parameters) + layout.trailing
+        self.words: Any = (ctypes.c_uint64 * count)()
+        self._bytes = memoryview(self.words).cast("B")
+        self._numbers = slice(WORD_BYTES * (absent + 1), WORD_BYTES * attribute)
+        self._grids = [slice(WORD_BYTES * config, WORD_BYTES * config + GRID.size) for config, _ in starts]
+        self.streams = [config + STREAM_WORD for config, _ in starts]
+        start = ctypes.addressof(self.words)
+        self.calls = tuple(
+            (start + WORD_BYTES * config, function, start + WORD_BYTES * addresses, None)
+            for (config, addresses), function in zip(starts, functions, strict=True)
+        )
+        self.words[attribute], self.words[attribute + 1] = PROGRAMMATIC_SERIALIZATION, 1
+        for part, layout, (config, addresses), is_early in zip(parts, layouts, starts, overlaps, strict=True):
+            launch = driver.LaunchConfig.from_buffer(self.words, WORD_BYTES * config)
+            launch.block_x, launch.block_y, launch.block_z = part.handle.metadata.num_warps * 32, 1, 1
+            launch.shared_bytes = part.handle.metadata.shared
+            if is_early:
+                launch.attributes, launch.num_attributes = start + WORD_BYTES * attribute, 1
+            read = [places[parameter.name] for parameter in layout.parameters] + [absent] * layout.trailing
+            self.words[addresses : addresses + len(read)] = [start + WORD_BYTES * word for word in read]
+
+    def sized(self, numbers: DecodeNumbers, pieces: Pieces) -> _Sized:
+        """What is written for a shape."""
+        values = numbers.values
+        grids = tuple([GRID.pack(*grid) for grid in numbers.grids if grid])
+        return _Sized(
+            numbers=self._pack(*[values[name] for name in self._names]),
+            grids=grids,
+            calls=self.calls[: len(grids)],
+            pieces=pieces,
+            is_large=pieces.total > LARGEST_SHARED,
+        )
+
+    def write(self, sized: _Sized) -> None:
+        """Have the next launches be those of a shape."""
+        self._bytes[self._numbers] = sized.numbers
+        for place, grid in zip(self._grids, sized.grids, strict=False):
+            self._bytes[place] = grid
 
 
-def _through_triton(
-    parts: tuple[CompiledPart, ...], numbers: DecodeNumbers, pieces: Pieces, names: tuple[str, ...]
-) -> Launch:
+def _through_triton(parts: tuple[CompiledPart, ...], names: tuple[str, ...]) -> Callable[..., None]:
     """The same through Triton's own launcher, for a parameter layout that is not the known one."""
     absent = dict.fromkeys(POINTERS, 0)
 
-    def launch(pointers: tuple[int, ...], beside: torch.Tensor, keeps: bool = True) -> None:
+    def launch(
+        sized: tuple[DecodeNumbers, Pieces], pointers: tuple[int, ...], beside: torch.Tensor, keeps: bool
+    ) -> None:
+        numbers, pieces = sized
         memory, start = pieces.new(beside)
         given = zip((*names, *SCRATCH), (*pointers, *pieces.addresses(start)), strict=True)
         known = numbers.values | absent | dict(given)

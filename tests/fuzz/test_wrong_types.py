@@ -10,7 +10,8 @@ import torch
 
 import flashgen
 from flashgen.core.errors import FlashgenError
-from flashgen.runtime.decode import runs, shared_keys
+from flashgen.launch.decode_plan import Launch
+from flashgen.runtime.decode import recent, runs, shared_keys
 from flashgen.runtime.ops import append, helpers, merging, serve
 from tests.fakes.gpu import FakeGpu
 from tests.fuzz.calls import CALLS, is_of_its_type, parameters, values
@@ -55,7 +56,8 @@ def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # n
     for module in (append, merging):
         monkeypatch.setattr(module, "launcher", lambda *_: lambda *_: lambda *_: None)
     for module in (runs, shared_keys):
-        monkeypatch.setattr(module, "planned", lambda *_: lambda *_: None)
+        monkeypatch.setattr(module, "planned", lambda *_: Launch(lambda *_: None, None))
+    monkeypatch.setattr(recent, "_QUESTION", None)  # it would ask for memory of a GPU
     monkeypatch.setattr(runs, "MEMO_LIMIT", 0)  # a value that equals the one before would not be looked at
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: -1, raising=False)

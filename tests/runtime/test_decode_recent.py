@@ -146,30 +146,16 @@ def test_streams_have_memory_of_their_own(
     no_key: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    call, seen = make(PAGED), {}
+    call, seen, current = make(PAGED), {}, [7]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0])
     run(gpu, call)
     for stream in (7, 9, 7, 0, 9):
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream)
-        runs.forget()
-        run(gpu, call)
+        current[0] = stream
         with no_key():
             first, second = run(gpu, call)
         assert {first.stream, second.stream} == {stream}
         assert first.values["PartO"] == second.values["PartO"] == seen.setdefault(stream, first.values["PartO"])
     assert len(set(seen.values())) == 3
-
-
-def test_one_launch_follows_its_stream(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    streams = [7, 9, 9, 7, 0, 7]
-    found = iter(streams)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(found))
-    launches = [run(gpu, make(PAGED)) for _ in streams]
-    assert [one.stream for one, _ in launches] == [one.stream for _, one in launches] == streams
-    places = {
-        one.stream: {other.values["PartO"] for other, _ in launches if other.stream == one.stream}
-        for one, _ in launches
-    }
-    assert sorted(len(place) for place in places.values()) == [1, 1, 1]
 
 
 def test_memory_that_has_grown_is_that_of_all_calls(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
@@ -187,7 +173,8 @@ def test_a_capture_gets_memory_of_its_own_each_time(
     no_key: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    call, made = make(PAGED), []
+    call, made, current = make(PAGED), [], [7]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0])
     (shared, _) = run(gpu, call)
     new = decode_plan.Pieces.new
     monkeypatch.setattr(decode_plan.Pieces, "new", lambda self, beside: made.append(new(self, beside)) or made[-1])
@@ -199,8 +186,7 @@ def test_a_capture_gets_memory_of_its_own_each_time(
     with no_key():
         assert run(gpu, call)[0].values["PartO"] == shared.values["PartO"]
     assert len(made) == 2
-    runs.forget()
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+    current[0] = 0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("it asks what cannot be"))
     run(gpu, call)
 
@@ -256,6 +242,20 @@ def test_layouts_in_turn_are_all_found(gpu: FakeDriver, no_key: Any) -> None:  #
     (found,) = recent.RECENT.values()
     assert len(found) == recent.MOST_LAYOUTS
     assert len(runs.MEMO) == len(calls) + 1
+
+
+def test_shapes_of_one_plan_in_turn_are_launched_as_if_alone(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
+    calls = [make(Case(lens=(room, 3), room=room)) for room in (64, 65, 300)]
+    first = [run(gpu, call) for call in calls]
+    assert [len(launches) for launches in first] == [1, 2, 2]
+    assert len(runs._PLANS) == 1
+    with no_key():
+        again = [run(gpu, call) for call in calls]
+    for before, after in zip(first, again, strict=True):
+        for one, other in zip(before, after, strict=True):
+            same = one.values.keys() - {"O", "PartO", "PartLse", "Splits"}
+            assert {name: one.values[name] for name in same} == {name: other.values[name] for name in same}
+            assert (one.grid, one.block, one.attributes) == (other.grid, other.block, other.attributes)
 
 
 def test_one_cache_of_keys_and_values_is_served(gpu: FakeDriver) -> None:  # noqa: F811

@@ -91,6 +91,7 @@ def with_others(tensors: Tensors, given: tuple[torch.Tensor | None, ...]) -> tup
 def _without_lse(fits: Any, out: torch.Tensor, launch: Launch, index: int) -> Again:
     empty, data_ptr, layout = _GUARDS._empty_strided_cuda, torch.Tensor.data_ptr, _layout(out)
     only_device, current = torch.cuda.device_count() == 1, torch._C._cuda_getDevice
+    run, sized = launch
 
     def again(tensors: Tensors) -> Result | None:
         if not fits(*tensors) or not (only_device or current() == index):
@@ -99,7 +100,7 @@ def _without_lse(fits: Any, out: torch.Tensor, launch: Launch, index: int) -> Ag
         pointers = (out.data_ptr(), *map(data_ptr, tensors))
         if (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & (ALIGNMENT_BYTES - 1):
             return None
-        launch(pointers, out, True)
+        run(sized, pointers, out, True)
         return out
 
     return again
@@ -108,6 +109,7 @@ def _without_lse(fits: Any, out: torch.Tensor, launch: Launch, index: int) -> Ag
 def _with_lse(fits: Any, out: torch.Tensor, lse: torch.Tensor, launch: Launch, index: int) -> Again:
     empty, data_ptr, layout, lse_layout = _GUARDS._empty_strided_cuda, torch.Tensor.data_ptr, _layout(out), _layout(lse)
     only_device, current = torch.cuda.device_count() == 1, torch._C._cuda_getDevice
+    run, sized = launch
 
     def again(tensors: Tensors) -> Result | None:
         if not fits(*tensors) or not (only_device or current() == index):
@@ -116,7 +118,7 @@ def _with_lse(fits: Any, out: torch.Tensor, lse: torch.Tensor, launch: Launch, i
         pointers = (out.data_ptr(), lse.data_ptr(), *map(data_ptr, tensors))
         if (pointers[0] | pointers[2] | pointers[3] | pointers[4]) & (ALIGNMENT_BYTES - 1):
             return None
-        launch(pointers, out, True)
+        run(sized, pointers, out, True)
         return out, lse
 
     return again
