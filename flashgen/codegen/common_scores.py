@@ -10,7 +10,7 @@ from flashgen.core.workload import Specialization
 def score_parameters(spec: Specialization) -> list[Parameter]:
     """Scale, query offset, and one group for each feature, in the order of the kernels' parameters."""
     names = [(name, "fp32") for name in scales(spec)]
-    if is_positional(spec):
+    if is_positional(spec) and not spec.varlen:
         names.append(("QOffset", "*i32") if spec.offset_tensor else ("q_offset", "i32"))
     names += [(name, "i32") for name in window_edges(spec)]
     if spec.alibi:

@@ -68,13 +68,20 @@ class CompileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of a launch that grids and scratch memory depend on."""
+    """The sizes of a launch that grids and scratch memory depend on.
+
+    Packed sequences are one batch element: `seqlen_q` and `seqlen_k` are the rows of all of them, and what is known of
+    each is that there are `sequences` of them, none longer than `max_seqlen_q` and `max_seqlen_k`.
+    """
 
     batch: int
     nheads: int
     nheads_k: int
     seqlen_q: int
     seqlen_k: int
+    sequences: int = 0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
 
     @classmethod
     def of(cls, workload: Workload) -> Sizes:

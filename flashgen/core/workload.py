@@ -343,6 +343,8 @@ def _canonical_window(workload: Workload) -> None:
     """A causal mask is the right edge of a window, and an edge that hides nothing is no edge."""
     if workload.causal:
         object.__setattr__(workload, "window_right", None)
+    if workload.varlen:
+        return  # lengths are bounds of those that calls have, and what is compiled in must not follow them
     reach = workload.seqlen_k + workload.seqlen_q
     for side in ("window_left", "window_right"):
         width = getattr(workload, side)

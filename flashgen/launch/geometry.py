@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from flashgen.codegen.family import Sizes
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.positions import MAX_OFFSET
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES, Shape4, broadcast_strides
+from flashgen.core.features.sequences import is_packed, sequences_of
 from flashgen.core.features.values import BlockMask, Features
 from flashgen.launch.vocabulary import STRIDED
 
@@ -40,6 +41,21 @@ class BlockGrid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedGrid:
+    """What the host knows of packed sequences: how many there are, and the most queries and keys of one."""
+
+    sequences: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, features: Features) -> PackedGrid:
+        """That of a call's sequences."""
+        queries, keys = features.max_seqlens
+        return cls(sequences=sequences_of(features), max_seqlen_q=queries, max_seqlen_k=keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
     """Shapes and strides of a call's tensors: whatever else its calls bring, a plan for them can be launched.
 
@@ -49,12 +65,14 @@ class Geometry:
         alibi_batch_stride: stride of the slopes along the batch, 0 where they are shared.
         blocks: the sizes of a block mask.
         dbias_shape: of the gradient of a bias of kind "full".
+        packed: of packed sequences, all of which are one batch element.
     """
 
     tensors: dict[str, View4] = field(hash=False)
     alibi_batch_stride: int = 0
     blocks: BlockGrid | None = None
     dbias_shape: Shape4 | None = None
+    packed: PackedGrid | None = None
 
     @classmethod
     def of(
@@ -73,6 +91,7 @@ class Geometry:
             tensors=tensors,
             alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             blocks=None if block_mask is None else BlockGrid.of(block_mask),
+            packed=PackedGrid.of(features) if is_packed(features) else None,
         )
 
     @property
@@ -90,7 +109,12 @@ class Geometry:
         """What grids and scratch memory depend on."""
         batch, nheads, seqlen_q, _ = self.q_shape
         _, nheads_k, seqlen_k, _ = self.k_shape
-        return Sizes(batch=batch, nheads=nheads, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        found = Sizes(batch=batch, nheads=nheads, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        packed = self.packed
+        if packed is None:
+            return found
+        lengths = {"max_seqlen_q": packed.max_seqlen_q, "max_seqlen_k": packed.max_seqlen_k}
+        return replace(found, sequences=packed.sequences, **lengths)
 
     @property
     def is_empty(self) -> bool:
@@ -170,6 +194,8 @@ def scalars(geometry: Geometry) -> dict[str, int]:
     for name, absent in _ABSENT_SCORES.items():
         if name not in tensors:
             found |= absent
+    if geometry.packed is not None:
+        found |= {"sequences": geometry.packed.sequences, "total_q": seqlen_q, "total_k": seqlen_k}
     return found | _dbias_scalars(geometry) if "dq" in tensors else found
 
 

@@ -65,6 +65,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
     host |= {"bias": bool(spec.bias), "mask": bool(spec.mask)}
     return {
         "causal": spec.causal,
+        "varlen": spec.varlen,
         "window": spec.window,
         "positional": is_positional(spec),
         "offset_tensor": spec.offset_tensor and is_positional(spec),

@@ -11,6 +11,7 @@ from flashgen.codegen.common_portable import (
 )
 from flashgen.codegen.common_products import PRODUCTS, products_values, uses_tensor_cores, why_not_products
 from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_sequences import query_blocks, sequence_parameters, why_not_packed
 from flashgen.codegen.common_softcap import TANH, exact_sibling, tanh_values, why_not_tanh
 from flashgen.codegen.common_types import storage
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
@@ -19,7 +20,7 @@ from flashgen.codegen.portable_forward.cost_model import COST_MODEL
 from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config, seed_configs
 from flashgen.codegen.portable_forward.mods import mod_parameters, why_mods_do_not_fit
 from flashgen.codegen.portable_forward.resources import smem_needed, why_too_large
-from flashgen.codegen.portable_forward.template_context import values
+from flashgen.codegen.portable_forward.template_context import stride_names, values
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -127,10 +128,10 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     descriptors = config["loads"] == "descriptor"
     found = _descriptors(spec, config) if descriptors else _pointers(spec)
     found += [Parameter(name="LSE", type="*fp32"), *score_parameters(spec), *mod_parameters(spec)]
-    names = ("nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
-    found += [Parameter(name=name, type="i32") for name in names]
-    if not descriptors:
-        found += [Parameter(name=f"stride_{tensor}{axis}", type="i64") for tensor in "qkvo" for axis in "bhs"]
+    lengths = ("sequences", "total_q", "total_k") if spec.varlen else ("seqlen_q", "seqlen_k")
+    found += sequence_parameters(spec)
+    found += [Parameter(name=name, type="i32") for name in ("nheads", "group_size", *lengths, "lse_rows")]
+    found += [Parameter(name=name, type="i64") for name in stride_names(spec, config)]
     return tuple(found)
 
 
@@ -143,6 +144,9 @@ def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
             block = f"1, 1, {config.integer(knob)}, {part.block}"
             name = f"{tensor}{part.descriptor_suffix}_desc"
             found.append(Parameter(name=name, type=f"tensordesc<{storage(spec)}[{block}]>"))
+    if spec.varlen:
+        # behind the last row of a sequence are those of the next one, which TMA would write
+        found = [one for one in found if not one.name.startswith("o")] + _pointers(spec)[-1:]
     return found
 
 
@@ -160,6 +164,8 @@ def _options(config: Config) -> CompileOptions:
 
 def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     def programs(device: Device, sizes: Sizes) -> int:
+        if spec.varlen:
+            return query_blocks(sizes, config.integer("block_m")) * sizes.nheads
         return -(-sizes.seqlen_q // config.integer("block_m")) * sizes.batch * sizes.nheads
 
     parameters, options = _parameters(spec, config), _options(config)
@@ -170,8 +176,16 @@ DEFAULT_SPILLS = 48
 """Bytes of a thread that its defaults spill for plain shapes under Triton 3.9; up to 8 under 3.6."""
 
 FEATURES = frozenset(
-    {"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "functions", "q_offset", "deterministic"}
+    {
+        *("causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "functions", "q_offset", "deterministic"),
+        "varlen",
+    }
 )
+
+
+def _why_unsupported(spec: Specialization, device: Device) -> str | None:
+    return why_not_portable(spec, device) or why_not_packed(spec)
+
 
 PORTABLE_FORWARD = KernelFamily(
     id=FAMILY_ID,
@@ -180,7 +194,7 @@ PORTABLE_FORWARD = KernelFamily(
     direction="forward",
     knobs=KNOBS,
     features=FEATURES,
-    unsupported=why_not_portable,
+    unsupported=_why_unsupported,
     invalid=_why_invalid,
     default=default_config,
     template_values=values,

@@ -48,6 +48,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
     host |= {"aux": bool(spec.mods and spec.mods.aux), "block_mask": has_blocks(spec)}
     return {
         "causal": spec.causal,
+        "varlen": spec.varlen,
         "offset_tensor": spec.offset_tensor and is_positional(spec),
         "positional": is_positional(spec),
         "window": spec.window,
@@ -90,6 +91,8 @@ def _cleaning(spec: Specialization, config: Config) -> str:
     """
     if spec.mask or hides(spec):
         return "pass"
+    if spec.varlen:
+        return ""  # what no query of a sequence sees is cleared wherever it may be loaded
     if config["loads"] == "pointer" or not (spec.causal or spec.window):
         return ""
     return "pass" if spec.window or spec.bias or spec.mods else "shift"
@@ -109,15 +112,20 @@ def _scale_name(spec: Specialization) -> str:
 
 def _strides(spec: Specialization, config: Config) -> dict[str, object]:
     """Every stride of the kernel with the number of elements that it is a multiple of (1: unknown)."""
-    found: list[tuple[str, int]] = []
-    if config["loads"] == "pointer":
-        multiple = ALIGNMENT_BYTES // DTYPE_BYTES[storage(spec)] if spec.aligned16 else 1
-        found += [(f"stride_{tensor}{axis}", multiple) for tensor in "qkvo" for axis in "bhs"]
+    multiple = ALIGNMENT_BYTES // DTYPE_BYTES[storage(spec)] if spec.aligned16 else 1
+    found = [(name, multiple) for name in stride_names(spec, config)]
     for name, kind, size in (("bias", spec.bias, DTYPE_BYTES[bias_dtype(spec)]), ("mask", spec.mask, 1)):
         if kind:
             multiple = ALIGNMENT_BYTES // size if spec.aligned_scores else 1
             found += [(stride, multiple) for stride in score_strides(spec, name, kind)]
     return {"strides": found, "aligned_strides": any(multiple > 1 for _, multiple in found)}
+
+
+def stride_names(spec: Specialization, config: Config) -> list[str]:
+    """Names of the strides of tensors that a kernel reads or writes by pointers."""
+    descriptors = config["loads"] == "descriptor"
+    tensors = ("o" if spec.varlen else "") if descriptors else "qkvo"
+    return [f"stride_{tensor}{axis}" for tensor in tensors for axis in ("hs" if spec.varlen else "bhs")]
 
 
 def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPart, ...]) -> list[str]:
@@ -127,7 +135,7 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         v_parts = head_parts(spec.head_dim_v, is_split(config))
         found += [f"k{part.descriptor_suffix}_desc" for part in d_parts]
         found += [f"v{part.descriptor_suffix}_desc" for part in v_parts]
-        found += ["b", "h_k"]
+        found += ["b", "h_k"] if not spec.varlen else [*(["b"] if spec.mods else []), "h_k", "k_start"]
     else:
         found += ["k_base", "v_base", "stride_ks", "stride_vs", *(["b"] if spec.mods else [])]
     found += [

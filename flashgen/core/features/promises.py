@@ -1,17 +1,8 @@
-"""Features of memory and of bits: ragged batches, paged keys, determinism."""
+"""Features of memory and of bits: paged keys, determinism."""
 
 from __future__ import annotations
 
 from flashgen.core.features.declaration import Argument, Feature, OpArgument, Support, Token
-
-VARLEN = Feature(
-    name="varlen",
-    fields=("varlen",),
-    absent="it has no varlen",
-    tokens=(Token(text="varlen", field="varlen", value=True),),
-    words=lambda workload: ("varlen",) if workload.varlen else (),
-    support=(Support(group="Memory", name="packed sequences of different lengths (varlen)", fields={"varlen": True}),),
-)
 
 PAGES = Feature(
     name="pages",

@@ -62,6 +62,11 @@ class Features:
         mods: handle of the user's score functions; 0 is none.
         aux: tensors for the user's score functions.
         block_mask: the blocks that a mask_mod leaves.
+        cu_seqlens_q: int32 (batch + 1,), the first query of each packed sequence, and the end of the last one.
+        cu_seqlens_k: the same of the keys.
+        seqused_q: int32 (batch,), how many queries of each sequence are used; all where it is absent.
+        seqused_k: the same of the keys.
+        max_seqlens: the most queries and keys that a packed sequence has.
     """
 
     window: Window = (None, None)
@@ -73,3 +78,8 @@ class Features:
     mods: int = 0
     aux: tuple[torch.Tensor, ...] = ()
     block_mask: BlockMask | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    max_seqlens: tuple[int, int] = (0, 0)

@@ -11,6 +11,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features import table
 from flashgen.core.features.declaration import CallFacts
+from flashgen.core.features.sequences import is_packed, sequences_of
 from flashgen.core.features.values import Features
 from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
@@ -63,7 +64,7 @@ class Call:
     @property
     def generated_only(self) -> bool:
         """Whether SDPA would not compute the same: it returns no LSE and knows no query offset."""
-        return self.with_lse or self.explicit_offset or self.offset_tensor
+        return self.with_lse or self.explicit_offset or self.offset_tensor or is_packed(self.features)
 
     @property
     def views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,7 +93,7 @@ class CheckedCall:
             WorkloadError: shapes, dtypes or arguments do not fit together; the message names the rule and the values.
         """
         q, k, v = call.views
-        check_inputs(q, k, v)
+        check_inputs(q, k, v, packed=is_packed(call.features))
         _check_strides(q, k, v)
         features, of_workload, of_spec = _features(call, q, k)
         workload = _workload(call, (q, k, v), of_workload)
@@ -123,7 +124,7 @@ def _features(call: Call, q: torch.Tensor, k: torch.Tensor) -> tuple[Features | 
         return None, _NOTHING_IN_WORKLOAD, _NOTHING_IN_SPECIALIZATION
     facts = CallFacts(
         q=q,
-        sizes=(*q.shape[:3], k.shape[2]),
+        sizes=sizes_of(q, k, call.features),
         mods=call.mods,
         has_own_offset=call.explicit_offset or call.offset_tensor,
     )
@@ -131,27 +132,34 @@ def _features(call: Call, q: torch.Tensor, k: torch.Tensor) -> tuple[Features | 
     return features, table.workload_fields(features, facts), table.specialization_fields(features)
 
 
+def sizes_of(q: torch.Tensor, k: torch.Tensor, features: Features) -> tuple[int, int, int, int]:
+    """Batch, nheads, seqlen_q and seqlen_k of a call in bhsd order; of packed sequences, their number and bounds."""
+    if is_packed(features):
+        return (sequences_of(features), q.shape[1], *features.max_seqlens)
+    return (*q.shape[:3], k.shape[2])
+
+
 def _workload(
     call: Call, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], features: dict[str, Any]
 ) -> Workload:
     q, k, v = inputs
     batch, nheads, seqlen_q, head_dim = q.shape
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": k.shape[2]}
     return Workload(
         dtype="tf32" if call.tf32 and q.dtype == torch.float32 else DTYPES[q.dtype],
-        batch=batch,
         nheads=nheads,
         nheads_k=k.shape[1],
-        seqlen_q=seqlen_q,
-        seqlen_k=k.shape[2],
         head_dim=head_dim,
         head_dim_v=v.shape[3],
         causal=call.causal,
-        **features,
+        **{**sizes, **features},
     )
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool = False) -> None:
     """Check what q, k and v, in bhsd order, must be wherever they are: also of tensors without memory.
+
+    `packed` says that they are packed sequences as one batch element.
 
     Raises:
         WorkloadError: a number of dimensions, a dtype, a device or a shape does not fit.
@@ -167,17 +175,28 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"{name} {tensor.dtype} on {tensor.device}"
             )
     if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
-        raise WorkloadError(
-            "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, nheads_k, "
-            f"seqlen_k, head_dim_v) in bhsd order, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        rule = (
+            "q is (total_q, nheads, head_dim), k (total_k, nheads_k, head_dim) and v (total_k, nheads_k, head_dim_v)"
+            if packed
+            else "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, "
+            "nheads_k, seqlen_k, head_dim_v) in bhsd order"
         )
+        raise WorkloadError(f"{rule}, got {_shapes(q, k, v, packed=packed)}")
     if not (q.shape[1] and k.shape[1] and q.shape[3] and v.shape[3]):
         raise WorkloadError(
             "nheads, nheads_k, head_dim and head_dim_v must be at least 1, got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)} in bhsd order"
+            f"{_shapes(q, k, v, packed=packed)}{'' if packed else ' in bhsd order'}"
         )
     if q.shape[1] % k.shape[1]:
         raise WorkloadError(f"nheads must be a multiple of nheads_k, got {q.shape[1]} and {k.shape[1]}")
+
+
+def _shapes(*tensors: torch.Tensor, packed: bool) -> str:
+    """Shapes as a message has them; those of packed sequences in the order of the call."""
+    first, second, third = (
+        tuple(tensor.transpose(1, 2).shape[1:]) if packed else tuple(tensor.shape) for tensor in tensors
+    )
+    return f"{first}, {second} and {third}"
 
 
 def check_offset(q: torch.Tensor, offset: torch.Tensor) -> None:

@@ -15,9 +15,10 @@ import torch
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features import table
 from flashgen.core.features.declaration import CallFacts
+from flashgen.core.features.sequences import is_packed
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops import mods as user_mods
-from flashgen.runtime.ops.calls import check_inputs, check_lse, check_offset, in_bhsd
+from flashgen.runtime.ops.calls import check_inputs, check_lse, check_offset, in_bhsd, sizes_of
 from flashgen.runtime.ops.gradients import empty_gradient
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from flashgen.runtime.ops.schemas import DIFFERENTIATED
@@ -95,9 +96,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, *, bshd: bool, offset: Tensor | None,
         WorkloadError: they break a rule, as they would in the call itself.
     """
     views = in_bhsd(q, k, v) if bshd else (q, k, v)
-    check_inputs(*views)
+    check_inputs(*views, packed=is_packed(features))
     if offset is not None:
         check_offset(q, offset)
     if features is not None and table.given(features):
         mods = user_mods.resolve(features.mods) if features.mods else None
-        table.checked(features, CallFacts(q=q, sizes=(*views[0].shape[:3], views[1].shape[2]), mods=mods))
+        table.checked(features, CallFacts(q=q, sizes=sizes_of(views[0], views[1], features), mods=mods))

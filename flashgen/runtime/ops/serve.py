@@ -326,6 +326,8 @@ def not_on_gpu(workload: Workload, tensor: torch.Tensor) -> str:
 def notice(workload: Workload, served: Served, device: Device) -> None:
     """One line, once a device, direction and process, where nothing measured serves."""
     once = f"{device.identity} {workload.direction}"
+    if workload.varlen:
+        return  # there are no records of packed sequences, and no search makes one
     if served.record is not None or served.rung == 1 or settings().quiet or once in _NOTICED:
         return
     _NOTICED.add(once)

@@ -1,0 +1,41 @@
+"""Packed sequences of different lengths, alike in all families: parameters, grids, and what goes with them."""
+
+from __future__ import annotations
+
+from flashgen.codegen.family import Parameter, Sizes
+from flashgen.core.workload import Specialization
+
+SEQUENCE_POINTERS = ("CuSeqlensQ", "CuSeqlensK", "SeqUsedQ", "SeqUsedK")
+SEQUENCE_FLAGS = ("has_seqused_q", "has_seqused_k")
+
+
+def sequence_parameters(spec: Specialization) -> list[Parameter]:
+    """Where the sequences of a call lie; none for a call of one length."""
+    if not spec.varlen:
+        return []
+    pointers = [Parameter(name=name, type="*i32") for name in SEQUENCE_POINTERS]
+    return pointers + [Parameter(name=name, type="i32") for name in SEQUENCE_FLAGS]
+
+
+def query_blocks(sizes: Sizes, block: int) -> int:
+    """Blocks of queries that there are at most, of sequences whose lengths the host does not know, and one more.
+
+    That one, and those that are left, write the rows that no sequence has.
+    """
+    return min(sizes.seqlen_q // block + sizes.sequences, sizes.sequences * -(-sizes.max_seqlen_q // block)) + 1
+
+
+def key_blocks(sizes: Sizes, block: int) -> int:
+    """The same of keys."""
+    return min(sizes.seqlen_k // block + sizes.sequences, sizes.sequences * -(-sizes.max_seqlen_k // block)) + 1
+
+
+def why_not_packed(spec: Specialization) -> str | None:
+    """What no family computes of packed sequences: the reason, or None."""
+    if not spec.varlen:
+        return None
+    if spec.bias or spec.mask:
+        return "packed sequences have no bias and no mask of one tensor"
+    if spec.mods is not None and spec.mods.block_mask:
+        return "packed sequences have no block mask"
+    return "query offsets of packed sequences follow from their lengths" if spec.offset_tensor else None

@@ -1,0 +1,175 @@
+"""The public call `attention_varlen`: sequences of different lengths in one tensor, without padding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from flashgen.core.features.values import Window
+from flashgen.core.settings import settings
+from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
+from flashgen.runtime.arguments import check_scale, features_of, in_autocast
+from flashgen.runtime.ops import forward as ops
+from flashgen.runtime.ops.keys import WITH_LSE, are_plain, can_bypass_dispatcher, tensors_of
+from flashgen.runtime.ops.mods import UserCallable
+from flashgen.runtime.ops.schemas import SERVED
+from flashgen.runtime.varlen.arguments import one_batch_element, packed_features, refuse_gradient
+from flashgen.runtime.varlen.contents import check_contents
+
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = ...,
+    seqused_q: torch.Tensor | None = ...,
+    seqused_k: torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    score_mod: UserCallable | None = ...,
+    mask_mod: UserCallable | None = ...,
+    aux: tuple[torch.Tensor, ...] = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = ...,
+    seqused_q: torch.Tensor | None = ...,
+    seqused_k: torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    score_mod: UserCallable | None = ...,
+    mask_mod: UserCallable | None = ...,
+    aux: tuple[torch.Tensor, ...] = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    causal: bool = False,
+    window: Window = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: UserCallable | None = None,
+    mask_mod: UserCallable | None = None,
+    aux: tuple[torch.Tensor, ...] = (),
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of sequences of different lengths that lie in one tensor, one behind the other.
+
+    Each sequence is a call of `flashgen.attention` of its own: its queries see its keys and no others', and nothing of
+    a neighbour is used, whatever it holds. Where sequences begin stays on the GPU: the call never waits for it, and one
+    CUDA graph that has captured it serves all lengths that are in the tensors when it is replayed, as long as the rows
+    and `max_seqlen_q` are enough. A sequence may have no queries, or no keys: rows that see no key have output 0 and
+    LSE -inf. So have rows that are not used, and rows behind the last sequence.
+
+    Any strides are taken without a copy, as long as the last dimension of q, k and v is contiguous.
+
+    Args:
+        q: queries of all sequences, (total_q, nheads, head_dim); bfloat16, float16 or float32 on a GPU.
+        k: keys, (total_k, nheads_k, head_dim); nheads must be a multiple of nheads_k (GQA, MQA).
+        v: values, (total_k, nheads_k, head_dim_v).
+        cu_seqlens_q: where sequences begin, and where the last one ends, int32 (batch + 1,) on the GPU: the queries of
+            sequence b are rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`. It begins with 0 and never falls.
+        cu_seqlens_k: the same of the keys; None where they are those of the queries.
+        max_seqlen_q: the most queries of a sequence. It may be more, as in a graph for batches to come.
+        max_seqlen_k: the most keys of a sequence; None is max_seqlen_q, where cu_seqlens_k is None.
+        seqused_q: how many of the queries of each sequence are used, int32 (batch,); None is all.
+        seqused_k: the same of the keys.
+        causal: key j of a sequence is visible to its query i iff `j <= i + n - m`, of n keys and m queries that are
+            used (aligned to the bottom right).
+        window: (left, right), inclusive, around `i + n - m`; None is unlimited, and causal makes right 0.
+        softmax_scale: factor of the scores, above 0; None is head_dim ** -0.5.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: `-slope * |i + n - m - j|` is added; float32 (nheads,) or (batch, nheads).
+        sinks: one more score for each head, (nheads,) in float32 or the dtype of q, that every row sees and that has no
+            value. The LSE includes it.
+        score_mod: as in `flashgen.attention`: `(score, b, h, q_idx, k_idx, *aux)`, where b is the sequence and places
+            are those in it.
+        mask_mod: as in `flashgen.attention`, likewise.
+        aux: tensors for these functions.
+        return_lse: also return the natural logarithm of the row sums, fp32 (nheads, total_q).
+
+    Returns:
+        The output, (total_q, nheads, head_dim_v); with `return_lse`, the output and the LSE.
+
+    Raises:
+        WorkloadError: shapes, dtypes or arguments break a rule. With `FLASHGEN_CHECKS=1` also what lengths hold.
+        UnsupportedError: no kernel family does this here, or a gradient is asked for.
+        LaunchError: the first call of its kind happens while a CUDA graph is captured.
+    """
+    try:
+        if softmax_scale is not None:
+            check_scale(softmax_scale)
+        is_traced = is_dynamo_compiling()
+        if is_traced or _is_any_autocast_enabled():
+            q, k, v, sinks = in_autocast(q, k, v, sinks)
+        scores = features_of(
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            bias=None,
+            mask=None,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            aux=aux,
+            block_mask=None,
+            is_traced=is_traced,
+        )
+        features = packed_features(
+            scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+        )
+        inputs = one_batch_element(q, k, v)
+        bypasses_dispatcher = (
+            not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))
+        )
+        if torch.is_grad_enabled():
+            refuse_gradient(q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced))
+        options = (causal, softmax_scale, True, None, None)
+        found: Any
+        if bypasses_dispatcher:
+            found = ops.attention_features_kernel(*inputs, *options, features, WITH_LSE if return_lse else 0)
+        else:
+            op: Any = ops.attention_features_lse_op if return_lse else ops.attention_features_op
+            found = op(*inputs, *options, *SERVED.flat(features))
+        if not is_traced and settings().checks:
+            check_contents(q, k, features)
+        return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)
+    except UNEXPECTED as error:
+        explain_failure(error, locals())
+        raise

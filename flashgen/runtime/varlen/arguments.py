@@ -1,0 +1,82 @@
+"""The arguments of `flashgen.attention_varlen` as features: to kernels a call is one batch element with all rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashgen.core.checks import whole_number
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.features.functions import FUNCTIONS
+from flashgen.core.features.sequences import VARLEN
+from flashgen.core.features.values import Features
+from flashgen.runtime.arguments import requires_gradient
+
+MAX_ROWS = 2**30
+"""Of all sequences together, exclusive: ends of blocks and widths of windows stay within 32 bits."""
+
+
+def packed_features(
+    scores: Features,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None,
+) -> Features:
+    """The features of scores with the sequences of a call; keys without ends of their own have those of queries.
+
+    Raises:
+        WorkloadError: a bound of the lengths is missing or no length.
+    """
+    if max_seqlen_k is None:
+        if cu_seqlens_k is not None:
+            raise WorkloadError("a call with cu_seqlens_k has max_seqlen_k, the most keys of a sequence, got None")
+        max_seqlen_k = max_seqlen_q
+    if type(max_seqlen_q) is not int or type(max_seqlen_k) is not int or max_seqlen_q < 0 or max_seqlen_k < 0:
+        max_seqlen_q = whole_number("max_seqlen_q", max_seqlen_q, 0)
+        max_seqlen_k = whole_number("max_seqlen_k", max_seqlen_k, 0)
+    return Features(
+        window=scores.window,
+        softcap=scores.softcap,
+        alibi_slopes=scores.alibi_slopes,
+        sinks=scores.sinks,
+        mods=scores.mods,
+        aux=scores.aux,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        max_seqlens=(max_seqlen_q, max_seqlen_k),
+    )
+
+
+def one_batch_element(*tensors: torch.Tensor) -> Any:
+    """q, k and v as the one batch element that they are, in (batch, sequence, head, head_dim) order.
+
+    Raises:
+        WorkloadError: one has not three dimensions.
+    """
+    for name, tensor in zip("qkv", tensors, strict=True):
+        if tensor.dim() != 3:
+            raise WorkloadError(
+                f"q, k and v of packed sequences are (rows, heads, head_dim), got {name} with shape "
+                f"{tuple(tensor.shape)}"
+            )
+        if tensor.shape[0] >= MAX_ROWS:
+            raise WorkloadError(f"packed sequences have less than {MAX_ROWS} rows, got {tensor.shape[0]} of {name}")
+    return [tensor.unsqueeze(0) for tensor in tensors]
+
+
+def refuse_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features, *, is_hidden: bool
+) -> None:
+    """Refuse a call whose gradients would be asked for.
+
+    Raises:
+        UnsupportedError: that is so.
+    """
+    if requires_gradient(q, k, v, features, is_hidden=is_hidden):
+        raise UnsupportedError(FUNCTIONS.no_gradient if features.mods else VARLEN.no_gradient)

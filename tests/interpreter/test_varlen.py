@@ -1,0 +1,112 @@
+"""Packed sequences, interpreted: right against the oracle, and nothing of a neighbour read where it counts or written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashgen.codegen.families import family
+from flashgen.codegen.generated import load_module
+from flashgen.codegen.render import render
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.launch import feature_arguments
+from flashgen.launch.feature_arguments import LOG2E
+from flashgen.launch.geometry import scalars
+from flashgen.runtime.ops.calls import CheckedCall
+from tests.packing import Case, Packed, assert_right, checked, make
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of rows that do not count
+
+DEVICE = find_device("sm90")
+
+
+def interpreted(packed: Packed, **knobs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of the portable kernel, in memory that holds NaN before."""
+    problem = checked(packed)
+    spec = problem.spec
+    row = family("portable_forward")
+    small = {"block_m": 16, "block_n": 16, "num_warps": 4, "loads": "pointer", "heads_per_group": 8}
+    config = row.default(spec, DEVICE).replace(**{**small, "heavy_first": spec.causal, **knobs})
+    return launched(packed, problem, config)
+
+
+def launched(packed: Packed, problem: CheckedCall, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel of a config writes."""
+    spec = problem.spec
+    out = torch.full((*packed.q.shape[:2], packed.v.shape[2]), math.nan, dtype=packed.q.dtype)
+    lse = torch.full((packed.q.shape[1], len(packed.q)), math.nan)
+    (kernel,) = family(config.family).kernels(spec, config)
+    features, geometry = problem.features, problem.geometry
+    assert features is not None
+    known: dict[str, Any] = scalars(geometry) | {"O": out, "LSE": lse, "lse_rows": len(packed.q)}
+    scale = packed.named.get("softmax_scale") or packed.q.shape[2] ** -0.5
+    known |= {"softmax_scale_log2": scale * LOG2E}
+    known |= feature_arguments.arguments(set(kernel.names), features, scale, known, causal=spec.causal)
+    for name, tensor in (("q", packed.q), ("k", packed.k), ("v", packed.v)):
+        known[name.upper()] = tensor
+        seen = tensor.unsqueeze(0).transpose(1, 2)
+        block = next((p.type for p in kernel.parameters if p.name == f"{name}_desc"), None)
+        if block:
+            sizes = [int(size) for size in block.split("[")[1].split("]")[0].split(",")]
+            known[f"{name}_desc"] = TensorDescriptor(seen, list(seen.shape), list(seen.stride()), sizes)
+    function = getattr(load_module(render(spec, config)), kernel.entry)
+    function[(kernel.programs(DEVICE, geometry.sizes),)](*[known[name] for name in kernel.names])
+    return out, lse
+
+
+def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return q_idx // 7 == k_idx // 7
+
+
+QUERIES = (5, 0, 16, 33, 1, 17)
+CASES = {
+    "all see all": Case(queries=QUERIES),
+    "causal": Case(queries=QUERIES, options={"causal": True}),
+    "a neighbour of NaN": Case(queries=QUERIES, poison=(0, 3), options={"causal": True}),
+    "rows that nobody has": Case(queries=(5, 20), spare=40, nheads=3, nheads_k=1),
+    "nobody has any": Case(queries=(0, 0), keys=(0, 4), spare=20),
+    "more keys": Case(queries=(5, 1, 0, 20), keys=(40, 0, 7, 33), options={"causal": True}),
+    "more queries": Case(queries=(40, 9, 20), keys=(5, 0, 33), options={"causal": True}, sinks=True),
+    "used": Case(queries=(20, 40, 5), used_q=(7, 0, 5), used_k=(20, 3, 0), sinks=True),
+    "used and causal": Case(queries=(20, 40, 5), used_q=(7, 33, 5), used_k=(20, 38, 0), options={"causal": True}),
+    "window": Case(queries=(33, 7, 50), poison=(1,), options={"causal": True, "window": (9, 0)}),
+    "window of both sides": Case(queries=(33, 7), keys=(20, 40), options={"window": (9, 3)}, sinks=True),
+    "softcap and slopes": Case(queries=(33, 7), keys=(20, 40), alibi="own", options={"softcap": 3.0}),
+    "a function": Case(queries=(33, 0, 20), mod=document, options={"causal": True}, poison=(2,)),
+    "heads before rows": Case(queries=(20, 5), layout="heads", head_dim=24, head_dim_v=40, nheads=3, nheads_k=3),
+    "unaligned": Case(queries=(20, 5), layout="odd", alibi="shared", options={"softmax_scale": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_right_and_reads_nothing_that_does_not_count(name: str) -> None:
+    packed = make(CASES[name])
+    assert_right(packed, *interpreted(packed))
+
+
+@pytest.mark.parametrize("name", ["causal", "a neighbour of NaN", "used and causal", "window", "a function"])
+def test_tiles_by_tma_are_right(name: str) -> None:
+    packed = make(CASES[name])
+    assert_right(packed, *interpreted(packed, loads="descriptor", heads_per_group=0))
+
+
+def test_the_bits_of_a_sequence_follow_from_itself_alone() -> None:
+    case = Case(queries=(20, 33, 5), options={"causal": True})
+    whole, alone = make(case), make(replace(case, queries=(33,)))
+    rows = slice(20, 53)
+    alone = replace(alone, q=whole.q[rows].clone(), k=whole.k[rows].clone(), v=whole.v[rows].clone())
+    (out, lse), (one, one_lse) = interpreted(whole, heads_per_group=1), interpreted(alone)
+    assert torch.equal(out[rows], one)
+    assert torch.equal(lse[:, rows], one_lse)
+
+
+def test_ends_that_lead_out_of_the_tensors_do_not() -> None:
+    packed = make(Case(queries=(20, 33, 5)))
+    wild = torch.tensor([-5, 70, 30, 2**31 - 1], dtype=torch.int32)
+    interpreted(replace(packed, named={**packed.named, "cu_seqlens_q": wild, "max_seqlen_q": 100}))

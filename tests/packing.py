@@ -1,0 +1,190 @@
+"""Packed sequences for the interpreter and the GPU: poison wherever nothing is read; the oracle, one sequence a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashgen.core.features.values import Features
+from flashgen.runtime.ops.calls import Call, CheckedCall
+from flashgen.runtime.ops.mods import handle_for, resolve
+from flashgen.runtime.varlen.arguments import one_batch_element, packed_features
+
+SCORES = ("window", "softcap", "alibi_slopes", "sinks")
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A call of `flashgen.attention_varlen` at random values.
+
+    `keys` are the lengths of keys where they are not those of queries; `used_q` and `used_k` how many of these count,
+    `spare` the rows behind the last sequence. `poison` names sequences whose rows are all NaN.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...] = ()
+    used_q: tuple[int, ...] = ()
+    used_k: tuple[int, ...] = ()
+    nheads: int = 4
+    nheads_k: int = 2
+    head_dim: int = 32
+    head_dim_v: int = 0
+    dtype: torch.dtype = torch.float16
+    layout: str = "packed"
+    spare: int = 0
+    poison: tuple[int, ...] = ()
+    sinks: bool = False
+    alibi: str = ""
+    mod: Callable[..., Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """The tensors of a call, and its arguments by name."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    named: dict[str, Any]
+
+    def sequences(self) -> Iterator[tuple[int, slice, slice]]:
+        """Of each sequence its number, and the rows of its queries and keys that count."""
+        case, q, k = self.case, 0, 0
+        keys = case.keys or case.queries
+        for b, (rows, columns) in enumerate(zip(case.queries, keys, strict=True)):
+            used = (case.used_q[b] if case.used_q else rows, case.used_k[b] if case.used_k else columns)
+            yield b, slice(q, q + used[0]), slice(k, k + used[1])
+            q, k = q + rows, k + columns
+
+
+def make(case: Case, device: str = "cpu", seed: int = 0) -> Packed:
+    """The call; rows that do not count hold NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, wide = case.keys or case.queries, case.head_dim_v or case.head_dim
+    rows, columns = sum(case.queries) + case.spare, sum(keys) + case.spare
+    shapes = [(rows, case.nheads, case.head_dim), (columns, case.nheads_k, case.head_dim)]
+    values = [torch.randn(shape, generator=generator) for shape in (*shapes, (columns, case.nheads_k, wide))]
+    q, k, v = (_laid_out(value.to(case.dtype), case.layout) for value in values)
+    named: dict[str, Any] = dict(case.options)
+    named["cu_seqlens_q"] = _ends(case.queries, device)
+    if case.keys:
+        named["cu_seqlens_k"] = _ends(case.keys, device)
+    for name, used in (("seqused_q", case.used_q), ("seqused_k", case.used_k)):
+        if used:
+            named[name] = torch.tensor(used, dtype=torch.int32, device=device)
+    named |= {"max_seqlen_q": max((*case.queries, 0)), "max_seqlen_k": max((*keys, 0))}
+    if case.sinks:
+        named["sinks"] = torch.randn(case.nheads, generator=generator).to(device)
+    if case.alibi:
+        shape = (case.nheads,) if case.alibi == "shared" else (len(case.queries), case.nheads)
+        named["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
+    if case.mod is not None:
+        named["mask_mod"] = case.mod
+    packed = Packed(case=case, q=q, k=k, v=v, named=named)
+    _poison(packed)
+    return Packed(case=case, q=q.to(device), k=k.to(device), v=v.to(device), named=named)
+
+
+def _ends(lengths: tuple[int, ...], device: str) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def _laid_out(value: Tensor, layout: str) -> Tensor:
+    if layout == "heads":
+        return value.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "odd":
+        return torch.nn.functional.pad(value, (0, 1))[..., :-1]
+    return value
+
+
+def _poison(packed: Packed) -> None:
+    counts_q, counts_k = (torch.zeros(len(one), dtype=torch.bool) for one in (packed.q, packed.k))
+    for b, queries, keys in packed.sequences():
+        counts_q[queries] = b not in packed.case.poison
+        counts_k[keys] = b not in packed.case.poison
+    packed.q[~counts_q] = math.nan
+    packed.k[~counts_k] = math.nan
+    packed.v[~counts_k] = math.nan
+
+
+def checked(packed: Packed) -> CheckedCall:
+    """The call, its rules checked."""
+    named = {name: packed.named.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
+    scores: dict[str, Any] = {name: packed.named[name] for name in SCORES if name in packed.named}
+    function = packed.named.get("mask_mod")
+    mods = 0 if function is None else handle_for(None, function)
+    features = packed_features(
+        Features(**scores, mods=mods), *named.values(), packed.named["max_seqlen_q"], packed.named["max_seqlen_k"]
+    )
+    q, k, v = one_batch_element(packed.q, packed.k, packed.v)
+    causal = packed.named.get("causal", False)
+    resolved = resolve(mods) if mods else None
+    return Call(q=q, k=k, v=v, causal=causal, bshd=True, with_lse=True, features=features, mods=resolved).checked()
+
+
+def oracle(packed: Packed) -> tuple[Tensor, Tensor]:
+    """Output and LSE in float64; 0 and -inf in rows that do not count."""
+    q, v, named = packed.q, packed.v, packed.named
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
+    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
+    group = q.shape[1] // packed.k.shape[1]
+    for b, queries, keys in packed.sequences():
+        one, two, three = (x.double().cpu() for x in (q[queries], packed.k[keys], v[keys]))
+        given = {name: _of_sequence(name, value, b) for name, value in named.items()}
+        found = reference(one, two.repeat_interleave(group, 1), three.repeat_interleave(group, 1), b, given)
+        out[queries], lse[:, queries] = found
+    return out, lse
+
+
+def _of_sequence(name: str, value: Any, b: int) -> Any:
+    if not isinstance(value, Tensor) or name not in ("sinks", "alibi_slopes"):
+        return value
+    value = value.double().cpu()
+    return value[b] if value.dim() == 2 else value
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, b: int, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Output and LSE of one sequence: q (rows, nheads, head_dim), k and v likewise, in float64 with gradients."""
+    rows, columns = len(q), len(k)
+    scale = named.get("softmax_scale") or q.shape[2] ** -0.5
+    place = torch.arange(rows)[:, None] + columns - rows
+    key = torch.arange(columns)[None, :]
+    left, right = named.get("window", (None, None))
+    right = 0 if named.get("causal") else right
+    seen = torch.ones(rows, columns, dtype=torch.bool)
+    seen = seen & (key >= place - left) if left is not None else seen
+    seen = seen & (key <= place + right) if right is not None else seen
+    if named.get("mask_mod") is not None:
+        seen = seen & named["mask_mod"](b, 0, torch.arange(rows)[:, None], key)
+    s = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if named.get("softcap"):
+        s = named["softcap"] * torch.tanh(s / named["softcap"])
+    if named.get("alibi_slopes") is not None:
+        s = s - named["alibi_slopes"][:, None, None] * (place - key).abs()
+    s = s.masked_fill(~seen, -math.inf)
+    if named.get("sinks") is not None:
+        s = torch.cat([s, named["sinks"][:, None, None].expand(-1, rows, 1)], -1)
+    if s.shape[-1] == 0:
+        return q.new_zeros(rows, q.shape[1], v.shape[2]), torch.full((q.shape[1], rows), -math.inf, dtype=q.dtype)
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - torch.where(lse.isinf(), 0.0, lse)[..., None])[..., :columns]
+    return torch.einsum("hqk,khd->qhd", p, v), lse
+
+
+def assert_right(packed: Packed, out: Tensor, lse: Tensor) -> None:
+    """Compare with the oracle: an error of few roundings of the dtype; sequences of NaN are left out."""
+    right, right_lse = oracle(packed)
+    wrong = torch.zeros(len(out), dtype=torch.bool)
+    for b, queries, _ in packed.sequences():
+        wrong[queries] = b in packed.case.poison
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}[out.dtype]
+    found, found_lse = out.double().cpu(), lse.double().cpu()
+    torch.testing.assert_close(found[~wrong], right[~wrong], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found_lse[:, ~wrong], right_lse[:, ~wrong], atol=2e-3, rtol=2e-3)
