@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.decode.prefix import Prefix
     from flashgen.runtime.explain import explain
     from flashgen.runtime.states import merge_states
+    from flashgen.runtime.varlen.api import attention_varlen
     from flashgen.runtime.warmup import reload, warmup
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_decode",
+    "attention_varlen",
     "block_mask",
     "explain",
     "merge_states",
@@ -70,6 +72,7 @@ _LATE = {
     "append_kv": "flashgen.runtime.append",
     "attention": "flashgen.runtime.api",
     "attention_decode": "flashgen.runtime.decode.api",
+    "attention_varlen": "flashgen.runtime.varlen.api",
     "block_mask": "flashgen.runtime.block_mask",
     "explain": "flashgen.runtime.explain",
     "merge_states": "flashgen.runtime.states",

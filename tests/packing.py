@@ -1,4 +1,4 @@
-"""Packed sequences for the interpreter and the GPU: poison wherever nothing is read; the oracle, one sequence a time."""
+"""Packed sequences for the interpreter and the GPU: poison where nothing is read; the oracle, one sequence a time."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ PUBLIC = {
     "append_kv",
     "attention",
     "attention_decode",
+    "attention_varlen",
     "block_mask",
     "BlockMask",
     "Prefix",

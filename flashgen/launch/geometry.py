@@ -187,6 +187,7 @@ def scalars(geometry: Geometry) -> dict[str, int]:
         values += (0, 0, 0, 0)
     else:
         values += (blocks.query_blocks, blocks.key_blocks, blocks.stride_b, blocks.stride_h)
+    values += (0 if geometry.packed is None else geometry.packed.sequences, seqlen_q, seqlen_k)
     names = tuple(tensors)
     for name in names:
         values += tensors[name][1][: 3 if name in _STRIDES else 4]
@@ -194,8 +195,6 @@ def scalars(geometry: Geometry) -> dict[str, int]:
     for name, absent in _ABSENT_SCORES.items():
         if name not in tensors:
             found |= absent
-    if geometry.packed is not None:
-        found |= {"sequences": geometry.packed.sequences, "total_q": seqlen_q, "total_k": seqlen_k}
     return found | _dbias_scalars(geometry) if "dq" in tensors else found
 
 
@@ -204,7 +203,8 @@ def _scalar_names(tensors: tuple[str, ...]) -> tuple[str, ...]:
     """The names of `scalars` for these tensors, in the order of its values."""
     strides = (stride for name in tensors for stride in _STRIDES.get(name) or _SCORE_STRIDES[name])
     sizes = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "q_offset", "stride_alibi_b")
-    return (*sizes, "num_q_blocks", "num_k_blocks", "stride_block_b", "stride_block_h", *strides)
+    blocks = ("num_q_blocks", "num_k_blocks", "stride_block_b", "stride_block_h")
+    return (*sizes, *blocks, "sequences", "total_q", "total_k", *strides)
 
 
 _STRIDES = {name: tuple(f"stride_{name}{axis}" for axis in "bhs") for name in STRIDED}

@@ -36,6 +36,11 @@ rank 5 with the heads that share keys in an axis of their own |
 | `PartialCounts`, `PartialIndices`, `FullCounts`, `FullIndices` | `*i32` | the lists of a block mask |
 | `num_q_blocks`, `num_k_blocks` | i32 | its blocks |
 | `stride_block_b`, `stride_block_h` | i32 | steps between its query blocks of batches and heads, 0 where shared |
+| `CuSeqlensQ`, `CuSeqlensK` | `*i32` | first rows of packed sequences, and the end of the last one |
+| `SeqUsedQ`, `SeqUsedK` | `*i32` | how many rows of each are used |
+| `has_seqused_q`, `has_seqused_k` | i32 | 1 where the call says so, or 0 |
+| `sequences` | i32 | how many packed sequences there are |
+| `total_q`, `total_k` | i32 | rows of all of them: seqlen_q and seqlen_k of their one batch element |
 | `Aux<n>` | pointer | tensor n of the user's score functions |
 | `Counter` | `*i32` | one integer that is 0 before the first launch, the kernel's own on each stream and capture; the \
 kernel leaves it at 0 |

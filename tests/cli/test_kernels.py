@@ -91,7 +91,7 @@ def test_a_wrong_argument_is_one_line_with_its_rule(invoke: Invoke, arguments: l
     ("arguments", "rule"),
     [
         ([SHAPE, "--config", "portable_forward:loads=descriptor", "--target", "sm_86"], "cannot serve"),
-        ([SHAPE + "-varlen"], "it has no varlen"),
+        ([SHAPE + "-page16"], "it reads no paged keys"),
         ([SHAPE, "--unaligned", "--config", "portable_forward:loads=descriptor"], "multiples of 16 bytes"),
         ([SHAPE, "--unaligned", "--family", "hopper_forward", "--target", "h200"], "multiples of 16 bytes"),
         (["b1-h2-s64-d100", "--config", "portable_forward:loads=descriptor"], "multiples of 16 bytes"),

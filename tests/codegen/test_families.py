@@ -166,7 +166,8 @@ def test_missing_knobs_repeated_knobs_and_unknown_families_are_refused() -> None
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        ("fwd-bf16-d64-varlen", "no varlen"),
+        ("fwd-bf16-d64-varlen-bias", "no bias and no mask"),
+        ("fwd-bf16-d64-varlen-causal-offset", "follow from their lengths"),
         ("fwd-bf16-d528", "16 to 512, not 528"),
         ("fwd-bf16-d64-page16", "paged"),
         ("bwd-bf16-d64-varlen", "forward pass, not backward"),

@@ -141,6 +141,29 @@ def _prefix() -> dict[str, Any]:
     return {"seqlens": ints(2), "block_table": ints(2, 1), "group_starts": (0, 1), **pages}
 
 
+def _varlen() -> dict[str, Make]:
+    """Calls of `attention_varlen` with everything that it takes, and with functions."""
+    ints = functools.partial(_plain_tensor, dtype=torch.int32)
+    fp32 = functools.partial(_plain_tensor, dtype=torch.float32)
+
+    def packed() -> dict[str, Any]:
+        new = {"q": _plain_tensor(48, 4, 64), "k": _plain_tensor(64, 2, 64), "v": _plain_tensor(64, 2, 64)}
+        return new | {"cu_seqlens_q": ints(3), "cu_seqlens_k": ints(3), "max_seqlen_q": 48, "max_seqlen_k": 64}
+
+    scores = {"causal": True, "window": (8, 0), "softcap": 2.0, "softmax_scale": 0.5, "return_lse": True}
+    return {
+        "scores": lambda: {
+            **packed(),
+            **scores,
+            "alibi_slopes": fp32(4),
+            "sinks": fp32(4),
+            "seqused_q": ints(2),
+            "seqused_k": ints(2),
+        },
+        "functions": lambda: {**packed(), "score_mod": score, "mask_mod": visible, "aux": (fp32(3),)},
+    }
+
+
 def _append() -> dict[str, Make]:
     """Calls of `append_kv` to a contiguous cache with rotary embeddings, to pages, and to slots."""
     ints = functools.partial(_plain_tensor, dtype=torch.int32)
@@ -208,6 +231,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Make]]] = {
     ),
     "attention_decode": (flashgen.attention_decode, _decode()),
     "Prefix": (flashgen.Prefix, {"one": _prefix}),
+    "attention_varlen": (flashgen.attention_varlen, _varlen()),
     "append_kv": (flashgen.append_kv, _append()),
     "merge_states": (flashgen.merge_states, _merge()),
     "warmup": (flashgen.warmup, {"one": lambda: {"workloads": [SMALL], "seqlens": [64]}}),

@@ -1,4 +1,4 @@
-"""Packed sequences, interpreted: right against the oracle, and nothing of a neighbour read where it counts or written."""
+"""Packed sequences, interpreted: right against the oracle, and nothing of a neighbour read or written."""
 
 from __future__ import annotations
 

@@ -37,6 +37,11 @@ FEATURES = Features(
         seqlen_q=200,
         seqlen_k=333,
     ),
+    cu_seqlens_q=torch.zeros(3, dtype=torch.int32),
+    cu_seqlens_k=torch.zeros(3, dtype=torch.int32),
+    seqused_q=torch.zeros(2, dtype=torch.int32),
+    seqused_k=torch.zeros(2, dtype=torch.int32),
+    max_seqlens=(100, 200),
 )
 
 

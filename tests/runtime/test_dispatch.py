@@ -231,8 +231,8 @@ def test_a_default_serves_unaligned_tensors_where_no_record_can(ladder: Ladder) 
 
 def test_an_unsupported_workload_is_an_error_whatever_the_databases_hold(ladder: Ladder) -> None:
     ladder.user(measured())
-    spec = replace(CAUSAL.specialization, varlen=True)
-    with pytest.raises(UnsupportedError, match="portable_forward: it has no varlen"):
+    spec = replace(CAUSAL.specialization, page_size=16)
+    with pytest.raises(UnsupportedError, match="portable_forward: it reads no paged keys"):
         ladder.resolve(spec=spec)
 
 

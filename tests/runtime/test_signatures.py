@@ -27,11 +27,17 @@ FEATURES = (
     "Tensor? bias=None, Tensor? mask=None"
 )
 FUNCTIONS = 'int mods=0, Tensor[]? aux=None, Tensor[]? block_mask=None, int[] block_sizes=[], str block_mask_mod=""'
+SEQUENCES = (
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "int max_seqlen_q=0, int max_seqlen_k=0"
+)
 SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, {PLAIN}) -> Tensor",
     "attention_lse": f"(Tensor q, Tensor k, Tensor v, {PLAIN}) -> (Tensor, Tensor)",
-    "attention_features": f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}) -> Tensor",
-    "attention_features_lse": f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}) -> (Tensor, Tensor)",
+    "attention_features": f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {SEQUENCES}) -> Tensor",
+    "attention_features_lse": (
+        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {SEQUENCES}) -> (Tensor, Tensor)"
+    ),
     "attention_train": (
         f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, bool deterministic=False) -> (Tensor, Tensor)"
     ),

@@ -74,6 +74,8 @@ _DEFAULTS_PADDED: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("wgmma", 64): (128, 64, 4, 3),
     ("wgmma", 128): (128, 128, 8, 3),
 }
+# packed sequences: what finds one takes registers of a causal loop
+_DEFAULTS_PACKED: dict[tuple[str, int], tuple[int, int, int, int]] = {("wgmma", 64): (128, 128, 8, 3)}
 # twice the bytes of 16-bit elements, with and without features
 _DEFAULTS_TF32: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("wgmma", 64): (128, 64, 8, 2),
@@ -178,6 +180,8 @@ def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
         table = _DEFAULTS_HEAVY if is_heavy(spec) else _DEFAULTS
         if spec.aligned16 and spec.mask == "keys" and not is_heavy(replace(spec, mask="")):
             table = {**table, **_DEFAULTS_PADDED}
+        if spec.varlen and not is_heavy(spec):
+            table = {**table, **_DEFAULTS_PACKED}
     return table[(kind, block) if (kind, block) in table else ("nvidia", block)]
 
 

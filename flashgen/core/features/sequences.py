@@ -89,9 +89,7 @@ def _used(name: str, ends: str) -> Callable[[Features], torch.Tensor | None]:
     return find
 
 
-def _which_are_used(
-    features: Features, scale: float, sizes: Mapping[str, int], causal: bool
-) -> tuple[int, int]:
+def _which_are_used(features: Features, scale: float, sizes: Mapping[str, int], causal: bool) -> tuple[int, int]:
     if not is_packed(features):
         raise LaunchError("a kernel of packed sequences is launched with cu_seqlens_q, got None")
     return int(features.seqused_q is not None), int(features.seqused_k is not None)
@@ -102,10 +100,7 @@ VARLEN = Feature(
     fields=("varlen",),
     absent="it has no varlen",
     values=(
-        *(
-            Value(name=name, op=(OpArgument(schema=f"Tensor? {name}=None", default=None),))
-            for name in (*ENDS, *USED)
-        ),
+        *(Value(name=name, op=(OpArgument(schema=f"Tensor? {name}=None", default=None),)) for name in (*ENDS, *USED)),
         Value(
             name="max_seqlens",
             default=(0, 0),

@@ -15,6 +15,7 @@ import torch
 from flashgen.core.features import table
 from flashgen.core.features.declaration import Argument, OpArgument, Value, itself
 from flashgen.core.features.functions import FUNCTIONS
+from flashgen.core.features.sequences import VARLEN
 from flashgen.core.features.values import Features
 
 _NUMBERS = tuple(value.name for value in table.values(trains=True) if not value.is_tensor)
@@ -96,6 +97,16 @@ def features_function(with_functions: Callable[..., Features]) -> Callable[..., 
         **{f"default_{one.name}": one.default for one in others},
         **{f"check_{one.name}": one.check for one in others},
     )
+    return found
+
+
+def with_sequences_function() -> Callable[..., Features]:
+    """What adds packed sequences to the features of scores: `(features, *VARLEN's values)`."""
+    added = [value.name for value in VARLEN.values]
+    kept = ", ".join(f"{value.name}=features.{value.name}" for value in table.values() if value.name not in added)
+    fields = ", ".join(f"{name}={name}" for name in added)
+    found: Callable[..., Features]
+    found = _function("with_sequences", f"features, {', '.join(added)}", [f"return Features({kept}, {fields})"])
     return found
 
 

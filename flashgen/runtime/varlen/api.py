@@ -151,22 +151,22 @@ def attention_varlen(
             block_mask=None,
             is_traced=is_traced,
         )
-        features = packed_features(
-            scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
-        )
-        inputs = one_batch_element(q, k, v)
+        features = packed_features(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+        one_q, one_k, one_v = one_batch_element(q, k, v)
         bypasses_dispatcher = (
             not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))
         )
         if torch.is_grad_enabled():
             refuse_gradient(q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced))
-        options = (causal, softmax_scale, True, None, None)
+        options: tuple[bool, float | None, bool, None, None] = (causal, softmax_scale, True, None, None)
         found: Any
         if bypasses_dispatcher:
-            found = ops.attention_features_kernel(*inputs, *options, features, WITH_LSE if return_lse else 0)
+            found = ops.attention_features_kernel(
+                one_q, one_k, one_v, *options, features, WITH_LSE if return_lse else 0
+            )
         else:
             op: Any = ops.attention_features_lse_op if return_lse else ops.attention_features_op
-            found = op(*inputs, *options, *SERVED.flat(features))
+            found = op(one_q, one_k, one_v, *options, *SERVED.flat(features))
         if not is_traced and settings().checks:
             check_contents(q, k, features)
         return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flashgen.core.checks import whole_number
@@ -12,6 +10,9 @@ from flashgen.core.features.functions import FUNCTIONS
 from flashgen.core.features.sequences import VARLEN
 from flashgen.core.features.values import Features
 from flashgen.runtime.arguments import requires_gradient
+from flashgen.runtime.ops.generated import with_sequences_function
+
+_with_sequences = with_sequences_function()
 
 MAX_ROWS = 2**30
 """Of all sequences together, exclusive: ends of blocks and widths of windows stay within 32 bits."""
@@ -38,22 +39,12 @@ def packed_features(
     if type(max_seqlen_q) is not int or type(max_seqlen_k) is not int or max_seqlen_q < 0 or max_seqlen_k < 0:
         max_seqlen_q = whole_number("max_seqlen_q", max_seqlen_q, 0)
         max_seqlen_k = whole_number("max_seqlen_k", max_seqlen_k, 0)
-    return Features(
-        window=scores.window,
-        softcap=scores.softcap,
-        alibi_slopes=scores.alibi_slopes,
-        sinks=scores.sinks,
-        mods=scores.mods,
-        aux=scores.aux,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        max_seqlens=(max_seqlen_q, max_seqlen_k),
-    )
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    return _with_sequences(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, (max_seqlen_q, max_seqlen_k))
 
 
-def one_batch_element(*tensors: torch.Tensor) -> Any:
+def one_batch_element(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """q, k and v as the one batch element that they are, in (batch, sequence, head, head_dim) order.
 
     Raises:
@@ -70,9 +61,7 @@ def one_batch_element(*tensors: torch.Tensor) -> Any:
     return [tensor.unsqueeze(0) for tensor in tensors]
 
 
-def refuse_gradient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features, *, is_hidden: bool
-) -> None:
+def refuse_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features, *, is_hidden: bool) -> None:
     """Refuse a call whose gradients would be asked for.
 
     Raises:

@@ -1,0 +1,196 @@
+"""`flashgen.attention_varlen` on a GPU: features against float64, poison, graphs, memory, bits, compiles."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.settings import settings
+from flashgen.runtime.ops import serve
+from tests.covering import covering_array
+from tests.packing import Case, Packed, assert_right, make
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+QUERIES = (1, 300, 0, 128, 17, 513, 129)
+KEYS = (40, 300, 7, 0, 700, 513, 127)
+WIDE: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "head_dim": 128, "dtype": BF16}
+
+
+def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return q_idx // 100 == k_idx // 100
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "dims": ((128, 128), (64, 64), (96, 80), (256, 256)),
+    "dtype": (BF16, torch.float16, torch.float32),
+    "heads": ((8, 2), (4, 4), (5, 1)),
+    "keys": (None, KEYS),
+    "position": ("none", "causal", "window", "causal window"),
+    "used": (False, True),
+    "softcap": (False, True),
+    "alibi": ("", "shared", "own"),
+    "sinks": (False, True),
+    "mod": (False, True),
+    "layout": ("packed", "heads", "odd"),
+    "spare": (0, 200),
+    "poison": ((), (1, 5)),
+}
+CASES = covering_array(FACTORS)
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """The call of a row of the covering array."""
+    options: dict[str, Any] = {}
+    if "causal" in row["position"]:
+        options["causal"] = True
+    if "window" in row["position"]:
+        options["window"] = (100, 0 if "causal" in row["position"] else 30)
+    if row["softcap"]:
+        options["softcap"] = 20.0
+    keys = row["keys"] or QUERIES
+    used = {"used_q": tuple(n // 2 for n in QUERIES), "used_k": tuple(n - n // 3 for n in keys)} if row["used"] else {}
+    (nheads, nheads_k), (head_dim, head_dim_v) = row["heads"], row["dims"]
+    return Case(
+        queries=QUERIES,
+        keys=row["keys"] or (),
+        nheads=nheads,
+        nheads_k=nheads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=row["dtype"],
+        layout=row["layout"],
+        spare=row["spare"],
+        poison=row["poison"],
+        sinks=row["sinks"],
+        alibi=row["alibi"],
+        mod=document if row["mod"] else None,
+        options=options,
+        **used,
+    )
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FLASHGEN_QUIET", "1")
+    flashgen.reload()
+    yield
+    flashgen.reload()
+
+
+def run(packed: Packed, **changes: Any) -> Any:
+    """The public call."""
+    return flashgen.attention_varlen(packed.q, packed.k, packed.v, **{**packed.named, **changes})
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_every_pair_of_features_is_right(number: int) -> None:
+    packed = make(case_of(CASES[number]), "cuda")
+    out, lse = run(packed, return_lse=True)
+    assert_right(packed, out, lse)
+    again, lse_again = run(packed, return_lse=True)
+    assert torch.equal(out.nan_to_num(), again.nan_to_num())
+    assert torch.equal(lse.nan_to_num(), lse_again.nan_to_num())
+
+
+@pytest.mark.parametrize("batch", [1, 255, 256, 257, 1500])
+def test_many_sequences(batch: int) -> None:
+    lengths = tuple(random.Random(batch).choice((0, 1, 2, 15, 16, 17, 130)) for _ in range(batch))
+    packed = make(Case(queries=lengths, nheads=2, nheads_k=1, head_dim=64, options={"causal": True}), "cuda")
+    assert_right(packed, *run(packed, return_lse=True))
+
+
+def test_the_bits_of_a_sequence_follow_from_itself_alone() -> None:
+    whole = make(Case(queries=(400, 3000, 7, 1290), options={"causal": True}, **WIDE), "cuda")
+    out, lse = run(whole, return_lse=True)
+    rows = slice(400, 3400)
+    ends = torch.tensor([0, 3000], dtype=torch.int32, device="cuda")
+    alone = replace(whole, q=whole.q[rows], k=whole.k[rows], v=whole.v[rows])
+    one, one_lse = run(alone, return_lse=True, cu_seqlens_q=ends, max_seqlen_q=3000, max_seqlen_k=3000)
+    assert torch.equal(out[rows], one)
+    assert torch.equal(lse[:, rows], one_lse)
+
+
+def test_one_captured_graph_serves_all_lengths() -> None:
+    batch, rows = 9, 4096
+    packed = make(Case(queries=(rows // batch,) * batch, spare=rows % batch, options={"causal": True}, **WIDE), "cuda")
+    packed = replace(packed, **{name: getattr(packed, name).nan_to_num() for name in "qkv"})
+    bound = {"max_seqlen_q": rows, "max_seqlen_k": rows}
+    run(packed, **bound)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(packed, return_lse=True, **bound)
+    draw = random.Random(0)
+    for _ in range(20):
+        ends = sorted(draw.randint(0, rows) for _ in range(batch))
+        packed.named["cu_seqlens_q"].copy_(torch.tensor([0, *ends], dtype=torch.int32))
+        graph.replay()
+        eager, eager_lse = run(packed, return_lse=True, **bound)
+        assert torch.equal(out, eager)
+        assert torch.equal(lse, eager_lse)
+        assert not out[ends[-1] :].any()
+        assert (lse[:, ends[-1] :] == -math.inf).all()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_batches_of_other_sizes_wait_for_nothing_and_compile_nothing() -> None:
+    def batch(draw: random.Random) -> Packed:
+        lengths = tuple(draw.randint(0, 600) for _ in range(draw.randint(1, 40)))
+        return make(Case(queries=lengths or (1,), options={"causal": True}, **WIDE), "cuda")
+
+    draw = random.Random(1)
+    for lengths in ((600,) * 40, (600,), (30,) * 4):
+        run(make(Case(queries=lengths, options={"causal": True}, **WIDE), "cuda"))
+    kernels = len(serve._KERNELS)
+    batches = [batch(draw) for _ in range(40)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for packed in batches:
+            run(packed)
+        before = torch.cuda.memory_stats()
+        for packed in batches:
+            run(packed)
+        after = torch.cuda.memory_stats()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(serve._KERNELS) == kernels
+    assert after["segment.all.allocated"] == before["segment.all.allocated"]
+    assert after["active_bytes.all.current"] == before["active_bytes.all.current"]
+
+
+def test_ends_that_lead_out_of_the_tensors_do_not() -> None:
+    packed = make(Case(queries=(200, 330, 50), options={"causal": True}, **WIDE), "cuda")
+    wild = torch.tensor([-5, 700, 300, 2**31 - 1], dtype=torch.int32, device="cuda")
+    run(packed, cu_seqlens_q=wild, max_seqlen_q=2000)
+    torch.cuda.synchronize()
+
+
+def test_contents_are_checked_where_the_setting_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_CHECKS", "1")
+    settings.cache_clear()
+    packed = make(Case(queries=(200, 330), **WIDE), "cuda")
+    run(packed)
+    with pytest.raises(WorkloadError, match="max_seqlen_q"):
+        run(packed, max_seqlen_q=300)
+
+
+def test_a_gradient_is_refused() -> None:
+    packed = make(Case(queries=(200, 330), **WIDE), "cuda")
+    with pytest.raises(UnsupportedError, match="backward"):
+        run(replace(packed, q=packed.q.clone().requires_grad_()))
+
+
+def test_torch_compile_gives_the_same() -> None:
+    packed = make(Case(queries=(200, 330), options={"causal": True}, **WIDE), "cuda")
+    compiled = torch.compile(lambda one: run(one) * 1.0, fullgraph=True)
+    assert torch.equal(compiled(packed), run(packed))

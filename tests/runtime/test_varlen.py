@@ -1,0 +1,193 @@
+"""`flashgen.attention_varlen` on an imagined GPU: what the kernel reads, the memo, no new compiles, and every rule."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flashgen
+from flashgen.codegen.families import FAMILIES, family, invalid, unsupported
+from flashgen.core.device import find_device
+from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
+from flashgen.core.settings import settings
+from flashgen.core.workload import Specialization
+from flashgen.launch import driver, plan
+from flashgen.runtime.ops import serve
+from flashgen.runtime.varlen import api
+from tests.fakes.driver import FakeDriver, Launched
+from tests.packing import Case, Packed, checked, make
+
+H200 = find_device("h200")
+GOOD = Case(queries=(40, 0, 7), keys=(30, 5, 60), nheads=3, nheads_k=1)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A driver that keeps what kernels would have read, and tensors of the CPU that claim to be on GPU 0."""
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(plan, "_FUNCTIONS", {})
+    monkeypatch.setattr(serve, "device_at", lambda index: H200)
+    monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
+    for name, value in (("_cuda_getCurrentRawStream", lambda index: 7), ("_cuda_getDevice", lambda: 0)):
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    driver._primary_context.cache_clear()
+    yield fake
+    driver._primary_context.cache_clear()
+
+
+def run(fake: FakeDriver, packed: Packed, **changes: Any) -> Launched:
+    """The launch of a call."""
+    problem = checked(packed)
+    row = family("portable_forward")
+    (kernel,) = row.kernels(problem.spec, row.default(problem.spec, H200))
+    fake.named = {kernel.entry: kernel.parameters}
+    flashgen.attention_varlen(packed.q, packed.k, packed.v, **{**packed.named, **changes})
+    return fake.launches[-1]
+
+
+def test_the_kernel_reads_the_call(gpu: FakeDriver) -> None:
+    packed = make(replace(GOOD, used_k=(30, 2, 60), sinks=True, options={"causal": True, "window": (9, 0)}))
+    found = run(gpu, packed)
+    named, values = packed.named, found.values
+    pointers = {"CuSeqlensQ": "cu_seqlens_q", "CuSeqlensK": "cu_seqlens_k", "SeqUsedK": "seqused_k", "Sinks": "sinks"}
+    assert {name: values[name] for name in pointers} == {name: named[key].data_ptr() for name, key in pointers.items()}
+    assert (values["q_desc"], values["k_desc"], values["v_desc"]) == tuple(
+        one.data_ptr() for one in (packed.q, packed.k, packed.v)
+    )
+    assert (values["has_seqused_q"], values["has_seqused_k"], values["lse_rows"]) == (0, 1, 0)
+    assert (values["sequences"], values["total_q"], values["total_k"]) == (3, 47, 95)
+    assert (values["window_left"], values["stride_os"], values["stride_oh"]) == (9, 96, 32)
+    assert found.grid[0] == 3 * (min(47 // 128 + 3, 3 * 1) + 1)  # heads, blocks of the sequences, one of all the rest
+    assert run(gpu, packed, return_lse=True).values["lse_rows"] == 47
+
+
+def test_batches_of_other_sizes_compile_nothing(gpu: FakeDriver) -> None:
+    draw = random.Random(0)
+    options = {"causal": True, "window": (300, 0)}
+    for _ in range(200):
+        lengths = tuple(draw.randint(0, 500) for _ in range(draw.randint(1, 30)))
+        packed = make(Case(queries=(*lengths, 1), head_dim=16, nheads=1, nheads_k=1, options=options))
+        run(gpu, packed)
+    assert len({(spec, config) for spec, config, _ in serve._KERNELS}) == 1
+    assert len(gpu.loaded) == 1
+
+
+def test_without_rows_or_keys_nothing_is_launched(gpu: FakeDriver) -> None:
+    none = torch.zeros(3, dtype=torch.int32)
+    q, k = torch.ones(5, 2, 16, dtype=torch.bfloat16), torch.ones(0, 2, 16, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 3, 5], dtype=torch.int32)
+    out, lse = flashgen.attention_varlen(q, k, k, ends, none, max_seqlen_q=3, max_seqlen_k=0, return_lse=True)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert flashgen.attention_varlen(k, q, q, none, ends, max_seqlen_q=0, max_seqlen_k=3).shape == (0, 2, 16)
+    assert not gpu.launches
+
+
+def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Dynamo sees it, without the seconds that Dynamo takes: a real call through the op, and shapes without data."""
+    monkeypatch.setattr(api, "is_dynamo_compiling", lambda: True)
+    packed = make(replace(GOOD, sinks=True, options={"causal": True}))
+    assert run(gpu, packed, return_lse=True).values["Sinks"] == packed.named["sinks"].data_ptr()
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(one) for one in (packed.q, packed.k, packed.v))
+        named = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in packed.named.items()}
+        out, lse = flashgen.attention_varlen(q, k, v, **named, return_lse=True)
+        assert (out.shape, lse.shape, lse.dtype) == ((47, 3, 32), (3, 47), torch.float32)
+        with pytest.raises(WorkloadError, match="cu_seqlens_k is int32"):
+            flashgen.attention_varlen(q, k, v, **{**named, "cu_seqlens_k": named["cu_seqlens_k"][:2]})
+    assert len(gpu.launches) == 1
+
+
+def broken(name: str) -> dict[str, Any]:
+    """What a call that breaks one rule has in place of the right values."""
+    packed = make(GOOD)
+    q, k, v, ends = packed.q, packed.k, packed.v, packed.named["cu_seqlens_q"]
+    return {
+        r"\(rows, heads, head_dim\), got q": lambda: {"q": q[0]},
+        r"q is \(total_q, nheads, head_dim\), .* got \(47, 3, 32\), \(95, 1, 16\)": lambda: {"k": k[..., :16]},
+        "q is .total_q": lambda: {"v": v[:-1]},
+        "nheads must be a multiple": lambda: {"q": q[:, :1], "k": k.repeat(1, 2, 1), "v": v.repeat(1, 2, 1)},
+        "share dtype": lambda: {"k": k.bfloat16()},
+        "dtype is bfloat16, float16 or float32": lambda: {"q": q.double(), "k": k.double(), "v": v.double()},
+        "last dimension is contiguous": lambda: {"q": q.repeat(1, 1, 2)[..., ::2]},
+        "cu_seqlens_q is int32": lambda: {"cu_seqlens_q": ends.long()},
+        "cu_seqlens_q is int32 .*contiguous": lambda: {"cu_seqlens_q": ends.repeat(2)[::2]},
+        "cu_seqlens_q must be": lambda: {"cu_seqlens_q": [0, 40, 40, 47]},
+        r"cu_seqlens_k is int32 .*here \(4,\)": lambda: {"cu_seqlens_k": ends[:3]},
+        "has max_seqlen_k": lambda: {"max_seqlen_k": None},
+        r"seqused_k is int32 \(batch,\)": lambda: {"seqused_k": ends},
+        "max_seqlen_q must be": lambda: {"max_seqlen_q": -1},
+        "max_seqlen_k must be": lambda: {"max_seqlen_k": 1.5},
+        "softmax_scale is finite": lambda: {"softmax_scale": 0.0},
+        "softcap is finite": lambda: {"softcap": -1.0},
+        "an edge of a window": lambda: {"window": (-1, 0)},
+        "alibi_slopes are .* for batch 3": lambda: {"alibi_slopes": torch.zeros(2, 3)},
+        "no backward pass": lambda: {"q": q.clone().requires_grad_()},
+        "functions of the caller": lambda: {"q": q.clone().requires_grad_(), "mask_mod": document},
+    }[name]()
+
+
+def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return q_idx // 7 == k_idx // 7
+
+
+RULES = (
+    *(r"\(rows, heads, head_dim\), got q", r"q is \(total_q, nheads, head_dim\), .* got \(47, 3, 32\), \(95, 1, 16\)"),
+    *("q is .total_q", "nheads must be a multiple", "share dtype", "dtype is bfloat16, float16 or float32"),
+    *("last dimension is contiguous", "cu_seqlens_q is int32", "cu_seqlens_q is int32 .*contiguous"),
+    *("cu_seqlens_q must be", r"cu_seqlens_k is int32 .*here \(4,\)", "has max_seqlen_k"),
+    *(r"seqused_k is int32 \(batch,\)", "max_seqlen_q must be", "max_seqlen_k must be", "softmax_scale is finite"),
+    *("softcap is finite", "an edge of a window", "alibi_slopes are .* for batch 3", "no backward pass"),
+    "functions of the caller",
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_call_that_breaks_a_rule_is_refused(rule: str) -> None:
+    packed = make(GOOD)
+    given = {"q": packed.q, "k": packed.k, "v": packed.v, **packed.named, **broken(rule)}
+    with pytest.raises(FlashgenError, match=rule) as refused:
+        flashgen.attention_varlen(**given)
+    is_gradient = "backward" in rule or "functions" in rule
+    assert isinstance(refused.value, UnsupportedError if is_gradient else WorkloadError)
+
+
+def test_contents_are_checked_on_request(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_CHECKS", "1")
+    settings.cache_clear()
+    packed = make(replace(GOOD, used_q=(40, 0, 7)))
+
+    def refused(rule: str, **changes: Any) -> None:
+        with pytest.raises(WorkloadError, match=rule):
+            run(gpu, packed, **{name: torch.tensor(value, dtype=torch.int32) for name, value in changes.items()})
+
+    run(gpu, packed)
+    refused("begins with 0 .* got 1 and 47", cu_seqlens_q=[1, 40, 40, 47])
+    refused("ends at most at the 47 rows of q, got 0 and 48", cu_seqlens_q=[0, 40, 40, 48])
+    refused("cu_seqlens_k never falls.* got -10 for sequence 1", cu_seqlens_k=[0, 30, 20, 80])
+    refused("no sequence is longer than max_seqlen_q, 40; got 41 for sequence 0", cu_seqlens_q=[0, 41, 41, 47])
+    refused("seqused_q is 0 to the length .* got 1 for sequence 1", seqused_q=[40, 1, 7])
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["h200", "a100", "sm86", "sm120", "gfx942"])
+def test_defaults_are_valid(name: str) -> None:
+    device = find_device(name)
+    for text in ("", "-causal", "-causal-window", "-softcap", "-alibi-sink", "-causal-unaligned"):
+        for head_dim in (16, 64, 96, 128, 192, 256, 512):
+            for dtype in ("bf16", "fp32"):
+                spec = Specialization.parse(f"fwd-{dtype}-d{head_dim}-varlen{text}")
+                rows = [row for row in FAMILIES if unsupported(row, spec, device) is None]
+                assert rows, spec.key
+                for row in rows:
+                    assert invalid(row.default(spec, device), spec, device) is None, spec.key
