@@ -20,7 +20,7 @@ from tests.runtime.conftest import fresh_process, gpu, ladder  # noqa: F401 - fi
 FLAGS = {"causal", "deterministic", "return_lse", "rotary_interleaved", "q_causal"}
 """Of the calls, which may take them by their truth: they have no time to ask what they are."""
 
-TIMED = ("attention", "attention_decode", "append_kv")
+TIMED = ("attention", "attention_decode", "attention_varlen", "append_kv")
 """Calls whose time on the host counts in single microseconds."""
 
 FALSE_IS_ABSENT = {"softcap", "aux"}

@@ -9,6 +9,7 @@ from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.functions import FUNCTIONS
 from flashgen.core.features.sequences import VARLEN
 from flashgen.core.features.values import Features
+from flashgen.runtime.argument_types import check_tensor
 from flashgen.runtime.arguments import requires_gradient
 from flashgen.runtime.ops.generated import with_sequences_function
 
@@ -20,7 +21,7 @@ MAX_ROWS = 2**30
 
 def packed_features(
     scores: Features,
-    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
@@ -30,8 +31,10 @@ def packed_features(
     """The features of scores with the sequences of a call; keys without ends of their own have those of queries.
 
     Raises:
-        WorkloadError: a bound of the lengths is missing or no length.
+        WorkloadError: ends of sequences are missing, or a bound of the lengths is, or is no length.
     """
+    if cu_seqlens_q is None:
+        check_tensor("cu_seqlens_q", cu_seqlens_q)  # without it this would be a call of one length
     if max_seqlen_k is None:
         if cu_seqlens_k is not None:
             raise WorkloadError("a call with cu_seqlens_k has max_seqlen_k, the most keys of a sequence, got None")
