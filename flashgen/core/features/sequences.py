@@ -36,8 +36,9 @@ def is_packed(features: Features | None) -> bool:
 
 
 def sequences_of(features: Features) -> int:
-    """How many sequences there are."""
-    return 0 if features.cu_seqlens_q is None else features.cu_seqlens_q.shape[0] - 1
+    """How many sequences there are; 0 where what should say so has not one dimension."""
+    ends = features.cu_seqlens_q
+    return ends.shape[0] - 1 if ends is not None and len(ends.shape) == 1 else 0
 
 
 def _checked(features: Features, facts: CallFacts) -> dict[str, Any]:
