@@ -100,7 +100,7 @@ def test_it_is_right_and_reads_nothing_that_is_hidden(name: str) -> None:
     call = make(CASES[name])
     assert_right(call, *interpreted(call))
     assert_right(call, *interpreted(call, **GRID, per_sm=6))
-    assert_right(call, *interpreted(call, **GRID, **WARPS))
+    assert_right(call, *interpreted(call, **GRID, **WARPS, block_m=8))
 
 
 def test_rows_of_several_tiles_are_right() -> None:

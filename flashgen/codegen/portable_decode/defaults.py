@@ -16,6 +16,9 @@ from flashgen.core.workload import Specialization
 FAMILY_ID = "portable_decode"
 
 BATCH_PADS = (16, 128, 1024)
+FEWEST_ROWS = 8
+"""Query rows of a tile of half a product: the other half of its rows is the first one again."""
+
 BLOCK_MS = (16, 32, 64)
 CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
 ONLY_SHARES: dict[str, int] = {"slack": 0, "slack_percent": 0, "overhead": 0}

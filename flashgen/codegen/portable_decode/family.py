@@ -11,6 +11,7 @@ from flashgen.codegen.portable_decode.defaults import (
     BLOCK_MS,
     CHUNKS,
     FAMILY_ID,
+    FEWEST_ROWS,
     ONLY_GRID,
     ONLY_SHARES,
     default_config,
@@ -28,7 +29,7 @@ MIN_WARP_KEYS = 16
 
 KNOBS = (
     Knob(name="schedule", values=("shares", "grid"), meaning="equal shares of all keys, or programs for each sequence"),
-    Knob(name="block_m", values=BLOCK_MS, meaning="query rows of a program"),
+    Knob(name="block_m", values=(FEWEST_ROWS, *BLOCK_MS), meaning="query rows of a program"),
     Knob(name="block_n", values=(16, 32, 64, 128), meaning="keys of a step"),
     Knob(name="num_warps", values=(1, 2, 4, 8), meaning="warps of a program"),
     Knob(name="num_stages", values=(1, 2, 3, 4, 5, 6), meaning="depth of the software pipeline over K and V"),
@@ -98,6 +99,8 @@ def _invalid(spec: Specialization, config: Config, device: Device) -> str | None
         return f"each warp multiplies {MIN_WARP_KEYS} keys at least"
     if (config["pdl"] or config["early"]) and not device.has_dependent_launch:
         return f"no kernel of {device.arch} is scheduled before the one in front of it has ended"
+    if config["block_m"] == FEWEST_ROWS and not device.is_nvidia:
+        return "half a product is NVIDIA's"
     if config["page_ids"] == "asm" and not device.is_nvidia:
         return "inline assembly is NVIDIA's"
     if config["maxnreg"] and not device.is_nvidia:
