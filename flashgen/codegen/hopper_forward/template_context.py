@@ -33,7 +33,10 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         raise ConfigError(f"softmax_reference=first_block is for bf16 scores that a softcap bounds, got {spec.key}")
     separate_o_smem = resources.separate_o_smem(spec, config, SM90)
     aligned = is_aligned(spec, config)
-    settles = resources.softmax_reference(config) == "row_sums"
+    settles, few_keys_headroom = (
+        resources.softmax_reference(config) == "row_sums",
+        resources.FEW_KEYS_HEADROOM_BITS[spec.dtype],
+    )
     barriers, hardware_tanh = _barriers(spec, config), tanh(config) == HARDWARE
     d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
     return {
@@ -77,8 +80,10 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "settles": settles,
         "settled": resources.SETTLED_BITS[spec.dtype],
         "settled_bits": resources.fp32_bits(resources.SETTLED_BITS[spec.dtype]),
-        "few_keys": resources.FEW_KEYS if settles and (spec.causal or spec.window) else 0,
-        "few_keys_headroom": resources.FEW_KEYS_HEADROOM_BITS[spec.dtype],
+        "few_keys": resources.FEW_KEYS if few_keys_headroom and settles and (spec.causal or spec.window) else 0,
+        "few_keys_headroom": few_keys_headroom,
+        # how many keys a row has seen before its maximum is no longer followed
+        "followed_keys": resources.FOLLOWED_KEYS[spec.dtype] if settles else 1,
         **_pieces(v_parts, config.integer("block_n")),
         "o_places": [
             f"{'o' if separate_o_smem else 'q'}{part.suffix}_tiles"
