@@ -63,6 +63,7 @@ USUAL: Changes = {
     "packed_heads": 1,
     "qk_prefetch": "block",
     "softmax_reference": "running",
+    "early_settle": False,
     TANH.name: EXACT,
 }
 

@@ -67,6 +67,14 @@ KNOBS = (
         former="maximum",
     ),
     Knob(
+        name="early_settle",
+        values=(False, True),
+        meaning="where references follow the row sums, weights and sums settle while the product is computed, and the "
+        "output behind it",
+        default=False,
+        implied=True,
+    ),
+    Knob(
         name="max_chains",
         values=(1, 4),
         meaning="chains of instructions that find the maximum of a row",

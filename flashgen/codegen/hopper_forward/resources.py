@@ -125,6 +125,11 @@ def softmax_reference(config: Config) -> str:
     return str(config.get("softmax_reference", "running"))
 
 
+def early_settle(config: Config) -> bool:
+    """Whether weights and sums settle before the output does; a config that is older than the knob means together."""
+    return bool(config.get("early_settle", False))
+
+
 def qk_prefetch(config: Config) -> str:
     """What of a block's scores is computed beside the product of the block before; older configs mean all of it."""
     return str(config.get("qk_prefetch", "block"))

@@ -106,6 +106,8 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return reason
     if kind == "row_sums" and (reason := why_not_row_sums(spec)):
         return reason
+    if resources.early_settle(config) and (kind != "row_sums" or resources.qk_prefetch(config) != "block"):
+        return "sums settle early beside a product, where references follow them"
     if config["hidden_blocks"] == "skipped" and not hides_whole_blocks(spec, config):
         return "every warpgroup sees keys of every block that its tile sees"
     return None
@@ -187,6 +189,8 @@ def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,), TANH.name: tanh_values(spec)}
     refused = {"first_block": why_not_first_block(spec), "row_sums": why_not_row_sums(spec)}
     found["softmax_reference"] = ("running", *(kind for kind, reason in refused.items() if reason is None))
+    if refused["row_sums"]:
+        found["early_settle"] = (False,)
     if why_not_split(spec):
         found["split_d"] = (False,)
     if not spec.causal:

@@ -84,7 +84,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "few_keys_headroom": few_keys_headroom,
         # how many keys a row has seen before its maximum is no longer followed
         "followed_keys": resources.FOLLOWED_KEYS[spec.dtype] if settles else 1,
-        **_pieces(v_parts, config.integer("block_n")),
+        **_pieces(v_parts, config),
         "o_places": [
             f"{'o' if separate_o_smem else 'q'}{part.suffix}_tiles"
             for part in (v_parts if separate_o_smem else d_parts)
@@ -105,11 +105,17 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
     }
 
 
-def _pieces(v_parts: tuple[HeadPart, ...], block_n: int) -> dict[str, object]:
-    """Columns of a piece, and names of the pieces of each accumulator and of the weights: all have one shape."""
+def _pieces(v_parts: tuple[HeadPart, ...], config: Config) -> dict[str, object]:
+    """Columns of a piece, and names of the pieces of what settles beside the sums, and of the weights: all of one shape.
+
+    Beside the sums settles each accumulator, or a factor for all of them, which has a value a row and thread.
+    """
+    block_n, early_settle = config.integer("block_n"), resources.early_settle(config)
+    if early_settle:
+        return {"early_settle": True, "piece": block_n, "acc_pieces": [["alpha"]], "weight_pieces": ["w"]}
     piece = min(block_n, *(part.block for part in v_parts))
     accs = [[f"a{part.suffix or 0}_{i}" for i in range(part.block // piece)] for part in v_parts]
-    return {"piece": piece, "acc_pieces": accs, "weight_pieces": [f"w_{i}" for i in range(block_n // piece)]}
+    return {"early_settle": False, "piece": piece, "acc_pieces": accs, "weight_pieces": [f"w_{i}" for i in range(block_n // piece)]}
 
 
 def is_aligned(spec: Specialization, config: Config) -> bool:
