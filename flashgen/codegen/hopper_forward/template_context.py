@@ -33,10 +33,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         raise ConfigError(f"softmax_reference=first_block is for bf16 scores that a softcap bounds, got {spec.key}")
     separate_o_smem = resources.separate_o_smem(spec, config, SM90)
     aligned = is_aligned(spec, config)
-    settles, few_keys_headroom = (
-        resources.softmax_reference(config) == "row_sums",
-        resources.FEW_KEYS_HEADROOM_BITS[spec.dtype],
-    )
+    settles = resources.softmax_reference(config) == "row_sums"
+    few_keys_headroom = resources.FEW_KEYS_HEADROOM_BITS[spec.dtype]
     barriers, hardware_tanh = _barriers(spec, config), tanh(config) == HARDWARE
     d_parts, v_parts = resources.parts(spec.head_dim, config), resources.parts(spec.head_dim_v, config)
     return {
@@ -106,16 +104,17 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
 
 
 def _pieces(v_parts: tuple[HeadPart, ...], config: Config) -> dict[str, object]:
-    """Columns of a piece, and names of the pieces of what settles beside the sums, and of the weights: all of one shape.
+    """Columns of a piece, and names of the pieces of each accumulator and of the weights: all have one shape.
 
-    Beside the sums settles each accumulator, or a factor for all of them, which has a value a row and thread.
+    What settles early is no accumulator but a factor for all of them, a value for each row and thread.
     """
-    block_n, early_settle = config.integer("block_n"), resources.early_settle(config)
-    if early_settle:
+    block_n = config.integer("block_n")
+    if resources.early_settle(config):
         return {"early_settle": True, "piece": block_n, "acc_pieces": [["alpha"]], "weight_pieces": ["w"]}
     piece = min(block_n, *(part.block for part in v_parts))
     accs = [[f"a{part.suffix or 0}_{i}" for i in range(part.block // piece)] for part in v_parts]
-    return {"early_settle": False, "piece": piece, "acc_pieces": accs, "weight_pieces": [f"w_{i}" for i in range(block_n // piece)]}
+    weights = [f"w_{i}" for i in range(block_n // piece)]
+    return {"early_settle": False, "piece": piece, "acc_pieces": accs, "weight_pieces": weights}
 
 
 def is_aligned(spec: Specialization, config: Config) -> bool:
