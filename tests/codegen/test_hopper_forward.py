@@ -182,6 +182,7 @@ def test_the_registers_of_the_roles_are_what_was_measured() -> None:
         ({"conditional_rescale": False, "exp_order": "free"}, "one way to do so"),
         ({"qk_prefetch": "half"}, "three warpgroups or four programs lack"),
         ({"split_d": True}, "no smaller"),
+        ({"early_settle": True, "softmax_reference": "running"}, "where references follow them"),
     ],
 )
 def test_restrictions_name_their_reason(change: dict[str, int | str | bool], reason: str) -> None:
@@ -421,7 +422,7 @@ def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> 
     ("key", "branch"),
     [
         ("fwd-bf16-d128-causal", r"LOP3\.LUT P\d, RZ, R\d+, 0x40000000, R\d+"),
-        ("fwd-fp16-d64", r"FSETP\.GT\.\w+ P\d, PT, R\d+, 32768, "),
+        ("fwd-fp16-d64", r"FSETP\.GT\.\w+ P\d, PT, R\d+, 65504, "),
     ],
 )
 def test_a_step_tests_its_row_sums_by_few_instructions(key: str, branch: str) -> None:
@@ -440,6 +441,26 @@ def test_exponentials_stay_ahead_of_the_wait_for_the_product() -> None:
         ahead = [part.count("MUFU.EX2") for part in softmaxes(machine_code(key))]
         block_n = HOPPER_FORWARD.default(Specialization.parse(key), H200).integer("block_n")
         assert min(ahead) >= block_n // 2, ahead
+
+
+def test_what_settles_early_is_rounded_ahead_of_the_wait_for_the_product() -> None:
+    kernel = compiled("fwd-fp16-d96-causal", early_settle=True)
+    assert kernel.spills == 0
+    for part in softmaxes(sass(kernel.handle)):
+        assert part.count("F2FP.F16") == 128 // 4
+        assert part.rindex("MUFU.LG2") > part.rindex("BAR.ARV"), "sums settle behind the last exponential"
+
+
+@pytest.mark.parametrize("key", ["d64", "d128-causal", "d64-causal-window", "d64-keymask", "d64-causal-keymask"])
+def test_rows_of_fp16_have_seen_many_keys_before_the_maximum_is_left(key: str) -> None:
+    """A key may be more than 127 bits below the next block's largest, and fp16 has no room for headroom against it."""
+    for dtype, many in (("fp16", True), ("bf16", False)):
+        spec = Specialization.parse(f"fwd-{dtype}-{key}")
+        text = render(spec, HOPPER_FORWARD.default(spec, H200)).text
+        seen = "visible_end" if "keymask" in key else "seqlen_k"
+        seen = f"gl.minimum(first_row + offset + 1, {seen})" if spec.causal else seen
+        assert (f" - gl.maximum({seen} - FOLLOWED_KEYS, 0) // BLOCK_N" in text) == many
+        assert ("FEW_KEYS" in text) == (spec.causal and not many)
 
 
 def test_a_launch_has_no_more_programs_than_tiles() -> None:

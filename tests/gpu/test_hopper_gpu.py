@@ -121,6 +121,12 @@ VARIANTS = (
     ("fwd-bf16-d128-causal", {"softmax_reference": "running"}),
     ("fwd-bf16-d128", {"softmax_reference": "running", "conditional_rescale": False}),
     ("fwd-bf16-d64-causal", {"softmax_reference": "running"}),
+    ("fwd-fp16-d256-causal", {"early_settle": True}),
+    ("fwd-bf16-d128-causal", {"early_settle": True, "masked_blocks": "one"}),
+    ("fwd-fp16-d96-causal", {"early_settle": True, "split_d": True, "masked_blocks": "one"}),
+    ("fwd-fp16-d64", {"early_settle": True, "warpgroups": 4, "block_n": 64, "exp_order": "free"}),
+    ("fwd-bf16-d64-causal-window", {"early_settle": True}),
+    ("fwd-bf16-d128-keymask", {"early_settle": True}),
     ("fwd-bf16-d128", WIDE),
     ("fwd-fp16-d128", WIDE),
     ("fwd-fp16-d64", {"warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
@@ -211,12 +217,14 @@ def hard_data(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("kind", ["std-8", "std-20", "std-100", "sink-60", "sink-400", "ramp-200", "ramp-4000"])
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
-    "key", ["fwd-bf16-d64-causal", "fwd-bf16-d128", "fwd-fp16-d128-causal", "fwd-bf16-d256", "fwd-bf16-d96-causal"]
+    "key", ["fwd-bf16-d64-causal", "fwd-bf16-d128", "fwd-fp16-d128-causal", "fwd-fp16-d256", "fwd-bf16-d96-causal"]
 )
-def test_scores_that_grow_are_right_and_repeat(key: str, kind: str) -> None:
+def test_scores_that_grow_are_right_and_repeat(key: str, early: bool, kind: str) -> None:
     """Where rows grow a little at each step, a lot at once, or by more than fp32 holds and their tile is recomputed."""
-    spec, config = Specialization.parse(key), row_sums(key, {"split_d": True} if "d96" in key else {})
+    spec = Specialization.parse(key)
+    config = row_sums(key, {"split_d": "d96" in key, "early_settle": early})
     shape, dtype = (2, 3, 1500, spec.head_dim), torch.float16 if spec.dtype == "fp16" else torch.bfloat16
     q, k, v = hard_data(kind, shape, dtype)
     out, again, lse = torch.empty_like(q), torch.empty_like(q), torch.empty(shape[:3], device="cuda")
