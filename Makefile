@@ -23,7 +23,7 @@ TRITONS := 3.6 3.9
 OLDEST := $(firstword $(TRITONS))
 
 .PRECIOUS: .venvs/triton-%/.stamp
-.PHONY: venv tune test docs databases lint format pytest interpreter crosscompile gpu-test fuzz clean
+.PHONY: venv tune test docs databases lint format pytest interpreter crosscompile gpu-test fuzz sanitize clean
 
 venv: $(VENV)/.stamp
 
@@ -84,6 +84,10 @@ fuzz: venv
 
 gpu-test: venv
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/test_readme.py
+
+# The decode kernels under compute-sanitizer, which comes with the CUDA toolkit.
+sanitize: venv
+	$(BIN)/python -m scripts.sanitize_decode
 
 clean:
 	rm -rf $(VENV) .venvs dist build .pytest_cache .mypy_cache .ruff_cache
