@@ -160,7 +160,7 @@ def _config(
     if text is None:
         if workload is None:
             raise CommandLineError(f"{shape!r} has no sizes to look up: give a workload, a --config or a --family")
-        return explanation_of(workload, spec, device).served.config
+        return explanation_of(workload, spec, device).forward.config
     with reading():
         config = arguments.parse_config(text, spec, device)
     reason = families.invalid(config, spec, device)

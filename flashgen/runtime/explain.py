@@ -109,4 +109,5 @@ def explain(
         config=config,
         generated_only=forward.generated_only,
         with_lse=is_forward and forward.with_lse,
+        own_offset=forward.explicit_offset,
     )

@@ -467,6 +467,7 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "record_hard_ms": None,
         "slower_record_ms": None,
         "stale": True,
+        "few_queries": None,
         "skipped": [f"{rung}. {RUNGS[rung]}: no such record" for rung in range(3, 7)],
         "families": {row.id: unsupported(row, CAUSAL.specialization, H200) for row in FAMILIES},
     }

@@ -17,6 +17,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, distance, position_of
 from flashgen.core.workload import Specialization, Workload
+from flashgen.runtime.lookup.few_queries import decoding_config
 from flashgen.runtime.lookup.handover import faster_baseline, sdpa_backend
 from flashgen.runtime.lookup.ladder import NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served
 from flashgen.runtime.lookup.records import Candidate, Choices
@@ -58,6 +59,9 @@ class SizesLookup:
         return exact_sibling(found, self._spec) if with_lse and found is not None else found
 
     def _found(self, sizes: Sizes, *, generated_only: bool) -> Config | None:
+        decoding = decoding_config(self._spec, sizes, sizes.seqlen_k, self._device)
+        if not isinstance(decoding, str):
+            return decoding
         if _key(sizes) in self._exact:
             return None
         heads, group = sizes.batch * sizes.nheads, sizes.nheads // sizes.nheads_k

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.codegen.families import reasons
+from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -13,11 +14,14 @@ from flashgen.core.quoting import printable
 from flashgen.core.record import age
 from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.workload import Specialization, Workload
+from flashgen.runtime.lookup.few_queries import MOST_QUERIES, decode_specialization, decoding_config, keys_seen
 from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
 from flashgen.runtime.lookup.ladder import Served, resolve
 from flashgen.runtime.lookup.records import Records
 
 GENERATED = "generated"
+RULE = 8
+"""The rung of a config that no record names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +29,16 @@ class Explanation:
     """Why a call is served the way it is; `str()` is what `flashgen explain` prints.
 
     `faster` is the backend of torch that was measured faster beside the record, and whether the call goes to it.
+    `forward` is what serves by a forward or backward family, as `served` does but where a decode family is faster;
+    `few_queries` says of a call with few queries why a decode family serves it, or why none does; else it is empty.
     """
 
     workload: Workload
     specialization: Specialization
     device: Device
     served: Served
+    forward: Served
+    few_queries: str
     families: tuple[tuple[str, str | None], ...]
     faster: FasterBackend | None
     digest: str
@@ -74,6 +82,7 @@ class Explanation:
             "record_hard_ms": record.hard_ms if record else None,
             "slower_record_ms": self.served.slower.time_ms if self.served.slower else None,
             "stale": self.is_stale,
+            "few_queries": self.few_queries or None,
             "skipped": list(self.served.skipped),
             "families": dict(self.families),
         }
@@ -90,6 +99,7 @@ class Explanation:
             f"config     {self.served.config}",
         ]
         lines += _record_lines(self.served, self.is_stale)
+        lines += [f"queries    {self.few_queries}"] if self.few_queries else []
         lines += [f"skipped    {line}" for line in self.served.skipped]
         lines += [f"family     {name}: {reason or 'applies'}" for name, reason in self.families]
         return "\n".join(map(printable, lines))
@@ -119,6 +129,22 @@ def _record_lines(served: Served, stale: bool) -> list[str]:
     return lines
 
 
+def _by_decoding(
+    workload: Workload, spec: Specialization, device: Device, *, own_offset: bool
+) -> tuple[Served | None, str]:
+    """What serves a call of few queries by a decode family, if one does, and why or why not."""
+    if own_offset:
+        return None, "by a forward family: its queries do not stand at the last keys"
+    sizes = Sizes.of(workload)
+    keys = keys_seen(sizes, workload.window_left)
+    config = decoding_config(spec, sizes, keys, device)
+    if isinstance(config, str):
+        return None, f"by a forward family: {config}"
+    ctas = sizes.batch * sizes.nheads_k
+    why = f"by decoding: all SMs share the keys, of which a forward pass has {keys} for each of {ctas} CTAs"
+    return Served(config=config, rung=RULE), why
+
+
 def explain(
     workload: Workload,
     spec: Specialization,
@@ -128,23 +154,42 @@ def explain(
     config: Config | None = None,
     generated_only: bool = False,
     with_lse: bool = False,
+    own_offset: bool = False,
 ) -> Explanation:
     """Walk the ladder and say which rung served, why the ones above did not, and what every family says.
 
     `generated_only` is set for calls that SDPA would not compute identically (an LSE or a query offset is asked for, or
-    a gradient will be), and `with_lse` for those that ask for an LSE or train.
+    a gradient will be), `with_lse` for those that ask for an LSE or train, and `own_offset` for those with a query
+    offset.
 
     Raises:
         ConfigError: the explicit config is not valid here.
         UnsupportedError: no family supports the workload.
     """
     served = resolve(workload, spec, device, records, config=config, with_lse=with_lse)
+    few_queries = ""
+    if config is None and spec.direction == "forward" and workload.seqlen_q <= MOST_QUERIES:
+        decoded, few_queries = _by_decoding(workload, spec, device, own_offset=own_offset)
+        if decoded is not None:
+            return Explanation(
+                workload=workload,
+                specialization=spec,
+                device=device,
+                served=decoded,
+                forward=served,
+                few_queries=few_queries,
+                families=tuple(reasons(spec, device).items()),
+                faster=None,
+                digest=render(decode_specialization(spec), decoded.config).digest,
+            )
     record = served.record
     return Explanation(
         workload=workload,
         specialization=spec,
         device=device,
         served=served,
+        forward=served,
+        few_queries=few_queries,
         families=tuple(reasons(spec, device).items()),
         faster=None if generated_only else faster_backend(workload, spec, served),
         # a record's is of the kernel that it was measured with, whatever this call's tensors are

@@ -21,7 +21,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.core.quoting import printable
 from flashgen.core.settings import settings
-from flashgen.core.workload import Specialization, Workload
+from flashgen.core.workload import DECODE, Specialization, Workload
 from flashgen.runtime.ops.backward_calls import BackwardCall, CheckedBackwardCall
 from flashgen.runtime.ops.calls import Call, CheckedCall
 
@@ -119,6 +119,10 @@ def _prepared(call: AnyCall) -> Any:
         served = resolve(workload, problem.spec, device, records(), config=call.config, with_lse=with_lse)
         if call.open_key is not None and problem.spec.aligned16:
             _open_to_sizes(call.open_key, problem, device, index)
+        if isinstance(problem, CheckedCall) and not (problem.call.explicit_offset or problem.call.config):
+            run = _decoded(problem, device, index)
+            if run is not None:
+                return run
         notice(workload, served, device)
         backend = None if call.generated_only else sdpa_backend(workload, problem.spec, served)
         if backend is None:
@@ -127,6 +131,28 @@ def _prepared(call: AnyCall) -> Any:
 
     assert isinstance(call, Call)
     return sdpa_run(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
+
+
+def _decoded(problem: CheckedCall, device: Device, index: int) -> Any:
+    """What serves a call of few queries by a decode family, or None where a forward family does.
+
+    So it does, too, where the settings forbid to compile the kernel.
+
+    Raises:
+        LaunchError: the driver refuses the kernel, or a CUDA graph is being captured.
+    """
+    from flashgen.codegen.family import Sizes
+    from flashgen.runtime.lookup.few_queries import decode_specialization, decoding_config, keys_seen
+
+    workload, spec = problem.workload, problem.spec
+    sizes = Sizes.of(workload)
+    config = decoding_config(spec, sizes, keys_seen(sizes, workload.window_left), device)
+    if isinstance(config, str):
+        return None
+    try:
+        return _bound(problem, compiled(decode_specialization(spec), config, device, index), config, index)
+    except BuildError:
+        return None
 
 
 def prepare_open(key: tuple[Any, ...], *tensors: Any) -> Any:
@@ -257,9 +283,12 @@ def _open_plan(kernel: CompiledKernel, spec: Specialization, config: Config, ind
     key = (spec, config, index)
     found = _PLANS.get(key)
     if found is None:
-        from flashgen.launch import plan
+        from flashgen.codegen.families import family
+        from flashgen.launch import decode_passes, plan
 
-        found = _PLANS[key] = plan.OpenPlan(kernel, spec, config, index)
+        is_decode = family(config.family).direction == DECODE
+        made: Any = decode_passes.DecodePasses if is_decode else plan.OpenPlan
+        found = _PLANS[key] = made(kernel, spec, config, index)
     return found
 
 

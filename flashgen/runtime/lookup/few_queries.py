@@ -1,0 +1,86 @@
+"""Which calls of `flashgen.attention` a decode family serves: few queries, whose keys too few CTAs would read.
+
+A forward pass has a CTA for each key head of each sequence, where the heads of a group are in one tile, and that CTA
+reads all keys of the sequence alone. So with few sequences most SMs are idle, for as long as the keys take. A decode
+family shares the keys among all SMs, and costs a merge. Which is faster follows from sizes that a host knows: see
+docs/decisions/few-queries.md for the figures.
+
+A config that the caller names, and a query offset other than the default, are left to the forward families. So is what
+no decode family computes, with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.codegen.families import decode_config
+from flashgen.codegen.family import Sizes
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import UnsupportedError
+from flashgen.core.workload import DECODE, Specialization
+
+MOST_QUERIES = 16
+MOST_SEQUENCES = 1024
+"""Of a launch, whose programs look at the lengths of all of them."""
+
+MOST_KEYS = 2**29
+"""Of a sequence: sums of positions and widths of windows stay within 32 bits."""
+
+TILE_ROWS = 64
+"""Query rows of a key head that a decode family has in one tile: more read the keys twice, and pay in full."""
+
+LEAST_KEYS = 512
+"""Fewer are read in the time that a merge takes."""
+
+BUSY = 0.75
+"""Share of the SMs from which on a forward pass has them busy enough."""
+
+
+def decode_specialization(spec: Specialization) -> Specialization:
+    """What a decode family would compile in for a forward pass: a causal mask and a window are numbers there."""
+    return replace(spec, direction=DECODE, causal=False, window=False, deterministic=False)
+
+
+def keys_seen(sizes: Sizes, window_left: int | None) -> int:
+    """Keys that the queries of a sequence see at most."""
+    return sizes.seqlen_k if window_left is None else min(sizes.seqlen_k, window_left + sizes.seqlen_q)
+
+
+def why_not_decoded(spec: Specialization, sizes: Sizes, keys: int, device: Device) -> str | None:
+    """The reason why a forward family serves a call, or None where a decode family does if it computes it.
+
+    Args:
+        spec: of the forward pass.
+        sizes: of the call.
+        keys: `keys_seen`.
+        device: the GPU.
+    """
+    rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
+    ctas = sizes.batch * sizes.nheads_k
+    if spec.direction != "forward" or not 1 <= sizes.seqlen_q <= MOST_QUERIES:
+        return f"it has no 1 to {MOST_QUERIES} queries"
+    if not device.is_nvidia:
+        return f"the rule for few queries was made on GPUs of NVIDIA, not {device.arch}"
+    if spec.offset_tensor:
+        return "its queries do not stand at the last keys"
+    if not 0 < sizes.batch <= MOST_SEQUENCES or sizes.seqlen_k > MOST_KEYS:
+        return f"a decode family takes up to {MOST_SEQUENCES} sequences at once"
+    if rows > TILE_ROWS:
+        return f"{rows} query rows of a key head are more than the {TILE_ROWS} of a tile"
+    if keys < LEAST_KEYS:
+        return f"{keys} keys are fewer than {LEAST_KEYS}, which are read in the time of a merge"
+    if ctas >= BUSY * device.num_sms:
+        return f"a forward pass has {ctas} CTAs with keys of their own, for {device.num_sms} SMs"
+    return None
+
+
+def decoding_config(spec: Specialization, sizes: Sizes, keys: int, device: Device) -> Config | str:
+    """The decode config that serves a call, or the reason why none does; arguments as `why_not_decoded` has them."""
+    reason = why_not_decoded(spec, sizes, keys, device)
+    if reason is not None:
+        return reason
+    try:
+        return decode_config(decode_specialization(spec), replace(sizes, seqlen_k=keys), device)
+    except UnsupportedError as error:
+        return str(error)
