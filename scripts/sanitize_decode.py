@@ -20,13 +20,15 @@ from pathlib import Path
 import torch
 
 import flashgen
+from flashgen.codegen import merge_states
+from flashgen.codegen.families import DECODE_FAMILIES
 from tests.decoding import Case, arguments, assert_right, make, run
 from tests.prefixes import joined, make_prefix
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SANITIZER = "compute-sanitizer"
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
-KERNELS = ("portable_decode", "merge_states")
+KERNELS = (*(row.id for row in DECODE_FAMILIES), merge_states.ID)
 FOUND, NO_TOOL = 9, 2
 CAUSAL = {"causal": True}
 SMALL = {"nheads": 4, "nheads_k": 2, "head_dim": 64}

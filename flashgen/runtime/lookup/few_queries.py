@@ -2,8 +2,7 @@
 
 A forward pass has a CTA for each key head of each sequence, where the heads of a group are in one tile, and that CTA
 reads all keys of the sequence alone. So with few sequences most SMs are idle, for as long as the keys take. A decode
-family shares the keys among all SMs, and costs a merge. Which is faster follows from sizes that a host knows: see
-docs/decisions/few-queries.md for the figures.
+family shares the keys among all SMs, and costs a merge. Which is faster follows from sizes that a host knows.
 
 A config that the caller names, and a query offset other than the default, are left to the forward families. So is what
 no decode family computes, with its reason.
