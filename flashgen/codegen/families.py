@@ -15,7 +15,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.features.table import asked
 from flashgen.core.names import meant
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import DECODE, Specialization
 
 FAMILIES: tuple[KernelFamily, ...] = (
     HOPPER_FORWARD,
@@ -28,8 +28,7 @@ FAMILIES: tuple[KernelFamily, ...] = (
 """Every kernel family of forward and backward passes, in the order in which their defaults are preferred."""
 
 DECODE_FAMILIES: tuple[KernelFamily, ...] = (PORTABLE_DECODE,)
-"""Those of decoding over caches, which have no workloads yet: nothing is tuned, and the first one that applies serves
-with its default at the sizes of a call."""
+"""Those of decoding over caches, which end without a launcher."""
 
 
 def family(family_id: str) -> KernelFamily:
@@ -41,7 +40,7 @@ def family(family_id: str) -> KernelFamily:
     for row in (*FAMILIES, *DECODE_FAMILIES):
         if row.id == family_id:
             return row
-    known = [row.id for row in FAMILIES]
+    known = [row.id for row in (*FAMILIES, *DECODE_FAMILIES)]
     raise ConfigError(f"a kernel family is one of {', '.join(known)}, got {family_id!r}{meant(family_id, known)}")
 
 
@@ -68,8 +67,15 @@ def validate(config: Config) -> Config:
 
 
 def reasons(spec: Specialization, device: Device) -> dict[str, str | None]:
-    """For every family id the reason why it does not serve `spec` on `device`, or None where it does."""
-    return {row.id: unsupported(row, spec, device) for row in FAMILIES}
+    """For every family id the reason why it does not serve `spec` on `device`, or None where it does.
+
+    Families of passes and those of decoding have nothing to do with each other, and are not listed together.
+    """
+    return {row.id: unsupported(row, spec, device) for row in _rows(spec)}
+
+
+def _rows(spec: Specialization) -> tuple[KernelFamily, ...]:
+    return DECODE_FAMILIES if spec.direction == DECODE else FAMILIES
 
 
 def unsupported(row: KernelFamily, spec: Specialization, device: Device) -> str | None:
@@ -100,8 +106,8 @@ def applicable(spec: Specialization, device: Device, only: Sequence[str] = ()) -
         ConfigError: `only` names a family that there is not.
         UnsupportedError: there is none; the message lists every family with its reason.
     """
-    among = {family(name).id for name in only} or {row.id for row in FAMILIES}
-    rows = tuple(row for row in FAMILIES if row.id in among and unsupported(row, spec, device) is None)
+    among = {family(name).id for name in only} or {row.id for row in _rows(spec)}
+    rows = tuple(row for row in _rows(spec) if row.id in among and unsupported(row, spec, device) is None)
     if not rows:
         why = {name: reason for name, reason in reasons(spec, device).items() if name in among}
         listed = "; ".join(f"{name}: {reason}" for name, reason in why.items())
@@ -112,6 +118,12 @@ def applicable(spec: Specialization, device: Device, only: Sequence[str] = ()) -
 def fitted(config: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:
     """A valid config as it is best at sizes that a specialization does not know; most families have one for all."""
     return family(config.family).fitted(spec, config, sizes, device)
+
+
+def usual(default: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:
+    """A family's default as it serves sizes without any record: of most families as any config fits them."""
+    row = family(default.family)
+    return (row.usual or row.fitted)(spec, default, sizes, device)
 
 
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
@@ -140,16 +152,9 @@ def exact_sibling(config: Config, spec: Specialization) -> Config:
 
 
 def decode_config(spec: Specialization, sizes: Sizes, device: Device) -> Config:
-    """The config that serves a decode call: the default of the first family that applies, as it is best at the sizes.
+    """The config that serves a step of decoding without any record.
 
     Raises:
-        UnsupportedError: there is none; the message lists every family with its reason.
+        UnsupportedError: no family applies; the message lists every family with its reason.
     """
-    why = {}
-    for row in DECODE_FAMILIES:
-        reason = unsupported(row, spec, device)
-        if reason is None:
-            return row.fitted(spec, row.default(spec, device), sizes, device)
-        why[row.id] = reason
-    listed = "; ".join(f"{name}: {reason}" for name, reason in why.items())
-    raise UnsupportedError(f"no kernel family serves {spec.key} on {device.name} ({device.arch}): {listed}")
+    return usual(default_config(spec, device), spec, sizes, device)

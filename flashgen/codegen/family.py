@@ -194,6 +194,7 @@ class KernelFamily:
             or follow from sizes that it does not know.
         knob_rows: knobs that are enumerated together, because most combinations of their values are never valid.
         fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
+        usual: the default at such sizes, where a rule chooses more of it than what follows from them; None is `fitted`.
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
         successor: of a config that the family offered once and no more, the one most like it that it offers today
             (whether valid or not); any other config itself.
@@ -221,6 +222,7 @@ class KernelFamily:
     allowed_values: Callable[[Specialization], dict[str, tuple[KnobValue, ...]]] = _all_values
     knob_rows: Callable[[], KnobRows] = _no_knob_rows
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
+    usual: Callable[[Specialization, Config, Sizes, Device], Config] | None = None
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
     successor: Callable[[Specialization, Config], Config] = _itself
     exact_sibling: Callable[[Specialization, Config], Config] = _itself

@@ -17,8 +17,14 @@ Position = tuple[float, float, float, float, float]
 
 
 def position(workload: Workload) -> Position:
-    """Where a workload lies among those of its class: lengths, heads times batch, group size, width of the window."""
+    """Where a workload lies among those of its class: lengths, heads times batch, group size, width of the window.
+
+    Of a step of decoding: query rows of a key head, keys that they see, and sequences times key heads.
+    """
     w = workload
+    if w.is_decode:
+        rows = w.seqlen_q * (w.nheads // w.nheads_k)
+        return decode_position(rows, _visible_keys(w) or w.seqlen_k, w.batch * w.nheads_k)
     return position_of(w.seqlen_q, w.seqlen_k, w.batch * w.nheads, w.nheads // w.nheads_k, _visible_keys(w))
 
 
@@ -31,6 +37,11 @@ def position_of(seqlen_q: int, seqlen_k: int, heads: int, group: int, visible_ke
         _log(group) * GROUPS_WEIGHT,
         _log(visible_keys),
     )
+
+
+def decode_position(rows: int, visible_keys: int, pairs: int) -> Position:
+    """Where a step of decoding lies: what a program does for a pair, how long that takes, and how many pairs are."""
+    return (_log(rows), _log(visible_keys), _log(pairs), 0.0, 0.0)
 
 
 def distance(one: Position, other: Position) -> float:

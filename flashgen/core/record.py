@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
+from flashgen.core.lengths import PROFILES
 from flashgen.core.workload import Workload
 
 STAGES = ("build", "launch", "verify", "timeout", "memory", "resources")
@@ -39,7 +40,8 @@ class Measurement:
     rounds do not compare on a card that changes its clock. Errors are against the float64 oracle.
 
     `times_ms` are of normal random numbers. `hard_times_ms` has the times of the same rounds on data that is hard for
-    kernels whose time depends on it (`measure.data_kinds.hard_kind`), and is empty where none were taken.
+    kernels whose time depends on it (`measure.data_kinds.hard_kind`), and is empty where none were taken. Of decoding,
+    `times_ms` are of the first of the workload's profiles of lengths, and `profile_times_ms` has those of the others.
     """
 
     times_ms: tuple[float, ...]
@@ -48,6 +50,7 @@ class Measurement:
     reference_ms: float | None = None
     sm_clock_mhz: float | None = None
     hard_times_ms: tuple[float, ...] = ()
+    profile_times_ms: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.times_ms or any(not 0 < t < float("inf") for t in self.times_ms):
@@ -58,6 +61,14 @@ class Measurement:
             raise MeasureError(
                 f"times on hard data are of the same rounds as {self.times_ms}, got {self.hard_times_ms}"
             )
+
+        for profile, times_ms in self.profile_times_ms:
+            if profile not in PROFILES or any(not 0 < t < float("inf") for t in times_ms):
+                raise MeasureError(
+                    f"times on a profile of lengths are finite and above 0 ms, got {profile}: {times_ms}"
+                )
+            if len(times_ms) != len(self.times_ms):
+                raise MeasureError(f"times on {profile} are of the same rounds as {self.times_ms}, got {times_ms}")
 
     @property
     def median_ms(self) -> float:
@@ -70,12 +81,28 @@ class Measurement:
         return statistics.median(self.hard_times_ms) if self.hard_times_ms else None
 
     @property
+    def profile_ms(self) -> dict[str, float]:
+        """The medians over all windows on each profile of lengths but the first, by name."""
+        return {profile: statistics.median(times_ms) for profile, times_ms in self.profile_times_ms}
+
+    @property
     def balanced(self) -> Measurement:
-        """The same with one time for each round, the geometric mean of both; itself without times on hard data."""
-        if not self.hard_times_ms:
+        """The same with one time for each round, the geometric mean of those on all data; itself if that is one."""
+        kinds = (self.hard_times_ms, *(times_ms for _, times_ms in self.profile_times_ms))
+        every = [self.times_ms, *(times_ms for times_ms in kinds if times_ms)]
+        if len(every) == 1:
             return self
-        both = zip(self.times_ms, self.hard_times_ms, strict=True)
-        return replace(self, times_ms=tuple(math.sqrt(normal * hard) for normal, hard in both), hard_times_ms=())
+        means = tuple(math.prod(times) ** (1 / len(every)) for times in zip(*every, strict=True))
+        return replace(self, times_ms=means, hard_times_ms=(), profile_times_ms=())
+
+    def times(self, factor: float) -> Measurement:
+        """The same with all but the reference's times multiplied."""
+        return replace(
+            self,
+            times_ms=tuple(factor * time for time in self.times_ms),
+            hard_times_ms=tuple(factor * time for time in self.hard_times_ms),
+            profile_times_ms=tuple((name, tuple(factor * t for t in each)) for name, each in self.profile_times_ms),
+        )
 
     @property
     def spread(self) -> float:

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
-from flashgen.core.checks import MAX_SIZE, flag, is_name_in, text, whole_number
+from flashgen.core.checks import MAX_SIZE, flag, is_name_in, whole_number
 from flashgen.core.errors import WorkloadError
-from flashgen.core.features.table import FEATURES
-from flashgen.core.names import meant
+from flashgen.core.keys import (
+    ALL_DIRECTIONS,
+    BROADCASTS,
+    DECODE,
+    DTYPE_BYTES,
+    SHORT,
+    SIZED,
+    TOKENS,
+    VARIANTS,
+    fields_of,
+    flag_tokens,
+    tokens_of,
+)
+from flashgen.core.lengths import PROFILES, lengths_of, page_class, profiles_of
 from flashgen.core.quoting import shown
 from flashgen.core.score_mods import ScoreMods
 
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
-"""Bytes of one element, by the dtype names used in keys and databases; tf32 is fp32 data in products of TF32."""
-
-MAX_KEY = 1000
-"""Characters of a key; the longest that there can be has about 200."""
-
-BROADCASTS = ("", "full", "keys")
-"""Kinds of a bias or a mask: none; one value for every query and key; one for every key, the same for all queries."""
-
-DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
-
-DECODE = "decode"
-"""The direction of a `Specialization` of decoding over caches; a `Workload` has none of it."""
-
-_ALL_DIRECTIONS = {**DIRECTIONS, "dec": DECODE}
-_SHORT = {direction: token for token, direction in _ALL_DIRECTIONS.items()}
+__all__ = ["BACKWARD_FLOPS_RATIO", "BROADCASTS", "DECODE", "DTYPE_BYTES", "Specialization", "Workload"]
 
 BACKWARD_FLOPS_RATIO = 2.5
 """Five matrix products instead of two (FlashAttention-2, section 4)."""
@@ -46,6 +42,10 @@ class Workload:
     not part of its identity, and so are the values of softcap, slopes, sinks, bias and mask. `bias` and `mask` name
     a kind: "full" has a value for every query and key, "keys" one for every key alone (broadcast over the queries).
     `deterministic` asks a backward pass for the same bits every time; forward passes always give them.
+
+    A step of decoding has what a host knows of it: `seqlen_q` queries of each sequence at most, and `seqlen_k` keys
+    that there is room for. `lengths` names the profile of lengths that it is measured on (`core.lengths`), or is empty
+    for batches of any lengths. A single query is the last one, and neither causal nor a right edge matters.
 
     Raises:
         WorkloadError: a field breaks a rule; the message names the rule and the value.
@@ -71,41 +71,47 @@ class Workload:
     varlen: bool = False
     page_size: int | None = None
     deterministic: bool = False
+    lengths: str = ""
 
     def __post_init__(self) -> None:
         _check_sizes(self)
         _check_features(self)
-        if self.direction == "forward":
+        if self.direction != "backward":
             object.__setattr__(self, "deterministic", False)
+        if self.is_decode and self.seqlen_q == 1:
+            object.__setattr__(self, "causal", False)
+            object.__setattr__(self, "window_right", None)
         _canonical_window(self)
 
     @property
     def key(self) -> str:
         """A readable identity, e.g. `fwd-bf16-b4-h32-hk8-sq4096-sk4096-d128-causal`; `parse` reads it back."""
-        short = "fwd" if self.direction == "forward" else "bwd"
-        parts = [short, self.dtype, f"b{self.batch}", f"h{self.nheads}", f"hk{self.nheads_k}"]
+        parts = [SHORT[self.direction], self.dtype, f"b{self.batch}", f"h{self.nheads}", f"hk{self.nheads_k}"]
         parts += [f"sq{self.seqlen_q}", f"sk{self.seqlen_k}", f"d{self.head_dim}"]
         if self.head_dim_v != self.head_dim:
             parts.append(f"dv{self.head_dim_v}")
-        sized = ((prefix, getattr(self, field)) for prefix, field in _SIZED.items())
+        sized = ((prefix, getattr(self, field)) for prefix, field in SIZED.items())
         parts += [f"{prefix}{value}" for prefix, value in sized if value is not None]
-        return "-".join([*parts, *_flags(self)])
+        return "-".join([*parts, *flag_tokens(self), *([self.lengths] if self.lengths else [])])
 
     @classmethod
     def parse(cls, text: str) -> Workload:
         """Read a key or its shorthand, in which tokens may come in any order and defaults may be left out.
 
-        `s4096` sets both sequence lengths: `b4-h32-hk8-s4096-d128-causal`.
+        `s4096` sets both sequence lengths: `b4-h32-hk8-s4096-d128-causal`. A step of decoding has one query where none
+        are given: `dec-b64-h32-hk8-sk8192-d128-page16`.
 
         Raises:
             WorkloadError: a token is unknown or repeated, or a needed one is missing.
         """
         values: dict[str, object] = {}
-        for token in _tokens("a shape", text):
-            for name, value in _token(token, text).items():
+        for token in tokens_of("a shape", text):
+            for name, value in fields_of(token, text).items():
                 if name in values:
                     raise WorkloadError(f"a shape names each field once, but {token!r} repeats {name} in {text!r}")
                 values[name] = value
+        if values.get("direction") == DECODE and "seqlen_k" in values:
+            values.setdefault("seqlen_q", 1)
         missing = [name for name in ("batch", "nheads", "seqlen_q", "head_dim") if name not in values]
         if missing:
             raise WorkloadError(
@@ -114,34 +120,66 @@ class Workload:
         return cls(**values)  # type: ignore[arg-type]
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it is a step of decoding."""
+        return self.direction == DECODE
+
+    @property
+    def each_length(self) -> tuple[int, ...]:
+        """Keys of each sequence: of decoding those of the profile, else `seqlen_k`."""
+        return lengths_of(self.lengths, self.batch, self.seqlen_k)
+
+    @property
+    def profiles(self) -> tuple[Workload, ...]:
+        """What of a step of decoding is measured, itself with each of its profiles of lengths; empty for passes."""
+        if not self.is_decode:
+            return ()
+        return tuple(replace(self, lengths=profile) for profile in profiles_of(self.lengths, self.batch))
+
+    @property
     def visible_pairs(self) -> int:
-        """Query-key pairs of one head that the causal mask and the window leave visible."""
-        if not self.seqlen_q or not self.seqlen_k:
-            return 0
-        offset = self.seqlen_k - self.seqlen_q
-        right = 0 if self.causal else self.window_right
-        end = self.seqlen_q * self.seqlen_k
-        if right is not None:
-            end = _clamped_sum(self.seqlen_q, offset + right + 1, self.seqlen_k)
-        start = 0
-        if self.window_left is not None:
-            start = _clamped_sum(self.seqlen_q, offset - self.window_left, self.seqlen_k)
-        return end - start
+        """Query-key pairs of one head that the causal mask and the window leave visible; of the longest sequence."""
+        return self._pairs(self.seqlen_k)
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the visible pairs (two per multiply-add, softmax not counted)."""
-        products = 2 * self.batch * self.nheads * self.visible_pairs * (self.head_dim + self.head_dim_v)
-        return products if self.direction == "forward" else int(BACKWARD_FLOPS_RATIO * products)
+        pairs = sum(map(self._pairs, self.each_length)) if self.lengths else self.batch * self.visible_pairs
+        products = 2 * self.nheads * pairs * (self.head_dim + self.head_dim_v)
+        return int(BACKWARD_FLOPS_RATIO * products) if self.direction == "backward" else products
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes moved through device memory: every tensor once, and the fp32 LSE."""
+        """Fewest bytes moved through device memory: every tensor once, and the fp32 LSE; of a cache visible keys."""
         query_rows = self.batch * self.nheads * self.seqlen_q
-        key_rows = self.batch * self.nheads_k * self.seqlen_k
+        key_rows = self.nheads_k * self._keys_read()
         elements = (query_rows + key_rows) * (self.head_dim + self.head_dim_v)
-        copies = 1 if self.direction == "forward" else 2
+        copies = 2 if self.direction == "backward" else 1
         return copies * elements * DTYPE_BYTES[self.dtype] + 4 * query_rows
+
+    @property
+    def cache_bytes(self) -> int:
+        """Fewest bytes of keys and values that are read, once."""
+        return self.nheads_k * self._keys_read() * (self.head_dim + self.head_dim_v) * DTYPE_BYTES[self.dtype]
+
+    def _keys_read(self) -> int:
+        if not self.is_decode:
+            return self.batch * self.seqlen_k
+        reach = self.seqlen_k if self.window_left is None else self.window_left + self.seqlen_q
+        return sum(min(length, reach) for length in self.each_length)
+
+    def _pairs(self, seqlen_k: int) -> int:
+        if not self.seqlen_q or not seqlen_k:
+            return 0
+        offset = seqlen_k - self.seqlen_q
+        right = 0 if self.causal else self.window_right
+        end = self.seqlen_q * seqlen_k
+        if right is not None:
+            end = _clamped_sum(self.seqlen_q, offset + right + 1, seqlen_k)
+        start = 0
+        if self.window_left is not None:
+            start = _clamped_sum(self.seqlen_q, offset - self.window_left, seqlen_k)
+        return end - start
 
     @property
     def specialization(self) -> Specialization:
@@ -151,22 +189,6 @@ class Workload:
     def with_shape(self, **changes: int) -> Workload:
         """The same problem class at another shape."""
         return replace(self, **changes)  # type: ignore[arg-type]
-
-
-_TOKENS = tuple(token for feature in FEATURES for token in feature.tokens)
-FLAGS = {token.text: {token.field: True} for token in _TOKENS if token.value is True}
-"""Tokens of a key for what is there or not, and the field that each sets."""
-
-KINDS = {token.text: {token.field: token.value} for token in _TOKENS if isinstance(token.value, str)}
-"""Tokens of a key that name the kind of a bias or a mask."""
-
-_SIZED = {token.text: token.field for token in _TOKENS if token.value is None}
-"""Prefixes of tokens with a number, which is that of a field."""
-
-
-def _flags(value: Workload | Specialization) -> list[str]:
-    """The tokens of a key for features without a number, in one order."""
-    return [t.text for t in _TOKENS if t.value is not None and getattr(value, t.field) == t.value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +201,8 @@ class Specialization:
     bias and mask are contiguous along the keys, with every other stride a multiple of 16 bytes. `bias_dtype` and
     `sink_dtype` are empty where they are usual: that of q for a bias, fp32 for sinks. `mods` is the user's own code.
     `bias_grad` says that a backward pass also computes the gradient of the bias. A backward kernel knows no sinks: they
-    are part of the LSE that it starts from, and their own gradient follows from that.
+    are part of the LSE that it starts from, and their own gradient follows from that. Of decoding, causal and a window
+    are numbers of a launch.
     """
 
     direction: str
@@ -207,7 +230,10 @@ class Specialization:
     def __post_init__(self) -> None:
         if self.direction == "backward":
             object.__setattr__(self, "sink", False)
-        if self.direction == "forward" or not self.bias:
+        if self.direction == DECODE:
+            object.__setattr__(self, "causal", False)
+            object.__setattr__(self, "window", False)
+        if self.direction != "backward" or not self.bias:
             object.__setattr__(self, "bias_grad", False)
         storage = "fp32" if self.dtype == "tf32" else self.dtype
         if not self.bias or self.bias_dtype == storage:
@@ -244,11 +270,11 @@ class Specialization:
             is named by its digest only and cannot be read back.
         """
         values: dict[str, object] = {}
-        for token in _tokens("a specialization", text):
-            if token in _ALL_DIRECTIONS:
-                values["direction"] = _ALL_DIRECTIONS[token]
+        for token in tokens_of("a specialization", text):
+            if token in ALL_DIRECTIONS:
+                values["direction"] = ALL_DIRECTIONS[token]
             else:
-                values |= _VARIANTS[token] if token in _VARIANTS else _token(token, text)
+                values |= VARIANTS[token] if token in VARIANTS else fields_of(token, text)
         values.setdefault("head_dim_v", values.get("head_dim"))
         known = {f.name for f in fields(cls)}
         missing = [name for name in ("direction", "dtype", "head_dim") if name not in values]
@@ -260,19 +286,25 @@ class Specialization:
 
     @property
     def workload_class(self) -> str:
-        """The class of workloads that may share a tuned config, e.g. `fwd-bf16-d128-causal`."""
-        parts = [_SHORT[self.direction], self.dtype, f"d{self.head_dim}"]
+        """The class of workloads that may share a tuned config, e.g. `fwd-bf16-d128-causal`.
+
+        Of decoding, pages of nearly the same size are one class (`core.lengths.page_class`).
+        """
+        return self._stem(page_class(self.page_size) if self.direction == DECODE else self.page_size)
+
+    def _stem(self, page_size: int | None) -> str:
+        parts = [SHORT[self.direction], self.dtype, f"d{self.head_dim}"]
         if self.head_dim_v != self.head_dim:
             parts.append(f"dv{self.head_dim_v}")
-        if self.page_size is not None:
-            parts.append(f"page{self.page_size}")
-        return "-".join([*parts, *_flags(self), *(["window"] if self.window else [])])
+        if page_size:
+            parts.append(f"page{page_size}")
+        return "-".join([*parts, *flag_tokens(self), *(["window"] if self.window else [])])
 
     @property
     def key(self) -> str:
-        """`workload_class`, then what is unusual: alignments, dtypes, kind of offset, digests of functions."""
-        parts = [self.workload_class]
-        parts += [token for token, value in _VARIANTS.items() if token != "window" and _has(self, value)]
+        """As `workload_class`, with the page size, then what is unusual: alignments, dtypes, digests of functions."""
+        parts = [self._stem(self.page_size)]
+        parts += [token for token, value in VARIANTS.items() if token != "window" and _has(self, value)]
         return "-".join(parts + ([self.mods.key] if self.mods else []))
 
 
@@ -289,54 +321,8 @@ def _specialization(shared: tuple[Any, ...], variant: tuple[Any, ...]) -> Specia
     return Specialization(**dict(zip((*_SHARED, *_VARIANT), (*shared, *variant), strict=True)))
 
 
-_PLACES = ("class", "alignment", "offset", "dtype", "gradient")
-_VARIANTS: dict[str, dict[str, object]] = {
-    "unaligned": {"aligned16": False},
-    **{
-        variant.text: {variant.field: variant.value}
-        for place in _PLACES
-        for feature in sorted(FEATURES, key=lambda feature: feature.name)
-        for variant in feature.variants
-        if variant.place == place
-    },
-}
-"""Tokens of a specialization's key that a workload's key does not have, in order."""
-
-
 def _has(spec: Specialization, values: dict[str, object]) -> bool:
     return all(getattr(spec, name) == value for name, value in values.items())
-
-
-_INT_TOKENS = {
-    "b": ("batch",),
-    "h": ("nheads",),
-    "hk": ("nheads_k",),
-    "sq": ("seqlen_q",),
-    "sk": ("seqlen_k",),
-    "s": ("seqlen_q", "seqlen_k"),
-    "d": ("head_dim",),
-    "dv": ("head_dim_v",),
-    **{prefix: (field,) for prefix, field in _SIZED.items()},
-}
-
-
-def _tokens(what: str, key: object) -> list[str]:
-    return text(what, key, most=MAX_KEY).strip().split("-")
-
-
-def _token(token: str, text: str) -> dict[str, object]:
-    if token in DIRECTIONS:
-        return {"direction": DIRECTIONS[token]}
-    if token in DTYPE_BYTES:
-        return {"dtype": token}
-    if token in FLAGS or token in KINDS:
-        return dict(FLAGS.get(token) or KINDS[token])
-    match = re.fullmatch(r"([a-z]+)([0-9]+)", token)
-    if match and match[1] in _INT_TOKENS:
-        return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2]))
-    words = [*DIRECTIONS, *DTYPE_BYTES, *FLAGS, *KINDS]
-    known = ", ".join([*DIRECTIONS, *DTYPE_BYTES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS])
-    raise WorkloadError(f"a shape is made of the tokens {known}; {text!r} has {token!r}{meant(token, words)}")
 
 
 def _canonical_window(workload: Workload) -> None:
@@ -363,7 +349,7 @@ _SIZES = (
 )
 """Sizes, the least that each can be, and the one whose value it has where it is not given."""
 
-_FLAGS = tuple(token.field for token in _TOKENS if token.value is True)
+_FLAGS = tuple(token.field for token in TOKENS if token.value is True)
 
 _sizes = attrgetter(*(name for name, _, _ in _SIZES))
 _flag_values = attrgetter(*_FLAGS)
@@ -380,8 +366,11 @@ def _check_sizes(w: Workload) -> None:
 
 
 def _check_features(w: Workload) -> None:
-    if not is_name_in(w.direction, DIRECTIONS.values()):
-        raise WorkloadError(f"direction is forward or backward, got {shown(w.direction)}")
+    if not is_name_in(w.direction, ALL_DIRECTIONS.values()):
+        raise WorkloadError(f"direction is forward, backward or decode, got {shown(w.direction)}")
+    if not is_name_in(w.lengths, ("", *PROFILES)) or (w.lengths and not w.is_decode):
+        known = ", ".join(PROFILES)
+        raise WorkloadError(f"lengths of a decode workload are {known} or empty for any, got {shown(w.lengths)}")
     if not is_name_in(w.dtype, DTYPE_BYTES):
         raise WorkloadError(f"dtype is one of {', '.join(DTYPE_BYTES)}, got {shown(w.dtype)}")
     for name, value in zip(_FLAGS, _flag_values(w), strict=True):

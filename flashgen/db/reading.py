@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,7 +42,7 @@ MAX_TEXT = 16384
 MAX_NAME = 512
 """Characters of a name, a key, a version or a date; as many as there are rows are held at once."""
 
-LONG_TEXTS = frozenset({"knobs", "times_ms", "hard_times_ms", "reason", "anchors", "runners_up"})
+LONG_TEXTS = frozenset({"knobs", "times_ms", "hard_times_ms", "profile_times_ms", "reason", "anchors", "runners_up"})
 """What may have `MAX_TEXT` characters."""
 
 MAX_BASELINES = 64
@@ -67,6 +67,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 T = TypeVar("T", Workload, Device)
 P = TypeVar("P")
+J = TypeVar("J", list[Any], dict[str, Any])
 
 
 def device_of(row: DeviceRow) -> Device:
@@ -146,16 +147,36 @@ def _failure(row: TrialRow) -> Failure:
 
 
 def _times_ms(value: object, name: str = "times_ms") -> tuple[float, ...]:
+    return _list_of_times(_json(name, value, list), name)
+
+
+def _profile_times_ms(value: object) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    name = "profile_times_ms"
+    found = {} if value is None else _json(name, value, dict)
+    if value is not None and not found:
+        raise DatabaseError(f"{name} must name a profile, got {_quoted(value)}")
+    return tuple((profile, _list_of_times(times, name)) for profile, times in found.items())
+
+
+def _json(name: str, value: object, kind: type[J]) -> J:
+    """What a text of JSON holds, which is a list or an object."""
+    what = {list: "list", dict: "object"}[kind]
     try:
-        times = json.loads(typed(name, value, "str"))
+        found = json.loads(typed(name, value, "str"))
     except (ValueError, RecursionError) as error:
-        raise DatabaseError(f"{name} must be a JSON list, got {_quoted(value)}") from error
+        raise DatabaseError(f"{name} must be a JSON {what}, got {_quoted(value)}") from error
+    if not isinstance(found, kind):
+        raise DatabaseError(f"{name} must be a JSON {what}, got {_quoted(value)}")
+    return found
+
+
+def _list_of_times(times: object, name: str) -> tuple[float, ...]:
     if not isinstance(times, list):
-        raise DatabaseError(f"{name} must be a JSON list, got {_quoted(value)}")
+        raise DatabaseError(f"{name} must have lists of times, got {_quoted(times)}")
     try:
         return tuple(float(typed(name, time, "float")) for time in times)
     except OverflowError as error:
-        raise DatabaseError(f"{name} must be finite, got {_quoted(value)}") from error
+        raise DatabaseError(f"{name} must be finite, got {_quoted(times)}") from error
 
 
 def _predicted_time(row: TrialRow) -> float:
@@ -173,6 +194,7 @@ def _measurement(row: RecordRow | TrialRow, hard: str | None = None) -> Measurem
         reference_ms=typed("reference_ms", row.reference_ms, "float | None"),
         sm_clock_mhz=typed("sm_clock_mhz", row.sm_clock_mhz, "float | None"),
         hard_times_ms=() if hard is None else _times_ms(hard, "hard_times_ms"),
+        profile_times_ms=_profile_times_ms(row.profile_times_ms),
     )
     if not 0 <= measured.mean_error <= measured.max_error:
         raise DatabaseError(
@@ -190,10 +212,20 @@ def _possible(workload: Workload, device: Device, outcome: Measurement | Failure
     if outcome is None or isinstance(outcome, Failure):
         return
     times = (*outcome.times_ms, *outcome.hard_times_ms) if isinstance(outcome, Measurement) else (outcome,)
-    least = least_ms(workload, device)
-    if min(times) < least:
+    _reachable(workload, device, times)
+    if isinstance(outcome, Measurement):
+        others = {profile.lengths: profile for profile in workload.profiles[1:]}
+        for name, times_ms in outcome.profile_times_ms:
+            if name not in others:
+                raise DatabaseError(f"{workload.key} is measured on the profiles {list(others)}, got {_quoted(name)}")
+            _reachable(others[name], device, times_ms)
+
+
+def _reachable(workload: Workload, device: Device, times: Iterable[float]) -> None:
+    least, fastest = least_ms(workload, device), min(times)
+    if fastest < least:
         raise DatabaseError(
-            f"{workload.key} takes at least {least:.3g} ms on {device.identity} (peak rates), got {min(times)}"
+            f"{workload.key} takes at least {least:.3g} ms on {device.identity} (peak rates), got {fastest}"
         )
 
 

@@ -124,7 +124,8 @@ def checked_prediction(prediction: Prediction, validate: Validate) -> Prediction
 def _measurement_columns(measurement: Measurement | None) -> dict[str, Any]:
     if measurement is None:
         return {}
-    columns = {**asdict(measurement), "times_ms": json.dumps(measurement.times_ms)}
+    profiles = json.dumps(dict(measurement.profile_times_ms)) if measurement.profile_times_ms else None
+    columns = {**asdict(measurement), "times_ms": json.dumps(measurement.times_ms), "profile_times_ms": profiles}
     del columns["hard_times_ms"]  # of records alone: trials are timed on normal data
     return columns
 

@@ -1,8 +1,8 @@
 """The tables of a tuning database, and nothing else.
 
 A column per field; identities and foreign keys are UNIQUE constraints, so that a second row for the same thing cannot
-exist. Times are a JSON list of milliseconds and knobs a JSON object, because their length differs from row to row; so
-are the baselines and runners-up of the history, which nothing asks for on their own.
+exist. Times are a JSON list of milliseconds, and knobs and times on profiles of lengths a JSON object, because their
+length differs from row to row; so are the baselines and runners-up of the history, which nothing asks for on their own.
 A change here needs a new revision in `migrations/versions`, a new `SCHEMA_VERSION` in `flashgen.db.layout`, and the
 same change in the plain SQL of `flashgen.db.reader`.
 """
@@ -79,6 +79,7 @@ class WorkloadRow(Base):
     varlen: Mapped[bool]
     page_size: Mapped[int | None]
     deterministic: Mapped[bool] = mapped_column(server_default=false())
+    lengths: Mapped[str] = mapped_column(server_default="")
 
 
 class RecordRow(Base):
@@ -110,6 +111,7 @@ class RecordRow(Base):
     driver_version: Mapped[str]
     created: Mapped[str]
     hard_times_ms: Mapped[str | None]
+    profile_times_ms: Mapped[str | None]
 
     workload: Mapped[WorkloadRow | None] = relationship()
     device: Mapped[DeviceRow | None] = relationship()
@@ -179,6 +181,7 @@ class ReplacedRow(Base):
     moment: Mapped[str]
     reason: Mapped[str]
     source: Mapped[str]
+    profile_times_ms: Mapped[str | None]
 
     workload: Mapped[WorkloadRow | None] = relationship()
     device: Mapped[DeviceRow | None] = relationship()
@@ -210,6 +213,7 @@ class TrialRow(Base):
     reference_ms: Mapped[float | None]
     sm_clock_mhz: Mapped[float | None]
     created: Mapped[str]
+    profile_times_ms: Mapped[str | None]
 
     workload: Mapped[WorkloadRow | None] = relationship()
     device: Mapped[DeviceRow | None] = relationship()

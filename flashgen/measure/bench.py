@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
-from flashgen.codegen.families import FAMILIES, default_config, exact_sibling, fitted
+from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, default_config, exact_sibling, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Failure
-from flashgen.core.workload import Specialization, Workload
+from flashgen.core.workload import DECODE, Specialization, Workload
 from flashgen.launch.backward import backward_geometry
+from flashgen.launch.decode_plan import DecodePlan
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import make_backward_plan, make_plan
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure.backward_verification_case import BackwardFactory
 from flashgen.measure.data_kinds import NORMAL, hard_kind
+from flashgen.measure.decode_case import DecodeFactory
+from flashgen.measure.decode_launch import decode_factory
 from flashgen.measure.directions import DIRECTIONS, VerificationCase
 from flashgen.measure.inputs import rotation_copies
-from flashgen.measure.odd_shapes import Factory, OddShape, check_odd
+from flashgen.measure.odd_shapes import Factory, Titled, check_odd
 from flashgen.measure.protocol import specialization
 from flashgen.measure.timing import Run, Stopwatch, Unit, make_unit
 from flashgen.measure.verify import Errors, KernelFactory
@@ -50,7 +53,8 @@ class Toolchain(Protocol):
         """Build the kernels of a config (a second time it is cheap).
 
         Returns:
-            A `KernelFactory`, or a `BackwardFactory` for the specialization of a backward pass.
+            A `KernelFactory`, or what the specialization of another direction has: a `BackwardFactory` or a
+            `DecodeFactory`.
 
         Raises:
             BuildError: it cannot be built.
@@ -94,7 +98,7 @@ class GpuToolchain:
 
     def is_deterministic(self, config: Config) -> bool:
         """See `Toolchain`."""
-        return any(row.id == config.family and row.is_deterministic for row in FAMILIES)
+        return any(row.id == config.family and row.is_deterministic for row in (*FAMILIES, *DECODE_FAMILIES))
 
     def exact_sibling(self, spec: Specialization, config: Config) -> Config:
         """See `Toolchain`."""
@@ -103,7 +107,7 @@ class GpuToolchain:
     def default(self, workload: Workload) -> Config:
         """See `Toolchain`."""
         spec = specialization(workload)
-        return fitted(default_config(spec, self._device), spec, Sizes.of(workload), self._device)
+        return usual(default_config(spec, self._device), spec, Sizes.of(workload), self._device)
 
 
 def _forward_factory(compiled: CompiledKernel, spec: Specialization, config: Config, index: int) -> KernelFactory:
@@ -116,9 +120,14 @@ def _backward_factory(compiled: CompiledKernel, spec: Specialization, config: Co
     )
 
 
+def _decode_factory(compiled: CompiledKernel, spec: Specialization, config: Config, index: int) -> DecodeFactory:
+    return decode_factory(DecodePlan(compiled, config, index), index)
+
+
 _FACTORIES: dict[str, Callable[[CompiledKernel, Specialization, Config, int], Factory]] = {
     "forward": _forward_factory,
     "backward": _backward_factory,
+    DECODE: _decode_factory,
 }
 
 
@@ -127,31 +136,36 @@ class State:
     """What all candidates of one workload share.
 
     `baselines` holds what was made ready of torch's backends and, where none can run, of the default config, by name;
-    None is what cannot run. `hard` is the workload on its hard data, once that was asked for.
+    None is what cannot run. `hard` is the workload on its hard data, once that was asked for. `profiles` are the other
+    profiles of lengths that a step of decoding is measured on, by name; `problem` is the first one.
     """
 
     workload: Workload
     problem: VerificationCase
     baselines: dict[str, Unit | None]
     hard: VerificationCase | None = None
+    profiles: dict[str, VerificationCase] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
-        return self.problem.nbytes + (self.hard.nbytes if self.hard else 0)
+        cases = [self.problem, *self.profiles.values(), *([self.hard] if self.hard else [])]
+        return sum(case.nbytes for case in cases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A kernel that has passed the gate: its errors on the workload, how to time it, and how to judge it again.
 
-    `hard_run` is there if it was asked for on hard data as well.
+    `hard_run` is there if it was asked for on hard data as well, and `profile_runs` has those on other profiles of
+    lengths, by name.
     """
 
     errors: Errors
     run: Run
     check: Callable[[], Errors | Failure]
     hard_run: Run | None = None
+    profile_runs: dict[str, Run] = field(default_factory=dict)
 
 
 class Bench:
@@ -175,7 +189,7 @@ class Bench:
         self._stopwatch = stopwatch
         self._keep_bytes = keep_bytes
         self._states: OrderedDict[Workload, State] = OrderedDict()
-        self._odd: OrderedDict[Specialization, tuple[tuple[OddShape, VerificationCase], ...]] = OrderedDict()
+        self._odd: OrderedDict[Specialization, Sequence[tuple[Titled, VerificationCase]]] = OrderedDict()
         self._odd_verdicts: dict[tuple[Specialization, Config], Failure | None] = {}
 
     def state(self, workload: Workload) -> State:
@@ -234,15 +248,24 @@ class Bench:
 
         def check() -> Errors | Failure:
             verdict = state.problem.run(factory, repeats, out_alone=out_alone)
+            for name, case in state.profiles.items():
+                if not isinstance(verdict, Failure):
+                    verdict = _on("lengths of the profile " + name, case.run(factory, repeats), verdict)
             if hard is None or isinstance(verdict, Failure):
                 return verdict
-            return _on_hard_data(hard, factory, repeats, out_alone=out_alone) or verdict
+            return _on("hard data", hard.run(factory, repeats, out_alone=out_alone), verdict)
 
         verdict = check()
         if isinstance(verdict, Failure):
             return verdict
         hard_run = None if hard is None else hard.timed(factory)
-        return Candidate(errors=verdict, run=state.problem.timed(factory), check=check, hard_run=hard_run)
+        return Candidate(
+            errors=verdict,
+            run=state.problem.timed(factory),
+            check=check,
+            hard_run=hard_run,
+            profile_runs={name: case.timed(factory) for name, case in state.profiles.items()},
+        )
 
     def sdpa(self, state: State, impl: str) -> Unit | None:
         """One of torch's backends on the workload, or None if it cannot run it or computes something else."""
@@ -267,7 +290,13 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _make_state(self, workload: Workload) -> State:
-        return State(workload=workload, problem=self._problem(workload, NORMAL), baselines={})
+        first, *others = workload.profiles or (workload,)
+        return State(
+            workload=workload,
+            problem=self._problem(first, NORMAL),
+            baselines={},
+            profiles={each.lengths: self._problem(each, NORMAL) for each in others},
+        )
 
     def _hard_case(self, workload: Workload, data: str) -> VerificationCase | None:
         try:
@@ -311,8 +340,8 @@ class Bench:
         return state.baselines[DEFAULT]
 
 
-def _on_hard_data(case: VerificationCase, factory: Factory, repeats: int, *, out_alone: bool) -> Failure | None:
-    verdict = case.run(factory, repeats, out_alone=out_alone)
-    return (
-        Failure(stage=verdict.stage, reason=f"on hard data: {verdict.reason}") if isinstance(verdict, Failure) else None
-    )
+def _on(what: str, verdict: Errors | Failure, errors: Errors) -> Errors | Failure:
+    """The failure on other inputs of a config that passed on the usual ones, or its errors on both."""
+    if isinstance(verdict, Failure):
+        return Failure(stage=verdict.stage, reason=f"on {what}: {verdict.reason}")
+    return errors

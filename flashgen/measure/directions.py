@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from flashgen.core.record import Failure
-from flashgen.core.workload import Specialization, Workload
+from flashgen.core.workload import DECODE, Specialization, Workload
 from flashgen.measure import backward_baselines, baselines
 from flashgen.measure.backward_verification_case import backward_odd_problems, backward_problem
 from flashgen.measure.baselines import BaselineCall
-from flashgen.measure.odd_shapes import Factory, OddShape, odd_problems
+from flashgen.measure.decode_case import decode_problem
+from flashgen.measure.decode_odd import odd_decode_problems
+from flashgen.measure.odd_shapes import Factory, Titled, odd_problems
 from flashgen.measure.timing import Run
 from flashgen.measure.verification_case import forward_problem
 from flashgen.measure.verify import Errors
 
 
 class VerificationCase(Protocol):
-    """Inputs of one call with their right answer, of either direction.
+    """Inputs of one call with their right answer, of any direction.
 
     A factory is what `Toolchain.factory` makes for a specialization of the same direction.
     """
@@ -59,9 +61,13 @@ class Direction:
     """
 
     problem: Callable[[Workload, int, int, torch.device, str], VerificationCase]
-    odd_problems: Callable[[Specialization, torch.device], tuple[tuple[OddShape, VerificationCase], ...]]
+    odd_problems: Callable[[Specialization, torch.device], Sequence[tuple[Titled, VerificationCase]]]
     baseline: Callable[[str, Workload, Any], BaselineCall | str]
     repeats: int
+
+
+def _no_baseline(impl: str, workload: Workload, problem: object) -> str:
+    return "torch's attention knows no lengths and no pages"
 
 
 DIRECTIONS = {
@@ -69,5 +75,6 @@ DIRECTIONS = {
     "backward": Direction(
         problem=backward_problem, odd_problems=backward_odd_problems, baseline=backward_baselines.prepared, repeats=2
     ),
+    DECODE: Direction(problem=decode_problem, odd_problems=odd_decode_problems, baseline=_no_baseline, repeats=1),
 }
 """By `Workload.direction`. No family of forward kernels has sums without a fixed order: nothing is repeated there."""

@@ -115,11 +115,21 @@ CAP_SHAPES = (OddShape(seqlen_q=200, seqlen_k=700, batch=1, nheads_k=2, form=Fea
 
 
 Factory = Callable[..., Any]
-"""Makes what a problem of its direction launches: a `verify.KernelFactory` or a `backward_problem.BackwardFactory`."""
+"""Makes what a problem of its direction launches: a `verify.KernelFactory`, a `backward_problem.BackwardFactory` or a
+`decode_case.DecodeFactory`."""
+
+
+class Titled(Protocol):
+    """A shape that failures name."""
+
+    @property
+    def title(self) -> str:
+        """How a failure names it."""
+        ...
 
 
 class Runnable(Protocol):
-    """A problem of either direction."""
+    """A problem of any direction."""
 
     def run(self, factory: Any, repeats: int = 0, *, out_alone: bool = False) -> Errors | Failure:
         """Run a kernel, judge what it wrote, and ask for the same bits so many times more."""
@@ -160,7 +170,7 @@ def odd_shapes(spec: Specialization) -> tuple[OddShape, ...]:
 
 
 def check_odd(
-    factory: Factory, problems: Sequence[tuple[OddShape, Runnable]], repeats: int = 0, *, out_alone: bool = False
+    factory: Factory, problems: Sequence[tuple[Titled, Runnable]], repeats: int = 0, *, out_alone: bool = False
 ) -> Failure | None:
     """Run a kernel on all odd shapes; the first failure, naming its shape, or None."""
     for shape, problem in problems:

@@ -52,17 +52,21 @@ class EvaluateJob:
 
     A candidate whose single probe exceeds `drop_above_ms` (usually twice the best so far) is timed no further: its
     `Measurement` then holds that one time alone. `window_s` is the length of the short measured window, split into
-    three parts with the reference kernel in between.
+    three parts with the reference kernel in between, each after `warm_s` seconds unmeasured. A step of decoding has a
+    window for each profile of lengths.
     """
 
     workload: Workload
     config: Config
     drop_above_ms: float | None = None
     window_s: float = 0.045
+    warm_s: float = 0.005
 
     def __post_init__(self) -> None:
-        if not 0 < self.window_s < 60:
-            raise MeasureError(f"a window lasts more than 0 s and less than 60 s, got {self.window_s}")
+        if not 0 < self.window_s < 60 or not 0 <= self.warm_s < 60:
+            raise MeasureError(
+                f"a window lasts more than 0 s and less than 60 s, got {self.window_s} and {self.warm_s}"
+            )
         if self.drop_above_ms is not None and self.drop_above_ms <= 0:
             raise MeasureError(f"drop_above_ms is None or above 0, got {self.drop_above_ms}")
 
@@ -98,7 +102,8 @@ class RaceJob:
     @property
     def windows(self) -> int:
         """Windows of all configs in a round."""
-        return len(self.configs) * (2 if self.hard else 1)
+        kinds = max(1, len(self.workload.profiles)) + (1 if self.hard and not self.workload.is_decode else 0)
+        return len(self.configs) * kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

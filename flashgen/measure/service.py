@@ -42,7 +42,6 @@ Units = tuple[Unit, ...]
 SHORT_ROUNDS = 3
 """Parts of the short window, each beside a shorter window of the reference kernel."""
 
-SHORT_WARM_MS = 5.0
 REFERENCE_SHARE = 0.5
 """Length of the reference kernel's short windows, as a share of the candidate's."""
 
@@ -128,20 +127,21 @@ class Judge:
         ready = self._ready(state, job.config, 0)
         if isinstance(ready, Failure):
             return ready
-        candidate, (unit,) = ready
+        candidate, units = ready
+        unit = units[0]
         probe = measure(unit, self._stopwatch, warm_ms=0.0, window_ms=unit.ms)
         if job.drop_above_ms is not None and probe.ms > job.drop_above_ms:
-            return _measurement(candidate, [probe])
+            return _measurement(candidate, [[probe]])
         reference = self._bench.reference(state)
         part_ms = 1e3 * job.window_s / SHORT_ROUNDS
-        mine: list[Window] = []
+        mine: list[list[Window]] = [[] for _ in units]
         theirs: list[Window] = []
         for number in range(SHORT_ROUNDS):
-            turns = [(unit, part_ms, mine)]
+            turns = [(each, part_ms, windows) for each, windows in zip(units, mine, strict=True)]
             if reference is not None:
                 turns.append((reference, REFERENCE_SHARE * part_ms, theirs))
             for who, window_ms, windows in turns if number % 2 else reversed(turns):
-                windows.append(measure(who, self._stopwatch, warm_ms=SHORT_WARM_MS, window_ms=window_ms))
+                windows.append(measure(who, self._stopwatch, warm_ms=1e3 * job.warm_s, window_ms=window_ms))
         return _measurement(candidate, mine, reference_ms=_median(theirs) if theirs else None)
 
     def _race(self, job: RaceJob) -> RaceResult | Failure:
@@ -172,19 +172,20 @@ class Judge:
         for index, (candidate, _) in racers.items():
             mine = [each for (subject, _), each in zip(turns, windows, strict=True) if subject == index]
             wrong = self._attempt(partial(self._check_again, candidate, index))
-            outcomes[index] = wrong or _measurement(candidate, *mine, reference_ms=reference_ms)
+            outcomes[index] = wrong or _measurement(candidate, mine, reference_ms=reference_ms)
         found = tuple(Baseline(impl=impl, median_ms=ms) for impl, ms in medians.items() if impl != REFERENCE)
         return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), baselines=found)
 
     def _ready(
         self, state: State, config: Config, subject: int, hard: VerificationCase | None = None
     ) -> tuple[Candidate, Units] | Failure:
-        """A config that passed the gate, and what its windows repeat: on normal data, and on hard data if given."""
+        """A config that passed the gate, and what its windows repeat: of each of its runs, in their order."""
         candidate = self._bench.candidate(state, config, lambda stage: self._announce(stage, subject), hard)
         if isinstance(candidate, Failure):
             return candidate
         self._announce("launch", subject)
-        cases = ((candidate.run, state.problem), (candidate.hard_run, hard))
+        cases = [(candidate.run, state.problem), (candidate.hard_run, hard)]
+        cases += [(run, state.profiles[name]) for name, run in candidate.profile_runs.items()]
         units = (make_unit(run, case.copies, self._stopwatch) for run, case in cases if run and case)
         return candidate, tuple(units)
 
@@ -228,17 +229,23 @@ def _median(windows: Sequence[Window]) -> float:
 
 
 def _measurement(
-    candidate: Candidate,
-    windows: Sequence[Window],
-    hard_windows: Sequence[Window] = (),
-    *,
-    reference_ms: float | None = None,
+    candidate: Candidate, windows: Sequence[Sequence[Window]], *, reference_ms: float | None = None
 ) -> Measurement:
+    """Of the windows of a candidate's runs in their order; those behind the last list were not measured."""
+    normal, *others = windows
+    hard = others.pop(0) if candidate.hard_run is not None and others else ()
     return Measurement(
-        times_ms=tuple(window.ms for window in windows),
+        times_ms=_times_ms(normal),
         max_error=candidate.errors.max_error,
         mean_error=candidate.errors.mean_error,
         reference_ms=reference_ms,
-        sm_clock_mhz=median_clock(windows),
-        hard_times_ms=tuple(window.ms for window in hard_windows),
+        sm_clock_mhz=median_clock(normal),
+        hard_times_ms=_times_ms(hard),
+        profile_times_ms=tuple(
+            (name, _times_ms(each)) for name, each in zip(candidate.profile_runs, others, strict=False)
+        ),
     )
+
+
+def _times_ms(windows: Sequence[Window]) -> tuple[float, ...]:
+    return tuple(window.ms for window in windows)

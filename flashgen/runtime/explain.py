@@ -10,8 +10,8 @@ from flashgen.core.checks import instance, is_name_in
 from flashgen.core.config import Config
 from flashgen.core.errors import ConfigError, WorkloadError
 from flashgen.core.features import table
+from flashgen.core.keys import DIRECTIONS
 from flashgen.core.quoting import shown
-from flashgen.core.workload import DIRECTIONS
 from flashgen.runtime.api import attention
 from flashgen.runtime.argument_types import check_types
 from flashgen.runtime.arguments import (

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flashgen.codegen.cost import Ranking
-from flashgen.codegen.families import applicable, family, fitted
+from flashgen.codegen.families import applicable, family, fitted, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -51,11 +51,20 @@ class Candidates:
         def all_fitted(configs: Iterable[Config]) -> tuple[Config, ...]:
             return tuple(fitted(config, spec, sizes, device) for config in configs)
 
+        def others(configs: tuple[Config, ...]) -> tuple[Config, ...]:
+            return () if workload.is_decode else configs  # of decoding, those for smaller batches are wrong
+
+        defaults = tuple(usual(config, spec, sizes, device) for config in self.defaults)
         spaces = (
-            replace(space, configs=tuple(dict.fromkeys((*all_fitted(space.configs), *space.configs))))
+            replace(
+                space,
+                configs=tuple(
+                    dict.fromkeys((*_of(space, defaults), *all_fitted(space.configs), *others(space.configs)))
+                ),
+            )
             for space in self.spaces
         )
-        return Candidates(spaces=tuple(spaces), defaults=all_fitted(self.defaults))
+        return Candidates(spaces=tuple(spaces), defaults=defaults)
 
     @property
     def default(self) -> Config:
@@ -66,6 +75,10 @@ class Candidates:
     def count(self) -> int:
         """Valid configs of all families together."""
         return sum(len(space.configs) for space in self.spaces)
+
+
+def _of(space: FamilySpace, configs: Iterable[Config]) -> tuple[Config, ...]:
+    return tuple(config for config in configs if config.family == space.family)
 
 
 @functools.lru_cache(maxsize=16)
@@ -79,7 +92,7 @@ def _candidates(spec: Specialization, device: Device, families: tuple[str, ...])
 
 def related(spec: Specialization) -> tuple[str, ...]:
     """The classes whose records a search begins with: its own, and with or without determinism, which winners share."""
-    if spec.direction == "forward":
+    if spec.direction != "backward":
         return (spec.workload_class,)
     return spec.workload_class, replace(spec, deterministic=not spec.deterministic).workload_class
 

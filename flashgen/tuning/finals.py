@@ -22,6 +22,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
 from flashgen.core.history import MAX_RUNNERS_UP, RunnerUp
 from flashgen.core.record import Measurement
+from flashgen.tuning.scores import compared
 
 MIN_NOISE = 0.005
 """No difference below half a per cent counts, however well the rounds agree: it does not survive a change of clock."""
@@ -70,18 +71,18 @@ class Finals:
         if min(self.rounds, self.near_rounds, self.last, self.near_most) < 1:
             raise TuningError(f"finals have at least one round and one config, got {self}")
 
-    def near_s(self, configs: int) -> float:
-        """Expected seconds of the first race, with its reference kernel."""
-        return self.near_rounds * (KINDS_OF_DATA * configs + 1) * (self.near_warm_s + self.near_window_s)
+    def near_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
+        """Expected seconds of the first race, with its reference kernel, on so many kinds of data."""
+        return self.near_rounds * (kinds * configs + 1) * (self.near_warm_s + self.near_window_s)
 
-    def last_s(self, configs: int) -> float:
+    def last_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
         """Expected seconds of the last race, with its baselines."""
-        return self.rounds * (KINDS_OF_DATA * configs + ANCHORS) * (self.warm_s + self.window_s)
+        return self.rounds * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
 
-    def needed_s(self, near: int, guards: int) -> float:
+    def needed_s(self, near: int, guards: int, kinds: int = KINDS_OF_DATA) -> float:
         """Expected seconds of both races with `near` configs close to the best: no first race where these are few."""
-        first = self.near_s(near) if near > self.last else 0.0
-        return first + self.last_s(min(near, self.last) + guards)
+        first = self.near_s(near, kinds) if near > self.last else 0.0
+        return first + self.last_s(min(near, self.last) + guards, kinds)
 
     @property
     def expected_s(self) -> float:
@@ -94,7 +95,7 @@ def near_best(measured: Mapping[Config, Measurement], *, share: float, most: int
 
     Where times on hard data are known, they count as in `choose`.
     """
-    medians = {config: measurement.balanced.median_ms for config, measurement in measured.items()}
+    medians = {config: measurement.median_ms for config, measurement in compared(measured).items()}
     limit = (1 + share) * min(medians.values(), default=0.0)
     found = sorted((config for config in medians if medians[config] <= limit), key=lambda config: medians[config])
     return tuple(found[:most])
@@ -108,10 +109,13 @@ def with_guards(configs: Iterable[Config], *guards: Config | None) -> tuple[Conf
 def beats(one: Measurement, other: Measurement) -> bool:
     """Whether `one` is faster than `other` by more than the noise, by the paired windows of their rounds.
 
-    Where both have times on hard data, a round counts with the geometric mean of its two windows.
+    Where both have times on hard data, a round counts with the geometric mean of its two windows; where they have times
+    on profiles of lengths, it counts as `scores.compared` says.
     """
     if one.hard_times_ms and other.hard_times_ms:
         one, other = one.balanced, other.balanced
+    if one.profile_times_ms or other.profile_times_ms:
+        one, other = compared({0: one, 1: other}).values()
     if len(one.times_ms) == len(other.times_ms) > 1:
         gains = [math.log(b / a) for a, b in zip(one.times_ms, other.times_ms, strict=True)]
         error = statistics.stdev(gains) / math.sqrt(len(gains))
@@ -131,8 +135,9 @@ def choose(results: Mapping[Config, Measurement], *, default: Config, incumbent:
     """
     if not results:
         raise TuningError("a winner needs at least one measured config, got none")
-    fastest = min(results, key=lambda config: results[config].balanced.median_ms)
-    tied = [config for config in results if config == fastest or not beats(results[fastest], results[config])]
+    times = compared(results)
+    fastest = min(times, key=lambda config: times[config].median_ms)
+    tied = [config for config in results if config == fastest or not beats(times[fastest], times[config])]
     if incumbent in tied:
         return incumbent
     return min(tied, key=lambda config: complexity(config, default))
@@ -140,9 +145,8 @@ def choose(results: Mapping[Config, Measurement], *, default: Config, incumbent:
 
 def runners_up(results: Mapping[Config, Measurement], winner: Config) -> tuple[RunnerUp, ...]:
     """The other configs of a race with their times, the fastest first."""
-    others = sorted(
-        (config for config in results if config != winner), key=lambda each: results[each].balanced.median_ms
-    )
+    times = compared(results)
+    others = sorted((config for config in results if config != winner), key=lambda each: times[each].median_ms)
     return tuple(
         RunnerUp(config=each, times_ms=results[each].times_ms, hard_times_ms=results[each].hard_times_ms)
         for each in others[:MAX_RUNNERS_UP]

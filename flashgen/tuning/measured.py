@@ -23,9 +23,10 @@ from flashgen.tuning.candidates import Candidates, nearest, related, seed_config
 from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
-from flashgen.tuning.finals import choose, near_best, runners_up, with_guards
+from flashgen.tuning.finals import KINDS_OF_DATA, choose, near_best, runners_up, with_guards
 from flashgen.tuning.history import incumbent, unfinished_trials
 from flashgen.tuning.levels import UNSETTLED, Levels
+from flashgen.tuning.scores import compared
 from flashgen.tuning.search import Proposal, Search
 
 DROP_FACTOR = 2.0
@@ -33,6 +34,10 @@ DROP_FACTOR = 2.0
 
 GRACE = 3.0
 """A search without any valid candidate goes on for so many times its share of a budget in seconds."""
+
+
+DECODE_WINDOW_S, DECODE_WARM_S = 0.012, 0.002
+"""Of each profile of lengths: what takes microseconds is replayed hundreds of times in it."""
 
 
 class MeasuredSearch:
@@ -162,7 +167,8 @@ class MeasuredSearch:
     def _time_is_up(self) -> bool:
         """Whether what is left of a budget in seconds is needed for the finals of the best configs so far."""
         finals = self._context.options.finals
-        seconds = self._context.budget.search_seconds(finals.needed_s(len(self._near_best()), len(self._guards())))
+        needed_s = finals.needed_s(len(self._near_best()), len(self._guards()), self._kinds)
+        seconds = self._context.budget.search_seconds(needed_s)
         if seconds is None:
             return False
         spent = self._spent_s()
@@ -179,9 +185,15 @@ class MeasuredSearch:
         reason = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
         if reason is not None:
             return reason
-        best = self._best()
-        drop = DROP_FACTOR * self._measured[best].median_ms if best else None
-        return self._executor.evaluate(EvaluateJob(workload=self._workload, config=config, drop_above_ms=drop))
+        least_ms = min((each.median_ms for each in self._measured.values()), default=None)
+        job = EvaluateJob(
+            workload=self._workload,
+            config=config,
+            drop_above_ms=None if least_ms is None else DROP_FACTOR * least_ms,
+        )
+        if self._workload.is_decode:
+            job = dataclasses.replace(job, window_s=DECODE_WINDOW_S, warm_s=DECODE_WARM_S)
+        return self._executor.evaluate(job)
 
     def _count(self, config: Config, outcome: Outcome) -> None:
         if isinstance(outcome, Failure):
@@ -193,12 +205,11 @@ class MeasuredSearch:
             self._unsettled.append((config, outcome, self._levels.add(outcome.reference_ms)))
         for each, measurement, place in self._unsettled:
             factor = self._levels.factor(place)
-            times_ms = tuple(factor * time for time in measurement.times_ms)
-            self._measured[each] = dataclasses.replace(measurement, times_ms=times_ms)
+            self._measured[each] = measurement.times(factor)
 
     def _levelled(self, config: Config, outcome: Outcome) -> Outcome:
         """An outcome that was counted as the search is told it, with a time that compares."""
-        return outcome if isinstance(outcome, Failure) else self._measured[config]
+        return outcome if isinstance(outcome, Failure) else self._times()[config]
 
     def _keep(self, proposal: Proposal, outcome: Outcome) -> None:
         trial = self._trial(proposal.config, proposal.source, outcome)
@@ -223,8 +234,18 @@ class MeasuredSearch:
             created=timestamp(),
         )
 
+    def _times(self) -> dict[Config, Measurement]:
+        """What was measured with one time for each round."""
+        return compared(self._measured) if self._workload.is_decode else self._measured
+
     def _best(self) -> Config | None:
-        return min(self._measured, key=lambda config: self._measured[config].median_ms, default=None)
+        times = self._times()
+        return min(times, key=lambda config: times[config].median_ms, default=None)
+
+    @property
+    def _kinds(self) -> int:
+        """Windows of a config in each round of a race."""
+        return len(self._workload.profiles) or KINDS_OF_DATA
 
     def _decide(self) -> tuple[TuningRecord, tuple[RunnerUp, ...]] | None:
         """Both races of the finals: the winner's record, and whom it met in the last one; None without a candidate."""
@@ -240,7 +261,7 @@ class MeasuredSearch:
                 window_s=finals.near_window_s,
                 hard=True,
             )
-            results, _ = self._race(job, "near", finals.near_s(len(near)))
+            results, _ = self._race(job, "near", finals.near_s(len(near), self._kinds))
             near = near_best(results, share=finals.last_share, most=finals.last)
         default = self._candidates.default
         last = with_guards(near[: finals.last], *self._guards())
@@ -255,7 +276,7 @@ class MeasuredSearch:
             baselines=True,
             hard=True,
         )
-        results, baselines = self._race(job, "last", finals.last_s(len(last)))
+        results, baselines = self._race(job, "last", finals.last_s(len(last), self._kinds))
         if not results:
             return self._decide()  # all of them failed just now: the next best ones have their turn
         winner = choose(results, default=default, incumbent=served)
@@ -272,8 +293,9 @@ class MeasuredSearch:
         best = self._best()
         if best is None:
             return ()
-        limit_ms = limit * self._measured[best].median_ms
-        return tuple(c for c in usual if c in self._measured and self._measured[c].median_ms <= limit_ms)
+        times = self._times()
+        limit_ms = limit * times[best].median_ms
+        return tuple(c for c in usual if c in times and times[c].median_ms <= limit_ms)
 
     def _rounds(self, configs: int) -> int:
         """Rounds of the last race that fit what is left of the budget, at least two where the plan has them."""
@@ -281,7 +303,9 @@ class MeasuredSearch:
         if seconds is None:
             return finals.rounds
         left = seconds - self._spent_s()
-        return max(min(2, finals.rounds), min(finals.rounds, int(left / (finals.last_s(configs) / finals.rounds))))
+        return max(
+            min(2, finals.rounds), min(finals.rounds, int(left / (finals.last_s(configs, self._kinds) / finals.rounds)))
+        )
 
     def _race(
         self, job: RaceJob, stage: str, expected_s: float

@@ -303,7 +303,7 @@ def _expected_s(
 ) -> float:
     if budget.seconds is not None:
         return budget.seconds
-    trials = min(budget.trials or candidates, candidates) * (1 if workload.direction == "forward" else BACKWARD_FACTOR)
+    trials = min(budget.trials or candidates, candidates) * (BACKWARD_FACTOR if workload.direction == "backward" else 1)
     if not measured:
         return trials * COMPILE_S / jobs
     return trials * max(EVALUATE_S, COMPILE_S / jobs) + options.finals.expected_s

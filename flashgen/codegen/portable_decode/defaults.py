@@ -43,6 +43,11 @@ HIGH_AND_WIDE = {"block_n": 32, "num_warps": 8, "num_stages": 3, "per_sm": 1, "s
 over pages that hold whole tiles; pages that do not; short sequences; heads of 64; 64 query rows of a key head; heads
 of 256."""
 
+TILES: tuple[dict[str, int], ...] = (
+    *(WIDE, USUAL, MANY, SCATTERED_ONE, SCATTERED_FEW, SCATTERED_MANY),
+    *(BRIEF, NARROW_MANY, NARROW_PAGES, HIGH, HIGH_AND_WIDE),
+)
+
 SHORT = 256
 """Keys up to which a sequence is so short that small tiles waste least."""
 
@@ -69,18 +74,42 @@ def default_config(spec: Specialization, device: Device) -> Config:
     return _fitting(spec, Config.of(FAMILY_ID, knobs), device)
 
 
-def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """The same at the sizes of a call; without lengths (`sizes.seqlen_k` 0) no sum over keys depends on its batch."""
-    rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-    block_ms = [size for size in BLOCK_MS if size * _width(spec) <= MAX_TILE]
-    block_m = next((size for size in block_ms if rows <= size), block_ms[-1])
-    pairs = sizes.batch * sizes.nheads_k * -(-rows // block_m)
+def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    """The default at the sizes of a call; without lengths (`sizes.seqlen_k` 0) no sum over keys depends on its batch.
+
+    What is not chosen by the rule is that of `config`.
+    """
+    block_m = _block_m(spec, sizes)
+    pairs = sizes.batch * sizes.nheads_k * -(-_rows(sizes) // block_m)
     tiles = _tiles(spec, block_m, pairs, sizes, device)
+    return fitted(spec, config.replace(**tiles), sizes, device)
+
+
+def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    """A config at the sizes of a call: they decide its query rows and how many lengths a program looks at.
+
+    The merge is scheduled early wherever a device can do so.
+    """
     # the lengths of few sequences lie in all threads, and then two programs of eight warps have too few registers
-    pads = BATCH_PADS[1:] if tiles is SCATTERED_MANY else BATCH_PADS
+    pads = BATCH_PADS[1:] if config["num_warps"] == 8 and config["per_sm"] == 2 else BATCH_PADS
     batch_pad = next((size for size in pads if sizes.batch <= size), pads[-1])
-    config = config.replace(block_m=block_m, batch_pad=batch_pad, **tiles)
+    config = config.replace(block_m=_block_m(spec, sizes), batch_pad=batch_pad, pdl=device.has_dependent_launch)
     return _fitting(spec, config, device)
+
+
+def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    """Every tile of the rule: each won somewhere."""
+    default = default_config(spec, device)
+    return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in TILES)
+
+
+def _rows(sizes: Sizes) -> int:
+    return sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
+
+
+def _block_m(spec: Specialization, sizes: Sizes) -> int:
+    block_ms = [size for size in BLOCK_MS if size * _width(spec) <= MAX_TILE]
+    return next((size for size in block_ms if _rows(sizes) <= size), block_ms[-1])
 
 
 def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device: Device) -> dict[str, int]:

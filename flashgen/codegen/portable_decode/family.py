@@ -16,9 +16,11 @@ from flashgen.codegen.portable_decode.defaults import (
     ONLY_SHARES,
     default_config,
     fitted,
+    seed_configs,
+    usual,
 )
 from flashgen.codegen.portable_decode.resources import why_too_large
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
@@ -198,6 +200,28 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     )
 
 
+def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
+    """What a search looks at: what decides how keys stream in.
+
+    What follows from sizes or from the device is left to `fitted`; of the rest the default is as good as any.
+    """
+    ids: tuple[KnobValue, ...] = ("asm", "load") if spec.page_size else ("asm",)
+    return {
+        "block_m": BLOCK_MS[:1],
+        "batch_pad": BATCH_PADS[:1],
+        "num_stages": (2, 3, 4, 5),
+        "per_sm": (1, 2, 3, 4),
+        "min_tiles": (1, 4),
+        "slack": (0, 4, 16),
+        "overhead": (0, 4),
+        "partials": (16, 32),
+        "reduce_warps": (1,),
+        "page_ids": ids,
+        "maxnreg": (0,),
+        "pdl": (False,),
+    }
+
+
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
     zero_bits = (ALIGNMENT_BYTES // DTYPE_BYTES[spec.dtype]).bit_length() - 1 if spec.aligned16 else 0
     page = spec.page_size or 0
@@ -248,5 +272,8 @@ PORTABLE_DECODE = KernelFamily(
     default=default_config,
     template_values=_values,
     kernels=_kernels,
+    seed_configs=seed_configs,
+    allowed_values=_searched,
     fitted=fitted,
+    usual=usual,
 )
