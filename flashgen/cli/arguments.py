@@ -180,11 +180,11 @@ def family_default(name: str, workload: Workload | None, spec: Specialization, d
     Raises:
         UnsupportedError: the family does not serve `spec` on `device`; the message has its reason.
     """
-    from flashgen.codegen.families import default_config, fitted
+    from flashgen.codegen.families import default_config, usual
     from flashgen.codegen.family import Sizes
 
     config = default_config(spec, device, (name,))
-    return config if workload is None else fitted(config, spec, Sizes.of(workload), device)
+    return config if workload is None else usual(config, spec, Sizes.of(workload), device)
 
 
 def parse_database(path: Path) -> Path:

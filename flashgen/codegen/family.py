@@ -85,9 +85,9 @@ class Sizes:
 
     @classmethod
     def of(cls, workload: Workload) -> Sizes:
-        """Those of a workload."""
+        """Those of a workload; a step of decoding has the keys that it reads."""
         w = workload
-        return cls(batch=w.batch, nheads=w.nheads, nheads_k=w.nheads_k, seqlen_q=w.seqlen_q, seqlen_k=w.seqlen_k)
+        return cls(batch=w.batch, nheads=w.nheads, nheads_k=w.nheads_k, seqlen_q=w.seqlen_q, seqlen_k=w.keys_reached)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

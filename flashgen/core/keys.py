@@ -102,5 +102,5 @@ def fields_of(token: str, text: str) -> dict[str, object]:
     match = re.fullmatch(r"([a-z]+)([0-9]+)", token)
     if match and match[1] in _INT_TOKENS:
         return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2]))
-    known = ", ".join([*ALL_DIRECTIONS, *DTYPE_BYTES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS, *PROFILES])
+    known = ", ".join([*ALL_DIRECTIONS, *DTYPE_BYTES, *PROFILES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS])
     raise WorkloadError(f"a shape is made of the tokens {known}; {text!r} has {token!r}{meant(token, _WORDS)}")

@@ -24,7 +24,7 @@ def position(workload: Workload) -> Position:
     w = workload
     if w.is_decode:
         rows = w.seqlen_q * (w.nheads // w.nheads_k)
-        return decode_position(rows, _visible_keys(w) or w.seqlen_k, w.batch * w.nheads_k)
+        return decode_position(rows, w.keys_reached, w.batch * w.nheads_k)
     return position_of(w.seqlen_q, w.seqlen_k, w.batch * w.nheads, w.nheads // w.nheads_k, _visible_keys(w))
 
 

@@ -205,6 +205,11 @@ class TuningRecord:
         return self.workload.flops / self.time_ms / 1e9 if self.time_ms else None
 
     @property
+    def gbps(self) -> float | None:
+        """Achieved 1e9 bytes of keys and values per second, each counted once."""
+        return self.workload.cache_bytes / self.time_ms / 1e6 if self.time_ms else None
+
+    @property
     def best_baseline(self) -> Baseline | None:
         """The fastest other implementation measured beside it."""
         return min(self.baselines, key=lambda baseline: baseline.median_ms, default=None)

@@ -130,6 +130,13 @@ class Workload:
         return lengths_of(self.lengths, self.batch, self.seqlen_k)
 
     @property
+    def keys_reached(self) -> int:
+        """The most keys of a sequence that a step of decoding reads: what is before a window it does not; else all."""
+        if not self.is_decode or self.window_left is None:
+            return self.seqlen_k
+        return min(self.seqlen_k, self.window_left + self.seqlen_q)
+
+    @property
     def profiles(self) -> tuple[Workload, ...]:
         """What of a step of decoding is measured, itself with each of its profiles of lengths; empty for passes."""
         if not self.is_decode:
@@ -165,8 +172,7 @@ class Workload:
     def _keys_read(self) -> int:
         if not self.is_decode:
             return self.batch * self.seqlen_k
-        reach = self.seqlen_k if self.window_left is None else self.window_left + self.seqlen_q
-        return sum(min(length, reach) for length in self.each_length)
+        return sum(min(length, self.keys_reached) for length in self.each_length)
 
     def _pairs(self, seqlen_k: int) -> int:
         if not self.seqlen_q or not seqlen_k:

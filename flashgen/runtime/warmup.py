@@ -30,8 +30,11 @@ def warmup(
     """Compile and load every kernel that the ladder can return for these workloads, so that serving never compiles.
 
     Args:
-        workloads: workloads or their keys: of forward passes (`b1-h32-hk8-s4096-d128-causal`) and of backward passes
-            (`bwd-b1-h32-hk8-s4096-d128-causal`, with `-deterministic` where that will be asked for).
+        workloads: workloads or their keys: of forward passes (`b1-h32-hk8-s4096-d128-causal`), of backward passes
+            (`bwd-b1-h32-hk8-s4096-d128-causal`, with `-deterministic` where that will be asked for) and of steps of
+            decoding (`dec-b64-h32-hk8-sk8192-d128-page16`), where the batch, the queries of a sequence and the keys
+            that there is room for are the most that there will be: all smaller ones are ready, too, and calls with
+            `fixed_split_size`.
         seqlens: also these key lengths of each workload; None takes every config recorded for its specialization class
             and the default one, which covers any length.
         device: GPU index, None the current one. Tensors are taken to be aligned to 16 bytes, as torch's allocator
@@ -106,7 +109,9 @@ def _has_positions(workload: Workload) -> bool:
 def _reachable(
     workload: Workload, spec: Specialization, device: Device, lengths: tuple[int, ...] | None
 ) -> set[Config]:
-    from flashgen.codegen.families import default_config, fitted, invalid
+    if workload.is_decode:
+        return _reachable_steps(workload, spec, device)
+    from flashgen.codegen.families import default_config, invalid, usual
     from flashgen.codegen.family import Sizes
     from flashgen.runtime.lookup.ladder import resolve
 
@@ -120,8 +125,34 @@ def _reachable(
     known |= {resolve(exact, spec, device, records).config for exact in choices.same_bits}
     default, sizes = default_config(spec, device), Sizes.of(workload)
     rows = {sizes.seqlen_q, *range(1, min(sizes.seqlen_q, SHORT_QUERIES))}
-    defaults = {fitted(default, spec, replace(sizes, seqlen_q=n), device) for n in rows}
+    defaults = {usual(default, spec, replace(sizes, seqlen_q=n), device) for n in rows}
     return defaults | {config for config in known if invalid(config, spec, device) is None}
+
+
+def _reachable_steps(workload: Workload, spec: Specialization, device: Device) -> set[Config]:
+    """The configs of all classes of steps that are not larger than this one."""
+    from flashgen.codegen.family import Sizes
+    from flashgen.runtime.lookup.decode_ladder import served_step
+
+    group, records = workload.nheads // workload.nheads_k, serve.records()
+    found = set()
+    for queries in range(1, workload.seqlen_q + 1):
+        for batch in _powers_to(workload.batch):
+            for keys in (0, *_powers_to(workload.keys_reached)):
+                sizes = Sizes(
+                    batch=batch,
+                    nheads=group * workload.nheads_k,
+                    nheads_k=workload.nheads_k,
+                    seqlen_q=queries,
+                    seqlen_k=keys,
+                )
+                found.add(served_step(spec, sizes, device, records).config)
+    return found
+
+
+def _powers_to(size: int) -> list[int]:
+    """Powers of two up to the first one that is not below a size."""
+    return [2**exponent for exponent in range(max(size - 1, 0).bit_length() + 1)]
 
 
 def reload() -> None:

@@ -10,7 +10,7 @@ from flashgen.core import checks
 from flashgen.core.checks import check_fields
 from flashgen.core.errors import TuningError
 from flashgen.core.quoting import shown
-from flashgen.core.workload import Workload
+from flashgen.core.workload import DECODE, Workload
 from flashgen.tuning.tune import grouped
 
 
@@ -41,14 +41,16 @@ class Shard:
     def of(self, workloads: Iterable[Workload]) -> tuple[Workload, ...]:
         """This part of the workloads: every one is in exactly one part.
 
-        Forward and backward passes, which take different times, are each divided into parts whose sizes differ by one
-        at the most. Workloads of one specialization stay together where that is possible: they share compiled
-        candidates and winners.
+        Forward and backward passes and steps of decoding, which take different times, are each divided into parts whose
+        sizes differ by one at the most. Workloads of one specialization stay together where that is possible: they
+        share compiled candidates and winners.
         """
         every = grouped(workloads)
-        forward, backward = ([w for w in every if w.direction == name] for name in ("forward", "backward"))
+        names = ("forward", "backward", DECODE)
+        forward, backward, steps = ([w for w in every if w.direction == name] for name in names)
         # the last parts have one more of the forward passes, the first ones of the backward passes
-        return (*self._cut(forward, self.index), *self._cut(backward[::-1], self.count - 1 - self.index)[::-1])
+        passes = (*self._cut(forward, self.index), *self._cut(backward[::-1], self.count - 1 - self.index)[::-1])
+        return (*passes, *self._cut(steps, self.index))
 
     def _cut(self, every: Sequence[Workload], index: int) -> Sequence[Workload]:
         start, end = (len(every) * position // self.count for position in (index, index + 1))

@@ -47,14 +47,14 @@ class Preset:
 
     @property
     def direction(self) -> str:
-        """`forward`, `backward` or `both`: the passes among its workloads."""
+        """`forward`, `backward`, `both` of these passes, or `decode`; of what is more, all names."""
         found = {workload.direction for workload in self.workloads}
-        return "both" if len(found) > 1 else found.pop()
+        return "both" if found == {"forward", "backward"} else ", ".join(sorted(found))
 
     @property
     def is_training(self) -> bool:
         """Whether there are backward passes among its workloads."""
-        return self.direction != "forward"
+        return any(workload.direction == "backward" for workload in self.workloads)
 
 
 def load_file(path: object) -> tuple[Preset, ...]:

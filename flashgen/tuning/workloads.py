@@ -60,7 +60,8 @@ def collect(
         shapes: keys or their shorthand.
         paths: files in the form of the presets.
         direction: a name of `DIRECTIONS`: the passes that are wanted of every shape that was named, whichever pass it
-            was named for. None leaves each as it was named; a shape without a direction is a forward pass.
+            was named for. None leaves each as it was named; a shape without a direction is a forward pass. Steps of
+            decoding stay what they are.
         deterministic: whether the backward passes must give the same bits every time.
 
     Raises:
@@ -76,9 +77,13 @@ def collect(
     groups += [p.workloads for path in items("paths", paths) for p in load_file(path)]
     found = list(itertools.chain.from_iterable(groups))
     if direction is not None:
-        found = [replace(workload, direction=each) for workload in found for each in DIRECTIONS[direction]]
+        found = [
+            workload if workload.is_decode else replace(workload, direction=each)
+            for workload in found
+            for each in (("",) if workload.is_decode else DIRECTIONS[direction])
+        ]
     if flag("deterministic", deterministic):
-        if found and all(workload.direction == "forward" for workload in found):
+        if found and all(workload.direction != "backward" for workload in found):
             raise WorkloadError(
                 "only a backward pass is asked for the same bits every time, a forward pass always gives them: "
                 "name a bwd- shape or the direction backward or both"

@@ -64,7 +64,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "chunk": CHUNKS[0],
         "slack_percent": 0,
         "overhead": 4,
-        "partials": 32 if tile_side(spec.head_dim_v) <= 128 else 16,
+        "partials": default_partials(spec),
         "reduce_warps": 1,
         "page_ids": "asm" if device.is_nvidia else "load",
         "early": False,
@@ -72,6 +72,11 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "maxnreg": 0,
     }
     return _fitting(spec, Config.of(FAMILY_ID, knobs), device)
+
+
+def default_partials(spec: Specialization) -> int:
+    """Partial results that the merge reads at once, as its registers allow."""
+    return 32 if tile_side(spec.head_dim_v) <= 128 else 16
 
 
 def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:

@@ -7,7 +7,8 @@ page ids and what they index never reach the host.
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +27,9 @@ from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
+
+if TYPE_CHECKING:
+    from flashgen.codegen.build import CompiledKernel
 
 MAX_BATCH = 1024
 """Sequences of one launch, whose lengths every program looks at; larger batches are several launches."""
@@ -75,7 +79,7 @@ def run(
 
     Args:
         call: the arguments.
-        config: what is launched; None lets the rule choose.
+        config: what is launched; None lets the ladder choose (`runtime.lookup.decode_ladder`).
         keeps: whether memory may be kept for the next call.
 
     Raises:
@@ -259,15 +263,20 @@ def planned(
     spec = checked.spec
     if index is None:
         raise UnsupportedError(f"no kernel family serves {spec.key} on a CPU: all of them run on GPUs")
-    from flashgen.codegen.families import decode_config
+    from flashgen.runtime.lookup.decode_ladder import served_step
+    from flashgen.runtime.lookup.ladder import Served
 
-    device = serve.device_at(index)
-    chosen = config or decode_config(spec, checked.shape.sizes, device)
-    key = (spec, chosen, index)
+    device, sizes = serve.device_at(index), checked.shape.sizes
+    served = Served(config=config, rung=1) if config else served_step(spec, sizes, device, serve.records())
+    return serve.built(spec, served, device, index, partial(_plan, spec)).sized(checked.shape, names)
+
+
+def _plan(spec: Specialization, kernel: CompiledKernel, config: Config, index: int) -> DecodePlan:
+    key = (spec, config, index)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _PLANS[key] = DecodePlan(serve.compiled(spec, chosen, device, index), chosen, index)
-    return plan.sized(checked.shape, names)
+        plan = _PLANS[key] = DecodePlan(kernel, config, index)
+    return plan
 
 
 def _part(call: DecodeCall, rows: slice) -> DecodeCall:

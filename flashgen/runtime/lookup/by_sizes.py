@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 
-from flashgen.codegen.families import exact_sibling, fitted, poor_at_sizes
+from flashgen.codegen.families import exact_sibling, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -71,7 +71,7 @@ class SizesLookup:
             if candidate is not None:
                 goes_to_torch = not generated_only and self._hands_over(candidate, rung, sizes)
                 return None if goes_to_torch else candidate.record.config
-        return fitted(self._default, self._spec, sizes, self._device)
+        return usual(self._default, self._spec, sizes, self._device)
 
     def _hands_over(self, candidate: Candidate, rung: int, sizes: Sizes) -> bool:
         """Whether a call goes to torch's attention, which sizes decide only where that was faster beside the record."""

@@ -14,6 +14,7 @@ from flashgen.core.quoting import printable
 from flashgen.core.record import age
 from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.workload import Specialization, Workload
+from flashgen.runtime.lookup.decode_ladder import served_step
 from flashgen.runtime.lookup.few_queries import MOST_QUERIES, decode_specialization, decoding_config, keys_seen
 from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
 from flashgen.runtime.lookup.ladder import Served, resolve
@@ -80,6 +81,7 @@ class Explanation:
             "record_provenance": record.provenance if record else None,
             "record_ms": record.time_ms if record else None,
             "record_hard_ms": record.hard_ms if record else None,
+            "record_profile_ms": record.measurement.profile_ms if record and record.measurement else {},
             "slower_record_ms": self.served.slower.time_ms if self.served.slower else None,
             "stale": self.is_stale,
             "few_queries": self.few_queries or None,
@@ -105,6 +107,9 @@ class Explanation:
         return "\n".join(map(printable, lines))
 
 
+_WITHOUT_LSE = "measured without an LSE, which needs the config above"
+
+
 def _record_lines(served: Served, stale: bool) -> list[str]:
     record = served.record
     if record is None:
@@ -112,12 +117,17 @@ def _record_lines(served: Served, stale: bool) -> list[str]:
     time = f"{record.time_ms:.4f} ms, {record.tflops:.0f} TFLOP/s" if record.time_ms and record.tflops else "no time"
     if record.hard_ms is not None:
         time += f", {record.hard_ms:.4f} ms on hard data"
+    if record.workload.is_decode and record.time_ms:
+        time = f"{record.time_ms:.4f} ms, {record.gbps:.0f} GB/s of keys and values"
+    profiles = record.measurement.profile_ms if record.measurement else {}
+    time += "".join(f", {ms:.4f} ms on {profile}" for profile, ms in profiles.items())
     made = f"{record.provenance} {record.created or 'at an unknown time'}"
     made += f" ({age(record.created)} ago)" if record.created else ""
     versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
     lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
     if served.config != record.config:
-        lines.append("           measured without an LSE, which needs the config above")
+        why = "as it fits these sizes, the config above" if record.workload.is_decode else _WITHOUT_LSE
+        lines.append(f"           {why}")
     if stale:
         lines.append("           stale: the template has changed since; the config still serves")
     if served.slower is not None:
@@ -166,7 +176,10 @@ def explain(
         ConfigError: the explicit config is not valid here.
         UnsupportedError: no family supports the workload.
     """
-    served = resolve(workload, spec, device, records, config=config, with_lse=with_lse)
+    if workload.is_decode:
+        served = served_step(spec, Sizes.of(workload), device, records, config)
+    else:
+        served = resolve(workload, spec, device, records, config=config, with_lse=with_lse)
     few_queries = ""
     if config is None and spec.direction == "forward" and workload.seqlen_q <= MOST_QUERIES:
         decoded, few_queries = _by_decoding(workload, spec, device, own_offset=own_offset)

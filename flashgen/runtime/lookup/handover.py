@@ -67,7 +67,7 @@ def sdpa_backend(workload: Workload, spec: Specialization, served: Served) -> st
 def faster_backend(workload: Workload, spec: Specialization, served: Served) -> FasterBackend | None:
     """The backend of torch that was measured faster beside the record that serves, and what keeps the call from it."""
     record = served.record
-    if record is None or workload.direction == "backward":
+    if record is None or workload.direction != "forward":
         return None
     best = faster_baseline(record, is_exact=served.is_exact)
     if best is None or record.measurement is None:

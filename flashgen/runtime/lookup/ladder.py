@@ -35,7 +35,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import exact_sibling, fitted, invalid, poor_at_sizes, validate
+from flashgen.codegen.families import exact_sibling, invalid, poor_at_sizes, usual, validate
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -126,7 +126,7 @@ def _walked(
                 return Served(config=record.config, rung=rung, record=record, layer=layer, skipped=tuple(skipped))
             why_none = f"{record.config} cannot serve: {reason}"
         skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
-    return Served(config=fitted(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
+    return Served(config=usual(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
 
 
 def _rungs(workload: Workload, choices: Choices) -> Iterator[tuple[int, Iterable[Candidate]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashgen.codegen.families import default_config, invalid
 from flashgen.core.config import Config
@@ -97,6 +98,8 @@ class Records:
         self._layers = layers
         self._classes: dict[tuple[str, str], tuple[Found, ...]] = {}
         self._choices: dict[tuple[Specialization, Device], Choices] = {}
+        self.steps: dict[tuple[Any, ...], Any] = {}
+        """What `decode_ladder` found before, by class of calls."""
 
     def of(self, spec: Specialization, device: Device) -> tuple[Found, ...]:
         """Every record of the class on any device of this architecture."""

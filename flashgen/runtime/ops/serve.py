@@ -85,14 +85,14 @@ def reload() -> None:
     """
     with LOCK:
         MEMO.clear()
-        for forget in FORGETTING:
-            forget()
         _OPEN.clear()
         _SEEN.clear()
         TRAINABLE.clear()
         _NOTICED.clear()
         settings.cache_clear()
         _records.cache_clear()
+        for forget in FORGETTING:
+            forget()
 
 
 def prepare(call: AnyCall) -> Any:

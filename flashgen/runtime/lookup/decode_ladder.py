@@ -1,0 +1,107 @@
+"""The look-up ladder for steps of decoding: from what a host knows of a call to the config that serves it.
+
+Lengths never reach the host, and a new batch must not mean a new kernel. So calls are looked up by class: batch, query
+rows of a key head and keys that they may see, each rounded up to a power of two, in the class of pages and features
+that records are kept by. All calls of a class have one config, which is found once:
+
+3., 4. a record of the class on this device, of the user or shipped
+5. the nearest measured record of this device that is within `NEAR`, as it fits the sizes of the class
+6. likewise of another device of the architecture
+8. the rule of the first family that applies
+
+Of several records of a class, the one for any lengths comes first. A call whose bits must not depend on its batch
+(`fixed_split_size`) is served by the rule, which reads its query rows alone: a record would make its bits depend on
+where the nearest one was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashgen.codegen.families import fitted, invalid, usual, validate
+from flashgen.codegen.family import Sizes
+from flashgen.codegen.head_parts import power_of_two
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import ConfigError
+from flashgen.core.lengths import ANY
+from flashgen.core.nearest import decode_position, distance
+from flashgen.core.rungs import RUNGS
+from flashgen.core.workload import Specialization
+from flashgen.db.layers import PACKAGED, SHIPPED
+from flashgen.runtime.lookup.ladder import FIRST_EXACT, LAST_EXACT, NEAREST_ELSEWHERE, NEAREST_HERE, Served
+from flashgen.runtime.lookup.records import Candidate, Choices, Records
+
+NEAR = 4.0
+"""Steps of `core.nearest`: 16 times the keys or the sequences, or 4 times both. What is farther away is left to the
+rule, which was made for few and many sequences, and for short and long ones."""
+
+
+def class_of(sizes: Sizes) -> Sizes:
+    """The largest sizes of the class of some; no keys (0) is a class of its own, for bits that depend on no batch."""
+    rows = power_of_two(sizes.seqlen_q * (sizes.nheads // sizes.nheads_k))
+    return Sizes(
+        batch=power_of_two(sizes.batch),
+        nheads=rows * sizes.nheads_k,
+        nheads_k=sizes.nheads_k,
+        seqlen_q=1,
+        seqlen_k=power_of_two(sizes.seqlen_k) if sizes.seqlen_k else 0,
+    )
+
+
+def served_step(
+    spec: Specialization, sizes: Sizes, device: Device, records: Records, config: Config | None = None
+) -> Served:
+    """What serves a call of these sizes, once for each class.
+
+    Raises:
+        ConfigError: the explicit config is not valid here.
+        UnsupportedError: no family supports the call.
+    """
+    if config is not None:
+        reason = invalid(validate(config), spec, device)
+        if reason is not None:
+            raise ConfigError(f"{config} cannot serve {spec.key} on {device.name}: {reason}")
+        return Served(config=config, rung=1)
+    key = (spec, class_of(sizes), device)
+    found: Served | None = records.steps.get(key)
+    if found is None:
+        found = records.steps[key] = _walked(*key, records)
+    return found
+
+
+def _walked(spec: Specialization, sizes: Sizes, device: Device, records: Records) -> Served:
+    choices = records.choices(spec, device)
+    skipped: list[str] = []
+    for rung, candidates in _rungs(choices, sizes):
+        why_none = "no such record"
+        for candidate in candidates:
+            record = candidate.record
+            config = fitted(record.config, spec, sizes, device)
+            reason = invalid(config, spec, device)
+            if reason is None:
+                return Served(config=config, rung=rung, record=record, layer=candidate.layer, skipped=tuple(skipped))
+            why_none = f"{config} cannot serve: {reason}"
+        skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
+    return Served(config=usual(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
+
+
+def _rungs(choices: Choices, sizes: Sizes) -> Iterator[tuple[int, list[Candidate]]]:
+    if not sizes.seqlen_k:
+        return
+    here = _near(choices.here, sizes)
+    exact = [one for one in here if class_of(Sizes.of(one.record.workload)) == sizes]
+    yield FIRST_EXACT, [one for one in exact if not one.layer.startswith((PACKAGED, SHIPPED))]
+    yield LAST_EXACT, [one for one in exact if one.layer.startswith((PACKAGED, SHIPPED))]
+    yield NEAREST_HERE, [one for one in here if one not in exact]
+    yield NEAREST_ELSEWHERE, _near(choices.elsewhere, sizes)
+
+
+def _near(candidates: tuple[Candidate, ...], sizes: Sizes) -> list[Candidate]:
+    """Those within `NEAR`, the nearest first; of one place those for any lengths."""
+    at = decode_position(sizes.nheads // sizes.nheads_k, sizes.seqlen_k, sizes.batch * sizes.nheads_k)
+    ranked = [
+        (distance(at, one.position), one.record.workload.lengths != ANY, one.key, number)
+        for number, one in enumerate(candidates)
+    ]
+    return [candidates[number] for far, _, _, number in sorted(ranked) if far <= NEAR]
