@@ -121,7 +121,7 @@ def _backward_factory(compiled: CompiledKernel, spec: Specialization, config: Co
 
 
 def _decode_factory(compiled: CompiledKernel, spec: Specialization, config: Config, index: int) -> DecodeFactory:
-    return decode_factory(DecodePlan(compiled, config, index), index)
+    return decode_factory(DecodePlan(compiled, config, index))
 
 
 _FACTORIES: dict[str, Callable[[CompiledKernel, Specialization, Config, int], Factory]] = {

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import torch
-
 from flashgen.launch.decode_numbers import DecodeShape
 from flashgen.launch.decode_plan import POINTERS, DecodePlan
 from flashgen.measure.decode_case import DecodeFactory, DecodeLaunch
 from flashgen.measure.decode_inputs import DecodeTensors
 
 
-def decode_factory(plan: DecodePlan, index: int) -> DecodeFactory:
-    """What makes launches of a plan, on the current stream of GPU `index`."""
+def decode_factory(plan: DecodePlan) -> DecodeFactory:
+    """What makes launches of a plan, on the current stream of the current GPU."""
 
     def factory(shape: DecodeShape) -> DecodeLaunch:
         launch = plan.sized(shape)
 
         def run(tensors: DecodeTensors) -> None:
-            launch(pointers_of(tensors), tensors.q, torch.cuda.current_stream(index).cuda_stream, True)
+            launch(pointers_of(tensors), tensors.q, True)
 
         return run
 

@@ -48,6 +48,15 @@ TILES: tuple[dict[str, int], ...] = (
     *(BRIEF, NARROW_MANY, NARROW_PAGES, HIGH, HIGH_AND_WIDE),
 )
 
+GRID: dict[str, int | str | bool] = {"schedule": "grid", **ONLY_SHARES, **ONLY_GRID}
+OTHERS: tuple[dict[str, int | str | bool], ...] = (
+    {**USUAL, **GRID},
+    {**WIDE, **GRID},
+    {**USUAL, "warp_keys": True},
+    {**USUAL, **GRID, "warp_keys": True},
+)
+"""What a search tries early, too, and the rule never takes."""
+
 SHORT = 256
 """Keys up to which a sequence is so short that small tiles waste least."""
 
@@ -98,14 +107,16 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     # the lengths of few sequences lie in all threads, and then two programs of eight warps have too few registers
     pads = BATCH_PADS[1:] if config["num_warps"] == 8 and config["per_sm"] == 2 else BATCH_PADS
     batch_pad = next((size for size in pads if sizes.batch <= size), pads[-1])
+    if config["schedule"] == "grid":
+        batch_pad = BATCH_PADS[0]  # which it does not read
     config = config.replace(block_m=_block_m(spec, sizes), batch_pad=batch_pad, pdl=device.has_dependent_launch)
     return _fitting(spec, config, device)
 
 
 def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    """Every tile of the rule: each won somewhere."""
+    """Every tile of the rule, each of which won somewhere, and tiles of other kinds."""
     default = default_config(spec, device)
-    return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in TILES)
+    return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in (*TILES, *OTHERS))
 
 
 def _rows(sizes: Sizes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES
 from flashgen.codegen.decode_splits import split_counts
-from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
+from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows, Parameter, Sizes
 from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.defaults import (
     BATCH_PADS,
@@ -209,18 +209,27 @@ def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     ids: tuple[KnobValue, ...] = ("asm", "load") if spec.page_size else ("asm",)
     return {
         "block_m": BLOCK_MS[:1],
-        "batch_pad": BATCH_PADS[:1],
         "num_stages": (2, 3, 4, 5),
         "per_sm": (1, 2, 3, 4),
         "min_tiles": (1, 4),
-        "slack": (0, 4, 16),
-        "overhead": (4,),
+        "batch_pad": BATCH_PADS[:1],
         "partials": (default_partials(spec),),
         "reduce_warps": (1,),
         "page_ids": ids,
-        "maxnreg": (0,),
+        "early": (False,),
         "pdl": (False,),
+        "maxnreg": (0,),
     }
+
+
+SCHEDULES = KnobRows(
+    names=("schedule", "chunk", "slack", "slack_percent", "overhead"),
+    rows=(
+        *(("shares", CHUNKS[0], slack, percent, 4) for slack, percent in ((0, 0), (4, 0), (16, 0), (4, 8))),
+        *(("grid", chunk, *ONLY_SHARES.values()) for chunk in (0, 2048, 8192)),
+    ),
+)
+"""Those that a search looks at, each with the knobs that it reads."""
 
 
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
@@ -275,6 +284,7 @@ PORTABLE_DECODE = KernelFamily(
     kernels=_kernels,
     seed_configs=seed_configs,
     allowed_values=_searched,
+    knob_rows=lambda: SCHEDULES,
     fitted=fitted,
     usual=usual,
 )
