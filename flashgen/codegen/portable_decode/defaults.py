@@ -6,10 +6,12 @@ sequence may not depend on its batch, it reads the query rows alone (`invariant`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.resources import why_too_large
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -116,7 +118,8 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Every tile of the rule, each of which won somewhere, and tiles of other kinds."""
     default = default_config(spec, device)
-    return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in (*TILES, *OTHERS))
+    every: tuple[Mapping[str, KnobValue], ...] = (*TILES, *OTHERS)
+    return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in every)
 
 
 def _rows(sizes: Sizes) -> int:
