@@ -111,7 +111,10 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     batch_pad = next((size for size in pads if sizes.batch <= size), pads[-1])
     if config["schedule"] == "grid":
         batch_pad = BATCH_PADS[0]  # which it does not read
-    config = config.replace(block_m=_block_m(spec, sizes), batch_pad=batch_pad, pdl=device.has_dependent_launch)
+    block_m = _block_m(spec, sizes)
+    if config["block_m"] == FEWEST_ROWS and _rows(sizes) <= FEWEST_ROWS:
+        block_m = FEWEST_ROWS
+    config = config.replace(block_m=block_m, batch_pad=batch_pad, pdl=device.has_dependent_launch)
     return _fitting(spec, config, device)
 
 

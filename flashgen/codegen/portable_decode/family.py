@@ -208,7 +208,7 @@ def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """
     ids: tuple[KnobValue, ...] = ("asm", "load") if spec.page_size else ("asm",)
     return {
-        "block_m": BLOCK_MS[:1],
+        "block_m": (FEWEST_ROWS, BLOCK_MS[0]),
         "num_stages": (2, 3, 4, 5),
         "per_sm": (1, 2, 3, 4),
         "min_tiles": (1, 4),
