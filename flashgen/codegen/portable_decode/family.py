@@ -209,7 +209,7 @@ def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     ids: tuple[KnobValue, ...] = ("asm", "load") if spec.page_size else ("asm",)
     return {
         "block_m": (FEWEST_ROWS, BLOCK_MS[0]),
-        "num_stages": (2, 3, 4, 5),
+        "num_stages": (2, 3, 4),
         "per_sm": (1, 2, 3, 4),
         "min_tiles": (1, 4),
         "batch_pad": BATCH_PADS[:1],
@@ -225,8 +225,8 @@ def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
 SCHEDULES = KnobRows(
     names=("schedule", "chunk", "slack", "slack_percent", "overhead"),
     rows=(
-        *(("shares", CHUNKS[0], slack, percent, 4) for slack, percent in ((0, 0), (4, 0), (16, 0), (4, 8))),
-        *(("grid", chunk, *ONLY_SHARES.values()) for chunk in (0, 2048, 8192)),
+        *(("shares", CHUNKS[0], slack, percent, 4) for slack, percent in ((0, 0), (4, 0), (4, 8))),
+        *(("grid", chunk, *ONLY_SHARES.values()) for chunk in (0, 4096)),
     ),
 )
 """Those that a search looks at, each with the knobs that it reads."""
