@@ -465,6 +465,7 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "record_provenance": "predicted",
         "record_ms": 1.5,
         "record_hard_ms": None,
+        "record_profile_ms": {},
         "slower_record_ms": None,
         "stale": True,
         "few_queries": None,
