@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.decode_splits import SplitCounts, split_counts
 from flashgen.codegen.families import decode_config, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.portable_decode.defaults import ONLY_GRID, ONLY_SHARES
+from flashgen.codegen.portable_decode.resources import register_limit
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
@@ -65,3 +69,19 @@ def test_what_a_schedule_has_no_use_for_is_refused(changed: Config) -> None:
     assert invalid(config(), SPEC, H200) is None
     assert invalid(config("shares"), SPEC, H200) is None
     assert invalid(changed, SPEC, H200) is not None
+
+
+def test_programs_of_an_sm_have_registers_side_by_side() -> None:
+    assert register_limit(config("shares", per_sm=2, num_warps=8)) == 128
+    assert register_limit(config("shares", per_sm=3, num_warps=4)) == 168
+    assert register_limit(config("shares", per_sm=2, num_warps=4)) == 0  # 255 is what there is
+    assert register_limit(config("shares", per_sm=2, num_warps=4, maxnreg=168)) == 168
+
+
+def test_the_rule_for_many_sequences_over_small_pages_fits_twice() -> None:
+    spec = replace(SPEC, page_size=16)
+    sizes = Sizes(batch=64, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
+    found = decode_config(spec, sizes, H200)
+    compiled = compile_kernel(spec, found, H200)
+    assert compiled.occupancy(H200) >= found.integer("per_sm")
+    assert compiled.spills == 0

@@ -20,7 +20,7 @@ from flashgen.codegen.portable_decode.defaults import (
     seed_configs,
     usual,
 )
-from flashgen.codegen.portable_decode.resources import why_too_large
+from flashgen.codegen.portable_decode.resources import register_limit, why_too_large
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -78,7 +78,7 @@ KNOBS = (
     Knob(name="page_ids", values=("asm", "load"), meaning="page ids hidden from the software pipeliner, or seen by it"),
     Knob(name="early", values=(False, True), meaning="the first kernel is scheduled before those in front have ended"),
     Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended"),
-    Knob(name="maxnreg", values=(0, 128, 168), meaning="register limit of a thread; 0 is none"),
+    Knob(name="maxnreg", values=(0, 128, 168), meaning="register limit of a thread; 0 is what per_sm programs leave"),
 )
 
 
@@ -191,7 +191,7 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     options = CompileOptions(
         num_warps=config.integer("num_warps"),
         num_stages=config.integer("num_stages"),
-        maxnreg=config.integer("maxnreg"),
+        maxnreg=register_limit(config),
     )
     main, reduce = _main_parameters(spec, config), _reduce_parameters(spec, config)
     reduce_options = CompileOptions(num_warps=config.integer("reduce_warps"), num_stages=1)
@@ -267,6 +267,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "attend_parameters": [*bases, "start", "stop", *scores, *rows],
         "output_arguments": [*output, "nheads", "seqlen_q", "lse_rows", "stride_ob", "stride_os", "stride_oh"],
         **dict(config.knobs),
+        "maxnreg": register_limit(config),
     }
 
 

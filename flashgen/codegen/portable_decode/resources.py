@@ -9,6 +9,9 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
+NVIDIA_WARP, NVIDIA_REGISTERS, REGISTER_STEP = 32, 65536, 8
+"""Threads of a warp, registers of an SM, and in what numbers threads get them; other vendors know no limit."""
+
 OTHER_SMEM = 8192
 """Bytes of shared memory beside the stages, for p between the products and for sums over warps: 6144 were found."""
 
@@ -37,6 +40,16 @@ def _tile_words(spec: Specialization, config: Config) -> int:
     if config["warp_keys"]:
         return rows * (config.integer("block_n") // warps + columns)
     return rows * (config.integer("block_n") + columns) // warps
+
+
+def register_limit(config: Config) -> int:
+    """Registers that a thread may have, so that the programs of an SM lie there side by side; 0 is no limit.
+
+    Left alone, ptxas takes what makes one program fastest, and shares that are equal run one after the other.
+    """
+    threads = config.integer("per_sm") * config.integer("num_warps") * NVIDIA_WARP
+    fits = NVIDIA_REGISTERS // threads // REGISTER_STEP * REGISTER_STEP
+    return config.integer("maxnreg") or (fits if fits < MAX_REGS_PER_THREAD else 0)
 
 
 def why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:
