@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from tests.decoding import Case, assert_right, make, only
 DEVICE = replace(find_device("sm90"), num_sms=3)
 
 
-GRID = {"schedule": "grid", **ONLY_SHARES}
-WARPS = {"warp_keys": True, "num_warps": 2, "block_n": 32}
+GRID: dict[str, KnobValue] = {"schedule": "grid", **ONLY_SHARES}
+WARPS: dict[str, KnobValue] = {"warp_keys": True, "num_warps": 2, "block_n": 32}
 
 
 def interpreted(call: DecodeCall, **knobs: KnobValue) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,8 +100,30 @@ CASES = {
 def test_it_is_right_and_reads_nothing_that_is_hidden(name: str) -> None:
     call = make(CASES[name])
     assert_right(call, *interpreted(call))
-    assert_right(call, *interpreted(call, **GRID, per_sm=6))
-    assert_right(call, *interpreted(call, **GRID, **WARPS, block_m=8))
+
+
+KNOBS: dict[str, dict[str, KnobValue]] = {
+    "contiguous": {**GRID, "per_sm": 6},
+    "one long": {**GRID, "per_sm": 6, "min_tiles": 4},
+    "pages of 16": {**GRID, **WARPS},
+    "pages of 32": {**GRID, "per_sm": 6},
+    "more queries than keys": {**GRID, **WARPS, "block_m": 8},
+    "window and sinks": {**GRID, "per_sm": 4, **WARPS},
+    "softcap and slopes": {**WARPS, "slack_percent": 8},
+    "left padding": {**GRID, "per_sm": 6},
+    "unequal heads in fp16": {**GRID, **WARPS, "block_m": 8},
+}
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_other_schedules_and_keys_of_warps_are_right(name: str) -> None:
+    call = make(CASES[name])
+    assert_right(call, *interpreted(call, **KNOBS[name]))
+
+
+def test_a_long_sequence_among_short_ones_has_more_programs() -> None:
+    call = make(Case(lens=(1100, 5, 0), nheads=1, nheads_k=1, head_dim=16))
+    assert_right(call, *interpreted(call, **GRID, chunk=1024, block_n=128))
 
 
 def test_rows_of_several_tiles_are_right() -> None:
@@ -109,7 +132,12 @@ def test_rows_of_several_tiles_are_right() -> None:
 
 
 def test_fixed_splits_are_right() -> None:
-    for pages, options in ((None, {"causal": True}), (16, {"window": (180, 0)}), (24, {"softcap": 5.0})):
+    cases: list[tuple[int | None, dict[str, Any], dict[str, KnobValue]]] = [
+        (None, {"causal": True}, {}),
+        (16, {"window": (180, 0)}, GRID),
+        (24, {"softcap": 5.0}, {}),
+    ]
+    for pages, options, knobs in cases:
         given = {**options, "fixed_split_size": 128}
         call = make(
             Case(
@@ -123,7 +151,7 @@ def test_fixed_splits_are_right() -> None:
                 options=given,
             )
         )
-        assert_right(call, *interpreted(call))
+        assert_right(call, *interpreted(call, **knobs))
 
 
 def test_whole_pairs_and_shares_of_several_tiles_are_right() -> None:
@@ -132,22 +160,23 @@ def test_whole_pairs_and_shares_of_several_tiles_are_right() -> None:
         assert_right(call, *interpreted(call, **knobs))
 
 
-def test_the_bits_of_a_sequence_follow_from_itself_alone() -> None:
+@pytest.mark.parametrize("knobs", [{}, GRID], ids=["shares", "grid"])
+def test_the_bits_of_a_sequence_follow_from_itself_alone(knobs: dict[str, KnobValue]) -> None:
     """With fixed splits: in any batch, order, grid and pages. Without them they do not, or this shows nothing."""
     lens, fixed = (40, 300, 129, 7), {"fixed_split_size": 128}
     case = Case(lens=lens, page=16, nheads=16, nheads_k=1, head_dim=16, options=fixed)
     whole = make(case)
-    out, lse = interpreted(whole)
+    out, lse = interpreted(whole, **knobs)
     others = [
-        (interpreted(make(case, order=5), per_sm=2), slice(None)),
-        (interpreted(only(whole, [1]), per_sm=1), [1]),
-        (interpreted(only(whole, [2, 1, 0])), [2, 1, 0]),
+        (interpreted(make(case, order=5), per_sm=2, **knobs), slice(None)),
+        (interpreted(only(whole, [1]), per_sm=1, **knobs), [1]),
+        (interpreted(only(whole, [2, 1, 0]), **knobs), [2, 1, 0]),
     ]
     for (same, same_lse), rows in others:
         assert torch.equal(out[rows], same)
         assert torch.equal(lse[rows], same_lse)
     shares = replace(whole, fixed_split_size=None)
-    assert not torch.equal(interpreted(shares)[1][1:2], interpreted(only(shares, [1]), per_sm=2)[1])
+    assert not torch.equal(interpreted(shares, **knobs)[1][1:2], interpreted(only(shares, [1]), per_sm=2, **knobs)[1])
 
 
 def test_layouts_of_the_caches_give_the_same_bits() -> None:
