@@ -41,7 +41,7 @@ class DecodePasses:
             LaunchError: the driver refuses a binary, or a CUDA graph is being captured.
         """
         self._plan, self._spec, self._index = DecodePlan(compiled, config, device_index), spec, device_index
-        self._lengths = _lengths(device_index)
+        self._lengths = endless(device_index)
 
     def sized(self, geometry: Geometry) -> Launch:
         """The launch at a geometry."""
@@ -128,8 +128,12 @@ def _strides(geometry: Geometry, name: str) -> Strides:
     return batch, row, head
 
 
-def _lengths(index: int) -> torch.Tensor:
-    """Lengths that are longer than all keys, which count as all of them; made before a graph could capture it."""
+def endless(index: int) -> torch.Tensor:
+    """Lengths that are longer than all keys, which count as all of them, int32 on a GPU; made once.
+
+    Raises:
+        LaunchError: a CUDA graph is being captured.
+    """
     found = _LENGTHS.get(index)
     if found is None:
         check_capture(index, "filling lengths for few queries")

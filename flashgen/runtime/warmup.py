@@ -18,6 +18,10 @@ SHORT_QUERIES = 1024
 """From this query length on the default config is the same for all lengths."""
 
 
+ALL_LENGTHS = tuple(1 << power for power in range(8, 25))
+"""Of keys: the rules of decode families make a difference between lengths in steps of powers of two."""
+
+
 def warmup(
     workloads: Iterable[Workload | str],
     *,
@@ -69,6 +73,7 @@ def warmup(
         for spec in variants(workload, offset_tensor=offset_tensor):
             found = _reachable(workload, spec, where, lengths)
             pairs |= {(spec, each) for config in found for each in (config, exact_sibling(config, spec))}
+            pairs |= set(_by_decoding(workload, spec, where, lengths))
     count = serve.warm(pairs, where, index)
     if flag("helpers", helpers):
         beside = {helper for spec, _ in pairs for helper in usual_helpers(spec)}
@@ -153,6 +158,21 @@ def _reachable_steps(workload: Workload, spec: Specialization, device: Device) -
 def _powers_to(size: int) -> list[int]:
     """Powers of two up to the first one that is not below a size."""
     return [2**exponent for exponent in range(max(size - 1, 0).bit_length() + 1)]
+
+
+def _by_decoding(
+    workload: Workload, spec: Specialization, device: Device, lengths: tuple[int, ...] | None
+) -> Iterator[tuple[Specialization, Config]]:
+    """The decode configs that serve a workload of few queries at these key lengths, or at any."""
+    from flashgen.codegen.family import Sizes
+    from flashgen.runtime.lookup.few_queries import decode_specialization, decoding_config, keys_seen
+
+    sizes = Sizes.of(workload)
+    for seqlen_k in (workload.seqlen_k, *(ALL_LENGTHS if lengths is None else lengths)):
+        at = replace(sizes, seqlen_k=seqlen_k)
+        config = decoding_config(spec, at, keys_seen(at, workload.window_left), device)
+        if not isinstance(config, str):
+            yield decode_specialization(spec), config
 
 
 def reload() -> None:

@@ -116,16 +116,17 @@ def test_lengths_are_not_made_while_a_graph_is_captured(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(LaunchError, match="filling lengths"):
-        decode_passes._lengths(5)
+        decode_passes.endless(5)
 
 
 REASONS = {
     "b2-h16-hk2-sq17-sk3000-d64": "no 1 to 16 queries",
     "b1025-h2-hk1-sq1-sk3000-d64": "up to 1024 sequences",
-    "b2-h16-hk2-sq16-sk3000-d64": "128 query rows of a key head are more than the 64",
-    "b2-h16-hk2-sq1-sk300-d64": "300 keys are fewer than",
-    "b2-h16-hk2-sq1-sk3000-d64-wl20": "21 keys are fewer than",
-    "b64-h16-hk2-sq1-sk3000-d64": "128 CTAs with keys of their own, for 132 SMs",
+    "b2-h24-hk2-sq11-sk90000-d64": "132 query rows of a key head are more than 128",
+    "b2-h16-hk2-sq1-sk500-d64": "as fast with 4 CTAs of 500 keys and 8 query rows each, on 132 SMs",
+    "b2-h16-hk2-sq1-sk3000-d64-wl20": "4 CTAs of 21 keys",
+    "b40-h16-hk2-sq1-sk90000-d64": "80 CTAs of 90000 keys and 8 query rows each, on 132 SMs",
+    "b4-h32-hk8-sq16-sk4096-d128": "32 CTAs of 4096 keys and 64 query rows",
     "fp32-b2-h16-hk2-sq1-sk3000-d64": "caches are in bf16 or fp16",
     "b2-h16-hk2-sq1-sk3000-d512": "its head_dim is 16 to 256",
     "b2-h16-hk2-sq1-sk3000-d64-bias": "bias",
@@ -140,6 +141,16 @@ def test_what_is_left_to_forward_families_says_why(shape: str) -> None:
     reason = decoding_config(workload.specialization, Sizes.of(workload), seen, H200)
     assert isinstance(reason, str)
     assert REASONS[shape] in reason
+
+
+BY_DECODING = ("b1-h32-hk8-sq1-sk1024-d128", "b4-h32-hk8-sq4-sk1024-d128", "b1-h64-hk8-sq16-sk8192-d64-wl5000")
+
+
+@pytest.mark.parametrize("shape", BY_DECODING)
+def test_what_was_faster_by_decoding_is_served_by_it(shape: str) -> None:
+    workload = Workload.parse(shape)
+    seen = min(workload.seqlen_k, (workload.window_left or 2**30) + workload.seqlen_q)
+    assert isinstance(decoding_config(workload.specialization, Sizes.of(workload), seen, H200), Config)
 
 
 def test_offsets_and_other_makers_are_left_to_forward_families() -> None:
@@ -159,3 +170,21 @@ def test_it_is_explained(gpu: FakeDriver, lengths: torch.Tensor) -> None:  # noq
     assert shifted.served == shifted.forward
     assert "by a forward family: its queries do not stand" in str(shifted)
     assert flashgen.explain(*tensors, causal=True, direction="backward").few_queries == ""
+
+
+def test_a_warm_up_has_what_serves_few_queries(
+    gpu: FakeDriver,  # noqa: F811
+    lengths: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warmed: set[Any] = set()
+    monkeypatch.setattr(serve, "warm", lambda pairs, *_: warmed.update(pairs) or len(pairs))
+    spec = decode_specialization(PLAIN.specialization)
+    for seqlens in (None, [600, 5000]):
+        warmed.clear()
+        flashgen.warmup([PLAIN], seqlens=seqlens)
+        expected = {decode_config(spec, Sizes.of(PLAIN.with_shape(seqlen_k=n)), H200) for n in (600, 3000, 5000)}
+        assert expected <= {config for each, config in warmed if each == spec}
+    warmed.clear()
+    flashgen.warmup([PLAIN.with_shape(seqlen_q=100)])
+    assert spec not in {each for each, _ in warmed}

@@ -2,7 +2,8 @@
 
 A forward pass has a CTA for each key head of each sequence, where the heads of a group are in one tile, and that CTA
 reads all keys of the sequence alone. So with few sequences most SMs are idle, for as long as the keys take. A decode
-family shares the keys among all SMs, and costs a merge. Which is faster follows from sizes that a host knows.
+family shares the keys among all SMs, and costs a merge. Which is faster follows from sizes that a host knows:
+docs/decisions/few-queries.md has the figures.
 
 A config that the caller names, and a query offset other than the default, are left to the forward families. So is what
 no decode family computes, with its reason.
@@ -10,7 +11,7 @@ no decode family computes, with its reason.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flashgen.codegen.families import decode_config
 from flashgen.codegen.family import Sizes
@@ -26,14 +27,26 @@ MOST_SEQUENCES = 1024
 MOST_KEYS = 2**29
 """Of a sequence: sums of positions and widths of windows stay within 32 bits."""
 
-TILE_ROWS = 64
-"""Query rows of a key head that a decode family has in one tile: more read the keys twice, and pay in full."""
+FEW_ROWS, MOST_ROWS = 16, 128
+"""Query rows of a key head: up to the first a decode step is as long as its keys take, above the second nothing was
+measured."""
 
-LEAST_KEYS = 512
-"""Fewer are read in the time that a merge takes."""
 
-BUSY = 0.75
-"""Share of the SMs from which on a forward pass has them busy enough."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """Where a decode family is as fast as a forward pass.
+
+    Attributes:
+        busy: CTAs of a forward pass for each SM with which it is as fast, whatever the keys.
+        keys: keys of each CTA with which it is as fast where there is next to no other CTA.
+    """
+
+    busy: float
+    keys: int
+
+
+FEW, MANY = Break(busy=0.6, keys=512), Break(busy=0.3, keys=1536)
+"""Up to `FEW_ROWS` query rows of a key head, and with more of them, found on an H200."""
 
 
 def decode_specialization(spec: Specialization) -> Specialization:
@@ -55,8 +68,8 @@ def why_not_decoded(spec: Specialization, sizes: Sizes, keys: int, device: Devic
         keys: `keys_seen`.
         device: the GPU.
     """
-    rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-    ctas = sizes.batch * sizes.nheads_k
+    rows, ctas = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k), sizes.batch * sizes.nheads_k
+    even = FEW if rows <= FEW_ROWS else MANY
     if spec.direction != "forward" or not 1 <= sizes.seqlen_q <= MOST_QUERIES:
         return f"it has no 1 to {MOST_QUERIES} queries"
     if not device.is_nvidia:
@@ -65,12 +78,10 @@ def why_not_decoded(spec: Specialization, sizes: Sizes, keys: int, device: Devic
         return "its queries do not stand at the last keys"
     if not 0 < sizes.batch <= MOST_SEQUENCES or sizes.seqlen_k > MOST_KEYS:
         return f"a decode family takes up to {MOST_SEQUENCES} sequences at once"
-    if rows > TILE_ROWS:
-        return f"{rows} query rows of a key head are more than the {TILE_ROWS} of a tile"
-    if keys < LEAST_KEYS:
-        return f"{keys} keys are fewer than {LEAST_KEYS}, which are read in the time of a merge"
-    if ctas >= BUSY * device.num_sms:
-        return f"a forward pass has {ctas} CTAs with keys of their own, for {device.num_sms} SMs"
+    if rows > MOST_ROWS:
+        return f"{rows} query rows of a key head are more than {MOST_ROWS}"
+    if keys * (1 - ctas / (even.busy * device.num_sms)) < even.keys:
+        return f"it is as fast with {ctas} CTAs of {keys} keys and {rows} query rows each, on {device.num_sms} SMs"
     return None
 
 

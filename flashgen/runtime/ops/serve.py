@@ -371,6 +371,7 @@ def notice(workload: Workload, served: Served, device: Device) -> None:
 
 def warm(calls: Iterable[tuple[Specialization, Config]], device: Device, index: int) -> int:
     """Compile and load the kernels of these configs; returns how many there are."""
+    from flashgen.launch.decode_passes import endless
     from flashgen.launch.plan import load
 
     _STATE.warming = True
@@ -378,6 +379,8 @@ def warm(calls: Iterable[tuple[Specialization, Config]], device: Device, index: 
         pairs = set(calls)
         for spec, config in pairs:
             load(compiled(spec, config, device, index), index)
+        if any(spec.direction == DECODE for spec, _ in pairs):
+            endless(index)
         return len(pairs)
     finally:
         _STATE.warming = False
