@@ -165,14 +165,14 @@ def _by_decoding(
 ) -> Iterator[tuple[Specialization, Config]]:
     """The decode configs that serve a workload of few queries at these key lengths, or at any."""
     from flashgen.codegen.family import Sizes
-    from flashgen.runtime.lookup.few_queries import decode_specialization, decoding_config, keys_seen
+    from flashgen.runtime.lookup.few_queries import decode_specialization, keys_seen, served_by_decoding
 
     sizes = Sizes.of(workload)
     for seqlen_k in (workload.seqlen_k, *(ALL_LENGTHS if lengths is None else lengths)):
         at = replace(sizes, seqlen_k=seqlen_k)
-        config = decoding_config(spec, at, keys_seen(at, workload.window_left), device)
-        if not isinstance(config, str):
-            yield decode_specialization(spec), config
+        served = served_by_decoding(spec, at, keys_seen(at, workload.window_left), device, serve.records())
+        if not isinstance(served, str):
+            yield decode_specialization(spec), served.config
 
 
 def reload() -> None:

@@ -17,12 +17,12 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import BuildError, LaunchError
 from flashgen.core.workload import Workload
 from flashgen.launch import decode_passes
-from flashgen.runtime.lookup.few_queries import decode_specialization, decoding_config
+from flashgen.runtime.lookup.few_queries import decode_specialization, served_by_decoding
 from flashgen.runtime.ops import serve
 from tests.fakes.driver import FakeDriver, Launched
 from tests.runtime.test_decode import gpu  # noqa: F401 - a fixture
 
-H200 = find_device("h200")
+H200, AMD = find_device("h200"), find_device("gfx942")
 PLAIN = Workload.parse("fwd-bf16-b2-h16-hk2-sq1-sk3000-d64-causal")
 
 
@@ -138,7 +138,7 @@ REASONS = {
 def test_what_is_left_to_forward_families_says_why(shape: str) -> None:
     workload = Workload.parse(shape)
     seen = min(workload.seqlen_k, (workload.window_left or 2**30) + workload.seqlen_q)
-    reason = decoding_config(workload.specialization, Sizes.of(workload), seen, H200)
+    reason = served_by_decoding(workload.specialization, Sizes.of(workload), seen, H200, serve.records())
     assert isinstance(reason, str)
     assert REASONS[shape] in reason
 
@@ -150,14 +150,14 @@ BY_DECODING = ("b1-h32-hk8-sq1-sk1024-d128", "b4-h32-hk8-sq4-sk1024-d128", "b1-h
 def test_what_was_faster_by_decoding_is_served_by_it(shape: str) -> None:
     workload = Workload.parse(shape)
     seen = min(workload.seqlen_k, (workload.window_left or 2**30) + workload.seqlen_q)
-    assert isinstance(decoding_config(workload.specialization, Sizes.of(workload), seen, H200), Config)
+    found = served_by_decoding(workload.specialization, Sizes.of(workload), seen, H200, serve.records())
+    assert not isinstance(found, str)
 
 
 def test_offsets_and_other_makers_are_left_to_forward_families() -> None:
     shifted = replace(PLAIN.specialization, offset_tensor=True)
-    assert "stand at the last keys" in str(decoding_config(shifted, Sizes.of(PLAIN), 3000, H200))
-    amd = decoding_config(PLAIN.specialization, Sizes.of(PLAIN), 3000, find_device("gfx942"))
-    assert "NVIDIA" in str(amd)
+    for spec, device, why in ((shifted, H200, "at the last keys"), (PLAIN.specialization, AMD, "NVIDIA")):
+        assert why in str(served_by_decoding(spec, Sizes.of(PLAIN), 3000, device, serve.records()))
 
 
 def test_it_is_explained(gpu: FakeDriver, lengths: torch.Tensor) -> None:  # noqa: F811

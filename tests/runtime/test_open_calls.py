@@ -15,7 +15,7 @@ from flashgen.core.errors import WorkloadError
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
 from flashgen.runtime.lookup.by_sizes import SizesLookup
-from flashgen.runtime.lookup.few_queries import decoding_config
+from flashgen.runtime.lookup.few_queries import served_by_decoding
 from flashgen.runtime.lookup.handover import sdpa_backend
 from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
@@ -51,16 +51,16 @@ def test_the_neighbours_of_every_shipped_record_are_served_as_the_ladder_serves_
     device, asked, answered = find_device(target), 0, 0
     for spec, workloads in classes(shipped).items():
         choices = shipped.choices(spec, device)
-        lookup = SizesLookup(choices, workloads[0], spec, device)
+        lookup = SizesLookup(choices, workloads[0], spec, device, shipped)
         for workload in (near for one in workloads for near in neighbours(one)):
             for asks_lse, generated_only in ((True, True), (False, True), (False, False)):
                 with_lse = asks_lse and spec.direction == "forward"
                 served = resolve(workload, spec, device, shipped, with_lse=with_lse)
                 backend = None if generated_only else sdpa_backend(workload, spec, served)
                 found = lookup.config(Sizes.of(workload), generated_only=generated_only, with_lse=with_lse)
-                decoding = decoding_config(spec, Sizes.of(workload), workload.seqlen_k, device)
+                decoding = served_by_decoding(spec, Sizes.of(workload), workload.seqlen_k, device, shipped)
                 if not isinstance(decoding, str):
-                    assert found == decoding
+                    assert found == decoding.config
                     continue
                 asked, answered = asked + 1, answered + (found is not None)
                 if found is None:

@@ -17,16 +17,18 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, distance, position_of
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime.lookup.few_queries import decoding_config
+from flashgen.runtime.lookup.few_queries import served_by_decoding
 from flashgen.runtime.lookup.handover import faster_baseline, sdpa_backend
 from flashgen.runtime.lookup.ladder import NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served
-from flashgen.runtime.lookup.records import Candidate, Choices
+from flashgen.runtime.lookup.records import Candidate, Choices, Records
 
 
 class SizesLookup:
     """What serves the workloads of a specialization by their sizes."""
 
-    def __init__(self, choices: Choices, workload: Workload, spec: Specialization, device: Device) -> None:
+    def __init__(
+        self, choices: Choices, workload: Workload, spec: Specialization, device: Device, records: Records
+    ) -> None:
         """Prepare the records of a specialization.
 
         Args:
@@ -34,7 +36,9 @@ class SizesLookup:
             workload: any one; without a window, whose width would be one more size.
             spec: its specialization.
             device: the GPU.
+            records: all there are.
         """
+        self._records = records
         self._workload, self._spec, self._device, self._default = workload, spec, device, choices.default
         able = (workload for workload, exact in choices.exact.items() if any(one.reason is None for one in exact))
         self._exact = frozenset(_key(Sizes.of(workload)) for workload in able)
@@ -59,9 +63,9 @@ class SizesLookup:
         return exact_sibling(found, self._spec) if with_lse and found is not None else found
 
     def _found(self, sizes: Sizes, *, generated_only: bool) -> Config | None:
-        decoding = decoding_config(self._spec, sizes, sizes.seqlen_k, self._device)
+        decoding = served_by_decoding(self._spec, sizes, sizes.seqlen_k, self._device, self._records)
         if not isinstance(decoding, str):
-            return decoding
+            return decoding.config
         if _key(sizes) in self._exact:
             return None
         heads, group = sizes.batch * sizes.nheads, sizes.nheads // sizes.nheads_k

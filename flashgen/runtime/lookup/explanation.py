@@ -15,14 +15,12 @@ from flashgen.core.record import age
 from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.lookup.decode_ladder import served_step
-from flashgen.runtime.lookup.few_queries import MOST_QUERIES, decode_specialization, decoding_config, keys_seen
+from flashgen.runtime.lookup.few_queries import MOST_QUERIES, decode_specialization, keys_seen, served_by_decoding
 from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
 from flashgen.runtime.lookup.ladder import Served, resolve
 from flashgen.runtime.lookup.records import Records
 
 GENERATED = "generated"
-RULE = 8
-"""The rung of a config that no record names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +138,19 @@ def _record_lines(served: Served, stale: bool) -> list[str]:
 
 
 def _by_decoding(
-    workload: Workload, spec: Specialization, device: Device, *, own_offset: bool
+    workload: Workload, spec: Specialization, device: Device, records: Records, *, own_offset: bool
 ) -> tuple[Served | None, str]:
     """What serves a call of few queries by a decode family, if one does, and why or why not."""
     if own_offset:
         return None, "by a forward family: its queries do not stand at the last keys"
     sizes = Sizes.of(workload)
     keys = keys_seen(sizes, workload.window_left)
-    config = decoding_config(spec, sizes, keys, device)
-    if isinstance(config, str):
-        return None, f"by a forward family: {config}"
+    served = served_by_decoding(spec, sizes, keys, device, records)
+    if isinstance(served, str):
+        return None, f"by a forward family: {served}"
     ctas = sizes.batch * sizes.nheads_k
     why = f"by decoding: all SMs share the keys, of which a forward pass has {keys} for each of {ctas} CTAs"
-    return Served(config=config, rung=RULE), why
+    return served, why
 
 
 def explain(
@@ -180,31 +178,21 @@ def explain(
         served = served_step(spec, Sizes.of(workload), device, records, config)
     else:
         served = resolve(workload, spec, device, records, config=config, with_lse=with_lse)
-    few_queries = ""
+    decoded, few_queries = None, ""
     if config is None and spec.direction == "forward" and workload.seqlen_q <= MOST_QUERIES:
-        decoded, few_queries = _by_decoding(workload, spec, device, own_offset=own_offset)
-        if decoded is not None:
-            return Explanation(
-                workload=workload,
-                specialization=spec,
-                device=device,
-                served=decoded,
-                forward=served,
-                few_queries=few_queries,
-                families=tuple(reasons(spec, device).items()),
-                faster=None,
-                digest=render(decode_specialization(spec), decoded.config).digest,
-            )
+        decoded, few_queries = _by_decoding(workload, spec, device, records, own_offset=own_offset)
+    forward, served = served, decoded or served
+    compiled_in = decode_specialization(spec) if decoded else spec
     record = served.record
     return Explanation(
         workload=workload,
         specialization=spec,
         device=device,
         served=served,
-        forward=served,
+        forward=forward,
         few_queries=few_queries,
         families=tuple(reasons(spec, device).items()),
-        faster=None if generated_only else faster_backend(workload, spec, served),
+        faster=None if generated_only or decoded else faster_backend(workload, spec, served),
         # a record's is of the kernel that it was measured with, whatever this call's tensors are
-        digest=source_digest(record.workload, record.config) if record else render(spec, served.config).digest,
+        digest=source_digest(record.workload, record.config) if record else render(compiled_in, served.config).digest,
     )

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import decode_config
 from flashgen.codegen.family import Sizes
-from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import DECODE, Specialization
+from flashgen.runtime.lookup.decode_ladder import served_step
+from flashgen.runtime.lookup.ladder import Served
+from flashgen.runtime.lookup.records import Records
 
 MOST_QUERIES = 16
 MOST_SEQUENCES = 1024
@@ -85,12 +86,12 @@ def why_not_decoded(spec: Specialization, sizes: Sizes, keys: int, device: Devic
     return None
 
 
-def decoding_config(spec: Specialization, sizes: Sizes, keys: int, device: Device) -> Config | str:
-    """The decode config that serves a call, or the reason why none does; arguments as `why_not_decoded` has them."""
+def served_by_decoding(spec: Specialization, sizes: Sizes, keys: int, device: Device, records: Records) -> Served | str:
+    """What serves a call by decoding, or the reason why nothing does; arguments as `why_not_decoded` has them."""
     reason = why_not_decoded(spec, sizes, keys, device)
     if reason is not None:
         return reason
     try:
-        return decode_config(decode_specialization(spec), replace(sizes, seqlen_k=keys), device)
+        return served_step(decode_specialization(spec), replace(sizes, seqlen_k=keys), device, records)
     except UnsupportedError as error:
         return str(error)

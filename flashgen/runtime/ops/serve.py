@@ -142,13 +142,14 @@ def _decoded(problem: CheckedCall, device: Device, index: int) -> Any:
         LaunchError: the driver refuses the kernel, or a CUDA graph is being captured.
     """
     from flashgen.codegen.family import Sizes
-    from flashgen.runtime.lookup.few_queries import decode_specialization, decoding_config, keys_seen
+    from flashgen.runtime.lookup.few_queries import decode_specialization, keys_seen, served_by_decoding
 
     workload, spec = problem.workload, problem.spec
     sizes = Sizes.of(workload)
-    config = decoding_config(spec, sizes, keys_seen(sizes, workload.window_left), device)
-    if isinstance(config, str):
+    served = served_by_decoding(spec, sizes, keys_seen(sizes, workload.window_left), device, records())
+    if isinstance(served, str):
         return None
+    config = served.config
     try:
         return _bound(problem, compiled(decode_specialization(spec), config, device, index), config, index)
     except BuildError:
@@ -189,7 +190,7 @@ def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device
             plans[config] = found
         return found
 
-    lookup = SizesLookup(records().choices(spec, device), problem.workload, spec, device)
+    lookup = SizesLookup(records().choices(spec, device), problem.workload, spec, device, records())
     kind: Any = OpenBackwardCall if isinstance(problem, CheckedBackwardCall) else OpenCall
     _OPEN[key] = kind(problem, lookup, plan_of)
 
