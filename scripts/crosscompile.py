@@ -3,7 +3,8 @@
 Runs in an environment with Triton and without torch (`make crosscompile` builds one for the oldest and one for the
 newest Triton). One line per kernel, and one for what it spills. A family that compiles nowhere, a compile error, or a
 default config of a plain shape that spills more than the row of its family allows (`default_spills`: from 24 to 280
-bytes of local memory a thread, what was found under these two) ends it with exit code 1. What features, other loads and
+bytes of local memory a thread, what was found under these two) ends it with exit code 1, and so does a config of which
+an SM holds fewer programs than it says (`per_sm`). What features, other loads and
 packed heads spill is printed, and not limited. Of NVIDIA's machine code the line also says how often it touches what it
 spilled (`machine_loops.py`): that costs time in a mainloop, and next to none around it.
 
@@ -24,12 +25,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.codegen import families
 from flashgen.codegen.append_kv import AppendSpec, append_kernel
 from flashgen.codegen.build import CompiledKernel, compile_helper, compile_kernel
-from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, fitted, invalid, unsupported
+from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, decode_config, fitted, invalid, unsupported
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.helper import HelperKernel
 from flashgen.codegen.merge_states import MergeSpec, merge_kernel
@@ -140,6 +141,8 @@ FUNCTION_TARGETS = ("sm86", "sm90", "sm100", "gfx1200")
 """Of the oldest Triton; tests/codegen compiles functions for the others."""
 
 DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
+STEPS = (("dec-bf16-d128-page16", 64),)
+"""What families of decoding read, and how many sequences: programs of these are near the registers of an SM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +207,7 @@ def jobs(rows: Rows, targets: list[str]) -> list[Job]:
         forward = WGMMA_SHAPES if device.has_wgmma else (SHAPES[1], SHAPES[number % 2 * 2])
         found += with_shapes(rows, device, number, forward, shapes_in_turn(device, number))
         found += with_functions(rows, device) if device.arch in FUNCTION_TARGETS else []
+        found += with_steps(rows, device) if device.has_wgmma else []
     found += fullest(rows) if FULLEST[0] in targets else []
     return found + with_features(rows, [find_device(target) for target in targets])
 
@@ -284,6 +288,17 @@ def variants(config: Config, spec: Specialization, device: Device) -> list[Job]:
     return [Job(spec=spec, config=each, device=device, may_spill=True) for each in configs]
 
 
+def with_steps(rows: Rows, device: Device) -> list[Job]:
+    """Configs of decoding at sizes that a default does not know."""
+    found = []
+    for key, batch in STEPS:
+        spec = Specialization.parse(key)
+        if serving(rows, spec, device):
+            config = decode_config(spec, replace(DECODE, batch=batch), device)
+            found.append(Job(spec=spec, config=config, device=device, may_spill=False))
+    return found
+
+
 def with_functions(rows: Rows, device: Device) -> list[Job]:
     """Every family's default with functions of a user and a block mask; what they hold may spill."""
     spec = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
@@ -324,6 +339,9 @@ def compile_one(job: Job | HelperJob) -> tuple[bool, str]:
         compiled = compile_kernel(job.spec, job.config, job.device)
     except BuildError as error:
         return False, str(error)
+    wanted = job.config.get("per_sm", 1)
+    if job.device.is_nvidia and wanted > 1 and compiled.main.occupancy(job.device) < wanted:
+        return False, f"an SM holds {compiled.main.occupancy(job.device)} programs instead of {wanted}"
     if compiled.spills == 0:
         return True, ""
     limit = families.family(job.config.family).default_spills

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashgen.codegen.families import FAMILIES
+from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from scripts import crosscompile
@@ -56,3 +56,16 @@ def test_plain_defaults_are_limited_under_the_oldest_and_the_newest_triton(few: 
     assert {name for name, _ in limited} == {row.id for row in FAMILIES}
     fp32 = [job for job in jobs if job.spec.dtype == "fp32" and not job.may_spill]
     assert [(job.device.arch, job.spec.key) for job in fp32] == [("gfx1200", "fwd-fp32-d128-causal")]
+
+
+def test_programs_that_do_not_fit_beside_each_other_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = crosscompile.with_steps(DECODE_FAMILIES, find_device("h200"))
+    wanted = job.config.integer("per_sm")
+    assert wanted > 1
+    for fits in (wanted, wanted - 1):
+        main = SimpleNamespace(occupancy=lambda device, fits=fits: fits)
+        compiled = SimpleNamespace(spills=0, device=job.device, main=main)
+        monkeypatch.setattr(crosscompile, "compile_kernel", lambda spec, config, device, found=compiled: found)
+        passed, remark = crosscompile.compile_one(job)
+        assert passed is (fits == wanted)
+        assert passed or "programs instead of" in remark
