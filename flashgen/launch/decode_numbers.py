@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashgen.codegen.decode_splits import split_counts
 from flashgen.codegen.family import Sizes
@@ -20,9 +20,10 @@ Grid = tuple[int, int, int]
 """Programs along the three axes of a launch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeShape:
+class DecodeShape(NamedTuple):
     """Shapes, strides and options of a decode call.
+
+    A tuple, because each batch of new sizes makes one.
 
     Attributes:
         batch: sequences.
@@ -60,12 +61,12 @@ class DecodeShape:
     k_strides: Strides
     v_strides: Strides
     o_strides: Strides
-    table_stride: int = 0
-    num_pages: int = 0
     window_left: int
     window_right: int
-    split_size: int = 0
     softmax_scale: float
+    table_stride: int = 0
+    num_pages: int = 0
+    split_size: int = 0
     softcap: float = 0.0
     alibi_batch_stride: int = 0
     has_leftpad: bool = False
@@ -88,59 +89,72 @@ class DecodeShape:
         queries = max(self.members, 1) * self.seqlen_q
         if self.members and self.split_size:
             queries = max(queries, MANY_ROWS)
-        return Sizes(
-            batch=self.batch,
-            nheads=self.nheads,
-            nheads_k=self.nheads_k,
-            seqlen_q=queries,
-            seqlen_k=0 if self.split_size else min(self.seqlen_k, self.window_left + self.seqlen_q),
-        )
+        return Sizes(batch=self.batch, nheads=self.nheads, nheads_k=self.nheads_k, seqlen_q=queries, seqlen_k=self.keys)
+
+    @property
+    def keys(self) -> int:
+        """Those that queries see at most; 0 where bits may not depend on the batch."""
+        return 0 if self.split_size else min(self.seqlen_k, self.window_left + self.seqlen_q)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeNumbers:
+class DecodeNumbers(NamedTuple):
     """What a launch has beside pointers.
 
     Attributes:
-        values: the numbers of both kernels by the names of their parameters.
+        fixed: the numbers of both kernels that sizes leave as they are, by the names of their parameters.
+        sized: the others, in the order of `SIZED` and then of the names that the schedule has.
         grids: programs of the first kernel and of the merge; the second is None where nothing can be split.
         part_rows: rows of partial results.
         splits: groups of four numbers that say what was split.
     """
 
-    values: dict[str, int | float]
+    fixed: dict[str, int | float]
+    sized: tuple[int, ...]
     grids: tuple[Grid, Grid | None]
     part_rows: int
     splits: int
 
     @classmethod
-    def of(cls, shape: DecodeShape, config: Config, device: Device) -> DecodeNumbers:
-        """The numbers of a config for a shape on a device."""
-        block_m, block_n = config.integer("block_m"), config.integer("block_n")
-        m_blocks, tile_rows = -(-shape.rows // block_m), min(shape.rows, block_m)
+    def of(
+        cls, shape: DecodeShape, config: Config, device: Device, fixed: dict[str, int | float] | None = None
+    ) -> DecodeNumbers:
+        """The numbers of a config for a shape on a device; `fixed` are those of an equal call of other sizes."""
+        fixed = _fixed(shape, config) if fixed is None else fixed
+        m_blocks, tile_rows = fixed["m_blocks"], fixed["tile_rows"]
+        assert isinstance(m_blocks, int)
+        assert isinstance(tile_rows, int)
         schedule = _grid if config["schedule"] == "grid" else _shares
         work = schedule(shape, config, device, m_blocks)
-        values: dict[str, int | float] = {
-            **_scales(shape),
-            **{name: getattr(shape, name) for name in _SAME},
-            "group_size": shape.nheads // shape.nheads_k,
-            "m_blocks": m_blocks,
-            "tile_rows": tile_rows,
-            **work.own,
-            "split_tiles": shape.split_size // block_n,
-            "has_leftpad": int(shape.has_leftpad),
-            "has_batch_idx": int(shape.has_batch_idx),
-            "lse_rows": shape.seqlen_q if shape.has_lse else 0,
-            "stride_table": shape.table_stride,
-            "stride_alibi_b": shape.alibi_batch_stride,
-            **_strides(shape),
-        }
+        window = (shape.seqlen_k, shape.window_left, shape.window_right, shape.table_stride)
+        strides = (*shape.q_strides, *shape.k_strides, *shape.v_strides, *shape.o_strides)
         grids = (work.grid, (tile_rows, *work.merged) if work.merged else None)
-        return cls(values=values, grids=grids, part_rows=work.slots * tile_rows, splits=work.splits)
+        return cls(fixed, (*window, *strides, *work.own), grids, work.slots * tile_rows, work.splits)
+
+    @staticmethod
+    def names(config: Config) -> tuple[str, ...]:
+        """The names of the numbers in `sized`."""
+        return (*SIZED, *(_GRID if config["schedule"] == "grid" else _SHARES))
+
+    def values(self, config: Config) -> dict[str, int | float]:
+        """All numbers by the names of their parameters."""
+        return {**self.fixed, **dict(zip(self.names(config), self.sized, strict=True))}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+SIZED = (
+    *("seqlen_k", "window_left", "window_right", "stride_table"),
+    *(
+        f"stride_{tensor}{axis}"
+        for tensor, axes in {"q": "bsh", "k": "psh", "v": "psh", "o": "bsh"}.items()
+        for axis in axes
+    ),
+)
+"""Numbers that follow from sizes and strides."""
+
+_SHARES = ("batch", "grid", "pair_units")
+_GRID = ("slots", "least_splits", "most_splits")
+
+
+class _Work(NamedTuple):
     """How a schedule divides the pairs of sequence, key head and block of query rows.
 
     `merged` are the axes of what the merge looks at, if anything, `slots` partial results, `own` numbers of the
@@ -151,7 +165,7 @@ class _Work:
     slots: int
     splits: int
     merged: tuple[int, int] | None
-    own: dict[str, int]
+    own: tuple[int, int, int]
 
 
 def _shares(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> _Work:
@@ -162,7 +176,7 @@ def _shares(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -
         slots, splits, most = pairs * -(-shape.seqlen_k // shape.split_size), pairs, shape.split_size
     # programs that have no more than one pair have no reason to weigh the beginning of another one
     weighs = pairs > grid and shape.seqlen_k > most and not shape.split_size
-    own = {"batch": shape.batch, "grid": grid, "pair_units": config.integer("overhead") if weighs else 0}
+    own = (shape.batch, grid, config.integer("overhead") if weighs else 0)
     merged = (splits, 1) if shape.seqlen_k > most else None
     return _Work(grid=(grid, 1, 1), slots=slots, splits=splits, merged=merged, own=own)
 
@@ -175,7 +189,7 @@ def _grid(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> 
         # those of a window begin anywhere in a tile
         keys = min(keys, shape.window_left + shape.seqlen_q + config.integer("block_n") - 1)
     counts = split_counts(config, device, pairs=pairs, seqlen_k=keys, split_size=shape.split_size)
-    own = {"slots": counts.slots, "least_splits": counts.least, "most_splits": counts.most}
+    own = (counts.slots, counts.least, counts.most)
     is_merged = counts.slots > 1
     return _Work(
         grid=(heads, shape.batch, counts.most),
@@ -186,10 +200,24 @@ def _grid(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> 
     )
 
 
-_SAME = (
-    *("nheads_k", "seqlen_q", "seqlen_k", "window_left", "window_right", "num_pages"),
-    *("members", "own_seqlen_k"),
-)
+def _fixed(shape: DecodeShape, config: Config) -> dict[str, int | float]:
+    block_m = config.integer("block_m")
+    return {
+        **_scales(shape),
+        "nheads_k": shape.nheads_k,
+        "seqlen_q": shape.seqlen_q,
+        "num_pages": shape.num_pages,
+        "members": shape.members,
+        "own_seqlen_k": shape.own_seqlen_k,
+        "group_size": shape.nheads // shape.nheads_k,
+        "m_blocks": -(-shape.rows // block_m),
+        "tile_rows": min(shape.rows, block_m),
+        "split_tiles": shape.split_size // config.integer("block_n"),
+        "has_leftpad": int(shape.has_leftpad),
+        "has_batch_idx": int(shape.has_batch_idx),
+        "lse_rows": shape.seqlen_q if shape.has_lse else 0,
+        "stride_alibi_b": shape.alibi_batch_stride,
+    }
 
 
 def _scales(shape: DecodeShape) -> dict[str, float]:
@@ -197,13 +225,3 @@ def _scales(shape: DecodeShape) -> dict[str, float]:
         return {"softmax_scale_log2": shape.softmax_scale * LOG2E}
     rate = 2 * LOG2E * shape.softmax_scale / shape.softcap
     return {"softcap_rate": rate, "softcap_scale_log2": 2 * LOG2E * shape.softcap}
-
-
-def _strides(shape: DecodeShape) -> dict[str, int]:
-    axes = {"q": ("bsh", shape.q_strides), "k": ("psh", shape.k_strides)}
-    axes |= {"v": ("psh", shape.v_strides), "o": ("bsh", shape.o_strides)}
-    return {
-        f"stride_{tensor}{axis}": stride
-        for tensor, (names, strides) in axes.items()
-        for axis, stride in zip(names, strides, strict=True)
-    }

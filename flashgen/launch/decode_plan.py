@@ -12,7 +12,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -83,22 +83,32 @@ class DecodePlan:
         layouts = [known_layout(part) for part in compiled.parts]
         self._layouts = [layout for layout in layouts if layout is not None]
         self._functions = [load_part(part, device_index) for part in compiled.parts]
-        self._overlaps = bool(config.get("early", False)), bool(config.get("pdl", False))
         self._context = driver.use_context(device_index) if all(self._functions) else 0
-        self._open: dict[tuple[str, ...], tuple[_Words, Callable[..., None]]] = {}
+        self._words: dict[tuple[str, ...], tuple[_Words, Callable[..., None]]] = {}
 
     def sized(self, shape: DecodeShape, names: tuple[str, ...] = POINTERS) -> Launch:
         """The launch of calls of one shape, which give addresses for these names of `POINTERS`."""
-        numbers = DecodeNumbers.of(shape, self._config, self._compiled.device)
-        pieces = Pieces.of(numbers, shape.head_dim_v)
+        return self.opened(shape, names)(shape)
+
+    def opened(self, first: DecodeShape, names: tuple[str, ...] = POINTERS) -> Callable[[DecodeShape], Launch]:
+        """What gives the launch of each shape that differs from this one in batch, keys and strides alone."""
+        config, device = self._config, self._compiled.device
+        fixed = DecodeNumbers.of(first, config, device).fixed
         if len(self._layouts) < len(self._compiled.parts):
-            return Launch(_through_triton(self._compiled.parts, names), (numbers, pieces))
-        found = self._open.get(names)
-        if found is None:
-            words = _Words(self._compiled.parts, self._layouts, self._functions, names, self._overlaps)
-            found = self._open[names] = words, self._through_driver(words, names)
-        words, run = found
-        return Launch(run, words.sized(numbers, pieces))
+            run, words = _through_triton(self._compiled.parts, config, names), None
+        else:
+            if names not in self._words:
+                memory = _Words(self._compiled.parts, self._layouts, self._functions, names, config)
+                self._words[names] = memory, self._through_driver(memory, names)
+            words, run = self._words[names]
+        packed = b"" if words is None else words.pack_fixed(fixed)
+
+        def sized(shape: DecodeShape) -> Launch:
+            numbers = DecodeNumbers.of(shape, config, device, fixed)
+            pieces = Pieces.of(numbers, shape.head_dim_v)
+            return Launch(run, (numbers, pieces) if words is None else words.sized(packed, numbers, pieces))
+
+        return sized
 
     def _through_driver(self, memory: _Words, names: tuple[str, ...]) -> Callable[..., None]:
         words, streams, all_calls, parts = memory.words, memory.streams, memory.calls, self._compiled.parts
@@ -150,8 +160,7 @@ LARGEST_SHARED = 2**23
 """fp32 numbers of memory that is kept: 32 MiB."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Where in the memory that both kernels share its pieces begin, in fp32 numbers, and how large it is."""
 
     second: int
@@ -163,7 +172,7 @@ class Pieces:
         """Those of `SCRATCH`, one behind the other."""
         second = numbers.part_rows * head_dim_v
         third = second + numbers.part_rows
-        return cls(second=second, third=third, total=third + SPLIT_NUMBERS * numbers.splits)
+        return cls(second, third, third + SPLIT_NUMBERS * numbers.splits)
 
     def addresses(self, start: int) -> tuple[int, int, int]:
         """Of the pieces of memory that begins at an address."""
@@ -205,15 +214,20 @@ class _Words:
         layouts: list[Layout],
         functions: list[int],
         given: tuple[str, ...],
-        overlaps: tuple[bool, ...],
+        config: Config,
     ) -> None:
         formats = {parameter.name: parameter.type for layout in layouts for parameter in layout.parameters}
-        self._names = [name for name in formats if not formats[name].startswith("*")]
-        self._pack = struct.Struct("<" + "".join(WORD_FORMATS[formats[name]] for name in self._names)).pack
-        places = {name: word for word, name in enumerate((*given, *SCRATCH, "", *self._names))}  # "" stays 0
+        numbers = [name for name in formats if not formats[name].startswith("*")]
+        changing = DecodeNumbers.names(config)
+        self._fixed, last = [name for name in numbers if name not in changing], [n for n in changing if n in numbers]
+        self._pack_fixed = struct.Struct("<" + "".join(WORD_FORMATS[formats[name]] for name in self._fixed)).pack
+        self._pack_sized = struct.Struct("<" + "".join(WORD_FORMATS[formats[name]] for name in last)).pack
+        self._sized = itemgetter(*map(changing.index, last))
+        numbers = [*self._fixed, *last]
+        places = {name: word for word, name in enumerate((*given, *SCRATCH, "", *numbers))}  # "" stays 0
         absent = places[""]
         places |= {name: absent for name in POINTERS if name not in given}
-        attribute = absent + 1 + len(self._names)
+        attribute = absent + 1 + len(numbers)
         starts, count = [], attribute + ATTRIBUTE_WORDS
         for layout in layouts:
             starts.append((count, count + CONFIG_WORDS))
@@ -221,16 +235,17 @@ class _Words:
         self.words: Any = (ctypes.c_uint64 * count)()
         self._bytes = memoryview(self.words).cast("B")
         self._numbers = slice(WORD_BYTES * (absent + 1), WORD_BYTES * attribute)
-        self._grids = [slice(WORD_BYTES * config, WORD_BYTES * config + GRID.size) for config, _ in starts]
-        self.streams = [config + STREAM_WORD for config, _ in starts]
+        self._grids = [slice(WORD_BYTES * word, WORD_BYTES * word + GRID.size) for word, _ in starts]
+        self.streams = [word + STREAM_WORD for word, _ in starts]
         start = ctypes.addressof(self.words)
         self.calls = tuple(
-            (start + WORD_BYTES * config, function, start + WORD_BYTES * addresses, None)
-            for (config, addresses), function in zip(starts, functions, strict=True)
+            (start + WORD_BYTES * word, function, start + WORD_BYTES * addresses, None)
+            for (word, addresses), function in zip(starts, functions, strict=True)
         )
         self.words[attribute], self.words[attribute + 1] = PROGRAMMATIC_SERIALIZATION, 1
-        for part, layout, (config, addresses), is_early in zip(parts, layouts, starts, overlaps, strict=True):
-            launch = driver.LaunchConfig.from_buffer(self.words, WORD_BYTES * config)
+        overlaps = bool(config.get("early", False)), bool(config.get("pdl", False))
+        for part, layout, (word, addresses), is_early in zip(parts, layouts, starts, overlaps, strict=True):
+            launch = driver.LaunchConfig.from_buffer(self.words, WORD_BYTES * word)
             launch.block_x, launch.block_y, launch.block_z = part.handle.metadata.num_warps * 32, 1, 1
             launch.shared_bytes = part.handle.metadata.shared
             if is_early:
@@ -238,17 +253,15 @@ class _Words:
             read = [places[parameter.name] for parameter in layout.parameters] + [absent] * layout.trailing
             self.words[addresses : addresses + len(read)] = [start + WORD_BYTES * word for word in read]
 
-    def sized(self, numbers: DecodeNumbers, pieces: Pieces) -> _Sized:
+    def pack_fixed(self, fixed: dict[str, int | float]) -> bytes:
+        """The numbers that sizes leave as they are."""
+        return self._pack_fixed(*[fixed[name] for name in self._fixed])
+
+    def sized(self, fixed: bytes, numbers: DecodeNumbers, pieces: Pieces) -> _Sized:
         """What is written for a shape."""
-        values = numbers.values
         grids = tuple([GRID.pack(*grid) for grid in numbers.grids if grid])
-        return _Sized(
-            numbers=self._pack(*[values[name] for name in self._names]),
-            grids=grids,
-            calls=self.calls[: len(grids)],
-            pieces=pieces,
-            is_large=pieces.total > LARGEST_SHARED,
-        )
+        packed = fixed + self._pack_sized(*self._sized(numbers.sized))
+        return _Sized(packed, grids, self.calls[: len(grids)], pieces, pieces.total > LARGEST_SHARED)
 
     def write(self, sized: _Sized) -> None:
         """Have the next launches be those of a shape."""
@@ -257,7 +270,7 @@ class _Words:
             self._bytes[place] = grid
 
 
-def _through_triton(parts: tuple[CompiledPart, ...], names: tuple[str, ...]) -> Callable[..., None]:
+def _through_triton(parts: tuple[CompiledPart, ...], config: Config, names: tuple[str, ...]) -> Callable[..., None]:
     """The same through Triton's own launcher, for a parameter layout that is not the known one."""
     absent = dict.fromkeys(POINTERS, 0)
 
@@ -267,7 +280,7 @@ def _through_triton(parts: tuple[CompiledPart, ...], names: tuple[str, ...]) -> 
         numbers, pieces = sized
         memory, start = pieces.new(beside)
         given = zip((*names, *SCRATCH), (*pointers, *pieces.addresses(start)), strict=True)
-        known = numbers.values | absent | dict(given)
+        known = numbers.values(config) | absent | dict(given)
         for part, grid in zip(parts, numbers.grids, strict=True):
             if grid:
                 part.handle[grid](*(known[name] for name in part.kernel.names))

@@ -64,7 +64,7 @@ class DecodeCase:
 
     def timed(self, factory: DecodeFactory) -> Run:
         """A launch that is ready for every copy, without an LSE, as engines call it."""
-        run, tensors = factory(replace(self.shape, has_lse=False)), self.tensors
+        run, tensors = factory(self.shape._replace(has_lse=False)), self.tensors
         return lambda n: run(tensors[n])
 
 

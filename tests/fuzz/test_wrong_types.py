@@ -55,8 +55,8 @@ def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # n
     monkeypatch.setattr(helpers, "warm", lambda helper, index: None)
     for module in (append, merging):
         monkeypatch.setattr(module, "launcher", lambda *_: lambda *_: lambda *_: None)
-    for module in (runs, shared_keys):
-        monkeypatch.setattr(module, "planned", lambda *_: Launch(lambda *_: None, None))
+    monkeypatch.setattr(runs, "opened", lambda *_: lambda shape: Launch(lambda *_: None, None))
+    monkeypatch.setattr(shared_keys, "planned", lambda *_: Launch(lambda *_: None, None))
     monkeypatch.setattr(recent, "_QUESTION", None)  # it would ask for memory of a GPU
     monkeypatch.setattr(runs, "MEMO_LIMIT", 0)  # a value that equals the one before would not be looked at
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):

@@ -68,7 +68,7 @@ def launched(
     known |= beside
     known |= {"AlibiSlopes": call.features.alibi_slopes, "PartLse": torch.full((numbers.part_rows,), math.nan)}
     known |= {"PartO": torch.full((numbers.part_rows, checked.shape.head_dim_v), math.nan)}
-    known |= {"Splits": torch.full((numbers.splits, 4), 2**31 - 1, dtype=torch.int32), **numbers.values}
+    known |= {"Splits": torch.full((numbers.splits, 4), 2**31 - 1, dtype=torch.int32), **numbers.values(config)}
     for name, grid in zip(("", "_reduce"), numbers.grids, strict=True):
         kernel = getattr(module, config.family + name)
         if grid:

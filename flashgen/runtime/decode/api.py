@@ -13,6 +13,7 @@ from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
 from flashgen.runtime.decode.op import OP
+from flashgen.runtime.decode.open_calls import OPEN
 from flashgen.runtime.decode.prefix import Prefix, attend_with_prefix, flat
 from flashgen.runtime.decode.recent import NOTHING, RECENT, with_others
 from flashgen.runtime.decode.runs import attend
@@ -143,6 +144,10 @@ def attention_decode(
                 tensors, others = with_others(tensors, (leftpad, batch_idx, sinks, alibi_slopes))
             kind = (len(tensors), others, causal, window, softmax_scale, softcap, fixed_split_size, return_lse)
             for again in RECENT.get(kind, NOTHING):
+                found = again(tensors)
+                if found is not None:
+                    return found
+            for again in OPEN.get(kind, NOTHING):
                 found = again(tensors)
                 if found is not None:
                     return found

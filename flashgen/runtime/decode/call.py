@@ -16,7 +16,7 @@ from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.scores import SOFTCAP
 from flashgen.core.features.table import checked, specialization_fields, workload_fields
 from flashgen.core.features.table import values as table_values
-from flashgen.core.features.values import Features
+from flashgen.core.features.values import Features, Window
 from flashgen.core.workload import DECODE, Specialization
 from flashgen.launch.decode_numbers import DecodeShape
 from flashgen.launch.feature_arguments import NO_FEATURES
@@ -92,9 +92,7 @@ class CheckedDecode:
             aligned16=all(is_aligned(tensor) for tensor in (call.q, call.k_cache, call.v_cache, out)),
             **{name: value for name, value in asked.items() if name in _COMPILED},
         )
-        left, right = features.window
-        right = 0 if flag("causal", call.causal) else right
-        left, right = clamp_window((left, right), seqlen_q, seqlen_k)
+        left, right = window_of(features.window, flag("causal", call.causal), seqlen_q, seqlen_k)
         slopes = features.alibi_slopes
         shape = DecodeShape(
             batch=batch,
@@ -103,10 +101,10 @@ class CheckedDecode:
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             head_dim_v=call.v_cache.shape[3],
-            q_strides=_strides(call.q),
-            k_strides=_strides(call.k_cache),
-            v_strides=_strides(call.v_cache),
-            o_strides=_strides(out),
+            q_strides=strides_of(call.q),
+            k_strides=strides_of(call.k_cache),
+            v_strides=strides_of(call.v_cache),
+            o_strides=strides_of(out),
             num_pages=0 if table is None else call.k_cache.shape[0],
             table_stride=0 if table is None else table.stride(0),
             window_left=left,
@@ -151,6 +149,11 @@ def check_decode_tensors(call: DecodeCall) -> None:
     integers = {"seqlens": call.seqlens, **{n: t for n, t in call.optional.items() if t is not None}}
     for name, tensor in integers.items():
         _check_integers(name, tensor, call.q)
+
+
+def window_of(window: Window, causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """The keys that a query sees before its own place, and behind it."""
+    return clamp_window((window[0], 0 if causal else window[1]), seqlen_q, seqlen_k)
 
 
 def _checked_features(features: Features, facts: CallFacts) -> Features:
@@ -251,6 +254,7 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT_BYTES == 0 and has_aligned_rows(tensor)
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """All of a tensor's strides but the last."""
     first, second, third, _ = tensor.stride()
     return first, second, third

@@ -18,68 +18,83 @@ from flashgen.core.settings import settings
 from flashgen.launch.decode_plan import Launch
 from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher
 
+Kind = tuple[Any, ...]
+"""What a call has beside its tensors, and which of them it has."""
+
 Tensors = tuple[torch.Tensor, ...]
+"""Those of a call that are not None, q, k and v first, in the order of the launch."""
+
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 Again = Callable[[Tensors], Result | None]
 """Serves tensors like those that it was made for; None where these are others."""
 
-RECENT: dict[tuple[Any, ...], tuple[Again, ...]] = {}
-"""By what a call has beside its tensors, and which of them it has: what serves the last few layouts."""
+RECENT: dict[Kind, tuple[Again, ...]] = {}
+"""What serves the last few layouts of tensors, by the kind of the call."""
 
-MOST_LAYOUTS = 4
+MOST_LAYOUTS = 2
 """Of tensors of calls of one kind: each that does not fit costs a tenth of a call."""
 
 MOST_KINDS = 256
 
 NOTHING: tuple[Again, ...] = ()
 
-_GUARDS: Any = torch._C._dynamo.guards
-_QUESTION: Any = getattr(_GUARDS, "TensorGuards", None) if hasattr(_GUARDS, "_empty_strided_cuda") else None
+GUARDS: Any = torch._C._dynamo.guards
+_QUESTION: Any = getattr(GUARDS, "TensorGuards", None) if hasattr(GUARDS, "_empty_strided_cuda") else None
 """Neither is part of torch's interface: without them every call makes its key."""
 
 
-def remember(kind: tuple[Any, ...], again: Again) -> None:
-    """Serve calls of a kind without a key, where their tensors are like those that `again` was made for."""
-    known = RECENT.get(kind, NOTHING)
-    if again in known:  # as where another GPU is the current one
-        return
-    if len(RECENT) >= MOST_KINDS:
-        RECENT.clear()
-    RECENT[kind] = (again, *known[: MOST_LAYOUTS - 1])
+class Ready:
+    """What serves calls of one layout: a launch, and what serves those like the last one without a key."""
+
+    __slots__ = ("_again", "launch")
+
+    def __init__(self, launch: Launch) -> None:
+        """Keep a launch."""
+        self.launch = launch
+        self._again: tuple[Callable[..., bool], Again] | None = None
+
+    def remember(self, kind: Kind, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Let calls like one that was served be found in `RECENT`, where that leaves out no check.
+
+        Args:
+            kind: of the call.
+            tensors: its tensors.
+            out: what it wrote: all that such calls write will be laid out like it.
+            lse: the LSE that it wrote, or None.
+        """
+        # the same layouts may be other tensors to torch, as those of inference mode
+        if self._again is None or not self._again[0](*tensors):
+            self._again = _made(tensors, out, lse, self.launch)
+        known = RECENT.get(kind, NOTHING)
+        if self._again is None or self._again[1] in known:  # as where another GPU is the current one
+            return
+        if len(RECENT) >= MOST_KINDS:
+            RECENT.clear()
+        RECENT[kind] = (self._again[1], *known[: MOST_LAYOUTS - 1])
 
 
-def make_again(
-    tensors: Tensors, out: torch.Tensor, lse: torch.Tensor | None, launch: Launch
-) -> tuple[Callable[..., bool], Again] | None:
-    """The question to tensors, and what serves those that fit; None where it would leave out a check.
+def question(tensors: Tensors, sizes: Any = None, strides: Any = None) -> Callable[..., bool] | None:
+    """What says of tensors whether they are like these; None where it would leave out a check.
 
     Args:
-        tensors: those of the call that are not None, q, k and v first, in the order of the launch.
-        out: what it wrote: all that such calls write will be laid out like it.
-        lse: the LSE that it wrote, or None.
-        launch: what served it.
+        tensors: those of a call whose rules hold.
+        sizes: the shape of each, with None for sizes that may be others; None are all as they are.
+        strides: likewise.
     """
     q, k, v, *_ = tensors
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-    index, only_device = q.get_device(), torch.cuda.device_count() == 1
     if (
         _QUESTION is None
-        or addresses % ALIGNMENT_BYTES
         or q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or settings().checks
         or not can_bypass_dispatcher(q, k, v)
         or not are_plain(tensors)
-        or not (only_device or index == torch._C._cuda_getDevice())
     ):
         return None
-    fits = _QUESTION(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    if not fits(*tensors):  # as for a tensor that stands for two arguments
-        return None
-    again = _without_lse(fits, out, launch, index) if lse is None else _with_lse(fits, out, lse, launch, index)
-    return fits, again
+    fits: Callable[..., bool] = _QUESTION(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return fits if fits(*tensors) else None  # a tensor that stands for two arguments never does
 
 
 def with_others(tensors: Tensors, given: tuple[torch.Tensor | None, ...]) -> tuple[Tensors, int]:
@@ -88,8 +103,23 @@ def with_others(tensors: Tensors, given: tuple[torch.Tensor | None, ...]) -> tup
     return (*tensors, *[one for one in given if one is not None]), present
 
 
+def _made(
+    tensors: Tensors, out: torch.Tensor, lse: torch.Tensor | None, launch: Launch
+) -> tuple[Callable[..., bool], Again] | None:
+    q, k, v, *_ = tensors
+    index, only_device = q.get_device(), torch.cuda.device_count() == 1
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % ALIGNMENT_BYTES:
+        return None
+    if not (only_device or index == torch._C._cuda_getDevice()):
+        return None
+    fits = question(tensors)
+    if fits is None:
+        return None
+    return fits, _without_lse(fits, out, launch, index) if lse is None else _with_lse(fits, out, lse, launch, index)
+
+
 def _without_lse(fits: Any, out: torch.Tensor, launch: Launch, index: int) -> Again:
-    empty, data_ptr, layout = _GUARDS._empty_strided_cuda, torch.Tensor.data_ptr, _layout(out)
+    empty, data_ptr, layout = GUARDS._empty_strided_cuda, torch.Tensor.data_ptr, _layout(out)
     only_device, current = torch.cuda.device_count() == 1, torch._C._cuda_getDevice
     run, sized = launch
 
@@ -107,7 +137,7 @@ def _without_lse(fits: Any, out: torch.Tensor, launch: Launch, index: int) -> Ag
 
 
 def _with_lse(fits: Any, out: torch.Tensor, lse: torch.Tensor, launch: Launch, index: int) -> Again:
-    empty, data_ptr, layout, lse_layout = _GUARDS._empty_strided_cuda, torch.Tensor.data_ptr, _layout(out), _layout(lse)
+    empty, data_ptr, layout, lse_layout = GUARDS._empty_strided_cuda, torch.Tensor.data_ptr, _layout(out), _layout(lse)
     only_device, current = torch.cuda.device_count() == 1, torch._C._cuda_getDevice
     run, sized = launch
 

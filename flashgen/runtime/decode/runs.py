@@ -22,39 +22,17 @@ from flashgen.launch.decode_plan import POINTERS, DecodePlan, Launch
 from flashgen.launch.feature_arguments import NO_FEATURES, TENSORS
 from flashgen.launch.plan import EmptyPlan
 from flashgen.runtime.argument_types import UNEXPECTED
-from flashgen.runtime.decode import recent
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
 from flashgen.runtime.decode.contents import check_contents
+from flashgen.runtime.decode.open_calls import MAX_BATCH, OPEN, Launches, open_to_sizes
+from flashgen.runtime.decode.recent import RECENT, Kind, Ready, Tensors
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel
 
-MAX_BATCH = 1024
-"""Sequences of one launch, whose lengths every program looks at; larger batches are several launches."""
-
 MEMO_LIMIT = 8192
-
-
-class Served:
-    """What serves the calls of a key: a launch, and what serves calls like the last one without a key."""
-
-    __slots__ = ("_again", "launch")
-
-    def __init__(self, launch: Launch) -> None:
-        """Keep a launch."""
-        self.launch = launch
-        self._again: Any = None
-
-    def again(
-        self, tensors: tuple[torch.Tensor, ...], out: torch.Tensor, lse: torch.Tensor | None
-    ) -> recent.Again | None:
-        """See `recent.make_again`; made anew where these are other tensors to torch, as those of inference mode."""
-        if self._again is None or not self._again[0](*tensors):
-            self._again = recent.make_again(tensors, out, lse, self.launch)
-        return None if self._again is None else self._again[1]
-
 
 MEMO: dict[tuple[Any, ...], Any] = {}
 """What serves calls by key; None where there is no key to attend to, and so nothing to launch."""
@@ -116,17 +94,13 @@ def attend(
         out = empty_output(q, v_cache, bshd=True)
         lse = empty_lse(q, bshd=True) if return_lse else None
         if q.shape[0] <= MAX_BATCH:
-            served, tensors = _launch(*given, *others, out, lse, config, keeps)
-            if kind is not None and served is not None:
-                again = served.again(tensors, out, lse)
-                if again is not None:
-                    recent.remember(kind, again)
+            _launch(*given, *others, out, lse, config, keeps, kind)
             return out, lse
         call = call_of((*given, *others))
         check_decode_tensors(call)
         for start in range(0, q.shape[0], MAX_BATCH):
             rows = slice(start, start + MAX_BATCH)
-            written = (out[rows], None if lse is None else lse[rows], config, keeps)
+            written = (out[rows], None if lse is None else lse[rows], config, keeps, None)
             part: Any = (*_arguments(_part(call, rows)), *written)
             _launch(*part)
     except UNEXPECTED as error:
@@ -153,12 +127,11 @@ def _launch(
     lse: torch.Tensor | None,
     config: Config | None,
     keeps: bool,
-) -> tuple[Served | None, tuple[torch.Tensor, ...]]:
-    """Launch, if there are keys; returns what did, and the tensors that it has read in its order."""
+    kind: Kind | None,
+) -> None:
     numbers = _NO_NUMBERS if features is NO_FEATURES else [of(features) for of in NUMBERS_OF_HEADS]
     optional = (table, leftpad, batch_idx, *numbers)
     tensors = (q, k, v, lens, *[one for one in optional if one is not None])
-    written = (out,) if lse is None else (out, lse)
     index = q.get_device()
     key = (
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15,
@@ -190,26 +163,48 @@ def _launch(
     served = MEMO.get(key, _UNKNOWN)
     if served is _UNKNOWN or settings().checks:
         call = call_of((q, k, v, lens, table, causal, softmax_scale, features, leftpad, batch_idx, split, return_lse))
-        served = _remembered(key, call, out, config)
+        served = _remembered(key, call, tensors, out, config, kind)
         if settings().checks:
             check_contents(call)
     if served is None:
         EmptyPlan()(q, k, v, out, lse, features=features)
-        return None, tensors
+    else:
+        _run(served, kind, tensors, out, lse, keeps)
+
+
+def _run(
+    served: Ready,
+    kind: Kind | None,
+    tensors: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    keeps: bool,
+) -> None:
+    """Launch, and let the next call like this one be found sooner."""
+    written = (out,) if lse is None else (out, lse)
     pointers = tuple([one.data_ptr() for one in (*written, *tensors)])
+    index = out.get_device()
     if index == torch._C._cuda_getDevice():
-        served.launch(pointers, q, keeps)
+        served.launch(pointers, out, keeps)
     else:
         with torch.cuda.device(index):
-            served.launch(pointers, q, keeps)
-    return served, tensors
+            served.launch(pointers, out, keeps)
+    if kind is not None:
+        served.remember(kind, tensors, out, lse)
 
 
-def _remembered(key: tuple[Any, ...], call: DecodeCall, out: torch.Tensor, config: Config | None) -> Any:
+def _remembered(
+    key: tuple[Any, ...],
+    call: DecodeCall,
+    tensors: Tensors,
+    out: torch.Tensor,
+    config: Config | None,
+    kind: Kind | None,
+) -> Any:
     served = MEMO.get(key, _UNKNOWN)
     if served is _UNKNOWN:
-        launch = _prepared(call, out, config)
-        served = None if launch is None else Served(launch)
+        launch = _prepared(call, tensors, out, config, kind)
+        served = None if launch is None else Ready(launch)
         if len(MEMO) >= MEMO_LIMIT:
             forget()
         MEMO[key] = served
@@ -219,7 +214,8 @@ def _remembered(key: tuple[Any, ...], call: DecodeCall, out: torch.Tensor, confi
 def forget() -> None:
     """Forget every launch; kernels stay."""
     MEMO.clear()
-    recent.RECENT.clear()
+    RECENT.clear()
+    OPEN.clear()
 
 
 serve.FORGETTING.append(forget)
@@ -234,7 +230,9 @@ def _arguments(call: DecodeCall) -> tuple[Any, ...]:
     return tuple(getattr(call, name) for name in _FIELDS)
 
 
-def _prepared(call: DecodeCall, out: torch.Tensor, config: Config | None) -> Launch | None:
+def _prepared(
+    call: DecodeCall, tensors: Tensors, out: torch.Tensor, config: Config | None, kind: Kind | None
+) -> Launch | None:
     """The slow path: check, choose a config, compile if needed, and pack the numbers."""
     checked = CheckedDecode.of(call, out)
     numbers = [of(call.features) for of in NUMBERS_OF_HEADS]
@@ -242,19 +240,30 @@ def _prepared(call: DecodeCall, out: torch.Tensor, config: Config | None) -> Lau
     names = (*_WRITTEN[: 1 + call.return_lse], *_READ, *[name for name, one in optional if one is not None])
     if 0 in call.q.shape or not checked.shape.seqlen_k:
         return None
+    index = serve.gpu_index(call.q)
+
+    def plan(other: CheckedDecode, config: Config | None = None) -> Launches:
+        return opened(other, config, index, names)
+
     with CollectionPaused(), serve.LOCK:
-        return planned(checked, config, serve.gpu_index(call.q), names)
+        launch = plan(checked, config)(checked.shape)
+    if kind is not None:
+        open_to_sizes(kind, call, tensors, checked, plan)
+    return launch
 
 
-def planned(
-    checked: CheckedDecode, config: Config | None, index: int | None, names: tuple[str, ...] = POINTERS
-) -> Launch:
-    """The launch of a checked call on torch's GPU of this index; under the lock of `serve`.
+def planned(checked: CheckedDecode, config: Config | None, index: int | None) -> Launch:
+    """The launch of a checked call, which gives an address for each of `POINTERS`; see `opened`."""
+    return opened(checked, config, index, POINTERS)(checked.shape)
+
+
+def opened(checked: CheckedDecode, config: Config | None, index: int | None, names: tuple[str, ...]) -> Launches:
+    """The launches of calls that differ from a checked one in sizes of its class alone; under the lock of `serve`.
 
     Args:
         checked: what is compiled in, and the numbers.
-        config: what is launched; None lets the rule choose.
-        index: the GPU; None is refused.
+        config: what is launched; None lets the ladder choose.
+        index: torch's index of the GPU; None is refused.
         names: of `POINTERS`, those that calls give addresses for.
 
     Raises:
@@ -268,7 +277,7 @@ def planned(
 
     device, sizes = serve.device_at(index), checked.shape.sizes
     served = Served(config=config, rung=1) if config else served_step(spec, sizes, device, serve.records())
-    return serve.built(spec, served, device, index, partial(_plan, spec)).sized(checked.shape, names)
+    return serve.built(spec, served, device, index, partial(_plan, spec)).opened(checked.shape, names)
 
 
 def _plan(spec: Specialization, kernel: CompiledKernel, config: Config, index: int) -> DecodePlan:

@@ -19,7 +19,8 @@ from flashgen.core.features.positions import clamp_window
 from flashgen.launch.decode_plan import POINTERS, Launch
 from flashgen.runtime.decode.call import MAX_KEYS, CheckedDecode, DecodeCall, is_aligned, keys_of_a_sequence
 from flashgen.runtime.decode.contents import check_contents
-from flashgen.runtime.decode.runs import MAX_BATCH, planned
+from flashgen.runtime.decode.open_calls import MAX_BATCH
+from flashgen.runtime.decode.runs import planned
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.helpers import remember
 
@@ -157,8 +158,7 @@ def passes(call: DecodeCall, shared: SharedKeys, out: Tensor) -> Iterator[Shared
         if room + own_room > MAX_KEYS:
             raise WorkloadError(f"a sequence has at most {MAX_KEYS} keys, got room for {room + own_room}")
         window_left, window_right = clamp_window((left, right), call.q.shape[1], room + own_room)
-        shape = replace(
-            checked.shape,
+        shape = checked.shape._replace(
             window_left=window_left,
             window_right=window_right,
             has_leftpad=left is not None,
