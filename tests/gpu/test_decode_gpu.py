@@ -12,7 +12,13 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.codegen.families import decode_config, invalid
+from flashgen.codegen.portable_decode.defaults import ONLY_SHARES
+from flashgen.core.config import KnobValue
 from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.launch.gpu import current_device
+from flashgen.runtime.decode import runs
+from flashgen.runtime.decode.call import CheckedDecode
 from tests.decoding import Case, assert_right, make, only, run
 
 pytestmark = pytest.mark.gpu
@@ -79,6 +85,34 @@ def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, split: int | No
     again, lse_again = run(call, fixed_split_size=split, return_lse=True)
     assert torch.equal(out, again)
     assert torch.equal(lse, lse_again)
+
+
+SMALL: dict[str, KnobValue] = {"block_n": 64, "num_warps": 4, "num_stages": 3, "per_sm": 1}
+OTHERS: dict[str, dict[str, KnobValue]] = {
+    "grid": {"schedule": "grid", **ONLY_SHARES},
+    "grid, early": {"schedule": "grid", **ONLY_SHARES, "early": True},
+    "grid, chunks": {"schedule": "grid", **ONLY_SHARES, "chunk": 1024, "early": True, "pdl": False},
+    "grid, keys of warps": {"schedule": "grid", **ONLY_SHARES, "warp_keys": True, "early": True},
+    "shares, keys of warps": {"warp_keys": True, "early": True, "slack_percent": 8},
+    "grid, eight rows": {"schedule": "grid", **ONLY_SHARES, "block_m": 8},
+    "grid, eight rows, keys of warps": {"schedule": "grid", **ONLY_SHARES, "block_m": 8, "warp_keys": True},
+    "grid, many rows": {"schedule": "grid", **ONLY_SHARES, "block_m": 64},
+}
+
+
+@pytest.mark.parametrize("knobs", OTHERS)
+@pytest.mark.parametrize("name", ["contiguous", "pages of 16", "queries of 4", "window and sinks"])
+def test_configs_that_no_rule_takes_are_right(name: str, knobs: str) -> None:
+    split = 256 if name == "queries of 4" else None
+    call = replace(make(CASES[name], "cuda"), fixed_split_size=split, return_lse=True)
+    checked, device = CheckedDecode.of(call, torch.empty_like(call.q)), current_device(0)
+    config = decode_config(checked.spec, checked.shape.sizes, device).replace(**SMALL, **OTHERS[knobs])
+    assert invalid(config, checked.spec, device) is None
+    out, lse = runs.run(call, config)
+    assert lse is not None
+    assert_right(call, out, lse)
+    again, _ = runs.run(call, config)
+    assert torch.equal(out, again)
 
 
 @pytest.mark.parametrize("batch", [1, 17, 1024, 1025])
