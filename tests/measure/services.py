@@ -74,6 +74,18 @@ class Broken:
         raise OSError("no GPU here")
 
 
+class BusyOnce:
+    """Comes up when it is started again."""
+
+    def __init__(self, announce: Announce, seen: str) -> None:
+        if not Path(seen).exists():
+            Path(seen).touch()
+            raise OSError("the GPU is busy")
+
+    def echo(self, value: object) -> object:
+        return value
+
+
 class Slow:
     def __init__(self, announce: Announce) -> None:
         time.sleep(600)

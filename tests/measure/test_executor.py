@@ -8,6 +8,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import MeasureError
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
+from flashgen.measure import worker
 from flashgen.measure.executor import LocalExecutor, Patience
 from flashgen.measure.protocol import EvaluateJob, Executor, RaceJob
 
@@ -74,7 +75,8 @@ def test_an_anchor_that_crashes_does_not_take_the_race_with_it(executor: Executo
     assert result.baselines == ()
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "STARTS", 1)  # tests/measure/test_worker.py has the second one
     with LocalExecutor() as executor, pytest.raises(MeasureError, match="GPU"):
         executor.evaluate(evaluate("1"))
 

@@ -168,6 +168,11 @@ def test_a_script_without_a_main_guard_is_not_run_twice(tmp_path: Path) -> None:
     assert done.stdout == "started\n('x', 1)\n"
 
 
+def test_a_service_that_does_not_come_up_has_a_second_chance(tmp_path: Path) -> None:
+    with Worker("tests.measure.services:BusyOnce", str(tmp_path / "seen")) as worker:
+        assert worker.call("echo", 1, timeout_s=60) == 1
+
+
 @pytest.mark.parametrize(
     ("service", "reason"),
     [
