@@ -22,6 +22,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
+from tests.codegen.goldens import ONE_WARPGROUP
 from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")
@@ -199,7 +200,7 @@ def test_packed_kernels_are_formatted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "heads", "changes"),
     [
-        ("fwd-bf16-d128-causal-alibi-sink-window", 4, {}),
+        ("fwd-bf16-d128-causal-alibi-sink-window", 4, ONE_WARPGROUP),
         ("fwd-fp16-d96", 16, {"split_d": True, "barriers": "mbarrier", "exp_order": "free", "q_stages": 2}),
     ],
 )

@@ -23,6 +23,7 @@ from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import ptx_sizes, slot_sizes, trailing_pointers
 from flashgen.launch.plan import make_plan
 from flashgen.launch.triton_plan import TritonPlan
+from tests.codegen.goldens import ONE_WARPGROUP
 from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import tensors
 
@@ -41,16 +42,16 @@ KERNELS = {
     "gluon, and a pointer to O": ("fwd-bf16-d128-causal", HOPPER_FORWARD, "h200", {}),
     "gluon, descriptors alone": ("fwd-bf16-d128", HOPPER_FORWARD, "h200", {}),
     "gluon, packed heads": (
-        "fwd-bf16-d128-causal-alibi-sink-window",  # compiled by tests/codegen too, as are the two before
+        "fwd-bf16-d128-causal-alibi-sink-window",  # compiled by tests/codegen too, as are the others in Gluon
         HOPPER_FORWARD,
         "h200",
-        {"packed_heads": 4, "masked_blocks": "branch", "hidden_blocks": "computed"},
+        {"packed_heads": 4, "masked_blocks": "branch", "hidden_blocks": "computed", **ONE_WARPGROUP},
     ),
     "gluon, two parts, tiles of scores": (
         "fwd-bf16-d96-bias-mask-bias_fp32",
         HOPPER_FORWARD,
         "h200",
-        {"split_d": True, "block_n": 64},
+        {"split_d": True, **ONE_WARPGROUP},
     ),
 }
 
