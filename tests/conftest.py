@@ -22,6 +22,8 @@ with contextlib.suppress(ModuleNotFoundError):  # the GPU tests do without it
 
 # compiled kernels stay in the checkout: a second run is quick, and a home directory is not needed
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "triton"))
+# the same machine code in nine tenths of the time: which line of a text it comes from is for debuggers alone
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 
 # Triton decides when a kernel is defined whether it is interpreted, so a process does either one or the other.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]

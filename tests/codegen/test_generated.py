@@ -158,6 +158,7 @@ def test_triton_compiles_the_text_of_the_process(monkeypatch: pytest.MonkeyPatch
     planted = folder / f"{source.module}.py"
     monkeypatch.setattr(generated, "write_whole", lambda path, content: path.write_text("import os\n" * 1000))
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.compilation, "disable_line_info", False)  # as it is for users
     found: Any = compile_kernel(spec, config, device).handle
     assert planted.read_text().startswith("import os\n")
     function = getattr(load_module(source), source.entry)
