@@ -4,19 +4,20 @@ Runs in an environment with Triton and without torch (`make crosscompile` builds
 newest Triton). One line per kernel, and one for what it spills. A family that compiles nowhere, a compile error, or a
 default config of a plain shape that spills more than the row of its family allows (`default_spills`: from 24 to 280
 bytes of local memory a thread, what was found under these two) ends it with exit code 1, and so does a config of which
-an SM holds fewer programs than it says (`per_sm`). What features, other loads and
-packed heads spill is printed, and not limited. Of NVIDIA's machine code the line also says how often it touches what it
-spilled (`machine_loops.py`): that costs time in a mainloop, and next to none around it.
+an SM holds fewer programs than it says (`per_sm`). What features, other loads and packed heads spill is printed, and
+not limited. With `--loops` the line also says how often machine code for NVIDIA touches what it spilled
+(`machine_loops.py`): that costs time in a mainloop, and next to none around it.
 
 All targets are for the oldest Triton; the newest has `--few`. What a Triton no longer accepts is in the text of a
 kernel far more often than in what a target makes of it: so the newest compiles every family with every feature once,
 those for sm90 alone there and the others for sm90, an older target and one of AMD in turn, where the oldest has each
-feature for two of all targets. Helper kernels are compiled for sm80 and sm90, and none may spill.
+feature for one of all targets. Helper kernels are compiled for sm80 and sm90, and none may spill.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -66,6 +67,9 @@ one more for each other target, under `--few` one alone. A backward pass is seve
 of the two families for all targets, for one shape, and sm90 under `--few` one shape of every family.
 """
 
+VARIED = ("bf16", 128)
+"""The dtype and the head_dim of which other loads and packed heads are compiled, too."""
+
 FEATURES = (
     "fwd-bf16-d64-causal-sink-window",
     "fwd-bf16-d256-causal-softcap-window",
@@ -86,11 +90,10 @@ FEATURES = (
 )
 """Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
 
-Each is compiled for FEATURE_TARGETS of the targets, in turn, a backward pass by one of its families for each; under
-`--few` by the families for wgmma for sm90, and by the others for one of FEW_FEATURE_TARGETS, in turn.
+Each is compiled for one of the targets, in turn, under the oldest Triton; under `--few` by the families for wgmma for
+sm90, and by the others for one of FEW_FEATURE_TARGETS, in turn. tests/codegen has features for sm90 in between.
 """
 
-FEATURE_TARGETS = 2
 FEW_FEATURE_TARGETS = ("sm80", "sm90", "gfx942")
 
 FULLEST = ("gfx1200", "fwd-fp32-d128-causal")
@@ -169,6 +172,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--targets", nargs="+", default=TARGETS)
     which.add_argument("--few", action="store_true", help="few shapes for each kind of target, each feature for one")
+    parser.add_argument("--loops", action="store_true", help="also say where code for NVIDIA touches its spills")
     parser.add_argument("--family", action="append", default=[], metavar="ID", help="these families alone; repeatable")
     arguments = parser.parse_args()
     rows = [families.family(name) for name in arguments.family] or [*FAMILIES, *DECODE_FAMILIES]
@@ -181,8 +185,9 @@ def main() -> int:
         print(f"error: no target compiles {', '.join(sorted(idle))}")
         return 1
     spawn = multiprocessing.get_context("spawn")
+    compile_job = functools.partial(compile_one, loops=arguments.loops)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=collect_seldom) as pool:
-        outcomes = [report(job, *outcome) for job, outcome in zip(found, pool.map(compile_one, found), strict=True)]
+        outcomes = [report(job, *outcome) for job, outcome in zip(found, pool.map(compile_job, found), strict=True)]
     failed = outcomes.count(False)
     import triton
 
@@ -266,16 +271,18 @@ def with_shapes(
 
 
 def with_features(rows: Rows, devices: list[Device]) -> list[Job]:
-    """Defaults of features, and with heads in two parts where these differ; what they hold may spill."""
+    """Defaults of features, and with heads in two parts where these differ; what they hold may spill.
+
+    A feature has the target whose turn it is, or the next that computes it; each of the two families of a backward pass
+    has one of its own.
+    """
     found = []
-    for number, key in enumerate(FEATURES):
-        spec = Specialization.parse(key)
-        for step in range(FEATURE_TARGETS):
-            device = devices[(number + step * (len(devices) // FEATURE_TARGETS)) % len(devices)]
+    for number, spec in enumerate(map(Specialization.parse, FEATURES)):
+        turn = number % len(devices)
+        able = [device for device in devices[turn:] + devices[:turn] if serving(rows, spec, device)]
+        for step, device in enumerate(able[: 2 if spec.direction == "backward" else 1]):
             chosen = serving(rows, spec, device)
-            if spec.direction == "backward":  # each of the two families for one of the targets
-                chosen = chosen[step:][:1]
-            for row in chosen:
+            for row in chosen[step:][:1] if spec.direction == "backward" else chosen:
                 found += variants(row.default(spec, device), spec, device)
     return list(dict.fromkeys(found))
 
@@ -316,22 +323,22 @@ def specializations(passes: dict[str, tuple[Shape, ...]]) -> list[Specialization
 
 
 def other_loads(config: Config, spec: Specialization, device: Device) -> list[Config]:
-    """At one head dimension, the config with the other kind of loads where the device allows it."""
+    """Of VARIED, the config with the other kind of loads where the device allows it."""
     loads = dict(config.knobs).get("loads")
-    if spec.head_dim != 128 or loads is None:
+    if (spec.dtype, spec.head_dim) != VARIED or loads is None:
         return []
     other = config.replace(loads="pointer" if loads == "descriptor" else "descriptor")
     return [] if invalid(other, spec, device) else [other]
 
 
 def for_short_queries(config: Config, spec: Specialization, device: Device) -> list[Config]:
-    """At one head dimension, what the config becomes for a decoding step of heads in groups."""
+    """Of VARIED, what the config becomes for a decoding step of heads in groups."""
     short = fitted(config, spec, DECODE, device)
-    return [short] if spec.head_dim == 128 and short != config else []
+    return [short] if (spec.dtype, spec.head_dim) == VARIED and short != config else []
 
 
-def compile_one(job: Job | HelperJob) -> tuple[bool, str]:
-    """Compile in this process; whether that went well, and a remark."""
+def compile_one(job: Job | HelperJob, *, loops: bool = False) -> tuple[bool, str]:
+    """Compile in this process; whether that went well, and a remark, of spills with the `loops` that touch them."""
     try:
         if isinstance(job, HelperJob):
             spills = compile_helper(job.helper, job.device).spills
@@ -346,7 +353,7 @@ def compile_one(job: Job | HelperJob) -> tuple[bool, str]:
         return True, ""
     limit = families.family(job.config.family).default_spills
     allowed = "not limited" if job.may_spill else f"{limit} allowed"
-    remark = f"{compiled.spills} bytes of local memory per thread, {allowed}{touched(compiled)}"
+    remark = f"{compiled.spills} bytes of local memory per thread, {allowed}{touched(compiled) if loops else ''}"
     return job.may_spill or compiled.spills <= limit, remark
 
 
@@ -372,4 +379,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as cache:
         # compile for real: neither a cache of an earlier run nor this run's leftovers
         os.environ["TRITON_CACHE_DIR"] = os.environ["FLASHGEN_CACHE_DIR"] = cache
+        # the same machine code in nine tenths of the time: which line it comes from is for debuggers alone
+        os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
         sys.exit(main())
