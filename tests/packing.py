@@ -188,3 +188,45 @@ def assert_right(packed: Packed, out: Tensor, lse: Tensor) -> None:
     found, found_lse = out.double().cpu(), lse.double().cpu()
     torch.testing.assert_close(found[~wrong], right[~wrong], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(found_lse[:, ~wrong], right_lse[:, ~wrong], atol=2e-3, rtol=2e-3)
+
+
+def gradients(packed: Packed, dout: Tensor, dlse: Tensor | None = None) -> dict[str, Tensor]:
+    """The gradients of q, k, v and sinks in float64; 0 in rows that do not count."""
+    found = {name: torch.zeros(getattr(packed, name).shape, dtype=torch.float64) for name in "qkv"}
+    group = packed.q.shape[1] // packed.k.shape[1]
+    sinks = packed.named.get("sinks")
+    if sinks is not None:
+        found["sinks"] = torch.zeros(len(sinks), dtype=torch.float64)
+    for b, queries, keys in packed.sequences():
+        rows = {"q": queries, "k": keys, "v": keys}
+        given = {name: getattr(packed, name)[rows[name]].double().cpu().requires_grad_() for name in "qkv"}
+        named = {name: _of_sequence(name, value, b) for name, value in packed.named.items()}
+        if sinks is not None:
+            given["sinks"] = named["sinks"] = named["sinks"].clone().requires_grad_()
+        k, v = (given[name].repeat_interleave(group, 1) for name in "kv")
+        out, lse = reference(given["q"], k, v, b, named)
+        total = (out * dout[queries].double().cpu()).sum()
+        if dlse is not None:
+            total = total + (torch.where(lse.isinf(), 0.0, lse) * dlse[:, queries].double().cpu()).sum()
+        if total.requires_grad and b not in packed.case.poison:
+            for name, part in zip(
+                given, torch.autograd.grad(total, tuple(given.values()), allow_unused=True), strict=True
+            ):
+                if part is not None and name == "sinks":
+                    found[name] += part
+                elif part is not None:
+                    found[name][rows[name]] += part.nan_to_num()
+    return found
+
+
+def assert_gradients(packed: Packed, found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    """Compare gradients by their largest: an error of few roundings; sequences of NaN are left out."""
+    for name, expected in right.items():
+        wrong = torch.zeros(len(expected), dtype=torch.bool)
+        for b, queries, keys in packed.sequences():
+            if name != "sinks" and b in packed.case.poison:
+                wrong[queries if name == "q" else keys] = True
+        tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}[packed.q.dtype]
+        scale = max(float(expected.abs().max()) if expected.numel() else 0.0, 1.0)
+        one = found[name].double().cpu()[~wrong]
+        torch.testing.assert_close(one, expected[~wrong], atol=2 * tolerance * scale, rtol=tolerance)

@@ -11,15 +11,19 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashgen.codegen.families import family
+from flashgen.codegen.family import KernelSpec
 from flashgen.codegen.generated import load_module
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.launch import feature_arguments
+from flashgen.launch.backward import FIELDS, BackwardTensors, backward_geometry
 from flashgen.launch.feature_arguments import LOG2E
-from flashgen.launch.geometry import scalars
+from flashgen.launch.geometry import Geometry, scalars
+from flashgen.launch.parameters import block_of
+from flashgen.launch.scratch import ScratchPlan
 from flashgen.runtime.ops.calls import CheckedCall
-from tests.packing import Case, Packed, assert_right, checked, make
+from tests.packing import Case, Packed, assert_gradients, assert_right, checked, gradients, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of rows that do not count
 
@@ -38,26 +42,76 @@ def interpreted(packed: Packed, **knobs: Any) -> tuple[torch.Tensor, torch.Tenso
 
 def launched(packed: Packed, problem: CheckedCall, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel of a config writes."""
-    spec = problem.spec
     out = torch.full((*packed.q.shape[:2], packed.v.shape[2]), math.nan, dtype=packed.q.dtype)
     lse = torch.full((packed.q.shape[1], len(packed.q)), math.nan)
-    (kernel,) = family(config.family).kernels(spec, config)
-    features, geometry = problem.features, problem.geometry
-    assert features is not None
-    known: dict[str, Any] = scalars(geometry) | {"O": out, "LSE": lse, "lse_rows": len(packed.q)}
-    scale = packed.named.get("softmax_scale") or packed.q.shape[2] ** -0.5
-    known |= {"softmax_scale_log2": scale * LOG2E}
-    known |= feature_arguments.arguments(set(kernel.names), features, scale, known, causal=spec.causal)
-    for name, tensor in (("q", packed.q), ("k", packed.k), ("v", packed.v)):
-        known[name.upper()] = tensor
-        seen = tensor.unsqueeze(0).transpose(1, 2)
-        block = next((p.type for p in kernel.parameters if p.name == f"{name}_desc"), None)
-        if block:
-            sizes = [int(size) for size in block.split("[")[1].split("]")[0].split(",")]
-            known[f"{name}_desc"] = TensorDescriptor(seen, list(seen.shape), list(seen.stride()), sizes)
-    function = getattr(load_module(render(spec, config)), kernel.entry)
-    function[(kernel.programs(DEVICE, geometry.sizes),)](*[known[name] for name in kernel.names])
+    (kernel,) = family(config.family).kernels(problem.spec, config)
+    tensors = {"q": packed.q, "k": packed.k, "v": packed.v}
+    known: dict[str, Any] = scalars(problem.geometry) | {"O": out, "LSE": lse, "lse_rows": len(packed.q)}
+    known |= {name.upper(): tensor for name, tensor in tensors.items()} | _described(kernel, tensors)
+    _launch(kernel, load_module(render(problem.spec, config)), packed, known, problem, problem.geometry)
     return out, lse
+
+
+def differentiated(packed: Packed, family_id: str, **knobs: Any) -> dict[str, torch.Tensor]:
+    """Gradients by the portable kernels, in memory that holds NaN before; of rows that do not count, too."""
+    out, lse = interpreted(packed)
+    dout = _gradient(packed, out)
+    tensors = {"q": packed.q, "k": packed.k, "v": packed.v, "o": out, "do": dout}
+    tensors |= {f"d{name}": torch.full_like(tensors[name], math.nan) for name in "qkv"}
+    problem = checked(packed)
+    spec = replace(problem.spec, direction="backward", sink=False)
+    small = {"block_m": 16, "block_n": 16, "num_warps": 4, "loads": "pointer"}
+    small |= {} if "fused" in family_id else {"dq_block_m": 16, "dq_block_n": 16, "dq_num_warps": 4}
+    row = family(family_id)
+    config = row.default(spec, DEVICE).replace(**{**small, "heads_per_group": 8 if spec.causal else 1, **knobs})
+    geometry = backward_geometry(
+        BackwardTensors(
+            **{FIELDS[name]: tensor.unsqueeze(0).transpose(1, 2) for name, tensor in tensors.items()},
+            lse=lse.unsqueeze(0),
+        ),
+        problem.features,
+    )
+    scratch = ScratchPlan.of(spec, config, geometry.sizes)
+    memory = torch.full((scratch.floats,), math.nan)
+    known: dict[str, Any] = scalars(geometry) | {"LSE": lse, "DLSE": lse, "dlse_rows": 0}
+    known |= {piece.pointer: piece.of(memory) for piece in scratch.pieces.values()}
+    known |= {name.upper(): tensor for name, tensor in tensors.items()}
+    module = load_module(render(spec, config))
+    for kernel in row.kernels(spec, config):
+        _launch(kernel, module, packed, known | _described(kernel, tensors), problem, geometry)
+    return {name: tensors[f"d{name}"] for name in "qkv"}
+
+
+def _gradient(packed: Packed, out: torch.Tensor) -> torch.Tensor:
+    """Of an output, with NaN in rows that do not count."""
+    found = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
+    counts = torch.zeros(len(out), dtype=torch.bool)
+    for b, queries, _ in packed.sequences():
+        counts[queries] = b not in packed.case.poison
+    found[~counts] = math.nan
+    return found
+
+
+def _described(kernel: KernelSpec, tensors: dict[str, torch.Tensor]) -> dict[str, TensorDescriptor]:
+    found = {}
+    for name, tensor in tensors.items():
+        seen = tensor.unsqueeze(0).transpose(1, 2)
+        for parameter in kernel.parameters:
+            if parameter.name == f"{name}_desc":
+                sizes = list(block_of(parameter))
+                found[parameter.name] = TensorDescriptor(seen, list(seen.shape), list(seen.stride()), sizes)
+    return found
+
+
+def _launch(
+    kernel: KernelSpec, module: Any, packed: Packed, known: dict[str, Any], problem: CheckedCall, geometry: Geometry
+) -> None:
+    scale = packed.named.get("softmax_scale") or packed.q.shape[2] ** -0.5
+    known |= {"softmax_scale_log2": scale * LOG2E, "softmax_scale": scale}
+    assert problem.features is not None
+    names = set(kernel.names)
+    known |= feature_arguments.arguments(names, problem.features, scale, known, causal=problem.spec.causal)
+    getattr(module, kernel.entry)[(kernel.programs(DEVICE, geometry.sizes),)](*[known[name] for name in kernel.names])
 
 
 def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
@@ -110,3 +164,29 @@ def test_ends_that_lead_out_of_the_tensors_do_not() -> None:
     packed = make(Case(queries=(20, 33, 5)))
     wild = torch.tensor([-5, 70, 30, 2**31 - 1], dtype=torch.int32)
     interpreted(replace(packed, named={**packed.named, "cu_seqlens_q": wild, "max_seqlen_q": 100}))
+
+
+TRAINED = {name: case for name, case in CASES.items() if case.mod is None}
+
+
+@pytest.mark.parametrize("family_id", ["portable_backward_split", "portable_backward_fused"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_are_right_and_nothing_flows_to_neighbours(name: str, family_id: str) -> None:
+    packed = make(TRAINED[name])
+    found = differentiated(packed, family_id)
+    right = gradients(
+        packed, _gradient(packed, torch.empty(*packed.q.shape[:2], packed.v.shape[2], dtype=packed.q.dtype))
+    )
+    right.pop("sinks", None)
+    assert_gradients(packed, found, right)
+
+
+@pytest.mark.parametrize("family_id", ["portable_backward_split", "portable_backward_fused"])
+@pytest.mark.parametrize("name", ["all see all", "a neighbour of NaN", "used and causal", "window"])
+def test_gradients_by_tma_are_right(name: str, family_id: str) -> None:
+    packed = make(TRAINED[name])
+    found = differentiated(packed, family_id, loads="descriptor")
+    right = gradients(
+        packed, _gradient(packed, torch.empty(*packed.q.shape[:2], packed.v.shape[2], dtype=packed.q.dtype))
+    )
+    assert_gradients(packed, found, right)

@@ -39,11 +39,12 @@ SCHEMAS = {
         f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {SEQUENCES}) -> (Tensor, Tensor)"
     ),
     "attention_train": (
-        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, bool deterministic=False) -> (Tensor, Tensor)"
+        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, bool deterministic=False, {SEQUENCES}) "
+        "-> (Tensor, Tensor)"
     ),
     "attention_backward": (
         f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAIN}, {FEATURES}, "
-        "bool deterministic=False, bool needs_bias_grad=False, bool needs_sink_grad=False) -> "
+        f"bool deterministic=False, bool needs_bias_grad=False, bool needs_sink_grad=False, {SEQUENCES}) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 }

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from flashgen.codegen.common_portable import allowed_values_of_all, why_not_loads, why_not_portable
 from flashgen.codegen.common_products import PRODUCTS, products_values, uses_tensor_cores, why_not_products
+from flashgen.codegen.common_sequences import key_blocks, query_blocks, why_not_packed
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Scratch, Sizes
 from flashgen.codegen.head_parts import is_split, why_not_split
 from flashgen.codegen.portable_backward import parameters
@@ -91,11 +92,11 @@ _DQ = (
 
 
 def _why_not_split(spec: Specialization, device: Device) -> str | None:
-    return why_not_portable(spec, device) or why_too_wide(spec, device, fused=False)
+    return why_not_portable(spec, device) or why_not_packed(spec) or why_too_wide(spec, device, fused=False)
 
 
 def _why_not_fused(spec: Specialization, device: Device) -> str | None:
-    return why_not_portable(spec, device) or why_too_wide(spec, device, fused=True)
+    return why_not_portable(spec, device) or why_not_packed(spec) or why_too_wide(spec, device, fused=True)
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
@@ -161,7 +162,7 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
             f"{name}_{'main' if fused else 'dkdv'}",
             parameters.dkdv_parameters(spec, config),
             _options(config, ""),
-            lambda device, sizes: _blocks(sizes.seqlen_k, config, "block_n") * sizes.batch * sizes.nheads_k,
+            _programs_of_keys(spec, config),
         )
     )
     if fused:
@@ -172,7 +173,7 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
                 f"{name}_dq",
                 parameters.dq_parameters(spec, config),
                 _options(config, "dq_"),
-                lambda device, sizes: _blocks(sizes.seqlen_q, config, "dq_block_m") * sizes.batch * sizes.nheads,
+                _programs_of_queries(spec, config),
             )
         )
     if has_dbias(spec):
@@ -200,6 +201,18 @@ def _blocks(seqlen: int, config: Config, knob: str) -> int:
     return -(-seqlen // config.integer(knob))
 
 
+def _programs_of_keys(spec: Specialization, config: Config) -> Callable[[Device, Sizes], int]:
+    if spec.varlen:
+        return lambda device, sizes: key_blocks(sizes, config.integer("block_n")) * sizes.nheads_k
+    return lambda device, sizes: _blocks(sizes.seqlen_k, config, "block_n") * sizes.batch * sizes.nheads_k
+
+
+def _programs_of_queries(spec: Specialization, config: Config) -> Callable[[Device, Sizes], int]:
+    if spec.varlen:
+        return lambda device, sizes: query_blocks(sizes, config.integer("dq_block_m")) * sizes.nheads
+    return lambda device, sizes: _blocks(sizes.seqlen_q, config, "dq_block_m") * sizes.batch * sizes.nheads
+
+
 def _programs_of_rows(spec: Specialization, config: Config) -> Callable[[Device, Sizes], int]:
     padding, rows = row_block(spec, config), prepare_rows(spec)
     return lambda device, sizes: -(-sizes.seqlen_q // padding) * (padding // rows) * sizes.batch * sizes.nheads
@@ -225,7 +238,7 @@ def _scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratc
     return tuple(found)
 
 
-FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset"})
+FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "varlen"})
 """Sinks are part of the LSE that a backward pass starts from."""
 
 PORTABLE_BACKWARD_FUSED = KernelFamily(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_sequences import sequence_parameters
 from flashgen.codegen.common_types import bias_dtype, storage
 from flashgen.codegen.family import Parameter
 from flashgen.codegen.head_parts import head_parts, is_split
@@ -18,7 +19,7 @@ def prepare_parameters(spec: Specialization, config: Config) -> tuple[Parameter,
     """Of the kernel that reads O and dO once."""
     found = [_pointer(spec, "o"), _pointer(spec, "do"), *_typed("*fp32", "LSE", "DLSE"), *_rows()]
     found += [_scratch("DqAcc")] if is_fused(config) else []
-    return (*found, *_typed("i32", "nheads", "seqlen_q", "dlse_rows"), *_strides("o", "do"))
+    return (*found, *_typed("i32", "nheads", "seqlen_q", "dlse_rows"), *_all_strides("o", "do"))
 
 
 def dkdv_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
@@ -27,29 +28,29 @@ def dkdv_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ..
     found += [_scratch("DqAcc")] if is_fused(config) else []
     found += [_pointer(spec, "dk"), _pointer(spec, "dv")]
     found += _typed("*fp32", "DBias") if sums_keys(spec) else []
-    found += [*score_parameters(spec), *_typed("fp32", "softmax_scale"), *_sizes()]
-    return (*found, *_input_strides(config), *_strides("dk", "dv"))
+    found += [*score_parameters(spec), *_typed("fp32", "softmax_scale"), *_sizes(spec)]
+    return (*found, *_input_strides(spec, config), *_strides(spec, "dk", "dv"))
 
 
 def dq_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     """Of the kernel that owns blocks of queries."""
     found = [*_inputs(spec, config, "dq_block_m", "dq_block_n"), *_rows(), _pointer(spec, "dq")]
-    found += [*score_parameters(spec), *_typed("fp32", "softmax_scale"), *_sizes()]
-    return (*found, *_input_strides(config), *_strides("dq"))
+    found += [*score_parameters(spec), *_typed("fp32", "softmax_scale"), *_sizes(spec)]
+    return (*found, *_input_strides(spec, config), *_strides(spec, "dq"))
 
 
 def finish_parameters(spec: Specialization) -> tuple[Parameter, ...]:
     """Of the kernel that converts dQ."""
     found = [_scratch("DqAcc"), _pointer(spec, "dq"), *_typed("fp32", "softmax_scale")]
-    return (*found, *_typed("i32", "nheads", "seqlen_q"), *_strides("dq"))
+    return (*found, *_typed("i32", "nheads", "seqlen_q"), *_all_strides("dq"))
 
 
 def dbias_parameters(spec: Specialization) -> tuple[Parameter, ...]:
     """Of the kernel that owns blocks of the gradient of a bias."""
     found = [_pointer(spec, tensor) for tensor in INPUTS]
     found += [*_rows(), *_typed(f"*{bias_dtype(spec)}", "DBias"), *score_parameters(spec)]
-    found += [*_typed("i32", "batch"), *_sizes(), *_typed("i32", "bias_batch", "bias_heads")]
-    return (*found, *_typed("i64", *(f"stride_dbias_{axis}" for axis in "bhq")), *_strides(*INPUTS))
+    found += [*_typed("i32", "batch"), *_sizes(spec), *_typed("i32", "bias_batch", "bias_heads")]
+    return (*found, *_typed("i64", *(f"stride_dbias_{axis}" for axis in "bhq")), *_all_strides(*INPUTS))
 
 
 def _inputs(spec: Specialization, config: Config, m_knob: str, n_knob: str) -> list[Parameter]:
@@ -80,15 +81,23 @@ def _scratch(name: str) -> Parameter:
     return Parameter(name=name, type="*fp32", aligned16=True)
 
 
-def _sizes() -> list[Parameter]:
-    return _typed("i32", "nheads", "group_size", "seqlen_q", "seqlen_k")
+def _sizes(spec: Specialization) -> list[Parameter]:
+    lengths = ("sequences", "total_q", "total_k") if spec.varlen else ("seqlen_q", "seqlen_k")
+    return [*sequence_parameters(spec), *_typed("i32", "nheads", "group_size", *lengths)]
 
 
-def _input_strides(config: Config) -> list[Parameter]:
-    return _strides(*INPUTS) if config["loads"] == "pointer" else []
+def _input_strides(spec: Specialization, config: Config) -> list[Parameter]:
+    return _strides(spec, *INPUTS) if config["loads"] == "pointer" else []
 
 
-def _strides(*tensors: str) -> list[Parameter]:
+def _strides(spec: Specialization, *tensors: str) -> list[Parameter]:
+    """Those of a kernel that finds sequences; packed ones are one batch element."""
+    axes = "hs" if spec.varlen else "bhs"
+    return _typed("i64", *(f"stride_{tensor}{axis}" for tensor in tensors for axis in axes))
+
+
+def _all_strides(*tensors: str) -> list[Parameter]:
+    """Those of a kernel of rows, to which packed sequences are a batch element like any other."""
     return _typed("i64", *(f"stride_{tensor}{axis}" for tensor in tensors for axis in "bhs"))
 
 

@@ -60,7 +60,7 @@ def has_dbias(spec: Specialization) -> bool:
 def _features(spec: Specialization, config: Config) -> dict[str, object]:
     tiled = "full" in (spec.bias, spec.mask)
     edges = spec.causal or spec.window
-    checks_end = is_fused(config) or tiled
+    checks_end = is_fused(config) or tiled or spec.varlen
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"bias": bool(spec.bias), "mask": bool(spec.mask)}
     return {
@@ -95,7 +95,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         # a second loop for blocks of which something is hidden
         "two_loops": checks_end or edges or spec.mask == "keys",
         # pointer loads leave out what no query sees because of its place; else it may hold anything, and 0 * NaN is NaN
-        "guard": spec.mask == "keys" or (edges and (bool(spec.mask) or config["loads"] == "descriptor")),
+        "guard": _guards(spec, config),
         "cleaning": _cleaning(spec, config),
         # what shared parts ask for and a backward pass has not
         "sink": False,
@@ -106,11 +106,18 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
     }
 
 
+def _guards(spec: Specialization, config: Config) -> bool:
+    """Whether a block with masks chooses 0 for the gradients of hidden scores, whatever was loaded."""
+    edges, descriptors = spec.causal or spec.window, config["loads"] == "descriptor"
+    return spec.mask == "keys" or spec.varlen or (edges and (bool(spec.mask) or descriptors))
+
+
 def _cleaning(spec: Specialization, config: Config) -> str:
     """How keys that no query sees are kept from a sum of dQ: see `portable_backward/_dq_step.py.jinja`."""
     if spec.mask == "full":
         return "pass"
-    if spec.mask == "keys" or (config["loads"] == "descriptor" and (spec.causal or spec.window)):
+    hidden = spec.causal or spec.window or spec.varlen
+    if spec.mask == "keys" or (config["loads"] == "descriptor" and hidden):
         return "step"
     return ""
 
@@ -140,11 +147,11 @@ def _dkdv_arguments(
     descriptors = config["loads"] == "descriptor"
     found = [*_each("k", d_parts), *_each("v", v_parts)]
     if descriptors:
-        found += [*_descriptors("q", d_parts), *_descriptors("do", v_parts), "b", "h"]
+        found += [*_descriptors("q", d_parts), *_descriptors("do", v_parts), "q_start" if spec.varlen else "b", "h"]
     else:
         found += ["q_base", "do_base", "stride_qs", "stride_dos"]
     found += ["m", "keys", "lse_base", "neg_delta_base"]
-    found += ["seqlen_q"] if not descriptors or features["tiled"] else []
+    found += ["seqlen_q"] if not descriptors or features["tiled"] or spec.varlen else []
     edges = spec.causal or spec.window
     ends = features["two_loops"] and not edges and spec.mask != "keys"
     found += ["seqlen_k"] if features["tiled"] or ends else []
@@ -169,7 +176,8 @@ def _dq_arguments(
     edges = spec.causal or spec.window
     found = [*_each("q", d_parts), *_each("do", v_parts), "lse", "neg_delta"]
     if config["loads"] == "descriptor":
-        found += [*_descriptors("k", d_parts), *_descriptors("v", v_parts), "b", "h_k"]
+        found += [*_descriptors("k", d_parts), *_descriptors("v", v_parts)]
+        found += ["h_k", "k_start"] if spec.varlen else ["b", "h_k"]
     else:
         found += ["k_base", "v_base", "stride_ks", "stride_vs"]
     found += ["n"]

@@ -57,6 +57,7 @@ class Value:
         op: the flat arguments that it travels in through an op.
         restore: the value from these arguments.
         packed: a tensor with one number a head, which kernels read without a stride.
+        is_late: its flat arguments stand behind all others of an op, which exported programs may have without it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Value:
     op: tuple[OpArgument, ...] = ()
     restore: Callable[..., Any] = itself
     packed: bool = False
+    is_late: bool = False
 
     @property
     def is_tensor(self) -> bool:

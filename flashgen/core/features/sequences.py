@@ -101,7 +101,10 @@ VARLEN = Feature(
     fields=("varlen",),
     absent="it has no varlen",
     values=(
-        *(Value(name=name, op=(OpArgument(schema=f"Tensor? {name}=None", default=None),)) for name in (*ENDS, *USED)),
+        *(
+            Value(name=name, op=(OpArgument(schema=f"Tensor? {name}=None", default=None),), is_late=True)
+            for name in (*ENDS, *USED)
+        ),
         Value(
             name="max_seqlens",
             default=(0, 0),
@@ -111,6 +114,7 @@ VARLEN = Feature(
                 OpArgument(schema="int max_seqlen_k=0", default=0, read=lambda lengths: lengths[1]),
             ),
             restore=lambda q, k: (q, k),
+            is_late=True,
         ),
     ),
     checked=_checked,
@@ -131,8 +135,7 @@ VARLEN = Feature(
         ),
     ),
     sizes=("sequences", "total_q", "total_k"),
-    trains=False,
-    no_gradient="packed sequences have no backward pass yet; call attention_varlen under torch.no_grad()",
+    no_gradient="cu_seqlens and seqused are lengths, which have no gradient, and one requires it",
     words=lambda workload: ("varlen",) if workload.varlen else (),
     support=(Support(group="Memory", name="packed sequences of different lengths (varlen)", fields={"varlen": True}),),
 )

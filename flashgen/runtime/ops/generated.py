@@ -47,9 +47,17 @@ def requires_grad_function(fields: Iterable[str]) -> Callable[[Features], bool]:
     return found
 
 
+def flat_arguments(values: tuple[Value, ...], beside: tuple[OpArgument, ...]) -> list[OpArgument]:
+    """The arguments of an op for these fields and others, in order: late ones behind all that were there before."""
+    early, late = (
+        [one for value in values if value.is_late is is_late for one in value.op] for is_late in (False, True)
+    )
+    return [*early, *beside, *late]
+
+
 def restore_function(values: tuple[Value, ...], beside: tuple[OpArgument, ...]) -> Callable[..., tuple[Any, ...]]:
     """What makes `Features` from their flat arguments, and hands on those beside them; all have their defaults."""
-    arguments = [*(argument for value in values for argument in value.op), *beside]
+    arguments = flat_arguments(values, beside)
     known = {f"default_{each.name}": each.default for each in arguments}
     fields = {value.name: _restored(value) for value in values}
     absent = [_is_absent(each.name, each.default) for v in values if v.name not in _NUMBERS for each in v.op]
@@ -74,11 +82,14 @@ def features_function(with_functions: Callable[..., Features]) -> Callable[..., 
     `is_traced` says that torch.compile looks on. `with_functions` takes the arguments of functions in their order, then
     the other fields by name.
     """
-    values = table.values(trains=True)
-    arguments = [one for feature in table.FEATURES if feature.values for one in feature.arguments]
+    with_arguments = [feature for feature in table.FEATURES if feature.values and feature.arguments]
+    values = [value for feature in with_arguments if feature.trains for value in feature.values]
+    arguments = [one for feature in with_arguments for one in feature.arguments]
     functions = [argument for argument in arguments if argument in FUNCTIONS.arguments]
     others = [argument for argument in arguments if argument not in functions]
     fields = ", ".join(f"{value.name}={value.name}" for value in values)
+    own = [value.name for value in values]
+    numbers = ", ".join(name if name in own else f"absent_{name}" for name in _NUMBERS)
     absent = [_is_absent(value.name, value.default) for value in values if value.name not in _NUMBERS]
     names = ", ".join(argument.name for argument in arguments)
     found: Callable[..., Features] = _function(
@@ -90,10 +101,11 @@ def features_function(with_functions: Callable[..., Features]) -> Callable[..., 
             f"if not ({' and '.join(_is_absent(one.name, one.default) for one in functions)}):",
             f"    return with_functions({', '.join(one.name for one in functions)}, {fields})",
             f"if not is_traced and {' and '.join(absent)}:",
-            f"    return of_numbers({', '.join(_NUMBERS)})",
+            f"    return of_numbers({numbers})",
             f"return Features({fields})",
         ],
         with_functions=with_functions,
+        **{f"absent_{value.name}": value.default for value in table.values()},
         **{f"default_{one.name}": one.default for one in others},
         **{f"check_{one.name}": one.check for one in others},
     )

@@ -13,7 +13,7 @@ from flashgen.core.features.declaration import OpArgument, Value
 from flashgen.core.features.positions import CAUSAL, Q_OFFSET
 from flashgen.core.features.promises import DETERMINISTIC
 from flashgen.core.features.values import Features
-from flashgen.runtime.ops.generated import of_numbers, restore_function
+from flashgen.runtime.ops.generated import flat_arguments, of_numbers, restore_function
 from flashgen.runtime.ops.keys import fields_reader
 
 
@@ -34,27 +34,37 @@ class FlatArguments:
     Attributes:
         schema: the text.
         reads: for every argument of a feature, the field and what makes the argument from it.
+        beside: the arguments that are of no feature.
+        late: the fields whose arguments stand behind them.
         restored: the features from these arguments, and what is beside them. Torch leaves out arguments at the end that
             equal their defaults.
     """
 
     schema: str
     reads: tuple[tuple[str, Callable[[Any], Any]], ...]
+    beside: tuple[OpArgument, ...]
+    late: tuple[Value, ...]
     restored: Callable[..., tuple[Any, ...]]
 
     @classmethod
     def of(cls, values: tuple[Value, ...], beside: tuple[OpArgument, ...] = ()) -> FlatArguments:
-        """Those of these fields of `Features`, and others behind them."""
-        arguments = [*(argument for value in values for argument in value.op), *beside]
+        """Those of these fields of `Features`, and others behind them; then those of fields that are late."""
         return cls(
-            schema=text_of(arguments),
-            reads=tuple((value.name, read) for value in values for read in value.reads),
+            schema=text_of(flat_arguments(values, beside)),
+            reads=tuple((value.name, read) for value in values if not value.is_late for read in value.reads),
+            beside=beside,
+            late=tuple(value for value in values if value.is_late),
             restored=restore_function(values, beside),
         )
 
     def flat(self, features: Features, *beside: Any) -> tuple[Any, ...]:
         """The arguments of an op for these features."""
-        return (*(read(getattr(features, name)) for name, read in self.reads), *beside)
+        found = (*(read(getattr(features, name)) for name, read in self.reads), *beside)
+        if not any(value.is_in(features) for value in self.late):
+            return found
+        absent = (argument.default for argument in self.beside[len(beside) :])
+        late = (read(getattr(features, value.name)) for value in self.late for read in value.reads)
+        return (*found, *absent, *late)
 
 
 SERVED = FlatArguments.of(table.values())

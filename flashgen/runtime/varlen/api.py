@@ -10,12 +10,13 @@ from torch.compiler import is_dynamo_compiling
 from flashgen.core.features.values import Window
 from flashgen.core.settings import settings
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
-from flashgen.runtime.arguments import check_scale, features_of, in_autocast
+from flashgen.runtime.arguments import check_scale, features_of, in_autocast, requires_gradient
+from flashgen.runtime.autograd import training
 from flashgen.runtime.ops import forward as ops
 from flashgen.runtime.ops.keys import WITH_LSE, are_plain, can_bypass_dispatcher, tensors_of
 from flashgen.runtime.ops.mods import UserCallable
 from flashgen.runtime.ops.schemas import SERVED
-from flashgen.runtime.varlen.arguments import one_batch_element, packed_features, refuse_gradient
+from flashgen.runtime.varlen.arguments import one_batch_element, packed_features
 from flashgen.runtime.varlen.contents import check_contents
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -42,6 +43,7 @@ def attention_varlen(
     score_mod: UserCallable | None = ...,
     mask_mod: UserCallable | None = ...,
     aux: tuple[torch.Tensor, ...] = ...,
+    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...
 @overload
@@ -65,6 +67,7 @@ def attention_varlen(
     score_mod: UserCallable | None = ...,
     mask_mod: UserCallable | None = ...,
     aux: tuple[torch.Tensor, ...] = ...,
+    deterministic: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention_varlen(
@@ -87,6 +90,7 @@ def attention_varlen(
     score_mod: UserCallable | None = None,
     mask_mod: UserCallable | None = None,
     aux: tuple[torch.Tensor, ...] = (),
+    deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of sequences of different lengths that lie in one tensor, one behind the other.
@@ -96,6 +100,9 @@ def attention_varlen(
     CUDA graph that has captured it serves all lengths that are in the tensors when it is replayed, as long as the rows
     and `max_seqlen_q` are enough. A sequence may have no queries, or no keys: rows that see no key have output 0 and
     LSE -inf. So have rows that are not used, and rows behind the last sequence.
+
+    It trains as `flashgen.attention` does, with gradients of q, k, v and sinks. They are 0 in rows that are not used and
+    in those of no sequence.
 
     Any strides are taken without a copy, as long as the last dimension of q, k and v is contiguous.
 
@@ -122,6 +129,8 @@ def attention_varlen(
             are those in it.
         mask_mod: as in `flashgen.attention`, likewise.
         aux: tensors for these functions.
+        deterministic: gradients have the same bits every time, and those of a sequence whatever its neighbours are;
+            `torch.use_deterministic_algorithms` asks for it, too. Outputs always have.
         return_lse: also return the natural logarithm of the row sums, fp32 (nheads, total_q).
 
     Returns:
@@ -129,7 +138,7 @@ def attention_varlen(
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule. With `FLASHGEN_CHECKS=1` also what lengths hold.
-        UnsupportedError: no kernel family does this here, or a gradient is asked for.
+        UnsupportedError: no kernel family does this here, or a gradient through functions of the caller is asked for.
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
     """
     try:
@@ -156,11 +165,14 @@ def attention_varlen(
         bypasses_dispatcher = (
             not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))
         )
-        if torch.is_grad_enabled():
-            refuse_gradient(q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced))
         options: tuple[bool, float | None, bool, None, None] = (causal, softmax_scale, True, None, None)
         found: Any
-        if bypasses_dispatcher:
+        if torch.is_grad_enabled() and requires_gradient(
+            q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
+        ):
+            train = training.direct_features if bypasses_dispatcher else training.features_attention
+            found = train(one_q, one_k, one_v, options, features, deterministic, return_lse)
+        elif bypasses_dispatcher:
             found = ops.attention_features_kernel(
                 one_q, one_k, one_v, *options, features, WITH_LSE if return_lse else 0
             )

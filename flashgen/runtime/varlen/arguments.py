@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 
 from flashgen.core.checks import whole_number
-from flashgen.core.errors import UnsupportedError, WorkloadError
-from flashgen.core.features.functions import FUNCTIONS
-from flashgen.core.features.sequences import VARLEN
+from flashgen.core.errors import WorkloadError
 from flashgen.core.features.values import Features
 from flashgen.runtime.argument_types import check_tensor
-from flashgen.runtime.arguments import requires_gradient
 from flashgen.runtime.ops.generated import with_sequences_function
 
 _with_sequences = with_sequences_function()
@@ -62,13 +59,3 @@ def one_batch_element(*tensors: torch.Tensor) -> list[torch.Tensor]:
         if tensor.shape[0] >= MAX_ROWS:
             raise WorkloadError(f"packed sequences have less than {MAX_ROWS} rows, got {tensor.shape[0]} of {name}")
     return [tensor.unsqueeze(0) for tensor in tensors]
-
-
-def refuse_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features, *, is_hidden: bool) -> None:
-    """Refuse a call whose gradients would be asked for.
-
-    Raises:
-        UnsupportedError: that is so.
-    """
-    if requires_gradient(q, k, v, features, is_hidden=is_hidden):
-        raise UnsupportedError(FUNCTIONS.no_gradient if features.mods else VARLEN.no_gradient)
