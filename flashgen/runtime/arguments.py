@@ -55,6 +55,7 @@ _WITHOUT_GRADIENT = {
     for feature in table.FEATURES
     if feature.trains and feature.no_gradient
     for value in feature.values
+    if value.is_tensor
 }
 _needs_what_there_is_not = requires_grad_function(_WITHOUT_GRADIENT)
 _needs_gradient = requires_grad_function(GRADIENT_FIELDS)

@@ -99,7 +99,7 @@ def test_restrictions_name_their_reason(
     ("key", "reason"),
     [
         ("fwd-bf16-d64", "backward pass, not forward"),
-        ("bwd-bf16-d64-varlen", "no varlen"),
+        ("bwd-bf16-d64-varlen-mask", "no bias and no mask"),
         ("bwd-bf16-d64-page16", "paged"),
         ("bwd-bf16-d528", "16 to 512, not 528"),
     ],

@@ -16,7 +16,7 @@ from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.runtime.ops import serve
 from tests.covering import covering_array
-from tests.packing import Case, Packed, assert_right, make
+from tests.packing import Case, Packed, assert_gradients, assert_right, gradients, make
 
 pytestmark = pytest.mark.gpu
 
@@ -102,6 +102,43 @@ def test_every_pair_of_features_is_right(number: int) -> None:
     assert torch.equal(lse.nan_to_num(), lse_again.nan_to_num())
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+@pytest.mark.parametrize("number", [n for n, row in enumerate(CASES) if not row["mod"]])
+def test_gradients_of_every_pair_of_features_are_right(number: int, deterministic: bool) -> None:
+    packed = make(case_of(CASES[number]), "cuda")
+    given = {name: getattr(packed, name).detach().requires_grad_() for name in "qkv"}
+    if "sinks" in packed.named:
+        given["sinks"] = packed.named["sinks"].clone().requires_grad_()
+    out = flashgen.attention_varlen(**{**packed.named, **given}, deterministic=deterministic)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
+    counts = torch.zeros(len(out), dtype=torch.bool)
+    for b, queries, _ in packed.sequences():
+        counts[queries] = b not in packed.case.poison
+    dout[~counts] = math.nan
+    found = torch.autograd.grad(out, tuple(given.values()), dout, retain_graph=True)
+    right = gradients(packed, dout)
+    if packed.case.poison:
+        right.pop("sinks", None)  # of sequences of NaN, too
+    assert_gradients(packed, dict(zip(given, found, strict=True)), right)
+    if deterministic:
+        again = torch.autograd.grad(out, tuple(given.values()), dout)
+        assert all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(found, again, strict=True))
+
+
+def test_the_gradients_of_a_sequence_follow_from_itself_alone() -> None:
+    lengths, rows = (400, 1000, 7, 290), slice(400, 1400)
+    whole = make(Case(queries=lengths, options={"causal": True, "deterministic": True}, **WIDE), "cuda")
+    alone = torch.tensor([0, 1000], dtype=torch.int32, device="cuda")
+
+    def of(part: slice, **changes: Any) -> tuple[torch.Tensor, ...]:
+        given = [one[part].detach().requires_grad_() for one in (whole.q, whole.k, whole.v)]
+        out = flashgen.attention_varlen(*given, **{**whole.named, **changes})
+        return torch.autograd.grad(out, given, out.detach())
+
+    one = of(rows, cu_seqlens_q=alone, max_seqlen_q=1000, max_seqlen_k=1000)
+    assert all(torch.equal(a[rows], b) for a, b in zip(of(slice(None)), one, strict=True))
+
+
 @pytest.mark.parametrize("batch", [1, 255, 256, 257, 1500])
 def test_many_sequences(batch: int) -> None:
     lengths = tuple(random.Random(batch).choice((0, 1, 2, 15, 16, 17, 130)) for _ in range(batch))
@@ -184,9 +221,9 @@ def test_contents_are_checked_where_the_setting_asks(monkeypatch: pytest.MonkeyP
         run(packed, max_seqlen_q=300)
 
 
-def test_a_gradient_is_refused() -> None:
-    packed = make(Case(queries=(200, 330), **WIDE), "cuda")
-    with pytest.raises(UnsupportedError, match="backward"):
+def test_a_gradient_through_functions_is_refused() -> None:
+    packed = make(Case(queries=(200, 330), mod=document, **WIDE), "cuda")
+    with pytest.raises(UnsupportedError, match="functions"):
         run(replace(packed, q=packed.q.clone().requires_grad_()))
 
 
@@ -194,3 +231,7 @@ def test_torch_compile_gives_the_same() -> None:
     packed = make(Case(queries=(200, 330), options={"causal": True}, **WIDE), "cuda")
     compiled = torch.compile(lambda one: run(one) * 1.0, fullgraph=True)
     assert torch.equal(compiled(packed), run(packed))
+    q = packed.q.clone().requires_grad_()
+    (found,) = torch.autograd.grad(compiled(replace(packed, q=q)).sum(), q)
+    (right,) = torch.autograd.grad(run(replace(packed, q=q)).sum(), q)
+    torch.testing.assert_close(found, right, atol=1e-2, rtol=1e-2)

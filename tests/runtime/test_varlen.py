@@ -71,6 +71,35 @@ def test_the_kernel_reads_the_call(gpu: FakeDriver) -> None:
     assert run(gpu, packed, return_lse=True).values["lse_rows"] == 47
 
 
+def differentiated(fake: FakeDriver, packed: Packed, **changes: Any) -> list[Launched]:
+    """The launches of a backward pass."""
+    spec = replace(checked(packed).spec, direction="backward", sink=False, deterministic="deterministic" in changes)
+    row = family("portable_backward_split" if spec.deterministic else "portable_backward_fused")
+    run(fake, packed, return_lse=True)
+    fake.named |= {kernel.entry: kernel.parameters for kernel in row.kernels(spec, row.default(spec, H200))}
+    given = {name: getattr(packed, name).detach().requires_grad_() for name in "qkv"}
+    out = flashgen.attention_varlen(**given, **{**packed.named, **changes})
+    before = len(fake.launches)
+    found = torch.autograd.grad(out, tuple(given.values()), torch.ones_like(out))
+    assert [one.shape for one in found] == [one.shape for one in given.values()]
+    return fake.launches[before:]
+
+
+def test_its_gradients_are_computed_by_kernels_that_read_the_call(gpu: FakeDriver) -> None:
+    packed = make(replace(GOOD, used_k=(30, 2, 60), sinks=True, options={"causal": True}))
+    for changes, count in (({}, 3), ({"deterministic": True}, 3)):
+        launches = differentiated(gpu, packed, **changes)
+        assert len(launches) == count
+        main = launches[1].values
+        assert main["CuSeqlensK"] == packed.named["cu_seqlens_k"].data_ptr()
+        assert (main["sequences"], main["total_q"], main["total_k"], main["has_seqused_k"]) == (3, 47, 95, 1)
+        assert launches[1].grid[0] == 1 * (
+            min(95 // 64 + 3, 3 * 1) + 1
+        )  # key heads, blocks of sequences, one of the rest
+        assert launches[0].values["seqlen_q"] == 47
+    assert launches[2].grid[0] == 3 * (min(47 // 128 + 3, 3 * 1) + 1)
+
+
 def test_batches_of_other_sizes_compile_nothing(gpu: FakeDriver) -> None:
     draw = random.Random(0)
     options = {"causal": True, "window": (300, 0)}
@@ -132,7 +161,6 @@ def broken(name: str) -> dict[str, Any]:
         "softcap is finite": lambda: {"softcap": -1.0},
         "an edge of a window": lambda: {"window": (-1, 0)},
         "alibi_slopes are .* for batch 3": lambda: {"alibi_slopes": torch.zeros(2, 3)},
-        "no backward pass": lambda: {"q": q.clone().requires_grad_()},
         "functions of the caller": lambda: {"q": q.clone().requires_grad_(), "mask_mod": document},
     }[name]()
 
@@ -147,7 +175,7 @@ RULES = (
     *("last dimension is contiguous", "cu_seqlens_q is int32", "cu_seqlens_q is int32 .*contiguous"),
     *("cu_seqlens_q must be", r"cu_seqlens_k is int32 .*here \(4,\)", "has max_seqlen_k"),
     *(r"seqused_k is int32 \(batch,\)", "max_seqlen_q must be", "max_seqlen_k must be", "softmax_scale is finite"),
-    *("softcap is finite", "an edge of a window", "alibi_slopes are .* for batch 3", "no backward pass"),
+    *("softcap is finite", "an edge of a window", "alibi_slopes are .* for batch 3"),
     "functions of the caller",
 )
 
@@ -158,8 +186,7 @@ def test_a_call_that_breaks_a_rule_is_refused(rule: str) -> None:
     given = {"q": packed.q, "k": packed.k, "v": packed.v, **packed.named, **broken(rule)}
     with pytest.raises(FlashgenError, match=rule) as refused:
         flashgen.attention_varlen(**given)
-    is_gradient = "backward" in rule or "functions" in rule
-    assert isinstance(refused.value, UnsupportedError if is_gradient else WorkloadError)
+    assert isinstance(refused.value, UnsupportedError if "functions" in rule else WorkloadError)
 
 
 def test_contents_are_checked_on_request(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +207,15 @@ def test_contents_are_checked_on_request(gpu: FakeDriver, monkeypatch: pytest.Mo
     settings.cache_clear()
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("name", ["h200", "a100", "sm86", "sm120", "gfx942"])
-def test_defaults_are_valid(name: str) -> None:
+def test_defaults_are_valid(name: str, direction: str) -> None:
     device = find_device(name)
     for text in ("", "-causal", "-causal-window", "-softcap", "-alibi-sink", "-causal-unaligned"):
         for head_dim in (16, 64, 96, 128, 192, 256, 512):
             for dtype in ("bf16", "fp32"):
-                spec = Specialization.parse(f"fwd-{dtype}-d{head_dim}-varlen{text}")
+                spec = Specialization.parse(f"{direction}-{dtype}-d{head_dim}-varlen{text}")
                 rows = [row for row in FAMILIES if unsupported(row, spec, device) is None]
-                assert rows, spec.key
+                assert rows or head_dim == 512, spec.key
                 for row in rows:
                     assert invalid(row.default(spec, device), spec, device) is None, spec.key

@@ -85,6 +85,10 @@ def default_fused(spec: Specialization, device: Device) -> Config:
     """The default config of the fused family, in constant time."""
     tile = _tiles(spec, device)[2]
     knobs = {**_knobs(tile, "block_n", "block_m"), **_shared(spec, device, tile)}
+    if spec.varlen:
+        knobs["loads"] = (
+            "pointer"  # to clear rows of neighbours in tiles that TMA loads takes more registers than it has
+        )
     return Config.of(FUSED_ID, {**knobs, "dq_transposed": False})
 
 
@@ -126,7 +130,7 @@ def _tiles(spec: Specialization, device: Device) -> tuple[Tile, Tile, Tile]:
     table = {"fp32": _DEFAULTS_FP32, "tf32": _DEFAULTS_TF32}.get(spec.dtype, _DEFAULTS)
     kinds = (table_kind(device), "nvidia")
     dkdv, dq, fused = next(table[kind, block] for kind in kinds if (kind, block) in table)
-    if not is_heavy(spec):
+    if not is_heavy(spec) and not spec.varlen:
         return dkdv, dq, fused
     return _lighter(dkdv, device), _lighter(dq, device), _lighter(fused, device)
 
