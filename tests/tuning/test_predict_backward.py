@@ -195,4 +195,4 @@ def test_a_search_begins_with_winners_of_both_kinds_of_backward_passes() -> None
 
 def test_what_no_family_computes_has_no_candidates() -> None:
     with pytest.raises(UnsupportedError, match=SPLIT.id):
-        Candidates.of(dataclasses.replace(LONG, varlen=True), H200)
+        Candidates.of(dataclasses.replace(LONG, page_size=16), H200)
