@@ -170,7 +170,7 @@ def test_missing_knobs_repeated_knobs_and_unknown_families_are_refused() -> None
         ("fwd-bf16-d64-varlen-causal-offset", "follow from their lengths"),
         ("fwd-bf16-d528", "16 to 512, not 528"),
         ("fwd-bf16-d64-page16", "paged"),
-        ("bwd-bf16-d64-varlen", "forward pass, not backward"),
+        ("bwd-bf16-d64-page16", "forward pass, not backward"),
     ],
 )
 def test_not_applicable_is_an_answer_with_a_reason(key: str, reason: str) -> None:
