@@ -150,7 +150,7 @@ SIZED = (
 )
 """Numbers that follow from sizes and strides."""
 
-_SHARES = ("batch", "grid", "pair_units")
+_SHARES = ("batch", "grid", "most_pairs", "pair_units")
 _GRID = ("slots", "least_splits", "most_splits")
 
 
@@ -165,7 +165,7 @@ class _Work(NamedTuple):
     slots: int
     splits: int
     merged: tuple[int, int] | None
-    own: tuple[int, int, int]
+    own: tuple[int, ...]
 
 
 def _shares(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> _Work:
@@ -176,7 +176,7 @@ def _shares(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -
         slots, splits, most = pairs * -(-shape.seqlen_k // shape.split_size), pairs, shape.split_size
     # programs that have no more than one pair have no reason to weigh the beginning of another one
     weighs = pairs > grid and shape.seqlen_k > most and not shape.split_size
-    own = (shape.batch, grid, config.integer("overhead") if weighs else 0)
+    own = (shape.batch, grid, -(-pairs // grid), config.integer("overhead") if weighs else 0)
     merged = (splits, 1) if shape.seqlen_k > most else None
     return _Work(grid=(grid, 1, 1), slots=slots, splits=splits, merged=merged, own=own)
 

@@ -157,7 +157,7 @@ def _main_parameters(spec: Specialization, config: Config) -> tuple[Parameter, .
     found += [*([] if _is_grid(config) else [SPLITS]), *_scores(spec)]
     found += _integers("nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "split_tiles")
     found += _integers("window_left", "window_right", "has_leftpad", "lse_rows")
-    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", "grid", "pair_units")))
+    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", "grid", "most_pairs", "pair_units")))
     found += [*_integers("num_pages"), *_strides("table")] if spec.page_size else _integers("has_batch_idx")
     found += _integers("members", "own_seqlen_k") if spec.offset_tensor else []
     return (*found, *_strides("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh"))
