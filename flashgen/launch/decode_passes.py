@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -134,11 +135,16 @@ def endless(index: int) -> torch.Tensor:
     Raises:
         LaunchError: a CUDA graph is being captured.
     """
-    found = _LENGTHS.get(index)
-    if found is None:
+    if index not in _LENGTHS:
         check_capture(index, "filling lengths for few queries")
-        with torch.cuda.device(index):
-            found = torch.full((MOST_SEQUENCES,), 2**31 - 1, dtype=torch.int32, device=f"cuda:{index}")
-            torch.cuda.current_stream().synchronize()
-        _LENGTHS[index] = found
-    return found
+        # what this thread allocates may belong to a graph that torch.compile warms up for, and nothing of that is kept
+        thread = threading.Thread(target=_fill, args=(index,))
+        thread.start()
+        thread.join()
+    return _LENGTHS[index]
+
+
+def _fill(index: int) -> None:
+    with torch.cuda.device(index):
+        _LENGTHS[index] = torch.full((MOST_SEQUENCES,), 2**31 - 1, dtype=torch.int32, device=f"cuda:{index}")
+        torch.cuda.current_stream().synchronize()

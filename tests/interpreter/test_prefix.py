@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashgen.core.config import KnobValue
 from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.decode.prefix import Prefix
 from flashgen.runtime.decode.shared_keys import passes
 from flashgen.runtime.ops.merging import merge
 from tests.decoding import Case, assert_right, make
-from tests.interpreter.test_decode import interpreted, launched, results, small_config
+from tests.interpreter.test_decode import GRID, WARPS, interpreted, launched, results, small_config
 from tests.prefixes import joined, make_prefix
 
 
-def with_prefix(call: DecodeCall, prefix: Prefix, **knobs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def with_prefix(call: DecodeCall, prefix: Prefix, **knobs: KnobValue) -> tuple[torch.Tensor, torch.Tensor]:
     """As `run_with_prefix` does it, with interpreted kernels."""
     own = interpreted(call)
     shared = prefix.shared_keys(call.k_cache, call.v_cache)
@@ -38,10 +39,8 @@ CAUSAL = {"causal": True}
 CASES = {
     "one for all": (Case(lens=(0, 1, 17, 40), options=CAUSAL), (50,), ()),
     "pages, one query": (Case(lens=(5, 16, 0), page=16), (33,), ()),
-    "two groups of one size": (Case(lens=(3, 0, 9, 20)), (20, 0), ()),
     "groups of all sizes": (Case(lens=(3, 0, 9, 20, 1, 2), nheads=3, nheads_k=1), (20, 3, 40), (0, 1, 5)),
     "some queries": (Case(lens=(3, 0, 9, 1), seqlen_q=3, options=CAUSAL), (2, 30), ()),
-    "all queries see all": (Case(lens=(3, 30), seqlen_q=3), (18,), ()),
     "window, sinks": (Case(lens=(3, 9, 21, 6), sinks=True, options={"window": (10, 0)}), (40, 20), ()),
     "window of both sides": (Case(lens=(1, 9), seqlen_q=4, options={"window": (6, 1)}), (30,), ()),
     "window of own keys alone": (Case(lens=(20, 30), options={"window": (10, 0)}), (40,), ()),
@@ -56,3 +55,10 @@ def test_it_is_attention_over_shared_and_own_keys(name: str) -> None:
     case, lens, starts = CASES[name]
     call, prefix = make(case), make_prefix(case, lens, starts, case.page)
     assert_right(joined(call, prefix), *with_prefix(call, prefix))
+
+
+@pytest.mark.parametrize("knobs", [GRID, WARPS], ids=["grid", "warps"])
+def test_other_schedules_are_right(knobs: dict[str, KnobValue]) -> None:
+    case, lens, starts = CASES["some queries"]
+    call, prefix = make(case), make_prefix(case, lens, starts)
+    assert_right(joined(call, prefix), *with_prefix(call, prefix, **knobs))

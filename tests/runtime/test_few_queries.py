@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +113,25 @@ def test_where_nothing_may_be_compiled_a_forward_family_serves(
     with pytest.raises(BuildError):
         run(gpu, PLAIN, made(PLAIN))
     assert [config.family for config in asked][:2] == ["portable_decode", "hopper_forward"]
+
+
+def test_lengths_are_made_once_and_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory torch.compile does not count among that of a graph."""
+    makers = []
+
+    def full(shape: tuple[int, ...], value: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        makers.append((threading.get_ident(), device))
+        return torch.zeros(shape, dtype=dtype).fill_(value)
+
+    monkeypatch.setattr(torch, "full", full)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(decode_passes, "_LENGTHS", {})
+    found = decode_passes.endless(3)
+    assert decode_passes.endless(3) is found
+    assert (found.shape, int(found[-1])) == ((1024,), 2**31 - 1)
+    ((maker, device),) = makers
+    assert (maker != threading.get_ident(), device) == (True, "cuda:3")
 
 
 def test_lengths_are_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
