@@ -16,8 +16,10 @@ from flashgen.core.quoting import shown
 from flashgen.core.workload import Workload
 from flashgen.tuning.workload_files import Preset, load_file, presets_of
 
-ALL, TRAINING = "all", "training"
-"""The names that stand for every preset, and for those of backward passes."""
+ALL, TRAINING, SERVING = "all", "training", "serving"
+"""The names that stand for every preset, for those of backward passes, and for those of steps of decoding."""
+
+FILES = ("presets.yaml", "serving.yaml")
 
 DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 """What a request may ask for, and the passes that it means."""
@@ -25,9 +27,9 @@ DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forw
 
 @functools.cache
 def presets() -> tuple[Preset, ...]:
-    """The presets that ship with flashgen, in the order of the file."""
-    shipped = files("flashgen.tuning").joinpath("presets.yaml").read_text(encoding="utf-8")
-    return presets_of(shipped, "presets.yaml")
+    """The presets that ship with flashgen, in the order of the files."""
+    folder = files("flashgen.tuning")
+    return tuple(p for name in FILES for p in presets_of(folder.joinpath(name).read_text(encoding="utf-8"), name))
 
 
 def preset(name: str) -> Preset:
@@ -41,8 +43,9 @@ def preset(name: str) -> Preset:
         if candidate.name == wanted:
             return candidate
     known = [p.name for p in presets()]
-    likely = meant(name, [*known, ALL, TRAINING])
-    raise WorkloadError(f"a model is one of {', '.join(known)}, or {ALL} or {TRAINING}, got {shown(name)}{likely}")
+    groups = (ALL, TRAINING, SERVING)
+    likely = meant(name, [*known, *groups])
+    raise WorkloadError(f"a model is one of {', '.join(known)}, or {' or '.join(groups)}, got {shown(name)}{likely}")
 
 
 def collect(
@@ -56,7 +59,7 @@ def collect(
     """All workloads that were asked for, each once, in the order they were first named.
 
     Args:
-        models: names of presets, `all` or `training`.
+        models: names of presets, `all`, `training` or `serving`.
         shapes: keys or their shorthand.
         paths: files in the form of the presets.
         direction: a name of `DIRECTIONS`: the passes that are wanted of every shape that was named, whichever pass it
@@ -97,4 +100,6 @@ def _named(model: str) -> tuple[Preset, ...]:
         return presets()
     if model.lower() == TRAINING:
         return tuple(p for p in presets() if p.is_training)
+    if model.lower() == SERVING:
+        return tuple(p for p in presets() if all(workload.is_decode for workload in p.workloads))
     return (preset(model),)

@@ -20,6 +20,7 @@ def test_all_presets_fit_the_shipping_run() -> None:
     directions = Counter(workload.direction for workload in workloads)
     assert 110 <= directions["forward"] <= 230
     assert 60 <= directions["backward"] <= 80
+    assert 30 <= directions["decode"] <= 40
     assert set(workloads) == {workload for p in presets() for workload in p.workloads}
     assert all(p.source and p.title for p in presets())
 
@@ -73,10 +74,32 @@ HEADS = {
     "vit-l-training": {(16, 16, 64, 64, False)},
     "gemma-training": {(8, 4, 256, 256, True), (16, 8, 256, 256, True)},
 }
+PASSES = [p for p in presets() if p.direction != "decode"]
+STEPS = [p for p in presets() if p.direction == "decode"]
 
 
 def test_every_model_is_checked_against_its_config() -> None:
-    assert {p.name for p in presets()} == HEADS.keys() | GRIDS
+    assert {p.name for p in PASSES} == HEADS.keys() | GRIDS
+
+
+@pytest.mark.parametrize("p", STEPS, ids=lambda p: p.name)
+def test_presets_of_serving_have_their_models_heads_and_features(p: Preset) -> None:
+    model = preset(p.name.removesuffix("-decode"))
+
+    def traits(w: Workload) -> tuple[object, ...]:
+        return w.nheads, w.nheads_k, w.head_dim, w.head_dim_v, w.softcap, w.alibi, w.sink
+
+    windows = {w.window_left for w in model.workloads}
+    assert {traits(w) for w in p.workloads} == {traits(w) for w in model.workloads}
+    assert all(w.window_left in windows and not w.lengths and w.causal == (w.seqlen_q > 1) for w in p.workloads)
+
+
+def test_serving_stands_for_all_steps_of_decoding() -> None:
+    found = collect(models=["serving"])
+    assert found == tuple(w for w in collect(models=["all"]) if w.direction == "decode")
+    assert collect(models=["serving"], direction="both") == found, "which have no passes"
+    assert {w.page_size for w in found} == {None, 16, 64}
+    assert {w.seqlen_q for w in found} == {1, 4, 8}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -108,7 +131,7 @@ FEATURES = {
 FEATURE_GRIDS = ("features", "features-backward")
 
 
-@pytest.mark.parametrize("p", [p for p in presets() if p.name not in FEATURE_GRIDS], ids=lambda p: p.name)
+@pytest.mark.parametrize("p", [p for p in PASSES if p.name not in FEATURE_GRIDS], ids=lambda p: p.name)
 def test_presets_have_their_models_features(p: Preset) -> None:
     found = {(w.window_left, w.softcap, w.alibi, w.sink, w.bias, w.mask) for w in p.workloads}
     assert found == FEATURES.get(p.name, {(None, False, False, False, "", "")})
@@ -140,7 +163,7 @@ def test_every_row_of_the_backward_benchmark_is_tuned_exactly() -> None:
 
 
 def test_lengths_are_the_models_own() -> None:
-    lengths = {p.name: {(w.seqlen_q, w.seqlen_k) for w in p.workloads} for p in presets()}
+    lengths = {p.name: {(w.seqlen_q, w.seqlen_k) for w in p.workloads} for p in PASSES}
     assert max(lengths["gpt2"]) == (1024, 1024)
     assert {(4250, 4250), (4608, 4608)} < lengths["flux"]
     assert lengths["sdxl"] == {(4096, 4096), (1024, 1024), (4096, 77), (1024, 77)}
@@ -165,7 +188,7 @@ def test_paper_grid_holds_tokens_and_hidden_size(name: str) -> None:
 def test_training_presets_are_backward_passes_and_the_others_forward() -> None:
     training = {p.name for p in presets() if p.is_training}
     assert training == {name for name in HEADS if name.endswith("-training")} | GRIDS - FORWARD_GRIDS
-    assert {p.direction for p in presets()} == {"forward", "backward"}
+    assert {p.direction for p in PASSES} == {"forward", "backward"}
     assert collect(models=["training"]) == tuple(w for w in collect(models=["all"]) if w.direction == "backward")
     grids = (preset("paper").workloads, preset("paper-backward").workloads)
     assert {dataclasses.replace(w, direction="backward") for w in grids[0]} == set(grids[1])
