@@ -1,6 +1,6 @@
 """Steps of decoding beside other implementations: writes `results/<device>/decode.csv`.
 
-python -m benchmarks.decode [--only '*-page16'] [--impls flashgen,sdpa-cudnn] [--append]
+python -m benchmarks.decode [--only '*-page16-*'] [--impls flashgen,sdpa-cudnn] [--append]
 """
 
 from __future__ import annotations

@@ -16,12 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashgen
 from benchmarks.decode_vllm import vllm_call, vllm_version, why_not_vllm
 from benchmarks.impls import FA3_MODULE, Call, cudnn_version, fa3_version, torch_version
+from flashgen.core.lengths import RAMP, SAME, TAIL
 from flashgen.core.workload import Workload
 
-SAME, RAMP, ONE_LONG = "same", "ramp", "one_long"
-"""Profiles of lengths: all the same; equal steps from 1 to the longest; one that is long and all others a 64th."""
-
-ELEMENT_BYTES = 2
 ROTATED_BYTES = 256 * 2**20
 MOST_COPIES = 32
 FIXED_SPLIT = 1024
@@ -29,27 +26,24 @@ FIXED_SPLIT = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of decoding: a workload of one or a few queries, and the profile of its lengths, at most `seqlen_k`."""
+    """One step of decoding: a workload of one or a few queries with a profile of lengths."""
 
     workload: Workload
-    profile: str = SAME
 
     @property
-    def lens(self) -> list[int]:
+    def profile(self) -> str:
+        """The name of the profile of its lengths."""
+        return self.workload.lengths
+
+    @property
+    def lens(self) -> tuple[int, ...]:
         """Keys of each sequence."""
-        batch, longest = self.workload.batch, self.workload.seqlen_k
-        if self.profile == RAMP:
-            return [1 + (longest - 1) * b // (batch - 1) for b in range(batch)]
-        if self.profile == ONE_LONG:
-            return [longest] + [longest // 64] * (batch - 1)
-        return [longest] * batch
+        return self.workload.each_length
 
     @property
     def bytes(self) -> int:
         """Fewest bytes of keys and values that a call reads."""
-        w = self.workload
-        reach = w.seqlen_k if w.window_left is None else w.window_left + w.seqlen_q
-        return sum(min(n, reach) for n in self.lens) * w.nheads_k * (w.head_dim + w.head_dim_v) * ELEMENT_BYTES
+        return self.workload.cache_bytes
 
     @property
     def copies(self) -> int:
@@ -58,11 +52,11 @@ class Step:
 
 
 def _step(text: str, profile: str = SAME) -> Step:
-    return Step(workload=Workload.parse(text), profile=profile)
+    return Step(workload=Workload.parse(f"dec-{text}-{profile}"))
 
 
-LLAMA = "h32-hk8-sq1-d128-causal"
-GPT_OSS = "h64-hk8-sq1-d64-causal-sink"
+LLAMA = "h32-hk8-sq1-d128"
+GPT_OSS = "h64-hk8-sq1-d64-sink"
 
 STEPS: tuple[Step, ...] = (
     *(_step(f"b1-sk{keys}-{LLAMA}") for keys in (1024, 8192, 32768, 131072)),
@@ -74,7 +68,7 @@ STEPS: tuple[Step, ...] = (
         for batch, keys in ((1, 8192), (16, 1024), (16, 8192), (64, 4096))
     ),
     *(_step(f"b64-sk8192-{LLAMA}{pages}", RAMP) for pages in ("", "-page64", "-page16")),
-    *(_step(f"b64-sk65536-{LLAMA}{pages}", ONE_LONG) for pages in ("", "-page16")),
+    *(_step(f"b64-sk65536-{LLAMA}{pages}", TAIL) for pages in ("", "-page16")),
     *(_step(f"b{batch}-sk8192-{GPT_OSS}{pages}") for batch in (1, 64) for pages in ("", "-page16")),
     *(_step(f"b64-sk8192-{GPT_OSS}-wl127{pages}") for pages in ("", "-page16")),
     *(_step(f"b16-sk8192-h32-hk8-sq{rows}-d128-causal-page64") for rows in (4, 8, 16)),

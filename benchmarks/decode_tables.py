@@ -17,8 +17,8 @@ TITLES = {
     "fa3": "FA3",
     "vllm": "vLLM Triton",
 }
-PROFILES = {"same": "", "ramp": "1 to ", "one_long": "one of "}
-"""What stands before the longest length of a profile."""
+PROFILES = {"same": "", "ramp": "1 to ", "tail": "one of ", "one_long": "one of "}
+"""What stands before the longest length of a profile, whose last name is a former one."""
 
 
 def decode_parts(rows: Sequence[Row]) -> list[str]:

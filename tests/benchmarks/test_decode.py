@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import decode
-from benchmarks.decode_cases import IMPLS, ONE_LONG, RAMP, STEPS, Step, caches, flashgen_options
+from benchmarks.decode_cases import IMPLS, STEPS, Step, caches, flashgen_options
 from benchmarks.decode_tables import decode_parts
 from benchmarks.decode_vllm import vllm_call, vllm_version, why_not_vllm
 from flashgen.core.features.values import Features
@@ -23,48 +23,52 @@ from tests.benchmarks.rows import SHARED
 CPU = torch.device("cpu")
 
 
+def step(key: str) -> Step:
+    return Step(workload=Workload.parse(key))
+
+
 def test_steps_are_told_apart_and_their_lengths_follow_from_profiles() -> None:
-    assert len({(step.workload.key, step.profile) for step in STEPS}) == len(STEPS)
-    assert all(step.workload == Workload.parse(step.workload.key) for step in STEPS)
-    workload = Workload.parse("b4-sk640-h4-hk2-sq1-d16-causal-wl63")
-    assert Step(workload=workload).lens == [640] * 4
-    assert Step(workload=workload, profile=RAMP).lens == [1, 214, 427, 640]
-    assert Step(workload=workload, profile=ONE_LONG).lens == [640, 10, 10, 10]
-    assert Step(workload=workload, profile=ONE_LONG).bytes == (64 + 30) * 2 * 32 * 2
+    assert len({each.workload.key for each in STEPS}) == len(STEPS)
+    assert all(each.workload == Workload.parse(each.workload.key) for each in STEPS)
+    same, ramp, tail = (step(f"dec-b4-sk640-h4-hk2-sq1-d16-wl63-{profile}") for profile in ("same", "ramp", "tail"))
+    assert (same.profile, same.lens) == ("same", (640,) * 4)
+    assert ramp.lens == (1, 214, 427, 640)
+    assert tail.lens == (640, 10, 10, 10)
+    assert tail.bytes == (64 + 30) * 2 * 32 * 2
 
 
 def test_the_oracle_is_that_of_the_tests() -> None:
-    step = Step(workload=Workload.parse("b3-sk100-h4-hk2-sq2-d16-causal-sink-page16-wl20"), profile=RAMP)
-    found = caches(step, CPU)
-    options = flashgen_options(step, found)
+    ragged = step("dec-b3-sk100-h4-hk2-sq2-d16-causal-sink-page16-wl20-ramp")
+    found = caches(ragged, CPU)
+    options = flashgen_options(ragged, found)
     features = Features(window=options.pop("window"), sinks=options.pop("sinks"))
     call = DecodeCall(
         q=found.q[0], k_cache=found.k[0], v_cache=found.v[0], seqlens=found.lens, features=features, **options
     )
     assert features != NO_FEATURES
-    torch.testing.assert_close(decode.oracle(step, found), decoding.oracle(call)[0][-1])
+    torch.testing.assert_close(decode.oracle(ragged, found), decoding.oracle(call)[0][-1])
 
 
 def test_a_row_counts_the_keys_that_are_seen() -> None:
-    step = STEPS[1]
-    row = decode.row_of(step, IMPLS[0], [Window(ms=0.02), Window(ms=0.01), Window(ms=0.03)], SHARED)
-    assert (row.suite, row.workload, row.data, row.timing) == ("decode", step.workload.key, "same", "graph")
+    one = STEPS[1]
+    row = decode.row_of(one, IMPLS[0], [Window(ms=0.02), Window(ms=0.01), Window(ms=0.03)], SHARED)
+    assert (row.suite, row.workload, row.data, row.timing) == ("decode", one.workload.key, "same", "graph")
     assert row.median_ms == 0.02
     assert row.gbps == 8192 * 8 * 2 * 128 * 2 / 0.02 / 1e6
     assert row.tflops is None
-    assert "20.00 us" in decode.line_of(step, IMPLS[0], [Window(ms=0.02)])
+    assert "20.00 us" in decode.line_of(one, IMPLS[0], [Window(ms=0.02)])
 
 
 def test_peers_say_what_they_lack() -> None:
-    ragged = Step(workload=Workload.parse("b4-sk640-h4-hk2-sq1-d16-causal"), profile=RAMP)
+    ragged = step("dec-b4-sk640-h4-hk2-sq1-d16-ramp")
     reasons = {impl.name: impl.unsupported(ragged) for impl in IMPLS}
     assert reasons["flashgen"] is None
     assert "no lengths" in str(reasons["sdpa-cudnn"])
     assert "longer" in str(reasons["flashgen-fixed"])
-    assert [step.workload.page_size for step in decode.selected(["*-page16-*"])].count(16) > 3
+    assert [each.workload.page_size for each in decode.selected(["*-page16-*"])].count(16) > 3
 
 
-PAGED = Step(workload=Workload.parse("b3-sk100-h4-hk2-sq2-d48-causal-sink-page16-wl20"), profile=RAMP)
+PAGED = step("dec-b3-sk100-h4-hk2-sq2-d48-causal-sink-page16-wl20-ramp")
 VLLM_SOURCE = """
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -108,9 +112,9 @@ def test_the_table_has_a_line_for_each_step() -> None:
     times = {"flashgen": 0.02, "sdpa-cudnn": 0.01}
     impls = [impl for impl in IMPLS if impl.name in times]
     rows = [
-        decode.row_of(step, impl, [Window(ms=times[impl.name])], SHARED)
-        for step in (STEPS[1], STEPS[20])
-        for impl in impls[: 1 + (step is STEPS[1])]
+        decode.row_of(each, impl, [Window(ms=times[impl.name])], SHARED)
+        for each in (STEPS[1], STEPS[20])
+        for impl in impls[: 1 + (each is STEPS[1])]
     ]
     title, text, table = decode_parts(rows)
     assert title == "### Decoding"
