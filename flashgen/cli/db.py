@@ -196,13 +196,13 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
         ("features", describe(record.workload)),
         ("device", f"{record.device.name} ({record.device.identity})"),
         ("config", str(record.config)),
-        (record.provenance, f"{output.text(record.time_ms)} ms, {output.text(record.tflops)} TFLOP/s"),
+        (record.provenance, f"{output.text(record.time_ms)} ms, {_rate(record)}"),
     ]
     if measured is not None:
         times = ", ".join(output.text(time) for time in measured.times_ms)
         fields += [
             ("windows", f"{times} ms (spread {measured.spread:.1%})"),
-            ("on hard data", _hard_time(record)),
+            *_other_times(record),
             ("errors", f"max {measured.max_error:.3g}, mean {measured.mean_error:.3g}"),
             ("reference", f"{output.text(measured.reference_ms)} ms of the same round"),
             ("SM clock", f"{output.text(measured.sm_clock_mhz)} MHz"),
@@ -217,6 +217,19 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
         ("made", f"{record.created} ({since} ago)" if since else None),
     ]
     return fields
+
+
+def _rate(record: TuningRecord) -> str:
+    if record.workload.is_decode:
+        return f"{output.text(record.gbps)} GB/s of keys and values"
+    return f"{output.text(record.tflops)} TFLOP/s"
+
+
+def _other_times(record: TuningRecord) -> list[tuple[str, output.Cell]]:
+    """What it took on hard data, or a step of decoding on other profiles of lengths."""
+    if not record.workload.is_decode or record.measurement is None:
+        return [("on hard data", _hard_time(record))]
+    return [(f"on {profile}", f"{output.text(ms)} ms") for profile, ms in record.measurement.profile_ms.items()]
 
 
 def _hard_time(record: TuningRecord) -> str | None:
@@ -248,6 +261,7 @@ def record_json(record: TuningRecord) -> dict[str, object]:
         "times_ms": list(measured.times_ms) if measured else [],
         "hard_ms": record.hard_ms,
         "hard_times_ms": list(measured.hard_times_ms) if measured else [],
+        "profile_times_ms": {name: list(times_ms) for name, times_ms in measured.profile_times_ms} if measured else {},
         "max_error": measured.max_error if measured else None,
         "mean_error": measured.mean_error if measured else None,
         "reference_ms": measured.reference_ms if measured else None,

@@ -32,7 +32,18 @@ CLOCK_TOLERANCE = timedelta(days=1)
 
 CSV_COLUMNS = (
     *("workload", "device", "arch", "num_sms", "memory_gb", "provenance", "family", "knobs"),
-    *("median_ms", "hard_ms", "tflops", "spread", "windows", "reference_ms", "sm_clock_mhz", "max_error", "mean_error"),
+    *(
+        "median_ms",
+        "hard_ms",
+        "profile_ms",
+        "tflops",
+        "spread",
+        "windows",
+        "reference_ms",
+        "sm_clock_mhz",
+        "max_error",
+        "mean_error",
+    ),
     *("predicted_ms", "anchors", "source_digest", "flashgen", "triton", "torch", "driver", "created"),
 )
 
@@ -173,9 +184,10 @@ def _csv_row(record: TuningRecord) -> list[str | int]:
 def _measured_columns(record: TuningRecord) -> list[str | int]:
     measured, tflops = record.measurement, _number(record.tflops)
     if measured is None:
-        return ["", "", tflops, "", 0, "", "", "", ""]
+        return ["", "", "", tflops, "", 0, "", "", "", ""]
     return [
-        *(_number(measured.median_ms), _number(measured.hard_ms), tflops),
+        *(_number(measured.median_ms), _number(measured.hard_ms)),
+        *(" ".join(f"{name}={_number(ms)}" for name, ms in measured.profile_ms.items()), tflops),
         *(_number(measured.spread), len(measured.times_ms)),
         *(_number(measured.reference_ms), _number(measured.sm_clock_mhz)),
         *(_number(measured.max_error), _number(measured.mean_error)),
