@@ -61,7 +61,6 @@ class Measurement:
             raise MeasureError(
                 f"times on hard data are of the same rounds as {self.times_ms}, got {self.hard_times_ms}"
             )
-
         for profile, times_ms in self.profile_times_ms:
             if profile not in PROFILES or any(not 0 < t < float("inf") for t in times_ms):
                 raise MeasureError(

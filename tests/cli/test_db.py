@@ -9,7 +9,7 @@ import pytest
 from flashgen.core.settings import settings
 from flashgen.db.store import Store
 from tests.cli.conftest import Invoke, own
-from tests.db.samples import CAUSAL, CONFIG, H200, HARD_TIMES, MEASURED, SHORT, WIDE, hard
+from tests.db.samples import CAUSAL, CONFIG, H200, HARD_TIMES, MEASURED, PROFILE_TIMES, SHORT, WIDE, hard, on_profiles
 
 
 def test_list_shows_a_line_for_each_record(invoke: Invoke, tuned: Path) -> None:
@@ -76,6 +76,20 @@ def test_show_has_the_time_on_hard_data_where_it_was_measured(invoke: Invoke, tu
     assert "2.4 ms, 1.92 of that on normal data" in invoke(*asked).stdout
     measured, _ = own(invoke(*asked, "--json").stdout)
     assert (measured["hard_ms"], measured["hard_times_ms"]) == (2.4, list(HARD_TIMES))
+
+
+def test_show_has_the_times_of_a_step_of_decoding_on_each_profile(invoke: Invoke, tuned: Path) -> None:
+    step = on_profiles(MEASURED)
+    with Store.open(tuned) as store:
+        store.put_record(step)
+    shown = invoke("db", "show", step.workload.key, "--device", "h200").stdout
+    assert f"1.25 ms, {step.workload.cache_bytes / 1.25e6:.4g} GB/s of keys and values" in shown
+    assert [line.split() for line in shown.splitlines() if line.startswith("on ")] == [
+        ["on", "ramp", "0.8", "ms"],
+        ["on", "tail", "0.2", "ms"],
+    ]
+    (row,) = own(invoke("db", "show", step.workload.key, "--json").stdout)
+    assert row["profile_times_ms"] == {name: list(times) for name, times in PROFILE_TIMES}
 
 
 def test_show_of_an_unknown_workload_is_an_error(invoke: Invoke, tuned: Path) -> None:

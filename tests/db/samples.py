@@ -43,6 +43,10 @@ MEASURED = TuningRecord(
     baselines=(Baseline(impl="sdpa-cudnn", median_ms=1.4), Baseline(impl="sdpa-flash", median_ms=1.9)),
     created="2026-11-20T12:00:00+00:00",
 )
+DECODE_STEP = Workload.parse("dec-b64-h32-hk8-sk8192-d128-page16")
+PROFILE_TIMES = (("ramp", (0.9, 0.8, 0.7)), ("tail", (0.2, 0.1, 0.3)))
+"""Of three rounds, as `MEASURED` has."""
+
 HARD_TIMES = (2.5, 2.0, 2.4)
 """Of three rounds, as `MEASURED` has."""
 
@@ -91,3 +95,10 @@ REPLACED = Replaced(
     reason="search",
     source="run 0123456789abcdef",
 )
+
+
+def on_profiles(record: TuningRecord) -> TuningRecord:
+    """A record of a step of decoding, with times on all profiles of lengths."""
+    assert record.measurement is not None
+    measured = replace(record.measurement, profile_times_ms=PROFILE_TIMES)
+    return replace(record, workload=DECODE_STEP, baselines=(), measurement=measured)

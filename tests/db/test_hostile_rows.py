@@ -13,7 +13,7 @@ import pytest
 from flashgen.core.config import Config
 from flashgen.core.errors import ConfigError, DatabaseError
 from flashgen.db.store import Store
-from tests.db.samples import CAUSAL, FAILED, H200, MEASURED, SHORT, TRIAL
+from tests.db.samples import CAUSAL, FAILED, H200, MEASURED, SHORT, TRIAL, on_profiles
 
 KNOBS = MEASURED.config.to_json()
 CODE = "__import__('os').system('touch /tmp/flashgen-was-here')"
@@ -77,6 +77,14 @@ RECORD_ROWS = [
     ("hard_times_ms", "{}", "JSON list"),
     ("hard_times_ms", b"[1.0]", "type str"),
     ("hard_times_ms", 1.5, "JSON list|type str"),
+    ("profile_times_ms", '{"ramp": [1.0, 1.0, 1.0]}', r"is measured on the profiles \[\], got 'ramp'"),
+    ("profile_times_ms", '{"ramp": [1.0]}', "same rounds"),
+    ("profile_times_ms", '{"ramp": [1.0, 2.0, NaN]}', "finite"),
+    ("profile_times_ms", '{"\x1b[2J": [1.0, 1.0, 1.0]}', "JSON object|printable|profile of lengths"),
+    ("profile_times_ms", '{"ramp": 1.0}', "lists of times"),
+    ("profile_times_ms", "{}", "name a profile"),
+    ("profile_times_ms", "[]", "JSON object"),
+    ("profile_times_ms", 7, "JSON object|type str"),
     ("max_error", "small", "type float"),
     ("mean_error", float("inf"), "finite"),
     ("reference_ms", b"1", "type float"),
@@ -123,6 +131,10 @@ def test_a_bad_record_is_skipped_with_one_warning(path: Path, column: str, value
         ("UPDATE workloads SET mask = ? WHERE id = 1", CODE, '"full", "keys" or empty, got'),
         ("UPDATE workloads SET mask = ? WHERE id = 1", "full\x1b[2J", "printable"),
         ("UPDATE workloads SET mask = ? WHERE id = 1", "keys" * 10_000, "printable characters"),
+        ("UPDATE workloads SET lengths = ? WHERE id = 1", "ramp", "lengths of a decode workload"),
+        ("UPDATE workloads SET lengths = ? WHERE id = 1", CODE, "lengths of a decode workload"),
+        ("UPDATE workloads SET lengths = ? WHERE id = 1", b"", "lengths must be of type str"),
+        ("UPDATE workloads SET direction = ? WHERE id = 1", "decode", "key must be the one of its fields"),
         ("UPDATE workloads SET window_left = ? WHERE id = 1", "all", "window_left must be of type int"),
         ("UPDATE workloads SET specialization = ? WHERE id = 1", "x", "key must be the one of its fields"),
         ("UPDATE anchors SET median_ms = ? WHERE id = 1", 0.0, "median_ms must be above 0"),
@@ -134,6 +146,17 @@ def test_a_bad_row_beside_it_spoils_a_record(path: Path, statement: str, value: 
     tamper(path, statement, value)
     with Store.open(path, read_only=True) as store, pytest.warns(UserWarning, match=rule):
         assert store.records() == [replace(MEASURED, workload=SHORT)]
+
+
+def test_no_step_of_decoding_is_faster_than_its_keys_are_read(path: Path) -> None:
+    step = on_profiles(MEASURED)
+    with Store.open(path) as store:
+        store.put_record(step)
+    tamper(
+        path, "UPDATE records SET profile_times_ms = ? WHERE id = 3", '{"ramp": [0.9, 0.8, 0.01], "tail": [1, 1, 1]}'
+    )
+    with Store.open(path, read_only=True) as store, pytest.warns(UserWarning, match="page16-ramp takes at least 0.1"):
+        assert store.record(step.workload, H200) is None
 
 
 def test_a_record_cannot_be_made_to_promise_the_same_bits(path: Path) -> None:

@@ -37,6 +37,7 @@ from flashgen.db.schema import Base
 from flashgen.db.store import Store
 from tests.db.samples import (
     CAUSAL,
+    DECODE_STEP,
     FAILED,
     FIRST_KNOBS,
     H200,
@@ -47,6 +48,7 @@ from tests.db.samples import (
     REPLACED,
     TRIAL,
     hard,
+    on_profiles,
     timed,
 )
 
@@ -522,3 +524,30 @@ def test_a_failed_migration_leaves_the_file_as_it_was(next_version: str, older: 
     assert structure(after) == expected
     after.close()
     assert version_in(older) == SCHEMA_VERSION
+
+
+# --- 0007: a workload has a profile of lengths, and a measurement times on several of them --------------------------
+
+
+def test_what_was_measured_before_is_a_pass_without_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0006.sqlite3", path)
+    with Store.open(path) as store:
+        assert [(record.workload.lengths, record.workload) for record in store.records()] == [("", CAUSAL)] * 2
+        step, same = on_profiles(MEASURED), replace(DECODE_STEP, lengths="same")
+        store.put_record(step)
+        store.put_record(replace(MEASURED, workload=same, baselines=()))
+        trial = replace(TRIAL, workload=DECODE_STEP, outcome=step.measurement)
+        store.put_trial(trial)
+        assert store.record(DECODE_STEP, H200) == step
+        assert [found.outcome for found in store.trials(DECODE_STEP, H200)] == [step.measurement]
+        assert len(store.records(specialization="dec-bf16-d128-page16")) == 2
+        store.put_record(timed(step, 1.1, 1.2, 1.3))
+        assert [each.record for each in store.past(DECODE_STEP).replaced] == [step]
+
+
+def test_profiles_of_lengths_can_be_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0006.sqlite3", path)
+    before = contents(path)
+    assert taken_back(path, "0007", "0006") == before

@@ -1,0 +1,127 @@
+"""What serves a step of decoding: records by class, the nearest one, the rule; one config for all of a class."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+import flashgen
+from flashgen.codegen.families import decode_config
+from flashgen.codegen.family import Sizes
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.errors import ConfigError, UnsupportedError
+from flashgen.core.record import Measurement, TuningRecord
+from flashgen.core.workload import Specialization, Workload
+from flashgen.runtime.lookup.decode_ladder import class_of, served_step
+from flashgen.runtime.lookup.explanation import explain
+from flashgen.runtime.lookup.records import Records
+from tests.db.samples import H100, H200, MEASURED
+from tests.fakes.gpu import FakeGpu
+from tests.runtime.ladders import Ladder
+
+STEP = Workload.parse("dec-b64-h32-hk8-sk8192-d128-page16")
+SPEC = STEP.specialization
+
+
+def rule(workload: Workload = STEP) -> Config:
+    return decode_config(workload.specialization, class_of(Sizes.of(workload)), H200)
+
+
+def tuned(workload: Workload = STEP, min_tiles: int = 4, device: Device = H200) -> TuningRecord:
+    """A record whose config is the rule's but for one knob, which tells it from others."""
+    others = () if workload.lengths or workload.batch == 1 else (("ramp", (5.0, 5.1)),)
+    times = Measurement(times_ms=(9.0, 9.1), reference_ms=9.0, profile_times_ms=others)
+    config = rule(workload).replace(min_tiles=min_tiles)
+    return replace(MEASURED, workload=workload, device=device, config=config, baselines=(), measurement=times)
+
+
+def sizes(batch: int, keys: int, queries: int = 1, heads: int = 32, heads_k: int = 8) -> Sizes:
+    return Sizes(batch=batch, nheads=heads, nheads_k=heads_k, seqlen_q=queries, seqlen_k=keys)
+
+
+def test_all_sizes_of_a_class_have_one_config(ladder: Ladder) -> None:
+    ladder.user(tuned())
+    records = ladder.records()
+    for batch, keys in ((64, 8192), (33, 4097), (50, 6000)):
+        served = served_step(SPEC, sizes(batch, keys), H200, records)
+        assert (served.rung, served.config, served.record) == (3, tuned().config, tuned())
+    assert len(records.steps) == 1, "looked up once"
+    for batch, keys, queries in ((65, 8192, 1), (64, 4096, 1), (64, 8192, 2)):
+        assert served_step(SPEC, sizes(batch, keys, queries), H200, records).rung == 5
+
+
+def test_a_record_fits_the_rows_and_the_batch_of_those_that_it_serves(ladder: Ladder) -> None:
+    few = Workload.parse("dec-b16-h32-hk8-sk8192-d128-page16")
+    ladder.user(tuned(few))
+    assert tuned(few).config["batch_pad"] == 16
+    served = served_step(SPEC, sizes(100, 8192, queries=8), H200, ladder.records())
+    assert (served.rung, served.config["batch_pad"], served.config["block_m"]) == (8, 128, 32), "too far away"
+    served = served_step(SPEC, sizes(64, 8192, queries=2), H200, ladder.records())
+    assert (served.rung, served.config["batch_pad"], served.config["min_tiles"]) == (5, 128, 4)
+
+
+def test_records_of_any_lengths_and_of_the_user_come_first(ladder: Ladder) -> None:
+    ladder.ship(tuned(min_tiles=8), tuned(replace(STEP, lengths="ramp"), min_tiles=2))
+    assert served_step(SPEC, Sizes.of(STEP), H200, ladder.records()).config["min_tiles"] == 8
+    assert served_step(SPEC, Sizes.of(STEP), H200, ladder.records()).rung == 4
+    ladder.user(tuned(replace(STEP, lengths="same"), min_tiles=4))
+    served = served_step(SPEC, Sizes.of(STEP), H200, ladder.records())
+    assert (served.rung, served.config["min_tiles"]) == (3, 4)
+    assert ladder.records().choices(SPEC, H200).here, "of pages of nearly that size, too"
+    other = replace(SPEC, page_size=24)
+    assert served_step(other, Sizes.of(STEP), H200, ladder.records()).config["min_tiles"] == 4
+    assert served_step(replace(SPEC, page_size=64), Sizes.of(STEP), H200, ladder.records()).rung == 8
+
+
+def test_another_device_of_the_architecture_is_below_this_one(ladder: Ladder) -> None:
+    ladder.user(tuned(device=H100))
+    assert served_step(SPEC, Sizes.of(STEP), H200, ladder.records()).rung == 6
+    far = Workload.parse("dec-b1-h32-hk8-sk512-d128-page16")
+    assert served_step(SPEC, Sizes.of(far), H200, ladder.records()).rung == 8
+
+
+def test_bits_that_depend_on_no_batch_are_served_by_the_rule(ladder: Ladder) -> None:
+    ladder.user(tuned())
+    records = ladder.records()
+    found = {served_step(SPEC, sizes(batch, 0), H200, records).config for batch in range(17, 129)}
+    assert found == {decode_config(SPEC, sizes(64, 0), H200)}
+    assert all(served.rung == 8 for served in records.steps.values())
+
+
+def test_an_explicit_config_is_checked() -> None:
+    records = Records.__new__(Records)
+    config = rule().replace(min_tiles=8)
+    assert served_step(SPEC, Sizes.of(STEP), H200, records, config).config == config
+    with pytest.raises(ConfigError, match="cannot serve dec-bf16-d128-page16"):
+        served_step(SPEC, Sizes.of(STEP), H200, records, config.replace(num_stages=6, block_n=128, per_sm=6))
+    with pytest.raises(UnsupportedError, match="16 to 256"):
+        decode_config(replace(SPEC, head_dim=512), Sizes.of(STEP), H200)
+
+
+def test_explain_says_what_serves_and_how_fast_it_is_on_each_profile(ladder: Ladder) -> None:
+    ladder.user(tuned())
+    near = Workload.parse("dec-b40-h32-hk8-sk6000-d128-page16")
+    found = explain(near, near.specialization, H200, ladder.records())
+    assert found.to_dict()["record_profile_ms"] == {"ramp": 5.05}
+    text = str(found)
+    assert "rung       3. user database, exact" in text
+    assert "GB/s of keys and values, 5.0500 ms on ramp" in text
+    assert "family     portable_decode: applies" in text
+    assert "hopper_forward" not in text
+
+
+def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder) -> None:
+    """Two hundred random calls of what was warmed: any batch, keys and queries up to it, with splits or without."""
+    ladder.user(tuned(), tuned(Workload.parse("dec-b4-h32-hk8-sk1024-d128-page16"), min_tiles=8))
+    largest = Workload.parse("dec-b64-h32-hk8-sq4-sk8192-d128-page16-causal")
+    count = flashgen.warmup([largest])
+    assert count == len(gpu.compiled) > 3
+    ready: set[tuple[Specialization, Config]] = set(gpu.compiled)
+    records, chance = ladder.records(), random.Random(7)
+    for _ in range(200):
+        keys = chance.choice([0, chance.randint(1, 8192)])
+        asked = sizes(chance.randint(1, 64), keys, chance.randint(1, 4))
+        assert (SPEC, served_step(SPEC, asked, H200, records).config) in ready, asked

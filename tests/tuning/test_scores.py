@@ -1,0 +1,53 @@
+"""Configs of decoding are compared by the profile on which each is farthest behind the best."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.core.config import Config
+from flashgen.core.record import Measurement
+from flashgen.tuning.finals import beats, choose, near_best, runners_up
+from flashgen.tuning.scores import compared
+
+
+def config(**knobs: int) -> Config:
+    return Config.of("portable_decode", knobs)
+
+
+def on(same: float, ramp: float, tail: float | None = None) -> Measurement:
+    """Three rounds that hardly differ."""
+    profiles = {"ramp": ramp} | ({} if tail is None else {"tail": tail})
+    rounds = (1.0, 1.001, 0.999)
+    return Measurement(
+        times_ms=tuple(same * each for each in rounds),
+        profile_times_ms=tuple((name, tuple(ms * each for each in rounds)) for name, ms in profiles.items()),
+    )
+
+
+ONE_SIDED, EVEN, SLOW = config(block_n=32), config(block_n=64), config(block_n=128)
+MEASURED = {ONE_SIDED: on(1.0, 0.8, 0.4), EVEN: on(1.05, 0.5, 0.42), SLOW: on(1.3, 0.6, 0.6)}
+
+
+def test_the_worst_profile_counts_in_units_of_the_first() -> None:
+    times = {each: found.median_ms for each, found in compared(MEASURED).items()}
+    assert times == pytest.approx({ONE_SIDED: 0.8 / 0.5, EVEN: 1.05, SLOW: 1.5})
+    assert all(not found.profile_times_ms for found in compared(MEASURED).values())
+
+
+def test_what_was_dropped_early_counts_by_what_was_timed() -> None:
+    dropped = {**MEASURED, config(block_n=16): Measurement(times_ms=(2.5,))}
+    assert compared(dropped)[config(block_n=16)].median_ms == 2.5
+
+
+def test_passes_are_compared_as_before() -> None:
+    normal, hard = Measurement(times_ms=(2.0,)), Measurement(times_ms=(1.0,), hard_times_ms=(4.0,))
+    assert compared({1: normal, 2: hard}) == {1: normal, 2: hard.balanced}
+    assert compared({}) == {}
+
+
+def test_a_config_that_is_good_on_all_profiles_wins() -> None:
+    assert choose(MEASURED, default=SLOW, incumbent=None) == EVEN
+    assert near_best(MEASURED, share=0.6, most=9) == (EVEN, SLOW, ONE_SIDED)
+    assert beats(MEASURED[EVEN], MEASURED[SLOW])
+    assert not beats(MEASURED[ONE_SIDED], MEASURED[EVEN]), "40% behind with ramp, and 5% ahead without"
+    assert [each.config for each in runners_up(MEASURED, EVEN)] == [SLOW, ONE_SIDED]
