@@ -15,6 +15,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.workload import Specialization, Workload
+from flashgen.launch import decode_passes
 from flashgen.runtime.lookup.decode_ladder import class_of, served_step
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.lookup.records import Records
@@ -113,8 +114,9 @@ def test_explain_says_what_serves_and_how_fast_it_is_on_each_profile(ladder: Lad
     assert "hopper_forward" not in text
 
 
-def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder) -> None:
+def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hundred random calls of what was warmed: any batch, keys and queries up to it, with splits or without."""
+    monkeypatch.setattr(decode_passes, "endless", lambda index: None)
     ladder.user(tuned(), tuned(Workload.parse("dec-b4-h32-hk8-sk1024-d128-page16"), min_tiles=8))
     largest = Workload.parse("dec-b64-h32-hk8-sq4-sk8192-d128-page16-causal")
     count = flashgen.warmup([largest])
