@@ -114,19 +114,25 @@ class DecodePlan:
         words, streams, all_calls, parts = memory.words, memory.streams, memory.calls, self._compiled.parts
         pack = struct.Struct(f"<{len(names)}Q").pack_into
         pack_pieces, behind = struct.Struct(f"<{len(SCRATCH)}Q").pack_into, WORD_BYTES * len(names)
-        launch_kernel, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
+        launch_kernel, stream_of = driver.launch_function(), torch._C._cuda_getCurrentRawStream
         index, context, lock = self._index, self._context, _LOCK
         last_sized: _Sized | None = None
+        calls: tuple[tuple[Any, ...], ...] = ()
         last_stream, last_start, shared = -1, -1, _NONE
 
         def launch(sized: _Sized, pointers: tuple[int, ...], beside: torch.Tensor, keeps: bool) -> None:
-            nonlocal last_sized, last_stream, last_start, shared
+            nonlocal calls, last_sized, last_stream, last_start, shared
             stream = stream_of(index)
             with lock:
-                # the stream 0 is never captured
-                is_alone = sized.is_large or not keeps or (stream and torch.cuda.is_current_stream_capturing())
-                if sized is not last_sized or is_alone or stream != last_stream or shared[1] != last_start:
-                    last_sized, pieces = None, sized.pieces
+                if (
+                    sized is not last_sized
+                    or not keeps
+                    or stream != last_stream
+                    or shared[1] != last_start
+                    or (stream and torch.cuda.is_current_stream_capturing())  # the stream 0 never is
+                ):
+                    last_sized, calls, pieces = None, sized.calls, sized.pieces
+                    is_alone = sized.is_large or not keeps or (stream and torch.cuda.is_current_stream_capturing())
                     used = pieces.new(beside) if is_alone else pieces.shared(beside, index, stream)
                     memory.write(sized)
                     pack_pieces(words, behind, *pieces.addresses(used[1]))
@@ -135,7 +141,7 @@ class DecodePlan:
                     if not is_alone:
                         last_sized, last_stream, last_start, shared = sized, stream, used[1], used
                 pack(words, 0, *pointers)
-                for call in sized.calls:
+                for call in calls:
                     code = launch_kernel(*call)
                     if code and driver.adopt_context(context):  # a new thread has no context until now
                         code = launch_kernel(*call)
@@ -239,7 +245,7 @@ class _Words:
         self.streams = [word + STREAM_WORD for word, _ in starts]
         start = ctypes.addressof(self.words)
         self.calls = tuple(
-            (start + WORD_BYTES * word, function, start + WORD_BYTES * addresses, None)
+            driver.launch_arguments(start + WORD_BYTES * word, function, start + WORD_BYTES * addresses)
             for (word, addresses), function in zip(starts, functions, strict=True)
         )
         self.words[attribute], self.words[attribute + 1] = PROGRAMMATIC_SERIALIZATION, 1

@@ -79,6 +79,16 @@ def library() -> Any:
     return cuda
 
 
+def launch_function() -> Any:
+    """`cuLaunchKernelEx` for `launch_arguments`; otherwise ctypes converts the same arguments at every launch."""
+    return library()["cuLaunchKernelEx"]
+
+
+def launch_arguments(config: int, function: int, parameters: int) -> tuple[Any, ...]:
+    """The arguments of a launch: addresses of its configuration and of those of its parameters, and a kernel."""
+    return (*map(c_void_p.from_param, (config, function, parameters)), None)
+
+
 def check(code: int, action: str) -> None:
     """Raise what the driver says.
 

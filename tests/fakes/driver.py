@@ -69,8 +69,12 @@ class FakeDriver:
     attributes: list[tuple[int, int]] = field(default_factory=list)
     capture: int | None = None  # the graph that every stream records
 
-    def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
         assert extra is None
+        config, function, parameters = map(_number, (config, function, parameters))
         if self.code or (self.needs_context and not self.context):
             return self.code or INVALID_CONTEXT
         read = LaunchConfig.from_address(config)
@@ -215,6 +219,11 @@ class FakeDriver:
     def cuGetErrorString(self, code: int, text: Any) -> int:
         text._obj.value = TEXTS[code][1] if code in TEXTS else None
         return 0
+
+
+def _number(argument: Any) -> int:
+    """An argument, which may be one that ctypes has converted: it shows its number and does not give it."""
+    return argument if isinstance(argument, int) else int(repr(argument).split("(")[1].rstrip(")>"), 16)
 
 
 def _attributes(read: LaunchConfig) -> list[tuple[int, int]]:
