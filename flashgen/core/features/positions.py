@@ -45,8 +45,8 @@ def checked_window(window: Any) -> Window:
 def clamp_window(window: Window, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """The window as two 32-bit integers: an edge this far away hides nothing, whatever the query offset is."""
     reach = MAX_OFFSET + seqlen_q + seqlen_k
-    left, right = (reach if edge is None else min(edge, reach) for edge in window)
-    return left, right
+    left, right = window
+    return reach if left is None else min(left, reach), reach if right is None else min(right, reach)
 
 
 def _in_64_bits(edge: int | None) -> int | None:

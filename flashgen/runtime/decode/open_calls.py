@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
+from flashgen.core.features.positions import clamp_window
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.values import Window
-from flashgen.launch.decode_numbers import DecodeShape
+from flashgen.launch.decode_numbers import DecodeShape, Strides
 from flashgen.launch.decode_plan import Launch
-from flashgen.runtime.decode.call import MAX_KEYS, CheckedDecode, DecodeCall, strides_of, window_of
+from flashgen.runtime.decode.call import MAX_KEYS, CheckedDecode, DecodeCall, strides_of
 from flashgen.runtime.decode.recent import GUARDS, Again, Kind, Ready, Result, Tensors, question
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE
-from flashgen.runtime.ops.outputs import empty_lse, empty_output
+from flashgen.runtime.ops.outputs import empty_output
 
 OPEN: dict[Kind, tuple[Again, ...]] = {}
 """What serves calls of a kind whose sizes are new, by the kind."""
@@ -57,6 +58,10 @@ class _Open:
         self._page_size = checked.spec.page_size
         self._has_rows, self._with_lse = call.batch_idx is not None, call.return_lse
         self._window: Window = (call.features.window[0], 0 if call.causal else call.features.window[1])
+        self._unit = ALIGNMENT_BYTES // call.q.element_size()
+        shape = checked.shape
+        is_dense = shape.batch > 1 and shape.o_strides[0] == shape.seqlen_q * shape.nheads * shape.head_dim_v
+        self._strides: tuple[int, ...] | None = (*shape.o_strides, 1) if is_dense else None
         self._opened: dict[tuple[int, int], Launches] = {}
 
     def again(self, fits: Callable[..., bool], index: int) -> Again:
@@ -108,48 +113,63 @@ class _Open:
     def _made(self, tensors: Tensors) -> tuple[Ready, tuple[Any, ...], tuple[Any, ...]] | None:
         """What serves calls of other sizes, and how what they write is laid out; None where a rule is broken."""
         q, _, v, *_ = tensors
-        out = empty_output(q, v, bshd=True)
-        lse = empty_lse(q, bshd=True) if self._with_lse else out
-        shape = self._shape(tensors, out)
+        known, batch = self._checked.shape, q.shape[0]
+        strides = self._strides
+        if strides is None or batch == 1:  # torch has rules for what it lays out like a tensor
+            strides = empty_output(q, v, bshd=True).stride()
+            if any(step % self._unit for step in strides[:3]):
+                return None
+        layout = (batch, *q.shape[1:3], known.head_dim_v), strides, q.dtype
+        shape = self._shape(tensors, (strides[0], strides[1], strides[2]))
         if shape is None:
             return None
-        size_class = (shape.batch - 1).bit_length(), (shape.keys - 1).bit_length()  # as in decode_ladder.class_of
+        size_class = (batch - 1).bit_length(), (shape.keys - 1).bit_length()  # as in decode_ladder.class_of
         with serve.LOCK:
             opened = self._opened.get(size_class)
             if opened is None:
                 checked = CheckedDecode(spec=self._checked.spec, shape=shape)
                 opened = self._opened[size_class] = self._plan(checked)
             launch = opened(shape)
-        layouts = [(tuple(one.shape), one.stride(), one.dtype) for one in (out, lse)]
-        return Ready(launch), layouts[0], layouts[1]
+        rows, heads = known.seqlen_q, known.nheads
+        return Ready(launch), layout, ((batch, heads, rows), (heads * rows, rows, 1), torch.float32)
 
-    def _shape(self, tensors: Tensors, out: torch.Tensor) -> DecodeShape | None:
-        q, k, v, lens, *others = tensors
-        known, batch, unit = self._checked.shape, q.shape[0], ALIGNMENT_BYTES // q.element_size()
-        lists = [one for one in others if one.dtype is torch.int32]
-        if not 0 < batch <= MAX_BATCH or any(one.shape[0] != batch for one in (lens, *lists)):
+    def _shape(self, tensors: Tensors, o_strides: Strides) -> DecodeShape | None:
+        q, k, v, *lists = tensors
+        known, batch = self._checked.shape, q.shape[0]
+        if not 0 < batch <= MAX_BATCH:
             return None
-        strides = [known.q_strides, known.k_strides, known.v_strides, strides_of(out)]
+        for one in lists:
+            if one.dtype is torch.int32 and one.shape[0] != batch:
+                return None
+        left, right = self._window
         if self._page_size is not None:
-            seqlen_k, table_stride = self._page_size * lists[0].shape[1], lists[0].stride(0)
-        else:
-            seqlen_k, table_stride = k.shape[1], 0
-            strides[1:3] = strides_of(k), strides_of(v)
-            rows = k.shape[0]
-            if k.shape[:3] != v.shape[:3] or not rows or (rows != batch and not self._has_rows):
+            table = lists[1]
+            seqlen_k = self._page_size * table.shape[1]
+            if not 0 < seqlen_k <= MAX_KEYS:
                 return None
-            if max(strides[1][1], strides[2][1]) >= MAX_ROW_STRIDE:
-                return None
-        if not 0 < seqlen_k <= MAX_KEYS or any(step % unit for one in strides for step in one):
+            left, right = clamp_window((left, right), known.seqlen_q, seqlen_k)
+            return known._replace(
+                batch=batch,
+                seqlen_k=seqlen_k,
+                o_strides=o_strides,
+                table_stride=table.stride(0),
+                window_left=left,
+                window_right=right,
+            )
+        k_strides, v_strides, (rows, seqlen_k, *_) = strides_of(k), strides_of(v), k.shape
+        if k.shape[:3] != v.shape[:3] or not rows or (rows != batch and not self._has_rows):
             return None
-        left, right = window_of(self._window, False, known.seqlen_q, seqlen_k)
+        if max(k_strides[1], v_strides[1]) >= MAX_ROW_STRIDE or not 0 < seqlen_k <= MAX_KEYS:
+            return None
+        if any(step % self._unit for step in (*k_strides, *v_strides)):
+            return None
+        left, right = clamp_window((left, right), known.seqlen_q, seqlen_k)
         return known._replace(
             batch=batch,
             seqlen_k=seqlen_k,
-            k_strides=strides[1],
-            v_strides=strides[2],
-            o_strides=strides[3],
-            table_stride=table_stride,
+            k_strides=k_strides,
+            v_strides=v_strides,
+            o_strides=o_strides,
             window_left=left,
             window_right=right,
         )
