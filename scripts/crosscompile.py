@@ -87,6 +87,7 @@ FEATURES = (
     "bwd-fp16-d128-alibi-bias-dbias",
     "bwd-tf32-d64-keybias-mask-dbias-scattered-offset",
     "dec-bf16-d128-page16-softcap-alibi-sink",
+    "dec-bf16-d128-page16-alibi-offset",
 )
 """Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
 
