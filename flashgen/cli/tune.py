@@ -54,7 +54,7 @@ class Request:
 def tune(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "-m", help="A model preset, or all, or training; repeatable.", metavar="NAME"),
+        typer.Option("--model", "-m", help="A model preset, or all, training or serving; repeatable.", metavar="NAME"),
     ] = None,
     shape: Annotated[
         list[str] | None,
