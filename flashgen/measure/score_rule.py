@@ -129,14 +129,19 @@ class ScoreRule:
         return range(min(max(first, 0), seqlen_k), min(max(last, 0), seqlen_k))
 
     def modify(self, scores: torch.Tensor, block: Block, magnitude: torch.Tensor | None = None) -> torch.Tensor:
-        """Softcap, ALiBi and bias on `scale * q.k`, in place, every step rounded to the dtype of `scores`.
+        """Softcap, ALiBi and bias on `scale * q.k`, every step rounded to the dtype of `scores`.
+
+        `scores` may be changed, and are not meant to be used again.
 
         `magnitude` (like `scores`, in place) becomes the sum of the absolute values of the parts of each score, which
         is what the absolute error of a score in floating point is proportional to. A capped score counts as the cap:
         tanh from an exponential is exact to an ulp of 1, not to one of its value.
         """
         if self.softcap:
-            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+            if scores.requires_grad:  # the derivative needs what tanh gave
+                scores = torch.tanh(scores / self.softcap) * self.softcap
+            else:
+                scores.div_(self.softcap).tanh_().mul_(self.softcap)
             if magnitude is not None:
                 magnitude.fill_(abs(self.softcap))
         for term in (self._alibi(block, scores.dtype), None if self.bias is None else block.of(self.bias)):

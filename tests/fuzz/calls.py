@@ -15,6 +15,7 @@ import numpy
 import torch
 
 import flashgen
+from flashgen import reference
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.features.values import BlockMask
@@ -204,6 +205,18 @@ def _merge() -> dict[str, Make]:
     }
 
 
+def _references() -> dict[str, tuple[Callable[..., Any], dict[str, Make]]]:
+    """One of these calls for each reference in plain torch, whose rules are those of the calls above."""
+    made = {
+        "attention": _attention(_plain_tensor)["features"],
+        "attention_decode": _decode()["contiguous"],
+        "attention_varlen": _varlen()["scores"],
+        "append_kv": _append()["rotary"],
+        "merge_states": _merge()["apart"],
+    }
+    return {f"reference.{name}": (getattr(reference, name), {"one": make}) for name, make in made.items()}
+
+
 def with_shape(batch: int) -> Workload:
     return SMALL.with_shape(batch=batch)
 
@@ -234,6 +247,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Make]]] = {
     "attention_varlen": (flashgen.attention_varlen, _varlen()),
     "append_kv": (flashgen.append_kv, _append()),
     "merge_states": (flashgen.merge_states, _merge()),
+    **_references(),
     "warmup": (flashgen.warmup, {"one": lambda: {"workloads": [SMALL], "seqlens": [64]}}),
     "BlockMask": (BlockMask, {"one": lambda: {name: getattr(blocks(), name) for name in BlockMask.__slots__}}),
     "Workload": (Workload, {"sizes": lambda: dict(_SIZES)}),

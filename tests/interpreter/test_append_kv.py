@@ -9,10 +9,18 @@ import pytest
 import torch
 
 import flashgen
+from flashgen import reference
 
 BATCH, NEW, HEADS, DIM, CAPACITY = 3, 3, 2, 24, 80
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAN = float("nan")
+
+
+@pytest.fixture(autouse=True, params=["kernel", "reference"])
+def append_kv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel, interpreted, and its definition in torch."""
+    if request.param == "reference":
+        monkeypatch.setattr(flashgen, "append_kv", reference.append_kv)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
