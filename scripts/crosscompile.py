@@ -35,7 +35,7 @@ from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, decode_config, 
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.helper import HelperKernel
 from flashgen.codegen.merge_states import MergeSpec, merge_kernel
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import BuildError
 from flashgen.core.score_mods import ScoreMods, UserFunction
@@ -93,6 +93,20 @@ FEATURES = (
 
 Each is compiled for one of the targets, in turn, under the oldest Triton; under `--few` by the families for wgmma for
 sm90, and by the others for one of FEW_FEATURE_TARGETS, in turn. tests/codegen has features for sm90 in between.
+"""
+
+ONE_WARPGROUP: dict[str, KnobValue] = {
+    "warpgroups": 1,
+    "blocks_per_sm": 2,
+    "block_n": 64,
+    "ping_pong": False,
+    "exp_order": "free",
+    "q_stages": 1,
+    "hidden_blocks": "computed",
+}
+"""Knobs of families for wgmma that compile in a third of the time: every warpgroup has code of its own.
+
+`--few` has features with them: a text is accepted or not, whatever the sizes of its tiles. SHAPES have the defaults.
 """
 
 FEW_FEATURE_TARGETS = ("sm80", "sm90", "gfx942")
@@ -231,8 +245,16 @@ def few_jobs(rows: Rows) -> list[Job]:
         on_sm80 = serving(rows, spec, sm80)
         for row in serving(rows, spec, sm90):
             device = devices[number % len(devices)] if row in on_sm80 else sm90
-            found.append(variants(row.default(spec, device), spec, device)[-1])
+            found.append(in_one_warpgroup(variants(row.default(spec, device), spec, device)[-1]))
     return found + fullest(rows)
+
+
+def in_one_warpgroup(job: Job) -> Job:
+    """The same features with ONE_WARPGROUP, where the family has its knobs and they are valid."""
+    if not dict(job.config.knobs).keys() >= ONE_WARPGROUP.keys():
+        return job
+    config = job.config.replace(**ONE_WARPGROUP)
+    return job if invalid(config, job.spec, job.device) else replace(job, config=config)
 
 
 def fullest(rows: Rows) -> list[Job]:

@@ -10,6 +10,7 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
+from scripts.crosscompile import ONE_WARPGROUP
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -65,15 +66,8 @@ GOLDENS = {
 }
 """Of each family one or more, chosen to be read."""
 
-ONE_WARPGROUP: dict[str, KnobValue] = {
-    "warpgroups": 1,
-    "blocks_per_sm": 2,
-    "block_n": 64,
-    "ping_pong": False,
-    "exp_order": "free",
-    "q_stages": 1,
-}
-"""Knobs of the Hopper forward family that compile in a third of the time: every warpgroup has code of its own."""
+SMALL: dict[str, KnobValue] = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
+"""Tiles of the portable families that compile in half the time."""
 
 OTHERS = {
     "forward_d64_h200": Kernel(family="portable_forward", key="fwd-fp16-d64"),
@@ -82,16 +76,18 @@ OTHERS = {
     "forward_d64_causal_a100_offset": Kernel(
         family="portable_forward", key="fwd-fp16-d64-causal-offset", device="a100", changes={"heads_per_group": 1}
     ),
-    "forward_d80_unaligned_h200": Kernel(family="portable_forward", key="fwd-bf16-d80-unaligned"),
+    "forward_d80_unaligned_h200": Kernel(family="portable_forward", key="fwd-bf16-d80-unaligned", changes=SMALL),
     "forward_d192_dv128_causal_h200": Kernel(
         family="portable_forward", key="fwd-bf16-d192-dv128-causal", changes={"heads_per_group": 0}
     ),
     "forward_d64_fp32_h200": Kernel(family="portable_forward", key="fwd-fp32-d64-causal"),
     "forward_d128_mi300x": Kernel(family="portable_forward", key="fwd-fp16-d128", device="mi300x"),
     # Gemma 2: alternating windows, capped scores
-    "forward_d256_gemma_h200": Kernel(family="portable_forward", key="fwd-bf16-d256-causal-softcap-window"),
+    "forward_d256_gemma_h200": Kernel(
+        family="portable_forward", key="fwd-bf16-d256-causal-softcap-window", changes=SMALL
+    ),
     "forward_d64_bias_h200": Kernel(family="portable_forward", key="fwd-bf16-d64-bias"),
-    "forward_d128_keymask_h200": Kernel(family="portable_forward", key="fwd-bf16-d128-keymask"),
+    "forward_d128_keymask_h200": Kernel(family="portable_forward", key="fwd-bf16-d128-keymask", changes=SMALL),
     "forward_d192_dv128_split_h200": Kernel(
         family="portable_forward", key="fwd-bf16-d192-dv128-causal", changes={"split_d": True}
     ),
@@ -124,7 +120,7 @@ OTHERS = {
     "hopper_d128_causal_packed": Kernel(
         family="hopper_forward",
         key="fwd-bf16-d128-causal-alibi-sink-window",
-        changes={"packed_heads": 4, "masked_blocks": "branch", "hidden_blocks": "computed", **ONE_WARPGROUP},
+        changes={"packed_heads": 4, "masked_blocks": "branch", **ONE_WARPGROUP},
     ),
     "hopper_d96_bias_mask": Kernel(
         family="hopper_forward", key="fwd-bf16-d96-bias-mask-bias_fp32", changes={"split_d": True, **ONE_WARPGROUP}
