@@ -118,6 +118,14 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     return _fitting(spec, config, device)
 
 
+def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
+    """The reason why a config that was measured for other query rows is far from the best for these, or None."""
+    rows, block_m = _rows(sizes), config.integer("block_m")
+    if rows > block_m or (block_m > BLOCK_MS[0] and rows <= block_m // 2):
+        return f"its tiles have {block_m} query rows, and a key head has {rows}"
+    return None
+
+
 def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """Every tile of the rule, each of which won somewhere, and tiles of other kinds."""
     default = default_config(spec, device)

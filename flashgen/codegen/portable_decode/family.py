@@ -17,6 +17,7 @@ from flashgen.codegen.portable_decode.defaults import (
     default_config,
     default_partials,
     fitted,
+    poor_at_sizes,
     seed_configs,
     usual,
 )
@@ -288,4 +289,5 @@ PORTABLE_DECODE = KernelFamily(
     knob_rows=lambda: SCHEDULES,
     fitted=fitted,
     usual=usual,
+    poor_at_sizes=poor_at_sizes,
 )

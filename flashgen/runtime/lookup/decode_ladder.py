@@ -5,7 +5,7 @@ rows of a key head and keys that they may see, each rounded up to a power of two
 that records are kept by. All calls of a class have one config, which is found once:
 
 3., 4. a record of the class on this device, of the user or shipped
-5. the nearest measured record of this device that is within `NEAR`, as it fits the sizes of the class
+5. the nearest measured record of this device within `NEAR` whose tiles have such query rows, as it fits the class
 6. likewise of another device of the architecture
 8. the rule of the first family that applies
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flashgen.codegen.families import fitted, invalid, usual, validate
+from flashgen.codegen.families import fitted, invalid, poor_at_sizes, usual, validate
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import power_of_two
 from flashgen.core.config import Config
@@ -79,6 +79,8 @@ def _walked(spec: Specialization, sizes: Sizes, device: Device, records: Records
             record = candidate.record
             config = fitted(record.config, spec, sizes, device)
             reason = invalid(config, spec, device)
+            if reason is None and rung > LAST_EXACT:
+                reason = poor_at_sizes(record.config, sizes)
             if reason is None:
                 return Served(config=config, rung=rung, record=record, layer=candidate.layer, skipped=tuple(skipped))
             why_none = f"{config} cannot serve: {reason}"
