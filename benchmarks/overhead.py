@@ -27,6 +27,7 @@ import torch
 import flashgen
 from benchmarks import first_call
 from benchmarks.overhead_cases import HOPPER, Arguments, Case, cases_of, compiled_cases, peer_cases, training_cases
+from benchmarks.overhead_decode import decode_cases
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import ResultsFile
 from flashgen.core.errors import FlashgenError
@@ -86,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             partial(cases_of, "descriptor", Path(folder)),
             partial(cases_of, "pointer", Path(folder)),
             partial(cases_of, HOPPER, Path(folder)),
-            partial(_served_as_shipped, Path(folder)),
+            partial(_served_as_shipped, Path(folder), training_cases),
+            partial(_served_as_shipped, Path(folder), decode_cases),
             peer_cases,
             compiled_cases,
         ):
@@ -102,10 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _served_as_shipped(folder: Path) -> list[Case]:
+def _served_as_shipped(folder: Path, make: Callable[[], list[Case]]) -> list[Case]:
     serve_generated(None, folder)
     flashgen.reload()
-    return training_cases()
+    return make()
 
 
 def _first_calls(case: Case, processes: int) -> Timing:

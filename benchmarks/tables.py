@@ -152,9 +152,17 @@ def _largest(rows: Sequence[Row]) -> str:
 
 
 def _overhead_text(rows: Sequence[Row]) -> str:
-    """Host time per call; a case with every kind of kernel in one line."""
-    times = {row.impl: row.median_ms * 1e3 for row in rows if row.suite == "overhead" and row.median_ms}
-    used = [row for row in rows if row.suite == "overhead"]
+    """Host time per call; a case with every kind of kernel in one line, a table for each workload."""
+    rows = [row for row in rows if row.suite == "overhead"]
+    tables = [
+        _overhead_table([row for row in rows if row.workload == workload])
+        for workload in dict.fromkeys(row.workload for row in rows)
+    ]
+    return "\n\n".join(tables)
+
+
+def _overhead_table(used: Sequence[Row]) -> str:
+    times = {row.impl: row.median_ms * 1e3 for row in used if row.median_ms}
     table = [
         f"Host time of one call of `{used[0].workload}`, whose kernel is shorter than that. {provenance(used)}",
         "",

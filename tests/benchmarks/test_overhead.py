@@ -15,6 +15,7 @@ import torch
 from benchmarks import first_call, overhead, overhead_cases
 from benchmarks.overhead import MOST_LOOPS, time_cases
 from benchmarks.overhead_cases import MOST_NEW_SEQLENS, SMALL, Arguments, Case, new_seqlens, write_records
+from benchmarks.overhead_decode import decode_cases, new_batches
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.device import find_device
 from flashgen.db.layers import Layers
@@ -105,6 +106,32 @@ def test_calls_of_training_have_gradients_and_do_not_fill_the_queue(monkeypatch:
     assert out.requires_grad
     assert q.grad is None
     assert [tensor.shape for tensor in (dq, dk, dv)] == [q.shape] * 3
+
+
+def test_batches_of_decode_calls_are_new_and_of_known_classes() -> None:
+    arguments = new_batches()
+    found = [
+        (q.shape[0], table.shape[1], len(lens))
+        for loop in range(MOST_LOOPS + 1)
+        for q, table, lens in arguments(loop, MOST_NEW_SEQLENS)
+    ]
+    assert len(found) == len(set(found))
+    classes = [((batch - 1).bit_length(), (columns - 1).bit_length()) for batch, columns, _ in found]
+    assert set(classes) == set(classes[:MOST_NEW_SEQLENS])  # the loop that does not count has compiled them
+
+
+def test_a_decode_call_is_timed_beside_sdpa_on_as_many_keys() -> None:
+    *_, new, sdpa = cases = decode_cases()
+    assert [case.name for case in cases] == [
+        "flashgen-decode/contiguous",
+        "flashgen-decode/paged",
+        "flashgen-decode/new-batch",
+        "sdpa/decode",
+    ]
+    assert new.most_calls * 2 < 1024
+    q, k, v = sdpa.arguments(0, 1)[0]
+    assert sdpa.call(q[:1], k[:1], v[:1]).shape == (1, 32, 1, 128)  # type: ignore[attr-defined]
+    assert k.shape[2] == sdpa.workload.seqlen_k
 
 
 def test_the_hopper_family_is_a_case_where_there_is_one() -> None:

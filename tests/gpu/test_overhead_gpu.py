@@ -10,6 +10,7 @@ import torch
 
 import flashgen
 from benchmarks.overhead_cases import HOPPER, cases_of
+from benchmarks.overhead_decode import decode_cases
 from flashgen.core.settings import settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -24,6 +25,14 @@ def own_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
     settings.cache_clear()
     flashgen.reload()
+
+
+def test_every_decode_case_can_be_called() -> None:
+    with torch.no_grad():
+        for case in decode_cases():
+            for arguments in case.arguments(0, 2):
+                case.call(*arguments)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("loads", ["descriptor", "pointer", HOPPER])
