@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen
 from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
@@ -226,6 +227,17 @@ def test_modes_of_torch_are_told_apart(gpu: FakeDriver, no_key: Any) -> None:  #
         with torch.inference_mode():
             run(gpu, call)
     assert len(runs.MEMO) == 1
+
+
+def test_tensors_without_data_take_the_op(gpu: FakeDriver) -> None:  # noqa: F811
+    call = make(PAGED)
+    launched = len(run(gpu, call)) + len(run(gpu, call))
+    tensors, named = arguments(call)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in tensors]
+        options = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in named.items()}
+        assert flashgen.attention_decode(*fakes, **options).shape == call.q.shape
+    assert len(gpu.launches) == launched
 
 
 def test_layouts_in_turn_are_all_found(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
