@@ -86,6 +86,8 @@ FEATURES = (
     "bwd-bf16-d80-causal-softcap-window-keymask",
     "bwd-fp16-d128-alibi-bias-dbias",
     "bwd-tf32-d64-keybias-mask-dbias-scattered-offset",
+    "fwd-bf16-d128-causal-varlen",
+    "bwd-bf16-d64-causal-window-varlen",
     "dec-bf16-d128-page16-softcap-alibi-sink",
     "dec-bf16-d128-page16-alibi-offset",
 )
