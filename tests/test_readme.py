@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.markdown import RAW, REPOSITORY
+from flashgen.cli.main import app
 from flashgen.codegen.families import FAMILIES
 from flashgen.core import settings
 
@@ -146,15 +148,9 @@ def commands() -> list[tuple[str, str]]:
 @functools.cache
 def help_text(*path: str) -> str:
     """What `flashgen <path> --help` prints."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "flashgen", *path, "--help"],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert shown.returncode == 0, shown.stderr
+    plain = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    shown = CliRunner().invoke(app, [*path, "--help"], env=plain)
+    assert shown.exit_code == 0, shown.output
     return shown.stdout
 
 

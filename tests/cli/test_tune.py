@@ -28,6 +28,7 @@ from tests.cli.conftest import ROOT, Invoke
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 
 SHAPE = "b1-h32-hk8-s4096-d128-causal"
+TINY = "fp32-b1-h1-s128-d16"
 TOO_WIDE = "b1-h1-s64-d1024"
 
 Measure = Callable[[FakeExecutor], FakeExecutor]
@@ -309,7 +310,7 @@ def test_a_backward_pass_is_predicted_from_real_compiles(invoke: Invoke) -> None
 
 
 def test_a_process_that_is_interrupted_ends_with_130_and_leaves_nothing_running(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "flashgen", "tune", "--model", "paper", "--target", "h100", "--jobs", "2"]
+    line = [sys.executable, "-m", "flashgen", "tune", "--shape", TINY, "--target", "h100", "--jobs", "2"]
     process = subprocess.Popen(
         [*line, "--budget", "1000"],
         cwd=ROOT,
