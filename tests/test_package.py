@@ -50,7 +50,7 @@ PUBLIC = {
 
 HEAVY = ("triton", "jinja2", "sqlalchemy", "alembic", "optuna", "typer", "rich", "yaml")
 
-ONLY_ASKED_FOR = ("flashgen.reference",)
+ONLY_ASKED_FOR = ("flashgen.flash_attn", "flashgen.integrations", "flashgen.reference")
 """Modules that nothing imports but the user's program."""
 
 IMPORT_LIMIT_MS = 50

@@ -1,0 +1,438 @@
+"""FlashAttention-2's functions, in its order of arguments and with its defaults.
+
+Keys and queries are aligned to the bottom right, windows are inclusive and -1 is unlimited. An LSE is fp32 and natural,
+(batch, nheads, seqlen_q) or (nheads, total_q), with +inf in rows that see no key. With `return_attn_probs` a function
+returns three values: the output, the LSE and, without dropout, an empty tensor. Gradients flow as in
+`flashgen.attention`, and through the LSE, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashgen.integrations.flash_attention import (
+    CachedCall,
+    blind_rows_at,
+    dense,
+    packed,
+    refuse,
+    refuse_dropout,
+    unpacked,
+    window_of,
+)
+
+Tensor = torch.Tensor
+Results = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Self-attention of q, k and v that lie in one tensor, and get one gradient.
+
+    Args:
+        qkv: (batch, seqlen, 3, nheads, head_dim).
+        dropout_p: 0; dropout is not supported.
+        softmax_scale: factor of the scores; None is head_dim ** -0.5.
+        causal: aligned to the bottom right.
+        window_size: (left, right), inclusive; -1 is unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: float32 (nheads,) or (batch, nheads).
+        deterministic: the same bits of every gradient every time.
+        return_attn_probs: also return the LSE and an empty tensor.
+
+    Returns:
+        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+
+    Raises:
+        WorkloadError: shapes, dtypes or arguments break a rule.
+        UnsupportedError: dropout is asked for, or no kernel does this here.
+    """
+    q, k, v = unpacked("qkv", qkv, 3)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Attention over keys and values that lie in one tensor, and get one gradient.
+
+    Args:
+        q: queries, (batch, seqlen_q, nheads, head_dim).
+        kv: keys and values, (batch, seqlen_k, 2, nheads_k, head_dim).
+        dropout_p: 0; dropout is not supported.
+        softmax_scale: factor of the scores; None is head_dim ** -0.5.
+        causal: aligned to the bottom right.
+        window_size: (left, right), inclusive; -1 is unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: float32 (nheads,) or (batch, nheads).
+        deterministic: the same bits of every gradient every time.
+        return_attn_probs: also return the LSE and an empty tensor.
+
+    Returns:
+        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+
+    Raises:
+        WorkloadError: shapes, dtypes or arguments break a rule.
+        UnsupportedError: dropout is asked for, or no kernel does this here.
+    """
+    k, v = unpacked("kv", kv, 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """`flashgen.attention` with FlashAttention-2's arguments.
+
+    Args:
+        q: queries, (batch, seqlen_q, nheads, head_dim).
+        k: keys, (batch, seqlen_k, nheads_k, head_dim).
+        v: values, like k with head_dim_v.
+        dropout_p: 0; dropout is not supported.
+        softmax_scale: factor of the scores; None is head_dim ** -0.5.
+        causal: aligned to the bottom right.
+        window_size: (left, right), inclusive; -1 is unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: float32 (nheads,) or (batch, nheads).
+        deterministic: the same bits of every gradient every time.
+        return_attn_probs: also return the LSE and an empty tensor.
+
+    Returns:
+        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+
+    Raises:
+        WorkloadError: shapes, dtypes or arguments break a rule.
+        UnsupportedError: dropout is asked for, or no kernel does this here.
+    """
+    refuse_dropout("flash_attn_func", dropout_p)
+    out, lse = dense(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+    )
+    return _results(out, lse, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Self-attention of packed sequences whose q, k and v lie in one tensor.
+
+    Args:
+        qkv: (total, 3, nheads, head_dim).
+        cu_seqlens: where sequences begin, and where the last one ends, int32 (batch + 1,).
+        max_seqlen: the most tokens of a sequence.
+        dropout_p: 0; dropout is not supported.
+        softmax_scale: factor of the scores; None is head_dim ** -0.5.
+        causal: aligned to the bottom right.
+        window_size: (left, right), inclusive; -1 is unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: float32 (nheads,) or (batch, nheads).
+        deterministic: the same bits of every gradient every time.
+        return_attn_probs: also return the LSE and an empty tensor.
+
+    Returns:
+        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+
+    Raises:
+        WorkloadError: shapes, dtypes or arguments break a rule.
+        UnsupportedError: dropout is asked for, or no kernel does this here.
+    """
+    q, k, v = unpacked("qkv", qkv, 3)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Attention of packed sequences whose keys and values lie in one tensor.
+
+    Args:
+        q: queries of all sequences, (total_q, nheads, head_dim).
+        kv: keys and values, (total_k, 2, nheads_k, head_dim).
+        cu_seqlens_q: where sequences of queries begin, and where the last one ends, int32 (batch + 1,).
+        cu_seqlens_k: the same of the keys.
+        max_seqlen_q: the most queries of a sequence.
+        max_seqlen_k: the most keys of a sequence.
+        dropout_p: 0; dropout is not supported.
+        softmax_scale: factor of the scores; None is head_dim ** -0.5.
+        causal: aligned to the bottom right.
+        window_size: (left, right), inclusive; -1 is unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: float32 (nheads,) or (batch, nheads).
+        deterministic: the same bits of every gradient every time.
+        return_attn_probs: also return the LSE and an empty tensor.
+
+    Returns:
+        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+
+    Raises:
+        WorkloadError: shapes, dtypes or arguments break a rule.
+        UnsupportedError: dropout is asked for, or no kernel does this here.
+    """
+    k, v = unpacked("kv", kv, 2)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Results:
+    """`flashgen.attention_varlen` with FlashAttention-2's arguments.
+
+    Args:
+        q: queries of all sequences, (total_q, nheads, head_dim).
+        k: keys, (total_k, nheads_k, head_dim).
+        v: values, (total_k, nheads_k, head_dim_v).
+        cu_seqlens_q: where sequences of queries begin, and where the last one ends, int32 (batch + 1,).
+        cu_seqlens_k: the same of the keys.
+        max_seqlen_q: the most queries of a sequence.
+        max_seqlen_k: the most keys of a sequence.
+        dropout_p: 0; dropout is not supported.
+        softmax_scale: factor of the scores; None is head_dim ** -0.5.
+        causal: aligned to the bottom right.
+        window_size: (left, right), inclusive; -1 is unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: float32 (nheads,) or (batch, nheads).
+        deterministic: the same bits of every gradient every time.
+        return_attn_probs: also return the LSE and an empty tensor.
+        block_table: None; pages are not supported here, but in `flash_attn_with_kvcache`.
+
+    Returns:
+        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+
+    Raises:
+        WorkloadError: shapes, dtypes or arguments break a rule.
+        UnsupportedError: dropout is asked for, or no kernel does this here.
+    """
+    refuse_dropout("flash_attn_varlen_func", dropout_p)
+    refuse("flash_attn_varlen_func", {"block_table": block_table})
+    out, lse = packed(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+    )
+    return _results(out, lse, return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a cache in place, then attend to all that it has: `append_kv`, `attention_decode`.
+
+    More than 16 queries of each sequence are as many calls of decoding: right, and meant for few of them. There is no
+    gradient.
+
+    Args:
+        q: queries, (batch, seqlen_q, nheads, head_dim); bfloat16 or float16.
+        k_cache: (rows, slots, nheads_k, head_dim), or with a `block_table` (pages, page_size, nheads_k, head_dim),
+            pages of any size.
+        v_cache: the same with head_dim_v.
+        k: new keys, (batch, seqlen_new, nheads_k, head_dim), or None.
+        v: new values.
+        rotary_cos: (positions, rotary_dim / 2), for new keys and queries; None rotates nothing.
+        rotary_sin: likewise.
+        cache_seqlens: keys of each sequence **before** the new ones, a number or int32 (batch,). The caller counts on.
+            None is all slots.
+        cache_batch_idx: the row of the cache of each sequence, int32 (batch,).
+        cache_leftpad: the first valid slot of each sequence, int32 (batch,).
+        block_table: the pages of each sequence, int32 (batch, pages).
+        softmax_scale: factor of the scores; None is head_dim ** -0.5.
+        causal: aligned to the bottom right of the keys with the new ones. Without it and without a window, all queries
+            are rotated as the first new key is.
+        window_size: (left, right), inclusive; -1 is unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        rotary_interleaved: pairs of columns are (0, 1), (2, 3) and so on, else i and i + rotary_dim / 2.
+        alibi_slopes: float32 (nheads,) or (batch, nheads).
+        num_splits: without effect: how work is split is flashgen's.
+        return_softmax_lse: also return the LSE.
+
+    Returns:
+        The output, (batch, seqlen_q, nheads, head_dim_v), or the output and the LSE, (batch, nheads, seqlen_q).
+
+    Raises:
+        WorkloadError: shapes, dtypes or arguments break a rule.
+        UnsupportedError: no kernel does this here, or a gradient is asked for.
+    """
+    scores: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap}
+    call = CachedCall(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        rotary={"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved},
+        window=window_of(window_size),
+        scores=scores | {"alibi_slopes": alibi_slopes},
+    )
+    out, lse = call.run(return_lse=return_softmax_lse)
+    return (out, blind_rows_at(lse, math.inf)) if return_softmax_lse else out
+
+
+def _results(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Results:
+    return (out, blind_rows_at(lse, math.inf), out.new_empty(0)) if return_attn_probs else out

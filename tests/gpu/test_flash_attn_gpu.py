@@ -1,0 +1,98 @@
+"""FlashAttention's functions by kernels, against the same calls on the references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from flashgen import flash_attn, flash_attn_interface, reference
+
+pytestmark = pytest.mark.gpu
+
+Tensor = torch.Tensor
+TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to("cuda", torch.bfloat16)
+
+
+@contextmanager
+def on_reference() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in reference.__all__:
+            patch.setattr(flashgen, name, getattr(reference, name))
+        yield
+
+
+def ends(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+
+
+def assert_same(call: Callable[..., Any], *leaves: Tensor, **given: Any) -> None:
+    """Output, LSE and gradients of a call are those of the references in float64."""
+    found = []
+    for exact in (False, True):
+        own = [leaf.detach().to(torch.float64 if exact else leaf.dtype).requires_grad_() for leaf in leaves]
+        if exact:
+            with on_reference():
+                out, lse = call(*own, return_attn_probs=True, **given)[:2]
+        else:
+            out, lse = call(*own, return_attn_probs=True, **given)[:2]
+        grads = torch.autograd.grad((out * randn(*out.shape, seed=9).to(out.dtype)).sum(), own)
+        found.append([x.double() for x in (out, lse, *grads)])
+    torch.testing.assert_close(*found, **TOLERANCE)
+
+
+SCORES = [{"causal": True}, {"window_size": (40, 0), "softcap": 20.0}, {"causal": True, "deterministic": True}]
+
+
+@pytest.mark.parametrize("given", SCORES, ids=str)
+def test_dense(given: dict[str, Any]) -> None:
+    q, k, v = randn(2, 130, 4, 64), randn(2, 200, 2, 64), randn(2, 200, 2, 64, seed=1)
+    assert_same(flash_attn.flash_attn_func, q, k, v, **given)
+    assert_same(flash_attn_interface.flash_attn_func, q, k, v, **given)
+    assert_same(flash_attn.flash_attn_qkvpacked_func, randn(2, 100, 3, 4, 64), **given)
+    assert_same(flash_attn.flash_attn_kvpacked_func, q, torch.stack([k, v], 2), **given)
+
+
+@pytest.mark.parametrize("given", SCORES, ids=str)
+def test_packed_sequences(given: dict[str, Any]) -> None:
+    q, k, v = randn(150, 4, 64), randn(210, 2, 64), randn(210, 2, 64, seed=1)
+    places = {"cu_seqlens_q": ends(100, 0, 50), "cu_seqlens_k": ends(120, 20, 70)}
+    longest = {"max_seqlen_q": 100, "max_seqlen_k": 120}
+    assert_same(flash_attn.flash_attn_varlen_func, q, k, v, **places, **longest, **given)
+    assert_same(flash_attn_interface.flash_attn_varlen_func, q, k, v, **places, **longest, **given)
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_caches(is_paged: bool, queries: int) -> None:
+    table = torch.arange(24, dtype=torch.int32, device="cuda").flip(0).view(2, 12) if is_paged else None
+    shape = (24, 16, 2, 128) if is_paged else (2, 192, 2, 128)
+    q, k, v = randn(2, queries, 8, 128), randn(2, queries, 2, 128), randn(2, queries, 2, 128, seed=1)
+    angle = torch.rand(192, 32, generator=torch.Generator().manual_seed(0)).to("cuda") * 6.3
+    given: dict[str, Any] = {
+        "rotary_cos": angle.cos().bfloat16(),
+        "rotary_sin": angle.sin().bfloat16(),
+        "rotary_interleaved": False,
+        "causal": True,
+        "block_table": table,
+        "return_softmax_lse": True,
+    }
+    lengths, found = torch.tensor([100, 0], dtype=torch.int32, device="cuda"), []
+    for exact in (False, True):
+        caches = randn(*shape, seed=2), randn(*shape, seed=3)
+        if exact:
+            with on_reference():
+                both = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, **given)
+        else:
+            both = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, **given)
+        found.append([x.double() for x in (*both, *caches)])
+    torch.testing.assert_close(*found, **TOLERANCE)

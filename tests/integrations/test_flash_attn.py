@@ -1,0 +1,320 @@
+"""FlashAttention's functions on the references: arguments, shapes, caches and gradients, against plain float64."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen import flash_attn, flash_attn_interface
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.flash_attn import bert_padding
+from flashgen.flash_attn.installation import NAMES
+from tests.interpreter.dense import Rules, attention
+from tests.interpreter.test_append_kv import rotated
+
+pytestmark = pytest.mark.usefixtures("on_reference")
+
+B, SQ, SK, H, HK, D, DV = 2, 5, 7, 4, 2, 16, 8
+WIDE = torch.float64
+Tensor = torch.Tensor
+
+
+def randn(*shape: int, seed: int = 0, grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=WIDE).requires_grad_(grad)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> tuple[Tensor, Tensor]:
+    """Output (batch, seqlen, nheads, head_dim) and LSE of tensors in this order, in float64."""
+    out, lse = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), Rules(**rules))
+    return out.transpose(1, 2), lse
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+
+
+SCORES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"causal": True}, {"causal": True}),
+    ({"window_size": (2, -1), "softmax_scale": 0.3}, {"window": (2, None), "softmax_scale": 0.3}),
+    ({"window_size": [-1, 1], "softcap": 2.0}, {"window": (None, 1), "softcap": 2.0}),
+    ({"window_size": (1, 1), "causal": True}, {"window": (1, 0)}),
+    ({"alibi_slopes": torch.full((H,), 0.3)}, {"alibi_slopes": torch.full((H,), 0.3)}),
+]
+
+
+@pytest.mark.parametrize(("given", "rules"), SCORES, ids=range(len(SCORES)))
+def test_dense(given: dict[str, Any], rules: dict[str, Any]) -> None:
+    q, k, v = randn(B, SQ, H, D), randn(B, SK, HK, D), randn(B, SK, HK, DV)
+    out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **given)
+    assert_same((out, lse), plain(q, k, v, **rules))
+    assert probabilities.numel() == 0
+    assert_same(flash_attn.flash_attn_func(q, k, v, **given), out)
+    if "alibi_slopes" not in given:
+        assert_same(flash_attn_interface.flash_attn_func(q, k, v, return_attn_probs=True, **given), (out, lse))
+
+
+def test_rows_that_see_no_key() -> None:
+    q, k = randn(B, SQ, H, D), randn(B, 2, HK, D)
+    for module, value in ((flash_attn, math.inf), (flash_attn_interface, -math.inf)):
+        out, lse = module.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)[:2]
+        assert not out[:, :3].any()
+        assert (lse[:, :, :3] == value).all()
+        assert lse[:, :, 3:].isfinite().all()
+
+
+def test_packed_tensors_get_one_gradient() -> None:
+    qkv, q, kv = randn(B, SQ, 3, H, D, grad=True), randn(B, SQ, H, D, grad=True), randn(B, SK, 2, HK, D, grad=True)
+    wide = randn(B, SQ, H + 2 * HK, D, grad=True)
+    split = (wide[:, :, :H], wide[:, :, H : H + HK], wide[:, :, H + HK :])
+    cases: list[tuple[Tensor, tuple[Any, ...]]] = [
+        (flash_attn.flash_attn_qkvpacked_func(qkv, causal=True), tuple(qkv.unbind(2))),
+        (flash_attn.flash_attn_kvpacked_func(q, kv, causal=True), (q, *kv.unbind(2))),
+        (flash_attn_interface.flash_attn_qkvpacked_func(qkv, causal=True), tuple(qkv.unbind(2))),
+        (flash_attn_interface.flash_attn_qkvpacked_func(wide, causal=True, num_heads_q=H), split),
+    ]
+    for found, given in cases:
+        expected = plain(*given, causal=True)[0]
+        assert_same(found, expected)
+        leaves = [leaf for leaf in (qkv, q, kv, wide) if _reaches(expected, leaf)]
+        assert_same(*(torch.autograd.grad(out.square().sum(), leaves) for out in (found, expected)))
+
+
+def _reaches(out: Tensor, leaf: Tensor) -> bool:
+    return torch.autograd.grad(out.sum(), leaf, retain_graph=True, allow_unused=True)[0] is not None
+
+
+QUERIES, KEYS = (3, 0, 4), (5, 2, 4)
+
+
+def ends(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], keys: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of each sequence of its own."""
+    parts = zip(q.split(lengths), k.split(keys), v.split(keys), strict=True)
+    found = [plain(*(x[None] for x in part), causal=True) for part in parts]
+    return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
+
+
+def test_packed_sequences() -> None:
+    q, k, v = (randn(sum(n), heads, D, grad=True) for n, heads in ((QUERIES, H), (KEYS, HK), (KEYS, HK)))
+    given = (ends(QUERIES), ends(KEYS), 4, 5)
+    expected = one_by_one(q, k, v, QUERIES, KEYS)
+    two = flash_attn.flash_attn_varlen_func(q, k, v, *given, causal=True, return_attn_probs=True)
+    three = flash_attn_interface.flash_attn_varlen_func(q, k, v, *given, causal=True, return_attn_probs=True)
+    packed = flash_attn.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *given, causal=True)
+    for found in (two[:2], three, (packed, expected[1])):
+        assert_same(found, expected)
+        assert_same(
+            *(torch.autograd.grad(out[0].square().sum(), (q, k, v), retain_graph=True) for out in (found, expected))
+        )
+    qkv = randn(sum(KEYS), 3, H, D)
+    itself = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends(KEYS), 5, causal=True)
+    assert_same(itself, one_by_one(*qkv.unbind(1), KEYS, KEYS)[0])
+
+
+def test_rows_that_are_used() -> None:
+    q = randn(6, H, D)
+    used = torch.tensor([2, 1], dtype=torch.int32)
+    found = flash_attn_interface.flash_attn_varlen_func(q, q, q, ends((3, 3)), ends((3, 3)), 3, 3, seqused_k=used)
+    for b, n in enumerate((2, 1)):
+        rows = q[3 * b : 3 * b + 3][None]
+        assert_same(found[3 * b : 3 * b + 3], plain(rows, rows[:, :n], rows[:, :n])[0][0])
+
+
+SLOTS, NEW = 24, 3
+LENGTHS = (4, 0)
+
+
+def caches(kind: str) -> tuple[Tensor, Tensor, dict[str, Any], Callable[[Tensor, int], Tensor]]:
+    """K and V, the arguments that say which rows they are in, and what finds the slots of a sequence."""
+    if kind == "pages":
+        table = torch.tensor([[3, 1, 6], [0, 5, 2]], dtype=torch.int32)
+        k, v = (randn(7, 8, HK, width) for width in (D, DV))
+        return k, v, {"block_table": table}, lambda cache, b: cache[table[b].long()].flatten(0, 1)
+    if kind == "batch_idx":
+        k, v = (randn(4, SLOTS, HK, width) for width in (D, DV))
+        rows = torch.tensor([2, 0], dtype=torch.int32)
+        return k, v, {"cache_batch_idx": rows}, lambda cache, b: cache[int(rows[b])]
+    k, v = (randn(B + 1, SLOTS, HK, width) for width in (D, DV))  # a row more than sequences
+    given = {"cache_leftpad": torch.tensor([1, 0], dtype=torch.int32)} if kind == "leftpad" else {}
+    return k, v, given, lambda cache, b: cache[b]
+
+
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=["2", "3"])
+@pytest.mark.parametrize("kind", ["rows", "pages", "batch_idx", "leftpad"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_caches(module: Any, kind: str, causal: bool) -> None:
+    """Lengths are those before the new keys, which are written in place; rotation and masks count from there."""
+    k_cache, v_cache, given, slots = caches(kind)
+    if module is flash_attn_interface and "block_table" in given:
+        given = {"page_table": given["block_table"]}
+    q, k, v = randn(B, NEW, H, D), randn(B, NEW, HK, D, seed=1), randn(B, NEW, HK, DV)
+    angle = randn(SLOTS, D // 2)
+    cos, sin, neox = angle.cos(), angle.sin(), kind == "rows"
+    before = [[slots(cache, b).clone() for b in range(B)] for cache in (k_cache, v_cache)]
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    named = {"causal": causal, "rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": not neox}
+    out, lse = module.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, return_softmax_lse=True, **named, **given
+    )
+    assert lengths.tolist() == list(LENGTHS)
+    for b, n in enumerate(LENGTHS):
+        turned = [
+            torch.stack([rotated(x[b, i], cos, sin, n + i * step, interleaved=not neox) for i in range(NEW)])
+            for x, step in ((q, int(causal)), (k, 1))
+        ]
+        whole_k, whole_v = (torch.cat([old[b][:n], new]) for old, new in zip(before, (turned[1], v[b]), strict=True))
+        assert_same((slots(k_cache, b)[: n + NEW], slots(v_cache, b)[: n + NEW]), (whole_k, whole_v))
+        assert_same(slots(k_cache, b)[n + NEW :], before[0][b][n + NEW :])
+        first = 1 if kind == "leftpad" and b == 0 else 0
+        expected = plain(turned[0][None], whole_k[None, first:], whole_v[None, first:], causal=causal)
+        assert_same((out[b], lse[b]), (expected[0][0], expected[1][0]))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_queries_than_a_call_of_decoding_takes(causal: bool) -> None:
+    q, k, v = randn(B, 19, H, D), randn(B, SLOTS, HK, D), randn(B, SLOTS, HK, DV)
+    found = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=20, causal=causal, return_softmax_lse=True)
+    assert_same(found, plain(q, k[:, :20], v[:, :20], causal=causal))
+    assert_same(flash_attn.flash_attn_with_kvcache(q[:, :1], k, v), plain(q[:, :1], k, v)[0])
+    short = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=2, causal=True, return_softmax_lse=True)
+    out, lse = plain(q, k[:, :2], v[:, :2], causal=True)
+    assert_same(short, (out, lse.masked_fill(lse == -math.inf, math.inf)))
+
+
+def test_states_of_version_3() -> None:
+    q, k = randn(B, SQ, H, D).float(), randn(B, SK, H, D).float()
+    parts = [flash_attn_interface.flash_attn_func(q, x, x, return_attn_probs=True) for x in (k[:, :3], k[:, 3:])]
+    outs, lses = torch.stack([part[0] for part in parts]), torch.stack([part[1].transpose(1, 2) for part in parts])
+    into = torch.empty(B, SQ, H, D, dtype=torch.float32)
+    out, lse = flash_attn_interface.flash_attn_combine(outs, lses, into)
+    expected = plain(q, k, k)
+    torch.testing.assert_close(out.double(), expected[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected[1].transpose(1, 2), atol=1e-6, rtol=1e-5)
+    assert out is into
+    plan = flash_attn_interface.get_scheduler_metadata(1, 1, 8, 4, 2, 64, torch.zeros(1, dtype=torch.int32))
+    assert (plan.dtype, plan.numel()) == (torch.int32, 0)
+
+
+def test_padding() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
+    hidden = randn(3, 4, 2, 3, grad=True)
+    rows, places, starts, longest, used = bert_padding.unpad_input(hidden, mask)
+    assert_same(rows, hidden[mask.bool()])
+    assert (starts.tolist(), starts.dtype, longest, used.tolist()) == ([0, 2, 2, 5], torch.int32, 3, [2, 0, 3])
+    padded = bert_padding.pad_input(rows, places, 3, 4)
+    assert_same(padded, hidden * mask[..., None, None])
+    assert_same(torch.autograd.grad(padded.sum(), hidden)[0], mask[..., None, None].expand(3, 4, 2, 3).to(WIDE))
+    unused = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    room = bert_padding.unpad_input(hidden, mask, unused)
+    assert (room[2].tolist(), room[3], room[4].tolist()) == ([0, 3, 3, 6], 3, [2, 0, 3])
+    several = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0], [4, 0, 0, 0]])
+    rows, places, starts, longest = bert_padding.unpad_input_for_concatenated_sequences(hidden, several)
+    assert (starts.tolist(), longest) == ([0, 2, 3, 6, 10], 4)
+    assert_same(rows, hidden[torch.arange(4) < torch.tensor([3, 3, 4])[:, None]])
+    some, all_rows = bert_padding.index_first_axis_residual(hidden, torch.tensor([2, 0]))
+    gradient = torch.autograd.grad(some.sum() + all_rows.sum(), hidden)[0]
+    assert gradient[:, 0, 0, 0].tolist() == [2, 1, 2]
+
+
+def version_2(**given: Any) -> Any:
+    x = randn(1, 4, 2, 16)
+    return flash_attn.flash_attn_func(x, x, x, **given)
+
+
+def packed_2(**given: Any) -> Any:
+    x = randn(4, 2, 16)
+    return flash_attn.flash_attn_varlen_func(x, x, x, ends((4,)), ends((4,)), 4, 4, **given)
+
+
+def version_3(**given: Any) -> Any:
+    x = randn(1, 4, 2, 16)
+    return flash_attn_interface.flash_attn_func(x, x, x, **given)
+
+
+def cached_3(**given: Any) -> Any:
+    x = randn(1, 4, 2, 16)
+    return flash_attn_interface.flash_attn_with_kvcache(x, x, x, **given)
+
+
+ONE = torch.ones(1, 2)
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (version_2, {"dropout_p": 0.1}, "does not support dropout"),
+    (packed_2, {"dropout_p": 0.1}, "flash_attn_varlen_func does not support dropout"),
+    (packed_2, {"block_table": torch.zeros(1, 1).int()}, "block_table"),
+    *[(version_3, {name: ONE}, name) for name in ("qv", "q_descale", "k_descale", "v_descale")],
+    (version_3, {"attention_chunk": 64}, "attention_chunk, got 64"),
+    *[(cached_3, {name: ONE}, name) for name in ("qv", "cu_seqlens_q", "cu_seqlens_k_new")],
+]
+
+
+@pytest.mark.parametrize(("call", "given", "words"), REFUSED, ids=lambda part: part if isinstance(part, str) else "")
+def test_what_is_not_supported_is_refused_by_name(call: Callable[..., Any], given: dict[str, Any], words: str) -> None:
+    call()
+    with pytest.raises(UnsupportedError, match=words):
+        call(**given)
+
+
+def test_arguments_that_do_not_belong_together_are_refused() -> None:
+    x = randn(1, 4, 2, 16)
+    for given, words in (
+        ({"k": x}, "come together"),
+        ({"rotary_cos": ONE, "rotary_sin": ONE}, "rotary embeddings are of new keys"),
+        ({"k": x, "v": x}, "go behind cache_seqlens"),
+        ({"window_size": 3}, "window_size is"),
+    ):
+        with pytest.raises(WorkloadError, match=words):
+            flash_attn.flash_attn_with_kvcache(x, x.clone(), x.clone(), **given)
+    many = randn(1, 20, 2, 16)
+    with pytest.raises(UnsupportedError, match="more than 16 queries with a window"):
+        flash_attn.flash_attn_with_kvcache(many, many, many, window_size=(3, 3))
+    with pytest.raises(WorkloadError, match=r"qkv is \(\.\.\., 3, nheads"):
+        flash_attn.flash_attn_qkvpacked_func(x)
+
+
+@pytest.fixture
+def without_flash_attn() -> Iterator[None]:
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "flash_attn"}
+    for name in before:
+        del sys.modules[name]
+    yield
+    flash_attn.uninstall()
+    sys.modules.update(before)
+
+
+@pytest.mark.usefixtures("without_flash_attn")
+def test_programs_that_import_flash_attn_get_these_functions() -> None:
+    flash_attn.install()
+    flash_attn.install()
+    found = [importlib.import_module(name) for name in NAMES]
+    assert found[0].flash_attn_func is flash_attn.flash_attn_func
+    assert found[1].flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
+    assert found[2].pad_input is bert_padding.pad_input
+    flash_attn.uninstall()
+    assert not {*NAMES} & {*sys.modules}
+
+
+@pytest.mark.usefixtures("without_flash_attn")
+def test_another_flash_attn_is_replaced_only_by_force() -> None:
+    other, part = type(sys)("flash_attn"), type(sys)("flash_attn.layers")
+    sys.modules |= {"flash_attn": other, "flash_attn.layers": part}
+    with pytest.raises(UnsupportedError, match=r"install\(force=True\)"):
+        flash_attn.install()
+    assert sys.modules["flash_attn"] is other
+    flash_attn.install(force=True)
+    assert sys.modules["flash_attn"] is flash_attn
+    assert "flash_attn.layers" not in sys.modules
+    flash_attn.uninstall()
+    assert (sys.modules["flash_attn"], sys.modules["flash_attn.layers"]) == (other, part)
+    del sys.modules["flash_attn"], sys.modules["flash_attn.layers"]
