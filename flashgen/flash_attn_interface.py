@@ -145,7 +145,7 @@ def flash_attn_func(
             "q_descale": q_descale,
             "k_descale": k_descale,
             "v_descale": v_descale,
-            "attention_chunk": attention_chunk,
+            "attention_chunk": attention_chunk or None,
         },
     )
     out, lse = dense(
@@ -229,7 +229,7 @@ def flash_attn_varlen_func(
             "q_descale": q_descale,
             "k_descale": k_descale,
             "v_descale": v_descale,
-            "attention_chunk": attention_chunk,
+            "attention_chunk": attention_chunk or None,
         },
     )
     out, lse = packed(
@@ -358,7 +358,7 @@ def flash_attn_with_kvcache(
         "q_descale": q_descale,
         "k_descale": k_descale,
         "v_descale": v_descale,
-        "attention_chunk": attention_chunk,
+        "attention_chunk": attention_chunk or None,
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k_new": cu_seqlens_k_new,
     }

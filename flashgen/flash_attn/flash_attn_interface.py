@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flashgen.core.checks import whole_number
 from flashgen.integrations.flash_attention import (
     CachedCall,
     blind_rows_at,
@@ -415,6 +416,7 @@ def flash_attn_with_kvcache(
         WorkloadError: shapes, dtypes or arguments break a rule.
         UnsupportedError: no kernel does this here, or a gradient is asked for.
     """
+    whole_number("num_splits", num_splits, None)
     scores: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap}
     call = CachedCall(
         q=q,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import flashgen
-from flashgen.core.checks import real_number
+from flashgen.core.checks import flag, real_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
 from flashgen.core.quoting import shown
@@ -37,13 +37,13 @@ def window_of(window_size: Sequence[int | None]) -> Window:
 
 
 def refuse(function: str, given: Mapping[str, object]) -> None:
-    """Refuse arguments that ask for what flashgen does not compute: all that are neither None, nor 0, nor False.
+    """Refuse arguments that ask for what flashgen does not compute: all that are not None.
 
     Raises:
         UnsupportedError: there is one; the message has its name.
     """
     for name, value in given.items():
-        if isinstance(value, Tensor) or value:
+        if value is not None:
             raise UnsupportedError(
                 f"flashgen's {function} does not support {name}, got "
                 f"{'a tensor' if isinstance(value, Tensor) else shown(value)}"
@@ -111,6 +111,7 @@ def packed(
 ) -> OutAndLse:
     """`flashgen.attention_varlen`; `scores` as for `dense`, and how many rows are used."""
     q, k, v = with_rows(q, k, v)
+    check_tensor("cu_seqlens_k", cu_seqlens_k)  # without it, flashgen takes the other one
     return _both(
         flashgen.attention_varlen(
             q,
@@ -151,6 +152,7 @@ class CachedCall:
             WorkloadError: there are no new keys where something needs them, or they have no place.
             UnsupportedError: a kernel does not do this.
         """
+        flag("causal", self.scores["causal"])
         for name in ("q", "k_cache", "v_cache"):
             check_tensor(name, getattr(self, name))
         q, new = with_rows(self.q)[0], 0

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 import flashgen
-from flashgen import reference
+from flashgen import flash_attn, reference
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.features.values import BlockMask
@@ -217,6 +217,37 @@ def _references() -> dict[str, tuple[Callable[..., Any], dict[str, Make]]]:
     return {f"reference.{name}": (getattr(reference, name), {"one": make}) for name, make in made.items()}
 
 
+def _doors() -> dict[str, tuple[Callable[..., Any], dict[str, Make]]]:
+    """Calls of FlashAttention-2's functions, one of each kind."""
+    ints = functools.partial(_plain_tensor, dtype=torch.int32)
+    rows = {name: _plain_tensor(48, 2, 64) for name in "qkv"}
+    places = {"cu_seqlens_q": ints(3), "cu_seqlens_k": ints(3), "max_seqlen_q": 48, "max_seqlen_k": 48}
+
+    def cached() -> dict[str, Any]:
+        new = {name: _plain_tensor(2, 1, 2, 64) for name in "qkv"}
+        new |= {
+            name: _plain_tensor(2, 32, 2, 64)
+            for name in (
+                "k_cache",
+                "v_cache",
+            )
+        }
+        rotary = {name: _plain_tensor(32, 16) for name in ("rotary_cos", "rotary_sin")}
+        return {**new, **rotary, "cache_seqlens": ints(2), "causal": True, "cache_leftpad": ints(2)}
+
+    return {
+        "flash_attn.flash_attn_func": (
+            flash_attn.flash_attn_func,
+            {"dense": lambda: {**{name: _plain_tensor(1, 48, 2, 64) for name in "qkv"}, "causal": True}},
+        ),
+        "flash_attn.flash_attn_varlen_func": (
+            flash_attn.flash_attn_varlen_func,
+            {"packed": lambda: {**rows, **places}},
+        ),
+        "flash_attn.flash_attn_with_kvcache": (flash_attn.flash_attn_with_kvcache, {"cached": cached}),
+    }
+
+
 def with_shape(batch: int) -> Workload:
     return SMALL.with_shape(batch=batch)
 
@@ -248,6 +279,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Make]]] = {
     "append_kv": (flashgen.append_kv, _append()),
     "merge_states": (flashgen.merge_states, _merge()),
     **_references(),
+    **_doors(),
     "warmup": (flashgen.warmup, {"one": lambda: {"workloads": [SMALL], "seqlens": [64]}}),
     "BlockMask": (BlockMask, {"one": lambda: {name: getattr(blocks(), name) for name in BlockMask.__slots__}}),
     "Workload": (Workload, {"sizes": lambda: dict(_SIZES)}),
@@ -292,6 +324,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "bool": lambda value: isinstance(value, (bool, numpy.bool_)),
     "int": lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool),
     "float": lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool),
+    "Tensor": lambda value: isinstance(value, torch.Tensor),
     "torch.Tensor": lambda value: isinstance(value, torch.Tensor),
     "torch.device": lambda value: False,
     "Window": lambda value: isinstance(value, (tuple, list)),

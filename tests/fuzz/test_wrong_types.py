@@ -17,10 +17,20 @@ from tests.fakes.gpu import FakeGpu
 from tests.fuzz.calls import CALLS, is_of_its_type, parameters, values
 from tests.runtime.conftest import fresh_process, gpu, ladder  # noqa: F401 - fixtures
 
-FLAGS = {"causal", "deterministic", "return_lse", "rotary_interleaved", "q_causal"}
+FLAGS = {
+    "causal",
+    "deterministic",
+    "return_lse",
+    "rotary_interleaved",
+    "q_causal",
+    "return_attn_probs",
+    "return_softmax_lse",
+}
 """Of the calls, which may take them by their truth: they have no time to ask what they are."""
 
-TIMED = ("attention", "attention_decode", "attention_varlen", "append_kv")
+DOORS = tuple(name for name in CALLS if name.startswith("flash_attn."))
+
+TIMED = ("attention", "attention_decode", "attention_varlen", "append_kv", *DOORS)
 """Calls whose time on the host counts in single microseconds."""
 
 FALSE_IS_ABSENT = {"softcap", "aux"}
