@@ -45,6 +45,7 @@ class OneProcess:
 def tuned(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A record of a GPU whose kernels compile in a second."""
     monkeypatch.setattr(commands, "ProcessPoolExecutor", OneProcess)
+    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO")  # no bundle holds what a machine's own settings made
     a100 = find_device("a100")
     config = default_config(Specialization.of(SHORT), a100)
     path = settings().db_layers[0]
