@@ -11,11 +11,11 @@ import torch
 
 import flashgen
 from flashgen.core.checks import flag, real_number
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
 from flashgen.core.quoting import shown
 from flashgen.runtime.argument_types import check_tensor
-from flashgen.runtime.decode.call import MAX_SEQLEN_Q
 
 Tensor = torch.Tensor
 OutAndLse = tuple[Tensor, Tensor]

@@ -9,6 +9,7 @@ import torch
 
 from flashgen.codegen.build import CompiledKernel
 from flashgen.core.config import Config
+from flashgen.core.decode_limits import MAX_BATCH
 from flashgen.core.features.positions import clamp_window
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
@@ -19,7 +20,6 @@ from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import EmptyPlan, Launch, check_capture
 
-MOST_SEQUENCES = 1024
 MOST_LAUNCHES = 64
 """Of calls that differ in scale, softcap and window alone."""
 
@@ -146,5 +146,5 @@ def endless(index: int) -> torch.Tensor:
 
 def _fill(index: int) -> None:
     with torch.cuda.device(index):
-        _LENGTHS[index] = torch.full((MOST_SEQUENCES,), 2**31 - 1, dtype=torch.int32, device=f"cuda:{index}")
+        _LENGTHS[index] = torch.full((MAX_BATCH,), 2**31 - 1, dtype=torch.int32, device=f"cuda:{index}")
         torch.cuda.current_stream().synchronize()

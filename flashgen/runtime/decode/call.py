@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flashgen.core.checks import flag, real_number, whole_number
+from flashgen.core.decode_limits import MAX_KEYS, MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.declaration import CallFacts
 from flashgen.core.features.positions import WINDOW, clamp_window
@@ -23,10 +24,6 @@ from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import check_tensor
 from flashgen.runtime.ops.calls import DTYPES, MAX_ROW_STRIDE
 from flashgen.runtime.ops.helpers import has_aligned_rows
-
-MAX_SEQLEN_Q = 16
-MAX_KEYS = 2**29
-"""Of a sequence: sums of positions and widths of windows stay within 32 bits."""
 
 SPLIT_UNIT = 128
 """What `fixed_split_size` is a multiple of: the most keys of a step that a config may have."""

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from flashgen.core.decode_limits import MAX_BATCH, MAX_KEYS
 from flashgen.core.features.positions import clamp_window
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.values import Window
 from flashgen.launch.decode_numbers import DecodeShape, Strides
 from flashgen.launch.decode_plan import Launch
-from flashgen.runtime.decode.call import MAX_KEYS, CheckedDecode, DecodeCall, strides_of
+from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, strides_of
 from flashgen.runtime.decode.recent import GUARDS, Again, Kind, Ready, Result, Tensors, question
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE
@@ -29,9 +30,6 @@ MOST_OPEN = 4
 """Layouts of calls of one kind that are open to sizes."""
 
 MOST_SIZES = 4096
-
-MAX_BATCH = 1024
-"""Sequences of one launch, whose lengths every program looks at; larger batches are several launches."""
 
 Launches = Callable[[DecodeShape], Launch]
 

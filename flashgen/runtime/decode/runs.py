@@ -14,6 +14,7 @@ import torch
 
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config
+from flashgen.core.decode_limits import MAX_BATCH
 from flashgen.core.errors import FlashgenError, UnsupportedError
 from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
@@ -24,7 +25,7 @@ from flashgen.launch.plan import EmptyPlan
 from flashgen.runtime.argument_types import UNEXPECTED
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
 from flashgen.runtime.decode.contents import check_contents
-from flashgen.runtime.decode.open_calls import MAX_BATCH, OPEN, Launches, open_to_sizes
+from flashgen.runtime.decode.open_calls import OPEN, Launches, open_to_sizes
 from flashgen.runtime.decode.recent import RECENT, Kind, Ready, Tensors
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.outputs import empty_lse, empty_output

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from flashgen.core.collection import CollectionPaused
+from flashgen.core.decode_limits import MAX_BATCH, MAX_KEYS
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.positions import clamp_window
 from flashgen.launch.decode_plan import POINTERS, Launch
-from flashgen.runtime.decode.call import MAX_KEYS, CheckedDecode, DecodeCall, is_aligned, keys_of_a_sequence
+from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, is_aligned, keys_of_a_sequence
 from flashgen.runtime.decode.contents import check_contents
-from flashgen.runtime.decode.open_calls import MAX_BATCH
 from flashgen.runtime.decode.runs import planned
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.helpers import remember

@@ -8,6 +8,7 @@ from flashgen.codegen.families import reasons
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.device import Device
 from flashgen.core.feature_words import feature_words, specialization_words
 from flashgen.core.quoting import printable
@@ -15,7 +16,7 @@ from flashgen.core.record import age
 from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.lookup.decode_ladder import served_step
-from flashgen.runtime.lookup.few_queries import MOST_QUERIES, decode_specialization, keys_seen, served_by_decoding
+from flashgen.runtime.lookup.few_queries import decode_specialization, keys_seen, served_by_decoding
 from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
 from flashgen.runtime.lookup.ladder import Served, resolve
 from flashgen.runtime.lookup.records import Records
@@ -179,7 +180,7 @@ def explain(
     else:
         served = resolve(workload, spec, device, records, config=config, with_lse=with_lse)
     decoded, few_queries = None, ""
-    if config is None and spec.direction == "forward" and workload.seqlen_q <= MOST_QUERIES:
+    if config is None and spec.direction == "forward" and workload.seqlen_q <= MAX_SEQLEN_Q:
         decoded, few_queries = _by_decoding(workload, spec, device, records, own_offset=own_offset)
     forward, served = served, decoded or served
     compiled_in = decode_specialization(spec) if decoded else spec

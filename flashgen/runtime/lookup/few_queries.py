@@ -14,19 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashgen.codegen.family import Sizes
+from flashgen.core.decode_limits import MAX_BATCH, MAX_KEYS, MAX_SEQLEN_Q
 from flashgen.core.device import Device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import DECODE, Specialization
 from flashgen.runtime.lookup.decode_ladder import served_step
 from flashgen.runtime.lookup.ladder import Served
 from flashgen.runtime.lookup.records import Records
-
-MOST_QUERIES = 16
-MOST_SEQUENCES = 1024
-"""Of a launch, whose programs look at the lengths of all of them."""
-
-MOST_KEYS = 2**29
-"""Of a sequence: sums of positions and widths of windows stay within 32 bits."""
 
 FEW_ROWS, MOST_ROWS = 16, 128
 """Query rows of a key head: up to the first a decode step is as long as its keys take, above the second nothing was
@@ -71,14 +65,14 @@ def why_not_decoded(spec: Specialization, sizes: Sizes, keys: int, device: Devic
     """
     rows, ctas = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k), sizes.batch * sizes.nheads_k
     even = FEW if rows <= FEW_ROWS else MANY
-    if spec.direction != "forward" or not 1 <= sizes.seqlen_q <= MOST_QUERIES:
-        return f"it has no 1 to {MOST_QUERIES} queries"
+    if spec.direction != "forward" or not 1 <= sizes.seqlen_q <= MAX_SEQLEN_Q:
+        return f"it has no 1 to {MAX_SEQLEN_Q} queries"
     if not device.is_nvidia:
         return f"the rule for few queries was made on GPUs of NVIDIA, not {device.arch}"
     if spec.offset_tensor:
         return "its queries do not stand at the last keys"
-    if not 0 < sizes.batch <= MOST_SEQUENCES or sizes.seqlen_k > MOST_KEYS:
-        return f"a decode family takes up to {MOST_SEQUENCES} sequences at once"
+    if not 0 < sizes.batch <= MAX_BATCH or sizes.seqlen_k > MAX_KEYS:
+        return f"a decode family takes up to {MAX_BATCH} sequences at once"
     if rows > MOST_ROWS:
         return f"{rows} query rows of a key head are more than {MOST_ROWS}"
     if keys * (1 - ctas / (even.busy * device.num_sms)) < even.keys:
