@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 import flashgen
+from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.flex_variants import CHOICES, FLEX, with_flex
 from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.problems import forward_of
@@ -69,7 +70,7 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done (or stopped at the time limit), 1 if flashgen has no row where it should have one."""
+    """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -153,13 +154,14 @@ def run_jobs(
     come from one race. No new race starts if the longest one so far would end after `limit_s` seconds. With `reasons`,
     an implementation that has no time has a row as well.
     """
-    started, longest, missing = clock(), 0.0, 0
+    started, longest, missing, stopped = clock(), 0.0, 0, False
     done = file.done(provenance.commit)
     jobs = [job for job in jobs if not any(job.subject(impl.name) in done for impl in impls)]
     for number, job in enumerate(jobs):
         begun = clock()
         if begun - started + longest > limit_s:
             say(f"stopped at the time limit, {len(jobs) - number} workloads left: run again with --append")
+            stopped = True
             break
         say(f"[{number + 1}/{len(jobs)}] {job}  ({begun - started:.0f} s)")
         results = racer(job, impls)
@@ -171,7 +173,7 @@ def run_jobs(
             missing += result.impl.name == "flashgen" and result.reason is not None
         longest = max(longest, clock() - begun)
     say(f"{file.path}: {len(file.rows)} rows")
-    return 1 if missing else 0
+    return MISSING if missing else STOPPED if stopped else 0
 
 
 def _row(provenance: Provenance, job: Job, result: Result) -> Row:

@@ -24,6 +24,7 @@ from typing import Any
 
 import flashgen
 from benchmarks import curves
+from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.forward import Say, say
 from benchmarks.impls import cudnn_version, torch_version
 from benchmarks.provenance import ROOT, Provenance, add_arguments, serve_generated
@@ -82,7 +83,7 @@ Raises:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done (or stopped at the time limit), 1 if flashgen has no time where it should have one."""
+    """Run; 0 is done, 1 if flashgen has no time where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
     modes = [mode for mode, steps in zip(MODES, (options.steps, options.compiled_steps), strict=True) if steps != 0]
@@ -169,7 +170,7 @@ def run(
     if left:
         say(f"stopped at the time limit, {len(left)} runs left: run again with --append")
     say(f"{file.path}: {len(file.rows)} rows")
-    return 1 if missing else 0
+    return MISSING if missing else STOPPED if left else 0
 
 
 def prepare(jobs: Sequence[Job], processes: int, say: Say) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import curves, training, training_worker
+from benchmarks.exit_codes import STOPPED
 from benchmarks.results import TRAINING_COLUMNS, ResultsFile, read_rows
 from benchmarks.training import CrashError, Job, jobs_of, run
 from benchmarks.training_tables import compared
@@ -192,7 +193,7 @@ def test_a_later_run_goes_on_where_a_limit_ended_the_first(tmp_path: Path) -> No
 
     ticks = iter(range(0, 10_000, 10))
     said: list[str] = []
-    assert runs(tmp_path, limited, limit_s=45, clock=lambda: float(next(ticks)), say=said.append) == 0
+    assert runs(tmp_path, limited, limit_s=45, clock=lambda: float(next(ticks)), say=said.append) == STOPPED
     assert limits == [25.0]
     assert said[-2] == "stopped at the time limit, 13 runs left: run again with --append"
     seen: list[Job] = []

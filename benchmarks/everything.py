@@ -1,0 +1,256 @@
+"""Measure every benchmark of one commit on all GPUs of this machine, and go on where the last run stopped.
+
+    python -m benchmarks.everything --out /tmp/measured --gpus 0,1 [--limit-seconds 560] [--only forward --only data]
+    python -m benchmarks.merge /tmp/measured/gpu0 /tmp/measured/gpu1 --into benchmarks/results
+
+Each GPU has a folder of results and works off a list of its own: its shard of the races, and some of what one GPU
+measures alone. What is done is noted in `done.json` as soon as it is, so the same command, after a time limit or a
+crash, does what is left. What a benchmark prints is in `logs/`. This process itself touches no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.exit_codes import MISSING, STOPPED
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT_WINDOWS = ("--warm", "0.06", "--window", "0.15")
+FP16_PEERS = "flashgen,sdpa-flash,sdpa-cudnn,fa4"
+TAIL_LINES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """One command: its options, about how many seconds it takes on one H200, and how it can be cut short."""
+
+    name: str
+    module: str
+    seconds: float
+    options: tuple[str, ...] = ()
+    is_sharded: bool = False
+    has_limit: bool = False
+
+
+def _race(name: str, seconds: float, *options: str, module: str = "") -> Benchmark:
+    return Benchmark(
+        name=name,
+        module=module or name,
+        seconds=seconds,
+        options=(*options, *SHORT_WINDOWS),
+        is_sharded=True,
+        has_limit=True,
+    )
+
+
+def _training(task: str, seconds: float) -> Benchmark:
+    return Benchmark(
+        name=f"training-{task}",
+        module="training",
+        seconds=seconds,
+        options=(task, "--prepare", "4"),
+        has_limit=True,
+    )
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (
+    _race("forward", 240, "--suite", "forward"),
+    _race("forward_fp16", 240, "--suite", "forward_fp16", "--impls", FP16_PEERS, module="forward"),
+    _race("backward", 360),
+    _race("forward_backward", 360),
+    Benchmark(name="data", module="data", seconds=480, is_sharded=True, has_limit=True),
+    _race("features", 600),
+    _race("models", 400, "--rounds", "2"),
+    Benchmark(name="decode", module="decode", seconds=60),
+    Benchmark(name="overhead", module="overhead", seconds=120),
+    Benchmark(name="memory", module="memory", seconds=90),
+    Benchmark(name="spread", module="spread", seconds=30),
+    _training("16384", 150),
+    _training("4096", 120),
+    _training("1024", 120),
+    _training("65536", 90),
+    _training("bert", 100),
+    _training("bert-padded", 120),
+    _training("paths", 80),
+    Benchmark(name="io", module="io", seconds=90, has_limit=True),
+)
+"""In the order in which they are measured: what the README's claims stand on first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A benchmark, or a shard of one, on one GPU."""
+
+    benchmark: Benchmark
+    gpu: int
+    shards: int = 1
+
+    @property
+    def name(self) -> str:
+        """Unique in a run."""
+        return f"{self.benchmark.name}.{self.gpu}" if self.benchmark.is_sharded else self.benchmark.name
+
+    @property
+    def seconds(self) -> float:
+        """About how long it takes on an H200."""
+        return self.benchmark.seconds / self.shards
+
+    def command(self, folder: Path, commit: str | None, limit_s: float) -> list[str]:
+        """What is run; `folder` gets its results."""
+        words = [sys.executable, "-m", f"benchmarks.{self.benchmark.module}", *self.benchmark.options]
+        words += ["--results", str(folder), "--append"]
+        words += ["--shard", f"{self.gpu}/{self.shards}"] if self.benchmark.is_sharded else []
+        words += ["--commit", commit] if commit else []
+        return words + (["--limit-seconds", f"{limit_s:.0f}"] if self.benchmark.has_limit else [])
+
+
+def planned(gpus: int, only: Sequence[str] = ()) -> list[list[Job]]:
+    """The jobs of each GPU: a shard of every race each, and the rest to whichever has the least to do.
+
+    Raises:
+        ValueError: a name in `only` is no benchmark's.
+    """
+    known = [each.name for each in BENCHMARKS]
+    if unknown := [name for name in only if name not in known]:
+        raise ValueError(f"a benchmark is one of {', '.join(known)}, got {', '.join(unknown)}")
+    lists: list[list[Job]] = [[] for _ in range(gpus)]
+    for benchmark in (each for each in BENCHMARKS if each.name in (only or known)):
+        if benchmark.is_sharded:
+            for gpu, jobs in enumerate(lists):
+                jobs.append(Job(benchmark=benchmark, gpu=gpu, shards=gpus))
+        else:
+            gpu = min(range(gpus), key=lambda n: sum(job.seconds for job in lists[n]))
+            lists[gpu].append(Job(benchmark=benchmark, gpu=gpu))
+    return lists
+
+
+class Done:
+    """Which jobs are done, in a file; and for how many GPUs the races were cut.
+
+    Raises:
+        ValueError: the folder is one of another commit or another number of GPUs.
+    """
+
+    def __init__(self, path: Path, *, commit: str | None, gpus: int) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._is = {"commit": commit, "gpus": gpus}
+        kept = json.loads(path.read_text()) if path.exists() else {"run": self._is, "done": []}
+        if kept["run"] != self._is:
+            raise ValueError(f"{path.parent} is of {kept['run']}, and this run of {self._is}: give another --out")
+        self._names: list[str] = kept["done"]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str) -> None:
+        """Written at once, and whole."""
+        with self._lock:
+            self._names.append(name)
+            partial = self._path.with_suffix(".partial")
+            partial.write_text(json.dumps({"run": self._is, "done": self._names}))
+            partial.replace(self._path)
+
+
+Runner = Callable[[Job, float], int]
+"""Runs a job within so many seconds; its exit code, or STOPPED where it was killed."""
+
+
+def run(
+    jobs: Sequence[Job], done: Done, runner: Runner, *, limit_s: float, clock: Callable[[], float] = time.monotonic
+) -> list[str]:
+    """One GPU's jobs in order; what did not end well, a line each.
+
+    A job that has no limit of its own does not start where less time is left than it takes.
+    """
+    ends, wrong = clock() + limit_s, []
+    for job in jobs:
+        left = ends - clock()
+        if job.name in done:
+            continue
+        if left <= 0 or (job.seconds > left and not job.benchmark.has_limit):
+            wrong.append(f"{job.name}: not started, {left:.0f} s were left")
+            continue
+        began = clock()
+        code = runner(job, left)
+        if code in (0, MISSING):
+            done.add(job.name)
+        print(f"gpu {job.gpu}: {job.name} ended with {code} after {clock() - began:.0f} s", flush=True)
+        if code:
+            wrong.append(f"{job.name}: ended with {code}" + (", the time limit" if code == STOPPED else ""))
+    return wrong
+
+
+def runner_of(out: Path, gpus: Sequence[str], commit: str | None) -> Runner:
+    """Each job as a process that sees its GPU alone, and with its own session, so that its children end with it."""
+
+    def runner(job: Job, limit_s: float) -> int:
+        command = job.command(out / f"gpu{job.gpu}", commit, limit_s)
+        seen = {"CUDA_VISIBLE_DEVICES": gpus[job.gpu]}
+        log = out / "logs" / f"{job.name}.txt"
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | seen, stdout=file, stderr=file, start_new_session=True
+            )
+            try:
+                code = process.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                code = STOPPED
+        if code not in (0, STOPPED):
+            print("\n".join(log.read_text().splitlines()[-TAIL_LINES:]), flush=True)
+        return code
+
+    return runner
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done, 1 if something failed, 3 if something is left for the next run."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    gpus = options.gpus.split(",")
+    (options.out / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        lists = planned(len(gpus), options.only)
+        done = Done(options.out / "done.json", commit=options.commit, gpus=len(gpus))
+    except ValueError as error:
+        parser.error(str(error))
+    runner, wrong = runner_of(options.out, gpus, options.commit), list[str]()
+
+    def work(jobs: Sequence[Job]) -> None:
+        wrong.extend(run(jobs, done, runner, limit_s=options.limit_seconds))
+
+    threads = [threading.Thread(target=work, args=(jobs,)) for jobs in lists]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print("\n".join(sorted(wrong)) or "everything is measured")
+    left = [job for jobs in lists for job in jobs if job.name not in done]
+    return STOPPED if left else MISSING if wrong else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.everything", description=(__doc__ or "").split("\n", maxsplit=1)[0]
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of results, logs and what is done")
+    parser.add_argument("--gpus", default="0", help="as in CUDA_VISIBLE_DEVICES, separated by commas (%(default)s)")
+    parser.add_argument("--only", action="append", default=[], help="a benchmark; repeatable (default: all)")
+    parser.add_argument("--commit", help="the commit that is measured, where there is no git to ask")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="end by then (default: no limit)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""All benchmarks on all GPUs: who does what, and going on after a limit, a failure or a kill."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import everything
+from benchmarks.everything import BENCHMARKS, Done, Job, main, planned, run, runner_of
+from benchmarks.exit_codes import MISSING, STOPPED
+from benchmarks.training_tasks import TASKS
+
+
+def no_done(tmp_path: Path, gpus: int = 2) -> Done:
+    return Done(tmp_path / "done.json", commit="abc", gpus=gpus)
+
+
+def test_each_gpu_has_a_shard_of_every_race_and_some_of_the_rest() -> None:
+    lists = planned(2)
+    names = [[job.name for job in jobs] for jobs in lists]
+    races = [each.name for each in BENCHMARKS if each.is_sharded]
+    for gpu, mine in enumerate(names):
+        assert mine[: len(races)] == [f"{name}.{gpu}" for name in races]
+    alone = names[0][len(races) :] + names[1][len(races) :]
+    assert sorted(alone) == sorted(each.name for each in BENCHMARKS if not each.is_sharded)
+    seconds = [sum(job.seconds for job in jobs) for jobs in lists]
+    assert max(seconds) - min(seconds) <= 150
+
+
+def test_every_task_of_training_is_there_once() -> None:
+    trained = [each.options[0] for each in BENCHMARKS if each.module == "training"]
+    assert sorted(trained) == sorted(TASKS)
+
+
+class Parsed(Exception):
+    """Ends a benchmark's main as soon as its arguments are read."""
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda each: each.name)
+def test_every_command_is_one_that_its_benchmark_takes(
+    benchmark: everything.Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_end(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+        raise Parsed(parse(parser, arguments))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
+    words = Job(benchmark=benchmark, gpu=1, shards=2).command(tmp_path, "abc", 60.0)
+    with pytest.raises(Parsed) as ended:
+        importlib.import_module(f"benchmarks.{benchmark.module}").main(words[3:])
+    (options,) = ended.value.args
+    assert (options.append, options.results, options.commit) == (True, tmp_path, "abc")
+    assert getattr(options, "shard", "0/1") == ("1/2" if benchmark.is_sharded else "0/1")
+    assert getattr(options, "limit_seconds", None) == (60.0 if benchmark.has_limit else None)
+
+
+def test_what_is_done_is_not_done_again_and_what_was_stopped_is(tmp_path: Path) -> None:
+    jobs, ran = planned(1, ["forward", "backward", "spread"])[0], []
+    codes = {"forward.0": 0, "backward.0": STOPPED, "spread": MISSING}
+
+    def runner(job: Job, _: float) -> int:
+        ran.append(job.name)
+        return codes[job.name]
+
+    wrong = run(jobs, no_done(tmp_path), runner, limit_s=1e6)
+    assert wrong == ["backward.0: ended with 3, the time limit", "spread: ended with 1"]
+    codes["backward.0"] = 0
+    assert run(jobs, no_done(tmp_path), runner, limit_s=1e6) == []
+    assert ran == ["forward.0", "backward.0", "spread", "backward.0"]
+
+
+def test_a_benchmark_that_cannot_stop_by_itself_starts_only_where_it_fits(tmp_path: Path) -> None:
+    now, started = [0.0], []
+
+    def runner(job: Job, limit_s: float) -> int:
+        started.append((job.name, limit_s))
+        now[0] += 60
+        return 0
+
+    wrong = run(planned(1, ["forward", "memory"])[0], no_done(tmp_path), runner, limit_s=100, clock=lambda: now[0])
+    assert started == [("forward.0", 100)]
+    assert wrong == ["memory: not started, 40 s were left"]
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    no_done(tmp_path, gpus=1).add("forward.0")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--out", str(tmp_path), "--gpus", "0,1", "--commit", "abc"])
+    assert "give another --out" in capsys.readouterr().err
+
+
+def test_a_process_sees_its_gpu_and_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    seen = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); "
+    hangs = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    monkeypatch.setattr(Job, "command", lambda *_: [everything.sys.executable, "-c", seen + hangs])
+    job = planned(2, ["forward"])[1][0]
+    assert runner_of(tmp_path, ["4", "7"], None)(job, 1.0) == STOPPED
+    assert (tmp_path / "logs" / "forward.1.txt").read_text() == "7\n"
+
+
+def test_the_list_of_what_is_done_is_whole_at_any_time(tmp_path: Path) -> None:
+    done = no_done(tmp_path)
+    for name in ("a", "b"):
+        done.add(name)
+    assert json.loads((tmp_path / "done.json").read_text()) == {"run": {"commit": "abc", "gpus": 2}, "done": ["a", "b"]}
