@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.lines
 import matplotlib.patches
 
 from benchmarks.curves import Curves, of_workload
-from benchmarks.drawing import COLORS, length_text, panels, save
+from benchmarks.drawing import COLORS, bar_looks, curve_looks, length_text, line_looks, panels, save
 from benchmarks.encoder_tables import CHANCE
 from benchmarks.encoder_tables import MODES as MODES_OF_ENCODERS
 from benchmarks.encoder_tables import TITLES as ENCODER_TITLES
@@ -92,8 +93,8 @@ def _memory_lines(axis: Any, rows: Sequence[Row], titles: dict[str, str]) -> Non
             axis.plot([], [], color=COLORS[impl], linestyle=":", label=f"{title}: none at any length")
             continue
         ours = impl.startswith("flashgen")  # drawn above SDPA's line, which it may lie on
-        style = {"linestyle": "--", "marker": "o", "zorder": 3} if ours else {"linewidth": 4, "alpha": 0.7}
-        axis.plot(lengths, sizes, color=COLORS[impl], label=title, **style)
+        style = {"linestyle": "--", "zorder": 3} if ours else {"linewidth": 4, "markersize": 10, "alpha": 0.7}
+        axis.plot(lengths, sizes, label=title, **line_looks(impl), **style)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.xaxis.set_major_formatter(lambda value, _: length_text(int(value)))
@@ -124,7 +125,7 @@ def _rates(axis: Any, rows: Sequence[Row]) -> None:
         found = {Workload.parse(row.workload).seqlen_k: row for row in rows if row.impl == impl}
         places = {length: group + shift for group, length in enumerate(lengths) if length in found}
         heights = {length: (found[length].tokens_per_s or 0.0) / 1e3 for length in places}
-        axis.bar(places.values(), heights.values(), width=width * 0.94, color=COLORS[impl], label=title)
+        axis.bar(places.values(), heights.values(), width=width * 0.94, label=title, **bar_looks(impl))
         for length, place in places.items():
             height = heights[length]
             text = f"{height:.0f}" if height else found[length].outcome
@@ -141,7 +142,7 @@ def _losses(left: Any, right: Any, curves: Curves) -> None:
         found, length = of_workload(curves, suite, workload), length_text(seqlen)
         for impl in TRAINING_TITLES:
             curve, reference = found.get(impl, []), found.get(REFERENCE, [])
-            looks = {"color": COLORS[impl], "linestyle": style, "zorder": 3 if impl == "flashgen" else 2}
+            looks = {"linestyle": style, "zorder": 3 if impl == "flashgen" else 2, **curve_looks(impl, len(curve))}
             left.plot(range(len(curve)), curve, **looks, label=length if impl == "flashgen" else None)
             if impl != REFERENCE:
                 distances = _smooth([abs(a - b) for a, b in zip(curve, reference, strict=False)])
@@ -153,6 +154,7 @@ def _losses(left: Any, right: Any, curves: Curves) -> None:
         axis.set_xlabel("step, eager")
     if workloads:
         left.legend(frameon=False, title="sequence length")
+        right.legend(handles=_marked(TRAINING_TITLES), frameon=False, loc="upper left")
 
 
 def bert_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
@@ -169,10 +171,15 @@ def bert_chart(path: Path, rows: Sequence[Row], curves: Curves) -> None:
         left.set_title("BERT-large, 64 sequences of 512 a step", fontsize=13)
         left.set_ylabel("thousand tokens per second")
         _encoder_losses(right, groups, curves)
-        titles = {title: COLORS[impl] for impl, title in ENCODER_TITLES.items() if any(impl in g[2] for g in groups)}
-        handles = [matplotlib.patches.Patch(color=color, label=title) for title, color in titles.items()]
+        shown = {impl: title for impl, title in ENCODER_TITLES.items() if any(impl in g[2] for g in groups)}
+        handles = [matplotlib.patches.Patch(label=title, **_patch(impl)) for impl, title in shown.items()]
         figure.legend(handles=handles, loc="upper center", ncols=len(handles), frameon=False, fontsize=11)
         save(figure, path, top=0.92)
+
+
+def _patch(impl: str) -> dict[str, Any]:
+    looks = bar_looks(impl)
+    return {"facecolor": looks.pop("color"), **looks}
 
 
 def _encoder_rates(axis: Any, groups: Sequence[Mapping[str, Row]]) -> None:
@@ -184,7 +191,7 @@ def _encoder_rates(axis: Any, groups: Sequence[Mapping[str, Row]]) -> None:
             place, row = group + (number - (len(there) - 1) / 2) * width, by_impl[impl]
             height = (row.tokens_per_s or 0.0) / 1e3
             text = f"{height:.0f}" if height else row.outcome
-            axis.bar([place], [height], width=width * 0.94, color=COLORS[impl])
+            axis.bar([place], [height], width=width * 0.94, **bar_looks(impl))
             axis.annotate(text, (place, height), ha="center", va="bottom", fontsize=8, rotation=0 if height else 90)
 
 
@@ -194,11 +201,17 @@ def _encoder_losses(axis: Any, groups: Sequence[Any], curves: Curves) -> None:
         for impl, row in by_impl.items():
             curve = curves.get((suite, row.workload, impl), [])
             label = name.replace("\n", " ") if impl == "flashgen" else None
-            axis.plot(range(len(curve)), curve, color=COLORS[impl], linestyle=style, label=label)
+            axis.plot(range(len(curve)), curve, linestyle=style, label=label, **curve_looks(impl, len(curve)))
     axis.set_xlabel("step")
     axis.set_ylabel("loss (nats a masked token)")
+    there = {impl: title for impl, title in ENCODER_TITLES.items() if any(impl in by_impl for _, _, by_impl in groups)}
     if groups:
-        axis.legend(frameon=False)
+        axis.legend(handles=[*axis.get_legend_handles_labels()[0], *_marked(there)], frameon=False)
+
+
+def _marked(titles: Mapping[str, str]) -> list[Any]:
+    """The lines of a legend that says which marker is whose, where styles of lines mean something else."""
+    return [matplotlib.lines.Line2D([], [], linestyle="", label=titles[impl], **line_looks(impl)) for impl in titles]
 
 
 def paths_chart(path: Path, rows: Sequence[Row], losses: Curves, accuracies: Curves) -> None:
@@ -208,7 +221,7 @@ def paths_chart(path: Path, rows: Sequence[Row], losses: Curves, accuracies: Cur
             for mode, by_impl in encoder_lines(rows, PATHS):
                 for impl, row in by_impl.items():
                     means = _smooth(found.get(row.subject, []))
-                    looks: dict[str, Any] = {"color": COLORS[impl], "linestyle": "-" if mode == EAGER else "--"}
+                    looks = {"linestyle": "-" if mode == EAGER else "--", **curve_looks(impl, len(means))}
                     label = f"{ENCODER_TITLES[impl]}, {MODES_OF_ENCODERS[mode]}"
                     axis.plot(range(len(means)), means, **looks, label=label)
             axis.set_xlabel("step")
@@ -228,7 +241,7 @@ def _bars(axis: Any, lines: Sequence[Line], impls: Sequence[str]) -> None:
         shift = (number - (len(impls) - 1) / 2) * width
         heights = [line.tflops.get(impl, 0.0) for line in lines]
         places = [group + shift for group in range(len(lines))]
-        axis.bar(places, heights, width=width * 0.94, color=COLORS[impl], label=TITLES[impl])
+        axis.bar(places, heights, width=width * 0.94, label=TITLES[impl], **bar_looks(impl))
         if impl == "flashgen":
             for place, height in zip(places, heights, strict=True):
                 if height:

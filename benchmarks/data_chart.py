@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_tables import BEST, MINE, Kinds, by_kind, dtypes_of, fastest
-from benchmarks.drawing import COLORS, length_text, panels, save
+from benchmarks.drawing import bar_looks, length_text, panels, save
 from benchmarks.results import Row
 from flashgen.core.workload import Workload
 from flashgen.measure.data_kinds import DATA_KINDS
 
-BARS = (("flashgen", MINE, COLORS["flashgen"]), ("the fastest peer", BEST, COLORS["sdpa-cudnn"]))
-"""Labels, implementations and colors."""
+BARS = (("flashgen", MINE, "flashgen"), ("the fastest peer", BEST, "sdpa-cudnn"))
+"""Labels, implementations, and whose looks the bars have."""
 
 WIDTH = 0.42
 """Of a bar, where groups are 1 apart."""
@@ -40,10 +40,10 @@ def data_chart(path: Path, rows: Sequence[Row]) -> None:
 
 def _pairs(axis: Any, kinds: Kinds, dim: int, causal: bool, seqlen: int) -> None:
     names = [name for name in DATA_KINDS if name in kinds]
-    for number, (label, impls, color) in enumerate(BARS):
+    for number, (label, impls, looks) in enumerate(BARS):
         found = [_speed(kinds, name, impls, dim, causal, seqlen) for name in names]
         places = [group + (number - 0.5) * WIDTH for group in range(len(names))]
-        axis.bar(places, found, width=WIDTH * 0.94, color=color, label=label)
+        axis.bar(places, found, width=WIDTH * 0.94, label=label, **bar_looks(looks))
     axis.set_xticks(range(len(names)), names, fontsize=10)
 
 

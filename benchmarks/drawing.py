@@ -1,4 +1,7 @@
-"""What all charts share: colours, style, panels and names of lengths (matplotlib, extra `report`)."""
+"""What all charts share: looks, style, panels and names of lengths (matplotlib, extra `report`).
+
+Every implementation has a hatch and a marker beside its colour, so that charts can be read and printed without colours.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,42 @@ COLORS = {
     "sdpa": "#a9cfbd",
     "standard": "#c4c4c4",
 }
+HATCHES = {
+    "flashgen": "",
+    "flashgen-lse": "",
+    "flashgen-deterministic": "....",
+    "flex": "////",
+    "sdpa-flash": "\\\\\\\\",
+    "sdpa-cudnn": "xxx",
+    "fa3": "---",
+    "fa4": "|||",
+    "sdpa-efficient": "ooo",
+    "sdpa": "**",
+    "standard": "+++",
+}
+"""Of bars. No two implementations of one chart of bars share one."""
+
+MARKERS = {
+    "flashgen": "o",
+    "flashgen-lse": "P",
+    "flashgen-deterministic": "p",
+    "flex": "v",
+    "sdpa-flash": "s",
+    "sdpa-cudnn": "^",
+    "fa3": "<",
+    "fa4": ">",
+    "sdpa-efficient": "X",
+    "sdpa": "*",
+    "standard": "D",
+}
+"""Of lines, one an implementation."""
+
+MARKS_OF_A_CURVE = 12
+"""Markers of a line with a point for each step of a training run."""
+
 STYLE: dict[Any, Any] = {
     "font.size": 12,
+    "hatch.linewidth": 0.7,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -32,6 +69,23 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e6e6e6",
 }
 DPI = 130
+
+
+def bar_looks(impl: str) -> dict[str, Any]:
+    """Colour and hatch of an implementation's bars; the hatch is drawn in the colour of their edges."""
+    return {"color": COLORS[impl], "hatch": HATCHES[impl], "edgecolor": "white", "linewidth": 0}
+
+
+def line_looks(impl: str) -> dict[str, Any]:
+    """Colour and marker of an implementation's line."""
+    return {"color": COLORS[impl], "marker": MARKERS[impl]}
+
+
+def curve_looks(impl: str, points: int) -> dict[str, Any]:
+    """The same of a line of so many points, whose markers stand apart and at other steps than those of other lines."""
+    apart = max(1, points // MARKS_OF_A_CURVE)
+    first = list(MARKERS).index(impl) * apart // len(MARKERS)
+    return {**line_looks(impl), "markevery": (first, apart), "markersize": 5}
 
 
 @contextlib.contextmanager

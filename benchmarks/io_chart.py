@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drawing import COLORS, length_text, panels, save
+from benchmarks.drawing import COLORS, length_text, line_looks, panels, save
 from benchmarks.io_cases import BLOCKS_SUITE, blocks_of
 from benchmarks.io_tables import PASSES, TITLES, hbm_bytes
 from benchmarks.results import Row
@@ -40,7 +40,7 @@ def _traffic(axis: Any, rows: Sequence[Row]) -> None:
         for dim, style in zip(dims, ("-", "--"), strict=False):
             points = _over_lengths([row for row in rows if row.impl == impl], dim)
             lengths, sizes = [n for n, _ in points], [size for _, size in points]
-            axis.plot(lengths, sizes, style, marker="o", color=COLORS[impl], label=f"{title}, heads of {dim}")
+            axis.plot(lengths, sizes, style, label=f"{title}, heads of {dim}", **line_looks(impl))
     least = {Workload.parse(row.workload).seqlen_k: Workload.parse(row.workload).bytes / 1e9 for row in rows}
     axis.plot(sorted(least), [least[n] for n in sorted(least)], ":", color="black", label="every tensor once")
     axis.set_xscale("log", base=2)
@@ -66,8 +66,9 @@ def _blocks(axis: Any, rows: Sequence[Row]) -> None:
     axis.plot(sizes, model, ":", color="black", label="L2 to SMs, model")
     moved = {"L2 to SMs": [row.l2_bytes or 0 for row in of_one_n.values()]}
     moved["HBM"] = [hbm_bytes(row) or 0 for row in of_one_n.values()]
-    for (label, values), color in zip(moved.items(), (COLORS["flashgen"], COLORS["sdpa-cudnn"]), strict=True):
-        axis.plot(sizes, [value / 1e9 for value in values], "o-", color=color, label=f"{label}, GB")
+    looks = ({"color": COLORS["flashgen"], "marker": "o"}, {"color": COLORS["sdpa-cudnn"], "marker": "^"})
+    for (label, values), look in zip(moved.items(), looks, strict=True):
+        axis.plot(sizes, [value / 1e9 for value in values], label=f"{label}, GB", **look)
     axis.plot(sizes, [row.median_ms or 0 for row in of_one_n.values()], "s--", color=COLORS["flex"], label="time, ms")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
