@@ -7,7 +7,7 @@ import re
 from flashgen.core.checks import text
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.table import FEATURES
-from flashgen.core.lengths import PROFILES
+from flashgen.core.lengths import ALL_PROFILES
 from flashgen.core.names import meant
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
@@ -68,6 +68,8 @@ _INT_TOKENS = {
     "s": ("seqlen_q", "seqlen_k"),
     "d": ("head_dim",),
     "dv": ("head_dim_v",),
+    "tq": ("total_q",),
+    "tk": ("total_k",),
     **{prefix: (field,) for prefix, field in SIZED.items()},
 }
 
@@ -77,7 +79,7 @@ _WORDS: dict[str, dict[str, object]] = {
     **{dtype: {"dtype": dtype} for dtype in DTYPE_BYTES},
     **FLAGS,
     **KINDS,
-    **{profile: {"lengths": profile} for profile in PROFILES},
+    **{profile: {"lengths": profile} for profile in ALL_PROFILES},
 }
 """Tokens without a number."""
 
@@ -102,5 +104,5 @@ def fields_of(token: str, text: str) -> dict[str, object]:
     match = re.fullmatch(r"([a-z]+)([0-9]+)", token)
     if match and match[1] in _INT_TOKENS:
         return dict.fromkeys(_INT_TOKENS[match[1]], int(match[2]))
-    known = ", ".join([*ALL_DIRECTIONS, *DTYPE_BYTES, *PROFILES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS])
+    known = ", ".join([*ALL_DIRECTIONS, *DTYPE_BYTES, *ALL_PROFILES, *(f"{t}<n>" for t in _INT_TOKENS), *FLAGS, *KINDS])
     raise WorkloadError(f"a shape is made of the tokens {known}; {text!r} has {token!r}{meant(token, _WORDS)}")

@@ -1,13 +1,15 @@
-"""Profiles of lengths: what the sequences of a decode batch may be like, which no host knows.
+"""Profiles of lengths: what the sequences of a decode batch, or packed ones, may be like, which no host knows.
 
-A profile gives every batch its lengths without a seed, so that a key with its token means one problem.
+A profile gives every batch its lengths without a seed, so that a key with its token means one problem. Those of packed
+sequences fill the rows of the call: they are quantiles of a distribution whose mean is rows / sequences.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
-SAME, RAMP, TAIL = "same", "ramp", "tail"
+SAME, RAMP, TAIL, MIXED = "same", "ramp", "tail", "mixed"
 
 ANY = ""
 """Of a workload for batches whose lengths may be anything: what is tuned for it is good on every profile."""
@@ -44,6 +46,77 @@ def profiles_of(profile: str, batch: int) -> tuple[str, ...]:
     if profile:
         return (profile,)
     return tuple(PROFILES) if batch > 1 else (SAME,)
+
+
+def _shares(count: int, total: int) -> tuple[int, ...]:
+    """`total` in `count` parts that differ by 1 at most."""
+    return tuple(total * (n + 1) // count - total * n // count for n in range(count))
+
+
+def _packed_same(batch: int, longest: int, total: int) -> tuple[int, ...]:
+    return _shares(batch, total)
+
+
+def _packed_ramp(batch: int, longest: int, total: int) -> tuple[int, ...]:
+    least = min(1, total // batch)
+    longest, total = longest - least, total - least * batch
+    power = longest * batch / max(total, 1)  # the quantile `longest * u ** (power - 1)` has the mean total / batch
+    ends = [int(total * (n / batch) ** power + 1e-6) for n in range(batch + 1)]
+    return tuple(least + min(after - before, longest) for before, after in itertools.pairwise(ends))
+
+
+def _packed_tail(batch: int, longest: int, total: int) -> tuple[int, ...]:
+    return (longest, *_shares(batch - 1, total - longest))
+
+
+def _packed_mixed(batch: int, longest: int, total: int) -> tuple[int, ...]:
+    chunks = max(1, batch // CHUNK_SHARE)
+    rest = batch - chunks
+    of_chunks = min(chunks * longest, max(total - rest, 0))
+    return (*_shares(rest, total - of_chunks), *_shares(chunks, of_chunks))
+
+
+CHUNK_SHARE = 4
+
+PACKED_PROFILES: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
+    SAME: _packed_same,
+    RAMP: _packed_ramp,
+    TAIL: _packed_tail,
+    MIXED: _packed_mixed,
+}
+"""The same of packed sequences, from their number, the longest and the rows: all alike; quantiles of a power of a
+uniform number, uniform themselves where the mean is half of the longest; one of the longest, and all others share what
+is left; a quarter that are chunks of a prefill behind others of one row."""
+
+ALL_PROFILES = tuple(PACKED_PROFILES)
+
+
+def packed_lengths(profile: str, batch: int, longest: int, total: int) -> tuple[int, ...]:
+    """Rows of each of `batch` sequences, none longer than `longest`, that have `total` rows together; `ANY` is `SAME`.
+
+    A rounding may leave one row to nobody, and so may more rows than the sequences can have.
+    """
+    total = min(total, batch * longest)
+    longest = min(longest, total)
+    if batch < 2 or not total:
+        return (total,) * batch
+    return PACKED_PROFILES[profile or SAME](batch, longest, total)
+
+
+def packed_profiles(profile: str, batch: int, lengths: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
+    """`profiles_of` of packed sequences: of `ANY`, those that differ; chunks where there are other keys than queries.
+
+    Args:
+        profile: the one of the workload, or `ANY`.
+        batch: sequences.
+        lengths: the longest and the rows, of the queries and, where these are others, of the keys.
+    """
+    if profile:
+        return (profile,)
+    found: dict[object, str] = {}
+    for name in ALL_PROFILES if len(lengths) > 1 else (SAME, RAMP, TAIL):
+        found.setdefault(tuple(packed_lengths(name, batch, *side) for side in lengths), name)
+    return tuple(found.values())
 
 
 def page_class(page_size: int | None) -> int:

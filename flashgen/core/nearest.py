@@ -19,13 +19,16 @@ Position = tuple[float, float, float, float, float]
 def position(workload: Workload) -> Position:
     """Where a workload lies among those of its class: lengths, heads times batch, group size, width of the window.
 
-    Of a step of decoding: query rows of a key head, keys that they see, and sequences times key heads.
+    Of a step of decoding: query rows of a key head, keys that they see, and sequences times key heads. Packed sequences
+    lie where the dense workload does that has as many rows.
     """
     w = workload
+    group = w.nheads // w.nheads_k
+    if w.total_q is not None:
+        return packed_position(w.total_q, w.seqlen_q, w.seqlen_k, w.nheads, group, _visible_keys(w))
     if w.is_decode:
-        rows = w.seqlen_q * (w.nheads // w.nheads_k)
-        return decode_position(rows, w.keys_reached, w.batch * w.nheads_k)
-    return position_of(w.seqlen_q, w.seqlen_k, w.batch * w.nheads, w.nheads // w.nheads_k, _visible_keys(w))
+        return decode_position(w.seqlen_q * (w.nheads // w.nheads_k), w.keys_reached, w.batch * w.nheads_k)
+    return position_of(w.seqlen_q, w.seqlen_k, w.batch * w.nheads, group, _visible_keys(w))
 
 
 def position_of(seqlen_q: int, seqlen_k: int, heads: int, group: int, visible_keys: int = 0) -> Position:
@@ -37,6 +40,14 @@ def position_of(seqlen_q: int, seqlen_k: int, heads: int, group: int, visible_ke
         _log(group) * GROUPS_WEIGHT,
         _log(visible_keys),
     )
+
+
+def packed_position(
+    total_q: int, seqlen_q: int, seqlen_k: int, nheads: int, group: int, visible_keys: int = 0
+) -> Position:
+    """Where packed sequences lie: as many of the longest one count as have the rows of all."""
+    sequences = max(1, total_q // max(1, seqlen_q))
+    return position_of(seqlen_q, seqlen_k, nheads * sequences, group, visible_keys)
 
 
 def decode_position(rows: int, visible_keys: int, pairs: int) -> Position:
@@ -52,12 +63,16 @@ def distance(one: Position, other: Position) -> float:
 
 
 def _visible_keys(w: Workload) -> int:
+    has_window = w.window_left is not None or w.window_right is not None
+    return visible_keys(w.seqlen_k, w.window_left, 0 if w.causal else w.window_right, has_window=has_window)
+
+
+def visible_keys(seqlen_k: int, left: int | None, right: int | None, *, has_window: bool) -> int:
     """The most keys that a window shows to one query; without a window 0, because the lengths say it all."""
-    if w.window_left is None and w.window_right is None:
+    if not has_window:
         return 0
-    left = w.seqlen_k if w.window_left is None else w.window_left
-    right = 0 if w.causal else w.seqlen_k if w.window_right is None else w.window_right
-    return min(left + right + 1, w.seqlen_k)
+    left, right = (seqlen_k if width is None else width for width in (left, right))
+    return min(left + right + 1, seqlen_k)
 
 
 def _log(size: int) -> float:

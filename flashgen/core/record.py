@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
-from flashgen.core.lengths import PROFILES
+from flashgen.core.lengths import ALL_PROFILES
 from flashgen.core.workload import Workload
 
 STAGES = ("build", "launch", "verify", "timeout", "memory", "resources")
@@ -40,8 +40,9 @@ class Measurement:
     rounds do not compare on a card that changes its clock. Errors are against the float64 oracle.
 
     `times_ms` are of normal random numbers. `hard_times_ms` has the times of the same rounds on data that is hard for
-    kernels whose time depends on it (`measure.data_kinds.hard_kind`), and is empty where none were taken. Of decoding,
-    `times_ms` are of the first of the workload's profiles of lengths, and `profile_times_ms` has those of the others.
+    kernels whose time depends on it (`measure.data_kinds.hard_kind`), and is empty where none were taken. Of decoding
+    and of packed sequences, `times_ms` are of the first of the workload's profiles of lengths, and `profile_times_ms`
+    has those of the others.
     """
 
     times_ms: tuple[float, ...]
@@ -62,7 +63,7 @@ class Measurement:
                 f"times on hard data are of the same rounds as {self.times_ms}, got {self.hard_times_ms}"
             )
         for profile, times_ms in self.profile_times_ms:
-            if profile not in PROFILES or any(not 0 < t < float("inf") for t in times_ms):
+            if profile not in ALL_PROFILES or any(not 0 < t < float("inf") for t in times_ms):
                 raise MeasureError(
                     f"times on a profile of lengths are finite and above 0 ms, got {profile}: {times_ms}"
                 )

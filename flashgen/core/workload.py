@@ -1,11 +1,9 @@
-"""`Workload`: one attention problem, canonical at birth; `Specialization`: what of it is compiled in."""
+"""`Workload`: one attention problem, canonical at birth."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
 
 from flashgen.core.checks import MAX_SIZE, flag, is_name_in, whole_number
 from flashgen.core.errors import WorkloadError
@@ -17,14 +15,23 @@ from flashgen.core.keys import (
     SHORT,
     SIZED,
     TOKENS,
-    VARIANTS,
     fields_of,
     flag_tokens,
     tokens_of,
 )
-from flashgen.core.lengths import PROFILES, lengths_of, page_class, profiles_of
+from flashgen.core.lengths import (
+    ALL_PROFILES,
+    MIXED,
+    PROFILES,
+    RAMP,
+    lengths_of,
+    packed_lengths,
+    packed_profiles,
+    profiles_of,
+)
+from flashgen.core.pairs import visible_pairs
 from flashgen.core.quoting import shown
-from flashgen.core.score_mods import ScoreMods
+from flashgen.core.specialization import Specialization
 
 __all__ = ["BACKWARD_FLOPS_RATIO", "BROADCASTS", "DECODE", "DTYPE_BYTES", "Specialization", "Workload"]
 
@@ -46,6 +53,10 @@ class Workload:
     A step of decoding has what a host knows of it: `seqlen_q` queries of each sequence at most, and `seqlen_k` keys
     that there is room for. `lengths` names the profile of lengths that it is measured on (`core.lengths`), or is empty
     for batches of any lengths. A single query is the last one, and neither causal nor a right edge matters.
+
+    Of packed sequences (`varlen`), `batch` is their number, `seqlen_q` and `seqlen_k` are bounds of their lengths, and
+    `total_q` and `total_k` the rows of all of them: as many as there can be where none are given, and of keys as many
+    as of queries where the bounds are the same. `lengths` is as of decoding.
 
     Raises:
         WorkloadError: a field breaks a rule; the message names the rule and the value.
@@ -72,10 +83,13 @@ class Workload:
     page_size: int | None = None
     deterministic: bool = False
     lengths: str = ""
+    total_q: int | None = None
+    total_k: int | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self)
         _check_features(self)
+        _canonical_totals(self)
         if self.direction != "backward":
             object.__setattr__(self, "deterministic", False)
         if self.is_decode and self.seqlen_q == 1:
@@ -87,6 +101,8 @@ class Workload:
     def key(self) -> str:
         """A readable identity, e.g. `fwd-bf16-b4-h32-hk8-sq4096-sk4096-d128-causal`; `parse` reads it back."""
         parts = [SHORT[self.direction], self.dtype, f"b{self.batch}", f"h{self.nheads}", f"hk{self.nheads_k}"]
+        parts += [f"tq{self.total_q}"] if self.total_q != _rooms(self)[0] else []
+        parts += [f"tk{self.total_k}"] if self.total_k != _usual_total_k(self) else []
         parts += [f"sq{self.seqlen_q}", f"sk{self.seqlen_k}", f"d{self.head_dim}"]
         if self.head_dim_v != self.head_dim:
             parts.append(f"dv{self.head_dim_v}")
@@ -99,7 +115,8 @@ class Workload:
         """Read a key or its shorthand, in which tokens may come in any order and defaults may be left out.
 
         `s4096` sets both sequence lengths: `b4-h32-hk8-s4096-d128-causal`. A step of decoding has one query where none
-        are given: `dec-b64-h32-hk8-sk8192-d128-page16`.
+        are given: `dec-b64-h32-hk8-sk8192-d128-page16`. Packed sequences have their rows, if these are fewer than there
+        can be: `b16-h32-hk8-tq32768-s8192-d128-causal-varlen`.
 
         Raises:
             WorkloadError: a token is unknown or repeated, or a needed one is missing.
@@ -125,9 +142,42 @@ class Workload:
         return self.direction == DECODE
 
     @property
+    def is_packed(self) -> bool:
+        """Whether it is a pass over packed sequences."""
+        return self.total_q is not None
+
+    @property
+    def has_profiles(self) -> bool:
+        """Whether the lengths of its sequences reach no host, so that it is measured on profiles of them."""
+        return self.is_decode or self.is_packed
+
+    @property
     def each_length(self) -> tuple[int, ...]:
-        """Keys of each sequence: of decoding those of the profile, else `seqlen_k`."""
-        return lengths_of(self.lengths, self.batch, self.seqlen_k)
+        """Keys of each sequence: of decoding and of packed sequences those of the profile, else `seqlen_k`."""
+        if self.total_k is None:
+            return lengths_of(self.lengths, self.batch, self.seqlen_k)
+        if self._is_self_attention:
+            return self.each_seqlen_q
+        return packed_lengths(RAMP if self.lengths == MIXED else self.lengths, self.batch, self.seqlen_k, self.total_k)
+
+    @property
+    def each_seqlen_q(self) -> tuple[int, ...]:
+        """Queries of each sequence: of packed ones those of the profile, else `seqlen_q`."""
+        if self.total_q is None:
+            return (self.seqlen_q,) * self.batch
+        return packed_lengths(self.lengths, self.batch, self.seqlen_q, self.total_q)
+
+    @property
+    def _is_self_attention(self) -> bool:
+        return (self.total_q, self.seqlen_q) == (self.total_k, self.seqlen_k)
+
+    @property
+    def as_dense(self) -> Workload:
+        """Of packed sequences the call without any that has as many rows, in sequences as long as the longest one."""
+        if self.total_q is None:
+            return self
+        batch = max(1, round(self.total_q / max(1, self.seqlen_q)))
+        return replace(self, varlen=False, lengths="", total_q=None, total_k=None, batch=batch)
 
     @property
     def keys_reached(self) -> int:
@@ -138,27 +188,38 @@ class Workload:
 
     @property
     def profiles(self) -> tuple[Workload, ...]:
-        """What of a step of decoding is measured, itself with each of its profiles of lengths; empty for passes."""
-        if not self.is_decode:
-            return ()
-        return tuple(replace(self, lengths=profile) for profile in profiles_of(self.lengths, self.batch))
+        """What is measured where `has_profiles`, itself with each of its profiles of lengths; else empty."""
+        if self.total_q is not None and self.total_k is not None:
+            sides = {(self.seqlen_q, self.total_q): None, (self.seqlen_k, self.total_k): None}
+            names = packed_profiles(self.lengths, self.batch, tuple(sides))
+        else:
+            names = profiles_of(self.lengths, self.batch) if self.is_decode else ()
+        return tuple(replace(self, lengths=profile) for profile in names)
 
     @property
     def visible_pairs(self) -> int:
         """Query-key pairs of one head that the causal mask and the window leave visible; of the longest sequence."""
-        return self._pairs(self.seqlen_k)
+        return self._pairs(self.seqlen_q, self.seqlen_k)
+
+    @property
+    def all_pairs(self) -> int:
+        """Those of one head and all sequences."""
+        if self.lengths or self.is_packed:
+            return sum(map(self._pairs, self.each_seqlen_q, self.each_length))
+        return self.batch * self.visible_pairs
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the visible pairs (two per multiply-add, softmax not counted)."""
-        pairs = sum(map(self._pairs, self.each_length)) if self.lengths else self.batch * self.visible_pairs
+        pairs = self.all_pairs
         products = 2 * self.nheads * pairs * (self.head_dim + self.head_dim_v)
         return int(BACKWARD_FLOPS_RATIO * products) if self.direction == "backward" else products
 
     @property
     def bytes(self) -> int:
         """Fewest bytes moved through device memory: every tensor once, and the fp32 LSE; of a cache visible keys."""
-        query_rows = self.batch * self.nheads * self.seqlen_q
+        rows = self.batch * self.seqlen_q if self.total_q is None else self.total_q
+        query_rows = self.nheads * rows
         key_rows = self.nheads_k * self._keys_read()
         elements = (query_rows + key_rows) * (self.head_dim + self.head_dim_v)
         copies = 2 if self.direction == "backward" else 1
@@ -170,22 +231,14 @@ class Workload:
         return self.nheads_k * self._keys_read() * (self.head_dim + self.head_dim_v) * DTYPE_BYTES[self.dtype]
 
     def _keys_read(self) -> int:
+        if self.total_k is not None:
+            return self.total_k
         if not self.is_decode:
             return self.batch * self.seqlen_k
         return sum(min(length, self.keys_reached) for length in self.each_length)
 
-    def _pairs(self, seqlen_k: int) -> int:
-        if not self.seqlen_q or not seqlen_k:
-            return 0
-        offset = seqlen_k - self.seqlen_q
-        right = 0 if self.causal else self.window_right
-        end = self.seqlen_q * seqlen_k
-        if right is not None:
-            end = _clamped_sum(self.seqlen_q, offset + right + 1, seqlen_k)
-        start = 0
-        if self.window_left is not None:
-            start = _clamped_sum(self.seqlen_q, offset - self.window_left, seqlen_k)
-        return end - start
+    def _pairs(self, seqlen_q: int, seqlen_k: int) -> int:
+        return visible_pairs(seqlen_q, seqlen_k, self.window_left, 0 if self.causal else self.window_right)
 
     @property
     def specialization(self) -> Specialization:
@@ -195,140 +248,6 @@ class Workload:
     def with_shape(self, **changes: int) -> Workload:
         """The same problem class at another shape."""
         return replace(self, **changes)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Specialization:
-    """What is compiled into a kernel; everything else of a `Workload` is a run-time argument.
-
-    Equal specialization and `Config` give byte-identical source and one binary. `aligned16` promises that every
-    pointer and every stride of q, k, v and out is a multiple of 16 bytes; `offset_tensor` says that the query offset is
-    read from an int32 device tensor of shape (batch,) instead of an integer argument. `aligned_scores` promises that
-    bias and mask are contiguous along the keys, with every other stride a multiple of 16 bytes. `bias_dtype` and
-    `sink_dtype` are empty where they are usual: that of q for a bias, fp32 for sinks. `mods` is the user's own code.
-    `bias_grad` says that a backward pass also computes the gradient of the bias. A backward kernel knows no sinks: they
-    are part of the LSE that it starts from, and their own gradient follows from that. Of decoding, causal and a window
-    are numbers of a launch.
-    """
-
-    direction: str
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    causal: bool = False
-    window: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    sink: bool = False
-    bias: str = ""
-    mask: str = ""
-    varlen: bool = False
-    page_size: int | None = None
-    deterministic: bool = False
-    aligned16: bool = True
-    aligned_scores: bool = True
-    offset_tensor: bool = False
-    bias_dtype: str = ""
-    sink_dtype: str = ""
-    bias_grad: bool = False
-    mods: ScoreMods | None = None
-
-    def __post_init__(self) -> None:
-        if self.direction == "backward":
-            object.__setattr__(self, "sink", False)
-        if self.direction == DECODE:
-            object.__setattr__(self, "causal", False)
-            object.__setattr__(self, "window", False)
-        if self.direction != "backward" or not self.bias:
-            object.__setattr__(self, "bias_grad", False)
-        storage = "fp32" if self.dtype == "tf32" else self.dtype
-        if not self.bias or self.bias_dtype == storage:
-            object.__setattr__(self, "bias_dtype", "")
-        if not self.sink or self.sink_dtype == "fp32":
-            object.__setattr__(self, "sink_dtype", "")
-        if not (self.bias or self.mask):
-            object.__setattr__(self, "aligned_scores", True)
-
-    @classmethod
-    def of(
-        cls,
-        workload: Workload,
-        *,
-        aligned16: bool = True,
-        aligned_scores: bool = True,
-        offset_tensor: bool = False,
-        bias_dtype: str = "",
-        sink_dtype: str = "",
-        bias_grad: bool = False,
-        mods: ScoreMods | None = None,
-    ) -> Specialization:
-        """The specialization that serves `workload`."""
-        window = workload.window_left is not None or workload.window_right is not None
-        variant = (window, aligned16, aligned_scores, offset_tensor, bias_dtype, sink_dtype, bias_grad, mods)
-        return _specialization(_shared(workload), variant)
-
-    @classmethod
-    def parse(cls, text: str) -> Specialization:
-        """Read a `key` back.
-
-        Raises:
-            WorkloadError: a token is unknown, or the direction, dtype or head_dim is missing. A user's score function
-            is named by its digest only and cannot be read back.
-        """
-        values: dict[str, object] = {}
-        for token in tokens_of("a specialization", text):
-            if token in ALL_DIRECTIONS:
-                values["direction"] = ALL_DIRECTIONS[token]
-            else:
-                values |= VARIANTS[token] if token in VARIANTS else fields_of(token, text)
-        values.setdefault("head_dim_v", values.get("head_dim"))
-        known = {f.name for f in fields(cls)}
-        missing = [name for name in ("direction", "dtype", "head_dim") if name not in values]
-        if missing or values.keys() - known:
-            raise WorkloadError(f"a specialization is like fwd-bf16-d128-causal, got {text!r}")
-        for name in ("head_dim", "head_dim_v"):
-            whole_number(name, values[name], 1)
-        return cls(**values)  # type: ignore[arg-type]
-
-    @property
-    def workload_class(self) -> str:
-        """The class of workloads that may share a tuned config, e.g. `fwd-bf16-d128-causal`.
-
-        Of decoding, pages of nearly the same size are one class (`core.lengths.page_class`).
-        """
-        return self._stem(page_class(self.page_size) if self.direction == DECODE else self.page_size)
-
-    def _stem(self, page_size: int | None) -> str:
-        parts = [SHORT[self.direction], self.dtype, f"d{self.head_dim}"]
-        if self.head_dim_v != self.head_dim:
-            parts.append(f"dv{self.head_dim_v}")
-        if page_size:
-            parts.append(f"page{page_size}")
-        return "-".join([*parts, *flag_tokens(self), *(["window"] if self.window else [])])
-
-    @property
-    def key(self) -> str:
-        """As `workload_class`, with the page size, then what is unusual: alignments, dtypes, digests of functions."""
-        parts = [self._stem(self.page_size)]
-        parts += [token for token, value in VARIANTS.items() if token != "window" and _has(self, value)]
-        return "-".join(parts + ([self.mods.key] if self.mods else []))
-
-
-_SHARED = tuple(f.name for f in fields(Specialization) if f.name in {g.name for g in fields(Workload)})
-"""What a specialization takes over from its workload."""
-
-_shared = attrgetter(*_SHARED)
-_VARIANT = ("window", "aligned16", "aligned_scores", "offset_tensor", "bias_dtype", "sink_dtype", "bias_grad", "mods")
-
-
-@functools.lru_cache(maxsize=1024)
-def _specialization(shared: tuple[Any, ...], variant: tuple[Any, ...]) -> Specialization:
-    """One object for equal values: every call of a new length asks for it."""
-    return Specialization(**dict(zip((*_SHARED, *_VARIANT), (*shared, *variant), strict=True)))
-
-
-def _has(spec: Specialization, values: dict[str, object]) -> bool:
-    return all(getattr(spec, name) == value for name, value in values.items())
 
 
 def _canonical_window(workload: Workload) -> None:
@@ -342,6 +261,33 @@ def _canonical_window(workload: Workload) -> None:
         width = getattr(workload, side)
         if width is not None and width >= reach:
             object.__setattr__(workload, side, None)
+
+
+def _is_varlen(w: Workload) -> bool:
+    return w.varlen and w.direction != DECODE
+
+
+def _rooms(w: Workload) -> tuple[int | None, int | None]:
+    """The most rows of queries and of keys that packed sequences can have."""
+    return (w.batch * w.seqlen_q, w.batch * w.seqlen_k) if _is_varlen(w) else (None, None)
+
+
+def _usual_total_k(w: Workload) -> int | None:
+    """What a key does not say."""
+    return w.total_q if w.seqlen_k == w.seqlen_q else _rooms(w)[1]
+
+
+def _canonical_totals(w: Workload) -> None:
+    """Rows that no sequence can have are not there."""
+    for name, room in zip(("total_q", "total_k"), _rooms(w), strict=True):
+        given = getattr(w, name)
+        if room is None:
+            if given is not None:
+                raise WorkloadError(f"{name} is of packed sequences (varlen), got {shown(given)} without them")
+            continue
+        if given is None:
+            given = room if name == "total_q" else _usual_total_k(w)
+        object.__setattr__(w, name, min(whole_number(name, given, 0, None), room))
 
 
 _SIZES = (
@@ -374,14 +320,17 @@ def _check_sizes(w: Workload) -> None:
 def _check_features(w: Workload) -> None:
     if not is_name_in(w.direction, ALL_DIRECTIONS.values()):
         raise WorkloadError(f"direction is forward, backward or decode, got {shown(w.direction)}")
-    if not is_name_in(w.lengths, ("", *PROFILES)) or (w.lengths and not w.is_decode):
-        known = ", ".join(PROFILES)
-        raise WorkloadError(f"lengths of a decode workload are {known} or empty for any, got {shown(w.lengths)}")
     if not is_name_in(w.dtype, DTYPE_BYTES):
         raise WorkloadError(f"dtype is one of {', '.join(DTYPE_BYTES)}, got {shown(w.dtype)}")
     for name, value in zip(_FLAGS, _flag_values(w), strict=True):
         if value is not True and value is not False:
             object.__setattr__(w, name, flag(name, value))
+    known = ALL_PROFILES if _is_varlen(w) else tuple(PROFILES) if w.direction == DECODE else ()
+    if not is_name_in(w.lengths, ("", *known)):
+        raise WorkloadError(
+            f"lengths of a decode workload are {', '.join(PROFILES)} or empty for any, of packed sequences (varlen) "
+            f"{', '.join(ALL_PROFILES)} or empty, and other workloads have none, got {shown(w.lengths)}"
+        )
     for name in ("window_left", "window_right"):
         width = getattr(w, name)
         if width is not None and (type(width) is not int or width < 0):
@@ -391,11 +340,3 @@ def _check_features(w: Workload) -> None:
             raise WorkloadError(f'{name} is "full", "keys" or empty, got {shown(getattr(w, name))}')
     if w.page_size is not None:
         object.__setattr__(w, "page_size", whole_number("page_size", w.page_size, 1))
-
-
-def _clamped_sum(rows: int, start: int, limit: int) -> int:
-    """Sum of min(max(i + start, 0), limit) over i in [0, rows)."""
-    first = min(max(-start, 0), rows)  # rows before it add 0
-    last = min(max(limit - start, first), rows)  # rows from it on add limit
-    count = last - first
-    return count * start + (first + last - 1) * count // 2 + (rows - last) * limit

@@ -80,6 +80,8 @@ class WorkloadRow(Base):
     page_size: Mapped[int | None]
     deterministic: Mapped[bool] = mapped_column(server_default=false())
     lengths: Mapped[str] = mapped_column(server_default="")
+    total_q: Mapped[int | None]
+    total_k: Mapped[int | None]
 
 
 class RecordRow(Base):

@@ -38,7 +38,8 @@ def warmup(
             (`bwd-b1-h32-hk8-s4096-d128-causal`, with `-deterministic` where that will be asked for) and of steps of
             decoding (`dec-b64-h32-hk8-sk8192-d128-page16`), where the batch, the queries of a sequence and the keys
             that there is room for are the most that there will be: all smaller ones are ready, too, and calls with
-            `fixed_split_size`.
+            `fixed_split_size`. Of packed sequences (`b64-h32-hk8-tq16384-s2048-d128-causal-varlen`) the number, the
+            rows and the bounds are the most that there will be, likewise.
         seqlens: also these key lengths of each workload; None takes every config recorded for its specialization class
             and the default one, which covers any length.
         device: GPU index, None the current one. Tensors are taken to be aligned to 16 bytes, as torch's allocator
@@ -116,6 +117,8 @@ def _reachable(
 ) -> set[Config]:
     if workload.is_decode:
         return _reachable_steps(workload, spec, device)
+    if workload.is_packed:
+        return _reachable_packed(workload, spec, device)
     from flashgen.codegen.families import default_config, invalid, usual
     from flashgen.codegen.family import Sizes
     from flashgen.runtime.lookup.ladder import resolve
@@ -152,6 +155,25 @@ def _reachable_steps(workload: Workload, spec: Specialization, device: Device) -
                     seqlen_k=keys,
                 )
                 found.add(served_step(spec, sizes, device, records).config)
+    return found
+
+
+def _reachable_packed(workload: Workload, spec: Specialization, device: Device) -> set[Config]:
+    """The configs of all classes of packed sequences that are not larger than this one; the bounds are of both sides.
+
+    What is nearest does not depend on the number of sequences, which tells records of one class from others alone.
+    """
+    from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
+
+    records, most = serve.records(), PackedSizes.of(workload)
+    choices = records.choices(spec, device)
+    found = {choices.default, *(one.record.config for one in choices.here if one.reason is None)}
+    for rows in _powers_to(most.total_q):
+        for seqlen_q in _powers_to(min(most.seqlen_q, rows)):
+            for seqlen_k in _powers_to(most.seqlen_k):
+                if seqlen_k >= seqlen_q:
+                    sizes = most._replace(batch=1, total_q=rows, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+                    found.add(served_packed(spec, sizes, device, records).config)
     return found
 
 

@@ -19,7 +19,7 @@ from flashgen.core.workload import Specialization, Workload
 PACKAGE = Path(__file__).parents[2] / "flashgen"
 SHAPES = {
     *("direction", "dtype", "batch", "nheads", "nheads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"),
-    *("aligned16", "lengths"),
+    *("aligned16", "lengths", "total_q", "total_k"),
 }
 
 

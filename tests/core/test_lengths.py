@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashgen.core.errors import WorkloadError
-from flashgen.core.lengths import PROFILES, lengths_of, page_class
+from flashgen.core.lengths import ALL_PROFILES, PROFILES, lengths_of, packed_lengths, page_class
 from flashgen.core.nearest import distance, position
 from flashgen.core.workload import Specialization, Workload
 
@@ -61,6 +61,83 @@ def test_what_is_read_and_computed_follows_the_lengths() -> None:
     flops = {name: w.flops // (2 * 32 * 256) for name, w in by_profile.items()}
     assert flops == {"same": 400, "ramp": 301, "tail": 130}
     assert Workload.parse("dec-b4-h32-hk8-sq4-sk2-d128-causal-same").visible_pairs == 3, "two queries see no key"
+
+
+PACKED = "fwd-bf16-b16-h32-hk8-tq32768-sq8192-sk8192-d128-causal-varlen"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        PACKED,
+        f"{PACKED}-tail".replace("fwd", "bwd"),
+        "fwd-bf16-b64-h32-hk8-tq64-sq1-sk8192-d128-varlen-ramp",
+        "fwd-fp16-b8-h2-hk1-tq40-tk300-sq30-sk100-d64-causal-varlen-mixed",
+        "fwd-bf16-b16-h32-hk8-sq512-sk512-d128-varlen",
+    ],
+)
+def test_a_key_of_packed_sequences_is_read_back(key: str) -> None:
+    workload = Workload.parse(key)
+    assert workload.is_packed
+    assert workload.key == key.replace("-tq64-sq1-", "-sq1-"), "as many rows as there can be go without saying"
+    assert Workload.parse(workload.key) == workload
+
+
+def test_rows_that_no_sequence_can_have_are_not_there() -> None:
+    assert Workload.parse("b4-h2-tq9999-s64-d64-varlen").total_q == 4 * 64
+    assert Workload.parse("b4-h2-tq100-s64-d64-varlen").total_k == 100, "those of the queries"
+    assert Workload.parse("b4-h2-tq100-sq64-sk80-d64-varlen").total_k == 4 * 80
+    assert Workload.parse("b4-h2-s64-d64").total_q is None
+    with pytest.raises(WorkloadError, match="total_q is of packed sequences"):
+        Workload.parse("b4-h2-tq100-s64-d64")
+    with pytest.raises(WorkloadError, match="total_k must be at least 0, got -1"):
+        Workload(batch=1, nheads=1, seqlen_q=8, head_dim=64, varlen=True, total_k=-1)
+    with pytest.raises(WorkloadError, match=r"of packed sequences .* same, ramp, tail, mixed or empty"):
+        Workload(batch=1, nheads=1, seqlen_q=8, head_dim=64, varlen=True, lengths="short")
+
+
+@pytest.mark.parametrize("profile", ALL_PROFILES)
+@pytest.mark.parametrize(
+    ("batch", "longest", "total"),
+    [(16, 8192, 32768), (64, 2048, 16384), (7, 10, 70), (7, 10, 69), (5, 100, 3), (3, 50, 51), (1, 9, 4), (4, 8, 0)],
+)
+def test_lengths_of_packed_sequences_fill_the_rows(profile: str, batch: int, longest: int, total: int) -> None:
+    found = packed_lengths(profile, batch, longest, total)
+    assert len(found) == batch
+    assert all(0 <= length <= longest for length in found)
+    assert total - 1 <= sum(found) <= total
+
+
+def test_profiles_of_packed_sequences_differ() -> None:
+    assert packed_lengths("same", 4, 100, 160) == (40, 40, 40, 40)
+    assert packed_lengths("ramp", 4, 79, 160) == (10, 31, 49, 70), "uniform, where the mean is half of the longest"
+    assert packed_lengths("tail", 4, 100, 160) == (100, 20, 20, 20)
+    assert packed_lengths("mixed", 8, 100, 160) == (1, 1, 1, 1, 1, 1, 77, 77)
+    assert [each.lengths for each in Workload.parse(PACKED).profiles] == ["same", "ramp", "tail"]
+    assert [each.lengths for each in Workload.parse("b4-h2-s64-d64-varlen").profiles] == ["same"], "all are full"
+    prefill = Workload.parse("b8-h2-tq40-tk300-sq30-sk100-d64-causal-varlen")
+    assert [each.lengths for each in prefill.profiles] == ["same", "ramp", "tail", "mixed"]
+    mixed = prefill.profiles[-1]
+    assert mixed.each_seqlen_q == (1, 1, 1, 1, 1, 1, 17, 17)
+    assert mixed.each_length == tuple(sorted(mixed.each_length)), "those of a ramp"
+
+
+def test_what_packed_sequences_compute_follows_the_lengths() -> None:
+    same, ramp, tail = Workload.parse("b4-h2-tq160-s79-d64-causal-varlen").profiles
+    assert same.all_pairs == 4 * 40 * 41 // 2
+    assert ramp.all_pairs == sum(n * (n + 1) // 2 for n in (10, 31, 49, 70))
+    assert {each.bytes for each in (same, ramp, tail)} == {2 * (2 * 160 + 2 * 160) * 128 + 4 * 2 * 160}
+    assert Workload.parse("b4-h2-tq160-s79-d64-causal-varlen").as_dense == Workload.parse("b2-h2-s79-d64-causal")
+
+
+def test_packed_sequences_lie_where_dense_ones_of_as_many_rows_do() -> None:
+    here = position(Workload.parse(PACKED))
+    for key, steps in (
+        (PACKED.replace("b16", "b9"), 0),
+        (PACKED.replace("tq32768", "tq131072"), 1),
+        ("b4-h32-hk8-s8192-d128-causal", 0),
+    ):
+        assert distance(here, position(Workload.parse(key))) == pytest.approx(steps), key
 
 
 def test_pages_of_nearly_one_size_are_a_class() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.core.history import UNKNOWN
 from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.settings import child_environment, settings
+from flashgen.core.workload import Workload
 from flashgen.db import files
 from flashgen.db.exchange import import_records
 from flashgen.db.layers import Layers
@@ -551,3 +553,26 @@ def test_profiles_of_lengths_can_be_taken_back(tmp_path: Path) -> None:
     shutil.copyfile(DATA / "schema_0006.sqlite3", path)
     before = contents(path)
     assert taken_back(path, "0007", "0006") == before
+
+
+# --- 0008: a workload of packed sequences has the rows of all of them ------------------------------------------------
+
+
+def test_packed_sequences_without_rows_are_as_long_as_they_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0007.sqlite3", path)
+    before = contents(path)
+    full, part = (Workload.parse(f"b16-h12-{rows}s1024-d64-causal-varlen") for rows in ("", "tq9000-"))
+    with Store.open(path) as store:
+        known = [record.workload for record in store.records()]
+        assert known
+        assert all(workload.total_q is None for workload in known)
+        for workload in (full, part):
+            store.put_record(replace(MEASURED, workload=workload, baselines=()))
+        assert store.record(part, H200) == replace(MEASURED, workload=part, baselines=())
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE workloads SET total_q = NULL, total_k = NULL WHERE key = ?", [full.key])
+    with Store.open(path) as store:
+        assert {record.workload for record in store.records()} == {*known, full, part}
+    shutil.copyfile(DATA / "schema_0007.sqlite3", path)
+    assert taken_back(path, "0008", "0007") == before

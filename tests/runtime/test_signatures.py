@@ -29,7 +29,7 @@ FEATURES = (
 FUNCTIONS = 'int mods=0, Tensor[]? aux=None, Tensor[]? block_mask=None, int[] block_sizes=[], str block_mask_mod=""'
 SEQUENCES = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
-    "int max_seqlen_q=0, int max_seqlen_k=0"
+    "int max_seqlen_q=0, int max_seqlen_k=0, bool batch_invariant=False"
 )
 SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, {PLAIN}) -> Tensor",

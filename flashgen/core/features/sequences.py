@@ -116,6 +116,13 @@ VARLEN = Feature(
             restore=lambda q, k: (q, k),
             is_late=True,
         ),
+        Value(
+            name="batch_invariant",
+            default=False,
+            chooses_code="value",
+            op=(OpArgument(schema="bool batch_invariant=False", default=False),),
+            is_late=True,
+        ),
     ),
     checked=_checked,
     workload=_workload,

@@ -67,6 +67,7 @@ class Features:
         seqused_q: int32 (batch,), how many queries of each sequence are used; all where it is absent.
         seqused_k: the same of the keys.
         max_seqlens: the most queries and keys that a packed sequence has.
+        batch_invariant: whether the bits of a packed sequence must not depend on how many there are beside it.
     """
 
     window: Window = (None, None)
@@ -83,3 +84,4 @@ class Features:
     seqused_q: torch.Tensor | None = None
     seqused_k: torch.Tensor | None = None
     max_seqlens: tuple[int, int] = (0, 0)
+    batch_invariant: bool = False

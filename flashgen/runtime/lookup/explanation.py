@@ -18,7 +18,8 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.lookup.decode_ladder import served_step
 from flashgen.runtime.lookup.few_queries import decode_specialization, keys_seen, served_by_decoding
 from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
-from flashgen.runtime.lookup.ladder import Served, resolve
+from flashgen.runtime.lookup.ladder import Served
+from flashgen.runtime.lookup.packed_ladder import served_pass
 from flashgen.runtime.lookup.records import Records
 
 GENERATED = "generated"
@@ -178,7 +179,7 @@ def explain(
     if workload.is_decode:
         served = served_step(spec, Sizes.of(workload), device, records, config)
     else:
-        served = resolve(workload, spec, device, records, config=config, with_lse=with_lse)
+        served = served_pass(workload, spec, device, records, config=config, with_lse=with_lse)
     decoded, few_queries = None, ""
     if config is None and spec.direction == "forward" and workload.seqlen_q <= MAX_SEQLEN_Q:
         decoded, few_queries = _by_decoding(workload, spec, device, records, own_offset=own_offset)

@@ -76,6 +76,10 @@ class Served:
         """Whether the record was measured for exactly this workload on this device."""
         return self.rung in (FIRST_EXACT, LAST_EXACT)
 
+    def serving(self, config: Config) -> Served:
+        """The same with another config in the place of its own."""
+        return replace(self, config=config)
+
 
 def resolve(
     workload: Workload,
@@ -94,7 +98,7 @@ def resolve(
     """
     served = _walked(workload, spec, device, records, config)
     exact = exact_sibling(served.config, spec) if with_lse else served.config
-    return served if exact == served.config else replace(served, config=exact)
+    return served if exact == served.config else served.serving(exact)
 
 
 def _walked(

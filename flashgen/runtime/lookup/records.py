@@ -91,6 +91,14 @@ def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: D
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseChoices:
+    """Records of calls without packed sequences whose configs may serve packed ones, of this device and of others."""
+
+    here: tuple[Candidate, ...]
+    elsewhere: tuple[Candidate, ...]
+
+
 class Records:
     """The records of all layers by specialization class, read once a class and kept until `flashgen.reload`."""
 
@@ -98,8 +106,9 @@ class Records:
         self._layers = layers
         self._classes: dict[tuple[str, str], tuple[Found, ...]] = {}
         self._choices: dict[tuple[Specialization, Device], Choices] = {}
+        self._dense: dict[tuple[Specialization, Device], DenseChoices] = {}
         self.steps: dict[tuple[Any, ...], Any] = {}
-        """What `decode_ladder` found before, by class of calls."""
+        """What `decode_ladder` and `packed_ladder` found before, by class of calls."""
 
     def of(self, spec: Specialization, device: Device) -> tuple[Found, ...]:
         """Every record of the class on any device of this architecture."""
@@ -124,4 +133,26 @@ class Records:
             if spec.direction == "backward":
                 twins = self.of(replace(spec, deterministic=not spec.deterministic), device)
             found = self._choices[spec, device] = Choices.of(spec, device, default, self.of(spec, device), twins)
+        return found
+
+    def dense(self, spec: Specialization, device: Device) -> DenseChoices:
+        """The dense records for a specialization of packed sequences: of its family, with configs that are valid.
+
+        Raises:
+            UnsupportedError: as of `choices`.
+        """
+        found = self._dense.get((spec, device))
+        if found is None:
+            family = self.choices(spec, device).default.family
+            candidates = [
+                _candidate(record, layer, spec, device)
+                for record, layer in self.of(replace(spec, varlen=False), device)
+                if record.provenance == "measured" and record.config.family == family
+            ]
+            able = [one for one in candidates if one.reason is None]
+            is_here = [one.record.device.identity == device.identity for one in able]
+            found = self._dense[spec, device] = DenseChoices(
+                here=tuple(one for one, here in zip(able, is_here, strict=True) if here),
+                elsewhere=tuple(one for one, here in zip(able, is_here, strict=True) if not here),
+            )
         return found

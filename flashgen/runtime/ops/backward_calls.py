@@ -50,6 +50,11 @@ class BackwardCall:
         return self.forward.q
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether bits must not depend on the batch."""
+        return self.forward.batch_invariant
+
+    @property
     def open_key(self) -> tuple[Any, ...] | None:
         """What backward passes of other sizes have in common with this one."""
         return self.forward.open_key

@@ -67,6 +67,11 @@ class Call:
         return self.with_lse or self.explicit_offset or self.offset_tensor or is_packed(self.features)
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether bits must not depend on the batch, and so neither the config."""
+        return self.features is not None and self.features.batch_invariant
+
+    @property
     def views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v in (batch, head, sequence, head_dim) order."""
         return in_bhsd(self.q, self.k, self.v) if self.bshd else (self.q, self.k, self.v)
@@ -145,6 +150,8 @@ def _workload(
     q, k, v = inputs
     batch, nheads, seqlen_q, head_dim = q.shape
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": k.shape[2]}
+    if "varlen" in features:
+        sizes |= {"total_q": seqlen_q, "total_k": k.shape[2]}
     return Workload(
         dtype="tf32" if call.tf32 and q.dtype == torch.float32 else DTYPES[q.dtype],
         nheads=nheads,

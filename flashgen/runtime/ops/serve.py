@@ -110,13 +110,21 @@ def prepare(call: AnyCall) -> Any:
 
 def _prepared(call: AnyCall) -> Any:
     from flashgen.runtime.lookup.handover import sdpa_backend
-    from flashgen.runtime.lookup.ladder import resolve
+    from flashgen.runtime.lookup.packed_ladder import served_pass
 
     problem, device, index = placed(call)
     workload = problem.workload
     with LOCK:
         with_lse = isinstance(call, Call) and call.with_lse
-        served = resolve(workload, problem.spec, device, records(), config=call.config, with_lse=with_lse)
+        served = served_pass(
+            workload,
+            problem.spec,
+            device,
+            records(),
+            config=call.config,
+            with_lse=with_lse,
+            batch_invariant=call.batch_invariant,
+        )
         if call.open_key is not None and problem.spec.aligned16:
             _open_to_sizes(call.open_key, problem, device, index)
         if isinstance(problem, CheckedCall) and not (problem.call.explicit_offset or problem.call.config):
@@ -356,8 +364,6 @@ def not_on_gpu(workload: Workload, tensor: torch.Tensor) -> str:
 def notice(workload: Workload, served: Served, device: Device) -> None:
     """One line, once a device, direction and process, where nothing measured serves."""
     once = f"{device.identity} {workload.direction}"
-    if workload.varlen:
-        return  # there are no records of packed sequences, and no search makes one
     if served.record is not None or served.rung == 1 or settings().quiet or once in _NOTICED:
         return
     _NOTICED.add(once)

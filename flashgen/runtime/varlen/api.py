@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 import torch
+from torch import are_deterministic_algorithms_enabled
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.features.values import Window
@@ -129,8 +130,10 @@ def attention_varlen(
             are those in it.
         mask_mod: as in `flashgen.attention`, likewise.
         aux: tensors for these functions.
-        deterministic: gradients have the same bits every time, and those of a sequence whatever its neighbours are;
-            `torch.use_deterministic_algorithms` asks for it, too. Outputs always have.
+        deterministic: gradients have the same bits every time, and outputs and gradients of a sequence have them
+            whatever its neighbours are: one config serves batches of all sizes, which is not the fastest for each.
+            `torch.use_deterministic_algorithms` asks for it, too. Without it outputs have the same bits every time, and
+            in all batches that one config serves.
         return_lse: also return the natural logarithm of the row sums, fp32 (nheads, total_q).
 
     Returns:
@@ -160,7 +163,9 @@ def attention_varlen(
             block_mask=None,
             is_traced=is_traced,
         )
-        features = packed_features(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+        is_invariant = bool(deterministic) or are_deterministic_algorithms_enabled()
+        features = packed_features(scores, *lengths, is_invariant)
         one_q, one_k, one_v = one_batch_element(q, k, v)
         bypasses_dispatcher = (
             not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))

@@ -24,6 +24,7 @@ def packed_features(
     seqused_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int | None,
+    batch_invariant: bool = False,
 ) -> Features:
     """The features of scores with the sequences of a call; keys without ends of their own have those of queries.
 
@@ -41,7 +42,8 @@ def packed_features(
         max_seqlen_k = whole_number("max_seqlen_k", max_seqlen_k, 0)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    return _with_sequences(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, (max_seqlen_q, max_seqlen_k))
+    lengths = (max_seqlen_q, max_seqlen_k)
+    return _with_sequences(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, lengths, batch_invariant)
 
 
 def one_batch_element(*tensors: torch.Tensor) -> list[torch.Tensor]:

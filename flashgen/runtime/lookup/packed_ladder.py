@@ -1,0 +1,208 @@
+"""The look-up ladder for packed sequences: from what a host knows of a call to the config that serves it.
+
+Lengths never reach the host, and a new batch must not mean a new kernel. So calls are looked up by class: the number of
+sequences, the rows of all of them, and the bounds of their lengths, each rounded up to a power of two. All calls of a
+class have one config, which is found once:
+
+3., 4. a record of the class on this device, of the user or shipped; of several, one for any lengths comes first
+5. the nearest measured record of this device: of packed sequences within `NEAR`, then of dense ones within it, and then
+   of packed ones anywhere
+6. likewise of another device of the architecture
+7. the nearest predicted record
+8. the default config of the first family that applies, as it fits the class
+
+A dense record serves where its config is valid for packed sequences and of the family whose default would serve: it was
+tuned for the same kernel, while a record of another family may be slower. A call whose bits must not depend on its
+neighbours (`batch_invariant`) is served by the default, whatever its sizes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from flashgen.codegen.families import exact_sibling, poor_at_sizes, usual
+from flashgen.codegen.family import Sizes
+from flashgen.codegen.head_parts import power_of_two
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.lengths import ANY
+from flashgen.core.nearest import Position, distance, packed_position, visible_keys
+from flashgen.core.rungs import RUNGS
+from flashgen.core.workload import Specialization, Workload
+from flashgen.db.layers import PACKAGED, SHIPPED
+from flashgen.runtime.lookup.ladder import (
+    FIRST_EXACT,
+    LAST_EXACT,
+    NEAREST_ELSEWHERE,
+    NEAREST_HERE,
+    PREDICTED,
+    Served,
+    resolve,
+)
+from flashgen.runtime.lookup.records import Candidate, Records
+
+NEAR = 4.0
+"""Steps of `core.nearest`: 4 times both lengths, say, or 256 times the rows."""
+
+INVARIANT = "bits do not depend on the batch, so the default config serves all of them"
+
+
+class PackedSizes(NamedTuple):
+    """What a host knows of packed sequences; `visible_keys` is 0 without a window."""
+
+    batch: int
+    nheads: int
+    nheads_k: int
+    total_q: int
+    seqlen_q: int
+    seqlen_k: int
+    visible_keys: int = 0
+
+    @classmethod
+    def of(cls, workload: Workload) -> PackedSizes:
+        """Those of a workload of packed sequences."""
+        w = workload
+        seen = visible_keys(w.seqlen_k, w.window_left, 0 if w.causal else w.window_right, has_window=has_window(w))
+        return cls(w.batch, w.nheads, w.nheads_k, w.total_q or 0, w.seqlen_q, w.seqlen_k, seen)
+
+    @property
+    def largest(self) -> PackedSizes:
+        """The largest sizes of their class: no length is longer than all rows."""
+        rows = power_of_two(max(self.total_q, 1))
+        return PackedSizes(
+            power_of_two(max(self.batch, 1)),
+            self.nheads,
+            self.nheads_k,
+            rows,
+            min(power_of_two(max(self.seqlen_q, 1)), rows),
+            power_of_two(max(self.seqlen_k, 1)),
+            power_of_two(self.visible_keys) if self.visible_keys else 0,
+        )
+
+    @property
+    def position(self) -> Position:
+        """Where they lie."""
+        rows, group = (self.total_q, self.seqlen_q), self.nheads // self.nheads_k
+        return packed_position(*rows, self.seqlen_k, self.nheads, group, self.visible_keys)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What configs are fitted to: sequences as long as they can be."""
+        return Sizes(
+            batch=self.batch,
+            nheads=self.nheads,
+            nheads_k=self.nheads_k,
+            seqlen_q=self.seqlen_q,
+            seqlen_k=self.seqlen_k,
+        )
+
+
+def served_pass(
+    workload: Workload,
+    spec: Specialization,
+    device: Device,
+    records: Records,
+    *,
+    config: Config | None = None,
+    with_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Served:
+    """What serves a pass: by this ladder where it has packed sequences, else by `flashgen.runtime.lookup.ladder`.
+
+    Raises:
+        ConfigError: the explicit config is not valid here.
+        UnsupportedError: no family supports the call; the message lists each one's reason.
+    """
+    if workload.is_packed and config is None:
+        sizes = PackedSizes.of(workload)
+        return served_packed(spec, sizes, device, records, with_lse=with_lse, batch_invariant=batch_invariant)
+    return resolve(workload, spec, device, records, config=config, with_lse=with_lse)
+
+
+def has_window(w: Workload) -> bool:
+    """Whether a window other than the causal mask is asked for."""
+    return w.window_left is not None or w.window_right is not None
+
+
+def served_packed(
+    spec: Specialization,
+    sizes: PackedSizes,
+    device: Device,
+    records: Records,
+    *,
+    with_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Served:
+    """What serves a call of these sizes, found once for each class.
+
+    Args:
+        spec: what is compiled in.
+        sizes: of the call.
+        device: the GPU.
+        records: all there are.
+        with_lse: whether the call asks for the LSE, or trains.
+        batch_invariant: whether its bits must not depend on its sizes.
+
+    Raises:
+        UnsupportedError: no family supports the call; the message lists each one's reason.
+    """
+    largest = None if batch_invariant else sizes.largest
+    key = (spec, largest, device, with_lse)
+    found: Served | None = records.steps.get(key)
+    if found is None:
+        walked = _walked(spec, largest, device, records)
+        exact = exact_sibling(walked.config, spec) if with_lse else walked.config
+        found = records.steps[key] = walked if exact == walked.config else walked.serving(exact)
+    return found
+
+
+def _walked(spec: Specialization, sizes: PackedSizes | None, device: Device, records: Records) -> Served:
+    choices = records.choices(spec, device)
+    if sizes is None:
+        skipped = tuple(f"{rung}. {RUNGS[rung]}: {INVARIANT}" for rung in range(FIRST_EXACT, PREDICTED + 1))
+        return Served(config=choices.default, rung=8, skipped=skipped)
+    skipped_rungs: list[str] = []
+    for rung, candidates in _rungs(spec, sizes, device, records):
+        why_none = "no such record"
+        for candidate in candidates:
+            record = candidate.record
+            reason = candidate.reason
+            if reason is None and rung > LAST_EXACT:
+                reason = poor_at_sizes(record.config, sizes.sizes)
+            if reason is None:
+                skipped = tuple(skipped_rungs)
+                return Served(config=record.config, rung=rung, record=record, layer=candidate.layer, skipped=skipped)
+            why_none = f"{record.config} cannot serve: {reason}"
+        skipped_rungs.append(f"{rung}. {RUNGS[rung]}: {why_none}")
+    return Served(config=usual(choices.default, spec, sizes.sizes, device), rung=8, skipped=tuple(skipped_rungs))
+
+
+def _rungs(
+    spec: Specialization, sizes: PackedSizes, device: Device, records: Records
+) -> Iterator[tuple[int, Iterable[Candidate]]]:
+    choices, dense = records.choices(spec, device), records.dense(spec, device)
+    here, place = _ranked(choices.here, sizes), sizes.position
+    exact = [one for one in here if spec.mods is None and PackedSizes.of(one.record.workload).largest == sizes]
+    is_shipped = [one.layer.startswith((PACKAGED, SHIPPED)) for one in exact]
+    yield FIRST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if not shipped]
+    yield LAST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if shipped]
+    own = [*[one for one in here if one not in exact], *_ranked(choices.twins, sizes)]
+    yield NEAREST_HERE, _with_dense(place, own, _ranked(dense.here, sizes))
+    yield NEAREST_ELSEWHERE, _with_dense(place, _ranked(choices.elsewhere, sizes), _ranked(dense.elsewhere, sizes))
+    yield PREDICTED, _ranked(choices.predicted, sizes)
+
+
+def _with_dense(place: Position, own: list[Candidate], dense: list[Candidate]) -> list[Candidate]:
+    near = [one for one in own if distance(place, one.position) <= NEAR]
+    return [*near, *[one for one in dense if distance(place, one.position) <= NEAR], *own[len(near) :]]
+
+
+def _ranked(candidates: tuple[Candidate, ...], sizes: PackedSizes) -> list[Candidate]:
+    """The nearest first; of one place those for any lengths, and then those of an earlier layer."""
+    place = sizes.position
+    ranked = [
+        (distance(place, one.position), one.record.workload.lengths != ANY, one.key, number)
+        for number, one in enumerate(candidates)
+    ]
+    return [candidates[number] for *_, number in sorted(ranked)]
