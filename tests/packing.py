@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from flashgen.core.features.dropout import keep_scale
 from flashgen.core.features.values import Features
+from flashgen.reference.philox import kept
 from flashgen.runtime.ops.calls import Call, CheckedCall
 from flashgen.runtime.ops.mods import handle_for, resolve
 from flashgen.runtime.varlen.arguments import one_batch_element, packed_features
 
-SCORES = ("window", "softcap", "alibi_slopes", "sinks")
+SCORES = ("window", "softcap", "alibi_slopes", "sinks", "dropout_p", "rng_state")
 Tensor = torch.Tensor
 
 
@@ -175,6 +177,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, b: int, named: dict[str, Any]) ->
         return q.new_zeros(rows, q.shape[1], v.shape[2]), torch.full((q.shape[1], rows), -math.inf, dtype=q.dtype)
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - torch.where(lse.isinf(), 0.0, lse)[..., None])[..., :columns]
+    if named.get("dropout_p"):
+        nheads, dropout_p = q.shape[1], named["dropout_p"]
+        heads = torch.arange(b * nheads, (b + 1) * nheads)
+        p = p * kept(named["rng_state"].cpu(), dropout_p, heads, rows, columns) * keep_scale(dropout_p)
     return torch.einsum("hqk,khd->qhd", p, v), lse
 
 

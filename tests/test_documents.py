@@ -83,7 +83,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 SPECIALIZATIONS = (
     "fwd-bf16-d128-causal",
     "fwd-bf16-d192-dv128-causal",
-    "fwd-bf16-d128-causal-varlen",
+    "fwd-bf16-d128-causal-varlen-dropout",
     "fwd-bf16-d96-bias-mask",
     "fwd-fp32-d80-softcap-window-offset",
     "fwd-bf16-d192-causal-softcap-alibi-sink-bias-mask-window-scattered",

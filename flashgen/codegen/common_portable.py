@@ -65,5 +65,5 @@ def table_kind(device: Device) -> str:
 
 
 def is_heavy(spec: Specialization) -> bool:
-    """Whether scores depend on more than products, the ends of the keys and a softcap."""
-    return spec.window or spec.alibi or bool(spec.bias) or bool(spec.mask) or spec.mods is not None
+    """Whether weights depend on more than products, the ends of the keys and a softcap."""
+    return spec.window or spec.alibi or bool(spec.bias) or bool(spec.mask) or spec.dropout or spec.mods is not None

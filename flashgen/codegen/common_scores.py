@@ -22,6 +22,9 @@ def score_parameters(spec: Specialization) -> list[Parameter]:
         if kind:
             found.append(Parameter(name=name.capitalize(), type=f"*{element}", aligned16=spec.aligned_scores))
             found += [Parameter(name=stride, type="i64") for stride in score_strides(spec, name, kind)]
+    if spec.dropout:
+        found += [Parameter(name="RngState", type="*i64"), Parameter(name="dropout_threshold", type="i32")]
+        found.append(Parameter(name="dropout_scale", type="fp32"))
     return found
 
 

@@ -66,7 +66,7 @@ class LaunchChecks:
         types = {parameter.name: parameter.type for kernel in kernels for parameter in kernel.parameters}
         described = {name for name, kind in types.items() if kind.startswith("tensordesc")}
         present = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi, "sinks": spec.sink}
-        present |= {"block_mask": spec.mods is not None and spec.mods.block_mask}
+        present |= {"block_mask": spec.mods is not None and spec.mods.block_mask, "rng_state": spec.dropout}
         return cls(
             dtype=TORCH_DTYPES[storage(spec)],
             capability=_only_capability(row, spec),
@@ -83,7 +83,7 @@ class LaunchChecks:
     @property
     def has_packed(self) -> bool:
         """Whether there are tensors that are read without strides."""
-        return self.backward or self.offset == "tensor" or bool(self.features & {"alibi_slopes", "sinks"})
+        return self.backward or self.offset == "tensor" or bool(self.features & {"alibi_slopes", "sinks", "rng_state"})
 
     @property
     def has_aligned_scores(self) -> bool:

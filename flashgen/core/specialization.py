@@ -26,6 +26,7 @@ class Specialization:
     read from an int32 device tensor of shape (batch,) instead of an integer argument. `aligned_scores` promises that
     bias and mask are contiguous along the keys, with every other stride a multiple of 16 bytes. `bias_dtype` and
     `sink_dtype` are empty where they are usual: that of q for a bias, fp32 for sinks. `mods` is the user's own code.
+    `dropout` says that weights are dropped; how many is a number of a launch.
     `bias_grad` says that a backward pass also computes the gradient of the bias. A backward kernel knows no sinks: they
     are part of the LSE that it starts from, and their own gradient follows from that. Of decoding, causal and a window
     are numbers of a launch.
@@ -51,6 +52,7 @@ class Specialization:
     bias_dtype: str = ""
     sink_dtype: str = ""
     bias_grad: bool = False
+    dropout: bool = False
     mods: ScoreMods | None = None
 
     def __post_init__(self) -> None:
@@ -80,12 +82,13 @@ class Specialization:
         bias_dtype: str = "",
         sink_dtype: str = "",
         bias_grad: bool = False,
+        dropout: bool = False,
         mods: ScoreMods | None = None,
     ) -> Specialization:
         """The specialization that serves `workload`."""
         window = workload.window_left is not None or workload.window_right is not None
-        variant = (window, aligned16, aligned_scores, offset_tensor, bias_dtype, sink_dtype, bias_grad, mods)
-        return _specialization(_shared(workload), variant)
+        layout, dtypes = (aligned16, aligned_scores, offset_tensor), (bias_dtype, sink_dtype)
+        return _specialization(_shared(workload), (window, *layout, *dtypes, bias_grad, dropout, mods))
 
     @classmethod
     def parse(cls, text: str) -> Specialization:
@@ -111,6 +114,11 @@ class Specialization:
         return cls(**values)  # type: ignore[arg-type]
 
     @property
+    def is_measured(self) -> bool:
+        """Whether records may be of exactly this: with functions or dropout, one of the same without is the nearest."""
+        return self.mods is None and not self.dropout
+
+    @property
     def workload_class(self) -> str:
         """The class of workloads that may share a tuned config, e.g. `fwd-bf16-d128-causal`.
 
@@ -134,7 +142,8 @@ class Specialization:
         return "-".join(parts + ([self.mods.key] if self.mods else []))
 
 
-_VARIANT = ("window", "aligned16", "aligned_scores", "offset_tensor", "bias_dtype", "sink_dtype", "bias_grad", "mods")
+_LAYOUT = ("aligned16", "aligned_scores", "offset_tensor")
+_VARIANT = ("window", *_LAYOUT, "bias_dtype", "sink_dtype", "bias_grad", "dropout", "mods")
 _SHARED = tuple(f.name for f in fields(Specialization) if f.name not in _VARIANT)
 """What a specialization takes over from its workload."""
 

@@ -41,6 +41,9 @@ rank 5 with the heads that share keys in an axis of their own |
 | `has_seqused_q`, `has_seqused_k` | i32 | 1 where the call says so, or 0 |
 | `sequences` | i32 | how many packed sequences there are |
 | `total_q`, `total_k` | i32 | rows of all of them: seqlen_q and seqlen_k of their one batch element |
+| `RngState` | `*i64` | seed and offset of the bits that drop weights |
+| `dropout_threshold` | i32 | drops a weight whose bits lie below it, in the upper half of a word without a sign |
+| `dropout_scale` | fp32 | what weights that are left are multiplied by |
 | `Aux<n>` | pointer | tensor n of the user's score functions |
 | `Counter` | `*i32` | one integer that is 0 before the first launch, the kernel's own on each stream and capture; the \
 kernel leaves it at 0 |

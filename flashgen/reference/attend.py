@@ -8,12 +8,18 @@ import torch
 
 from flashgen.measure.score_rule import Block, ScoreRule
 from flashgen.reference.functions import ScoreFunctions
+from flashgen.reference.philox import Dropout
 
 Tensor = torch.Tensor
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, functions: ScoreFunctions | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: ScoreRule,
+    functions: ScoreFunctions | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE in float64.
 
@@ -23,6 +29,7 @@ def attend(
         v: (batch, nheads_k, seqlen_k, head_dim_v).
         rule: what happens to a score; its tensors are those of this batch.
         functions: the caller's own.
+        dropout: which weights are dropped.
 
     Returns:
         (batch, nheads, seqlen_q, head_dim_v), and (batch, nheads, seqlen_q).
@@ -30,12 +37,18 @@ def attend(
     (batch, nheads, seqlen_q, _), wide = q.shape, v.shape[3]
     if not batch:
         return q.new_zeros((0, nheads, seqlen_q, wide), dtype=torch.float64), q.new_zeros(q.shape[:3]).double()
-    both = [_of_sequence(q[b], k[b], v[b], b, rule, functions) for b in range(batch)]
+    both = [_of_sequence(q[b], k[b], v[b], b, rule, functions, dropout) for b in range(batch)]
     return torch.stack([out for out, _ in both]), torch.stack([lse for _, lse in both])
 
 
 def _of_sequence(
-    q: Tensor, k: Tensor, v: Tensor, b: int, rule: ScoreRule, functions: ScoreFunctions | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: int,
+    rule: ScoreRule,
+    functions: ScoreFunctions | None,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     """The same of one sequence: tensors of three dimensions."""
     (nheads, rows, _), (units, keys, _) = q.shape, k.shape
@@ -57,7 +70,10 @@ def _of_sequence(
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     safe = total.masked_fill(total == 0, 1.0)
-    out = torch.einsum("ugqk,ukd->ugqd", weights[..., :-1] / safe, v)
+    shares = weights[..., :-1] / safe
+    if dropout is not None:
+        shares = shares * dropout.factors(b * nheads + heads, rows, keys)
+    out = torch.einsum("ugqk,ukd->ugqd", shares, v)
     lse = (top + safe.log()).masked_fill(total == 0, -math.inf)
     return out.flatten(0, 1), lse.flatten(0, 1).squeeze(-1)
 

@@ -11,9 +11,18 @@ from flashgen.core.features.values import BlockMask, Features, Window
 from flashgen.measure.score_rule import ScoreRule
 from flashgen.reference.attend import attend
 from flashgen.reference.functions import ScoreFunctions
+from flashgen.reference.philox import Dropout
 from flashgen.reference.stand_ins import lse_dtype, stand_in, stand_ins
 from flashgen.runtime.argument_types import check_types
-from flashgen.runtime.arguments import CallArguments, check_layout, check_scale, features_of, in_autocast, split_offset
+from flashgen.runtime.arguments import (
+    CallArguments,
+    check_layout,
+    check_scale,
+    drawn_state,
+    features_of,
+    in_autocast,
+    split_offset,
+)
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import UserCallable, resolve
 
@@ -57,6 +66,8 @@ def attention(
     mask_mod: UserCallable | None = None,
     aux: tuple[torch.Tensor, ...] = (),
     block_mask: BlockMask | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -89,6 +100,8 @@ def attention(
         aux: as there.
         block_mask: as there: blocks that it does not list are hidden, and in those that it lists as full every key is
             visible.
+        dropout_p: as there.
+        rng_state: as there: with the same one the same weights are dropped on any device.
         deterministic: without effect.
         return_lse: as there; float32, and float64 for queries in float64.
 
@@ -114,6 +127,8 @@ def attention(
         mask_mod=mask_mod,
         aux=tuple(aux),
         block_mask=block_mask,
+        dropout_p=dropout_p,
+        rng_state=drawn_state(dropout_p, rng_state, q),
         is_traced=False,
     )
     bshd, is_shifted = layout == "bshd", causal or window != (None, None) or alibi_slopes is not None
@@ -122,7 +137,7 @@ def attention(
     q_offset = number if tensor is None else tensor
     one, two, three = (x.transpose(1, 2) if bshd else x for x in (q, k, v))
     rule = rule_of(one, two, features, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale)
-    out, lse = attend(one, two, three, rule, ScoreFunctions.of(features, q.device))
+    out, lse = attend(one, two, three, rule, ScoreFunctions.of(features, q.device), Dropout.of(features))
     out = (out.transpose(1, 2) if bshd else out).to(q.dtype).contiguous()
     return (out, lse.to(lse_dtype(q))) if return_lse else out
 
@@ -138,7 +153,7 @@ def rule_of(
 ) -> ScoreRule:
     """What happens to scores but for the caller's functions, for tensors in bhsd order."""
     left, right = (edge if edge is None else min(edge, FARTHEST) for edge in features.window)
-    plain = replace(features, window=(left, right), mods=0, aux=(), block_mask=None)
+    plain = replace(features, window=(left, right), mods=0, aux=(), block_mask=None, dropout_p=0.0, rng_state=None)
     if isinstance(q_offset, int):
         q_offset = max(-FARTHEST, min(q_offset, FARTHEST))
     return ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, features=plain)

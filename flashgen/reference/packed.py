@@ -13,9 +13,10 @@ from flashgen.core.features.values import Features, Window
 from flashgen.reference.attend import attend
 from flashgen.reference.dense import rule_of
 from flashgen.reference.functions import ScoreFunctions
+from flashgen.reference.philox import Dropout
 from flashgen.reference.stand_ins import lse_dtype, stand_in, stand_ins
 from flashgen.runtime.argument_types import check_types
-from flashgen.runtime.arguments import check_scale, features_of, in_autocast
+from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import UserCallable, resolve
 from flashgen.runtime.varlen.arguments import one_batch_element, packed_features
@@ -45,6 +46,8 @@ def attention_varlen(
     score_mod: UserCallable | None = ...,
     mask_mod: UserCallable | None = ...,
     aux: tuple[torch.Tensor, ...] = ...,
+    dropout_p: float = ...,
+    rng_state: torch.Tensor | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...
@@ -69,6 +72,8 @@ def attention_varlen(
     score_mod: UserCallable | None = ...,
     mask_mod: UserCallable | None = ...,
     aux: tuple[torch.Tensor, ...] = ...,
+    dropout_p: float = ...,
+    rng_state: torch.Tensor | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -92,6 +97,8 @@ def attention_varlen(
     score_mod: UserCallable | None = None,
     mask_mod: UserCallable | None = None,
     aux: tuple[torch.Tensor, ...] = (),
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -118,6 +125,8 @@ def attention_varlen(
         score_mod: as there; gradients flow through it here.
         mask_mod: as there.
         aux: as there.
+        dropout_p: as there.
+        rng_state: as there: with the same one the same weights are dropped on any device.
         deterministic: without effect.
         return_lse: as there; float32, and float64 for queries in float64.
 
@@ -143,6 +152,8 @@ def attention_varlen(
         mask_mod=mask_mod,
         aux=tuple(aux),
         block_mask=None,
+        dropout_p=dropout_p,
+        rng_state=drawn_state(dropout_p, rng_state, q),
         is_traced=False,
     )
     features = packed_features(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
@@ -154,7 +165,8 @@ def attention_varlen(
     for b, (rows, keys) in enumerate(zip(used_q, used_k, strict=True)):
         one, two, three = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
         rule = rule_of(one, two, _of_sequence(scores, b), causal=causal, q_offset=None, softmax_scale=softmax_scale)
-        found, found_lse = attend(one, two, three, rule, ScoreFunctions.of(scores, q.device, b))
+        functions, dropout = ScoreFunctions.of(scores, q.device, b), Dropout.of(scores, b * q.shape[1])
+        found, found_lse = attend(one, two, three, rule, functions, dropout)
         out[rows], lse[:, rows] = found[0].transpose(0, 1), found_lse[0]
     return (out.to(q.dtype), lse.to(lse_dtype(q))) if return_lse else out.to(q.dtype)
 

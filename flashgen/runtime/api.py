@@ -14,6 +14,7 @@ from flashgen.runtime.arguments import (
     CallArguments,
     check_layout,
     check_scale,
+    drawn_state,
     features_of,
     in_autocast,
     requires_gradient,
@@ -67,6 +68,8 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
     mask_mod: UserCallable | None = None,
     aux: tuple[torch.Tensor, ...] = (),
     block_mask: BlockMask | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -86,6 +89,10 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
     `torch.autocast`, q, k and v are cast to its dtype, as torch does it for SDPA. The forward kernels
     are deterministic. Products of float32 are exact (IEEE) unless torch's own switch allows TF32 and the GPU has it:
     `torch.backends.cuda.matmul.fp32_precision = "tf32"` or `torch.set_float32_matmul_precision("high")`.
+
+    With `dropout_p`, weights of the softmax are set to 0 and the others divided by what is left, as SDPA does it; the
+    LSE is that of all. Which ones follows from `rng_state` and their places alone: no config, device or neighbour
+    changes it, and the backward pass finds them again without a mask in memory.
 
     Args:
         q: queries, (batch, nheads, seqlen_q, head_dim), or (batch, seqlen_q, nheads, head_dim) with layout "bshd";
@@ -111,6 +118,11 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
         mask_mod: a function `mask_mod(b, h, q_idx, k_idx, *aux)` in Triton's language, true where a key is visible.
         aux: contiguous tensors that both functions get as pointers.
         block_mask: the blocks that mask_mod leaves, from `flashgen.block_mask`; the others are never loaded.
+        dropout_p: the probability with which a weight is dropped, at least 0 and below 1, to the nearest multiple of
+            2 ** -16. As of SDPA it is the caller's to be 0 in evaluation.
+        rng_state: the seed and the offset of the bits of dropout, int64 (2,) on the GPU; None draws them by torch's
+            generator of the device, so that `torch.manual_seed`, checkpoints and captured CUDA graphs, whose replays
+            draw others, do what they do for torch's own dropout. Without effect where dropout_p is 0.
         deterministic: the same bits of every gradient every time, by kernels whose sums have a fixed order: they take
             some 5 to 20 % longer. `torch.use_deterministic_algorithms(True)` asks for the same.
         return_lse: also return the natural logarithm of the row sums, fp32 (batch, nheads, seqlen_q), which has a
@@ -137,6 +149,7 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
         op: Any
         if (
             softcap
+            or dropout_p
             or window != (None, None)
             or alibi_slopes is not None
             or sinks is not None
@@ -158,6 +171,8 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
                 mask_mod=mask_mod,
                 aux=aux,
                 block_mask=block_mask,
+                dropout_p=dropout_p,
+                rng_state=drawn_state(dropout_p, rng_state, q),
                 is_traced=is_traced,
             )
             is_shifted = causal or window != (None, None) or alibi_slopes is not None

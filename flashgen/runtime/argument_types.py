@@ -110,6 +110,8 @@ _RULES: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("alibi_slopes", "sinks", "bias", "mask"), _optional(check_tensor)),
     "aux": check_tensors,
     "block_mask": _optional(lambda name, value: instance(name, value, BlockMask)),
+    "dropout_p": real_number,
+    "rng_state": _optional(check_tensor),
     "deterministic": _flag,
     "return_lse": _flag,
     "fixed_split_size": _optional(lambda name, value: whole_number(name, value, 1)),

@@ -42,6 +42,8 @@ class CallArguments(TypedDict, total=False):
     mask_mod: UserCallable | None
     aux: tuple[torch.Tensor, ...]
     block_mask: BlockMask | None
+    dropout_p: float
+    rng_state: torch.Tensor | None
     deterministic: bool
 
 
@@ -103,6 +105,17 @@ features_of = features_function(_with_functions)
 It raises `WorkloadError` where one breaks a rule that needs no shapes of q and k. `is_traced` says that torch.compile
 looks on.
 """
+
+
+def drawn_state(dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """The seed and the offset of a call's dropout: what it was given, or two numbers of torch's generator.
+
+    They are drawn on the device of q, so a captured CUDA graph draws others whenever it is replayed, and torch.compile,
+    checkpoints and transforms see an ordinary random operation. A call without dropout has none.
+    """
+    if not dropout_p:
+        return None
+    return torch.randint(MAX_INTEGER, (2,), device=q.device) if rng_state is None else rng_state
 
 
 def bound(call: Callable[..., Any], named: Mapping[str, Any], function: str) -> dict[str, Any]:

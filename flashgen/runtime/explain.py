@@ -74,6 +74,8 @@ def explain(
         raise WorkloadError(f"direction is forward or backward, got {shown(direction)}")
     if config is not None:
         instance("config", config, Config, ConfigError)
+    if arguments["dropout_p"] and arguments["rng_state"] is None:
+        arguments["rng_state"] = q.new_empty(2, dtype=torch.int64)  # what is explained draws no bits
     features = features_of(**{name: arguments[name] for name in FEATURE_ARGUMENTS})
     causal, is_forward = arguments["causal"], direction == "forward"
     is_shifted = causal or features.window != (None, None) or features.alibi_slopes is not None

@@ -115,6 +115,8 @@ OTHERS = {
     "backward_split_bias_softcap_window_4090": Kernel(
         family="portable_backward_split", key="bwd-bf16-d64-softcap-bias-window-dbias", device="rtx 4090"
     ),
+    "forward_d64_dropout_h200": Kernel(family="portable_forward", key="fwd-bf16-d64-causal-dropout", changes=SMALL),
+    "backward_split_dropout_a100": Kernel(family="portable_backward_split", key="bwd-fp16-d64-dropout", device="a100"),
     "hopper_d128_causal_offset": Kernel(family="hopper_forward", key="fwd-bf16-d128-causal-offset"),
     "hopper_d256_gemma": Kernel(family="hopper_forward", key="fwd-bf16-d256-causal-softcap-window"),
     "hopper_d128_causal_packed": Kernel(

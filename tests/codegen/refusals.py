@@ -28,11 +28,11 @@ BATCH, HEADS, HEADS_K, QUERIES, KEYS = 2, 4, 2, 5, 80
 """Rows of 80 keys are multiples of 16 bytes in every dtype."""
 
 TEXTS = {
-    "forward": ("portable_forward", "fwd-fp16-d64-causal-softcap-alibi-sink-bias-keymask-window"),
+    "forward": ("portable_forward", "fwd-fp16-d64-causal-softcap-alibi-sink-bias-keymask-window-dropout"),
     "forward of plain calls": ("portable_forward", "fwd-fp16-d64"),
     "forward with offsets": ("portable_forward", "fwd-fp16-d64-causal-offset"),
     "forward with functions": ("portable_forward", "fwd-fp16-d64"),
-    "backward": ("portable_backward_split", "bwd-fp16-d64-causal-softcap-alibi-bias-keymask-window-dbias"),
+    "backward": ("portable_backward_split", "bwd-fp16-d64-causal-softcap-alibi-bias-keymask-window-dbias-dropout"),
     "backward, fused": ("portable_backward_fused", "bwd-fp32-d64-offset-causal"),
     "Hopper": ("hopper_forward", "fwd-bf16-d64-causal-softcap-sink-bias-keymask-window"),
     "Hopper, backward": ("hopper_backward_fused", "bwd-bf16-d64-causal-window"),
@@ -116,6 +116,8 @@ def fitting(title: str) -> dict[str, Any]:
         "mask": torch.ones(BATCH, 1, 1, KEYS, dtype=torch.bool),
         "aux": (torch.zeros(4, dtype=torch.int32), torch.zeros(4)),
         "block_mask": blocks,
+        "dropout_p": 0.5,
+        "rng_state": torch.zeros(2, dtype=torch.int64),
         "q_offset": torch.zeros(BATCH, dtype=torch.int32) if spec.offset_tensor else None,
     }
     return {name: known[name] for name in inspect.signature(printed(title).function()).parameters if name in known}
@@ -241,6 +243,10 @@ def _of_features(spec: Specialization, arguments: dict[str, Any]) -> list[Row]:
         ("sinks", other_dtype, "sinks is a tensor of torch.float32, got torch.float64"),
         ("sinks", doubled, r"sinks is contiguous, got strides \(2,\)"),
         ("sinks", lambda x: x[1:], r"sinks has the shape \(4,\), got \(3,\)"),
+        ("dropout_p", lambda _: 0.0, "dropout_p is above 0 and below 1, got 0.0"),
+        ("dropout_p", lambda _: 1.0, "dropout_p is above 0 and below 1, got 1.0"),
+        ("rng_state", lambda x: x.int(), "rng_state is a tensor of torch.int64, got torch.int32"),
+        ("rng_state", lambda x: x[:1], r"rng_state has the shape .2,., got .1,."),
         ("bias", lambda _: None, "bias is a tensor of torch.{dtype}, got None"),
         ("bias", other_dtype, "bias is a tensor of torch.{dtype}, got torch.float64"),
         ("bias", lambda x: x[:, :, 1:], r"bias broadcasts to .* here \(2, 4, 5, 80\), got \(2, 1, 4, 80\)"),

@@ -8,6 +8,7 @@ import torch
 
 from flashgen.core.features.values import Features
 from flashgen.measure.verify import LaunchFunction
+from flashgen.reference.philox import Dropout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ class Emulated:
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         seqlen_q, seqlen_k = q.shape[2], k.shape[2]
         offset = torch.as_tensor(seqlen_k - seqlen_q if self.ignore_offset else q_offset).view(-1, 1, 1, 1)
+        factors = dropped(features, q, k)
         m = torch.full(q.shape[:3], float("-inf"), dtype=self.statistics)
         total = torch.zeros(q.shape[:3], dtype=self.statistics)
         acc = torch.zeros(out.shape, dtype=self.accumulator)
@@ -79,7 +81,8 @@ class Emulated:
             values = v[:, :, keys]
             if not self.leak_hidden:
                 values = torch.where((p.amax(-2) > 0)[..., None], values, 0.0)
-            product = self._product(p.to(v.dtype), values)
+            shares = p if factors is None else p * factors[..., keys]
+            product = self._product(shares.to(v.dtype), values)
             acc = (acc.float() * alpha[..., None] + product).to(self.accumulator)
             m = new_m.to(self.statistics)
         log_sum = m.float() + total.float().log()
@@ -142,6 +145,13 @@ class Emulated:
         """What a bias or mask has for some keys, NaN or True as it is in memory for those behind the end."""
         tensor = tensor[(None,) * (4 - tensor.dim())]
         return tensor[..., keys.clamp_max(tensor.shape[3] - 1)]
+
+
+def dropped(features: Features, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """What dropout multiplies weights by, or None."""
+    dropout = Dropout.of(features)
+    heads = torch.arange(q.shape[0] * q.shape[1]).view(q.shape[:2])
+    return None if dropout is None else dropout.factors(heads, q.shape[2], k.shape[2])
 
 
 def _longer(tensor: torch.Tensor, extra: int) -> torch.Tensor:

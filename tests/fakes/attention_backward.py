@@ -9,7 +9,7 @@ import torch
 from flashgen.core.features.values import Features
 from flashgen.launch.backward import BackwardTensors
 from flashgen.launch.plan import BackwardLaunch
-from tests.fakes.attention import Emulated, _longer
+from tests.fakes.attention import Emulated, _longer, dropped
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,8 @@ class EmulatedBackward:
             silent = (weights.amax(-2) == 0)[..., None]
             k, v = torch.where(silent, 0.0, k), torch.where(silent, 0.0, v)
         neg_delta = self._neg_delta(t)
-        dp = product(t.dout, v.mT)
+        dp, factors = product(t.dout, v.mT), dropped(features, t.q, k)
+        dp, shares = (dp, weights) if factors is None else (dp * factors, weights * factors)
         ds = weights * (dp if self.forget_delta else dp + neg_delta[..., None])
         self._write_bias(t, ds)
         ds = (ds if self.forget_slope else ds * slope).to(t.q.dtype)
@@ -65,7 +66,7 @@ class EmulatedBackward:
         dq = self._summed(ds, k) * scale
         if self.double_block:
             dq = dq + scale * product(ds[..., :64], k[:, :, :64])
-        dk, dv = product(ds.mT, t.q) * softmax_scale, product(weights.to(t.q.dtype).mT, t.dout)
+        dk, dv = product(ds.mT, t.q) * softmax_scale, product(shares.to(t.q.dtype).mT, t.dout)
         dk, dv = (each.unflatten(1, (-1, group)) for each in (dk, dv))
         dk, dv = dk[:, :, 0] if self.forget_group else dk.sum(2), dv.sum(2)
         dq[:, -1, -1] *= 1.0 + self.wrong_row

@@ -101,11 +101,14 @@ def _attention(new: Callable[..., torch.Tensor]) -> dict[str, Make]:
     fp32 = functools.partial(new, dtype=torch.float32)
     mask = functools.partial(new, dtype=torch.bool)
     features = {"causal": True, "window": (8, 0), "softcap": 2.0, "q_offset": 3, "softmax_scale": 0.5}
+    state = functools.partial(new, dtype=torch.int64)
     return {
         "plain": lambda: _qkv(new, causal=True),
-        "features": lambda: _qkv(
-            new, **features, alibi_slopes=fp32(4), sinks=fp32(4), bias=new(48, 64), mask=mask(48, 64)
-        ),
+        "features": lambda: {
+            **_qkv(new, **features, alibi_slopes=fp32(4), sinks=fp32(4), bias=new(48, 64), mask=mask(48, 64)),
+            "dropout_p": 0.5,
+            "rng_state": state(2),
+        },
         "functions": lambda: _qkv(new, score_mod=score, mask_mod=visible, aux=(fp32(3),), block_mask=blocks(new)),
         "training": lambda: _qkv(new, q=new(1, 4, 48, 64).requires_grad_(), bias=new(48, 64)),
     }
@@ -160,6 +163,8 @@ def _varlen() -> dict[str, Make]:
             "sinks": fp32(4),
             "seqused_q": ints(2),
             "seqused_k": ints(2),
+            "dropout_p": 0.5,
+            "rng_state": _plain_tensor(2, dtype=torch.int64),
         },
         "functions": lambda: {**packed(), "score_mod": score, "mask_mod": visible, "aux": (fp32(3),)},
     }

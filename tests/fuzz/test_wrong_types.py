@@ -33,7 +33,7 @@ DOORS = tuple(name for name in CALLS if name.startswith("flash_attn."))
 TIMED = ("attention", "attention_decode", "attention_varlen", "append_kv", *DOORS)
 """Calls whose time on the host counts in single microseconds."""
 
-FALSE_IS_ABSENT = {"softcap", "aux"}
+FALSE_IS_ABSENT = {"softcap", "aux", "dropout_p"}
 """Arguments of the call that ask for nothing where they are false, whatever they are."""
 
 CASES = [(name, parameter) for name in CALLS for parameter in parameters(name)]

@@ -12,7 +12,10 @@ Edge = int | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a call asks for beside q, k and v; tensors broadcast to (batch, nheads, seqlen_q, seqlen_k)."""
+    """What a call asks for beside q, k and v; tensors broadcast to (batch, nheads, seqlen_q, seqlen_k).
+
+    `dropped` are factors of the weights: 0 or 1 / (1 - p).
+    """
 
     causal: bool = False
     q_offset: int | torch.Tensor | None = None
@@ -23,6 +26,7 @@ class Rules:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    dropped: torch.Tensor | None = None
 
 
 def attention(
@@ -43,7 +47,7 @@ def attention(
     scores = scores.masked_fill(~visible, -math.inf)
     weights, lse = _softmax(scores, rules.sinks)
     v = v.masked_fill(~visible.any(2)[..., None], 0.0)
-    return weights @ v, lse
+    return (weights if rules.dropped is None else weights * rules.dropped) @ v, lse
 
 
 def unseen_keys(q: torch.Tensor, k: torch.Tensor, rules: Rules) -> torch.Tensor:

@@ -31,20 +31,23 @@ SEQUENCES = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "int max_seqlen_q=0, int max_seqlen_k=0, bool batch_invariant=False"
 )
+DROPOUT = "float dropout_p=0., Tensor? rng_state=None"
 SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, {PLAIN}) -> Tensor",
     "attention_lse": f"(Tensor q, Tensor k, Tensor v, {PLAIN}) -> (Tensor, Tensor)",
-    "attention_features": f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {SEQUENCES}) -> Tensor",
+    "attention_features": (
+        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {SEQUENCES}, {DROPOUT}) -> Tensor"
+    ),
     "attention_features_lse": (
-        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {SEQUENCES}) -> (Tensor, Tensor)"
+        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {SEQUENCES}, {DROPOUT}) -> (Tensor, Tensor)"
     ),
     "attention_train": (
-        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, bool deterministic=False, {SEQUENCES}) "
+        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, bool deterministic=False, {SEQUENCES}, {DROPOUT}) "
         "-> (Tensor, Tensor)"
     ),
     "attention_backward": (
         f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAIN}, {FEATURES}, "
-        f"bool deterministic=False, bool needs_bias_grad=False, bool needs_sink_grad=False, {SEQUENCES}) -> "
+        f"bool deterministic=False, bool needs_bias_grad=False, bool needs_sink_grad=False, {SEQUENCES}, {DROPOUT}) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 }

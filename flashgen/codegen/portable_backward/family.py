@@ -238,7 +238,7 @@ def _scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratc
     return tuple(found)
 
 
-FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "varlen"})
+FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "varlen", "dropout"})
 """Sinks are part of the LSE that a backward pass starts from."""
 
 PORTABLE_BACKWARD_FUSED = KernelFamily(

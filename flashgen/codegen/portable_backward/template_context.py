@@ -13,6 +13,9 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 """What has strides in a backward pass, by its name in the launch vocabulary."""
 
+DROPOUT = ("seed", "place", "dropout_threshold", "dropout_scale")
+"""What says which weights of a tile are dropped."""
+
 
 def values(spec: Specialization, config: Config) -> dict[str, object]:
     """The values of the template for the kernels of one config, by name."""
@@ -63,6 +66,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
     checks_end = is_fused(config) or tiled or spec.varlen
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"bias": bool(spec.bias), "mask": bool(spec.mask)}
+    host |= {"dropout_p": spec.dropout, "rng_state": spec.dropout}
     return {
         "causal": spec.causal,
         "varlen": spec.varlen,
@@ -75,6 +79,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "exact_softcap": spec.dtype == "fp32",
         "hardware_tanh": False,
         "alibi": spec.alibi,
+        "dropout": spec.dropout,
         "bias": spec.bias,
         "mask": spec.mask,
         "bias_grad": spec.bias_grad,
@@ -166,7 +171,7 @@ def _dkdv_arguments(
             found += [f"{name}_base", f"stride_{name}_q", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
         elif kind:
             found.append(name)
-    return found
+    return found + (["n", *DROPOUT] if spec.dropout else [])
 
 
 def _dq_arguments(
@@ -191,7 +196,7 @@ def _dq_arguments(
         if kind:
             found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
             found += [] if spec.aligned_scores else [f"stride_{name}_k"]
-    return found
+    return found + (["m_block", *DROPOUT] if spec.dropout else [])
 
 
 def _score_arguments(spec: Specialization) -> list[str]:

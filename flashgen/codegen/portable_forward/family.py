@@ -178,7 +178,7 @@ DEFAULT_SPILLS = 48
 FEATURES = frozenset(
     {
         *("causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "functions", "q_offset", "deterministic"),
-        "varlen",
+        *("varlen", "dropout"),
     }
 )
 

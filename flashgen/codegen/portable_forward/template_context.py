@@ -46,6 +46,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
     host |= {"aux": bool(spec.mods and spec.mods.aux), "block_mask": has_blocks(spec)}
+    host |= {"dropout_p": spec.dropout, "rng_state": spec.dropout}
     return {
         "causal": spec.causal,
         "varlen": spec.varlen,
@@ -59,6 +60,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "hardware_tanh": tanh(config) == HARDWARE,
         "alibi": spec.alibi,
         "sink": spec.sink,
+        "dropout": spec.dropout,
         "bias": spec.bias,
         "mask": spec.mask,
         "visible_key_range": has_visible_key_range(spec),
@@ -87,7 +89,8 @@ def _cleaning(spec: Specialization, config: Config) -> str:
     """How rows of V that no query sees are kept from the products.
 
     Pointer loads leave out what lies before and behind all visible keys. Descriptors load whole blocks: behind a causal
-    mask the last one can "shift" back. What may be hidden elsewhere needs a "pass" of its own once it made sums NaN.
+    mask the last one can "shift" back, or, where places of dropped weights are counted from its first key, have such
+    "rows" cleared. What may be hidden elsewhere needs a "pass" of its own once it made sums NaN.
     """
     if spec.mask or hides(spec):
         return "pass"
@@ -95,7 +98,9 @@ def _cleaning(spec: Specialization, config: Config) -> str:
         return ""  # what no query of a sequence sees is cleared wherever it may be loaded
     if config["loads"] == "pointer" or not (spec.causal or spec.window):
         return ""
-    return "pass" if spec.window or spec.bias or spec.mods else "shift"
+    if spec.window or spec.bias or spec.mods:
+        return "pass"
+    return "rows" if spec.dropout else "shift"
 
 
 def _has_ends(spec: Specialization) -> bool:
@@ -152,6 +157,7 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         if kind:
             found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
             found += [] if spec.aligned_scores else [f"stride_{name}_k"]
+    found += ["m_block", "seed", "place", "dropout_threshold"] if spec.dropout else []
     return found + mod_step_arguments(spec)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashgen.core.features.declaration import CallFacts, Feature, Gradient, OpArgument, Value
+from flashgen.core.features.dropout import DROPOUT
 from flashgen.core.features.functions import FUNCTIONS
 from flashgen.core.features.positions import CAUSAL, Q_OFFSET, WINDOW
 from flashgen.core.features.promises import DETERMINISTIC, PAGES
@@ -27,6 +28,7 @@ FEATURES: tuple[Feature, ...] = (
     VARLEN,
     PAGES,
     DETERMINISTIC,
+    DROPOUT,
 )
 """Every feature. The order is that of the ops' arguments and of the tokens in keys, so a new row stands last in its
 group."""

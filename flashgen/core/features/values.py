@@ -68,6 +68,8 @@ class Features:
         seqused_k: the same of the keys.
         max_seqlens: the most queries and keys that a packed sequence has.
         batch_invariant: whether the bits of a packed sequence must not depend on how many there are beside it.
+        dropout_p: the probability with which a weight is dropped; 0 is off.
+        rng_state: int64 (2,), the seed and the offset of the bits that say which.
     """
 
     window: Window = (None, None)
@@ -85,3 +87,5 @@ class Features:
     seqused_k: torch.Tensor | None = None
     max_seqlens: tuple[int, int] = (0, 0)
     batch_invariant: bool = False
+    dropout_p: float = 0.0
+    rng_state: torch.Tensor | None = None

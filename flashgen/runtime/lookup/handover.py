@@ -137,7 +137,7 @@ def _why_not_carried_over(
 
 def _sdpa_is_the_same(workload: Workload, spec: Specialization, impl: str) -> bool:
     """Whether torch's call, made the way it was measured, computes this workload for any values of its tensors."""
-    if spec.window or spec.softcap or spec.alibi or spec.sink or spec.mods is not None:
+    if spec.window or spec.softcap or spec.alibi or spec.sink or spec.dropout or spec.mods is not None:
         return False
     if spec.bias or spec.mask:
         # one of them is `attn_mask`, with nothing beside it; rows that see no key are 0 in this backend alone

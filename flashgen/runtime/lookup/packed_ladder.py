@@ -183,7 +183,7 @@ def _rungs(
 ) -> Iterator[tuple[int, Iterable[Candidate]]]:
     choices, dense = records.choices(spec, device), records.dense(spec, device)
     here, place = _ranked(choices.here, sizes), sizes.position
-    exact = [one for one in here if spec.mods is None and PackedSizes.of(one.record.workload).largest == sizes]
+    exact = [one for one in here if spec.is_measured and PackedSizes.of(one.record.workload).largest == sizes]
     is_shipped = [one.layer.startswith((PACKAGED, SHIPPED)) for one in exact]
     yield FIRST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if not shipped]
     yield LAST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if shipped]

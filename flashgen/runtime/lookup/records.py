@@ -61,8 +61,8 @@ class Choices:
             and record.provenance == "measured"
             and (record.config.family == default.family or not spec.deterministic)
         )
-        exact = own["measured"] if spec.mods is None else []
-        same_bits = others if spec.mods is None and not spec.deterministic else ()
+        exact = own["measured"] if spec.is_measured else []
+        same_bits = others if spec.is_measured and not spec.deterministic else ()
         return cls(
             default=default,
             exact=_grouped((one.record.workload, one) for one in exact),

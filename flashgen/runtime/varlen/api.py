@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from flashgen.core.features.values import Window
 from flashgen.core.settings import settings
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
-from flashgen.runtime.arguments import check_scale, features_of, in_autocast, requires_gradient
+from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast, requires_gradient
 from flashgen.runtime.autograd import training
 from flashgen.runtime.ops import forward as ops
 from flashgen.runtime.ops.keys import WITH_LSE, are_plain, can_bypass_dispatcher, tensors_of
@@ -44,6 +44,8 @@ def attention_varlen(
     score_mod: UserCallable | None = ...,
     mask_mod: UserCallable | None = ...,
     aux: tuple[torch.Tensor, ...] = ...,
+    dropout_p: float = ...,
+    rng_state: torch.Tensor | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...
@@ -68,6 +70,8 @@ def attention_varlen(
     score_mod: UserCallable | None = ...,
     mask_mod: UserCallable | None = ...,
     aux: tuple[torch.Tensor, ...] = ...,
+    dropout_p: float = ...,
+    rng_state: torch.Tensor | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -91,6 +95,8 @@ def attention_varlen(
     score_mod: UserCallable | None = None,
     mask_mod: UserCallable | None = None,
     aux: tuple[torch.Tensor, ...] = (),
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -130,6 +136,9 @@ def attention_varlen(
             are those in it.
         mask_mod: as in `flashgen.attention`, likewise.
         aux: tensors for these functions.
+        dropout_p: the probability with which a weight is dropped, as in `flashgen.attention`; the weights of a sequence
+            that are dropped follow from its number, its head and the places in it.
+        rng_state: as in `flashgen.attention`, int64 (2,).
         deterministic: gradients have the same bits every time, and outputs and gradients of a sequence have them
             whatever its neighbours are: one config serves batches of all sizes, which is not the fastest for each.
             `torch.use_deterministic_algorithms` asks for it, too. Without it outputs have the same bits every time, and
@@ -161,6 +170,8 @@ def attention_varlen(
             mask_mod=mask_mod,
             aux=aux,
             block_mask=None,
+            dropout_p=dropout_p,
+            rng_state=drawn_state(dropout_p, rng_state, q),
             is_traced=is_traced,
         )
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)

@@ -1,0 +1,51 @@
+"""Dropout in the text of kernels: who computes it, and what its bits cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.codegen.build import compile_kernel
+from flashgen.codegen.families import FAMILIES, unsupported
+from flashgen.codegen.render import render_command
+from flashgen.core.device import find_device
+from flashgen.core.errors import WorkloadError
+from flashgen.core.workload import Specialization, Workload
+from tests.codegen.goldens import kernel
+
+H200 = find_device("h200")
+PHILOX_ROUNDS, PRODUCTS_A_ROUND, WEIGHTS_A_CALL = 7, 2, 8
+
+
+def test_portable_families_have_it_and_others_refuse_it() -> None:
+    for row in FAMILIES:
+        spec = Specialization.parse(f"{'bwd' if row.direction == 'backward' else 'fwd'}-bf16-d64-dropout")
+        assert unsupported(row, spec, H200) == (None if "portable" in row.id else "it has no dropout")
+
+
+def test_a_specialization_has_it_and_no_workload() -> None:
+    spec = Specialization.parse("fwd-bf16-d128-causal-varlen-dropout")
+    assert spec.key == "fwd-bf16-d128-causal-varlen-dropout"
+    assert spec.workload_class == "fwd-bf16-d128-causal-varlen"
+    assert spec.key in render_command(spec, kernel("forward_d64_dropout_h200")[1])
+    with pytest.raises(WorkloadError, match="'dropout'"):
+        Workload.parse("b1-h1-s64-d64-dropout")
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "loops", "shared_by"),
+    [
+        ("forward_d64_dropout_h200", 0, 2, 8),  # whole blocks, and those with masks
+        ("backward_split_dropout_a100", 1, 1, 4),  # a transposed tile, where bit 0 of the key is another thread's
+        ("backward_split_dropout_a100", 2, 2, 8),
+    ],
+)
+def test_weights_of_a_thread_share_calls_of_philox(name: str, part: int, loops: int, shared_by: int) -> None:
+    spec, config = kernel(name)
+    block = {"block_m": 0, "block_n": 0} if part < 2 else {"dq_block_m": 0, "dq_block_n": 0}
+    warps = config.integer("num_warps" if part < 2 else "dq_num_warps")
+    weights = 1
+    for knob in block:
+        weights *= config.integer(knob)
+    products = compile_kernel(spec, config, H200).parts[part].handle.asm["ptx"].count("mul.hi.u32")
+    calls = weights // (32 * warps) // shared_by
+    assert 0 < products <= loops * calls * PHILOX_ROUNDS * PRODUCTS_A_ROUND
