@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashgen.cli import completion
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import ConfigError, FlashgenError, WorkloadError
@@ -25,7 +26,10 @@ Shape = Annotated[str, typer.Argument(help="A workload, e.g. b4-h32-hk8-s4096-d1
 Target = Annotated[
     str | None,
     typer.Option(
-        "--target", help="A GPU (h100, 'RTX 4090', sm_86, gfx942). Default: the GPU here, else h100.", metavar="GPU"
+        "--target",
+        help="A GPU (h100, 'RTX 4090', sm_86, gfx942). Default: the GPU here, else h100.",
+        metavar="GPU",
+        autocompletion=completion.gpus,
     ),
 ]
 ConfigText = Annotated[
@@ -34,7 +38,12 @@ ConfigText = Annotated[
 ]
 Family = Annotated[
     str | None,
-    typer.Option("--family", help="The default config of this kernel family, whatever would serve.", metavar="ID"),
+    typer.Option(
+        "--family",
+        help="The default config of this kernel family, whatever would serve.",
+        metavar="ID",
+        autocompletion=completion.families,
+    ),
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="A backward pass that gives the same bits every time.")
@@ -49,7 +58,10 @@ Scattered = Annotated[
     bool,
     typer.Option("--scattered", help="A bias or a mask may start anywhere and have any strides, also along the keys."),
 ]
-DeviceName = Annotated[str | None, typer.Option("--device", help="Only of this GPU, e.g. h200.", metavar="GPU")]
+DeviceName = Annotated[
+    str | None,
+    typer.Option("--device", help="Only of this GPU, e.g. h200.", metavar="GPU", autocompletion=completion.gpus),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 FALLBACK_TARGET = "h100"

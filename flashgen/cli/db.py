@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flashgen.cli import db_compare, db_history, output
+from flashgen.cli import completion, db_compare, db_history, output
 from flashgen.cli.arguments import CommandLineError, DeviceName, Json, Shape, named_device, reading
 from flashgen.core.errors import DatabaseError
 from flashgen.core.feature_words import describe
@@ -19,13 +19,21 @@ from flashgen.core.workload import Workload
 app = typer.Typer(
     help="List, show, export, import, verify, compare and merge tuned records, and tell their history.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-Provenance = Annotated[str | None, typer.Option("--provenance", help="Only `measured` or only `predicted` ones.")]
+Provenance = Annotated[
+    str | None,
+    typer.Option(
+        "--provenance",
+        help="Only `measured` or only `predicted` ones.",
+        autocompletion=completion.provenances,
+    ),
+]
 
 
-@app.command("list")
+@app.command("list", short_help="List every record that can serve.")
 def list_(device: DeviceName = None, provenance: Provenance = None, json: Json = False) -> None:
     """List every record that can serve, and the database it comes from."""
     from flashgen.db.layers import Layers
@@ -42,7 +50,7 @@ def list_(device: DeviceName = None, provenance: Provenance = None, json: Json =
         output.say("no records")
 
 
-@app.command()
+@app.command(short_help="Show all that is known of a workload.")
 def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
     """Show all that is known of a workload: its records on every device, and what was tried."""
     from flashgen.db.layers import Layers
@@ -69,7 +77,7 @@ def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
         output.print_fields([*_fields(record), *counts])
 
 
-@app.command()
+@app.command(short_help="Write records to a file that can be given away.")
 def export(
     path: Annotated[Path, typer.Argument(help="The file to write; its name ends in .sqlite3.")],
     device: DeviceName = None,
@@ -115,7 +123,7 @@ def export(
         export_kernels(records, path, jobs, with_helpers=with_helpers)
 
 
-@app.command("import")
+@app.command("import", short_help="Take over the records of a file, or none of them.")
 def import_(
     path: Annotated[Path, typer.Argument(help="A file that `flashgen db export` wrote.")],
     with_binaries: Annotated[
@@ -151,7 +159,7 @@ def _import_records(path: Path) -> None:
     output.say(f"{merged.added} added, {merged.replaced} replaced, {merged.kept} kept as they were in {name}")
 
 
-@app.command()
+@app.command(short_help="Write an installable project of a database.")
 def package(
     name: Annotated[str, typer.Argument(help="A name for the records, e.g. h100_models.", metavar="NAME")],
     path: Annotated[Path, typer.Argument(help="The database to give away.")],
@@ -167,11 +175,11 @@ def package(
     output.say(f"written to {folder}; build it with: python -m build {folder}")
 
 
-app.command()(db_history.history)
-app.command()(db_history.prune)
-app.command()(db_compare.verify)
-app.command()(db_compare.diff)
-app.command()(db_compare.merge)
+app.command(short_help="List the records that a workload has and had.")(db_history.history)
+app.command(short_help="Forget what need not be kept.")(db_history.prune)
+app.command(short_help="Read every page and row; --retime measures again.")(db_compare.verify)
+app.command(short_help="Compare what two databases know.")(db_compare.diff)
+app.command(short_help="Write the records of two databases to a new one.")(db_compare.merge)
 
 
 def _provenance(text: str | None) -> str | None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 QUIET_S = 10.0
 """Plain lines: a search without a new best says at least so often that it is alive."""
 
+BAR_WIDTH = 40
+"""Characters of the bar of a run."""
+
 STAGES = {"search": "searching", "near": "comparing the best", "last": "finals"}
 COLUMNS = (
     "workload",
@@ -167,8 +170,21 @@ class Panel:
             ("time left", duration(progress.left_s)),
         ]
         for label, value in rows:
-            table.add_row(Text(label, style="bold"), Text(printable(value)))
+            table.add_row(Text(label, style="bold"), Text(printable(value), overflow="fold"))
+        table.add_row(Text("done", style="bold"), share_bar(progress.share))
         return table
+
+
+def share_bar(share: float) -> Table:
+    """A bar and a percentage of what is done."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    line = Table.grid(padding=(0, 2))
+    line.add_row(
+        ProgressBar(total=1.0, completed=share, width=BAR_WIDTH), f"{int(100 * share)}%"
+    )  # 100 only at the end
+    return line
 
 
 def progress_line(progress: Progress) -> str:

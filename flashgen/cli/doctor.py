@@ -8,11 +8,14 @@ import os
 import platform
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,7 +23,12 @@ from flashgen._version import __version__
 from flashgen.cli import arguments, output
 from flashgen.cli.arguments import Json
 from flashgen.core.errors import FlashgenError, SettingError
-from flashgen.core.settings import settings, triton_cache
+from flashgen.core.names import meant
+from flashgen.core.settings import VARIABLES, settings, triton_cache, unknown_variables
+
+if TYPE_CHECKING:
+    from flashgen.core.device import Device
+    from flashgen.core.record import TuningRecord
 
 OLDEST_TORCH = (2, 11)
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
@@ -30,12 +38,15 @@ OTHER_PACKAGES: dict[str, tuple[int, ...]] = {
     "optuna": (5,),
     "sqlalchemy": (2,),
     "alembic": (1, 13),
-    "typer": (0, 15),
+    "typer": (0, 20),
     "rich": (13,),
     "platformdirs": (4,),
     "pyyaml": (6,),
 }
 """What flashgen needs beside torch and Triton, and the oldest versions of it, as in pyproject.toml."""
+
+IMPORT_S = 120
+"""Seconds after which an import, from a network file system at worst, does not end any more."""
 
 NVML, OLDEST_NVML = "nvidia-ml-py", (12,)
 WITHOUT_NVML = "no driver version, no clock, and no warning of other processes on the GPU"
@@ -82,7 +93,11 @@ def _answers(name: str, probe: Callable[[], Iterator[Check]]) -> list[Check]:
 
 
 def _software() -> Iterator[Check]:
-    yield Check(name="flashgen", state="ok", detail=f"{__version__}, Python {platform.python_version()}")
+    installed, detail = _version("flashgen"), f"{__version__}, Python {platform.python_version()}"
+    if installed in ("", __version__):  # empty where a checkout is run that is not installed
+        yield Check(name="flashgen", state="ok", detail=detail)
+    else:
+        yield Check(name="flashgen", state="note", detail=f"{detail}; installed is {installed}: install it again")
     for package, oldest in OTHER_PACKAGES.items():
         version, wanted = _version(package), ".".join(map(str, oldest))
         if not version or _numbers(version) < oldest:
@@ -114,6 +129,8 @@ def _triton() -> Iterator[Check]:
 
 
 def _environment() -> Iterator[Check]:
+    for name in unknown_variables():
+        yield Check(name=name, state="note", detail=f"no variable of flashgen's{meant(name, VARIABLES)}")
     found = settings()
     if found.no_compile:
         yield Check(name="FLASHGEN_NO_COMPILE", state="note", detail="1: a call whose kernel is not ready is an error")
@@ -131,9 +148,7 @@ def _gpu() -> Iterator[Check]:
 
     here = arguments.device_here()
     if here is None:
-        is_for_cpus = torch.version.cuda is None and torch.version.hip is None
-        why = " (this torch is built for CPUs)" if is_for_cpus else ""
-        detail = f"none that torch can use{why}: `--target` compiles and ranks for one elsewhere"
+        detail = f"none that torch can use{_why_no_gpu(torch.version)}: `--target` compiles and ranks for one elsewhere"
         yield Check(name="GPU", state="note", detail=detail)
         return
     yield Check(name="GPU", state="ok", detail=f"{here.name} ({here.identity})")
@@ -145,6 +160,19 @@ def _gpu() -> Iterator[Check]:
         yield Check(name="GPU in use", state="note", detail=detail)
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         yield Check(name="C compiler", state="note", detail="none found, and Triton needs one to load its first kernel")
+
+
+def _why_no_gpu(torch_version: Any) -> str:
+    from flashgen.measure import gpu
+
+    if torch_version.cuda is None and torch_version.hip is None:
+        return " (this torch is built for CPUs)"
+    names = gpu.gpus_of_driver()
+    if not names:
+        return ""
+    needs = f"CUDA {torch_version.cuda}" if torch_version.cuda else f"ROCm {torch_version.hip}"
+    hidden = "; CUDA_VISIBLE_DEVICES may hide it, or the driver may be older than this torch needs"
+    return f" (driver {gpu.driver_version() or 'unknown'} has {', '.join(names)}, torch is built for {needs}{hidden})"
 
 
 def _nvml() -> Iterator[Check]:
@@ -165,15 +193,30 @@ def _databases() -> Iterator[Check]:
             detail = f"{counts['records']} records, {counts['trials']} trials: {layer.store.path}"
             name = f"database {layer.name}" if layer.name.startswith((PACKAGED, SHIPPED)) else "database"
             yield Check(name=name, state="ok", detail=detail)
-        if not _is_writable(first):
+        for path in settings().db_layers[1:]:
+            if not path.exists():
+                yield Check(name="database", state="note", detail=f"{path} is not there: FLASHGEN_DB names it in vain")
+        if first.is_symlink() and not first.exists():
+            yield Check(name="database", state="bad", detail=f"{first} is a link that leads nowhere")
+        elif not _is_writable(first):
             detail = f"{first} cannot be written: tuning could store nothing"
             yield Check(name="database", state="note", detail=detail)
         elif not first.exists():
             yield Check(name="database", state="ok", detail=f"{first} will be made by the first tuning")
         here = arguments.device_here()
-        if here is not None and not layers.records(device=here, provenance="measured"):
-            detail = f"none for {here.name}: `flashgen tune` makes them, until then nearest or default configs serve"
-            yield Check(name="records", state="note", detail=detail)
+        if here is not None:
+            yield from _records_of(here, [record for record, _ in layers.records(device=here, provenance="measured")])
+
+
+def _records_of(here: Device, records: Sequence[TuningRecord]) -> Iterator[Check]:
+    if not records:
+        detail = f"none for {here.name}: `flashgen tune` makes them, until then nearest or default configs serve"
+        yield Check(name="records", state="note", detail=detail)
+    triton = _numbers(_version("triton"))
+    others = {record.versions.triton for record in records if _numbers(record.versions.triton) not in ((), triton)}
+    if others and triton:
+        detail = f"measured with Triton {', '.join(sorted(others))}: `flashgen db verify --retime` measures some again"
+        yield Check(name="records", state="note", detail=detail)
 
 
 def _caches() -> Iterator[Check]:
@@ -190,7 +233,7 @@ def _caches() -> Iterator[Check]:
     instead, usual = triton_cache(), Path(knobs.cache.dir)
     if instead is not None:
         yield Check(name="Triton's cache", state="note", detail=f"{usual} cannot be written: {instead} is used")
-    elif _is_writable(usual):
+    elif _is_writable(usual) and not usual.is_file():
         yield Check(name="Triton's cache", state="ok", detail=str(usual))
     else:
         yield Check(name="Triton's cache", state="bad", detail=f"{usual} cannot be written (TRITON_CACHE_DIR)")
@@ -211,12 +254,33 @@ PROBES: dict[str, Callable[[], Iterator[Check]]] = {
 
 def _imported(module: str, version: str, *, name: str = "") -> Check | None:
     """What is wrong with a package that is installed but cannot be imported."""
+    death = _death(module)
+    if death:
+        sys.modules[module] = None  # type: ignore[assignment] # for whoever imports it later: an exception, not the end
+        return Check(name=name or module, state="bad", detail=f"{version} ends the process that imports it: {death}")
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:  # a library that it was built against may be missing
         detail = f"{version} cannot be imported: {' '.join(str(error).split())}"
         return Check(name=name or module, state="bad", detail=detail)
     return None
+
+
+def _death(module: str) -> str:
+    """How a process ends that imports a module, if that is no exception: a library can abort it, or never return."""
+    if module in sys.modules or not sys.executable:
+        return ""
+    line = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it was not done after {IMPORT_S} s"
+    except OSError:
+        return ""  # no process can be started: what is imported here says more
+    if done.returncode == 0 or "Traceback" in done.stderr:
+        return ""
+    said = " ".join(done.stderr.split()[-30:])
+    return said or f"exit code {done.returncode}"
 
 
 def _is_writable(path: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashgen.cli import arguments, output
+from flashgen.cli import arguments, completion, output
 from flashgen.cli.arguments import (
     CommandLineError,
     ConfigText,
@@ -69,7 +69,12 @@ def compile_(
     shape: Shape,
     target: Annotated[
         list[str] | None,
-        typer.Option("--target", help="A GPU; repeat it for several. Default: the GPU here, else h100."),
+        typer.Option(
+            "--target",
+            help="A GPU; repeat it for several. Default: the GPU here, else h100.",
+            metavar="GPU",
+            autocompletion=completion.gpus,
+        ),
     ] = None,
     config: ConfigText = None,
     family: Family = None,

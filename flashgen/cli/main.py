@@ -80,16 +80,16 @@ app = typer.Typer(
     help="Tune, inspect and share FlashAttention kernels that are generated for your shapes and your GPU.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,  # boxes cut words that are too long for a column, and break paragraphs where the source does
     pretty_exceptions_enable=False,
 )
-app.command()(tune)
-app.command()(kernels.render)
-app.command(name="compile")(kernels.compile_)
-app.command(help=kernels.EXPLAIN_HELP)(kernels.explain)
-app.command()(machine.devices)
-app.command()(doctor)
-app.add_typer(db.app, name="db")
+app.command(short_help="Search the fastest kernel of each workload and store it.")(tune)
+app.command(short_help="Print a kernel as source that runs without flashgen.")(kernels.render)
+app.command(name="compile", short_help="Compile a config for any GPU; print what it takes.")(kernels.compile_)
+app.command(help=kernels.EXPLAIN_HELP, short_help="Say which config serves a workload, and why.")(kernels.explain)
+app.command(short_help="List the GPUs that --target names.")(machine.devices)
+app.command(short_help="Say what is missing or wrong on this machine.")(doctor)
+app.add_typer(db.app, name="db", short_help="List, share, compare and verify tuned records.")
 
 
 def _print_version(wanted: bool) -> None:

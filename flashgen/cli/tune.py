@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashgen.cli import output
+from flashgen.cli import completion, output
 from flashgen.cli.arguments import CommandLineError, parse_database, reading
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DeviceError
@@ -54,19 +54,34 @@ class Request:
 def tune(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "-m", help="A model preset, or all, training or serving; repeatable.", metavar="NAME"),
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model preset, or all, training or serving; repeatable.",
+            metavar="NAME",
+            autocompletion=completion.models,
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", "-s", help="A workload, e.g. b4-h32-hk8-s4096-d128-causal; repeatable."),
+        typer.Option(
+            "--shape", "-s", help="A workload, e.g. b4-h32-hk8-s4096-d128-causal; repeatable.", metavar="SHAPE"
+        ),
     ] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", help="A YAML or JSON file in the form of the presets; repeatable."),
+        typer.Option(
+            "--file", "-f", help="A YAML or JSON file in the form of the presets; repeatable.", metavar="FILE"
+        ),
     ] = None,
     family: Annotated[
         list[str] | None,
-        typer.Option("--family", help="Only candidates of this kernel family; repeatable.", metavar="ID"),
+        typer.Option(
+            "--family",
+            help="Only candidates of this kernel family; repeatable.",
+            metavar="ID",
+            autocompletion=completion.families,
+        ),
     ] = None,
     direction: Annotated[
         str | None,
@@ -74,6 +89,7 @@ def tune(
             "--direction",
             help="forward, backward or both, of everything named. Default: as named, a shape without bwd forward.",
             metavar="PASS",
+            autocompletion=completion.directions,
         ),
     ] = None,
     deterministic: Annotated[
@@ -82,7 +98,10 @@ def tune(
     target: Annotated[
         str | None,
         typer.Option(
-            "--target", help="Predict for this GPU (h100, 'RTX 4090', sm_86) without measuring.", metavar="GPU"
+            "--target",
+            help="Predict for this GPU (h100, 'RTX 4090', sm_86) without measuring.",
+            metavar="GPU",
+            autocompletion=completion.gpus,
         ),
     ] = None,
     budget: Annotated[
@@ -93,7 +112,9 @@ def tune(
     ] = "30s",
     database: Annotated[
         Path | None,
-        typer.Option("--db", help="The database to write. Default: the first of FLASHGEN_DB, or the user's."),
+        typer.Option(
+            "--db", help="The database to write. Default: the first of FLASHGEN_DB, or the user's.", metavar="FILE"
+        ),
     ] = None,
     server: Annotated[
         str | None,
@@ -154,6 +175,7 @@ def tune(
     found is saved).
     """
     from flashgen.cli.tune_many import run_on_cluster
+    from flashgen.cli.tune_plan import print_models, print_plan
     from flashgen.codegen import families
     from flashgen.tuning.budget import Budget
     from flashgen.tuning.compile_pool import usable_cpus
@@ -163,7 +185,7 @@ def tune(
     from flashgen.tuning.workloads import collect
 
     if list_models:
-        _list_models(as_json=as_json)
+        print_models(as_json=as_json)
         return
     with reading():
         workloads = collect(
@@ -194,7 +216,7 @@ def tune(
         as_json=as_json,
     )
     if dry_run:
-        _dry_run(request)
+        print_plan(request)
         return
     before = signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's polite kill is a Ctrl-C
     try:
@@ -303,69 +325,6 @@ def print_served(finished: RunFinished, device: Device, request: Request, databa
     behind = "" if request.target_name is None else f" --target {shlex.quote(request.target_name)}"
     output.say(f"  why         {before}flashgen explain {found.key}{behind}")
     output.say(f"  its kernel  {before}flashgen render {found.key}{behind}")
-
-
-def _dry_run(request: Request) -> None:
-    """Print what would be done; nothing is compiled, measured or written."""
-    from flashgen.cli.display import duration
-    from flashgen.db.files import present
-    from flashgen.db.store import Store
-    from flashgen.tuning.tune import plan
-
-    with contextlib.ExitStack() as stack:
-        exists = present(request.database)
-        rows = plan(
-            request.workloads,
-            device=_device_to_plan(request),
-            store=stack.enter_context(Store.open(request.database, read_only=True)) if exists else None,
-            budget=request.budget,
-            measured=request.target is None,
-            jobs=request.jobs,
-            options=request.options,
-        )
-    total_s = sum(row.expected_s for row in rows)
-    if request.as_json:
-        entries = [
-            {
-                "workload": row.workload.key,
-                "status": row.status,
-                "candidates": row.candidates,
-                "stored_trials": row.stored_trials,
-                "expected_s": row.expected_s,
-                "reason": row.reason,
-            }
-            for row in rows
-        ]
-        output.print_json({"workloads": entries, "expected_s": total_s})
-        return
-    output.print_table(
-        ("workload", "would", "candidates", "trials stored", "expected", "reason"),
-        [
-            (r.workload.key, r.status, r.candidates, r.stored_trials, duration(r.expected_s), r.reason or None)
-            for r in rows
-        ],
-    )
-    output.say(f"{len(rows)} workloads, budget {request.budget} each, about {duration(total_s)} in all")
-
-
-def _device_to_plan(request: Request) -> Device:
-    from flashgen.launch.gpu import current_device
-
-    return request.target or current_device(request.index)
-
-
-def _list_models(*, as_json: bool) -> None:
-    from flashgen.tuning.workloads import presets
-
-    if not as_json:
-        columns = ("model", "pass", "workloads", "what")
-        output.print_table(columns, [(p.name, p.direction, len(p.workloads), p.title) for p in presets()])
-        return
-    listed = {}
-    for p in presets():
-        facts = {"title": p.title, "source": p.source, "direction": p.direction}
-        listed[p.name] = {**facts, "workloads": [workload.key for workload in p.workloads]}
-    output.print_json(listed)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -37,6 +37,7 @@ def run_on_cluster(request: Request, address: str) -> tuple[RunFinished, ...]:
             file = stack.enter_context(Store.open(paths[identity]))
             stores[identity] = stack.enter_context(store_of(request, file, device))
         layers = stack.enter_context(Layers.open([*paths.values()]))
+        show = stack.enter_context(make_display(as_json=request.as_json))
         finished = tune_on_stations(
             request.workloads,
             stations=stations,
@@ -44,7 +45,7 @@ def run_on_cluster(request: Request, address: str) -> tuple[RunFinished, ...]:
             budget=request.budget,
             options=request.options,
             neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
-            on_event=make_display(as_json=request.as_json),
+            on_event=show,
         )
     if not request.as_json:
         _report(request, finished, paths)

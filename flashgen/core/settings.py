@@ -26,11 +26,25 @@ import platformdirs
 
 from flashgen.core.errors import SettingError
 from flashgen.core.folders import make_private, own_subfolder, private_temporary, why_not_private
+from flashgen.core.names import meant
 from flashgen.core.quoting import printable
 
 APP = "flashgen"
 USER_DB_NAME = "tuning.sqlite3"
 POLICIES = ("fastest", "generated")
+VARIABLES = (
+    "FLASHGEN_DB",
+    "FLASHGEN_CACHE_DIR",
+    "FLASHGEN_POLICY",
+    "FLASHGEN_BINARIES",
+    "FLASHGEN_SIGNATURES",
+    "FLASHGEN_TRUSTED_KEYS",
+    "FLASHGEN_NO_COMPILE",
+    "FLASHGEN_QUIET",
+    "FLASHGEN_CHECKS",
+)
+"""The table above, for who looks for misspelt ones."""
+
 TRUSTED = "trusted"
 REQUIRED = "required"
 
@@ -59,7 +73,7 @@ def settings() -> Settings:
     """
     policy = os.environ.get("FLASHGEN_POLICY", "fastest")
     if policy not in POLICIES:
-        raise SettingError(f"FLASHGEN_POLICY is one of {', '.join(POLICIES)}, got {policy!r}")
+        raise SettingError(f"FLASHGEN_POLICY is one of {', '.join(POLICIES)}, got {policy!r}{meant(policy, POLICIES)}")
     return Settings(
         db_layers=_db_layers(),
         cache_dir=_private(
@@ -73,6 +87,11 @@ def settings() -> Settings:
         trusted_keys=_trusted_keys(),
         checks=_flag("FLASHGEN_CHECKS"),
     )
+
+
+def unknown_variables() -> list[str]:
+    """Variables of the environment that begin as flashgen's do and are none, in order of their names."""
+    return sorted(name for name in os.environ if name.startswith("FLASHGEN_") and name not in VARIABLES)
 
 
 def child_environment(**extra: str) -> dict[str, str]:

@@ -33,6 +33,20 @@ def driver_version() -> str:
     return str(_ask(lambda nvml: nvml.nvmlSystemGetDriverVersion(), ""))
 
 
+def gpus_of_driver() -> list[str]:
+    """The names of the GPUs that the NVIDIA driver has, whether torch can use them or not; empty if it does not answer.
+
+    The driver counts them all: CUDA_VISIBLE_DEVICES hides none here.
+    """
+
+    def names(nvml: Any) -> list[str]:
+        every = (nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(n)) for n in range(nvml.nvmlDeviceGetCount()))
+        return [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in every]
+
+    found: list[str] = _ask(names, [])
+    return found
+
+
 def sm_clock_mhz(index: int = 0) -> float | None:
     """The SM clock at this moment, None where it cannot be read."""
     clock = _ask(lambda nvml: nvml.nvmlDeviceGetClockInfo(_handle(index), nvml.NVML_CLOCK_SM), None)

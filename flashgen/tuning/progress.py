@@ -21,6 +21,9 @@ from flashgen.tuning.events import (
 )
 from flashgen.tuning.report import peak_share
 
+MOST_OF_A_WORKLOAD = 0.99
+"""What a bar shows at most of a workload that has not ended."""
+
 
 class Progress:
     """Feed it every event of one run with `update`; read the attributes at any time.
@@ -104,6 +107,24 @@ class Progress:
         waiting = self.total - self.ended - (self.workload is not None)
         spent = self._clock() - self._workload_started if self.workload is not None else each
         return waiting * each + max(0.0, each - spent)
+
+    @property
+    def share(self) -> float:
+        """How much of the run is done, from 0 to 1: workloads that ended, and of the current one its budget."""
+        if not self.total:
+            return 0.0
+        return min(1.0, (self.ended + self._workload_share()) / self.total)
+
+    def _workload_share(self) -> float:
+        """The current workload's part of its trials, candidates or seconds; below 1, since finals follow a search."""
+        budget = self._budget
+        if self.workload is None or budget is None:
+            return 0.0
+        trials = min(budget.budget_trials or self.candidates, self.candidates)
+        shares = [self.trials / trials] if trials else []
+        if budget.budget_s:
+            shares.append((self._clock() - self._workload_started) / budget.budget_s)
+        return min(MOST_OF_A_WORKLOAD, max(shares, default=0.0))
 
     def _workload_s(self) -> float | None:
         """Seconds that one workload takes: the budget, else the mean of those that ended, else what this one shows."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from flashgen.cli import doctor
-from flashgen.core.settings import settings
+from flashgen.core.device import find_device
+from flashgen.core.settings import VARIABLES, settings
+from flashgen.db.store import Store
+from flashgen.measure import gpu
 from tests.cli.conftest import ROOT, Invoke
+from tests.db.samples import MEASURED
 
 
 def report(invoke: Invoke) -> dict[str, dict[str, str]]:
@@ -184,3 +191,104 @@ def test_a_package_that_is_missing_or_too_old_is_named(
     assert checks["optuna"]["detail"] == "4.9.1: 5 or newer is needed"
     assert checks["rich"]["detail"] == "missing: 13 or newer is needed"
     assert "jinja2" not in checks
+
+
+def test_a_library_that_kills_its_process_is_a_finding_and_not_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "deadly.py").write_text(r"import os; os.write(2, b'FATAL: no\nlibrary'); os.abort()")
+    (tmp_path / "endless.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "raising.py").write_text("raise OSError('libcuda.so.1: cannot open')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "IMPORT_S", 1)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    check = doctor._imported("deadly", "1.0")
+    assert check is not None
+    assert (check.state, check.detail) == ("bad", "1.0 ends the process that imports it: FATAL: no library")
+    with pytest.raises(ImportError):
+        importlib.import_module("deadly")
+    check = doctor._imported("endless", "1.0")
+    assert check is not None
+    assert "not done after 1 s" in check.detail
+    check = doctor._imported("raising", "1.0")
+    assert check is not None
+    assert check.detail == "1.0 cannot be imported: libcuda.so.1: cannot open"
+
+
+def test_misspelt_variables_are_named(invoke: Invoke, no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_CACH_DIR", "/somewhere")
+    monkeypatch.setenv("FLASHGEN_POLICY", "fastst")
+    settings.cache_clear()
+    checks = report(invoke)
+    assert checks["FLASHGEN_CACH_DIR"]["detail"].endswith("did you mean FLASHGEN_CACHE_DIR?")
+    assert checks["environment"]["detail"].endswith("did you mean fastest?")
+
+
+def test_the_variables_that_doctor_knows_are_those_of_the_settings() -> None:
+    assert set(VARIABLES) == set(re.findall(r"FLASHGEN_[A-Z_]+", sys.modules[settings.__module__].__doc__ or ""))
+
+
+def test_databases_that_are_not_there_are_named(
+    invoke: Invoke, no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.setenv("FLASHGEN_DB", f"{tmp_path / 'loop'}:{tmp_path / 'nowhere.sqlite3'}")
+    settings.cache_clear()
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "bad   database " in result.stdout
+    assert f"{tmp_path / 'loop'} is a link that leads nowhere" in result.stdout
+    assert f"{tmp_path / 'nowhere.sqlite3'} is not there" in result.stdout
+
+
+def test_a_file_in_the_place_of_tritons_cache_is_named(
+    invoke: Invoke, no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    assert report(invoke)["Triton's cache"]["state"] == "bad"
+
+
+def test_versions_that_do_not_match_are_named(invoke: Invoke, h100_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = replace(MEASURED, device=find_device("h100"), versions=replace(MEASURED.versions, triton="3.5.0"))
+    with Store.open(settings().db_layers[0]) as store:
+        store.put_records([record])
+    monkeypatch.setattr(doctor, "_version", lambda name: {"flashgen": "0.0.9", "triton": "3.7.1"}.get(name, "99"))
+    checks = report(invoke)
+    assert checks["flashgen"]["detail"].endswith("installed is 0.0.9: install it again")
+    assert checks["records"]["detail"].startswith("measured with Triton 3.5.0: ")
+
+
+def test_a_gpu_that_the_driver_has_and_torch_has_not_is_named(
+    invoke: Invoke, no_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr(gpu, "gpus_of_driver", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr(gpu, "driver_version", lambda: "535.54.03")
+    found = report(invoke)["GPU"]["detail"]
+    assert "(driver 535.54.03 has NVIDIA H200, torch is built for CUDA 13.0; CUDA_VISIBLE_DEVICES may hide it" in found
+
+
+def test_the_gpus_of_the_driver_are_named_and_a_driver_that_refuses_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nvml:
+        NVMLError = ValueError
+
+        def __init__(self, names: list[object]) -> None:
+            self.names = names
+
+        def nvmlDeviceGetCount(self) -> int:
+            if not self.names:
+                raise ValueError("no permission")
+            return len(self.names)
+
+        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+            return index
+
+        def nvmlDeviceGetName(self, handle: int) -> object:
+            return self.names[handle]
+
+    monkeypatch.setattr(gpu, "_nvml", lambda: Nvml([b"NVIDIA H200", "NVIDIA A100"]))
+    assert gpu.gpus_of_driver() == ["NVIDIA H200", "NVIDIA A100"]
+    monkeypatch.setattr(gpu, "_nvml", lambda: Nvml([]))
+    assert gpu.gpus_of_driver() == []

@@ -154,7 +154,10 @@ def test_text_is_printed_in_one_place_alone() -> None:
         ("cli/display.py", 'sys.stdout.write(to_json(event) + "\\n")'),  # JSON in ASCII
         ("cli/display_many.py", 'sys.stdout.write(to_json(event, station=station) + "\\n")'),
         ("cli/display.py", "self._console.print(printable(line), markup=False, highlight=False)"),
-        ("runtime/ops/serve.py", 'sys.stderr.write(f"{printable(line)}\\n")'),
+        (
+            "cli/display_many.py",
+            "self._bar.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)",
+        ),
     }
 
 

@@ -110,6 +110,26 @@ def test_every_shipped_record_is_listed_within_80_columns(
     assert max(map(len, lines)) <= 80
 
 
+LOSSES = ("workload", "what failed", "ms", "", "reason")
+HARD_ROWS = [
+    ("fwd-bf16-b4-h32-hk8-sq4096-sk4096-d128-causal", "two  spaces, and a word of 70: " + 70 * "x", 1.5, "", None),
+    ("[bold]not markup[/bold]", "größer 東京 \x1b[31m\n", 123456.0, "*", "no family; " * 12),
+]
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 200, None])
+def test_no_width_loses_a_cell(
+    capsys: pytest.CaptureFixture[str], terminal: Callable[[int], None], width: int | None
+) -> None:
+    if width is not None:
+        terminal(width)
+    output.print_table(LOSSES, HARD_ROWS)
+    shown = "".join(click.unstyle(capsys.readouterr().out).split())
+    for cell in (*LOSSES, *(output.text(cell) for row in HARD_ROWS for cell in row)):
+        assert "".join(cell.split()) in shown, cell
+    assert r"\x1b[31m\n" in shown
+
+
 def test_no_rows_print_the_header(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(COLUMNS, [])
     assert capsys.readouterr().out == "name  ms\n"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from flashgen.cli import display
+from flashgen.cli import display, display_many
 from flashgen.codegen.families import default_config
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Workload
@@ -66,6 +68,7 @@ def test_the_panel_shows_trials_best_peak_failures_and_time_left(
     assert "resources" in shown
     assert "time left" in shown
     assert f"[1/2] {WORKLOADS[0].key}: tuned" in shown
+    assert re.search(r"done +━+╸? +99%", shown), shown
 
 
 def test_the_panel_starts_and_stops(events: list[Event]) -> None:
@@ -107,6 +110,61 @@ def test_progress_estimates_the_rest(events: list[Event]) -> None:
     assert progress.ended == 2
     assert progress.left_s == 0.0
     assert sum(progress.failures.values()) > 0
+
+
+def test_the_share_of_a_run_only_grows_and_ends_at_one(events: list[Event]) -> None:
+    progress, shares = Progress(Clock()), []
+    for event in events:
+        progress.update(event)
+        shares.append(progress.share)
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    halves = [share for share, event in zip(shares, events, strict=True) if isinstance(event, WorkloadFinished)]
+    assert halves == [0.5, 1.0]
+    assert len(set(shares)) > 20  # it moves with every trial
+
+
+def test_a_bar_of_a_budget_in_seconds_follows_the_clock_and_waits_for_finals() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    assert progress.share == 0.0
+    progress.update(RunStarted(device=H200, workloads=WORKLOADS, measured=True))
+    progress.update(
+        WorkloadStarted(workload=WORKLOADS[0], candidates=0, resumed_trials=0, budget_trials=None, budget_s=20.0)
+    )
+    clock.now += 10
+    assert progress.share == pytest.approx(0.25)
+    clock.now += 100
+    assert progress.share == pytest.approx(0.495)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_bar_is_as_long_as_what_is_done(share: float) -> None:
+    screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    screen.print(display.share_bar(share))
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{share:.0%}" in shown
+    assert shown.count("━") >= round(share * display.BAR_WIDTH) - 1
+
+
+def test_runs_on_many_gpus_have_a_bar_on_a_terminal_and_lines_elsewhere(
+    events: list[Event], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with display_many.make_display(as_json=False) as show:
+        for event in events:
+            show("node1/0", event)
+    lines = capsys.readouterr().out.splitlines()
+    assert f"node1/0: [2/2] {WORKLOADS[1].key}: tuned" in lines[-1]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "300")
+    with display_many.make_display(as_json=False) as bar:
+        assert isinstance(bar, display_many.StationBar)
+        for event in events:
+            bar("node1/0", event)
+        (task,) = bar._bar.tasks
+        assert (task.completed, task.total) == (2, 2)
+    shown = capsys.readouterr().out
+    assert all(line in shown for line in lines)
 
 
 def test_progress_of_a_budget_in_seconds_counts_down() -> None:

@@ -229,10 +229,10 @@ def test_rules_of_the_backward_op(name: str) -> None:
         training_ops.attention_backward_op(tensors["dout"], None, q, k, v, tensors["out"], torch.empty(1, 4, 48))
 
 
-def test_one_notice_a_direction(gpu: EmulatedGpu, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_notice_a_direction(gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture) -> None:
     for length in (48, 49):
         train(*plain(seqlen_q=length), causal=True, deterministic=True)
-    forward, backward = capsys.readouterr().err.splitlines()
+    forward, backward = (record.getMessage() for record in caplog.records)
     assert "no tuned record for NVIDIA H200" in forward
     assert backward.startswith("flashgen: no tuned record of a backward pass for NVIDIA H200 (sm90-132sm-141gb); the")
     shape = "bwd-bf16-b1-h4-hk2-sq48-sk64-d64-causal-deterministic"

@@ -13,7 +13,7 @@ import pytest
 
 import flashgen
 from flashgen.core.errors import WorkloadError
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import log
 from tests.fakes.gpu import FakeGpu, qkv
 from tests.test_package import HEAVY
 
@@ -48,8 +48,8 @@ def test_no_garbage_is_collected_while_a_plan_is_made(
     gpu: FakeGpu, is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    real = serve.notice
-    monkeypatch.setattr(serve, "notice", lambda *given: (seen.append(gc.isenabled()), real(*given)))
+    real = log.notice
+    monkeypatch.setattr(log, "notice", lambda *given: (seen.append(gc.isenabled()), real(*given)))
     was_on = gc.isenabled()
     try:
         (gc.enable if is_on else gc.disable)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from flashgen.core.settings import settings
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.runtime.lookup.handover import SDPA_IMPLS
-from flashgen.runtime.ops import outputs, runs, serve
+from flashgen.runtime.ops import log, outputs, runs, serve
 from flashgen.runtime.ops.calls import Call, CheckedCall
 from tests.db.samples import H100
 from tests.fakes.gpu import MARK, FakeGpu, OnGpu, qkv, tensor
@@ -230,20 +231,36 @@ def test_nothing_is_built_while_a_graph_is_captured(gpu: FakeGpu, monkeypatch: p
     assert len(gpu.compiled) == 1
 
 
-def test_the_notice_is_one_line_once_with_the_command_to_run(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notice_is_one_line_once_with_the_command_to_run(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     for length in (48, 49):
         flashgen.attention(*qkv(seqlen_q=length), causal=True)
     flashgen.attention(*(x.half() for x in qkv()))
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    (line,) = shown.err.splitlines()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("flashgen", "WARNING")
+    line = record.getMessage()
     assert line.startswith("flashgen: no tuned record for NVIDIA H200 (sm90-132sm-141gb); the default config serves.")
     shape = "bf16-b1-h4-hk2-sq48-sk64-d64-causal"
-    assert f"flashgen tune --shape {shape}  (about {serve.TUNE_SECONDS_PER_WORKLOAD} s)" in line
+    assert line.endswith(f"flashgen tune --shape {shape}  (about {log.TUNE_SECONDS_PER_WORKLOAD} s)")
     assert flashgen.Workload.parse(shape) == workload_of(gpu.prepared[0])
     flashgen.reload()
     flashgen.attention(*qkv())
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(caplog.records) == 2
+
+
+def test_rungs_and_compiles_are_logged_once_and_a_repeated_call_logs_nothing(
+    gpu: FakeGpu, ladder: Ladder, caplog: pytest.LogCaptureFixture
+) -> None:
+    ladder.user(measured())
+    with caplog.at_level("DEBUG", logger="flashgen"):
+        tensors = qkv(batch=2, nheads=4, seqlen_q=64, dim=128)
+        flashgen.attention(*tensors, causal=True)
+        said = [(record.levelname, record.getMessage()) for record in caplog.records]
+        flashgen.attention(*tensors, causal=True)
+    assert said == [(record.levelname, record.getMessage()) for record in caplog.records]
+    (level, rung), (other, compiled) = said
+    assert (level, other) == ("DEBUG", "INFO")
+    assert re.search(rf" is served by rung [35], .*: {re.escape(str(gpu.planned[0][1]))}$", rung), rung
+    assert re.fullmatch(rf"compiled {re.escape(str(gpu.planned[0][1]))} for fwd-\S+ in \d+\.\d\d s", compiled), compiled
 
 
 @pytest.mark.parametrize("kind", ["exact", "nearest", "another device", "predicted", "quiet"])
@@ -252,6 +269,7 @@ def test_there_is_no_notice_where_a_record_serves_or_nobody_wants_it(
     gpu: FakeGpu,
     ladder: Ladder,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape = CAUSAL.with_shape(batch=1, nheads=4, nheads_k=2, seqlen_q=48, seqlen_k=64)
@@ -268,7 +286,7 @@ def test_there_is_no_notice_where_a_record_serves_or_nobody_wants_it(
         ladder.user(record)
     flashgen.attention(*qkv(dim=128), causal=True)
     assert gpu.planned[0][1] == (record.config if record else default(shape))
-    assert capsys.readouterr().err == ""
+    assert (capsys.readouterr().err, caplog.records) == ("", [])
 
 
 def workload_of(call: Call) -> flashgen.Workload:

@@ -7,8 +7,8 @@ the arguments that choose code. A hit costs one dictionary look-up; no SQL, no e
 from __future__ import annotations
 
 import functools
-import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +22,7 @@ from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.core.quoting import printable
 from flashgen.core.settings import settings
 from flashgen.core.workload import DECODE, Specialization, Workload
+from flashgen.runtime.ops import log
 from flashgen.runtime.ops.backward_calls import BackwardCall, CheckedBackwardCall
 from flashgen.runtime.ops.calls import Call, CheckedCall
 
@@ -32,9 +33,6 @@ AnyCheckedCall = CheckedCall | CheckedBackwardCall
 
 MEMO_LIMIT = 65536
 """Plans kept; a process that sees more shapes than this starts over rather than growing for ever."""
-
-TUNE_SECONDS_PER_WORKLOAD = 30
-"""What `flashgen tune` takes for one workload by default, said in the notice of the first call."""
 
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel
@@ -67,7 +65,6 @@ FORGETTING: list[Callable[[], None]] = []
 
 LOCK = threading.RLock()
 _STATE = threading.local()
-_NOTICED: set[str] = set()
 
 
 def remember(key: tuple[Any, ...], run: Run | FeatureRun | BackwardRun) -> None:
@@ -88,7 +85,7 @@ def reload() -> None:
         _OPEN.clear()
         _SEEN.clear()
         TRAINABLE.clear()
-        _NOTICED.clear()
+        log.forget()
         settings.cache_clear()
         _records.cache_clear()
         for forget in FORGETTING:
@@ -131,7 +128,8 @@ def _prepared(call: AnyCall) -> Any:
             run = _decoded(problem, device, index)
             if run is not None:
                 return run
-        notice(workload, served, device)
+        log.notice(workload, served, device)
+        log.served_by(workload, served)
         backend = None if call.generated_only else sdpa_backend(workload, problem.spec, served)
         if backend is None:
             return built(problem.spec, served, device, index, lambda *kernel: _bound(problem, *kernel))
@@ -325,7 +323,9 @@ def compiled(spec: Specialization, config: Config, device: Device, index: int) -
                 f"FLASHGEN_NO_COMPILE forbids compiling outside warmup, and {config} for {spec.key} is not compiled; "
                 "add its shapes to the flashgen.warmup call"
             )
+        started = time.perf_counter()
         found = _KERNELS[key] = build.compile_kernel(spec, config, device)
+        log.compiled_in(time.perf_counter() - started, config, spec)
         binaries.write(found, spec, config)
     return found
 
@@ -359,21 +359,6 @@ def records() -> Records:
 def not_on_gpu(workload: Workload, tensor: torch.Tensor) -> str:
     """The message of the error for tensors that are not on a GPU."""
     return f"no kernel family serves {workload.key} on {tensor.device}: all of them run on GPUs"
-
-
-def notice(workload: Workload, served: Served, device: Device) -> None:
-    """One line, once a device, direction and process, where nothing measured serves."""
-    once = f"{device.identity} {workload.direction}"
-    if served.record is not None or served.rung == 1 or settings().quiet or once in _NOTICED:
-        return
-    _NOTICED.add(once)
-    is_forward = workload.direction == "forward"
-    about, shape = ("", workload.key.removeprefix("fwd-")) if is_forward else (" of a backward pass", workload.key)
-    line = (
-        f"flashgen: no tuned record{about} for {device.name} ({device.identity}); the default config serves. "
-        f"Tune with: flashgen tune --shape {shape}  (about {TUNE_SECONDS_PER_WORKLOAD} s)"
-    )
-    sys.stderr.write(f"{printable(line)}\n")
 
 
 def warm(calls: Iterable[tuple[Specialization, Config]], device: Device, index: int) -> int:

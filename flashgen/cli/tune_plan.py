@@ -1,0 +1,76 @@
+"""What `flashgen tune` would do: `--dry-run` and `--list-models`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from flashgen.cli import output
+from flashgen.core.device import Device
+
+if TYPE_CHECKING:
+    from flashgen.cli.tune import Request
+
+
+def print_plan(request: Request) -> None:
+    """Print what would be done; nothing is compiled, measured or written."""
+    from flashgen.cli.display import duration
+    from flashgen.db.files import present
+    from flashgen.db.store import Store
+    from flashgen.tuning.tune import plan
+
+    with contextlib.ExitStack() as stack:
+        exists = present(request.database)
+        rows = plan(
+            request.workloads,
+            device=_device_to_plan(request),
+            store=stack.enter_context(Store.open(request.database, read_only=True)) if exists else None,
+            budget=request.budget,
+            measured=request.target is None,
+            jobs=request.jobs,
+            options=request.options,
+        )
+    total_s = sum(row.expected_s for row in rows)
+    if request.as_json:
+        entries = [
+            {
+                "workload": row.workload.key,
+                "status": row.status,
+                "candidates": row.candidates,
+                "stored_trials": row.stored_trials,
+                "expected_s": row.expected_s,
+                "reason": row.reason,
+            }
+            for row in rows
+        ]
+        output.print_json({"workloads": entries, "expected_s": total_s})
+        return
+    output.print_table(
+        ("workload", "would", "candidates", "trials stored", "expected", "reason"),
+        [
+            (r.workload.key, r.status, r.candidates, r.stored_trials, duration(r.expected_s), r.reason or None)
+            for r in rows
+        ],
+    )
+    output.say(f"{len(rows)} workloads, budget {request.budget} each, about {duration(total_s)} in all")
+
+
+def print_models(*, as_json: bool) -> None:
+    """Print the presets that ship with flashgen."""
+    from flashgen.tuning.workloads import presets
+
+    if not as_json:
+        columns = ("model", "pass", "workloads", "what")
+        output.print_table(columns, [(p.name, p.direction, len(p.workloads), p.title) for p in presets()])
+        return
+    listed = {}
+    for p in presets():
+        facts = {"title": p.title, "source": p.source, "direction": p.direction}
+        listed[p.name] = {**facts, "workloads": [workload.key for workload in p.workloads]}
+    output.print_json(listed)
+
+
+def _device_to_plan(request: Request) -> Device:
+    from flashgen.launch.gpu import current_device
+
+    return request.target or current_device(request.index)
