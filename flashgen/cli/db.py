@@ -234,8 +234,8 @@ def _rate(record: TuningRecord) -> str:
 
 
 def _other_times(record: TuningRecord) -> list[tuple[str, output.Cell]]:
-    """What it took on hard data, or a step of decoding on other profiles of lengths."""
-    if not record.workload.is_decode or record.measurement is None:
+    """What it took on hard data, or decoding and packed sequences on other profiles of lengths."""
+    if not record.workload.has_profiles or record.measurement is None:
         return [("on hard data", _hard_time(record))]
     return [(f"on {profile}", f"{output.text(ms)} ms") for profile, ms in record.measurement.profile_ms.items()]
 

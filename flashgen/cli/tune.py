@@ -57,7 +57,7 @@ def tune(
         typer.Option(
             "--model",
             "-m",
-            help="A model preset, or all, training or serving; repeatable.",
+            help="A model preset, or all, training, serving or packed; repeatable.",
             metavar="NAME",
             autocompletion=completion.models,
         ),

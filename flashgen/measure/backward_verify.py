@@ -34,7 +34,7 @@ from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
 from flashgen.launch.backward import BackwardTensors
 from flashgen.measure.backward_inputs import dbias_shape, written
-from flashgen.measure.backward_reference import exact_gradients, rounded_gradients
+from flashgen.measure.backward_reference import ExactGradients, Gradients, exact_gradients, rounded_gradients
 from flashgen.measure.score_rule import ScoreRule
 from flashgen.measure.verify import (
     FP32_MEAN_ULPS,
@@ -116,13 +116,21 @@ def backward_oracle_of(
     """
     t, shape = tensors, dbias_shape(tensors)
     rule = ScoreRule.of(t.q, t.k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, features=features)
-    unit, usual_score, least = _precision(t.q.dtype, tf32=tf32)
+    unit, usual_score, least = noise_of(t.q.dtype, tf32=tf32)
     right = exact_gradients(
         t.q, t.k, t.v, t.dout, rule, dlse=t.dlse, bias_shape=shape, least=least, usual_score=usual_score
     )
+    usual = rounded_gradients(t.q, t.k, t.v, t.dout, rule, dlse=t.dlse, bias_shape=shape, tf32=tf32)
+    return judged_gradients(t, right, usual, unit, tf32=tf32)
+
+
+def judged_gradients(
+    tensors: BackwardTensors, right: ExactGradients, usual: Gradients, unit: float, *, tf32: bool
+) -> BackwardOracle:
+    """The tolerances that follow from the oracle's gradients and eager attention's; it writes what a pass is given."""
+    t = tensors
     t.out.copy_(right.forward.out)
     t.lse.copy_(right.forward.lse)
-    usual = rounded_gradients(t.q, t.k, t.v, t.dout, rule, dlse=t.dlse, bias_shape=shape, tf32=tf32)
     found = {}
     for name, tensor in written(t).items():
         values = _rows_of(name, right.gradients[name].reshape(tensor.shape))
@@ -132,7 +140,7 @@ def backward_oracle_of(
     return BackwardOracle(gradients=found, neg_delta=_expected_delta(t))
 
 
-def _precision(dtype: torch.dtype, *, tf32: bool) -> tuple[float, float, float]:
+def noise_of(dtype: torch.dtype, *, tf32: bool) -> tuple[float, float, float]:
     """What one rounding is, and for the noise the usual size of a score and the smallest number.
 
     Below its smallest normal number, a GPU takes fp32 for 0; fp16 goes on down there, in steps that shrink no more.

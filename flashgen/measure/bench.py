@@ -27,7 +27,7 @@ from flashgen.measure.backward_verification_case import BackwardFactory
 from flashgen.measure.data_kinds import NORMAL, hard_kind
 from flashgen.measure.decode_case import DecodeFactory
 from flashgen.measure.decode_launch import decode_factory
-from flashgen.measure.directions import DIRECTIONS, VerificationCase
+from flashgen.measure.directions import VerificationCase, direction_of
 from flashgen.measure.inputs import rotation_copies
 from flashgen.measure.odd_shapes import Factory, Titled, check_odd
 from flashgen.measure.protocol import specialization
@@ -137,7 +137,7 @@ class State:
 
     `baselines` holds what was made ready of torch's backends and, where none can run, of the default config, by name;
     None is what cannot run. `hard` is the workload on its hard data, once that was asked for. `profiles` are the other
-    profiles of lengths that a step of decoding is measured on, by name; `problem` is the first one.
+    profiles of lengths that decoding and packed sequences are measured on, by name; `problem` is the first one.
     """
 
     workload: Workload
@@ -241,7 +241,7 @@ class Bench:
         announce("build")
         factory = self._toolchain.factory(spec, config)
         announce("verify")
-        repeats = DIRECTIONS[spec.direction].repeats if self._toolchain.is_deterministic(config) else 0
+        repeats = direction_of(spec).repeats if self._toolchain.is_deterministic(config) else 0
         odd = self._odd_verdict(spec, config, factory, repeats, out_alone=out_alone)
         if odd is not None:
             return odd
@@ -250,7 +250,9 @@ class Bench:
             verdict = state.problem.run(factory, repeats, out_alone=out_alone)
             for name, case in state.profiles.items():
                 if not isinstance(verdict, Failure):
-                    verdict = _on("lengths of the profile " + name, case.run(factory, repeats), verdict)
+                    verdict = _on(
+                        "lengths of the profile " + name, case.run(factory, repeats, out_alone=out_alone), verdict
+                    )
             if hard is None or isinstance(verdict, Failure):
                 return verdict
             return _on("hard data", hard.run(factory, repeats, out_alone=out_alone), verdict)
@@ -306,7 +308,7 @@ class Bench:
 
     def _problem(self, workload: Workload, data: str) -> VerificationCase:
         copies = rotation_copies(workload, self._device.l2_bytes)
-        return DIRECTIONS[workload.direction].problem(workload, copies, INPUT_SEED, self._where, data)
+        return direction_of(workload).problem(workload, copies, INPUT_SEED, self._where, data)
 
     def _odd_verdict(
         self, spec: Specialization, config: Config, factory: Factory, repeats: int, *, out_alone: bool
@@ -314,14 +316,14 @@ class Bench:
         key = (spec, config)
         if key not in self._odd_verdicts:
             if spec not in self._odd:
-                self._odd[spec] = DIRECTIONS[spec.direction].odd_problems(spec, self._where)
+                self._odd[spec] = direction_of(spec).odd_problems(spec, self._where)
             self._odd_verdicts[key] = check_odd(factory, self._odd[spec], repeats, out_alone=out_alone)
         return self._odd_verdicts[key]
 
     def _sdpa_unit(self, state: State, impl: str) -> Unit | None:
         if self._where.type != "cuda":
             return None
-        found = DIRECTIONS[state.workload.direction].baseline(impl, state.workload, state.problem)
+        found = direction_of(state.workload).baseline(impl, state.workload, state.problem)
         if isinstance(found, str):
             return None
         try:

@@ -91,13 +91,14 @@ def hard_kinds(dtype: str) -> tuple[str, ...]:
 def hard_kind(workload: Workload) -> str | None:
     """The hard data that the last race of a workload's search is run on, beside normal data.
 
-    None for TF32, and for decoding, whose kernels take the same time on all data.
+    None for TF32, for decoding, whose kernels take the same time on all data, and for packed sequences, which are timed
+    on profiles of lengths.
 
     Scores that rise are met by the first maximum at its worst wherever a row sees most of the keys before it, at every
     length, and make references follow at the most steps (docs/experiments/row-sums.md). Behind a window a row sees too
     little of the rise.
     """
-    if workload.is_decode or not hard_kinds(workload.dtype):
+    if workload.has_profiles or not hard_kinds(workload.dtype):
         return None
     windowed = workload.window_left is not None or workload.window_right is not None
     return "std20" if windowed else "rising"

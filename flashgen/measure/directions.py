@@ -16,6 +16,8 @@ from flashgen.measure.baselines import BaselineCall
 from flashgen.measure.decode_case import decode_problem
 from flashgen.measure.decode_odd import odd_decode_problems
 from flashgen.measure.odd_shapes import Factory, Titled, odd_problems
+from flashgen.measure.packed_case import packed_backward_problem, packed_problem
+from flashgen.measure.packed_odd import odd_packed_backward_problems, odd_packed_problems
 from flashgen.measure.timing import Run
 from flashgen.measure.verification_case import forward_problem
 from flashgen.measure.verify import Errors
@@ -77,4 +79,17 @@ DIRECTIONS = {
     ),
     DECODE: Direction(problem=decode_problem, odd_problems=odd_decode_problems, baseline=_no_baseline, repeats=1),
 }
-"""By `Workload.direction`. No family of forward kernels has sums without a fixed order: nothing is repeated there."""
+PACKED = {
+    "forward": Direction(problem=packed_problem, odd_problems=odd_packed_problems, baseline=_no_baseline, repeats=0),
+    "backward": Direction(
+        problem=packed_backward_problem, odd_problems=odd_packed_backward_problems, baseline=_no_baseline, repeats=2
+    ),
+}
+"""Both by `Workload.direction`, the second where it has packed sequences.
+
+No family of forward kernels has sums without a fixed order: nothing is repeated there."""
+
+
+def direction_of(asked: Workload | Specialization) -> Direction:
+    """The row of a workload or of its specialization."""
+    return (PACKED if asked.varlen and asked.direction in PACKED else DIRECTIONS)[asked.direction]

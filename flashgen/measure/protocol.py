@@ -52,8 +52,8 @@ class EvaluateJob:
 
     A candidate whose single probe exceeds `drop_above_ms` (usually twice the best so far) is timed no further: its
     `Measurement` then holds that one time alone. `window_s` is the length of the short measured window, split into
-    three parts with the reference kernel in between, each after `warm_s` seconds unmeasured. A step of decoding has a
-    window for each profile of lengths.
+    three parts with the reference kernel in between, each after `warm_s` seconds unmeasured. A step of decoding
+    and packed sequences have a window for each profile of lengths.
     """
 
     workload: Workload
@@ -102,7 +102,7 @@ class RaceJob:
     @property
     def windows(self) -> int:
         """Windows of all configs in a round."""
-        kinds = max(1, len(self.workload.profiles)) + (1 if self.hard and not self.workload.is_decode else 0)
+        kinds = max(1, len(self.workload.profiles)) + (1 if self.hard and not self.workload.has_profiles else 0)
         return len(self.configs) * kinds
 
 

@@ -30,7 +30,7 @@ import torch
 
 from flashgen.core.features.values import Features
 from flashgen.core.record import Failure
-from flashgen.measure.reference import exact, rounded
+from flashgen.measure.reference import Answer, exact, rounded
 from flashgen.measure.score_rule import ScoreRule
 
 MAX_FACTOR = 2.0
@@ -102,12 +102,16 @@ def oracle_of(
 ) -> Oracle:
     """The oracle's answer and the tolerances from eager attention; the arguments are those of `reference.eager`."""
     rule = ScoreRule.of(q, k, causal=causal, q_offset=q_offset, softmax_scale=softmax_scale, features=features)
-    right, usual = exact(q, k, v, rule), rounded(q, k, v, rule, tf32=tf32)
+    return judged(exact(q, k, v, rule), rounded(q, k, v, rule, tf32=tf32), q.dtype, tf32=tf32)
+
+
+def judged(right: Answer, usual: Answer, dtype: torch.dtype, *, tf32: bool) -> Oracle:
+    """The tolerances that follow from the oracle's answer and eager attention's in this dtype."""
     blind = right.lse == float("-inf")
     score_size = torch.where(blind, 0.0, torch.maximum(right.lse.abs(), right.score_size))
     larger = (score_size / USUAL_SCORE_SIZE).clamp_min_(1.0)
     row_error, row_size = torch.zeros_like(right.lse), torch.zeros_like(right.lse)
-    sums = torch.zeros(2, dtype=torch.float64, device=q.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=right.out.device)
     for piece in pieces(right.out):
         # where eager attention overflows, it allows nothing
         error = (usual.out[piece].double() - right.out[piece]).abs_().nan_to_num_(0.0, posinf=0.0)
@@ -119,7 +123,7 @@ def oracle_of(
     return Oracle(
         out=right.out if right.out.numel() * 8 <= ORACLE_BYTES else right.out.float(),
         lse=right.lse,
-        row_tolerance=_row_tolerance(row_error, row_size, q.dtype) + FP32_ROW_ULPS * fp32_ulp * larger * row_size,
+        row_tolerance=_row_tolerance(row_error, row_size, dtype) + FP32_ROW_ULPS * fp32_ulp * larger * row_size,
         lse_tolerance=_lse_tolerance(right.lse, score_size, usual.lse if tf32 else None),
         mean_tolerance=MEAN_FACTOR * mean_error + FP32_MEAN_ULPS * fp32_ulp * mean_size,
     )

@@ -236,7 +236,7 @@ class MeasuredSearch:
 
     def _times(self) -> dict[Config, Measurement]:
         """What was measured with one time for each round."""
-        return compared(self._measured) if self._workload.is_decode else self._measured
+        return compared(self._measured) if self._workload.has_profiles else self._measured
 
     def _best(self) -> Config | None:
         times = self._times()

@@ -94,11 +94,12 @@ def _known(config: Config) -> CostModel:
 
 
 def _loop_ms(kernel: LoopKernel, workload: Workload, config: Config, device: Device, taken: Taken) -> float:
-    loop = kernel.loop(workload, kernel.tile(workload.specialization, config))
-    return LAUNCH_MS + LoopModel(loop, workload, device, taken).ms
+    dense = workload.as_dense  # of packed sequences it is told the rows, and not how they are divided
+    loop = kernel.loop(dense, kernel.tile(workload.specialization, config))
+    return LAUNCH_MS + LoopModel(loop, dense, device, taken).ms
 
 
 def _streams_ms(model: CostModel, workload: Workload, device: Device) -> float:
     """Time of the kernels that only move bytes."""
-    moved = model.streamed_bytes(workload)
+    moved = model.streamed_bytes(workload.as_dense)
     return len(moved) * LAUNCH_MS + (sum(moved) / (device.bandwidth_gbs * 1e6) if device.bandwidth_gbs else 0.0)

@@ -1,8 +1,8 @@
 """What configs are compared by: one time for each round, whatever they were timed on.
 
-Of a pass that is its time on normal data, or the geometric mean of that and the one on hard data. A step of decoding is
-served by one config whatever the lengths are, which has to be good on every profile of them: it counts as far as it is
-behind the best of all configs on the profile where it is farthest behind.
+Of a pass that is its time on normal data, or the geometric mean of that and the one on hard data. A step of decoding,
+and packed sequences, are served by one config whatever the lengths are, which has to be good on every profile of them:
+it counts as far as it is behind the best of all configs on the profile where it is farthest behind.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from flashgen.core.quoting import shown
 from flashgen.core.workload import Workload
 from flashgen.tuning.workload_files import Preset, load_file, presets_of
 
-ALL, TRAINING, SERVING = "all", "training", "serving"
-"""The names that stand for every preset, for those of backward passes, and for those of steps of decoding."""
+ALL, TRAINING, SERVING, PACKED = "all", "training", "serving", "packed"
+"""What stands for every preset, for those with backward passes, of steps of decoding, and of packed sequences."""
 
-FILES = ("presets.yaml", "serving.yaml")
+FILES = ("presets.yaml", "serving.yaml", "packed.yaml")
 
 DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 """What a request may ask for, and the passes that it means."""
@@ -43,7 +43,7 @@ def preset(name: str) -> Preset:
         if candidate.name == wanted:
             return candidate
     known = [p.name for p in presets()]
-    groups = (ALL, TRAINING, SERVING)
+    groups = (ALL, TRAINING, SERVING, PACKED)
     likely = meant(name, [*known, *groups])
     raise WorkloadError(f"a model is one of {', '.join(known)}, or {' or '.join(groups)}, got {shown(name)}{likely}")
 
@@ -59,7 +59,7 @@ def collect(
     """All workloads that were asked for, each once, in the order they were first named.
 
     Args:
-        models: names of presets, `all`, `training` or `serving`.
+        models: names of presets, `all`, `training`, `serving` or `packed`.
         shapes: keys or their shorthand.
         paths: files in the form of the presets.
         direction: a name of `DIRECTIONS`: the passes that are wanted of every shape that was named, whichever pass it
@@ -102,4 +102,6 @@ def _named(model: str) -> tuple[Preset, ...]:
         return tuple(p for p in presets() if p.is_training)
     if model.lower() == SERVING:
         return tuple(p for p in presets() if all(workload.is_decode for workload in p.workloads))
+    if model.lower() == PACKED:
+        return tuple(p for p in presets() if all(workload.is_packed for workload in p.workloads))
     return (preset(model),)

@@ -362,9 +362,9 @@ def test_the_bench_starts_again_after_memory_has_run_out() -> None:
 
 def test_a_workload_that_cannot_be_measured_is_a_failure() -> None:
     table = Table()
-    failure = table.judge.evaluate(EvaluateJob(workload=Workload.parse("b1-h1-s8-d16-varlen"), config=config(ms=1)))
+    failure = table.judge.evaluate(EvaluateJob(workload=Workload.parse("b1-h1-s8-d16-page16"), config=config(ms=1)))
     assert isinstance(failure, Failure)
-    assert "varlen" in failure.reason
+    assert "pages" in failure.reason
 
 
 @pytest.mark.parametrize(("key", "aligned"), [("bf16-b1-h1-s8-d64", True), ("bf16-b1-h1-s8-d60", False)])

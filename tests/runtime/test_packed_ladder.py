@@ -1,4 +1,7 @@
-"""What serves packed sequences: records by class, the nearest packed or dense one, the default; one config a class."""
+"""What serves packed sequences: records by class, the nearest packed or dense one, the default; one config a class.
+
+In fp32, so that the portable families serve on every GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.codegen.families import default_config, usual
+from flashgen.codegen.families import default_config, family, usual
 from flashgen.core.config import Config
 from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.lookup.explanation import explain
-from flashgen.runtime.lookup.packed_ladder import NEAR, PackedSizes, served_packed
+from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 from tests.db.samples import H100, H200, MEASURED
 from tests.fakes.gpu import FakeGpu, OnGpu
 from tests.runtime.ladders import Ladder
 
-BATCH = Workload.parse("b16-h32-hk8-tq32768-s8192-d128-causal-varlen")
+BATCH = Workload.parse("fp32-b16-h32-hk8-tq32768-s8192-d128-causal-varlen")
 SPEC = BATCH.specialization
 SIZES = PackedSizes.of(BATCH)
 
@@ -33,7 +36,7 @@ def tuned(workload: Workload = BATCH, stages: int = 2, **changes: object) -> Tun
     """A record whose config is told from the default by its stages."""
     _, *others = [each.lengths for each in workload.profiles] or [""]
     times = Measurement(
-        times_ms=(90.0, 91.0), reference_ms=9.0, profile_times_ms=tuple((n, (95.0, 96.0)) for n in others)
+        times_ms=(900.0, 910.0), reference_ms=9.0, profile_times_ms=tuple((n, (950.0, 960.0)) for n in others)
     )
     kept = {"workload": workload, "config": config(stages), "baselines": (), "measurement": times, **changes}
     return replace(MEASURED, **kept)  # type: ignore[arg-type]
@@ -66,32 +69,35 @@ def test_records_of_any_lengths_and_of_the_user_come_first(ladder: Ladder) -> No
 
 
 def test_dense_records_serve_where_no_packed_one_is_near(ladder: Ladder) -> None:
-    dense = Workload.parse("b4-h32-hk8-s8192-d128-causal")
+    dense = Workload.parse("fp32-b4-h32-hk8-s8192-d128-causal")
     ladder.ship(tuned(dense, stages=1))
     served = served_packed(SPEC, SIZES, H200, ladder.records())
     assert (served.rung, served.config, served.record and served.record.workload) == (5, config(1), dense)
-    far = tuned(Workload.parse("b16-h32-hk8-tq1024-s128-d128-causal-varlen"), stages=3)
+    far = tuned(Workload.parse("fp32-b16-h32-hk8-tq1024-s128-d128-causal-varlen"), stages=3)
     ladder.user(far)
     assert served_packed(SPEC, SIZES, H200, ladder.records()).config == config(1), "a far packed one comes behind it"
     ladder.user(tuned(BATCH.with_shape(total_q=65536), stages=2))
     assert served_packed(SPEC, SIZES, H200, ladder.records()).config == config(2), "a near one before it"
-    away = PackedSizes.of(Workload.parse("b16-h32-hk8-tq1024-s32-d128-causal-varlen"))
+    away = PackedSizes.of(Workload.parse("fp32-b16-h32-hk8-tq1024-s32-d128-causal-varlen"))
     assert served_packed(SPEC, away, H200, ladder.records()).config == config(3)
 
 
 def test_dense_records_of_another_family_or_far_away_do_not(ladder: Ladder) -> None:
-    far = Workload.parse("b1-h32-hk8-s64-d128-causal")
-    other = default_config(Specialization.parse("fwd-bf16-d128-causal"), H200)
-    assert other.family != default_config(SPEC, H200).family
-    ladder.ship(tuned(far, stages=1), tuned(Workload.parse("b4-h32-hk8-s8192-d128-causal"), config=other))
-    served = served_packed(SPEC, SIZES, H200, ladder.records())
+    backward = Specialization.parse("bwd-fp32-d128-causal-varlen")
+    sizes = PackedSizes.of(replace(BATCH, direction="backward"))
+    own, other = (family(f"portable_backward_{name}").default(backward, H200) for name in ("fused", "split"))
+    assert default_config(backward, H200) == own
+    near, far = (Workload.parse(f"bwd-fp32-b{key}-d128-causal") for key in ("4-h32-hk8-s8192", "1-h32-hk8-s64"))
+    ladder.ship(tuned(far, config=own.replace(heads_per_group=1)), tuned(near, config=other))
+    served = served_packed(backward, sizes, H200, ladder.records())
     assert served.rung == 8
     assert "5. nearest record on this device: no such record" in served.skipped
-    assert NEAR == 4.0
+    ladder.user(tuned(near, config=own.replace(heads_per_group=1)))
+    assert served_packed(backward, sizes, H200, ladder.records()).config == own.replace(heads_per_group=1)
 
 
 def test_another_device_of_the_architecture_is_below_this_one(ladder: Ladder) -> None:
-    ladder.ship(tuned(stages=1, device=H100), tuned(Workload.parse("b4-h32-hk8-s8192-d128-causal"), stages=3))
+    ladder.ship(tuned(stages=1, device=H100), tuned(Workload.parse("fp32-b4-h32-hk8-s8192-d128-causal"), stages=3))
     assert served_packed(SPEC, SIZES, H200, ladder.records()).config == config(3)
     ladder.ship(tuned(BATCH, stages=2))
     assert served_packed(SPEC, SIZES, H200, ladder.records()).config == config(2)
@@ -118,18 +124,18 @@ def test_what_must_not_depend_on_the_batch_has_the_default(ladder: Ladder) -> No
 
 def test_explain_says_what_serves_and_how_fast_it_is_on_each_profile(ladder: Ladder) -> None:
     ladder.user(tuned())
-    near = Workload.parse("b12-h32-hk8-tq20000-s6000-d128-causal-varlen")
+    near = Workload.parse("fp32-b12-h32-hk8-tq20000-s6000-d128-causal-varlen")
     found = explain(near, near.specialization, H200, ladder.records())
-    assert found.to_dict()["record_profile_ms"] == {"ramp": 95.5, "tail": 95.5}
+    assert found.to_dict()["record_profile_ms"] == {"ramp": 955.0, "tail": 955.0}
     text = str(found)
     assert "rung       3. user database, exact" in text
-    assert "95.5000 ms on ramp" in text
+    assert "955.0000 ms on ramp" in text
     given = config(1)
     assert explain(near, near.specialization, H200, ladder.records(), config=given).served.rung == 1
 
 
 def call(batch: int, total: int, longest: int, *, trains: bool = False, **options: object) -> None:
-    q, k = (torch.zeros(total, heads, 128, dtype=torch.bfloat16).as_subclass(OnGpu) for heads in (32, 8))
+    q, k = (torch.zeros(total, heads, 128, dtype=torch.float32).as_subclass(OnGpu) for heads in (32, 8))
     ends = torch.linspace(0, total, batch + 1).int().as_subclass(OnGpu)
     if trains:
         q.requires_grad_()
@@ -145,11 +151,11 @@ def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder, trains: 
     twin = default_config(backward.specialization, H200)
     ladder.user(
         tuned(stages=1),
-        tuned(Workload.parse("b4-h32-hk8-tq512-s256-d128-causal-varlen"), stages=3),
-        tuned(Workload.parse("b4-h32-hk8-s1024-d128-causal"), stages=2),
-        tuned(backward, config=twin.replace(num_stages=1)),
+        tuned(Workload.parse("fp32-b4-h32-hk8-tq512-s256-d128-causal-varlen"), stages=3),
+        tuned(Workload.parse("fp32-b4-h32-hk8-s1024-d128-causal"), stages=2),
+        tuned(backward, config=twin.replace(heads_per_group=1)),
     )
-    flashgen.warmup([Workload.parse("b32-h32-hk8-tq2048-s1024-d128-causal-varlen")], training=trains)
+    flashgen.warmup([Workload.parse("fp32-b32-h32-hk8-tq2048-s1024-d128-causal-varlen")], training=trains)
     ready, chance = set(gpu.compiled), random.Random(7)
     assert len({config for _, config in ready}) >= 3
     for _ in range(200 if not trains else 40):
@@ -161,7 +167,7 @@ def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder, trains: 
 def test_a_deterministic_call_is_served_by_the_default_in_both_passes(gpu: FakeGpu, ladder: Ladder) -> None:
     backward = replace(BATCH, direction="backward", deterministic=True)
     row = default_config(backward.specialization, H200)
-    ladder.user(tuned(stages=1), tuned(backward, config=row.replace(num_stages=1)))
+    ladder.user(tuned(stages=1), tuned(backward, config=row.replace(heads_per_group=1)))
     call(16, 2048, 512, trains=True, deterministic=True)
     assert {spec.direction: config for spec, config in gpu.compiled} == {
         "forward": default_config(SPEC, H200),

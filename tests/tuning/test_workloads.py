@@ -19,7 +19,7 @@ def test_all_presets_fit_the_shipping_run() -> None:
     workloads = collect(models=["all"])
     directions = Counter(workload.direction for workload in workloads)
     assert 110 <= directions["forward"] <= 230
-    assert 60 <= directions["backward"] <= 80
+    assert 60 <= directions["backward"] <= 90
     assert 30 <= directions["decode"] <= 40
     assert set(workloads) == {workload for p in presets() for workload in p.workloads}
     assert all(p.source and p.title for p in presets())
@@ -74,7 +74,8 @@ HEADS = {
     "vit-l-training": {(16, 16, 64, 64, False)},
     "gemma-training": {(8, 4, 256, 256, True), (16, 8, 256, 256, True)},
 }
-PASSES = [p for p in presets() if p.direction != "decode"]
+PACKED = [p for p in presets() if all(w.is_packed for w in p.workloads)]
+PASSES = [p for p in presets() if p.direction != "decode" and p not in PACKED]
 STEPS = [p for p in presets() if p.direction == "decode"]
 
 
@@ -92,6 +93,19 @@ def test_presets_of_serving_have_their_models_heads_and_features(p: Preset) -> N
     windows = {w.window_left for w in model.workloads}
     assert {traits(w) for w in p.workloads} == {traits(w) for w in model.workloads}
     assert all(w.window_left in windows and not w.lengths and w.causal == (w.seqlen_q > 1) for w in p.workloads)
+
+
+def test_presets_of_packed_sequences_have_their_models_heads() -> None:
+    for p in PACKED:
+        model = preset(p.name.removesuffix("-packed").removesuffix("-prefill"))
+        heads = {(w.nheads, w.nheads_k, w.head_dim, w.causal) for w in model.workloads}
+        assert {(w.nheads, w.nheads_k, w.head_dim, w.causal) for w in p.workloads} == heads, p.name
+        assert all(not w.lengths and (w.total_q or 0) < w.batch * w.seqlen_q for w in p.workloads), p.name
+    found = collect(models=["packed"])
+    assert found == tuple(w for w in collect(models=["all"]) if w.is_packed)
+    assert {w.total_q for w in found if w.direction == "backward"} == {8192, 16384, 32768}
+    both = collect(models=["llama-3.1-8b-prefill"], direction="both")
+    assert [w.direction for w in both[:2]] == ["forward", "backward"]
 
 
 def test_serving_stands_for_all_steps_of_decoding() -> None:
@@ -187,9 +201,13 @@ def test_paper_grid_holds_tokens_and_hidden_size(name: str) -> None:
 
 def test_training_presets_are_backward_passes_and_the_others_forward() -> None:
     training = {p.name for p in presets() if p.is_training}
-    assert training == {name for name in HEADS if name.endswith("-training")} | GRIDS - FORWARD_GRIDS
+    assert training == {name for name in HEADS if name.endswith("-training")} | GRIDS - FORWARD_GRIDS | {
+        p.name for p in PACKED if p.name.endswith("-packed")
+    }
     assert {p.direction for p in PASSES} == {"forward", "backward"}
-    assert collect(models=["training"]) == tuple(w for w in collect(models=["all"]) if w.direction == "backward")
+    passes = {w for p in PACKED if p.is_training for w in p.workloads}
+    every = collect(models=["all"])
+    assert collect(models=["training"]) == tuple(w for w in every if w.direction == "backward" or w in passes)
     grids = (preset("paper").workloads, preset("paper-backward").workloads)
     assert {dataclasses.replace(w, direction="backward") for w in grids[0]} == set(grids[1])
 
