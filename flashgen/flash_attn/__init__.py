@@ -3,7 +3,7 @@
     from flashgen.flash_attn import flash_attn_func
 
 or, for programs that import `flash_attn` themselves, `flashgen.flash_attn.install()` before they do. What is not
-supported raises `UnsupportedError` with its name: dropout, pages in `flash_attn_varlen_func`. See docs/flash-attn.md.
+supported raises `UnsupportedError` with its name: pages in `flash_attn_varlen_func`. See docs/flash-attn.md.
 """
 
 from flashgen.flash_attn.flash_attn_interface import (

@@ -2,8 +2,12 @@
 
 Keys and queries are aligned to the bottom right, windows are inclusive and -1 is unlimited. An LSE is fp32 and natural,
 (batch, nheads, seqlen_q) or (nheads, total_q), with +inf in rows that see no key. With `return_attn_probs` a function
-returns three values: the output, the LSE and, without dropout, an empty tensor. Gradients flow as in
-`flashgen.attention`, and through the LSE, too.
+returns three values: the output, the LSE and `S_dmask`. Gradients flow as in `flashgen.attention`, and through the LSE,
+too.
+
+`S_dmask` is empty without dropout. With it, it has (batch, nheads, seqlen_q, seqlen_k) weights, both lengths rounded up
+to multiples of 128, in the dtype of q: `exp(score - largest score of the row)`, negative where dropout has dropped it
+and 0 where nothing is seen. It is computed in plain torch for looking at, with a matrix of all scores in memory.
 """
 
 from __future__ import annotations
@@ -17,17 +21,18 @@ import torch
 from flashgen.core.checks import whole_number
 from flashgen.integrations.flash_attention import (
     CachedCall,
+    Results,
     blind_rows_at,
-    dense,
-    packed,
+    dense_results,
+    packed_results,
     refuse,
-    refuse_dropout,
     unpacked,
     window_of,
 )
 
 Tensor = torch.Tensor
-Results = Tensor | tuple[Tensor, Tensor, Tensor]
+USE_TRITON_ROCM = False
+"""FlashAttention's word for its backend on AMD, which its tests ask for."""
 
 
 def flash_attn_qkvpacked_func(
@@ -45,21 +50,21 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: (batch, seqlen, 3, nheads, head_dim).
-        dropout_p: 0; dropout is not supported.
+        dropout_p: the probability with which a weight is dropped, below 1; 0 in evaluation.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: aligned to the bottom right.
         window_size: (left, right), inclusive; -1 is unlimited.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
         alibi_slopes: float32 (nheads,) or (batch, nheads).
         deterministic: the same bits of every gradient every time.
-        return_attn_probs: also return the LSE and an empty tensor.
+        return_attn_probs: also return the LSE and `S_dmask`, for looking at.
 
     Returns:
-        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+        The output; with `return_attn_probs`, the output, the LSE and `S_dmask`, which is empty without dropout.
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule.
-        UnsupportedError: dropout is asked for, or no kernel does this here.
+        UnsupportedError: no kernel does this here.
     """
     q, k, v = unpacked("qkv", qkv, 3)
     return flash_attn_func(
@@ -94,21 +99,21 @@ def flash_attn_kvpacked_func(
     Args:
         q: queries, (batch, seqlen_q, nheads, head_dim).
         kv: keys and values, (batch, seqlen_k, 2, nheads_k, head_dim).
-        dropout_p: 0; dropout is not supported.
+        dropout_p: the probability with which a weight is dropped, below 1; 0 in evaluation.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: aligned to the bottom right.
         window_size: (left, right), inclusive; -1 is unlimited.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
         alibi_slopes: float32 (nheads,) or (batch, nheads).
         deterministic: the same bits of every gradient every time.
-        return_attn_probs: also return the LSE and an empty tensor.
+        return_attn_probs: also return the LSE and `S_dmask`, for looking at.
 
     Returns:
-        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+        The output; with `return_attn_probs`, the output, the LSE and `S_dmask`, which is empty without dropout.
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule.
-        UnsupportedError: dropout is asked for, or no kernel does this here.
+        UnsupportedError: no kernel does this here.
     """
     k, v = unpacked("kv", kv, 2)
     return flash_attn_func(
@@ -145,36 +150,35 @@ def flash_attn_func(
         q: queries, (batch, seqlen_q, nheads, head_dim).
         k: keys, (batch, seqlen_k, nheads_k, head_dim).
         v: values, like k with head_dim_v.
-        dropout_p: 0; dropout is not supported.
+        dropout_p: the probability with which a weight is dropped, below 1; 0 in evaluation.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: aligned to the bottom right.
         window_size: (left, right), inclusive; -1 is unlimited.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
         alibi_slopes: float32 (nheads,) or (batch, nheads).
         deterministic: the same bits of every gradient every time.
-        return_attn_probs: also return the LSE and an empty tensor.
+        return_attn_probs: also return the LSE and `S_dmask`, for looking at.
 
     Returns:
-        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+        The output; with `return_attn_probs`, the output, the LSE and `S_dmask`, which is empty without dropout.
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule.
-        UnsupportedError: dropout is asked for, or no kernel does this here.
+        UnsupportedError: no kernel does this here.
     """
-    refuse_dropout("flash_attn_func", dropout_p)
-    out, lse = dense(
+    return dense_results(
         q,
         k,
         v,
+        dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
-        return_lse=return_attn_probs,
+        return_attn_probs=return_attn_probs,
     )
-    return _results(out, lse, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -196,21 +200,21 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: (total, 3, nheads, head_dim).
         cu_seqlens: where sequences begin, and where the last one ends, int32 (batch + 1,).
         max_seqlen: the most tokens of a sequence.
-        dropout_p: 0; dropout is not supported.
+        dropout_p: the probability with which a weight is dropped, below 1; 0 in evaluation.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: aligned to the bottom right.
         window_size: (left, right), inclusive; -1 is unlimited.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
         alibi_slopes: float32 (nheads,) or (batch, nheads).
         deterministic: the same bits of every gradient every time.
-        return_attn_probs: also return the LSE and an empty tensor.
+        return_attn_probs: also return the LSE and `S_dmask`, for looking at.
 
     Returns:
-        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+        The output; with `return_attn_probs`, the output, the LSE and `S_dmask`, which is empty without dropout.
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule.
-        UnsupportedError: dropout is asked for, or no kernel does this here.
+        UnsupportedError: no kernel does this here.
     """
     q, k, v = unpacked("qkv", qkv, 3)
     return flash_attn_varlen_func(
@@ -257,21 +261,21 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_k: the same of the keys.
         max_seqlen_q: the most queries of a sequence.
         max_seqlen_k: the most keys of a sequence.
-        dropout_p: 0; dropout is not supported.
+        dropout_p: the probability with which a weight is dropped, below 1; 0 in evaluation.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: aligned to the bottom right.
         window_size: (left, right), inclusive; -1 is unlimited.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
         alibi_slopes: float32 (nheads,) or (batch, nheads).
         deterministic: the same bits of every gradient every time.
-        return_attn_probs: also return the LSE and an empty tensor.
+        return_attn_probs: also return the LSE and `S_dmask`, for looking at.
 
     Returns:
-        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+        The output; with `return_attn_probs`, the output, the LSE and `S_dmask`, which is empty without dropout.
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule.
-        UnsupportedError: dropout is asked for, or no kernel does this here.
+        UnsupportedError: no kernel does this here.
     """
     k, v = unpacked("kv", kv, 2)
     return flash_attn_varlen_func(
@@ -321,26 +325,25 @@ def flash_attn_varlen_func(
         cu_seqlens_k: the same of the keys.
         max_seqlen_q: the most queries of a sequence.
         max_seqlen_k: the most keys of a sequence.
-        dropout_p: 0; dropout is not supported.
+        dropout_p: the probability with which a weight is dropped, below 1; 0 in evaluation.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: aligned to the bottom right.
         window_size: (left, right), inclusive; -1 is unlimited.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
         alibi_slopes: float32 (nheads,) or (batch, nheads).
         deterministic: the same bits of every gradient every time.
-        return_attn_probs: also return the LSE and an empty tensor.
+        return_attn_probs: also return the LSE and `S_dmask`, for looking at.
         block_table: None; pages are not supported here, but in `flash_attn_with_kvcache`.
 
     Returns:
-        The output; with `return_attn_probs`, the output, the LSE and an empty tensor.
+        The output; with `return_attn_probs`, the output, the LSE and `S_dmask`, which is empty without dropout.
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule.
-        UnsupportedError: dropout is asked for, or no kernel does this here.
+        UnsupportedError: no kernel does this here.
     """
-    refuse_dropout("flash_attn_varlen_func", dropout_p)
     refuse("flash_attn_varlen_func", {"block_table": block_table})
-    out, lse = packed(
+    return packed_results(
         q,
         k,
         v,
@@ -348,15 +351,15 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
+        dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
-        return_lse=return_attn_probs,
+        return_attn_probs=return_attn_probs,
     )
-    return _results(out, lse, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -436,5 +439,6 @@ def flash_attn_with_kvcache(
     return (out, blind_rows_at(lse, math.inf)) if return_softmax_lse else out
 
 
-def _results(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Results:
-    return (out, blind_rows_at(lse, math.inf), out.new_empty(0)) if return_attn_probs else out
+def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """Keys of a row of `S_dmask` that share a largest score, which FlashAttention's tests ask for: all."""
+    return 2**31 - 1

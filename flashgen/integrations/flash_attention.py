@@ -16,20 +16,25 @@ from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
 from flashgen.core.quoting import shown
 from flashgen.runtime.argument_types import check_tensor
+from flashgen.runtime.arguments import drawn_state
 
 Tensor = torch.Tensor
 OutAndLse = tuple[Tensor, Tensor]
+Results = Tensor | tuple[Tensor, Tensor, Tensor]
+"""Of version 2: the output, or with it the LSE and `S_dmask`."""
 
 SCORES = ("softmax_scale", "causal", "softcap", "alibi_slopes")
 """Arguments that mean the same in flashgen's calls, and have the same names."""
 
 
-def window_of(window_size: Sequence[int | None]) -> Window:
+def window_of(window_size: Sequence[int | None] | Tensor) -> Window:
     """A window as flashgen has it; a negative edge is unlimited, and so is None.
 
     Raises:
         WorkloadError: it has not two edges.
     """
+    if isinstance(window_size, Tensor) and window_size.dtype == torch.int64 and window_size.device.type == "cpu":
+        window_size = window_size.tolist()  # FlashAttention's own tests have such ones
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise WorkloadError(f"window_size is (left, right), got {shown(window_size)}")
     left, right = (None if type(edge) is int and edge < 0 else edge for edge in window_size)
@@ -48,19 +53,6 @@ def refuse(function: str, given: Mapping[str, object]) -> None:
                 f"flashgen's {function} does not support {name}, got "
                 f"{'a tensor' if isinstance(value, Tensor) else shown(value)}"
             )
-
-
-def refuse_dropout(function: str, dropout_p: float) -> None:
-    """Refuse dropout.
-
-    Raises:
-        UnsupportedError: there is some.
-        WorkloadError: it is no number.
-    """
-    if real_number("dropout_p", dropout_p):
-        raise UnsupportedError(
-            f"flashgen's {function} does not support dropout, got dropout_p {dropout_p}; 0.0 in evaluation"
-        )
 
 
 def with_rows(*tensors: Tensor) -> list[Tensor]:
@@ -84,6 +76,69 @@ def unpacked(name: str, tensor: Tensor, count: int) -> tuple[Tensor, ...]:
     if tensor.dim() < 4 or tensor.shape[-3] != count:
         raise WorkloadError(f"{name} is (..., {count}, nheads, head_dim), got {tuple(tensor.shape)}")
     return tensor.unbind(-3)
+
+
+def dense_results(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_p: float,
+    window_size: Sequence[int | None],
+    deterministic: bool,
+    return_attn_probs: bool,
+    **scores: Any,
+) -> Results:
+    """What version 2 returns for (batch, seqlen, nheads, head_dim); `scores` are those of `SCORES`."""
+    dropout = _dropout(q, dropout_p, return_attn_probs)
+    given = {"window_size": window_size, **scores, **dropout}
+    out, lse = dense(q, k, v, deterministic=deterministic, return_lse=return_attn_probs, **given)
+    if not return_attn_probs:
+        return out
+    return out, blind_rows_at(lse, math.inf), _signed_weights("dense_weights", out, (q, k), **given)
+
+
+def packed_results(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *places: Any,
+    dropout_p: float,
+    window_size: Sequence[int | None],
+    deterministic: bool,
+    return_attn_probs: bool,
+    **scores: Any,
+) -> Results:
+    """The same of packed sequences; `places` are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
+    dropout = _dropout(q, dropout_p, return_attn_probs)
+    given = {"window_size": window_size, **scores, **dropout}
+    out, lse = packed(q, k, v, *places, deterministic=deterministic, return_lse=return_attn_probs, **given)
+    if not return_attn_probs:
+        return out
+    return out, blind_rows_at(lse, math.inf), _signed_weights("packed_weights", out, (q, k, *places), **given)
+
+
+def _dropout(q: Tensor, dropout_p: float, return_attn_probs: bool) -> dict[str, Any]:
+    """Dropout as flashgen's calls have it; whoever looks at weights has to know its bits beforehand."""
+    if not real_number("dropout_p", dropout_p):
+        return {}
+    state = None
+    if return_attn_probs:
+        check_tensor("q", q)
+        state = drawn_state(dropout_p, None, q)
+    return {"dropout_p": dropout_p, "rng_state": state}
+
+
+def _signed_weights(
+    function: str, out: Tensor, tensors: tuple[Any, ...], *, window_size: Sequence[int | None], **given: Any
+) -> Tensor:
+    """`S_dmask` of a call that has been served; without dropout an empty tensor."""
+    if "dropout_p" not in given:
+        return out.new_empty(0)
+    from flashgen.integrations import signed_weights
+
+    found: Tensor = getattr(signed_weights, function)(*tensors, window=window_of(window_size), **given)
+    return found
 
 
 def dense(

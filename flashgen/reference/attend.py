@@ -51,17 +51,8 @@ def _of_sequence(
     dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     """The same of one sequence: tensors of three dimensions."""
-    (nheads, rows, _), (units, keys, _) = q.shape, k.shape
-    heads = torch.arange(nheads, device=q.device).view(units, nheads // units)
-    block = Block(batches=torch.full((units,), b, device=q.device), heads=heads, rows=range(rows), keys=range(keys))
-    seen = _seen(block, rule, functions)
-    used = seen.flatten(1, 2).any(1)[..., None]
-    # what no query sees may hold anything, and 0 times NaN is NaN
-    k, v = (torch.where(used, x.double(), 0.0) for x in (k, v))
-    scores = torch.einsum("ugqd,ukd->ugqk", q.double().reshape(*heads.shape, *q.shape[1:]) * rule.softmax_scale, k)
-    scores = rule.modify(scores, block)
-    if functions is not None:
-        scores = functions.modified(scores.flatten(0, 1), b).view_as(scores)
+    scores, block, seen = scores_of(q, k, b, rule, functions)
+    v = _seen_rows(v, seen)
     sink = rule.sink(block, torch.float64)
     last = scores.new_full((), -math.inf) if sink is None else sink
     scores = torch.cat([scores.masked_fill(~seen, -math.inf), last.expand(*scores.shape[:3], 1)], -1)
@@ -72,10 +63,30 @@ def _of_sequence(
     safe = total.masked_fill(total == 0, 1.0)
     shares = weights[..., :-1] / safe
     if dropout is not None:
-        shares = shares * dropout.factors(b * nheads + heads, rows, keys)
+        shares = shares * dropout.factors(b * len(q) + block.heads, q.shape[1], k.shape[1])
     out = torch.einsum("ugqk,ukd->ugqd", shares, v)
     lse = (top + safe.log()).masked_fill(total == 0, -math.inf)
     return out.flatten(0, 1), lse.flatten(0, 1).squeeze(-1)
+
+
+def scores_of(
+    q: Tensor, k: Tensor, b: int, rule: ScoreRule, functions: ScoreFunctions | None = None
+) -> tuple[Tensor, Block, Tensor]:
+    """Scores of one sequence, (units, group, rows, keys), where they are, and which ones are visible."""
+    (nheads, rows, _), (units, keys, _) = q.shape, k.shape
+    heads = torch.arange(nheads, device=q.device).view(units, nheads // units)
+    block = Block(batches=torch.full((units,), b, device=q.device), heads=heads, rows=range(rows), keys=range(keys))
+    seen = _seen(block, rule, functions)
+    scaled = q.double().reshape(*heads.shape, *q.shape[1:]) * rule.softmax_scale
+    scores = rule.modify(torch.einsum("ugqd,ukd->ugqk", scaled, _seen_rows(k, seen)), block)
+    if functions is not None:
+        scores = functions.modified(scores.flatten(0, 1), b).view_as(scores)
+    return scores, block, seen
+
+
+def _seen_rows(tensor: Tensor, seen: Tensor) -> Tensor:
+    """K or V with 0 in rows that no query sees: they may hold anything, and 0 times NaN is NaN."""
+    return torch.where(seen.flatten(1, 2).any(1)[..., None], tensor.double(), 0.0)
 
 
 def _seen(block: Block, rule: ScoreRule, functions: ScoreFunctions | None) -> Tensor:

@@ -159,7 +159,7 @@ def attention_varlen(
     features = packed_features(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     _check(q, k, v, features, causal=causal)
     check_contents(q, k, features)
-    used_q, used_k = _used(features, "q"), _used(features, "k")
+    used_q, used_k = used_rows(features, "q"), used_rows(features, "k")
     out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=torch.float64)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
     for b, (rows, keys) in enumerate(zip(used_q, used_k, strict=True)):
@@ -178,7 +178,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, *, causal: bool)
     Call(q=one, k=two, v=three, causal=causal, bshd=True, with_lse=True, features=small, mods=mods).checked()
 
 
-def _used(features: Features, side: str) -> list[slice]:
+def used_rows(features: Features, side: str) -> list[slice]:
     """The rows of each sequence that count."""
     ends, used = getattr(features, f"cu_seqlens_{side}").tolist(), getattr(features, f"seqused_{side}")
     lengths = [last - first for first, last in itertools.pairwise(ends)] if used is None else used.tolist()

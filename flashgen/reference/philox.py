@@ -42,7 +42,7 @@ class Dropout:
     def factors(self, heads: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
         """What the weights of these heads are multiplied by, (*heads, seqlen_q, seqlen_k): 0 or 1 / (1 - p)."""
         found = kept(self.rng_state, self.dropout_p, self.first + heads, seqlen_q, seqlen_k)
-        return found * keep_scale(self.dropout_p)
+        return found.double() * keep_scale(self.dropout_p)
 
 
 def kept(rng_state: Tensor, dropout_p: float, heads: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -151,7 +151,7 @@ def dropped(features: Features, q: torch.Tensor, k: torch.Tensor) -> torch.Tenso
     """What dropout multiplies weights by, or None."""
     dropout = Dropout.of(features)
     heads = torch.arange(q.shape[0] * q.shape[1]).view(q.shape[:2])
-    return None if dropout is None else dropout.factors(heads, q.shape[2], k.shape[2])
+    return None if dropout is None else dropout.factors(heads, q.shape[2], k.shape[2]).float()
 
 
 def _longer(tensor: torch.Tensor, extra: int) -> torch.Tensor:

@@ -250,8 +250,6 @@ def cached_3(**given: Any) -> Any:
 
 ONE = torch.ones(1, 2)
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (version_2, {"dropout_p": 0.1}, "does not support dropout"),
-    (packed_2, {"dropout_p": 0.1}, "flash_attn_varlen_func does not support dropout"),
     (packed_2, {"block_table": torch.zeros(1, 1).int()}, "block_table"),
     *[(version_3, {name: ONE}, name) for name in ("qv", "q_descale", "k_descale", "v_descale")],
     (version_3, {"attention_chunk": 64}, "attention_chunk, got 64"),
