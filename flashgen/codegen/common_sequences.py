@@ -13,7 +13,8 @@ def sequence_parameters(spec: Specialization) -> list[Parameter]:
     """Where the sequences of a call lie; none for a call of one length."""
     if not spec.varlen:
         return []
-    pointers = [Parameter(name=name, type="*i32") for name in SEQUENCE_POINTERS]
+    names = (*SEQUENCE_POINTERS, *(["Table"] if spec.page_size else []))
+    pointers = [Parameter(name=name, type="*i32") for name in names]
     return pointers + [Parameter(name=name, type="i32") for name in SEQUENCE_FLAGS]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from flashgen.codegen.family import Sizes
 from flashgen.core.errors import LaunchError
+from flashgen.core.features.pages import keys_of_a_table
 from flashgen.core.features.positions import MAX_OFFSET
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES, Shape4, broadcast_strides
 from flashgen.core.features.sequences import is_packed, sequences_of
@@ -42,17 +43,25 @@ class BlockGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedGrid:
-    """What the host knows of packed sequences: how many there are, and the most queries and keys of one."""
+    """What the host knows of packed sequences: how many there are, and the most queries and keys of one.
+
+    Of keys in pages also how many of a sequence a block table has room for, and how far apart its rows are.
+    """
 
     sequences: int
     max_seqlen_q: int
     max_seqlen_k: int
+    table_keys: int | None = None
+    table_stride: int = 0
 
     @classmethod
-    def of(cls, features: Features) -> PackedGrid:
-        """That of a call's sequences."""
-        queries, keys = features.max_seqlens
-        return cls(sequences=sequences_of(features), max_seqlen_q=queries, max_seqlen_k=keys)
+    def of(cls, features: Features, page_size: int) -> PackedGrid:
+        """That of a call's sequences; the size of pages counts where it has a block table."""
+        (queries, keys), table = features.max_seqlens, features.block_table
+        found = cls(sequences=sequences_of(features), max_seqlen_q=queries, max_seqlen_k=keys)
+        if table is None:
+            return found
+        return replace(found, table_keys=keys_of_a_table(features, page_size), table_stride=table.stride(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +100,7 @@ class Geometry:
             tensors=tensors,
             alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             blocks=None if block_mask is None else BlockGrid.of(block_mask),
-            packed=PackedGrid.of(features) if is_packed(features) else None,
+            packed=PackedGrid.of(features, k.shape[2]) if is_packed(features) else None,
         )
 
     @property
@@ -119,7 +128,8 @@ class Geometry:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute: no query row, or no key at all."""
-        return 0 in self.q_shape or 0 in self.k_shape
+        is_without_pages = self.packed is not None and self.packed.table_keys == 0
+        return 0 in self.q_shape or 0 in self.k_shape or is_without_pages
 
     def tensor(self, name: str) -> View4:
         """Shape and strides of a tensor by its id.
@@ -180,14 +190,18 @@ def has_aligned_strides(shape: Shape4, strides: Shape4, element_bytes: int) -> b
 
 def scalars(geometry: Geometry) -> dict[str, int]:
     """The integer arguments of the launch vocabulary that a geometry fixes, and `q_offset` by default."""
-    tensors, blocks = geometry.tensors, geometry.blocks
-    (batch, nheads, seqlen_q, _), (_, nheads_k, seqlen_k, _) = tensors["q"][0], tensors["k"][0]
+    tensors, blocks, packed = geometry.tensors, geometry.blocks, geometry.packed
+    (batch, nheads, seqlen_q, _), (pages, nheads_k, seqlen_k, _) = tensors["q"][0], tensors["k"][0]
+    table = (0, 0, 0)
+    if packed is not None and packed.table_keys is not None:
+        seqlen_k = packed.table_keys
+        table = (pages, seqlen_k, packed.table_stride)
     values = [batch, nheads, nheads // nheads_k, seqlen_q, seqlen_k, seqlen_k - seqlen_q, geometry.alibi_batch_stride]
     if blocks is None:
         values += (0, 0, 0, 0)
     else:
         values += (blocks.query_blocks, blocks.key_blocks, blocks.stride_b, blocks.stride_h)
-    values += (0 if geometry.packed is None else geometry.packed.sequences, seqlen_q, seqlen_k)
+    values += (0 if packed is None else packed.sequences, seqlen_q, seqlen_k, *table)
     names = tuple(tensors)
     for name in names:
         values += tensors[name][1][: 3 if name in _STRIDES else 4]
@@ -204,7 +218,8 @@ def _scalar_names(tensors: tuple[str, ...]) -> tuple[str, ...]:
     strides = (stride for name in tensors for stride in _STRIDES.get(name) or _SCORE_STRIDES[name])
     sizes = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "q_offset", "stride_alibi_b")
     blocks = ("num_q_blocks", "num_k_blocks", "stride_block_b", "stride_block_h")
-    return (*sizes, *blocks, "sequences", "total_q", "total_k", *strides)
+    packed = ("sequences", "total_q", "total_k", "num_pages", "table_keys", "stride_table")
+    return (*sizes, *blocks, *packed, *strides)
 
 
 _STRIDES = {name: tuple(f"stride_{name}{axis}" for axis in "bhs") for name in STRIDED}

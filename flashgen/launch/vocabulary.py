@@ -40,6 +40,10 @@ rank 5 with the heads that share keys in an axis of their own |
 | `SeqUsedQ`, `SeqUsedK` | `*i32` | how many rows of each are used |
 | `has_seqused_q`, `has_seqused_k` | i32 | 1 where the call says so, or 0 |
 | `sequences` | i32 | how many packed sequences there are |
+| `Table` | `*i32` | pages of each sequence, (sequences, pages of one) |
+| `num_pages` | i32 | pages of K and V, whose batch axis they are |
+| `table_keys` | i32 | keys of a sequence that a row of the table has pages for |
+| `stride_table` | i64 | its stride along the sequences |
 | `total_q`, `total_k` | i32 | rows of all of them: seqlen_q and seqlen_k of their one batch element |
 | `RngState` | `*i64` | seed and offset of the bits that drop weights |
 | `dropout_threshold` | i32 | drops a weight whose bits lie below it, in the upper half of a word without a sign |

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from flashgen.core.errors import UnsupportedError
-from flashgen.core.features.promises import PAGES
+from flashgen.core.features.pages import PAGES
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.launch.dtypes import TORCH_DTYPES

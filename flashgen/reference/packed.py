@@ -9,6 +9,8 @@ from typing import Literal, overload
 
 import torch
 
+from flashgen.core.errors import UnsupportedError
+from flashgen.core.features.pages import PAGES
 from flashgen.core.features.values import Features, Window
 from flashgen.reference.attend import attend
 from flashgen.reference.dense import rule_of
@@ -21,6 +23,7 @@ from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import UserCallable, resolve
 from flashgen.runtime.varlen.arguments import one_batch_element, packed_features
 from flashgen.runtime.varlen.contents import check_contents
+from flashgen.runtime.varlen.mixed import check_decodes
 
 Tensor = torch.Tensor
 
@@ -37,6 +40,8 @@ def attention_varlen(
     max_seqlen_k: int | None = ...,
     seqused_q: torch.Tensor | None = ...,
     seqused_k: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    num_decodes: int = ...,
     causal: bool = ...,
     window: Window = ...,
     softmax_scale: float | None = ...,
@@ -63,6 +68,8 @@ def attention_varlen(
     max_seqlen_k: int | None = ...,
     seqused_q: torch.Tensor | None = ...,
     seqused_k: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    num_decodes: int = ...,
     causal: bool = ...,
     window: Window = ...,
     softmax_scale: float | None = ...,
@@ -88,6 +95,8 @@ def attention_varlen(
     max_seqlen_k: int | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_decodes: int = 0,
     causal: bool = False,
     window: Window = (None, None),
     softmax_scale: float | None = None,
@@ -116,6 +125,8 @@ def attention_varlen(
         max_seqlen_k: as there.
         seqused_q: as there.
         seqused_k: as there.
+        block_table: as there; of the cache only keys that count are gathered.
+        num_decodes: as there; without effect but that it is checked.
         causal: as there.
         window: as there.
         softmax_scale: as there.
@@ -136,7 +147,7 @@ def attention_varlen(
 
     Raises:
         WorkloadError: shapes, dtypes, arguments or lengths break a rule.
-        UnsupportedError: a function uses what torch does not have.
+        UnsupportedError: a function uses what torch does not have, or a gradient through pages is asked for.
     """
     check_types(locals())
     check_scale(softmax_scale)
@@ -156,14 +167,18 @@ def attention_varlen(
         rng_state=drawn_state(dropout_p, rng_state, q),
         is_traced=False,
     )
-    features = packed_features(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    page_size = k.shape[1] if block_table is not None and k.dim() == 4 else 0
+    features = packed_features(scores, *lengths, block_table=block_table, page_size=page_size)
     _check(q, k, v, features, causal=causal)
-    check_contents(q, k, features)
-    used_q, used_k = used_rows(features, "q"), used_rows(features, "k")
-    out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=torch.float64)
+    if num_decodes:
+        check_decodes(num_decodes, q[None], features)
+    check_contents(q, k, features, num_decodes)
+    used_q = used_rows(features, "q")
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=torch.float64)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
-    for b, (rows, keys) in enumerate(zip(used_q, used_k, strict=True)):
-        one, two, three = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
+    for b, rows in enumerate(used_q):
+        one, two, three = (x.transpose(0, 1)[None] for x in (q[rows], *_keys(k, v, features, b)))
         rule = rule_of(one, two, _of_sequence(scores, b), causal=causal, q_offset=None, softmax_scale=softmax_scale)
         functions, dropout = ScoreFunctions.of(scores, q.device, b), Dropout.of(scores, b * q.shape[1])
         found, found_lse = attend(one, two, three, rule, functions, dropout)
@@ -172,7 +187,10 @@ def attention_varlen(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, *, causal: bool) -> None:
-    one, two, three = one_batch_element(*(stand_in(x, torch.float32) for x in (q, k, v)))
+    paged = features.block_table is not None
+    if paged and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, features.sinks)):
+        raise UnsupportedError(PAGES.no_gradient)
+    one, two, three = one_batch_element(*(stand_in(x, torch.float32) for x in (q, k, v)), paged=paged)
     mods = resolve(features.mods) if features.mods else None
     small = stand_ins(features)
     Call(q=one, k=two, v=three, causal=causal, bshd=True, with_lse=True, features=small, mods=mods).checked()
@@ -183,6 +201,25 @@ def used_rows(features: Features, side: str) -> list[slice]:
     ends, used = getattr(features, f"cu_seqlens_{side}").tolist(), getattr(features, f"seqused_{side}")
     lengths = [last - first for first, last in itertools.pairwise(ends)] if used is None else used.tolist()
     return [slice(first, first + length) for first, length in zip(ends[:-1], lengths, strict=True)]
+
+
+def _keys(k: Tensor, v: Tensor, features: Features, b: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of sequence `b` that count, (keys, nheads_k, columns)."""
+    table = features.block_table
+    if table is None:
+        keys = used_rows(features, "k")[b]
+        return k[keys], v[keys]
+    used, ends = features.seqused_k, features.cu_seqlens_k
+    assert ends is not None
+    places = torch.arange(int(ends[b + 1] - ends[b]) if used is None else int(used[b]), device=k.device)
+    if not len(places):
+        return k.flatten(0, 1)[:0], v.flatten(0, 1)[:0]
+    pages = table[b, places // k.shape[1]].long().clamp(0, len(k) - 1)
+    # before a window pages may be others', and hold anything
+    rows, left = used_rows(features, "q")[b], features.window[0]
+    hidden = places < (0 if left is None else len(places) - (rows.stop - rows.start) - left)
+    one, two = (x[pages, places % k.shape[1]].masked_fill(hidden[:, None, None], 0.0) for x in (k, v))
+    return one, two
 
 
 def _of_sequence(scores: Features, b: int) -> Features:

@@ -120,6 +120,7 @@ _RULES: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(_INDEX_TENSORS, _optional(check_tensor)),
     "cu_seqlens_q": check_tensor,
     **dict.fromkeys(("cu_seqlens_k", "seqused_q", "seqused_k"), _optional(check_tensor)),
+    "num_decodes": lambda name, value: whole_number(name, value, 0),
     "max_seqlen_q": lambda name, value: whole_number(name, value, 0),
     "max_seqlen_k": _optional(lambda name, value: whole_number(name, value, 0)),
     **dict.fromkeys(("rotary_interleaved", "q_causal"), _flag),

@@ -42,6 +42,7 @@ FEATURES = Features(
     seqused_q=torch.zeros(2, dtype=torch.int32),
     seqused_k=torch.zeros(2, dtype=torch.int32),
     max_seqlens=(100, 200),
+    block_table=torch.zeros(2, 1, dtype=torch.int32),
     dropout_p=0.5,
     rng_state=torch.zeros(2, dtype=torch.int64),
 )

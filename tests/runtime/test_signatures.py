@@ -32,14 +32,13 @@ SEQUENCES = (
     "int max_seqlen_q=0, int max_seqlen_k=0, bool batch_invariant=False"
 )
 DROPOUT = "float dropout_p=0., Tensor? rng_state=None"
+FORWARD = f"{SEQUENCES}, Tensor? block_table=None, {DROPOUT}"
 SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, {PLAIN}) -> Tensor",
     "attention_lse": f"(Tensor q, Tensor k, Tensor v, {PLAIN}) -> (Tensor, Tensor)",
-    "attention_features": (
-        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {SEQUENCES}, {DROPOUT}) -> Tensor"
-    ),
+    "attention_features": f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {FORWARD}) -> Tensor",
     "attention_features_lse": (
-        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {SEQUENCES}, {DROPOUT}) -> (Tensor, Tensor)"
+        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {FORWARD}) -> (Tensor, Tensor)"
     ),
     "attention_train": (
         f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, bool deterministic=False, {SEQUENCES}, {DROPOUT}) "

@@ -8,6 +8,7 @@ from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table
 from flashgen.codegen.common_products import IEEE, PRODUCTS
 from flashgen.codegen.common_softcap import EXACT, TANH
 from flashgen.codegen.head_parts import padded
+from flashgen.codegen.portable_forward.pages import PAGE_IDS, default_page_ids, holds_tiles
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -129,6 +130,9 @@ _SEED_TILES_PARTS: dict[int, tuple[tuple[int, int, int, int], ...]] = {
 }
 """By larger block_d: tiles that spill little under either Triton; tensor cores work for four warps from 64 rows on."""
 
+PAGED_STEP = 64
+"""Keys of a step over pages that do not hold those of the default: then TMA loads them."""
+
 BLOCK_KNOBS = ("block_m", "block_n", "num_warps", "num_stages")
 
 
@@ -141,13 +145,14 @@ def default_config(spec: Specialization, device: Device) -> Config:
         FAMILY_ID,
         {
             **dict(zip(BLOCK_KNOBS, tile, strict=True)),
-            "loads": "descriptor" if _prefers_descriptors(spec, device, tile[0]) else "pointer",
+            "loads": "descriptor" if _prefers_descriptors(spec, device, tile) else "pointer",
             "maxnreg": 0,
             "heads_per_group": 8 if spec.causal else 1,
             "heavy_first": spec.causal,
             "split_d": False,
             PRODUCTS.name: products,
             TANH.name: EXACT,
+            PAGE_IDS.name: default_page_ids(spec, device),
         },
     )
 
@@ -182,10 +187,17 @@ def _tile(spec: Specialization, device: Device) -> tuple[int, int, int, int]:
             table = {**table, **_DEFAULTS_PADDED}
         if spec.varlen and not is_heavy(spec):
             table = {**table, **_DEFAULTS_PACKED}
-    return table[(kind, block) if (kind, block) in table else ("nvidia", block)]
+    tile = table[(kind, block) if (kind, block) in table else ("nvidia", block)]
+    block_m, block_n, num_warps, num_stages = tile
+    if holds_tiles(spec, PAGED_STEP) and not holds_tiles(spec, block_n) and device.has_tma:
+        return block_m, PAGED_STEP, num_warps, num_stages
+    return tile
 
 
-def _prefers_descriptors(spec: Specialization, device: Device, block_m: int) -> bool:
+def _prefers_descriptors(spec: Specialization, device: Device, tile: tuple[int, int, int, int]) -> bool:
     """Where the tensor cores read shared memory; Triton pipelines only pointer loads for mma.sync."""
+    block_m, block_n, _, _ = tile
+    if spec.page_size and not holds_tiles(spec, block_n):
+        return False
     warpgroups = device.has_warpgroup_mma and block_m >= MIN_WARPGROUP_ROWS
     return warpgroups and spec.aligned16 and spec.dtype != "fp32"

@@ -19,6 +19,14 @@ from flashgen.codegen.head_parts import head_parts, is_split, padded, why_not_sp
 from flashgen.codegen.portable_forward.cost_model import COST_MODEL
 from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config, seed_configs
 from flashgen.codegen.portable_forward.mods import mod_parameters, why_mods_do_not_fit
+from flashgen.codegen.portable_forward.pages import (
+    PAGE_IDS,
+    key_lengths,
+    page_ids_values,
+    table_strides,
+    why_not_in_pages,
+    why_not_paged,
+)
 from flashgen.codegen.portable_forward.resources import smem_needed, why_too_large
 from flashgen.codegen.portable_forward.template_context import stride_names, values
 from flashgen.core.config import Config, KnobValue
@@ -49,6 +57,7 @@ KNOBS = (
     ),
     PRODUCTS,
     TANH,
+    PAGE_IDS,
 )
 
 
@@ -63,7 +72,7 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
 
 def _why_meaningless(spec: Specialization, config: Config, device: Device) -> str | None:
     """What Triton would refuse or silently turn into another config of the space."""
-    if reason := why_not_loads(spec, config, device):
+    if reason := why_not_loads(spec, config, device) or why_not_paged(spec, config, device):
         return reason
     if config["heavy_first"] and not spec.causal:
         return "without a causal mask all programs are equally heavy"
@@ -106,7 +115,7 @@ def _seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
 def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
     found = allowed_values_of_all(spec)
-    found |= {PRODUCTS.name: products_values(spec), TANH.name: tanh_values(spec)}
+    found |= {PRODUCTS.name: products_values(spec), TANH.name: tanh_values(spec), PAGE_IDS.name: page_ids_values(spec)}
     if not spec.causal:
         found["heavy_first"] = (False,)
     return found
@@ -128,10 +137,10 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     descriptors = config["loads"] == "descriptor"
     found = _descriptors(spec, config) if descriptors else _pointers(spec)
     found += [Parameter(name="LSE", type="*fp32"), *score_parameters(spec), *mod_parameters(spec)]
-    lengths = ("sequences", "total_q", "total_k") if spec.varlen else ("seqlen_q", "seqlen_k")
+    lengths = ("sequences", "total_q", *key_lengths(spec)) if spec.varlen else ("seqlen_q", "seqlen_k")
     found += sequence_parameters(spec)
     found += [Parameter(name=name, type="i32") for name in ("nheads", "group_size", *lengths, "lse_rows")]
-    found += [Parameter(name=name, type="i64") for name in stride_names(spec, config)]
+    found += [*table_strides(spec), *(Parameter(name=name, type="i64") for name in stride_names(spec, config))]
     return tuple(found)
 
 
@@ -178,13 +187,13 @@ DEFAULT_SPILLS = 48
 FEATURES = frozenset(
     {
         *("causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "functions", "q_offset", "deterministic"),
-        *("varlen", "dropout"),
+        *("varlen", "pages", "dropout"),
     }
 )
 
 
 def _why_unsupported(spec: Specialization, device: Device) -> str | None:
-    return why_not_portable(spec, device) or why_not_packed(spec)
+    return why_not_portable(spec, device) or why_not_packed(spec) or why_not_in_pages(spec)
 
 
 PORTABLE_FORWARD = KernelFamily(

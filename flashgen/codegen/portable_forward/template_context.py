@@ -8,6 +8,7 @@ from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
 from flashgen.codegen.portable_forward.mods import has_blocks, hides, mod_step_arguments, mod_values
+from flashgen.codegen.portable_forward.pages import page_values
 from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
@@ -28,6 +29,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "descriptors": config["loads"] == "descriptor",
         "precision": precision(spec, config),
         **_features(spec, config),
+        **page_values(spec, config),
         **_strides(spec, config),
         **mod_values(spec),
         # names of what a step of the loop changes, and of what it reads
@@ -130,7 +132,11 @@ def stride_names(spec: Specialization, config: Config) -> list[str]:
     """Names of the strides of tensors that a kernel reads or writes by pointers."""
     descriptors = config["loads"] == "descriptor"
     tensors = ("o" if spec.varlen else "") if descriptors else "qkvo"
-    return [f"stride_{tensor}{axis}" for tensor in tensors for axis in ("hs" if spec.varlen else "bhs")]
+    found = []
+    for tensor in tensors:
+        axes = "bhs" if not spec.varlen or (spec.page_size and tensor in "kv") else "hs"
+        found += [f"stride_{tensor}{axis}" for axis in axes]
+    return found
 
 
 def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPart, ...]) -> list[str]:
@@ -140,9 +146,12 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         v_parts = head_parts(spec.head_dim_v, is_split(config))
         found += [f"k{part.descriptor_suffix}_desc" for part in d_parts]
         found += [f"v{part.descriptor_suffix}_desc" for part in v_parts]
-        found += ["b", "h_k"] if not spec.varlen else [*(["b"] if spec.mods else []), "h_k", "k_start"]
+        rows = [] if spec.page_size else ["k_start"]
+        found += ["b", "h_k"] if not spec.varlen else [*(["b"] if spec.mods else []), "h_k", *rows]
     else:
-        found += ["k_base", "v_base", "stride_ks", "stride_vs", *(["b"] if spec.mods else [])]
+        pages = ["stride_kb", "stride_vb"] if spec.page_size else []
+        found += ["k_base", "v_base", *pages, "stride_ks", "stride_vs", *(["b"] if spec.mods else [])]
+    found += ["table", "num_pages"] if spec.page_size else []
     found += [
         "n",
         *(["key_start"] if spec.window or has_visible_key_range(spec) else []),

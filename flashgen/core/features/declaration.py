@@ -92,12 +92,14 @@ class CallFacts:
         q: the queries, for dtype and device.
         sizes: batch, nheads, seqlen_q and seqlen_k.
         mods: the user's functions.
+        page_size: keys of a page, where keys lie in pages.
         has_own_offset: whether the call has a query offset other than the default.
     """
 
     q: torch.Tensor
     sizes: tuple[int, int, int, int]
     mods: ScoreMods | None = None
+    page_size: int | None = None
     has_own_offset: bool = False
 
 

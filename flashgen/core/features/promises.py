@@ -1,17 +1,8 @@
-"""Features of memory and of bits: paged keys, determinism."""
+"""Features of bits: determinism."""
 
 from __future__ import annotations
 
 from flashgen.core.features.declaration import Argument, Feature, OpArgument, Support, Token
-
-PAGES = Feature(
-    name="pages",
-    fields=("page_size",),
-    absent="it reads no paged keys",
-    tokens=(Token(text="page", field="page_size"),),
-    words=lambda workload: () if workload.page_size is None else (f"pages of {workload.page_size}",),
-    support=(Support(group="Memory", name="paged keys and values", fields={"page_size": 16}),),
-)
 
 DETERMINISTIC = Feature(
     name="deterministic",

@@ -8,8 +8,9 @@ from typing import Any
 from flashgen.core.features.declaration import CallFacts, Feature, Gradient, OpArgument, Value
 from flashgen.core.features.dropout import DROPOUT
 from flashgen.core.features.functions import FUNCTIONS
+from flashgen.core.features.pages import PAGES
 from flashgen.core.features.positions import CAUSAL, Q_OFFSET, WINDOW
-from flashgen.core.features.promises import DETERMINISTIC, PAGES
+from flashgen.core.features.promises import DETERMINISTIC
 from flashgen.core.features.score_tensors import BIAS, MASK
 from flashgen.core.features.scores import ALIBI, SINKS, SOFTCAP
 from flashgen.core.features.sequences import VARLEN

@@ -70,6 +70,7 @@ class Features:
         batch_invariant: whether the bits of a packed sequence must not depend on how many there are beside it.
         dropout_p: the probability with which a weight is dropped; 0 is off.
         rng_state: int64 (2,), the seed and the offset of the bits that say which.
+        block_table: int32 (batch, pages), the pages of k and v in which the keys of each packed sequence lie.
     """
 
     window: Window = (None, None)
@@ -89,3 +90,4 @@ class Features:
     batch_invariant: bool = False
     dropout_p: float = 0.0
     rng_state: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None

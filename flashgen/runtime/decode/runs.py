@@ -97,18 +97,46 @@ def attend(
         if q.shape[0] <= MAX_BATCH:
             _launch(*given, *others, out, lse, config, keeps, kind)
             return out, lse
-        call = call_of((*given, *others))
-        check_decode_tensors(call)
-        for start in range(0, q.shape[0], MAX_BATCH):
-            rows = slice(start, start + MAX_BATCH)
-            written = (out[rows], None if lse is None else lse[rows], config, keeps, None)
-            part: Any = (*_arguments(_part(call, rows)), *written)
-            _launch(*part)
+        _launch_parts(call_of((*given, *others)), out, lse, config, keeps)
     except UNEXPECTED as error:
         if not isinstance(error, FlashgenError):
             check_decode_tensors(call_of((*given, *others)))
         raise
     return out, lse
+
+
+def attend_into(
+    written: tuple[torch.Tensor, torch.Tensor | None], given: tuple[Any, ...], *, keeps: bool = True
+) -> None:
+    """Compute a call into memory that there is.
+
+    Args:
+        written: output, (batch, seqlen_q, nheads, head_dim_v), and LSE, contiguous, or None.
+        given: the fields of a `DecodeCall` up to its features, in order.
+        keeps: as in `run`.
+
+    Raises:
+        WorkloadError, UnsupportedError, BuildError, LaunchError: as `flashgen.attention_decode`.
+    """
+    out, lse = written
+    fields_of_call: Any = (*given, None, None, None, lse is not None)
+    if out.shape[0] <= MAX_BATCH:
+        launched: Any = (*fields_of_call, out, lse, None, keeps, None)
+        _launch(*launched)
+    else:
+        _launch_parts(call_of(fields_of_call), out, lse, None, keeps)
+
+
+def _launch_parts(
+    call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None, config: Config | None, keeps: bool
+) -> None:
+    """A launch for every `MAX_BATCH` sequences."""
+    check_decode_tensors(call)
+    for start in range(0, call.q.shape[0], MAX_BATCH):
+        rows = slice(start, start + MAX_BATCH)
+        written = (out[rows], None if lse is None else lse[rows], config, keeps, None)
+        part: Any = (*_arguments(_part(call, rows)), *written)
+        _launch(*part)
 
 
 def _launch(

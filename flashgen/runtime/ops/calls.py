@@ -11,6 +11,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features import table
 from flashgen.core.features.declaration import CallFacts
+from flashgen.core.features.pages import MAX_PAGE_STRIDE, is_paged
 from flashgen.core.features.sequences import is_packed, sequences_of
 from flashgen.core.features.values import Features
 from flashgen.core.score_mods import ScoreMods
@@ -98,8 +99,8 @@ class CheckedCall:
             WorkloadError: shapes, dtypes or arguments do not fit together; the message names the rule and the values.
         """
         q, k, v = call.views
-        check_inputs(q, k, v, packed=is_packed(call.features))
-        _check_strides(q, k, v)
+        check_inputs(q, k, v, packed=is_packed(call.features), paged=is_paged(call.features))
+        _check_strides(q, k, v, paged=is_paged(call.features))
         features, of_workload, of_spec = _features(call, q, k)
         workload = _workload(call, (q, k, v), of_workload)
         out = empty_output(call.q, call.v, bshd=call.bshd)
@@ -131,6 +132,7 @@ def _features(call: Call, q: torch.Tensor, k: torch.Tensor) -> tuple[Features | 
         q=q,
         sizes=sizes_of(q, k, call.features),
         mods=call.mods,
+        page_size=k.shape[2] if is_paged(call.features) else None,
         has_own_offset=call.explicit_offset or call.offset_tensor,
     )
     features = table.checked(call.features, facts)
@@ -151,7 +153,7 @@ def _workload(
     batch, nheads, seqlen_q, head_dim = q.shape
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": k.shape[2]}
     if "varlen" in features:
-        sizes |= {"total_q": seqlen_q, "total_k": k.shape[2]}
+        sizes |= {"total_q": seqlen_q} if is_paged(call.features) else {"total_q": seqlen_q, "total_k": k.shape[2]}
     return Workload(
         dtype="tf32" if call.tf32 and q.dtype == torch.float32 else DTYPES[q.dtype],
         nheads=nheads,
@@ -163,10 +165,12 @@ def _workload(
     )
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool = False) -> None:
+def check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool = False, paged: bool = False
+) -> None:
     """Check what q, k and v, in bhsd order, must be wherever they are: also of tensors without memory.
 
-    `packed` says that they are packed sequences as one batch element.
+    `packed` says that they are packed sequences as one batch element, `paged` that k and v are pages of such.
 
     Raises:
         WorkloadError: a number of dimensions, a dtype, a device or a shape does not fit.
@@ -181,27 +185,36 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: b
                 f"q, k and v share dtype and device, got q {q.dtype} on {q.device}, "
                 f"{name} {tensor.dtype} on {tensor.device}"
             )
-    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
-        rule = (
-            "q is (total_q, nheads, head_dim), k (total_k, nheads_k, head_dim) and v (total_k, nheads_k, head_dim_v)"
-            if packed
-            else "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, "
-            "nheads_k, seqlen_k, head_dim_v) in bhsd order"
-        )
-        raise WorkloadError(f"{rule}, got {_shapes(q, k, v, packed=packed)}")
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or (k.shape[0] != q.shape[0] and not paged):
+        rule = _PAGED_SHAPES if paged else _PACKED_SHAPES if packed else _DENSE_SHAPES
+        raise WorkloadError(f"{rule}, got {_shapes(q, k, v, packed=packed, paged=paged)}")
     if not (q.shape[1] and k.shape[1] and q.shape[3] and v.shape[3]):
         raise WorkloadError(
             "nheads, nheads_k, head_dim and head_dim_v must be at least 1, got "
-            f"{_shapes(q, k, v, packed=packed)}{'' if packed else ' in bhsd order'}"
+            f"{_shapes(q, k, v, packed=packed, paged=paged)}{'' if packed else ' in bhsd order'}"
         )
     if q.shape[1] % k.shape[1]:
         raise WorkloadError(f"nheads must be a multiple of nheads_k, got {q.shape[1]} and {k.shape[1]}")
 
 
-def _shapes(*tensors: torch.Tensor, packed: bool) -> str:
+_DENSE_SHAPES = (
+    "q is (batch, nheads, seqlen_q, head_dim), k (batch, nheads_k, seqlen_k, head_dim) and v (batch, nheads_k, "
+    "seqlen_k, head_dim_v) in bhsd order"
+)
+_PACKED_SHAPES = (
+    "q is (total_q, nheads, head_dim), k (total_k, nheads_k, head_dim) and v (total_k, nheads_k, head_dim_v)"
+)
+_PAGED_SHAPES = (
+    "q is (total_q, nheads, head_dim), k (pages, page_size, nheads_k, head_dim) and v (pages, page_size, nheads_k, "
+    "head_dim_v)"
+)
+
+
+def _shapes(*tensors: torch.Tensor, packed: bool, paged: bool) -> str:
     """Shapes as a message has them; those of packed sequences in the order of the call."""
     first, second, third = (
-        tuple(tensor.transpose(1, 2).shape[1:]) if packed else tuple(tensor.shape) for tensor in tensors
+        tuple(tensor.transpose(1, 2).shape[int(not paged or number == 0) :]) if packed else tuple(tensor.shape)
+        for number, tensor in enumerate(tensors)
     )
     return f"{first}, {second} and {third}"
 
@@ -234,7 +247,7 @@ def check_lse(name: str, lse: torch.Tensor, q: torch.Tensor, *, bshd: bool) -> N
         )
 
 
-def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, paged: bool) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[3] > 1 and tensor.stride(3) != 1 and tensor.numel():
             raise WorkloadError(f"the last dimension is contiguous, got {name} with strides {tensor.stride()}")
@@ -242,4 +255,9 @@ def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise WorkloadError(
                 f"rows lie less than {MAX_ROW_STRIDE} elements apart, got {name} with {tensor.stride(2)} between rows; "
                 f"{name}.contiguous() brings them together"
+            )
+        if paged and name != "q" and max(tensor.stride(0), tensor.shape[2] * tensor.stride(2)) >= MAX_PAGE_STRIDE:
+            raise WorkloadError(
+                f"pages lie less than {MAX_PAGE_STRIDE} elements apart, and so do the ends of one, got {name} with "
+                f"strides {tensor.stride()} of (pages, heads, rows, head_dim)"
             )

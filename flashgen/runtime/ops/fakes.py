@@ -15,6 +15,7 @@ import torch
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features import table
 from flashgen.core.features.declaration import CallFacts
+from flashgen.core.features.pages import is_paged
 from flashgen.core.features.sequences import is_packed
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops import mods as user_mods
@@ -96,9 +97,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, *, bshd: bool, offset: Tensor | None,
         WorkloadError: they break a rule, as they would in the call itself.
     """
     views = in_bhsd(q, k, v) if bshd else (q, k, v)
-    check_inputs(*views, packed=is_packed(features))
+    check_inputs(*views, packed=is_packed(features), paged=is_paged(features))
     if offset is not None:
         check_offset(q, offset)
     if features is not None and table.given(features):
         mods = user_mods.resolve(features.mods) if features.mods else None
-        table.checked(features, CallFacts(q=q, sizes=sizes_of(views[0], views[1], features), mods=mods))
+        page_size = views[1].shape[2] if is_paged(features) else None
+        sizes = sizes_of(views[0], views[1], features)
+        table.checked(features, CallFacts(q=q, sizes=sizes, mods=mods, page_size=page_size))

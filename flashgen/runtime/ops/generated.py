@@ -15,6 +15,7 @@ import torch
 from flashgen.core.features import table
 from flashgen.core.features.declaration import Argument, OpArgument, Value, itself
 from flashgen.core.features.functions import FUNCTIONS
+from flashgen.core.features.pages import PAGES
 from flashgen.core.features.sequences import VARLEN
 from flashgen.core.features.values import Features
 
@@ -112,9 +113,17 @@ def features_function(with_functions: Callable[..., Features]) -> Callable[..., 
     return found
 
 
+def of_scores_function() -> Callable[[Features], Features]:
+    """What leaves packed sequences out of features."""
+    added = [value.name for feature in (VARLEN, PAGES) for value in feature.values]
+    kept = ", ".join(f"{value.name}=features.{value.name}" for value in table.values() if value.name not in added)
+    found: Callable[[Features], Features] = _function("of_scores", "features", [f"return Features({kept})"])
+    return found
+
+
 def with_sequences_function() -> Callable[..., Features]:
-    """What adds packed sequences to the features of scores: `(features, *VARLEN's values)`."""
-    added = [value.name for value in VARLEN.values]
+    """What adds packed sequences to the features of scores: `(features, *VARLEN's values, block_table)`."""
+    added = [value.name for feature in (VARLEN, PAGES) for value in feature.values]
     kept = ", ".join(f"{value.name}=features.{value.name}" for value in table.values() if value.name not in added)
     fields = ", ".join(f"{name}={name}" for name in added)
     found: Callable[..., Features]

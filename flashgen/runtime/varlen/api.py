@@ -8,6 +8,9 @@ import torch
 from torch import are_deterministic_algorithms_enabled
 from torch.compiler import is_dynamo_compiling
 
+from flashgen.core.checks import whole_number
+from flashgen.core.errors import UnsupportedError
+from flashgen.core.features.pages import PAGES
 from flashgen.core.features.values import Window
 from flashgen.core.settings import settings
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
@@ -19,6 +22,7 @@ from flashgen.runtime.ops.mods import UserCallable
 from flashgen.runtime.ops.schemas import SERVED
 from flashgen.runtime.varlen.arguments import one_batch_element, packed_features
 from flashgen.runtime.varlen.contents import check_contents
+from flashgen.runtime.varlen.mixed import attend_mixed, attend_mixed_by_op
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
@@ -35,6 +39,8 @@ def attention_varlen(
     max_seqlen_k: int | None = ...,
     seqused_q: torch.Tensor | None = ...,
     seqused_k: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    num_decodes: int = ...,
     causal: bool = ...,
     window: Window = ...,
     softmax_scale: float | None = ...,
@@ -61,6 +67,8 @@ def attention_varlen(
     max_seqlen_k: int | None = ...,
     seqused_q: torch.Tensor | None = ...,
     seqused_k: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    num_decodes: int = ...,
     causal: bool = ...,
     window: Window = ...,
     softmax_scale: float | None = ...,
@@ -86,6 +94,8 @@ def attention_varlen(
     max_seqlen_k: int | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_decodes: int = 0,
     causal: bool = False,
     window: Window = (None, None),
     softmax_scale: float | None = None,
@@ -113,17 +123,29 @@ def attention_varlen(
 
     Any strides are taken without a copy, as long as the last dimension of q, k and v is contiguous.
 
+    With a `block_table`, k and v are a paged cache, and the queries of a sequence are the last ones of the `seqused_k`
+    keys that it has there: a chunk of a prompt behind what is in the cache already, whose keys have been appended
+    before (`flashgen.append_kv`). Of the cache, visible keys are used and nothing else: what lies behind a length,
+    before a window, in other pages or in entries of the table that stand behind a length may hold anything. There is no
+    gradient then.
+
     Args:
         q: queries of all sequences, (total_q, nheads, head_dim); bfloat16, float16 or float32 on a GPU.
-        k: keys, (total_k, nheads_k, head_dim); nheads must be a multiple of nheads_k (GQA, MQA).
-        v: values, (total_k, nheads_k, head_dim_v).
+        k: keys, (total_k, nheads_k, head_dim), or (pages, page_size, nheads_k, head_dim) with a `block_table`; nheads
+            must be a multiple of nheads_k (GQA, MQA).
+        v: values, (total_k, nheads_k, head_dim_v), or (pages, page_size, nheads_k, head_dim_v).
         cu_seqlens_q: where sequences begin, and where the last one ends, int32 (batch + 1,) on the GPU: the queries of
             sequence b are rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`. It begins with 0 and never falls.
-        cu_seqlens_k: the same of the keys; None where they are those of the queries.
+        cu_seqlens_k: the same of the keys; None where they are those of the queries. With a `block_table` its
+            differences are the lengths, where `seqused_k` does not say them.
         max_seqlen_q: the most queries of a sequence. It may be more, as in a graph for batches to come.
-        max_seqlen_k: the most keys of a sequence; None is max_seqlen_q, where cu_seqlens_k is None.
+        max_seqlen_k: the most keys of a sequence; None is max_seqlen_q, where cu_seqlens_k is None, or what a row of
+            the `block_table` has pages for.
         seqused_q: how many of the queries of each sequence are used, int32 (batch,); None is all.
-        seqused_k: the same of the keys.
+        seqused_k: the same of the keys; with a `block_table`, how many keys each sequence has.
+        block_table: the pages of each sequence in order, int32 (batch, pages of a sequence); pages of any size.
+        num_decodes: how many sequences, from the first on, have one query each: steps of decoding beside chunks of
+            prompts in one batch. They are computed by `flashgen.attention_decode`, where that is expected to be faster.
         causal: key j of a sequence is visible to its query i iff `j <= i + n - m`, of n keys and m queries that are
             used (aligned to the bottom right).
         window: (left, right), inclusive, around `i + n - m`; None is unlimited, and causal makes right 0.
@@ -150,7 +172,8 @@ def attention_varlen(
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule. With `FLASHGEN_CHECKS=1` also what lengths hold.
-        UnsupportedError: no kernel family does this here, or a gradient through functions of the caller is asked for.
+        UnsupportedError: no kernel family does this here, or a gradient through functions of the caller or a
+            `block_table` is asked for.
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
     """
     try:
@@ -174,10 +197,14 @@ def attention_varlen(
             rng_state=drawn_state(dropout_p, rng_state, q),
             is_traced=is_traced,
         )
+        if type(num_decodes) is not int:
+            num_decodes = whole_number("num_decodes", num_decodes, 0)
+        paged = block_table is not None
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
         is_invariant = bool(deterministic) or are_deterministic_algorithms_enabled()
-        features = packed_features(scores, *lengths, is_invariant)
-        one_q, one_k, one_v = one_batch_element(q, k, v)
+        page_size = k.shape[1] if paged and k.dim() == 4 else 0
+        features = packed_features(scores, *lengths, is_invariant, block_table, page_size)
+        one_q, one_k, one_v = one_batch_element(q, k, v, paged=paged)
         bypasses_dispatcher = (
             not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))
         )
@@ -186,8 +213,13 @@ def attention_varlen(
         if torch.is_grad_enabled() and requires_gradient(
             q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
         ):
+            if paged:
+                raise UnsupportedError(PAGES.no_gradient)
             train = training.direct_features if bypasses_dispatcher else training.features_attention
             found = train(one_q, one_k, one_v, options, features, deterministic, return_lse)
+        elif num_decodes != 0:
+            mixed = attend_mixed if bypasses_dispatcher else attend_mixed_by_op
+            found = mixed(one_q, one_k, one_v, causal, softmax_scale, num_decodes, return_lse, features)
         elif bypasses_dispatcher:
             found = ops.attention_features_kernel(
                 one_q, one_k, one_v, *options, features, WITH_LSE if return_lse else 0
@@ -196,7 +228,7 @@ def attention_varlen(
             op: Any = ops.attention_features_lse_op if return_lse else ops.attention_features_op
             found = op(one_q, one_k, one_v, *options, *SERVED.flat(features))
         if not is_traced and settings().checks:
-            check_contents(q, k, features)
+            check_contents(q, k, features, num_decodes)
         return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)
     except UNEXPECTED as error:
         explain_failure(error, locals())

@@ -25,14 +25,27 @@ def packed_features(
     max_seqlen_q: int,
     max_seqlen_k: int | None,
     batch_invariant: bool = False,
+    block_table: torch.Tensor | None = None,
+    page_size: int = 0,
 ) -> Features:
     """The features of scores with the sequences of a call; keys without ends of their own have those of queries.
+
+    With a `block_table` they have as many keys as `seqused_k` says, or as lie between `cu_seqlens_k`.
 
     Raises:
         WorkloadError: ends of sequences are missing, or a bound of the lengths is, or is no length.
     """
     if cu_seqlens_q is None:
         check_tensor("cu_seqlens_q", cu_seqlens_q)  # without it this would be a call of one length
+    if block_table is not None:
+        if (cu_seqlens_k is None) == (seqused_k is None):
+            raise WorkloadError(
+                "keys in pages are as many as seqused_k says, or as lie between cu_seqlens_k, got "
+                f"{'neither' if seqused_k is None else 'both'}"
+            )
+        if max_seqlen_k is None:
+            check_tensor("block_table", block_table)
+            max_seqlen_k = block_table.shape[-1] * page_size if block_table.dim() else 0
     if max_seqlen_k is None:
         if cu_seqlens_k is not None:
             raise WorkloadError("a call with cu_seqlens_k has max_seqlen_k, the most keys of a sequence, got None")
@@ -43,21 +56,34 @@ def packed_features(
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     lengths = (max_seqlen_q, max_seqlen_k)
-    return _with_sequences(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, lengths, batch_invariant)
+    given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, lengths, batch_invariant, block_table)
+    return _with_sequences(scores, *given)
 
 
-def one_batch_element(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def one_batch_element(*tensors: torch.Tensor, paged: bool = False) -> list[torch.Tensor]:
     """q, k and v as the one batch element that they are, in (batch, sequence, head, head_dim) order.
 
+    Keys and values in pages have such an order already: pages are their batch.
+
     Raises:
-        WorkloadError: one has not three dimensions.
+        WorkloadError: one has not three dimensions, or of pages not four.
     """
     for name, tensor in zip("qkv", tensors, strict=True):
-        if tensor.dim() != 3:
+        if paged and name != "q":
+            _check_pages(name, tensor)
+        elif tensor.dim() != 3:
             raise WorkloadError(
                 f"q, k and v of packed sequences are (rows, heads, head_dim), got {name} with shape "
                 f"{tuple(tensor.shape)}"
             )
         if tensor.shape[0] >= MAX_ROWS:
             raise WorkloadError(f"packed sequences have less than {MAX_ROWS} rows, got {tensor.shape[0]} of {name}")
-    return [tensor.unsqueeze(0) for tensor in tensors]
+    return [tensor if paged and number else tensor.unsqueeze(0) for number, tensor in enumerate(tensors)]
+
+
+def _check_pages(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 4:
+        raise WorkloadError(
+            f"with a block_table k and v are (pages, page_size, nheads_k, head_dim), got {name} with shape "
+            f"{tuple(tensor.shape)}"
+        )

@@ -1,6 +1,7 @@
 """What the lengths of packed sequences hold, for `FLASHGEN_CHECKS=1`: the only look at data, and it waits for it.
 
-Without it an end behind the last row counts as the last row, and one before the end before it as that one.
+Without it an end behind the last row counts as the last row, and one before the end before it as that one; more keys
+than a block table has pages for count as just as many, and a page id below 0 as page 0.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from flashgen.core.errors import WorkloadError
 from flashgen.core.features.values import Features
 
 
-def check_contents(q: torch.Tensor, k: torch.Tensor, features: Features) -> None:
+def check_contents(q: torch.Tensor, k: torch.Tensor, features: Features, num_decodes: int = 0) -> None:
     """Refuse lengths that lead out of the tensors; nothing is checked while a CUDA graph is captured.
 
     Args:
         q: queries, (total_q, nheads, head_dim).
-        k: keys, (total_k, nheads_k, head_dim).
+        k: keys, (total_k, nheads_k, head_dim), or pages of them.
         features: of a call whose shapes are right.
+        num_decodes: how many sequences have one query, from the first on.
 
     Raises:
         WorkloadError: there is one; the message has the first sequence with it.
@@ -26,7 +28,38 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, features: Features) -> None
         return
     queries, keys = features.max_seqlens
     _check_side("q", len(q), features.cu_seqlens_q, features.seqused_q, queries)
-    _check_side("k", len(k), features.cu_seqlens_k, features.seqused_k, keys)
+    if features.block_table is None:
+        _check_side("k", len(k), features.cu_seqlens_k, features.seqused_k, keys)
+    else:
+        _check_pages(k, features, features.block_table)
+    if num_decodes:
+        assert features.cu_seqlens_q is not None
+        lengths = features.cu_seqlens_q.long().diff()[:num_decodes]
+        _refuse(lengths != 1, f"the first num_decodes sequences, {num_decodes}, have one query each", lengths)
+
+
+def _check_pages(k: torch.Tensor, features: Features, table: torch.Tensor) -> None:
+    """Lengths of keys in pages, and the page ids of those that a query may see."""
+    pages, page_size = k.shape[:2]
+    queries, keys = features.cu_seqlens_q, features.seqused_k
+    assert queries is not None
+    if keys is None:
+        assert features.cu_seqlens_k is not None
+        keys = features.cu_seqlens_k.long().diff()
+    lengths, room = keys.long(), table.shape[1] * page_size
+    most = min(room, features.max_seqlens[1])
+    rule = f"keys of a sequence are 0 to {most}, by max_seqlen_k and as the block_table has room for {room}"
+    _refuse((lengths < 0) | (lengths > most), rule, lengths)
+    rows = queries.long().diff() if features.seqused_q is None else features.seqused_q.long()
+    left = features.window[0]
+    first = torch.zeros_like(lengths) if left is None else (lengths - rows - left).clamp(min=0)
+    place = torch.arange(table.shape[1], device=table.device) * page_size
+    used = (place < lengths[:, None]) & (place + page_size > first[:, None]) & (rows > 0)[:, None]
+    ids = table.long()
+    wrong = used & ((ids < 0) | (ids >= pages))
+    if table.shape[1]:
+        worst = ids.gather(1, wrong.int().argmax(1, keepdim=True))[:, 0]
+        _refuse(wrong.any(1), f"page ids of keys that are visible are 0 to {pages - 1}", worst)
 
 
 def _check_side(side: str, rows: int, ends: torch.Tensor | None, used: torch.Tensor | None, most: int) -> None:
