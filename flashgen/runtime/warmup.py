@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ def warmup(
     device: int | None = None,
     offset_tensor: bool = False,
     training: bool = False,
+    dropout: bool = False,
     helpers: bool = False,
 ) -> int:
     """Compile and load every kernel that the ladder can return for these workloads, so that serving never compiles.
@@ -47,6 +49,7 @@ def warmup(
         offset_tensor: also the kernels that read the query offset from a tensor.
         training: also the backward pass of every workload of a forward pass; deterministic while
             `torch.use_deterministic_algorithms(True)` is on.
+        dropout: also the kernels of the same passes with dropout.
         helpers: also what `append_kv` and `merge_states` launch for the types and head dimensions of the workloads,
             with and without rotary embeddings of whole heads; other forms are compiled by their first call.
 
@@ -68,10 +71,11 @@ def warmup(
     index = whole_number("the index of a GPU", device, 0, error=DeviceError)
     where = serve.device_at(index)
     offset_tensor, training = flag("offset_tensor", offset_tensor), flag("training", training)
+    dropout = flag("dropout", dropout)
     lengths = None if seqlens is None else _lengths(seqlens)
     pairs = set()
     for workload in _asked(workloads, training=training):
-        for spec in variants(workload, offset_tensor=offset_tensor):
+        for spec in variants(workload, offset_tensor=offset_tensor, dropout=dropout):
             found = _reachable(workload, spec, where, lengths)
             pairs |= {(spec, each) for config in found for each in (config, exact_sibling(config, spec))}
             pairs |= set(_by_decoding(workload, spec, where, lengths))
@@ -97,13 +101,13 @@ def _asked(workloads: Iterable[Workload | str], *, training: bool) -> Iterator[W
             yield replace(workload, direction="backward", deterministic=fixed)
 
 
-def variants(workload: Workload, *, offset_tensor: bool) -> Iterator[Specialization]:
+def variants(workload: Workload, *, offset_tensor: bool, dropout: bool = False) -> Iterator[Specialization]:
     """What of the same workload is compiled by itself: a bias may have a gradient or not."""
+    dropouts = (False, True) if dropout and not workload.is_decode else (False,)
     offsets = (False, True) if offset_tensor and _has_positions(workload) else (False,)
     bias_grads = (False, True) if workload.direction == "backward" and workload.bias else (False,)
-    for variant in offsets:
-        for bias_grad in bias_grads:
-            yield Specialization.of(workload, offset_tensor=variant, bias_grad=bias_grad)
+    for variant, bias_grad, drops in itertools.product(offsets, bias_grads, dropouts):
+        yield Specialization.of(workload, offset_tensor=variant, bias_grad=bias_grad, dropout=drops)
 
 
 def _has_positions(workload: Workload) -> bool:

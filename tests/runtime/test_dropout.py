@@ -15,6 +15,8 @@ from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.dropout import keep_scale, threshold
 from flashgen.core.workload import Workload
 from flashgen.runtime import arguments
+from flashgen.runtime.lookup.ladder import NEAREST_HERE
+from flashgen.runtime.warmup import variants
 from tests.fakes.gpu import EmulatedGpu
 from tests.runtime.ladders import Ladder, config, faster, measured
 
@@ -143,7 +145,22 @@ def test_it_is_served_by_the_config_of_the_call_without_it(ladder: Ladder, emula
     ((spec, served),) = emulated.compiled  # torch's backend, which was faster, does not drop what this does
     assert spec.key == "fwd-bf16-d128-dropout"
     assert served == config(1)
-    assert "dropout" in str(flashgen.explain(q, k, v, dropout_p=0.3))
+    explained = flashgen.explain(q, k, v, dropout_p=0.3)
+    assert "dropout" in str(explained)
+    assert explained.served.rung == NEAREST_HERE  # nothing was measured with dropout
+    assert flashgen.explain(q, k, v).served.rung < NEAREST_HERE
+
+
+def test_its_kernels_are_warmed_up(emulated: EmulatedGpu) -> None:
+    flashgen.warmup(["b2-h4-hk2-s64-d128"], training=True, dropout=True)
+    keys = {spec.key for spec, _ in emulated.compiled}
+    assert keys >= {"fwd-bf16-d128-dropout", "bwd-bf16-d128-dropout", "fwd-bf16-d128"}
+    ready = len(emulated.compiled)
+    q, k, v = (torch.zeros(2, heads, 64, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    flashgen.attention(q, k, v, dropout_p=0.3).sum().backward()
+    assert len(emulated.compiled) == ready
+    step = Workload.parse("dec-b2-h4-hk2-sk64-d128")
+    assert [spec.dropout for spec in variants(step, offset_tensor=False, dropout=True)] == [False]
 
 
 def test_what_is_explained_draws_nothing() -> None:
