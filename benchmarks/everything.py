@@ -72,6 +72,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _race("features", 600),
     _race("models", 400, "--rounds", "2"),
     Benchmark(name="decode", module="decode", seconds=60),
+    Benchmark(name="varlen", module="varlen", seconds=240),
+    Benchmark(name="packed_training", module="packed_training", seconds=120),
     Benchmark(name="overhead", module="overhead", seconds=120),
     Benchmark(name="memory", module="memory", seconds=90),
     Benchmark(name="spread", module="spread", seconds=30),

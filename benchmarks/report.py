@@ -52,6 +52,8 @@ FILES = (
     "data.csv",
     "models.csv",
     "decode.csv",
+    "varlen.csv",
+    "packed_training.csv",
     "features.csv",
     "memory.csv",
     "overhead.csv",

@@ -15,6 +15,7 @@ from benchmarks.race_tables import RACES, TITLES, race_parts
 from benchmarks.results import Row
 from benchmarks.speedup_tables import speedup_parts
 from benchmarks.training_tables import training_parts
+from benchmarks.varlen_tables import varlen_parts
 from flashgen.core.feature_words import describe
 from flashgen.core.workload import Workload
 
@@ -52,6 +53,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
     parts += training_parts(device_slug, rows, charts)
     parts += model_parts(rows)
     parts += decode_parts(rows)
+    parts += varlen_parts(rows)
     if any(row.suite == FEATURES_SUITE for row in rows):
         parts += ["### Features", _features_text(rows), _features_table(rows)]
     if any(row.suite == WINDOW_SUITE for row in rows):

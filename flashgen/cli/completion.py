@@ -15,9 +15,14 @@ def gpus(incomplete: str) -> list[tuple[str, str]]:
 
 def models(incomplete: str) -> list[tuple[str, str]]:
     """The names of presets and of groups of them, each with its title."""
-    from flashgen.tuning.workloads import ALL, SERVING, TRAINING, presets
+    from flashgen.tuning.workloads import ALL, PACKED, SERVING, TRAINING, presets
 
-    groups = ((ALL, "every preset"), (TRAINING, "those of backward passes"), (SERVING, "those of steps of decoding"))
+    groups = (
+        (ALL, "every preset"),
+        (TRAINING, "those with backward passes"),
+        (SERVING, "those of steps of decoding"),
+        (PACKED, "those of packed sequences"),
+    )
     named = [*((preset.name, preset.title) for preset in presets()), *groups]
     return [each for each in named if each[0].startswith(incomplete)]
 

@@ -26,7 +26,7 @@ def offered(line: str) -> list[str]:
         ("flashgen do", ["doctor"]),
         ("flashgen db ver", ["verify"]),
         ("flashgen tune --mod", ["--model"]),
-        ("flashgen tune --model gpt", ["gpt2", "gpt2-training", "gpt-oss-20b", "gpt-oss-20b-decode"]),
+        ("flashgen tune --model gpt", ["gpt2", "gpt2-packed", "gpt2-training", "gpt-oss-20b", "gpt-oss-20b-decode"]),
         ("flashgen tune --model train", ["training"]),
         ("flashgen tune --direction b", ["backward", "both"]),
         ("flashgen tune --family portable_f", ["portable_forward"]),

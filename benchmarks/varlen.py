@@ -1,0 +1,162 @@
+"""Packed sequences beside other implementations: writes `results/<device>/varlen.csv`.
+
+python -m benchmarks.varlen [--only 'bwd-*'] [--impls flashgen,fa3] [--append]
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.exit_codes import MISSING
+from benchmarks.impls import results_of
+from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.race import GRAPH_BELOW_MS
+from benchmarks.results import DATA_COLUMNS, ResultsFile, Row, subject_of
+from benchmarks.varlen_cases import PACKS, Pack, PackTensors, tensors_of
+from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl, no_grad_of
+from flashgen.core.errors import FlashgenError
+from flashgen.measure import gpu
+from flashgen.measure.reference import oracle
+from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, interleave, make_unit
+
+TOLERANCE = 2e-2
+"""Of the largest output: two roundings of bfloat16 for the weights and the result."""
+
+NO_GRAPHS_MS = 0.0
+"""Both passes are queued: autograd's own streams and the peers' scratch memory are no part of a graph."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done, 1 if flashgen has no row where it should have one."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    names = [name for name in options.impls.split(",") if name]
+    try:
+        provenance = Provenance.here(options.commit)
+        path = options.results / provenance.slug / "varlen.csv"
+        file = ResultsFile(path, DATA_COLUMNS, append=options.append, commit=provenance.commit)
+    except (FlashgenError, ValueError) as error:
+        parser.error(str(error))
+    impls = [impl for impl in IMPLS if not names or impl.name in names]
+    missing = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        serve_generated(options.db, Path(scratch))
+        stopwatch, done = CudaStopwatch(gpu.sm_clock_mhz), file.done(provenance.commit)
+        for pack in selected(options.only):
+            key, profile = pack.workload.key, pack.workload.lengths
+            if any(subject_of(pack.suite, key, impl.name, profile) in done for impl in impls):
+                continue
+            print(f"{key}", flush=True)
+            with no_grad_of[pack.trains]():
+                found = race(pack, impls, stopwatch, window_ms=1e3 * options.window, rounds=options.rounds)
+            file.write(row_of(pack, impl, ms, provenance) for impl, ms in found if not isinstance(ms, str))
+            for impl, ms in found:
+                print(f"  {line_of(pack, impl, ms)}", flush=True)
+                missing += impl.name == "flashgen" and isinstance(ms, str)
+            gc.collect()
+            torch.cuda.empty_cache()
+    print(f"{file.path}: {len(file.rows)} rows")
+    return MISSING if missing else 0
+
+
+def selected(patterns: Sequence[str]) -> list[Pack]:
+    """The batches whose keys one of the patterns fits, all without patterns."""
+    return [
+        pack for pack in PACKS if not patterns or any(fnmatch.fnmatch(pack.workload.key, each) for each in patterns)
+    ]
+
+
+def race(
+    pack: Pack, impls: Sequence[VarlenImpl], stopwatch: Stopwatch, *, window_ms: float, rounds: int
+) -> list[tuple[VarlenImpl, float | str]]:
+    """The median ms of each implementation, which take turns, or the reason why it has none."""
+    tensors = tensors_of(pack, torch.device("cuda", 0))
+    expected = last_output(pack, tensors)
+    made = {impl.name: _unit(impl, pack, tensors, expected, stopwatch) for impl in impls}
+    runners = [(name, found) for name, found in made.items() if not isinstance(found, str)]
+    units = [unit for _, (unit, _) in runners]
+    windows = interleave(units, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms)
+    times = {
+        name: share * statistics.median(window.ms for window in each)
+        for (name, (_, share)), each in zip(runners, windows, strict=True)
+    }
+    reasons = {name: found for name, found in made.items() if isinstance(found, str)}
+    return [(impl, times.get(impl.name, reasons.get(impl.name, ""))) for impl in impls]
+
+
+def _unit(
+    impl: VarlenImpl, pack: Pack, tensors: PackTensors, expected: torch.Tensor, stopwatch: Stopwatch
+) -> tuple[Unit, float] | str:
+    reason = impl.unsupported(pack)
+    if reason is not None:
+        return reason
+    try:
+        ready = impl.prepare(pack, tensors)
+        if (why := why_wrong(ready, expected)) is not None:
+            return why
+        call, limit = ready.call, NO_GRAPHS_MS if pack.trains else GRAPH_BELOW_MS
+        return make_unit(call.run, pack.copies, stopwatch, call.context, graph_below_ms=limit), ready.share
+    except (FlashgenError, RuntimeError, TypeError, AssertionError) as error:  # what peers raise for what they lack
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def why_wrong(ready: Ready, expected: torch.Tensor) -> str | None:
+    """Run once: None if the rows of the last sequence are right, or are those of another batch."""
+    with ready.call.context():
+        *_, out = results_of(ready.call.run(0))
+    if ready.rows is None:
+        return None
+    last = ready.rows(out.detach())[-len(expected) :]
+    error = (last.double() - expected).abs().max() / expected.abs().max()
+    return None if error <= TOLERANCE else f"its output is {float(error):.1e} of the largest away from the float64 one"
+
+
+def last_output(pack: Pack, tensors: PackTensors) -> torch.Tensor:
+    """The output of the last sequence in float64, (queries, nheads, head_dim_v), of the first set of tensors."""
+    rows, keys = pack.queries[-1], pack.keys[-1]
+    q, k, v = (
+        one[0].detach()[-length:].transpose(0, 1)[None]
+        for one, length in ((tensors.q, rows), (tensors.k, keys), (tensors.v, keys))
+    )
+    out, _ = oracle(q, k, v, causal=pack.workload.causal)
+    return out[0].transpose(0, 1)
+
+
+def row_of(pack: Pack, impl: VarlenImpl, ms: float, provenance: Provenance) -> Row:
+    """The row of an implementation; `tflops` counts the pairs that lengths leave visible, of all passes timed."""
+    timing = "graph" if ms < GRAPH_BELOW_MS and not pack.trains else "queue"
+    options = {"median_ms": ms, "timing": timing, "data": pack.workload.lengths, "rates": False}
+    row = provenance.row(pack.suite, pack.workload, impl.name, impl.version(), **options)  # type: ignore[arg-type]
+    return replace(row, tflops=pack.flops / ms / 1e9)
+
+
+def line_of(pack: Pack, impl: VarlenImpl, ms: float | str) -> str:
+    """One implementation's result for people."""
+    if isinstance(ms, str):
+        return f"{impl.name:15} no row: {ms}"
+    return f"{impl.name:15} {ms:8.4f} ms {pack.flops / ms / 1e9:6.0f} TFLOP/s"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.varlen", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workload keys; repeatable")
+    parser.add_argument("--impls", default="", help="names, separated by commas (default: all)")
+    parser.add_argument("--db", type=Path, help="a tuning database above the shipped ones")
+    parser.add_argument("--window", type=float, default=0.1, help="seconds of a window (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="windows of each (default: %(default)s)")
+    add_arguments(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

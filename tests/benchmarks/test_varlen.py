@@ -1,0 +1,227 @@
+"""The benchmarks of packed sequences without a GPU: their batches, what a row says, and that peers compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from benchmarks import packed_training, varlen
+from benchmarks.impls import results_of
+from benchmarks.packed_training import packed_gpt2
+from benchmarks.provenance import Provenance
+from benchmarks.results import TRAINING_COLUMNS, read_rows
+from benchmarks.varlen_cases import PACKS, Pack, padded, tensors_of, unpadded
+from benchmarks.varlen_impls import IMPLS
+from benchmarks.varlen_tables import varlen_parts
+from flashgen import reference
+from flashgen.core.workload import Workload
+from tests.benchmarks.rows import SHARED
+
+CPU = torch.device("cpu")
+
+
+def small(key: str) -> Pack:
+    return Pack(workload=Workload.parse(key))
+
+
+SELF = small("b3-tq40-s30-h4-hk2-d16-causal-varlen-ramp")
+CHUNKS = small("b4-tq20-tk120-sq10-sk60-h4-hk2-d16-causal-varlen-mixed")
+
+
+def test_batches_are_told_apart_and_of_16k_rows_at_least_in_training() -> None:
+    assert len({pack.workload.key for pack in PACKS}) == len(PACKS)
+    assert all(pack.workload == Workload.parse(pack.workload.key) and pack.workload.lengths for pack in PACKS)
+    assert all((pack.workload.total_q or 0) >= 16384 for pack in PACKS if pack.trains)
+    assert {pack.workload.lengths for pack in PACKS} == {"same", "ramp", "tail", "mixed"}
+    assert [pack.suite for pack in varlen.selected(["bwd-*-h12-*"])] == ["varlen_training"] * 2
+
+
+@pytest.mark.parametrize("pack", [pack for pack in PACKS if pack.is_self_attention], ids=lambda pack: pack.workload.key)
+def test_the_dense_batch_has_as_many_pairs_a_row(pack: Pack) -> None:
+    dense, rows = pack.dense, sum(pack.queries)
+    assert not dense.is_packed
+    by_row = dense.all_pairs / (dense.batch * dense.seqlen_q)
+    assert by_row == pytest.approx(pack.workload.all_pairs / rows, rel=0.01)
+    assert dense.batch * dense.seqlen_q == pytest.approx(rows, rel=0.35)
+
+
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention(q: Any, k: Any, v: Any, *, causal: bool, layout: str) -> torch.Tensor:
+        heads = (one.transpose(1, 2).contiguous() for one in (q, k, v))
+        return reference.attention(*heads, causal=causal).transpose(1, 2)
+
+    monkeypatch.setattr(flashgen, "attention_varlen", reference.attention_varlen, raising=False)
+    monkeypatch.setattr(flashgen, "attention", attention, raising=False)
+
+
+UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+
+
+@UNFUSED
+@pytest.mark.parametrize("key", [SELF.workload.key, "bwd-" + SELF.workload.key[4:], CHUNKS.workload.key])
+def test_what_runs_on_a_cpu_computes_the_same(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    pack = small(key)
+    tensors = tensors_of(pack, CPU)
+    expected = varlen.last_output(pack, tensors)
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    for impl in IMPLS:
+        if impl.name in ("torch-varlen", "fa3", "fa4") or impl.unsupported(pack) is not None:
+            continue
+        if impl.name == "flex" and pack.trains:
+            continue  # it has no backward pass on a CPU
+        ready = impl.prepare(pack, tensors)
+        assert varlen.why_wrong(ready, expected) is None, impl.name
+        found[impl.name] = results_of(ready.call.run(0))
+        if ready.rows is not None:
+            assert "away from" in str(varlen.why_wrong(ready, expected + 1.0)), impl.name
+    names = {"flashgen", "flashgen-dense", "sdpa-padded"} if pack.is_self_attention else {"flashgen"}
+    assert found.keys() - {"flex"} == names
+    assert ("flex" in found) == (pack.is_self_attention and not pack.trains)
+    if pack.trains:
+        ours = found["flashgen"][:3]
+        for one, other in zip(ours, found["sdpa-padded"][:3], strict=True):
+            torch.testing.assert_close(one, unpadded(other, pack.queries), atol=5e-2, rtol=5e-2)
+
+
+def test_rows_are_padded_and_unpadded() -> None:
+    rows = torch.arange(6.0).view(6, 1, 1)
+    found = padded(rows, (1, 0, 5))
+    assert found.shape == (3, 1, 5, 1)
+    assert found[0].flatten().tolist() == [0, 0, 0, 0, 0]
+    assert torch.equal(unpadded(found, (1, 0, 5)), rows)
+
+
+def test_peers_say_what_they_lack() -> None:
+    reasons = {impl.name: impl.unsupported(CHUNKS) for impl in IMPLS}
+    assert reasons["flashgen"] is None
+    assert "each length" in str(reasons["sdpa-padded"])
+    assert "as many keys" in str(reasons["flex"])
+    assert "installed" in str(reasons["fa3"])
+
+
+def test_a_row_counts_the_pairs_that_are_seen() -> None:
+    row = varlen.row_of(SELF, IMPLS[0], 0.5, SHARED)
+    assert (row.suite, row.workload, row.data, row.timing) == ("varlen", SELF.workload.key, "ramp", "graph")
+    assert row.tflops == SELF.workload.flops / 0.5 / 1e9
+    both = small("bwd-" + SELF.workload.key[4:])
+    assert both.flops == 3.5 * SELF.flops
+    assert "0.5000 ms" in varlen.line_of(SELF, IMPLS[0], 0.5)
+    title, text, table = varlen_parts([varlen.row_of(SELF, impl, 0.001, SHARED) for impl in IMPLS[:2]])
+    assert title == "### Packed sequences, forward pass"
+    assert "as no work" in text
+    assert table.splitlines()[2] == "| 3, 40 | ramp to 30 | 4/2 | 16 | yes | 0 | 0 |"
+    assert varlen_parts([]) == []
+
+
+# --- packed GPT-2 ----------------------------------------------------------------------------------------------------
+
+TINY = packed_gpt2.Options(
+    attention="reference",
+    seqlen=32,
+    steps=8,
+    device="cpu",
+    tokens=96,
+    shape=packed_gpt2.Shape(layers=1, nheads=2, width=32, vocabulary=256, seqlen=32),
+)
+
+
+@pytest.fixture
+def text(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.Tensor]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = torch.arange(4096).mul(7).remainder(251).to(torch.uint8)
+    monkeypatch.setattr(packed_gpt2, "load_text", lambda: found)
+    monkeypatch.setattr(packed_gpt2, "RATE", 1e-2)
+    monkeypatch.setattr(packed_gpt2, "RATE_STEPS", 1)
+    yield found
+    torch.set_num_threads(threads)
+
+
+def test_documents_fill_a_step_and_keep_to_themselves(text: torch.Tensor) -> None:
+    data = packed_gpt2.batches(text, 32, 96, seed=3)
+    for _ in range(20):
+        inputs, targets, positions, ends = next(data)
+        assert inputs.shape == targets.shape == positions.shape == (96,)
+        assert (int(ends[0]), int(ends[-1]), ends.dtype) == (0, 96, torch.int32)
+        for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            assert positions[first:last].tolist() == list(range(last - first))
+            assert 0 < last - first <= 32
+            assert torch.equal(targets[first : last - 1], inputs[first + 1 : last])
+
+
+def test_a_model_learns_and_its_attention_does_not_matter(text: torch.Tensor) -> None:
+    results = [packed_gpt2.train(replace(TINY, attention=name)) for name in ("reference", "padded")]
+    for result in results:
+        assert (result.outcome, len(result.losses), result.tokens) == ("done", 8, 96)
+        assert result.losses[-1] < result.losses[0] - 0.05
+        assert result.losses == pytest.approx(results[0].losses, abs=0.02)
+
+
+@UNFUSED
+def test_a_mask_of_documents_gives_the_same_loss(text: torch.Tensor) -> None:
+    batch = next(packed_gpt2.batches(text, 32, 96, seed=3))
+    losses = []
+    for kind in (packed_gpt2.Reference, packed_gpt2.Flex):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            losses.append(float(packed_gpt2.PackedGpt2(TINY.shape, kind(32))(*batch)))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_a_document_does_not_see_the_one_before(text: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    attention = packed_gpt2.Reference(32)
+    model = packed_gpt2.PackedGpt2(TINY.shape, attention)
+    inputs, targets, positions, ends = next(packed_gpt2.batches(text, 32, 96, seed=3))
+    second = slice(int(ends[1]), int(ends[2]))
+
+    def loss(start: torch.Tensor) -> torch.Tensor:
+        given = torch.cat([start, inputs[int(ends[1]) :]])
+        attention.begin(ends)
+        x = (model.tokens(given) + model.positions(positions))[None]
+        for block in model.blocks:
+            x = block(x)
+        return model.loss(x[:, second], targets[None, second])
+
+    assert torch.equal(loss(inputs[: int(ends[1])]), loss(inputs[: int(ends[1])].flip(0)))
+
+
+def test_a_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Provenance, "here", lambda commit=None: SHARED)
+    monkeypatch.setattr(packed_training, "serve_generated", lambda db, scratch: None)
+    seen = []
+
+    def train(options: Any) -> Any:
+        seen.append(options)
+        return packed_gpt2.Result(
+            attention=options.attention,
+            backend="",
+            seqlen=1024,
+            compiled=False,
+            tokens=16384,
+            losses=[5.0, 4.0],
+            steps_ms=[100.0],
+        )
+
+    for names in ("flashgen,padded", "flashgen,padded,flex"):
+        assert packed_training.main(["--results", str(tmp_path), "--append", "--attentions", names], train) == 0
+    assert [each.attention for each in seen] == ["flashgen", "padded", "flex"]
+    rows = read_rows(tmp_path / SHARED.slug / "packed_training.csv", TRAINING_COLUMNS)
+    assert [(row.impl, row.tokens_per_s) for row in rows] == [(name, 163840) for name in ("flashgen", "padded", "flex")]
+    title, table = varlen_parts(rows)
+    assert title == "### Packed GPT-2"
+    assert "| flashgen | 163840 | 100.0 |" in table
+
+
+@pytest.mark.parametrize("wrong", [["--tokens", "0"], ["--compile"], ["--attention", "flashgen"]])
+def test_the_example_refuses_what_it_cannot_do(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        packed_gpt2.main(["--device", "cpu", "--attention", "reference", *wrong])
