@@ -7,6 +7,7 @@ from flashgen.core.workload import Specialization
 
 SEQUENCE_POINTERS = ("CuSeqlensQ", "CuSeqlensK", "SeqUsedQ", "SeqUsedK")
 SEQUENCE_FLAGS = ("has_seqused_q", "has_seqused_k")
+SEQUENCE_SIZES = ("sequences", "total_q", "total_k")
 
 
 def sequence_parameters(spec: Specialization) -> list[Parameter]:
@@ -29,6 +30,11 @@ def query_blocks(sizes: Sizes, block: int) -> int:
 def key_blocks(sizes: Sizes, block: int) -> int:
     """The same of keys."""
     return min(sizes.seqlen_k // block + sizes.sequences, sizes.sequences * -(-sizes.max_seqlen_k // block)) + 1
+
+
+def no_gpu_has_run(spec: Specialization) -> str | None:
+    """Why a family whose kernels for packed sequences are compiled and modelled alone does not serve them unasked."""
+    return "no GPU has confirmed its kernels for packed sequences" if spec.varlen else None
 
 
 def why_not_packed(spec: Specialization) -> str | None:

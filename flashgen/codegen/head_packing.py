@@ -35,7 +35,7 @@ def packing(sizes: Sizes, rows: int) -> int:
 
     Packing fills the last of the tiles of a head, so it saves less than that one of them.
     """
-    if sizes.nheads == sizes.nheads_k or -(-sizes.seqlen_q // rows) * LEAST_SAVED >= 1:
+    if sizes.sequences or sizes.nheads == sizes.nheads_k or -(-sizes.seqlen_q // rows) * LEAST_SAVED >= 1:
         return 1
     best = min(PACKED_HEADS, key=lambda heads: (tiles(sizes, rows, heads), heads))
     saved = tiles(sizes, rows, 1) - tiles(sizes, rows, best)

@@ -146,10 +146,13 @@ class Geometry:
         """Shape and strides of a tensor as a descriptor of some rank describes it.
 
         Of rank 5 it has the heads that share keys in an axis of their own: (batch, nheads_k, group, seqlen, head_dim).
+        Packed sequences have instead what clips at the end of a sequence (`clipped`).
         """
         shape, strides = self.tensors.get(name) or self.tensor(name)
         if rank == len(shape):
             return shape, legal_strides(shape, strides)
+        if self.packed is not None:
+            return clipped(shape, legal_strides(shape, strides))
         (batch, nheads, *rest), (stride_b, *inner) = shape, strides
         nheads_k = self.k_shape[1]
         group = nheads // nheads_k
@@ -251,6 +254,27 @@ def offset_range(geometry: Geometry, *, is_far: bool) -> tuple[int, int]:
     `is_far` is for kernels with a window or ALiBi, whose scores go on changing.
     """
     return (-MAX_OFFSET, MAX_OFFSET) if is_far else (-geometry.q_shape[2], geometry.k_shape[2])
+
+
+CLIPPED_ROWS = 1 << 30
+"""Rows of a tensor of packed sequences as TMA counts them; the kernels have the same number."""
+
+_ANY_END = 0x7FFF0000
+_WRAP = (1 << 64) // CLIPPED_ROWS
+
+
+def clipped(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A tensor (1, heads, rows, head_dim) as TMA clips it behind any row: (wrap, end, heads, rows, head_dim).
+
+    Row i of the n rows of a sequence that ends before row `end` is at (CLIPPED_ROWS, end, head, CLIPPED_ROWS - n + i):
+    what lies behind the sequence is outside of the axis of rows, so loads give zeros there and stores leave it alone.
+    Both axes of rows take a step of one row, together CLIPPED_ROWS rows too many, which the first axis takes back: its
+    stride times its place and theirs are 2**64 elements, nothing in addresses of 64 bits.
+
+    Source: `ragged_tma` of Triton's tools.
+    """
+    (_, heads, _, columns), (_, stride_h, stride_s, _) = shape, strides
+    return (_ANY_END, _ANY_END, heads, CLIPPED_ROWS, columns), (_WRAP - stride_s, stride_s, stride_h, stride_s, 1)
 
 
 def legal_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ describes is refused when a plan is made. Sizes and strides are in elements; the
 | `stride_dbias_b`, `stride_dbias_h`, `stride_dbias_q` | i32, i64 | backward: its strides, 0 along axes of size 1 |
 | `bias_batch`, `bias_heads` | i32 | backward: sizes of its first two axes |
 | `<t>_desc` | tensordesc | a descriptor of `q`, `k`, `v`, `o`, `do`, `dq`, `dk` or `dv`: of four dimensions, or of \
-rank 5 with the heads that share keys in an axis of their own |
+rank 5 with the heads that share keys in an axis of their own, or of packed sequences as TMA clips behind any row |
 | `<t>1_desc` | tensordesc | another descriptor of the same tensor, for the second part of a head |
 | `bias_desc`, `mask_desc` | tensordesc | a descriptor beside the pointer `Bias` or `Mask` |
 | `stride_<t>b`, `stride_<t>h`, `stride_<t>s` | i32, i64 | strides of `q`, `k`, `v`, `o`, `do`, `dq`, `dk`, `dv` |

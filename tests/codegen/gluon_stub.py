@@ -43,6 +43,32 @@ class Pointer:
         return torch.where(mask, found, other)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """An address in an array of numbers, of which none outside is ever read."""
+
+    values: list[int]
+    place: Any = 0
+
+    def __add__(self, steps: Any) -> Numbers:
+        return Numbers(values=self.values, place=self.place + steps)
+
+    def load(self, mask: Any, other: int) -> Any:
+        if torch.as_tensor(self.place).dim() == 0:
+            return self.values[_inside(int(self.place), len(self.values))] if mask is None or mask else other
+        loaded = [self.values[_inside(at, len(self.values))] if m else other for at, m in _pairs(self.place, mask)]
+        return torch.tensor(loaded)
+
+
+def _inside(place: int, size: int) -> int:
+    assert 0 <= place < size
+    return place
+
+
+def _pairs(place: torch.Tensor, mask: torch.Tensor) -> list[tuple[int, bool]]:
+    return list(zip(place.tolist(), mask.tolist(), strict=True))
+
+
 class Tile:
     """A tile in shared memory (rows, columns) that other warpgroups write to: every load finds what TMA left there."""
 
@@ -70,20 +96,27 @@ class Gluon:
     static_range = staticmethod(range)
     full = staticmethod(lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype))
     zeros = staticmethod(lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype))
-    where = staticmethod(torch.where)
+    where = staticmethod(lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b))
+    associative_scan = staticmethod(lambda x, axis, combine: x.cumsum(axis))
     sum = staticmethod(lambda x, axis: x.sum(axis))
-    cdiv = staticmethod(lambda a, b: int((a + b - 1) / b))  # towards zero, as C has it
+    constexpr = int
     SliceLayout = staticmethod(lambda axis, parent: None)
     pointer_type = staticmethod(lambda width: width)
-    load = staticmethod(lambda pointer, mask, other: pointer.load(mask, other))
+    load = staticmethod(lambda pointer, mask=None, other=0: pointer.load(mask, other))
+
+    @staticmethod
+    def cdiv(a: Any, b: Any) -> Any:
+        # towards zero, as C has it
+        both = a + b - 1
+        return both.div(b, rounding_mode="trunc") if isinstance(both, torch.Tensor) else int(both / b)
 
     @staticmethod
     def minimum(a: Any, b: Any) -> Any:
-        return torch.minimum(a, b) if isinstance(a, torch.Tensor) else min(a, b)
+        return torch.minimum(*map(torch.as_tensor, (a, b))) if _is_tensor(a, b) else min(a, b)
 
     @staticmethod
     def maximum(a: Any, b: Any) -> Any:
-        return torch.maximum(a, b) if isinstance(a, torch.Tensor) else max(a, b)
+        return torch.maximum(*map(torch.as_tensor, (a, b))) if _is_tensor(a, b) else max(a, b)
 
     @staticmethod
     def min(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -102,6 +135,10 @@ class Gluon:
         high = [32 - word.bit_length() for word in words]
         counts = (low, high, [word.bit_count() for word in words])
         return tuple(torch.tensor(found).reshape(args[0].shape) for found in counts)
+
+
+def _is_tensor(*values: object) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 BIT_COUNTS = "{ .reg .b32 t, u; brev.b32 t, $3; popc.b32 u, $3; clz.b32 $1, $3; clz.b32 $0, t; mov.b32 $2, u; }"

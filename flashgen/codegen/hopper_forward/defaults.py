@@ -147,7 +147,7 @@ def _tidy(spec: Specialization, config: Config, device: Device) -> Config:
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """`config` with so many heads in a tile as the query length and the group ask for."""
-    heads = head_packing.packing(sizes, resources.tile_rows(config))
+    heads = 1 if spec.varlen else head_packing.packing(sizes, resources.tile_rows(config))
     if heads == resources.packed_heads(config):
         return config
     found = _tidy(spec, config.replace(packed_heads=heads), device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_sequences import no_gpu_has_run, why_not_packed
 from flashgen.codegen.common_softcap import TANH, exact_sibling
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import why_not_head_dim, why_not_wgmma
@@ -117,11 +118,13 @@ KNOBS = (
 )
 
 
-FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "deterministic"})
+FEATURES = frozenset(
+    {"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "varlen", "deterministic"}
+)
 
 
 def _why_not(spec: Specialization, device: Device) -> str | None:
-    if reason := why_not_wgmma(device):
+    if reason := why_not_wgmma(device) or why_not_packed(spec):
         return reason
     if resources.score_tiles(spec) and not spec.aligned_scores:
         return "TMA needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
@@ -164,4 +167,5 @@ HOPPER_FORWARD = KernelFamily(
     tolerated_spills=resources.TOLERATED_SPILLS,
     default_spills=resources.DEFAULT_SPILLS,
     cost_model=COST_MODEL,
+    unconfirmed=no_gpu_has_run,
 )

@@ -144,6 +144,8 @@ def hides_whole_blocks(spec: Specialization, config: Config) -> bool:
 
 
 def _why_not_packed(spec: Specialization, config: Config) -> str | None:
+    if resources.packed_heads(config) > 1 and spec.varlen:
+        return "of the five axes of TMA packed sequences take two, and heads side by side would need one more"
     if resources.packed_heads(config) > 1 and (spec.bias or spec.mask):
         return "heads side by side may have different biases or masks, and a step loads those of one"
     return None
@@ -160,7 +162,7 @@ def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
         return None if kind == "one" else "without a causal mask only the first block of a tile may need a mask"
     if resources.packed_heads(config) > 1:
         return None if kind == "branch" else "few query positions of packed heads are not cut along the diagonal"
-    one = resources.tile_rows(config) <= config.integer("block_n") and not spec.offset_tensor
+    one = resources.tile_rows(config) <= config.integer("block_n") and not (spec.offset_tensor or spec.varlen)
     if kind == "one" and not one:
         return (
             "one block of keys holds the diagonal where it has as many keys as the tile has rows, at one known offset"

@@ -12,7 +12,9 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
     """The values of the template that depend on the features; `aligned`: query blocks are cut along the diagonal."""
     offset = ("QOffset" if spec.offset_tensor else "q_offset") if is_positional(spec) else ""
     hides = spec.causal or spec.window
-    sizes = ["nheads", "group_size", "seqlen_q", "seqlen_k", *([offset] if offset else []), *window_edges(spec)]
+    # lengths of packed sequences, and with them the offset, belong to a tile
+    of_call = [] if spec.varlen else ["seqlen_q", "seqlen_k", *([offset] if offset else [])]
+    sizes = ["nheads", "group_size", *of_call, *window_edges(spec)]
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
     return {
@@ -36,11 +38,12 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "modified": spec.softcap or has_additive_score(spec),
         "positional": is_positional(spec),
         # scores that go on changing when a query stands far behind the last key or before the first
-        "offset_unbounded": spec.window or spec.alibi,
+        "offset_unbounded": (spec.window or spec.alibi) and not spec.varlen,
         "aligned": aligned,
         # a row may see no key of a block, or of any
-        "guards": hides or bool(spec.bias or spec.mask),
-        "clears_hidden": hides,
+        "guards": hides or bool(spec.bias or spec.mask) or spec.varlen,
+        # keys that no query sees; those of a packed sequence end where its queries see the last one
+        "clears_hidden": spec.window or (spec.causal and not spec.varlen),
         "clears_together": clears_together(spec),
         "offset_tensor": spec.offset_tensor,
         "offset_name": offset,

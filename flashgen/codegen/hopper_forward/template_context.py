@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_sequences import (
+    SEQUENCE_FLAGS,
+    SEQUENCE_POINTERS,
+    SEQUENCE_SIZES,
+    query_blocks,
+    sequence_parameters,
+)
 from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, descriptor_type
@@ -97,10 +104,24 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "slot_threads": THREADS_PER_WARPGROUP + 32,
         "barriers": list(barriers),
         "barrier_kinds": barriers,
-        "outputs": ["LSE", "lse_rows", *(["O", *OUTPUT_STRIDES] if aligned else [])],
+        "outputs": [
+            "LSE",
+            "lse_rows",
+            *(["O", *OUTPUT_STRIDES] if aligned else []),
+            *(["total_q"] if spec.varlen else []),
+        ],
         **hopper_scores.values(spec, aligned=aligned),
         "schedule_arguments": _schedule_arguments(config, aligned=aligned),
+        **_sequences(spec),
     }
+
+
+def _sequences(spec: Specialization) -> dict[str, object]:
+    """What roles are told of packed sequences: their lengths, where a tile lies, and what of it loads depend on."""
+    place = ["tile_row", "h", "b", "q_start", "q_rows", "seqlen_q", "k_start", "seqlen_k"] if spec.varlen else []
+    loads = ["tile_row", "h", "q_start", "seqlen_q", "k_start", "seqlen_k"]
+    lengths = [*SEQUENCE_POINTERS, *SEQUENCE_FLAGS, *SEQUENCE_SIZES]
+    return {"varlen": spec.varlen, "lengths": lengths, "place": place, "loaded_from": loads}
 
 
 def _pieces(v_parts: tuple[HeadPart, ...], config: Config) -> dict[str, object]:
@@ -168,7 +189,9 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     found += [Parameter(name="O", type=f"*{spec.dtype}", aligned16=True)] if aligned else []
     found += [Parameter(name="LSE", type="*fp32"), Parameter(name="Counter", type="*i32")]
     found += score_parameters(spec)
-    names = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "lse_rows")
+    found += sequence_parameters(spec)
+    lengths = SEQUENCE_SIZES if spec.varlen else ("seqlen_q", "seqlen_k")
+    names = (*(() if spec.varlen else ("batch",)), "nheads", "group_size", *lengths, "lse_rows")
     found += [Parameter(name=name, type="i32") for name in names]
     return (*found, *(Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if aligned else ())))
 
@@ -176,11 +199,15 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
 def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
     block_n = config.integer("block_n")
     packed = resources.packed_heads(config)
-    query_rows = (ROWS,) if packed == 1 else (packed, ROWS // packed)
+    query_rows: tuple[int, ...] = (ROWS,) if packed == 1 else (packed, ROWS // packed)
+    key_rows: tuple[int, ...] = (block_n,)
+    if spec.varlen:
+        # one axis more says where a sequence ends
+        query_rows, key_rows = (1, *query_rows), (1, *key_rows)
     boxes = {
         "q": (query_rows, spec.head_dim),
-        "k": ((block_n,), spec.head_dim),
-        "v": ((block_n,), spec.head_dim_v),
+        "k": (key_rows, spec.head_dim),
+        "v": (key_rows, spec.head_dim_v),
         "o": (query_rows, spec.head_dim_v),
     }
     found = [
@@ -200,7 +227,10 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     """The one kernel of a config, with the programs of a launch: no more than tiles, nor than run side by side."""
 
     def programs(device: Device, sizes: Sizes) -> int:
-        tiles = head_packing.tiles(sizes, resources.tile_rows(config), resources.packed_heads(config))
+        if spec.varlen:
+            tiles = query_blocks(sizes, resources.tile_rows(config)) * sizes.nheads
+        else:
+            tiles = head_packing.tiles(sizes, resources.tile_rows(config), resources.packed_heads(config))
         return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
 
     parameters, options = _parameters(spec, config), _options(config)

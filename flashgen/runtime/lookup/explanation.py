@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.codegen.families import reasons
+from flashgen.codegen.families import family, reasons
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
@@ -103,8 +103,12 @@ class Explanation:
         lines += _record_lines(self.served, self.is_stale)
         lines += [f"queries    {self.few_queries}"] if self.few_queries else []
         lines += [f"skipped    {line}" for line in self.served.skipped]
-        lines += [f"family     {name}: {reason or 'applies'}" for name, reason in self.families]
+        lines += [f"family     {name}: {reason or self._how_it_applies(name)}" for name, reason in self.families]
         return "\n".join(map(printable, lines))
+
+    def _how_it_applies(self, name: str) -> str:
+        caveat = family(name).unconfirmed(self.specialization)
+        return f"applies where it was measured: {caveat}" if caveat else "applies"
 
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashgen.codegen.families import default_config, invalid
+from flashgen.codegen.families import default_config, invalid, unconfirmed
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, position
@@ -82,10 +82,14 @@ def _grouped(candidates: Iterable[tuple[Workload, Candidate]]) -> dict[Workload,
 
 
 def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: Device) -> Candidate:
+    reason = invalid(record.config, spec, device)
+    is_measured = record.provenance == "measured" and record.workload.varlen == spec.varlen
+    if reason is None and not is_measured:
+        reason = unconfirmed(record.config, spec)
     return Candidate(
         record=record,
         layer=layer,
-        reason=invalid(record.config, spec, device),
+        reason=reason,
         position=position(record.workload),
         key=record.workload.key,
     )

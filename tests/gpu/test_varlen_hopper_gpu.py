@@ -1,0 +1,245 @@
+"""Packed sequences by the Hopper family, which serves none of itself yet: features, poison, graphs, bits, rate.
+
+Each test has `attention_varlen` served by the family's config where tensors allow it. Once all of them pass,
+`unconfirmed` of its row can go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.codegen import families
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+from flashgen.runtime.lookup import records
+from flashgen.runtime.ops import serve
+from tests.covering import covering_array
+from tests.packing import Case, Packed, assert_right, make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm90"
+    ),
+]
+
+BF16 = torch.bfloat16
+QUERIES = (1, 300, 0, 128, 17, 513, 129)
+KEYS = (40, 300, 7, 0, 700, 513, 127)
+WIDE: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "head_dim": 128, "dtype": BF16}
+
+ONE_WARPGROUP: dict[str, KnobValue] = {
+    "warpgroups": 1,
+    "blocks_per_sm": 2,
+    "block_n": 64,
+    "v_stages": 2,
+    "barriers": "mbarrier",
+    "ping_pong": False,
+    "exp_order": "free",
+    "q_stages": 1,
+    "hidden_blocks": "computed",
+}
+CHANGES: dict[str, dict[str, KnobValue]] = {
+    "default": {},
+    "running maximum": {"softmax_reference": "running", "early_settle": False},
+    "early settle": {"early_settle": True},
+    "one warpgroup": ONE_WARPGROUP,
+    "two tiles of Q": {"q_stages": 2, "block_n": 64},
+    "mbarriers": {"barriers": "mbarrier", "exp_order": "free"},
+    "hidden blocks": {"block_n": 64, "v_stages": 3, "hidden_blocks": "skipped"},
+    "given order": {"heads_per_group": 1},
+    "all heads": {"heads_per_group": 32},
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "dims": ((128, 128), (64, 64), (96, 80), (192, 128), (256, 256)),
+    "dtype": (BF16, torch.float16),
+    "heads": ((8, 2), (4, 4), (5, 1)),
+    "keys": (None, KEYS),
+    "position": ("none", "causal", "window", "causal window"),
+    "used": (False, True),
+    "softcap": (False, True),
+    "alibi": ("", "shared", "own"),
+    "sinks": (False, True),
+    "layout": ("packed", "heads"),
+    "spare": (0, 200),
+    "poison": ((), (1, 5)),
+    "changes": tuple(CHANGES),
+}
+CASES = covering_array(FACTORS)
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """The call of a row of the covering array."""
+    options: dict[str, Any] = {"causal": True} if "causal" in row["position"] else {}
+    if "window" in row["position"]:
+        options["window"] = (100, 0 if "causal" in row["position"] else 30)
+    if row["softcap"]:
+        options["softcap"] = 20.0
+    keys = row["keys"] or QUERIES
+    used = {"used_q": tuple(n // 2 for n in QUERIES), "used_k": tuple(n - n // 3 for n in keys)} if row["used"] else {}
+    (nheads, nheads_k), (head_dim, head_dim_v) = row["heads"], row["dims"]
+    same = {name: row[name] for name in ("dtype", "layout", "spare", "poison", "sinks", "alibi")}
+    return Case(
+        queries=QUERIES,
+        keys=row["keys"] or (),
+        nheads=nheads,
+        nheads_k=nheads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        options=options,
+        **same,
+        **used,
+    )
+
+
+Serve = Callable[..., None]
+
+
+@pytest.fixture
+def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """What has a config of the family serve every forward call, without a record."""
+    monkeypatch.setenv("FLASHGEN_QUIET", "1")
+    monkeypatch.setattr(records.Records, "of", lambda *_: ())
+
+    def serve_by(**changes: KnobValue) -> None:
+        def default(spec: Specialization, device: Device, only: tuple[str, ...] = ()) -> Config:
+            if spec.direction != "forward":
+                return families.default_config(spec, device, only)
+            usual = HOPPER_FORWARD.default(spec, device)
+            found = usual.replace(**changes)
+            return found if HOPPER_FORWARD.invalid(spec, found, device) is None else usual
+
+        monkeypatch.setattr(records, "default_config", default)
+        flashgen.reload()
+
+    serve_by()
+    yield serve_by
+    monkeypatch.undo()
+    flashgen.reload()
+
+
+def run(packed: Packed, **changes: Any) -> Any:
+    """The public call."""
+    return flashgen.attention_varlen(packed.q, packed.k, packed.v, **{**packed.named, **changes})
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_every_pair_of_features_is_right(number: int, served_by: Serve) -> None:
+    served_by(**CHANGES[CASES[number]["changes"]])
+    packed = make(case_of(CASES[number]), "cuda")
+    out, lse = run(packed, return_lse=True)
+    assert_right(packed, out, lse)
+    again, lse_again = run(packed, return_lse=True)
+    assert torch.equal(out.nan_to_num(), again.nan_to_num())
+    assert torch.equal(lse.nan_to_num(), lse_again.nan_to_num())
+    assert all(config.family == "hopper_forward" for _, config, _ in serve._KERNELS)
+
+
+@pytest.mark.usefixtures("served_by")
+@pytest.mark.parametrize("batch", [1, 31, 32, 33, 511, 512, 1500])
+def test_many_sequences(batch: int) -> None:
+    lengths = tuple(random.Random(batch).choice((0, 1, 2, 15, 16, 17, 130)) for _ in range(batch))
+    packed = make(Case(queries=lengths, nheads=2, nheads_k=1, head_dim=64, options={"causal": True}), "cuda")
+    assert_right(packed, *run(packed, return_lse=True))
+
+
+@pytest.mark.parametrize("scale", [1.0, 60.0], ids=["normal", "computed again"])
+@pytest.mark.parametrize("changes", [{}, {"heads_per_group": 32}], ids=str)
+def test_the_bits_of_a_sequence_follow_from_itself_alone(
+    changes: dict[str, KnobValue], scale: float, served_by: Serve
+) -> None:
+    served_by(**changes)
+    whole = make(Case(queries=(400, 3000, 7, 1290), options={"causal": True}, **WIDE), "cuda")
+    whole = replace(whole, q=whole.q * scale)  # scores that grow by more than fp32 holds have tiles computed again
+    out, lse = run(whole, return_lse=True)
+    rows = slice(400, 3400)
+    ends = torch.tensor([0, 3000], dtype=torch.int32, device="cuda")
+    alone = replace(whole, q=whole.q[rows], k=whole.k[rows], v=whole.v[rows])
+    one, one_lse = run(alone, return_lse=True, cu_seqlens_q=ends, max_seqlen_q=3000, max_seqlen_k=3000)
+    assert torch.equal(out[rows], one)
+    assert torch.equal(lse[:, rows], one_lse)
+
+
+@pytest.mark.usefixtures("served_by")
+def test_one_captured_graph_serves_all_lengths() -> None:
+    batch, rows = 9, 4096
+    packed = make(Case(queries=(rows // batch,) * batch, spare=rows % batch, options={"causal": True}, **WIDE), "cuda")
+    packed = replace(packed, **{name: getattr(packed, name).nan_to_num() for name in "qkv"})
+    bound = {"max_seqlen_q": rows, "max_seqlen_k": rows}
+    run(packed, **bound)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(packed, return_lse=True, **bound)
+    draw = random.Random(0)
+    for _ in range(50):
+        ends = sorted(draw.randint(0, rows) for _ in range(batch))
+        packed.named["cu_seqlens_q"].copy_(torch.tensor([0, *ends], dtype=torch.int32))
+        out.fill_(math.nan)
+        graph.replay()
+        eager, eager_lse = run(packed, return_lse=True, **bound)
+        assert torch.equal(out, eager)
+        assert torch.equal(lse, eager_lse)
+        assert not out[ends[-1] :].any()
+        assert (lse[:, ends[-1] :] == -math.inf).all()
+        lengths = tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+        assert_right(replace(packed, case=replace(packed.case, queries=lengths, spare=rows - ends[-1])), out, lse)
+
+
+@pytest.mark.usefixtures("served_by")
+def test_ends_that_lead_out_of_the_tensors_do_not() -> None:
+    packed = make(Case(queries=(200, 330, 50), options={"causal": True}, **WIDE), "cuda")
+    right = run(packed)
+    for wild in ([-5, 700, 300, 2**31 - 1], [9, 3, 2, 1], [580, 580, 580, 580]):
+        run(packed, cu_seqlens_q=torch.tensor(wild, dtype=torch.int32, device="cuda"), max_seqlen_q=2000)
+    torch.cuda.synchronize()
+    assert torch.equal(run(packed), right)  # and the tile counter is where it was
+
+
+def times(calls: list[Callable[[], Any]]) -> list[float]:
+    """Milliseconds of each, in rotation; medians of nine windows of 50 ms or so."""
+    found: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(9):
+        for call, windows in zip(calls, found, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call()
+            start.record()
+            for _ in range(20):
+                call()
+            end.record()
+            end.synchronize()
+            windows.append(start.elapsed_time(end) / 20)
+    return [median(windows) for windows in found]
+
+
+@pytest.mark.usefixtures("served_by")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences_have_the_rate_of_dense_tensors(head_dim: int, length: int, causal: bool) -> None:
+    """At equal visible pairs: sequences of one length, of which a dense call is a batch."""
+    batch, nheads = 16384 // length, 2048 // head_dim
+    q, k, v = (torch.randn(batch, length, nheads, head_dim, dtype=BF16, device="cuda") for _ in range(3))
+    ends = torch.arange(0, 16385, length, dtype=torch.int32, device="cuda")
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    packed, dense = times(
+        [
+            lambda: flashgen.attention_varlen(*rows, ends, max_seqlen_q=length, causal=causal),
+            lambda: flashgen.attention(q, k, v, layout="bshd", causal=causal),
+        ]
+    )
+    assert dense / packed >= 0.97, f"{dense:.3f} ms dense, {packed:.3f} ms packed"
