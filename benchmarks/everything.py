@@ -77,6 +77,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark(name="overhead", module="overhead", seconds=120),
     Benchmark(name="memory", module="memory", seconds=90),
     Benchmark(name="spread", module="spread", seconds=30),
+    Benchmark(name="dropout", module="dropout", seconds=60),
     _training("16384", 150),
     _training("4096", 120),
     _training("1024", 120),
