@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
 OLDEST_PYTHON = (3, 10)
+IMPORTED_BY_TESTS = (
+    "torch, torch._dynamo, torch._inductor.compile_fx, triton.compiler, optuna, sqlalchemy.orm, alembic, rich, pytest"
+)
 
 
 def main() -> int:
@@ -40,6 +44,7 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"error: {' '.join(map(str, error.cmd))} failed; nothing was stamped, run make again")
         return 1
+    write_bytecode(python)
     (folder / ".stamp").touch()
     return 0
 
@@ -96,6 +101,15 @@ def read_project() -> dict:
     except ModuleNotFoundError:  # Python 3.10
         from pip._vendor import tomli as tomllib
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def write_bytecode(python: Path) -> None:
+    """Import once what every test process imports, with bytecode written even where the environment forbids it.
+
+    Without it each process compiles the sources of torch anew, 3 s of CPU. All that is installed would take far longer.
+    """
+    allowed = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([python, "-c", f"import {IMPORTED_BY_TESTS}"], check=False, env=allowed, stderr=subprocess.DEVNULL)
 
 
 def pip(python: Path, *arguments: str) -> None:
