@@ -3,7 +3,7 @@
     from flashgen.flash_attn import flash_attn_func
 
 or, for programs that import `flash_attn` themselves, `flashgen.flash_attn.install()` before they do. What is not
-supported raises `UnsupportedError` with its name: pages in `flash_attn_varlen_func`. See docs/flash-attn.md.
+supported raises `UnsupportedError` with its name. See docs/flash-attn.md.
 """
 
 from flashgen.flash_attn.flash_attn_interface import (
@@ -13,9 +13,9 @@ from flashgen.flash_attn.flash_attn_interface import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
 from flashgen.flash_attn.installation import install, uninstall
+from flashgen.flash_attn.kvcache import flash_attn_with_kvcache
 
 __version__ = "2.8.4"
 """The FlashAttention whose functions these are, for programs that compare it."""

@@ -12,27 +12,15 @@ and 0 where nothing is seen. It is computed in plain torch for looking at, with 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from flashgen.core.checks import whole_number
-from flashgen.integrations.flash_attention import (
-    CachedCall,
-    Results,
-    blind_rows_at,
-    dense_results,
-    packed_results,
-    refuse,
-    unpacked,
-    window_of,
-)
+from flashgen.flash_attn.for_tests import USE_TRITON_ROCM, _get_block_size_n  # noqa: F401 - likewise
+from flashgen.flash_attn.kvcache import flash_attn_with_kvcache  # noqa: F401 - FlashAttention has it here
+from flashgen.integrations.flash_attention import Results, dense_results, packed_results, unpacked
 
 Tensor = torch.Tensor
-USE_TRITON_ROCM = False
-"""FlashAttention's word for its backend on AMD, which its tests ask for."""
 
 
 def flash_attn_qkvpacked_func(
@@ -319,10 +307,10 @@ def flash_attn_varlen_func(
 
     Args:
         q: queries of all sequences, (total_q, nheads, head_dim).
-        k: keys, (total_k, nheads_k, head_dim).
-        v: values, (total_k, nheads_k, head_dim_v).
+        k: keys, (total_k, nheads_k, head_dim), or (pages, page_size, nheads_k, head_dim) with a `block_table`.
+        v: values, likewise with head_dim_v.
         cu_seqlens_q: where sequences of queries begin, and where the last one ends, int32 (batch + 1,).
-        cu_seqlens_k: the same of the keys.
+        cu_seqlens_k: the same of the keys; with a `block_table`, its differences are the keys that sequences have.
         max_seqlen_q: the most queries of a sequence.
         max_seqlen_k: the most keys of a sequence.
         dropout_p: the probability with which a weight is dropped, below 1; 0 in evaluation.
@@ -333,7 +321,7 @@ def flash_attn_varlen_func(
         alibi_slopes: float32 (nheads,) or (batch, nheads).
         deterministic: the same bits of every gradient every time.
         return_attn_probs: also return the LSE and `S_dmask`, for looking at.
-        block_table: None; pages are not supported here, but in `flash_attn_with_kvcache`.
+        block_table: the pages of each sequence, int32 (batch, pages), or None; without a gradient and without dropout.
 
     Returns:
         The output; with `return_attn_probs`, the output, the LSE and `S_dmask`, which is empty without dropout.
@@ -342,7 +330,6 @@ def flash_attn_varlen_func(
         WorkloadError: shapes, dtypes or arguments break a rule.
         UnsupportedError: no kernel does this here.
     """
-    refuse("flash_attn_varlen_func", {"block_table": block_table})
     return packed_results(
         q,
         k,
@@ -359,86 +346,5 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
-    )
-
-
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Append new keys and values to a cache in place, then attend to all that it has: `append_kv`, `attention_decode`.
-
-    More than 16 queries of each sequence are as many calls of decoding: right, and meant for few of them. There is no
-    gradient.
-
-    Args:
-        q: queries, (batch, seqlen_q, nheads, head_dim); bfloat16 or float16.
-        k_cache: (rows, slots, nheads_k, head_dim), or with a `block_table` (pages, page_size, nheads_k, head_dim),
-            pages of any size.
-        v_cache: the same with head_dim_v.
-        k: new keys, (batch, seqlen_new, nheads_k, head_dim), or None.
-        v: new values.
-        rotary_cos: (positions, rotary_dim / 2), for new keys and queries; None rotates nothing.
-        rotary_sin: likewise.
-        cache_seqlens: keys of each sequence **before** the new ones, a number or int32 (batch,). The caller counts on.
-            None is all slots.
-        cache_batch_idx: the row of the cache of each sequence, int32 (batch,).
-        cache_leftpad: the first valid slot of each sequence, int32 (batch,).
-        block_table: the pages of each sequence, int32 (batch, pages).
-        softmax_scale: factor of the scores; None is head_dim ** -0.5.
-        causal: aligned to the bottom right of the keys with the new ones. Without it and without a window, all queries
-            are rotated as the first new key is.
-        window_size: (left, right), inclusive; -1 is unlimited.
-        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
-        rotary_interleaved: pairs of columns are (0, 1), (2, 3) and so on, else i and i + rotary_dim / 2.
-        alibi_slopes: float32 (nheads,) or (batch, nheads).
-        num_splits: without effect: how work is split is flashgen's.
-        return_softmax_lse: also return the LSE.
-
-    Returns:
-        The output, (batch, seqlen_q, nheads, head_dim_v), or the output and the LSE, (batch, nheads, seqlen_q).
-
-    Raises:
-        WorkloadError: shapes, dtypes or arguments break a rule.
-        UnsupportedError: no kernel does this here, or a gradient is asked for.
-    """
-    whole_number("num_splits", num_splits, None)
-    scores: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap}
-    call = CachedCall(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        k=k,
-        v=v,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
         block_table=block_table,
-        rotary={"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved},
-        window=window_of(window_size),
-        scores=scores | {"alibi_slopes": alibi_slopes},
     )
-    out, lse = call.run(return_lse=return_softmax_lse)
-    return (out, blind_rows_at(lse, math.inf)) if return_softmax_lse else out
-
-
-def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Keys of a row of `S_dmask` that share a largest score, which FlashAttention's tests ask for: all."""
-    return 2**31 - 1

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import flashgen
-from flashgen.core.checks import flag, real_number
-from flashgen.core.decode_limits import MAX_SEQLEN_Q
+from flashgen.core.checks import real_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
 from flashgen.core.quoting import shown
@@ -107,10 +105,15 @@ def packed_results(
     window_size: Sequence[int | None],
     deterministic: bool,
     return_attn_probs: bool,
+    block_table: Tensor | None = None,
     **scores: Any,
 ) -> Results:
     """The same of packed sequences; `places` are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
     dropout = _dropout(q, dropout_p, return_attn_probs)
+    if block_table is not None:
+        if dropout:
+            refuse("flash_attn_varlen_func with a block_table", {"dropout_p": dropout_p})
+        scores["block_table"] = block_table
     given = {"window_size": window_size, **scores, **dropout}
     out, lse = packed(q, k, v, *places, deterministic=deterministic, return_lse=return_attn_probs, **given)
     if not return_attn_probs:
@@ -146,7 +149,7 @@ def dense(
 ) -> OutAndLse:
     """`flashgen.attention` of (batch, seqlen, nheads, head_dim); `scores` are those of `SCORES`, and `return_lse`."""
     q, k, v = with_rows(q, k, v)
-    return _both(
+    return both(
         flashgen.attention(q, k, v, layout="bshd", window=window_of(window_size), deterministic=deterministic, **scores)
     )
 
@@ -167,7 +170,7 @@ def packed(
     """`flashgen.attention_varlen`; `scores` as for `dense`, and how many rows are used."""
     q, k, v = with_rows(q, k, v)
     check_tensor("cu_seqlens_k", cu_seqlens_k)  # without it, flashgen takes the other one
-    return _both(
+    return both(
         flashgen.attention_varlen(
             q,
             k,
@@ -183,128 +186,11 @@ def packed(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedCall:
-    """A call of `flash_attn_with_kvcache`, with the names of version 2; `scores` are those of `SCORES`."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    cache_seqlens: int | Tensor | None
-    cache_batch_idx: Tensor | None
-    cache_leftpad: Tensor | None
-    block_table: Tensor | None
-    rotary: dict[str, Any]
-    window: Window
-    scores: dict[str, Any]
-
-    def run(self, *, return_lse: bool) -> OutAndLse:
-        """Append the new keys and values in place, rotated if asked for, then attend over all keys.
-
-        Raises:
-            WorkloadError: there are no new keys where something needs them, or they have no place.
-            UnsupportedError: a kernel does not do this.
-        """
-        flag("causal", self.scores["causal"])
-        for name in ("q", "k_cache", "v_cache"):
-            check_tensor(name, getattr(self, name))
-        q, new = with_rows(self.q)[0], 0
-        if self.k is None or self.v is None:
-            self._check_nothing_new()
-        else:
-            q, new = self._appended(q, self.k, self.v), self.k.shape[1]
-        caches = self.k_cache, self.v_cache
-        if self.block_table is None and self.cache_batch_idx is None:
-            caches = self.k_cache[: len(q)], self.v_cache[: len(q)]
-        return self._attended(q, caches, self._lengths(new), return_lse)
-
-    def _check_nothing_new(self) -> None:
-        if (self.k is None) != (self.v is None):
-            raise WorkloadError("new keys k and new values v come together, got one alone")
-        named = [name for name in ("rotary_cos", "rotary_sin", "rotary_seqlens") if self.rotary.get(name) is not None]
-        if named:
-            raise WorkloadError(f"rotary embeddings are of new keys k and values v, got {named} without them")
-
-    def _appended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The queries, rotated if asked for, once the new keys and values are in the cache."""
-        if self.cache_seqlens is None:
-            raise WorkloadError("new keys go behind cache_seqlens, the keys that the cache has, got None")
-        check_tensor("k", k)
-        check_tensor("v", v)
-        given: dict[str, Any] = dict(self.rotary)
-        if given.get("rotary_cos") is not None:
-            given |= {"q": q, "q_causal": self.scores["causal"] or self.window != (None, None)}
-        k, v = with_rows(k, v)
-        rotated = flashgen.append_kv(
-            k,
-            v,
-            self.k_cache,
-            self.v_cache,
-            self.cache_seqlens,
-            block_table=self.block_table,
-            batch_idx=self.cache_batch_idx,
-            leftpad=self.cache_leftpad,
-            **given,
-        )
-        return q if rotated is None else rotated
-
-    def _lengths(self, new: int) -> Tensor:
-        """Keys of each sequence with the new ones, int32 (batch,)."""
-        known = self.cache_seqlens
-        if isinstance(known, Tensor):
-            return known + new if new else known
-        if known is None:
-            pages = 1 if self.block_table is None else self.block_table.shape[1]
-            known = self.k_cache.shape[1] * pages
-        return torch.full(self.q.shape[:1], known + new, dtype=torch.int32, device=self.q.device)
-
-    def _attended(self, q: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, return_lse: bool) -> OutAndLse:
-        """One call of decoding, or one for every `MAX_SEQLEN_Q` queries."""
-        rows = q.shape[1]
-        if rows <= MAX_SEQLEN_Q:
-            return self._decoded(q, caches, lengths, return_lse)
-        causal, is_placed = (
-            self.scores["causal"],
-            self.window != (None, None) or self.scores["alibi_slopes"] is not None,
-        )
-        if is_placed and not causal:
-            raise UnsupportedError(
-                f"flashgen's flash_attn_with_kvcache takes more than {MAX_SEQLEN_Q} queries with a window or ALiBi "
-                f"only where causal is True, got {rows}"
-            )
-        found = []
-        for first in range(0, rows, MAX_SEQLEN_Q):
-            some = q[:, first : first + MAX_SEQLEN_Q]
-            behind = rows - first - some.shape[1]  # queries that stand behind these, whose keys none of them sees
-            seen = (lengths - behind).clamp(min=0) if causal else lengths
-            found.append(self._decoded(some, caches, seen, return_lse))
-        outs, lses = zip(*found, strict=True)
-        return torch.cat(outs, 1), torch.cat(lses, 2) if return_lse else lses[0]
-
-    def _decoded(self, q: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, return_lse: bool) -> OutAndLse:
-        attend: Any = flashgen.attention_decode  # whose overloads ask for a flag that is known
-        return _both(
-            attend(
-                q,
-                *caches,
-                lengths,
-                block_table=self.block_table,
-                leftpad=self.cache_leftpad,
-                batch_idx=self.cache_batch_idx,
-                window=self.window,
-                return_lse=return_lse,
-                **self.scores,
-            )
-        )
-
-
 def blind_rows_at(lse: Tensor, value: float) -> Tensor:
     """An LSE with another value than -inf for rows that see no key."""
     return lse.masked_fill(lse == -math.inf, value)
 
 
-def _both(result: Tensor | OutAndLse) -> OutAndLse:
+def both(result: Tensor | OutAndLse) -> OutAndLse:
     """The output and the LSE; an empty one where none was asked for, which nobody looks at."""
     return (result, result.new_empty(0)) if isinstance(result, Tensor) else result

@@ -96,3 +96,34 @@ def test_caches(is_paged: bool, queries: int) -> None:
             both = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, **given)
         found.append([x.double() for x in (*both, *caches)])
     torch.testing.assert_close(*found, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["rows", "heads first", "halves", "pages", "batch_idx"])
+def test_long_chunks_are_one_call_over_any_cache(kind: str) -> None:
+    """Only visible keys are used: all others are NaN. Against each sequence in float64."""
+    lengths, slots, chunk = (200, 300), 384, 40
+    shape = {"heads first": (2, 3, 2, slots, 64), "halves": (3, 2, slots, 2, 64)}.get(kind, (2, 3, slots, 2, 64))
+    k, v = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda").unbind(1 if kind == "halves" else 0)
+    k, v = (x.transpose(1, 2) if kind == "heads first" else x for x in (k, v))
+    row = (2, 0) if kind == "batch_idx" else (0, 1)
+    for b, n in zip(row, lengths, strict=True):
+        k[b, :n], v[b, :n] = torch.randn(2, n, 2, 64, device="cuda").bfloat16()
+    given = {"cache_batch_idx": torch.tensor(row, dtype=torch.int32, device="cuda")} if kind == "batch_idx" else {}
+    caches = k, v
+    if kind == "pages":
+        caches = k.reshape(-1, 16, 2, 64), v.reshape(-1, 16, 2, 64)
+        given = {"block_table": torch.arange(48, dtype=torch.int32, device="cuda").view(2, 24)}
+    q = torch.randn(2, chunk, 8, 64, device="cuda").bfloat16()
+    used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    for scores in ({"causal": True}, {"window_size": (30, 4)}):
+        out, lse = flash_attn.flash_attn_with_kvcache(
+            q, *caches, cache_seqlens=used, return_softmax_lse=True, **scores, **given
+        )
+        for b, n in enumerate(lengths):
+            one, keys, values = (x.double() for x in (q[b], k[row[b], :n], v[row[b], :n]))
+            window = scores.get("window_size", (None, 0))
+            expected = flashgen.reference.attention(
+                one[None], keys[None], values[None], layout="bshd", window=window, return_lse=True
+            )
+            torch.testing.assert_close(out[b].double(), expected[0][0], atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(lse[b].double(), expected[1][0], atol=2e-3, rtol=2e-3)

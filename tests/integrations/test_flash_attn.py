@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import flashgen
 from flashgen import flash_attn, flash_attn_interface
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.flash_attn import bert_padding
@@ -193,6 +194,74 @@ def test_more_queries_than_a_call_of_decoding_takes(causal: bool) -> None:
     assert_same(short, (out, lse.masked_fill(lse == -math.inf, math.inf)))
 
 
+@pytest.mark.parametrize("kind", ["rows", "heads first", "halves", "pages", "batch_idx"])
+def test_long_chunks_are_one_call_over_any_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With new keys in front of it; nothing is decoded, so that no chunk is cut into pieces."""
+    monkeypatch.setattr(flashgen, "attention_decode", None)
+    chunk, slots = 20, 32
+    k_cache, v_cache, given, of = long_caches(kind, slots)
+    q, k, v = randn(B, chunk, H, D), randn(B, chunk, HK, D, seed=1), randn(B, chunk, HK, D, seed=2)
+    lengths = torch.tensor([9, 0], dtype=torch.int32)
+    before = [[of(cache, b).clone() for b in range(B)] for cache in (k_cache, v_cache)]
+    for scores, rules in (
+        ({"causal": True}, {"causal": True}),
+        ({"window_size": (5, 2)}, {"window": (5, 2)}),
+    ):
+        out, lse = flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, return_softmax_lse=True, **scores, **given
+        )
+        for b, n in enumerate(lengths.tolist()):
+            keys, values = (torch.cat([old[b][:n], new[b]])[None] for old, new in zip(before, (k, v), strict=True))
+            expected = plain(q[b][None], keys, values, **rules)
+            assert_same((out[b], lse[b]), (expected[0][0], expected[1][0]))
+
+
+def long_caches(kind: str, slots: int) -> tuple[Tensor, Tensor, dict[str, Any], Callable[[Tensor, int], Tensor]]:
+    """As `caches` has them, K and V of one width and of many more slots, which hold NaN."""
+    if kind == "pages":
+        table = torch.tensor([[3, 1, 6, 2], [0, 5, 4, 7]], dtype=torch.int32)
+        k, v = torch.full((2, 8, slots // 4, HK, D), math.nan, dtype=WIDE)
+        return *seeded(k, v), {"block_table": table}, lambda cache, b: cache[table[b].long()].flatten(0, 1)
+    if kind == "batch_idx":
+        rows = torch.tensor([2, 0], dtype=torch.int32)
+        k, v = torch.full((2, 4, slots, HK, D), math.nan, dtype=WIDE)
+        return *seeded(k, v), {"cache_batch_idx": rows}, lambda cache, b: cache[int(rows[b])]
+    shape = {"heads first": (2, B, HK, slots, D), "halves": (B, 2, slots, HK, D)}.get(kind, (2, B + 1, slots, HK, D))
+    k, v = torch.full(shape, math.nan, dtype=WIDE).unbind(1 if kind == "halves" else 0)
+    k, v = (x.transpose(1, 2) if kind == "heads first" else x for x in (k, v))
+    return *seeded(k, v), {}, lambda cache, b: cache[b]
+
+
+def seeded(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The first 9 slots of each row, or all of each page of 8, filled with numbers."""
+    for seed, tensor in enumerate(tensors):
+        tensor[:, :9] = randn(*tensor[:, :9].shape, seed=seed)
+    return tensors
+
+
+def test_packed_queries_over_caches() -> None:
+    """Version 3's cu_seqlens_q; version 2's chunks over pages, whose lengths lie between cu_seqlens_k."""
+    queries, lengths = (3, 18), torch.tensor([7, 20], dtype=torch.int32)
+    q = randn(sum(queries), H, D)
+    for kind in ("rows", "pages", "batch_idx"):
+        k_cache, v_cache, given, of = long_caches(kind, 32)
+        k_cache.nan_to_num_(0.5), v_cache.nan_to_num_(0.25)
+        named = {{"block_table": "page_table"}.get(name, name): value for name, value in given.items()}
+        options = {"cu_seqlens_q": ends(queries), "max_seqlen_q": 18, "causal": True, "return_softmax_lse": True}
+        out, lse = flash_attn_interface.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lengths, **options, **named
+        )
+        keys = [[of(cache, b)[: int(n)] for b, n in enumerate(lengths)] for cache in (k_cache, v_cache)]
+        expected = one_by_one(q, torch.cat(keys[0]), torch.cat(keys[1]), queries, (7, 20))
+        assert_same((out, lse), expected)
+        if kind == "pages":
+            places = (ends(queries), ends((7, 20)), 18, 20)
+            two = flash_attn.flash_attn_varlen_func(
+                q, k_cache, v_cache, *places, causal=True, return_attn_probs=True, **given
+            )
+            assert_same((two[0], two[1]), expected)
+
+
 def test_states_of_version_3() -> None:
     q, k = randn(B, SQ, H, D).float(), randn(B, SK, H, D).float()
     parts = [flash_attn_interface.flash_attn_func(q, x, x, return_attn_probs=True) for x in (k[:, :3], k[:, 3:])]
@@ -250,10 +319,14 @@ def cached_3(**given: Any) -> Any:
 
 ONE = torch.ones(1, 2)
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (packed_2, {"block_table": torch.zeros(1, 1).int()}, "block_table"),
+    (
+        packed_2,
+        {"dropout_p": 0.1, "block_table": torch.zeros(1, 1).int()},
+        "with a block_table does not support dropout",
+    ),
     *[(version_3, {name: ONE}, name) for name in ("qv", "q_descale", "k_descale", "v_descale")],
     (version_3, {"attention_chunk": 64}, "attention_chunk, got 64"),
-    *[(cached_3, {name: ONE}, name) for name in ("qv", "cu_seqlens_q", "cu_seqlens_k_new")],
+    *[(cached_3, {name: ONE}, name) for name in ("qv", "cu_seqlens_k_new")],
 ]
 
 
@@ -275,8 +348,18 @@ def test_arguments_that_do_not_belong_together_are_refused() -> None:
         with pytest.raises(WorkloadError, match=words):
             flash_attn.flash_attn_with_kvcache(x, x.clone(), x.clone(), **given)
     many = randn(1, 20, 2, 16)
+    odd = torch.zeros(700, dtype=WIDE).as_strided((2, 3, 2, 16), (97, 32, 16, 1))  # rows at no multiple of a slot
+    twice = torch.cat([many, many])
     with pytest.raises(UnsupportedError, match="more than 16 queries with a window"):
-        flash_attn.flash_attn_with_kvcache(many, many, many, window_size=(3, 3))
+        flash_attn.flash_attn_with_kvcache(twice, odd, odd, window_size=(3, 3))
+    assert flash_attn.flash_attn_with_kvcache(twice, odd, odd, causal=True, window_size=(3, 3)).shape == twice.shape
+    packed = {"cu_seqlens_q": ends((3, 17)), "cache_seqlens": torch.tensor([2, 3]).int()}
+    with pytest.raises(UnsupportedError, match="packed queries over caches without cache_leftpad"):
+        flash_attn_interface.flash_attn_with_kvcache(many[0], odd, odd, max_seqlen_q=17, **packed)
+    with pytest.raises(WorkloadError, match="come with max_seqlen_q"):
+        flash_attn_interface.flash_attn_with_kvcache(many[0], twice, twice, **packed)
+    with pytest.raises(UnsupportedError, match="no backward pass"):
+        flash_attn.flash_attn_with_kvcache(many.clone().requires_grad_(), many, many)
     with pytest.raises(WorkloadError, match=r"qkv is \(\.\.\., 3, nheads"):
         flash_attn.flash_attn_qkvpacked_func(x)
 

@@ -1,0 +1,184 @@
+"""`flash_attn_with_kvcache` of versions 2 and 3: which of flashgen's calls append, and which attend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import flashgen
+from flashgen.core.checks import flag
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.features.values import Window
+from flashgen.integrations.cached_rows import PackedKeys, packed_keys
+from flashgen.integrations.flash_attention import OutAndLse, both, with_rows
+from flashgen.runtime.argument_types import check_tensor
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedCall:
+    """A call of `flash_attn_with_kvcache`, with the names of version 2; `scores` are those of `SCORES`.
+
+    With `cu_seqlens_q`, which version 3 has, q is (total_q, nheads, head_dim).
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    rotary: dict[str, Any]
+    window: Window
+    scores: dict[str, Any]
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int | None = None
+
+    def run(self, *, return_lse: bool) -> OutAndLse:
+        """Append the new keys and values in place, rotated if asked for, then attend over all keys.
+
+        Raises:
+            WorkloadError: there are no new keys where something needs them, or they have no place.
+            UnsupportedError: a kernel does not do this.
+        """
+        flag("causal", self.scores["causal"])
+        for name in ("q", "k_cache", "v_cache"):
+            check_tensor(name, getattr(self, name))
+        q, new, batch = with_rows(self.q)[0], 0, self._batch()
+        if self.k is None or self.v is None:
+            self._check_nothing_new()
+        else:
+            q, new = self._appended(q, self.k, self.v), self.k.shape[1]
+        caches = self.k_cache, self.v_cache
+        if self.block_table is None and self.cache_batch_idx is None:
+            caches = self.k_cache[:batch], self.v_cache[:batch]
+        return self._attended(q, caches, self._lengths(batch, new), return_lse)
+
+    def _batch(self) -> int:
+        """How many sequences there are."""
+        ends = self.cu_seqlens_q
+        if ends is None:
+            return len(self.q) if self.q.dim() else 0
+        check_tensor("cu_seqlens_q", ends)
+        if self.max_seqlen_q is None:
+            raise WorkloadError("packed queries come with max_seqlen_q, the most queries of a sequence, got None")
+        if self.rotary.get("rotary_cos") is not None:
+            raise UnsupportedError("flashgen's flash_attn_with_kvcache does not rotate packed queries (cu_seqlens_q)")
+        return max(len(ends) - 1, 0) if ends.dim() else 0
+
+    def _check_nothing_new(self) -> None:
+        if (self.k is None) != (self.v is None):
+            raise WorkloadError("new keys k and new values v come together, got one alone")
+        named = [name for name in ("rotary_cos", "rotary_sin", "rotary_seqlens") if self.rotary.get(name) is not None]
+        if named:
+            raise WorkloadError(f"rotary embeddings are of new keys k and values v, got {named} without them")
+
+    def _appended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The queries, rotated if asked for, once the new keys and values are in the cache."""
+        if self.cache_seqlens is None:
+            raise WorkloadError("new keys go behind cache_seqlens, the keys that the cache has, got None")
+        check_tensor("k", k)
+        check_tensor("v", v)
+        given: dict[str, Any] = dict(self.rotary)
+        if given.get("rotary_cos") is not None:
+            given |= {"q": q, "q_causal": self.scores["causal"] or self.window != (None, None)}
+        k, v = with_rows(k, v)
+        rotated = flashgen.append_kv(
+            k,
+            v,
+            self.k_cache,
+            self.v_cache,
+            self.cache_seqlens,
+            block_table=self.block_table,
+            batch_idx=self.cache_batch_idx,
+            leftpad=self.cache_leftpad,
+            **given,
+        )
+        return q if rotated is None else rotated
+
+    def _lengths(self, batch: int, new: int) -> Tensor:
+        """Keys of each sequence with the new ones, int32 (batch,)."""
+        known = self.cache_seqlens
+        if isinstance(known, Tensor):
+            return known + new if new else known
+        if known is None:
+            pages = 1 if self.block_table is None else self.block_table.shape[1]
+            known = self.k_cache.shape[1] * pages
+        return torch.full((batch,), known + new, dtype=torch.int32, device=self.q.device)
+
+    def _attended(self, q: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, return_lse: bool) -> OutAndLse:
+        """A call of decoding for few queries, and one of packed sequences for more."""
+        if self.cu_seqlens_q is None and q.dim() == 4 and q.shape[1] <= MAX_SEQLEN_Q:
+            return self._decoded(q, caches, lengths, return_lse)
+        self._check_no_gradient(q)
+        keys = packed_keys(
+            *caches, lengths, block_table=self.block_table, leftpad=self.cache_leftpad, batch_idx=self.cache_batch_idx
+        )
+        if self.cu_seqlens_q is not None:
+            if keys is None:
+                strides = " and ".join(str(cache.stride()) for cache in caches)
+                raise UnsupportedError(
+                    "flashgen's flash_attn_with_kvcache takes packed queries over caches without cache_leftpad, whose "
+                    f"rows lie at multiples of the stride of their slots, got strides {strides}"
+                )
+            return self._packed(q, self.cu_seqlens_q, self.max_seqlen_q or 0, keys, return_lse)
+        if keys is None or q.dim() != 4:
+            return self._in_parts(q, caches, lengths, return_lse)
+        batch, rows = q.shape[:2]
+        ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
+        out, lse = self._packed(q.flatten(0, 1), ends, rows, keys, return_lse)
+        out = out.view(batch, rows, *out.shape[1:])
+        return out, lse.view(len(lse), batch, rows).transpose(0, 1) if return_lse else lse
+
+    def _check_no_gradient(self, q: Tensor) -> None:
+        if torch.is_grad_enabled() and any(one.requires_grad for one in (q, self.k_cache, self.v_cache)):
+            raise UnsupportedError("flash_attn_with_kvcache has no backward pass: call it under torch.no_grad()")
+
+    def _packed(self, q: Tensor, ends: Tensor, longest: int, keys: PackedKeys, return_lse: bool) -> OutAndLse:
+        attend: Any = flashgen.attention_varlen  # whose overloads ask for a flag that is known
+        named = {**keys.named, **self.scores, "window": self.window, "return_lse": return_lse}
+        return both(attend(q, keys.k, keys.v, ends, max_seqlen_q=longest, **named))
+
+    def _in_parts(self, q: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, return_lse: bool) -> OutAndLse:
+        """A call of decoding for every `MAX_SEQLEN_Q` queries, where caches do not lie as packed sequences may."""
+        rows = q.shape[1]
+        causal, is_placed = (
+            self.scores["causal"],
+            self.window != (None, None) or self.scores["alibi_slopes"] is not None,
+        )
+        if is_placed and not causal:
+            raise UnsupportedError(
+                f"flashgen's flash_attn_with_kvcache takes more than {MAX_SEQLEN_Q} queries with a window or ALiBi "
+                f"over such a cache only where causal is True, got {rows}"
+            )
+        found = []
+        for first in range(0, rows, MAX_SEQLEN_Q):
+            some = q[:, first : first + MAX_SEQLEN_Q]
+            behind = rows - first - some.shape[1]  # queries that stand behind these, whose keys none of them sees
+            seen = (lengths - behind).clamp(min=0) if causal else lengths
+            found.append(self._decoded(some, caches, seen, return_lse))
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 2) if return_lse else lses[0]
+
+    def _decoded(self, q: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, return_lse: bool) -> OutAndLse:
+        attend: Any = flashgen.attention_decode  # whose overloads ask for a flag that is known
+        return both(
+            attend(
+                q,
+                *caches,
+                lengths,
+                block_table=self.block_table,
+                leftpad=self.cache_leftpad,
+                batch_idx=self.cache_batch_idx,
+                window=self.window,
+                return_lse=return_lse,
+                **self.scores,
+            )
+        )
