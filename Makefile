@@ -5,6 +5,8 @@
 # make fuzz       random files for the database and random calls, other ones each time, CASES of them (10000)
 # make docs       docs/supported.md again, from the table of kernel families
 # make databases  tuning_db/ again, after a schema revision
+# make site       the documentation as a site in build/site
+# make release    checks what a release needs, builds the archives, prints the command for the tag
 # make lint       formatting, lint, types and import contracts       make format   rewrite files in the one format
 #
 # Without a GPU, make tune ranks for TARGET, of whose architecture no record ships: what is found is what serves.
@@ -23,7 +25,7 @@ TRITONS := 3.6 3.9
 OLDEST := $(firstword $(TRITONS))
 
 .PRECIOUS: .venvs/triton-%/.stamp
-.PHONY: venv tune test docs databases lint format pytest interpreter crosscompile gpu-test fuzz sanitize clean
+.PHONY: venv tune test docs site release databases lint format pytest interpreter crosscompile gpu-test fuzz sanitize clean
 
 venv: $(VENV)/.stamp
 
@@ -44,6 +46,12 @@ test:
 
 docs: venv
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/supported.py
+
+site: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+release: venv
+	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/release.py
 
 databases: venv
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/databases.py
