@@ -13,7 +13,7 @@ from flashgen.reference.attend import attend
 from flashgen.reference.functions import ScoreFunctions
 from flashgen.reference.philox import Dropout
 from flashgen.reference.stand_ins import lse_dtype, stand_in, stand_ins
-from flashgen.runtime.argument_types import check_types
+from flashgen.runtime.argument_types import check_types, refuse_names
 from flashgen.runtime.arguments import (
     CallArguments,
     check_layout,
@@ -70,6 +70,7 @@ def attention(
     rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    **others: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flashgen.attention` in plain torch on any device: exact, slow, and with a matrix of all scores in memory.
 
@@ -104,6 +105,7 @@ def attention(
         rng_state: as there: with the same one the same weights are dropped on any device.
         deterministic: without effect.
         return_lse: as there; float32, and float64 for queries in float64.
+        others: none, as there.
 
     Returns:
         The output in the dtype of q; with `return_lse`, the output and the LSE.
@@ -111,7 +113,9 @@ def attention(
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule of `flashgen.attention`.
         UnsupportedError: a function uses what torch does not have.
+        TypeError: there is no such argument.
     """
+    refuse_names("attention", others)
     check_types(locals())
     check_layout(layout)
     check_scale(softmax_scale)

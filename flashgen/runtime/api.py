@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.features.values import BlockMask, Window
-from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
+from flashgen.runtime.argument_types import UNEXPECTED, explain_failure, refuse_names
 from flashgen.runtime.arguments import (
     LAYOUTS,
     CallArguments,
@@ -72,6 +72,7 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
     rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    **others: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, `softmax(scale * q k^T) v` and what models add to it, by the best kernel known for the call.
 
@@ -127,6 +128,7 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
             some 5 to 20 % longer. `torch.use_deterministic_algorithms(True)` asks for the same.
         return_lse: also return the natural logarithm of the row sums, fp32 (batch, nheads, seqlen_q), which has a
             gradient like the output.
+        others: none: a name of torch's SDPA or of FlashAttention is answered with the one that it has here.
 
     Returns:
         The output, in q's layout with v's head_dim; with `return_lse`, the output and the LSE.
@@ -136,7 +138,10 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
         UnsupportedError: no kernel family does this here, or none its backward pass; the message lists each family's
             reason. Or a gradient is asked for that is not computed.
         LaunchError: the first call for these shapes happens while a CUDA graph is captured.
+        TypeError: there is no such argument.
     """
+    if others:
+        refuse_names("attention", others)
     try:
         if layout not in LAYOUTS:
             check_layout(layout)

@@ -5,7 +5,7 @@ So a flag that is neither True nor False may be taken by its truth where torch's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -17,6 +17,19 @@ from flashgen.core.quoting import shown
 
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What Python and torch raise for values of a wrong type, among other things."""
+
+
+_NAMES_ELSEWHERE = {
+    "attn_mask": "a mask of bools is mask=, one of numbers to add is bias=",
+    "is_causal": "it is causal=, aligned to the bottom right; with q_offset=0 to the top left, as in torch",
+    "scale": "it is softmax_scale=",
+    "sm_scale": "it is softmax_scale=",
+    "enable_gqa": "k and v may have fewer heads than q, and nothing has to be said",
+    "window_size": "it is window=(left, right), with None, not -1, for an unlimited edge",
+    "return_attn_probs": "return_lse=True returns the log-sum-exp; probabilities are never in memory",
+    "s_aux": "it is sinks=",
+}
+"""Names that torch's SDPA and FlashAttention have, and what they are here."""
 
 
 def explain_failure(error: Exception, arguments: Mapping[str, object]) -> None:
@@ -42,6 +55,17 @@ def check_types(arguments: Mapping[str, object]) -> None:
     for name, rule in _RULES.items():
         if name in arguments:
             rule(name, arguments[name])
+
+
+def refuse_names(function: str, names: Iterable[str]) -> None:
+    """Refuse arguments that a function does not have; those of torch and FlashAttention are answered with a hint.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in names:
+        hint = _NAMES_ELSEWHERE.get(name)
+        raise TypeError(f"{function}() has no argument {name!r}{f': {hint}' if hint else ''}")
 
 
 def check_tensor(name: str, value: object) -> None:

@@ -15,6 +15,7 @@ from flashgen.core.features import table
 from flashgen.core.features.functions import FUNCTIONS
 from flashgen.core.features.values import BlockMask, Features, Window
 from flashgen.core.quoting import shown
+from flashgen.runtime.argument_types import refuse_names
 from flashgen.runtime.ops.calls import check_offset
 from flashgen.runtime.ops.generated import features_function, requires_grad_function
 from flashgen.runtime.ops.keys import is_tracked
@@ -129,9 +130,7 @@ def bound(call: Callable[..., Any], named: Mapping[str, Any], function: str) -> 
         for name, parameter in inspect.signature(call).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    unknown = [name for name in named if name not in known]
-    if unknown:
-        raise TypeError(f"{function}() takes the arguments of {call.__name__}, which has no {unknown[0]!r}")
+    refuse_names(function, (name for name in named if name not in known))
     return {**known, **named}
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import pydoc
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 import flashgen
 import flashgen.runtime.autograd.ops  # which defines those of training
+from flashgen import reference
 from flashgen.core.features import table
 from flashgen.core.features.values import Features
 from flashgen.runtime.arguments import FEATURE_ARGUMENTS, CallArguments, features_of
@@ -71,7 +73,7 @@ def test_the_table_declares_the_arguments_of_the_call() -> None:
     keywords = inspect.signature(flashgen.attention).parameters
     declared = {each.name: each.default for feature in table.FEATURES for each in feature.arguments}
     assert {name: keywords[name].default for name in declared} == declared
-    others = {"q", "k", "v", "layout", "softmax_scale", "return_lse"}
+    others = {"q", "k", "v", "layout", "softmax_scale", "return_lse", "others"}
     assert declared.keys() == keywords.keys() - others
 
 
@@ -95,9 +97,18 @@ def test_a_type_checker_knows_what_a_call_returns() -> None:
 
 
 def test_explain_refuses_what_the_call_has_not(gpu: FakeGpu) -> None:
-    with pytest.raises(TypeError, match=r"explain\(\) takes the arguments of attention, which has no 'windw'"):
+    with pytest.raises(TypeError, match=r"explain\(\) has no argument 'windw'"):
         flashgen.explain(*qkv(), windw=(3, None))  # type: ignore[call-arg]
     assert flashgen.explain(*qkv(), softmax_scale=0.5, window=[3, 0], causal=True).workload.window_left == 3
+
+
+@pytest.mark.parametrize("call", [flashgen.attention, flashgen.explain, reference.attention])
+def test_names_of_other_libraries_are_answered_with_those_of_the_call(call: Any) -> None:
+    for name, words in (("attn_mask", "mask=.*bias="), ("is_causal", "q_offset=0"), ("scale", "softmax_scale=")):
+        with pytest.raises(TypeError, match=f"{call.__name__}.. has no argument '{name}': .*{words}"):
+            call(*qkv(), **{name: None})
+    with pytest.raises(TypeError, match=r"has no argument 'colour'$"):
+        call(*qkv(), colour=1)
 
 
 def test_flat_arguments_become_features_again() -> None:

@@ -1,0 +1,14 @@
+"""Programs that call torch's attention reach flashgen's kernels; nothing of it happens on import.
+
+    from flashgen.integrations import torch as flashgen_torch
+
+    with flashgen_torch.route_sdpa() as calls:  # `scaled_dot_product_attention`, wherever a model calls it
+        model(batch)
+    print(calls)  # served, and passed on to torch with reasons
+
+`enable` and `disable` do the same for the whole process. See docs/torch.md.
+"""
+
+from flashgen.integrations.torch.sdpa import Calls, disable, enable, route_sdpa
+
+__all__ = ["Calls", "disable", "enable", "route_sdpa"]

@@ -1,0 +1,68 @@
+"""Torch's attention by flashgen's kernels: routed calls against torch's own in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashgen.integrations import torch as door
+
+pytestmark = pytest.mark.gpu
+
+Tensor = torch.Tensor
+TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
+
+
+def randn(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to("cuda", torch.bfloat16).requires_grad_(grad)
+
+
+def assert_torchs(inputs: tuple[Tensor, ...], **given: Any) -> None:
+    found = F.scaled_dot_product_attention(*inputs, **given)
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = torch._C._nn.scaled_dot_product_attention(*wide, **given)
+        weights = torch.randn_like(expected)
+        grads = torch.autograd.grad((expected * weights).sum(), wide)
+    torch.testing.assert_close(found.float(), expected, **TOLERANCE)
+    mine = torch.autograd.grad((found * weights).sum(), inputs)
+    torch.testing.assert_close([x.float() for x in mine], list(grads), **TOLERANCE)
+
+
+CASES: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
+    ((4, 4, 96, 96), {"is_causal": True}),
+    ((4, 2, 64, 100), {"is_causal": True, "enable_gqa": True}),
+    ((4, 2, 100, 64), {"attn_mask": "keys", "enable_gqa": True}),
+    ((4, 4, 64, 64), {"attn_mask": "bool", "scale": 0.2}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "given"), CASES)
+def test_routed_calls(sizes: tuple[int, int, int, int], given: dict[str, Any]) -> None:
+    heads, heads_k, rows, keys = sizes
+    inputs = (randn(2, heads, rows, 64), randn(2, heads_k, keys, 64), randn(2, heads_k, keys, 64, seed=1))
+    masks = {"keys": (2, 1, 1, keys), "bool": (rows, keys)}
+    if "attn_mask" in given:
+        given = {**given, "attn_mask": randn(*masks[given["attn_mask"]], grad=False) > -0.5}
+    calls = door.enable(strict=True)
+    try:
+        calls.clear()
+        assert_torchs(inputs, **given)
+        assert calls.served == 1
+    finally:
+        door.disable()
+    with door.route_sdpa(strict=True) as again:
+        F.scaled_dot_product_attention(*inputs, **given)
+    assert again.served == 1
+
+
+def test_what_no_kernel_computes_is_torchs() -> None:
+    q = randn(1, 2, 16, 1000)
+    with door.route_sdpa() as calls:
+        found = F.scaled_dot_product_attention(q, q, q)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, q, q))
+    assert (calls.served, calls.passed_on.total()) == (0, 1)
