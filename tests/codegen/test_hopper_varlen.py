@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from flashgen.codegen import families
+from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.geometry import CLIPPED_ROWS, clipped
+from scripts.machine_loops import disassembled, local_accesses
 from tests.codegen.gluon_stub import Numbers, functions
 
 H200 = find_device("h200")
@@ -33,7 +35,7 @@ def test_tiles_are_the_blocks_of_all_sequences(key: str) -> None:
     count_blocks, locate = functions(source, *PARTS)[2::3]
     block = {"fwd-bf16-d64-varlen": 192}.get(key, 128)
     draw = random.Random(0)
-    for _ in range(12):
+    for _ in range(6):
         sequences, nheads = draw.choice((0, 1, 3, 31, 32, 33, 70)), draw.choice((1, 3, 6))
         queries = [draw.choice((0, 0, 1, block - 1, block, block + 1, 5 * block)) for _ in range(sequences)]
         keys = [draw.choice((0, 1, 300)) for _ in range(sequences)]
@@ -130,3 +132,15 @@ def test_what_packed_sequences_leave_of_the_family() -> None:
         assert HOPPER_FORWARD.invalid(spec, each, H200) is None
     bias: Any = families.unsupported(HOPPER_FORWARD, Specialization.parse("fwd-bf16-d128-bias-varlen"), H200)
     assert "no bias" in bias
+
+
+def test_the_mainloop_is_the_dense_one() -> None:
+    texts = {}
+    for key in ("fwd-bf16-d128", "fwd-bf16-d128-varlen"):
+        spec = Specialization.parse(key)
+        compiled = compile_kernel(spec, HOPPER_FORWARD.default(spec, H200), H200)
+        texts[key] = disassembled(compiled.handle.asm["cubin"])
+        assert local_accesses(texts[key])["mainloop"] == (0, 0)
+    dense, packed = texts.values()
+    for opcode in ("HGMMA", "WARPGROUP", "UTMALDG", "UTMASTG"):  # a wait more would be a product that waits for another
+        assert dense.count(f" {opcode}") == packed.count(f" {opcode}") > 0

@@ -1,0 +1,278 @@
+"""A rendered Gluon kernel on the CPU: every role of every CTA a thread, barriers and TMA as the PTX manual says.
+
+Registers are torch's tensors, whatever their layouts; products are computed when they are issued. What it shows is that
+roles agree and wait for what is there, where TMA loads and stores, what scores are hidden, and the results. It knows
+nothing of time, of named barriers, and of PTX but that of a reciprocal and a logarithm.
+"""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+WAIT_S = 60.0
+"""No barrier is waited for so long but in a deadlock."""
+
+
+@dataclass(kw_only=True)
+class Barrier:
+    """One mbarrier: arrivals and bytes that its phase waits for."""
+
+    count: int = 0
+    pending: int = 0
+    bytes: int = 0
+    phase: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, arrivals: int, transferred: int) -> None:
+        with self.changed:
+            self.pending, self.bytes = self.pending - arrivals, self.bytes + transferred
+            assert self.pending >= 0
+            if self.pending == 0 and self.bytes == 0:
+                self.phase, self.pending = self.phase + 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: Any, pred: Any = True) -> None:
+        with self.changed:
+            if pred and not self.changed.wait_for(lambda: self.phase & 1 != int(parity), WAIT_S):
+                raise AssertionError(f"phase {self.phase} never ended")
+
+
+class Shared:
+    """A tile in shared memory, undefined at first."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.tensor[int(i)])
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.tensor.view(*shape))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.tensor.permute(order))
+
+    def slice(self, start: int, size: int, axis: int = 0) -> Shared:
+        return Shared(self.tensor.narrow(axis, start, size))
+
+    def load(self, layout: object) -> torch.Tensor:
+        return self.tensor.clone()
+
+    def store(self, value: torch.Tensor) -> None:
+        self.tensor.copy_(value)
+
+
+class Barriers(list[Barrier]):
+    def index(self, i: Any) -> Barrier:  # type: ignore[override]
+        return self[int(i)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descriptor:
+    """What TMA is told of a tensor, in elements; `memory` is all of its storage."""
+
+    memory: torch.Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    layout: None = None
+
+    @property
+    def block_type(self) -> Any:
+        return SimpleNamespace(nbytes=2 * torch.Size(self.block).numel(), shape=self.block)
+
+    def rows(self, place: Sequence[Any]) -> list[slice | None]:
+        """Where each row of the box at `place` lies in memory, by addresses of 64 bits; None where it is clipped."""
+        at = [int(x) for x in place]
+        assert len(at) == len(self.shape)
+        assert at[-1] == 0
+        found: list[slice | None] = []
+        for row in range(self.block[-2]):
+            here = [*at[:-2], at[-2] + row, 0]
+            if not all(0 <= x < size for x, size in zip(here, self.shape, strict=True)):
+                found.append(None)
+                continue
+            first = 2 * sum(x * step for x, step in zip(here, self.strides, strict=True)) % (1 << 64) // 2
+            assert first + self.shape[-1] <= len(self.memory)
+            found.append(slice(first, first + self.shape[-1]))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointer:
+    """An address in an array, of which nothing outside is ever touched."""
+
+    memory: torch.Tensor
+    place: Any = 0
+
+    def __add__(self, steps: Any) -> Pointer:
+        return Pointer(memory=self.memory, place=self.place + steps)
+
+    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        place = torch.as_tensor(self.place)
+        kept = torch.as_tensor(True if mask is None else mask).broadcast_to(place.shape)
+        assert bool(((place >= 0) & (place < len(self.memory)))[kept].all())
+        return place, kept
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> torch.Tensor:
+    place, kept = pointer.places(mask)
+    value = pointer.memory[torch.where(kept, place, 0)] if len(pointer.memory) else torch.zeros(place.shape)
+    return torch.where(kept, value, torch.as_tensor(other, dtype=pointer.memory.dtype))
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    place, kept = pointer.places(mask)
+    pointer.memory[place[kept]] = torch.as_tensor(value, dtype=pointer.memory.dtype).broadcast_to(place.shape)[kept]
+
+
+def _copy_in(descriptor: Descriptor, place: Sequence[Any], barrier: Barrier, tile: Shared) -> None:
+    columns = descriptor.shape[-1]
+    rows = tile.tensor.view(-1, descriptor.block[-1])
+    rows.zero_()
+    for row, part in zip(rows, descriptor.rows(place), strict=True):
+        if part is not None:
+            row[:columns] = descriptor.memory[part]
+    barrier.take(0, -descriptor.block_type.nbytes)
+
+
+def _copy_out(descriptor: Descriptor, place: Sequence[Any], tile: Shared) -> None:
+    for row, part in zip(tile.tensor.view(-1, descriptor.block[-1]), descriptor.rows(place), strict=True):
+        if part is not None:
+            descriptor.memory[part] = row[: descriptor.shape[-1]]
+
+
+def _mma(a: Any, b: Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
+    first = a.tensor if isinstance(a, Shared) else a
+    product = first.float() @ b.tensor.float()
+    return acc + product if use_acc else product
+
+
+def _tensors(*values: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(map(torch.as_tensor, values))
+
+
+class Machine:
+    """The grid of one launch."""
+
+    def __init__(self, programs: int) -> None:
+        self._local, self._lock, self._programs = threading.local(), threading.Lock(), programs
+        self._failures: list[BaseException] = []
+
+    def run(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """Run all CTAs at the same time, and raise what the first of them raised."""
+        self._together([(kernel, arguments, program) for program in range(self._programs)])
+
+    def _together(self, calls: Sequence[tuple[Callable[..., None], Sequence[Any], int]]) -> None:
+        def one(function: Callable[..., None], arguments: Sequence[Any], program: int) -> None:
+            self._local.program = program
+            try:
+                function(*arguments)
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                self._failures.append(error)
+
+        threads = [threading.Thread(target=one, args=call, daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _specialize(self, roles: Sequence[tuple[Any, Any]], *_: object) -> None:
+        self._together([(function, arguments, self._local.program) for function, arguments in roles])
+
+    def _atomic_add(self, pointer: Pointer, value: int) -> torch.Tensor:
+        with self._lock:
+            before = _load(pointer)
+            _store(pointer, before + value)
+            return before
+
+    def names(self) -> dict[str, Any]:
+        """What a rendered kernel imports."""
+        gl = SimpleNamespace(
+            constexpr=lambda value: value,
+            int32=torch.int64,
+            int64=torch.int64,
+            float32=torch.float32,
+            bfloat16=torch.bfloat16,
+            float16=torch.float16,
+            program_id=lambda axis: torch.tensor(self._local.program),
+            num_programs=lambda axis: self._programs,
+            warp_specialize=self._specialize,
+            atomic_add=self._atomic_add,
+            allocate_shared_memory=_allocate,
+            load=_load,
+            store=_store,
+            arange=lambda start, end, layout=None: torch.arange(start, end),
+            full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
+            zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+            where=lambda condition, a, b: torch.where(*_tensors(condition, a, b)),
+            minimum=lambda a, b: torch.minimum(*_tensors(a, b)),
+            maximum=lambda a, b: torch.maximum(*_tensors(a, b)),
+            max=lambda x, axis: x.amax(axis),
+            sum=lambda x, axis: x.sum(axis),
+            cdiv=lambda a, b: torch.as_tensor(a + b - 1).div(b, rounding_mode="trunc"),
+            exp2=torch.exp2,
+            static_range=range,
+            associative_scan=lambda x, axis, combine: x.cumsum(axis),
+            convert_layout=lambda x, layout, assert_trivial=False: x,
+            inline_asm_elementwise=_inline,
+            to_tensor=torch.as_tensor,
+            **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout"), lambda *_: None),
+            **dict.fromkeys(("SliceLayout", "SwizzledSharedLayout", "DistributedLinearLayout"), lambda *_: None),
+        )
+        mbarrier = SimpleNamespace(
+            MBarrierLayout=lambda: Barriers,
+            init=_init,
+            expect=lambda barrier, size: barrier.take(1, size),
+            arrive=lambda barrier, count: barrier.take(count, 0),
+            wait=Barrier.wait,
+        )
+        nothing = SimpleNamespace(barrier=lambda: None)
+        return {
+            "gl": SimpleNamespace(**vars(gl), **vars(nothing)),
+            "gluon": SimpleNamespace(jit=lambda f=None, **_: f if f is not None else (lambda g: g)),
+            "mbarrier": mbarrier,
+            "tma": SimpleNamespace(async_load=_copy_in, async_store=_copy_out, store_wait=lambda pending: None),
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": _mma,
+            "warpgroup_mma_wait": lambda count, values: values[0] if len(values) == 1 else values,
+        }
+
+
+def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Any:
+    if layout is Barriers:
+        return Barriers(Barrier() for _ in range(shape[0]))
+    return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -99, dtype=dtype))
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+def _inline(asm: str, constraints: str, arguments: list[Any], **_: object) -> Any:
+    if asm.startswith("rcp"):
+        return 1.0 / arguments[0]
+    if asm.startswith("lg2"):
+        return torch.log2(arguments[0])
+    assert "wait_group" in asm
+    return arguments[0]
+
+
+def kernel_of(text: str, entry: str, machine: Machine, **instead: Callable[..., Any]) -> Callable[..., None]:
+    """The kernel of a rendered text, with some of its functions replaced."""
+    tree = ast.parse(text)
+    tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    space: dict[str, Any] = machine.names()
+    exec(compile(tree, "<rendered>", "exec"), space)
+    space |= instead
+    found: Callable[..., None] = space[entry]
+    return found

@@ -1,0 +1,144 @@
+"""Kernels of packed sequences in Gluon, whole, on a modelled machine: results against float64, no deadlock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen.codegen.family import Sizes
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.codegen.render import render
+from flashgen.core.config import KnobValue
+from flashgen.core.device import find_device
+from flashgen.launch.geometry import Geometry
+from flashgen.launch.parameters import block_of, is_descriptor
+from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of
+from tests.packing import Case, Packed, assert_right, checked, make
+
+H200 = find_device("h200")
+LOG2E = math.log2(math.e)
+PLAIN: dict[str, KnobValue] = {
+    "warpgroups": 2,
+    "block_n": 128,
+    "v_stages": 2,
+    "q_stages": 1,
+    "barriers": "mbarrier",
+    "exp_order": "free",
+    "ping_pong": True,
+    "conditional_rescale": False,
+    "softmax_reference": "running",
+    "early_settle": False,
+    "hidden_blocks": "computed",
+}
+SETTLES: dict[str, KnobValue] = {**PLAIN, "conditional_rescale": True, "softmax_reference": "row_sums", "q_stages": 2}
+SMALL: dict[str, KnobValue] = {**PLAIN, "warpgroups": 1, "blocks_per_sm": 2, "block_n": 64, "ping_pong": False}
+SKIPPED: dict[str, KnobValue] = {**PLAIN, "block_n": 64, "v_stages": 3, "hidden_blocks": "skipped"}
+LENGTHS: dict[str, Any] = {"nheads": 3, "nheads_k": 1, "head_dim": 64, "dtype": torch.bfloat16}
+
+
+def of_threads(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A tile times or minus one value for each row and thread."""
+    return values[:, None, :, None].expand(len(x), x.shape[1] // 8, 4, 2).reshape(x.shape)
+
+
+SETTLED = {
+    # without what keeps row sums small: where scores grow, a sum overflows and the tile is computed again
+    "_weights": lambda s, m_i: torch.exp2(s - of_threads(s, m_i)),
+    "_rescale": lambda acc, alpha: acc * of_threads(acc, alpha),
+    "_settle": lambda w, acc, m_i, l_i: (w.bfloat16(), acc, m_i, l_i),
+}
+
+
+def storage(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def launched(packed: Packed, changes: dict[str, KnobValue], programs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE, as so many CTAs compute them."""
+    problem = checked(packed)
+    spec, named = problem.spec, packed.named
+    config = HOPPER_FORWARD.default(spec, H200).replace(**changes)
+    assert HOPPER_FORWARD.unsupported(spec, H200) is None
+    q, k, v = (x.transpose(0, 1)[None] for x in (packed.q, packed.k, packed.v))
+    out, lse = torch.full((*packed.q.shape[:2], packed.v.shape[2]), math.nan).to(q.dtype), torch.empty(0)
+    lse = torch.full((q.shape[1], q.shape[2]), math.nan)
+    geometry = replace(problem.geometry, tensors=Geometry.of(q, k, v, out.transpose(0, 1)[None]).tensors)
+    sizes: Sizes = geometry.sizes
+    scale, cap = float(q.shape[3] ** -0.5), named.get("softcap", 0.0)
+    counter = torch.zeros(1, dtype=torch.int64)
+    window = named.get("window", (None, None))
+    far = [1 << 20 if edge is None else edge for edge in window]
+    values: dict[str, Any] = {
+        "softmax_scale_log2": scale * LOG2E,
+        "softcap_rate": 2 * LOG2E * scale / cap if cap else 0.0,
+        "softcap_scale_log2": 2 * LOG2E * cap,
+        "window_left": far[0],
+        "window_right": far[1],
+        "sequences": sizes.sequences,
+        "total_q": sizes.seqlen_q,
+        "total_k": sizes.seqlen_k,
+        "nheads": sizes.nheads,
+        "group_size": sizes.nheads // sizes.nheads_k,
+        "lse_rows": sizes.seqlen_q,
+        "LSE": Pointer(memory=lse.view(-1)),
+        "Counter": Pointer(memory=counter),
+        "has_seqused_q": "seqused_q" in named,
+        "has_seqused_k": "seqused_k" in named,
+    }
+    ends_q = named["cu_seqlens_q"]
+    ends_k = named.get("cu_seqlens_k", ends_q)
+    pointers = {"CuSeqlensQ": ends_q, "CuSeqlensK": ends_k, "Sinks": named.get("sinks", ends_q)}
+    pointers |= {"SeqUsedQ": named.get("seqused_q", ends_q), "SeqUsedK": named.get("seqused_k", ends_k)}
+    values |= {name: Pointer(memory=x if name == "Sinks" else x.long()) for name, x in pointers.items()}
+    tensors = {"q": packed.q, "k": packed.k, "v": packed.v, "o": out}
+    arguments = []
+    for parameter in HOPPER_FORWARD.parameters(spec, config):
+        if is_descriptor(parameter):
+            name, block = parameter.name[0], block_of(parameter)
+            shape, strides = geometry.described(name, len(block))
+            memory = storage(tensors[name])
+            arguments.append(Descriptor(memory=memory, shape=shape, strides=strides, block=block))
+        else:
+            arguments.append(values[parameter.name])
+    machine = Machine(programs)
+    instead = SETTLED if changes["softmax_reference"] == "row_sums" else {}
+    machine.run(kernel_of(render(spec, config).text, HOPPER_FORWARD.id, machine, **instead), arguments)
+    assert int(counter) == 0
+    return out, lse
+
+
+CASES: dict[str, tuple[Case, dict[str, KnobValue]]] = {
+    "full": (Case(queries=(130, 0, 7, 128), spare=130, poison=(2,), **LENGTHS), PLAIN),
+    "causal": (
+        Case(queries=(70, 200, 1, 0), keys=(300, 5, 129, 9), options={"causal": True}, sinks=True, **LENGTHS),
+        SKIPPED | {"heads_per_group": 2, "masked_blocks": "branch"},
+    ),
+    "used": (
+        Case(
+            queries=(200, 3, 90), used_q=(130, 0, 90), used_k=(64, 3, 65), spare=1, options={"causal": True}, **LENGTHS
+        ),
+        SMALL | {"heads_per_group": 1, "masked_blocks": "branch"},
+    ),
+    "window": (
+        Case(queries=(260, 9), keys=(300, 40), options={"window": (100, 30), "softcap": 5.0}, poison=(1,), **LENGTHS),
+        SMALL | {"masked_blocks": "branch"},
+    ),
+    "computed again": (
+        Case(queries=(140, 60, 150), poison=(1,), options={"causal": True}, **LENGTHS),
+        SETTLES | {"heads_per_group": 4, "masked_blocks": "branch"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_sequences_are_right(name: str) -> None:
+    case, changes = CASES[name]
+    packed = make(case)
+    if name == "computed again":
+        packed.q.mul_(60.0)
+    out, lse = launched(packed, changes, programs=3)
+    assert_right(packed, out, lse)
