@@ -134,6 +134,11 @@ def _environment() -> Iterator[Check]:
     found = settings()
     if found.no_compile:
         yield Check(name="FLASHGEN_NO_COMPILE", state="note", detail="1: a call whose kernel is not ready is an error")
+    if found.signatures and found.trusted_keys is None:
+        detail = "required, and FLASHGEN_TRUSTED_KEYS names no key: no database or bundle of others is used"
+        yield Check(name="FLASHGEN_SIGNATURES", state="note", detail=detail)
+    if found.trusted_keys is not None and not os.access(found.trusted_keys, os.R_OK):
+        yield Check(name="FLASHGEN_TRUSTED_KEYS", state="bad", detail=f"{found.trusted_keys} cannot be read")
     if found.policy != "fastest":
         yield Check(name="FLASHGEN_POLICY", state="note", detail=f"{found.policy}: SDPA never serves")
 

@@ -225,6 +225,19 @@ def test_misspelt_variables_are_named(invoke: Invoke, no_gpu: None, monkeypatch:
     assert checks["environment"]["detail"].endswith("did you mean fastest?")
 
 
+def test_signatures_without_keys_are_noted(
+    invoke: Invoke, no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHGEN_SIGNATURES", "required")
+    settings.cache_clear()
+    assert "names no key" in report(invoke)["FLASHGEN_SIGNATURES"]["detail"]
+    monkeypatch.setenv("FLASHGEN_TRUSTED_KEYS", str(tmp_path / "nowhere.pub"))
+    settings.cache_clear()
+    checks = report(invoke)
+    assert "FLASHGEN_SIGNATURES" not in checks
+    assert checks["FLASHGEN_TRUSTED_KEYS"]["state"] == "bad"
+
+
 def test_the_variables_that_doctor_knows_are_those_of_the_settings() -> None:
     assert set(VARIABLES) == set(re.findall(r"FLASHGEN_[A-Z_]+", sys.modules[settings.__module__].__doc__ or ""))
 

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import flashgen
+from scripts import release
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "b1-h32-hk8-s1024-d128-causal"
@@ -117,6 +118,18 @@ def test_wheel_holds_package_templates_and_databases_only(archives: Archives) ->
     assert "flashgen/py.typed" in names
     tops = {name.split("/", 1)[0] for name in names}
     assert tops == {"flashgen", f"flashgen-{flashgen.__version__}.dist-info"}
+
+
+def test_what_a_package_index_shows_is_right(archives: Archives) -> None:
+    for path in (archives.sdist, archives.wheel):
+        message = release.metadata(path)
+        assert message["Name"] == "flashgen"
+        assert list(release.problems_of_metadata(message, flashgen.__version__)) == []
+        addresses = dict(line.split(", ") for line in message.get_all("Project-URL"))
+        assert {"Homepage", "Documentation", "Changelog", "Issues"} <= addresses.keys()
+        assert all(address.startswith("https://") for address in addresses.values())
+    names = [path.name for path in release.archives(archives.wheel.parent, flashgen.__version__)]
+    assert names == [archives.sdist.name, archives.wheel.name]
 
 
 def test_install_is_consistent_and_not_the_checkout(installed: Path) -> None:
