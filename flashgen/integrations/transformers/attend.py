@@ -1,0 +1,239 @@
+"""The attention function that transformers calls: its arguments as those of flashgen's calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
+from flashgen.core.errors import UnsupportedError
+from flashgen.core.features.values import Window
+from flashgen.integrations.flash_attention import with_rows
+from flashgen.integrations.transformers.lengths import Lengths, leftpad, packed_lengths
+from flashgen.integrations.transformers.mask import CompactMask, Visible, checked_mask
+from flashgen.integrations.transformers.paged import attend_paged
+
+Tensor = torch.Tensor
+
+MAX_DECODE_HEAD_DIM = 256
+"""Of `flashgen.attention_decode`; wider heads are served with a mask of keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Attention of a model's layers by `calls`: flashgen, or `flashgen.reference` for tensors of any device."""
+
+    calls: Any
+    is_reference: bool = False
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | dict[str, int] | None = None,
+        cache: Any = None,
+        deterministic: bool | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend; weights are never returned, since nothing computes them.
+
+        Args:
+            module: the layer's attention: whether it is causal, where nobody else says so.
+            query: (batch, nheads, seqlen_q, head_dim), any strides.
+            key: (batch, nheads_k, seqlen_k, head_dim), each head once.
+            value: (batch, nheads_k, seqlen_k, head_dim_v).
+            attention_mask: what `masks.attention_mask` gave, or a tensor (batch, heads, seqlen_q, seqlen_k) of bools
+                (True where attended) or of floats (added to scores). It says everything: a causal mask and a window are
+                in it. None is causal from the top left if `is_causal`, and there are several queries.
+            dropout: the probability with which a weight is dropped; layers say 0.0 in evaluation.
+            scaling: factor of the scores.
+            sliding_window: of packed sequences with `cu_seq_lens_q`, which have no mask.
+            softcap: of the scores.
+            is_causal: in place of the module's.
+            s_aux: sinks, (nheads,).
+            position_bias: added to the scores, up to four dimensions.
+            cu_seq_lens_q: where packed sequences begin, with the three that follow.
+            cu_seq_lens_k: the same of their keys.
+            max_length_q: the most queries of one.
+            max_length_k: the most keys of one.
+            cache: of continuous batching.
+            deterministic: for gradients with the same bits every time.
+            **others: of other attention functions.
+
+        Returns:
+            (batch, seqlen_q, nheads, head_dim_v), contiguous, and None.
+
+        Raises:
+            UnsupportedError: something is asked for that flashgen does not compute, or the tensors are not on a GPU.
+            WorkloadError: a mask is none of the above.
+        """
+        self._refuse(query, others)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        scores: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+        if s_aux is not None:
+            scores["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.float()
+        if deterministic:
+            scores["deterministic"] = True
+        if dropout:
+            scores["dropout_p"] = dropout
+        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        if cache is not None:
+            found = attend_paged(
+                self.calls, module, (query, key, value), cache, lengths, sliding_window, scores, others
+            )
+            return found, None
+        is_packed = not isinstance(attention_mask, Tensor) or (
+            isinstance(attention_mask, CompactMask) and attention_mask.visible.sequences is not None
+        )
+        if is_packed and None not in lengths:
+            window = (sliding_window - 1, None) if causal and sliding_window else (None, None)
+            found = self._packed(query, key, value, lengths, causal, window, position_bias, scores)
+        elif isinstance(attention_mask, CompactMask):
+            found = self._compact(query, key, value, attention_mask.visible, position_bias, scores)
+        elif attention_mask is None:
+            found = self._unmasked(query, key, value, causal, position_bias, scores)
+        else:
+            found = self._dense(query, key, value, bias=position_bias, mask=checked_mask(attention_mask), **scores)
+        return found, None
+
+    def _refuse(self, query: Tensor, others: dict[str, Any]) -> None:
+        for name in ("output_attentions", "head_mask"):
+            if others.get(name) is not None and others[name] is not False:
+                raise UnsupportedError(
+                    f"flashgen computes no matrix of attention weights, which {name} needs: load the model with "
+                    "attn_implementation='eager'"
+                )
+        if query.device.type == "cpu" and not self.is_reference:
+            raise UnsupportedError(
+                "flashgen's kernels take tensors of a GPU, and this model is on the CPU: register(reference=True) "
+                "computes there, exact and slow"
+            )
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, **scores: Any) -> Tensor:
+        """`attention` of tensors with heads before rows, with a mask of bools or floats."""
+        if mask is not None and mask.dtype != torch.bool:
+            bias = scores.get("bias")
+            scores["bias"] = mask if bias is None else bias + mask
+            mask = None
+        rows = (x.transpose(1, 2) for x in with_rows(query, key, value))
+        found: Tensor = self.calls.attention(*rows, layout="bshd", mask=mask, **scores)
+        return found
+
+    def _unmasked(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None, scores: dict[str, Any]
+    ) -> Tensor:
+        """Without a mask: as SDPA's, one query sees all keys, several ones of a causal module those from the first on.
+
+        The keys behind are slots of a static cache that nothing was written to.
+        """
+        rows = query.shape[2]
+        causal = causal and rows > 1
+        if causal and key.shape[2] > rows:
+            key, value = key[:, :, :rows], value[:, :, :rows]
+            bias = bias if bias is None else bias[..., :rows]
+        return self._dense(query, key, value, causal=causal, bias=bias, **scores)
+
+    def _compact(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Visible,
+        bias: Tensor | None,
+        scores: dict[str, Any],
+    ) -> Tensor:
+        """With a mask that is known by what it means."""
+        left, right = visible.window
+        if visible.sequences is not None:
+            lengths = packed_lengths(visible)
+            causal, window = right == 0, (left, None if right == 0 else right)
+            return self._packed(query, key, value, lengths, causal, window, bias, scores)
+        offset, keys = visible.offset, visible.keys
+        if isinstance(offset, Tensor):
+            offset = offset.to(device=query.device, dtype=torch.int32).expand(query.shape[0])
+        elif right is not None:
+            end = max(0, min(key.shape[2], offset + query.shape[2] + right))
+            key, value = key[:, :, :end], value[:, :, :end]
+            bias = bias if bias is None else bias[..., :end]
+            keys = None if keys is None else keys[:, :end]
+        if bias is None and "dropout_p" not in scores and self._can_decode(query, key, value, visible):
+            return self._decoded(query, key, value, visible, scores)
+        where: dict[str, Any] = {"window": visible.window}
+        if right == 0:
+            where = {"causal": True, "window": (left, None)}
+        if visible.window != (None, None):
+            where["q_offset"] = offset
+        mask = None if keys is None else keys[:, None, None, :]
+        return self._dense(query, key, value, bias=bias, mask=mask, **where, **scores)
+
+    def _can_decode(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> bool:
+        """Whether this is a step of decoding with padding in front, of which `attention_decode` reads nothing."""
+        is_served = self.is_reference or (
+            query.dtype in (torch.bfloat16, torch.float16)
+            and min(query.shape[3], value.shape[3]) >= 16
+            and max(query.shape[3], value.shape[3]) <= MAX_DECODE_HEAD_DIM
+        )
+        return (
+            is_served
+            and query.shape[2] <= MAX_SEQLEN_Q
+            and query.shape[2] <= key.shape[2]
+            and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
+            and leftpad(visible, key.shape[2]) is not None
+        )
+
+    def _decoded(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible, scores: dict[str, Any]) -> Tensor:
+        """A step of decoding with padding in front."""
+        rows = (x.transpose(1, 2) for x in with_rows(query, key, value))
+        left, right = visible.window
+        found: Tensor = self.calls.attention_decode(
+            *rows,
+            visible.found["seqlens"],
+            leftpad=leftpad(visible, key.shape[2]),
+            causal=right == 0,
+            window=(left, None),
+            **{name: value for name, value in scores.items() if name != "deterministic"},
+        )
+        return found
+
+    def _packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Lengths,
+        causal: bool,
+        window: Window,
+        bias: Tensor | None,
+        scores: dict[str, Any],
+    ) -> Tensor:
+        """Packed sequences, across batch elements."""
+        if bias is not None:
+            raise UnsupportedError("flashgen takes no position bias of packed sequences: pad them instead")
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in with_rows(query, key, value))
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+        found: Tensor = self.calls.attention_varlen(
+            *rows,
+            cu_seqlens_q.to(torch.int32),
+            cu_seqlens_k.to(torch.int32),
+            max_seqlen_q=int(max_seqlen_q),
+            max_seqlen_k=int(max_seqlen_k),
+            causal=causal,
+            window=window,
+            **scores,
+        )
+        return found.view(query.shape[0], query.shape[2], *found.shape[1:])
