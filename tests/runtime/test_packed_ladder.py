@@ -161,7 +161,7 @@ def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder, trains: 
     for _ in range(200 if not trains else 40):
         call(chance.randint(1, 32), chance.randint(1, 2048), chance.randint(1, 1024), trains=trains)
     assert set(gpu.compiled) == ready
-    assert len(gpu.prepared) > 100 or trains
+    assert 1 < len(gpu.prepared) < 40 or trains, "the rest are open to their sizes"
 
 
 def test_a_deterministic_call_is_served_by_the_default_in_both_passes(gpu: FakeGpu, ladder: Ladder) -> None:

@@ -111,6 +111,63 @@ def test_batches_of_other_sizes_compile_nothing(gpu: FakeDriver) -> None:
     assert len(gpu.loaded) == 1
 
 
+def numbers(launches: list[Launched]) -> list[dict[str, Any]]:
+    """What kernels read but for addresses."""
+    pointers = [name for one in launches for name in one.values if name[0].isupper() or name.endswith("_desc")]
+    return [
+        {"grid": one.grid, **{n: v for n, v in one.values.items() if n not in pointers and ".encoded" not in n}}
+        for one in launches
+    ]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (40, 7), "softcap": 30.0}])
+def test_what_is_open_to_sizes_is_launched_as_on_the_slow_path(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, trains: bool, options: dict[str, Any]
+) -> None:
+    draw, prepared, prepare = random.Random(1), [], serve.prepare
+    monkeypatch.setattr(serve, "prepare", lambda call: (prepared.append(call), prepare(call))[1])
+
+    def launched(packed: Packed) -> list[Launched]:
+        before = len(gpu.launches)
+        if trains:
+            return differentiated(gpu, packed)
+        run(gpu, packed)
+        return gpu.launches[before:]
+
+    for number in range(12):
+        lengths = tuple(draw.randint(0, 90) for _ in range(draw.randint(1, 9)))
+        used = tuple(draw.randint(0, length) for length in lengths) if number % 3 == 2 else ()
+        packed = make(Case(queries=(*lengths, 1), used_k=(*used, 1) if used else (), options=options))
+        before = len(prepared)
+        found = numbers(launched(packed))
+        was_open = len(prepared) == before
+        assert was_open or number < 8
+        for memo in (serve.MEMO, serve._OPEN, serve._SEEN) if number > 7 else ():
+            saved, _ = memo.copy(), memo.clear()  # type: ignore[attr-defined]
+            assert numbers(launched(packed)) == found
+            memo.update(saved)  # type: ignore[attr-defined]
+
+
+def test_a_call_with_something_odd_about_it_is_not_open(gpu: FakeDriver) -> None:
+    for rows in (5, 6, 7):
+        run(gpu, make(Case(queries=(rows, 9))))
+    assert serve._OPEN
+    packed = make(Case(queries=(20, 9)))
+    wrong = packed.named["cu_seqlens_q"]
+    for changes, rule in (
+        ({"cu_seqlens_q": wrong.long()}, "cu_seqlens_q is int32"),
+        ({"cu_seqlens_q": wrong[None]}, "cu_seqlens_q is int32"),
+        ({"cu_seqlens_k": wrong[:2]}, "cu_seqlens_k is int32"),
+    ):
+        with pytest.raises(WorkloadError, match=rule):
+            run(gpu, packed, **changes)
+    with pytest.raises(WorkloadError, match="share dtype"):
+        flashgen.attention_varlen(packed.q, packed.k.bfloat16(), packed.v, **packed.named)
+    odd = make(Case(queries=(20, 11), layout="odd"))
+    assert run(gpu, odd).values["total_q"] == 31
+
+
 def test_without_rows_or_keys_nothing_is_launched(gpu: FakeDriver) -> None:
     none = torch.zeros(3, dtype=torch.int32)
     q, k = torch.ones(5, 2, 16, dtype=torch.bfloat16), torch.ones(0, 2, 16, dtype=torch.bfloat16)

@@ -24,6 +24,7 @@ from flashgen.runtime.ops.keys import (
     allows_tf32,
     feature_key,
 )
+from flashgen.runtime.ops.open_packed import packed_open_key
 
 Tensor = torch.Tensor
 
@@ -110,8 +111,10 @@ def _prepared(
     features: Features | None,
 ) -> Any:
     q, k, v = inputs
-    open_key = None if features is not None else (flags, *key[10:], q.shape[3:], k.shape[3:], v.shape[3:])
-    run = None if open_key is None else serve.prepare_open(open_key, inputs, out, dout)
+    part = () if features is None else packed_open_key(features)
+    open_key = None if part is None else (flags, *key[10:17], q.shape[3:], k.shape[3:], v.shape[3:], *part)
+    others = () if features is None else (features,)
+    run = None if open_key is None else serve.prepare_open(open_key, inputs, out, dout, *others)
     if run is not None:
         serve.remember(key, run)
         return run

@@ -82,7 +82,7 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backwa
 
 
 def plain_run(launch: BackwardLaunch, allocators: tuple[Allocator, ...], *, copies_dout: bool) -> BackwardRun:
-    """The same without features: no more than a training step of most models needs, since every call pays for it.
+    """The same without features, or with packed sequences alone: no more than a training step of most models needs.
 
     Args:
         launch: of the kernels.
@@ -109,7 +109,7 @@ def plain_run(launch: BackwardLaunch, allocators: tuple[Allocator, ...], *, copi
         if dlse is not None:
             dlse = dlse.contiguous()
         dq, dk, dv = empty_q(q), empty_k(k), empty_v(v)
-        launch(BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse), scale, offset, None, False)
+        launch(BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse), scale, offset, features, False)
         return dq, dk, dv, *absent
 
     return run

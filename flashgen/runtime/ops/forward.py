@@ -34,6 +34,7 @@ from flashgen.runtime.ops.keys import (
     allows_tf32,
     feature_key,
 )
+from flashgen.runtime.ops.open_packed import packed_open_key
 from flashgen.runtime.ops.runs import Run
 from flashgen.runtime.ops.schemas import INPUTS, OPTIONS, SERVED
 
@@ -152,9 +153,10 @@ def _prepared(
     key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, flags: int, features: Features | None = None
 ) -> Any:
     alone = (flags & ~(TRAINS | DETERMINISTIC | ANY_GRADIENT), *key[1:]) if flags & TRAINS else key
-    open_key = None if features is not None else (alone[0], *key[7:], q.shape[3:], k.shape[3:], v.shape[3:])
+    part = () if features is None else packed_open_key(features)
+    open_key = None if part is None else (alone[0], *key[7:13], q.shape[3:], k.shape[3:], v.shape[3:], *part)
     if open_key is not None and (alone is key or (flags, open_key) in serve.TRAINABLE):
-        run = serve.prepare_open(open_key, q, k, v)
+        run = serve.prepare_open(open_key, q, k, v, *([] if features is None else [features]))
         if run is not None:
             serve.remember(key, run)
             return run

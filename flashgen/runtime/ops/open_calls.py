@@ -58,14 +58,14 @@ class OpenCall:
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         """What serves the calls of these shapes and strides, or None where the slow path has to be asked."""
         bshd = self._bshd
-        inputs = _view(q, bshd), _view(k, bshd), _view(v, bshd)
-        sizes = _sizes_of(*inputs, self._step)
+        inputs = view(q, bshd), view(k, bshd), view(v, bshd)
+        sizes = sizes_of(*inputs, self._step)
         if sizes is None:
             return None
         # of a contiguous tensor, what is like it has the same strides
         is_like_q = self._same_head_dim and q.is_contiguous()
-        out = inputs[0] if is_like_q else _view(empty_output(q, v, bshd=bshd), bshd)
-        if not _is_aligned(out, self._step):
+        out = inputs[0] if is_like_q else view(empty_output(q, v, bshd=bshd), bshd)
+        if not is_aligned(out, self._step):
             return None
         with_lse = self._with_lse
         config = self._lookup.config(sizes, generated_only=self._generated_only, with_lse=with_lse)
@@ -98,13 +98,13 @@ class OpenBackwardCall:
         expected = (*q.shape[:3], v.shape[3])
         if not (self._is_output(out, q, expected) and self._is_output(dout, q, expected)):
             return None
-        views = [_view(tensor, bshd) for tensor in (*inputs, out, dout)]
-        sizes = _sizes_of(views[0], views[1], views[2], self._step)
+        views = [view(tensor, bshd) for tensor in (*inputs, out, dout)]
+        sizes = sizes_of(views[0], views[1], views[2], self._step)
         if sizes is None:
             return None
         likes = [tensor if tensor.is_contiguous() else torch.empty_like(tensor) for tensor in inputs]
-        gradients = tuple(_view(tensor, bshd) for tensor in likes)
-        if not all(_is_aligned(view, self._step) for view in (*views[3:], *gradients)):
+        gradients = tuple(view(tensor, bshd) for tensor in likes)
+        if not all(is_aligned(view, self._step) for view in (*views[3:], *gradients)):
             return None
         config = self._lookup.config(sizes, generated_only=True)
         plan = None if config is None else self._plan_of(config)
@@ -120,20 +120,20 @@ class OpenBackwardCall:
         return tensor.shape == shape and tensor.dtype is self._dtype and tensor.device == q.device
 
 
-def _view(tensor: Tensor, bshd: bool) -> View4:
+def view(tensor: Tensor, bshd: bool) -> View4:
     """Shape and strides in (batch, head, sequence, head_dim) order."""
     a, b, c, d = tensor.shape
     e, f, g, h = tensor.stride()
     return ((a, c, b, d), (e, g, f, h)) if bshd else ((a, b, c, d), (e, f, g, h))
 
 
-def _is_aligned(view: View4, step: int) -> bool:
+def is_aligned(view: View4, step: int) -> bool:
     """Whether the last dimension is contiguous and all other strides are multiples of `step`, those not in use, too."""
     batch, heads, rows, last = view[1]
     return last == 1 and rows < MAX_ROW_STRIDE and not (batch % step or heads % step or rows % step)
 
 
-def _sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
+def sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
     """The sizes of a call, or None where shapes do not fit together, one is 0, or a stride is unusual."""
     (batch, nheads, seqlen_q, head_dim), (batch_k, nheads_k, seqlen_k, head_dim_k) = q[0], k[0]
     fit = batch == batch_k and head_dim == head_dim_k and k[0][:3] == v[0][:3]
@@ -141,6 +141,6 @@ def _sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
         return None
     if max(batch, nheads, seqlen_q, seqlen_k) > MAX_SIZE:
         return None
-    if not (_is_aligned(q, step) and _is_aligned(k, step) and _is_aligned(v, step)):
+    if not (is_aligned(q, step) and is_aligned(k, step) and is_aligned(v, step)):
         return None
     return Sizes(batch=batch, nheads=nheads, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)

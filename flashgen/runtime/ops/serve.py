@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.lookup.records import Records
     from flashgen.runtime.ops.backward_runs import BackwardRun
     from flashgen.runtime.ops.open_calls import OpenBackwardCall, OpenCall
+    from flashgen.runtime.ops.open_packed import OpenPackedBackwardCall, OpenPackedCall
     from flashgen.runtime.ops.runs import FeatureRun, Run
 
 MEMO: dict[tuple[Any, ...], Any] = {}
@@ -54,7 +55,7 @@ _PLANS: dict[tuple[Specialization, Config, int], OpenPlan] = {}
 """What a kernel's launches have in common at all sizes, by what is compiled in, config and torch's index of the GPU."""
 
 _SEEN: set[tuple[Any, ...]] = set()
-_OPEN: dict[tuple[Any, ...], OpenCall | OpenBackwardCall] = {}
+_OPEN: dict[tuple[Any, ...], OpenCall | OpenBackwardCall | OpenPackedCall | OpenPackedBackwardCall] = {}
 """Calls of which two have been served, by the part of the memo's key that sizes and strides leave as it is."""
 
 TRAINABLE: set[tuple[int, tuple[Any, ...]]] = set()
@@ -186,8 +187,11 @@ def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device
         return
     from flashgen.runtime.lookup.by_sizes import SizesLookup
     from flashgen.runtime.ops.open_calls import OpenBackwardCall, OpenCall
+    from flashgen.runtime.ops.open_packed import OpenPackedBackwardCall, OpenPackedCall
 
     spec = problem.spec
+    kind: Any
+    is_backward = isinstance(problem, CheckedBackwardCall)
     plans: dict[Config, OpenPlan] = {}
 
     def plan_of(config: Config) -> OpenPlan | None:
@@ -196,8 +200,12 @@ def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device
             plans[config] = found
         return found
 
+    if problem.workload.is_packed:
+        kind = OpenPackedBackwardCall if is_backward else OpenPackedCall
+        _OPEN[key] = kind(problem, device, records(), plan_of)
+        return
     lookup = SizesLookup(records().choices(spec, device), problem.workload, spec, device, records())
-    kind: Any = OpenBackwardCall if isinstance(problem, CheckedBackwardCall) else OpenCall
+    kind = OpenBackwardCall if is_backward else OpenCall
     _OPEN[key] = kind(problem, lookup, plan_of)
 
 
