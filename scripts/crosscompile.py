@@ -90,6 +90,7 @@ FEATURES = (
     "bwd-bf16-d64-causal-window-varlen",
     "dec-bf16-d128-page16-softcap-alibi-sink",
     "dec-bf16-d128-page16-alibi-offset",
+    "fwd-bf16-d128-causal-window-page16-varlen",
 )
 """Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
 

@@ -36,6 +36,7 @@ def paged(
 ) -> Paged:
     """The call of a case, whose keys lie in pages of `page` keys in the order that a seed says.
 
+    Keys before the window of the first query that counts are NaN, and their pages are stale entries of the table.
     Lengths of keys are those of the case; `by_ends` says them by cu_seqlens_k and not by seqused_k.
     """
     packed = make(case, device)
@@ -48,12 +49,15 @@ def paged(
     wide = torch.full((len(lengths), columns + 3), STALE[2], dtype=torch.int32)
     wide[:, 0::2], wide[:, 1::2] = STALE[:2]
     table = wide[:, 1 : 1 + columns]  # with a stride of its own
-    for b, _, keys in packed.sequences():
-        for number in range(counts[b]):
+    left, _ = case.options.get("window", (None, None))
+    for b, queries, keys in packed.sequences():
+        before = 0 if left is None else lengths[b] - (queries.stop - queries.start) - left
+        for number in range(max(before, 0) // page, counts[b]):
             table[b, number] = shuffled.pop()
-            rows = slice(keys.start + number * page, min(keys.start + (number + 1) * page, keys.stop))
+            first, last = max(number * page, before), min((number + 1) * page, lengths[b])
             for cache, tensor in ((k, packed.k), (v, packed.v)):
-                cache[int(table[b, number]), : rows.stop - rows.start] = tensor[rows]
+                of_page = cache[int(table[b, number])]
+                of_page[first - number * page : last - number * page] = tensor[keys.start + first : keys.start + last]
     named = {name: value for name, value in packed.named.items() if name not in ("cu_seqlens_k", "seqused_k")}
     named["block_table"] = table if device == "cpu" else wide.to(device)[:, 1 : 1 + columns]
     if by_ends:

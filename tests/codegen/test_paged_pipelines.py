@@ -25,8 +25,7 @@ def pipeline(key: str, arch: str, **knobs: str) -> tuple[list[str], list[str]]:
     return re.findall(r"local_alloc : \(\) -> !ttg.memdesc<([0-9x]+)x", text), waits
 
 
-@pytest.mark.parametrize("arch", ["sm80", "sm90"])
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(("arch", "page"), [("sm80", 16), ("sm90", 64)])
 def test_hidden_page_ids_leave_the_pipeline_its_depth(arch: str, page: int) -> None:
     dense = pipeline("fwd-bf16-d64-causal-varlen", arch)
     assert "2" in dense[1]
