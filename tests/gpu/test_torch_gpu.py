@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from flashgen.integrations import torch as door
 
@@ -66,3 +67,26 @@ def test_what_no_kernel_computes_is_torchs() -> None:
         found = F.scaled_dot_product_attention(q, q, q)
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, q, q))
     assert (calls.served, calls.passed_on.total()) == (0, 1)
+
+
+def test_torchs_flash_backend_and_varlen_attn() -> None:
+    door.register_flash_impl()
+    inputs = (randn(2, 4, 96, 64), randn(2, 4, 96, 64), randn(2, 4, 96, 64, seed=1))
+    rows = tuple(x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in inputs)
+    ends = torch.tensor([0, 32, 96], dtype=torch.int32, device="cuda")
+    expected = varlen_attn(*rows, ends, ends, 64, 64, window_size=(-1, 0))
+    weights = torch.randn_like(expected)
+    grads = torch.autograd.grad((expected * weights).sum(), rows)
+    torch.nn.attention.activate_flash_attention_impl("flashgen")
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            found = F.scaled_dot_product_attention(*inputs, is_causal=True)
+        mine = torch.autograd.grad(found.float().square().sum(), inputs)
+        packed = varlen_attn(*rows, ends, ends, 64, 64, window_size=(-1, 0))
+        of_packed = torch.autograd.grad((packed * weights).sum(), rows)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    own = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(found, own, **TOLERANCE)
+    torch.testing.assert_close(mine, torch.autograd.grad(own.float().square().sum(), inputs), **TOLERANCE)
+    torch.testing.assert_close((packed, *of_packed), (expected, *grads), **TOLERANCE)

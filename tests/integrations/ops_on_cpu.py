@@ -5,18 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.overrides import BaseTorchFunctionMode
 
 from flashgen.core.features.values import Features
 from flashgen.reference.attend import attend
 from flashgen.reference.dense import rule_of
-from flashgen.runtime.autograd import ops  # which defines those of training
+from flashgen.reference.packed import attention_varlen
+from flashgen.runtime import api
+from flashgen.runtime.autograd import ops, training
 from flashgen.runtime.ops.schemas import DIFFERENTIATED, GRADIENT_FIELDS, SERVED, TRAINED
+from flashgen.runtime.varlen import api as varlen
 
 Tensor = torch.Tensor
 
@@ -30,7 +33,9 @@ def ops_on_cpu() -> Iterator[None]:
         for name, function in _OPS.items():
             library.impl(name, function, "CPU", allow_override=True)
     try:
-        with BaseTorchFunctionMode():
+        with ExitStack() as stack:
+            for module in (api, varlen, training):
+                stack.enter_context(patch.object(module, "can_bypass_dispatcher", lambda *tensors: False))
             yield
     finally:
         library._destroy()
@@ -48,11 +53,33 @@ def _wide(
     features: Features | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE in float64, which torch can differentiate."""
+    if features is not None and features.cu_seqlens_q is not None:
+        return _packed(q, k, v, causal, softmax_scale, features)
     offset = q_offset if q_offset_tensor is None else q_offset_tensor
     one, two, three = (x.transpose(1, 2) if bshd else x for x in (q, k, v))
     rule = rule_of(one, two, features or Features(), causal=causal, q_offset=offset, softmax_scale=softmax_scale)
     out, lse = attend(one, two, three, rule)
     return (out.transpose(1, 2) if bshd else out), lse
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, features: Features
+) -> tuple[Tensor, Tensor]:
+    assert features.cu_seqlens_q is not None
+    longest_q, longest_k = features.max_seqlens
+    out, lse = attention_varlen(
+        *(x[0].double() for x in (q, k, v)),
+        features.cu_seqlens_q,
+        features.cu_seqlens_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        seqused_k=features.seqused_k,
+        window=features.window,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        return_lse=True,
+    )
+    return out[None], lse[None]
 
 
 def _forward(q: Tensor, *given: Any, features: Features | None = None) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,11 @@
         model(batch)
     print(calls)  # served, and passed on to torch with reasons
 
-`enable` and `disable` do the same for the whole process. See docs/torch.md.
+`enable` and `disable` do the same for the whole process; `register_flash_impl` makes flashgen known to torch's registry
+of flash implementations. See docs/torch.md.
 """
 
+from flashgen.integrations.torch.flash_impl import register_flash_impl
 from flashgen.integrations.torch.sdpa import Calls, disable, enable, route_sdpa
 
-__all__ = ["Calls", "disable", "enable", "route_sdpa"]
+__all__ = ["Calls", "disable", "enable", "register_flash_impl", "route_sdpa"]
