@@ -18,7 +18,9 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
-from flashgen.launch import driver, plan
+from flashgen.launch import counters, driver, plan
+from flashgen.launch.geometry import CLIPPED_ROWS
+from flashgen.runtime.lookup import records
 from flashgen.runtime.ops import serve
 from flashgen.runtime.varlen import api
 from tests.fakes.driver import FakeDriver, Launched
@@ -69,6 +71,28 @@ def test_the_kernel_reads_the_call(gpu: FakeDriver) -> None:
     assert (values["window_left"], values["stride_os"], values["stride_oh"]) == (9, 96, 32)
     assert found.grid[0] == 3 * (min(47 // 128 + 3, 3 * 1) + 1)  # heads, blocks of the sequences, one of all the rest
     assert run(gpu, packed, return_lse=True).values["lse_rows"] == 47
+
+
+def test_a_hopper_kernel_gets_tensors_that_tma_clips_behind_any_row(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = family("hopper_forward")
+    monkeypatch.setattr(records, "default_config", row.default)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(counters, "_FREE", {0: iter([torch.zeros(1, dtype=torch.int32)])})
+    packed = make(replace(GOOD, head_dim=64, options={"causal": True}))
+    spec = checked(packed).spec
+    (kernel,) = row.kernels(spec, row.default(spec, H200))
+    gpu.named = {kernel.entry: kernel.parameters}
+    flashgen.attention_varlen(packed.q, packed.k, packed.v, **packed.named)
+    found = gpu.launches[-1]
+    assert (found.values["sequences"], found.values["total_q"], found.values["total_k"]) == (3, 47, 95)
+    assert found.grid[0] == 3 * (3 * 1 + 1)  # heads, blocks of the sequences and of all the rest
+    for name, heads in (("q", 3), ("k", 1), ("v", 1), ("o", 3)):
+        encoded, step = found.values[f"{name}_desc.encoded"], heads * 64
+        assert encoded.shape == (64, CLIPPED_ROWS, heads, 0x7FFF0000, 0x7FFF0000)
+        assert encoded.byte_strides == (2 * step, 128 if heads > 1 else 32, 2 * step, 2 * (2**34 - step))
+        assert encoded.box[2:] == (1, 1, 1)
 
 
 def differentiated(fake: FakeDriver, packed: Packed, **changes: Any) -> list[Launched]:
