@@ -10,8 +10,10 @@ import torch
 
 import flashgen
 from flashgen import reference
-from flashgen.core.errors import FlashgenError, UnsupportedError
+from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
 from tests import decoding, packing, prefixes
+from tests.packing import Case, assert_right
+from tests.paging import paged
 
 Tensor = torch.Tensor
 WIDE = torch.float64
@@ -138,3 +140,24 @@ def test_states_of_disjoint_keys_merge_into_attention(is_stacked: bool) -> None:
     torch.testing.assert_close(found, expected)
     grads = [torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v)) for out, lse in (found, expected)]
     torch.testing.assert_close(*grads)
+
+
+PAGED = {
+    "chunks": (Case(queries=(1, 1, 20, 3), keys=(40, 1, 33, 2), options={"causal": True}), {"num_decodes": 2}),
+    "window": (Case(queries=(5, 20), keys=(59, 20), sinks=True, options={"window": (9, 3)}), {}),
+    "scores": (Case(queries=(5, 20), keys=(0, 33), alibi="own", options={"softcap": 3.0}), {}),
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("by_ends", [False, True])
+def test_packed_sequences_over_pages(name: str, by_ends: bool) -> None:
+    case, options = PAGED[name]
+    call = paged(case, 8, "interleaved", by_ends=by_ends)
+    assert_right(
+        call.packed, *reference.attention_varlen(call.q, call.k, call.v, **call.named, **options, return_lse=True)
+    )
+    with pytest.raises(UnsupportedError, match="no gradient through keys and values in pages"):
+        reference.attention_varlen(call.q, call.k.clone().requires_grad_(), call.v, **call.named)
+    with pytest.raises(WorkloadError, match="keys of a sequence are 0 to"):
+        reference.attention_varlen(call.q, call.k, call.v, **{**call.named, "max_seqlen_k": 3})
