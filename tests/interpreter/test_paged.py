@@ -65,6 +65,7 @@ def near(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
 
 
 PAGE = 16
+DROPOUT = {"dropout_p": 0.3, "rng_state": torch.tensor([5, -9])}
 CHUNKS = Case(queries=(5, 1, 0, 20, 17, 3), keys=(40, 1, 7, 33, PAGE, PAGE - 1), options={"causal": True})
 CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
     "chunks": (CHUNKS, PAGE, {}),
@@ -80,8 +81,8 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
     "window": (Case(queries=(33, 7, 20), keys=(59, 40, 20), options={"causal": True, "window": (9, 0)}), 8, {}),
     "window of both sides": (Case(queries=(20, 7), keys=(50, 20), options={"window": (9, 3)}, sinks=True), 32, {}),
     "used queries": (replace(CHUNKS, used_q=(5, 0, 0, 7, 17, 3), spare=20), 8, {}),
-    "softcap and slopes": (
-        Case(queries=(33, 7), keys=(20, 40), alibi="own", options={"softcap": 3.0}),
+    "softcap, slopes and dropout": (
+        Case(queries=(33, 7), keys=(20, 40), alibi="own", options={"softcap": 3.0, **DROPOUT}),
         8,
         {"layout": "halves"},
     ),
@@ -97,7 +98,10 @@ def test_it_is_right_and_reads_nothing_that_does_not_count(name: str) -> None:
 
 
 TILES: dict[str, tuple[Case, dict[str, Any]]] = {
-    "chunks": (CHUNKS, {"loads": "descriptor", "heads_per_group": 0}),
+    "chunks with dropout": (
+        replace(CHUNKS, options={"causal": True, **DROPOUT}),
+        {"loads": "descriptor", "heads_per_group": 0},
+    ),
     "window": (CASES["window"][0], {"loads": "descriptor", "block_m": 32}),
     "a function": (CASES["a function"][0], {"loads": "descriptor"}),
 }

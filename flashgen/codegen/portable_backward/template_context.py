@@ -13,7 +13,7 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 """What has strides in a backward pass, by its name in the launch vocabulary."""
 
-DROPOUT = ("seed", "place", "dropout_threshold", "dropout_scale")
+DROPOUT = ("rng_seed", "rng_offset", "dropout_threshold", "dropout_scale")
 """What says which weights of a tile are dropped."""
 
 

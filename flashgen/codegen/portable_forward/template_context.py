@@ -166,7 +166,7 @@ def _step_arguments(spec: Specialization, config: Config, d_parts: tuple[HeadPar
         if kind:
             found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
             found += [] if spec.aligned_scores else [f"stride_{name}_k"]
-    found += ["m_block", "seed", "place", "dropout_threshold"] if spec.dropout else []
+    found += ["m_block", "rng_seed", "rng_offset", "dropout_threshold"] if spec.dropout else []
     return found + mod_step_arguments(spec)
 
 
