@@ -89,7 +89,7 @@ SPECIALIZATIONS = (
     "fwd-bf16-d192-causal-softcap-alibi-sink-bias-mask-window-scattered",
     "fwd-fp16-d64-alibi-keybias-keymask-window-unaligned",
 )
-MODS_ONLY = re.compile(r"Aux\d|(Partial|Full)(Counts|Indices)|num_[qk]_blocks|stride_block_[bh]")
+MODS_ONLY = re.compile(r"Aux\d|Q?(Partial|Full)(Counts|Indices)|num_[qk]_blocks|stride_block_[bh]")
 """Names of calls with functions of the caller, which no key can ask for."""
 
 

@@ -34,6 +34,7 @@ rank 5 with the heads that share keys in an axis of their own, or of packed sequ
 | `Bias`, `Mask` | pointer, `*u8` | what is added to the scores, and which scores are seen |
 | `stride_bias_<x>`, `stride_mask_<x>` | i32, i64 | their strides along b, h, q and k, 0 where they broadcast |
 | `PartialCounts`, `PartialIndices`, `FullCounts`, `FullIndices` | `*i32` | the lists of a block mask |
+| `QPartialCounts`, `QPartialIndices`, `QFullCounts`, `QFullIndices` | `*i32` | the same of query blocks |
 | `num_q_blocks`, `num_k_blocks` | i32 | its blocks |
 | `stride_block_b`, `stride_block_h` | i32 | steps between its query blocks of batches and heads, 0 where shared |
 | `CuSeqlensQ`, `CuSeqlensK` | `*i32` | first rows of packed sequences, and the end of the last one |

@@ -12,7 +12,7 @@ import torch
 from flashgen.core.checks import MAX_INTEGER, is_name_in, real_number, whole_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features import table
-from flashgen.core.features.functions import FUNCTIONS
+from flashgen.core.features.functions import FUNCTIONS, QUERY_LISTS
 from flashgen.core.features.values import BlockMask, Features, Window
 from flashgen.core.quoting import shown
 from flashgen.runtime.argument_types import refuse_names
@@ -151,12 +151,22 @@ def requires_gradient(
         or k.requires_grad
         or v.requires_grad
         or _needs_gradient(features)
-        or (len(features.aux) > 0 and any(tensor.requires_grad for tensor in features.aux))
-        or (is_hidden and is_tracked((q, k, v, *differentiable_of(features), *features.aux)))
+        or (is_hidden and is_tracked((q, k, v, *differentiable_of(features))))
     )
-    if trains and features.mods:
-        raise UnsupportedError(FUNCTIONS.no_gradient)
+    if features.mods:
+        _check_functions(features, trains=trains, is_hidden=is_hidden)
     return trains
+
+
+def _check_functions(features: Features, *, trains: bool, is_hidden: bool) -> None:
+    for number, tensor in enumerate(features.aux):
+        if tensor.requires_grad or (is_hidden and is_tracked((tensor,))):
+            raise UnsupportedError(f"{FUNCTIONS.no_gradient}, got aux[{number}] of shape {tuple(tensor.shape)}")
+    if trains and features.block_mask is not None and not features.block_mask.trains:
+        raise WorkloadError(
+            "a block mask that trains also lists the query blocks of each key block, as those of flashgen.block_mask "
+            f"do ({', '.join(QUERY_LISTS)}), got one without"
+        )
 
 
 def _refuse_what_has_no_gradient(features: Features, *, is_hidden: bool) -> None:

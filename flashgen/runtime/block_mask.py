@@ -35,8 +35,9 @@ def block_mask(
 ) -> BlockMask:
     """Evaluate `mask_mod` for every query and key, and list the blocks that it leaves visible.
 
-    The lists take 8 bytes for each block of 128 x 128 scores and, while they are built, a few times that; nothing of
-    size seqlen_q x seqlen_k is allocated. A block with keys past the end of the sequence is never full.
+    The lists, of the key blocks of each query block and the other way around, take 16 bytes for each block of 128 x 128
+    scores and, while they are built, a few times that; nothing of size seqlen_q x seqlen_k is allocated. A block with
+    keys past the end of the sequence is never full.
 
     Args:
         mask_mod: `mask_mod(b, h, q_idx, k_idx, *aux)`, see `flashgen.attention`; give the same function to the call.
@@ -127,11 +128,11 @@ def _listed(visible: torch.Tensor, seqlen_q: int, seqlen_k: int, mods: ScoreMods
     full = visible == sizes[:, None]
     partial = (visible > 0) & ~full
     assert mods.mask_mod is not None
+    found = {"partial": partial, "full": full, "q_partial": partial.mT.contiguous(), "q_full": full.mT.contiguous()}
+    lists: dict[str, Any] = {f"{name}_counts": blocks.sum(-1, dtype=torch.int32) for name, blocks in found.items()}
+    lists |= {f"{name}_indices": _first(blocks) for name, blocks in found.items()}
     return BlockMask(
-        partial_counts=partial.sum(-1, dtype=torch.int32),
-        partial_indices=_first(partial),
-        full_counts=full.sum(-1, dtype=torch.int32),
-        full_indices=_first(full),
+        **lists,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         mask_mod=mods.mask_mod.digest,
@@ -139,5 +140,5 @@ def _listed(visible: torch.Tensor, seqlen_q: int, seqlen_k: int, mods: ScoreMods
 
 
 def _first(blocks: torch.Tensor) -> torch.Tensor:
-    """Key blocks in order, those that are true first."""
+    """Places along the last axis in order, those that are true first."""
     return torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)

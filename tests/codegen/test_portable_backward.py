@@ -109,11 +109,14 @@ def test_not_applicable_is_an_answer_with_a_reason(row: KernelFamily, key: str, 
     assert reason in str(families.reasons(spec, find_device("h200"))[row.id])
 
 
-def test_functions_of_the_caller_have_no_gradient() -> None:
+def test_a_full_bias_has_no_gradient_beside_a_block_mask() -> None:
     function = UserFunction(name="mask_mod", source="def mask_mod(b, h, q, k):\n    return q > k\n")
-    spec = replace(Specialization.parse("bwd-bf16-d64"), mods=ScoreMods(mask_mod=function))
-    for row in (PORTABLE_BACKWARD_SPLIT, PORTABLE_BACKWARD_FUSED):
-        assert "gradient" in str(families.reasons(spec, find_device("h200"))[row.id])
+    device = find_device("h200")
+    for key, blocks, reason in (("-bias-dbias", True, "beside a block mask"), ("-bias-dbias", False, None)):
+        spec = replace(Specialization.parse(f"bwd-bf16-d64{key}"), mods=ScoreMods(mask_mod=function, block_mask=blocks))
+        for row in (PORTABLE_BACKWARD_SPLIT, PORTABLE_BACKWARD_FUSED):
+            found = families.reasons(spec, device)[row.id]
+            assert found is None if reason is None else reason in str(found)
 
 
 def test_only_sums_of_a_fixed_order_are_deterministic() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from flashgen.core.features.values import Features
 from flashgen.measure.verify import LaunchFunction
+from flashgen.reference.functions import ScoreFunctions
 from flashgen.reference.philox import Dropout
 
 
@@ -135,6 +136,9 @@ class Emulated:
             hidden = hidden | (keys > rows + offset + right + (0 if self.causal else self.window_error[1]))
         if left is not None:
             hidden = hidden | (keys < rows + offset - left - self.window_error[0])
+        functions = ScoreFunctions.of(features, keys.device)  # the same in all sequences and heads
+        if functions is not None:
+            hidden = hidden | ~functions.visible(0, 1, len(rows), int(keys[-1]) + 1)[:, :, keys]
         if features.mask is not None and self.forget != "mask":
             mask = self._part(features.mask, keys)
             mask = mask[:1] if self.mask_first_batch else mask

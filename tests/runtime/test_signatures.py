@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import pydoc
 import sys
 from typing import Any
@@ -14,7 +15,8 @@ import flashgen
 import flashgen.runtime.autograd.ops  # which defines those of training
 from flashgen import reference
 from flashgen.core.features import table
-from flashgen.core.features.values import Features
+from flashgen.core.features.functions import LISTS, QUERY_LISTS
+from flashgen.core.features.values import BlockMask, Features
 from flashgen.runtime.arguments import FEATURE_ARGUMENTS, CallArguments, features_of
 from flashgen.runtime.ops.gradients import FORMULAS
 from flashgen.runtime.ops.keys import feature_key
@@ -43,13 +45,13 @@ SCHEMAS = {
         f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, {FUNCTIONS}, {FORWARD}) -> (Tensor, Tensor)"
     ),
     "attention_train": (
-        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, bool deterministic=False, {SEQUENCES}, {DROPOUT}) "
-        "-> (Tensor, Tensor)"
+        f"(Tensor q, Tensor k, Tensor v, {PLAIN}, {FEATURES}, bool deterministic=False, {SEQUENCES}, {DROPOUT}, "
+        f"{FUNCTIONS}) -> (Tensor, Tensor)"
     ),
     "attention_backward": (
         f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAIN}, {FEATURES}, "
-        f"bool deterministic=False, bool needs_bias_grad=False, bool needs_sink_grad=False, {SEQUENCES}, {DROPOUT}) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"bool deterministic=False, bool needs_bias_grad=False, bool needs_sink_grad=False, {SEQUENCES}, {DROPOUT}, "
+        f"{FUNCTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 }
 """Graphs of torch.compile and exported programs name these."""
@@ -121,6 +123,28 @@ def test_flat_arguments_become_features_again() -> None:
         assert feature_key(joined(*split(features))) == feature_key(features)
         again, fixed = TRAINED.restored(*TRAINED.flat(features, True))
         assert (feature_key(again), fixed) == (feature_key(features), True)
+
+
+def test_functions_become_features_again() -> None:
+    lists = {name: torch.zeros(1, dtype=torch.int32) for name in (*LISTS, *QUERY_LISTS)}
+    alone = {name: lists[name] for name in LISTS}
+    masks = (
+        None,
+        BlockMask(**lists, seqlen_q=3, seqlen_k=5),
+        BlockMask(**alone, seqlen_q=3, seqlen_k=5, mask_mod="ab"),
+    )
+    for mask, aux, bias in itertools.product(masks, ((), (torch.ones(2), torch.ones(3))), (None, torch.zeros(2))):
+        features = Features(mods=7, aux=aux, block_mask=mask, bias=bias, softcap=2.0)
+        tensors, numbers = split(features)
+        assert len([tensor for tensor in tensors if tensor is not None]) == len(aux) + (bias is not None) + 4 * (
+            0 if mask is None else 2 if mask.trains else 1
+        )
+        found = [joined(tensors, numbers), SERVED.restored(*SERVED.flat(features))[0]]
+        found += [flat.restored(*flat.flat(features, True))[0] for flat in (TRAINED, DIFFERENTIATED)]
+        for one in found:
+            assert feature_key(one) == feature_key(features)
+            assert one.aux == aux
+            assert one.block_mask == mask
         _, *beside = DIFFERENTIATED.restored(*DIFFERENTIATED.flat(features))
         assert beside == [False, False, False]  # torch leaves out what equals a default
     assert SERVED.restored() == (Features(),)

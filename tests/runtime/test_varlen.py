@@ -242,11 +242,11 @@ def broken(name: str) -> dict[str, Any]:
         "softcap is finite": lambda: {"softcap": -1.0},
         "an edge of a window": lambda: {"window": (-1, 0)},
         "alibi_slopes are .* for batch 3": lambda: {"alibi_slopes": torch.zeros(2, 3)},
-        "functions of the caller": lambda: {"q": q.clone().requires_grad_(), "mask_mod": document},
+        "functions of the caller": lambda: {"mask_mod": loaded, "aux": (torch.zeros(1, requires_grad=True),)},
     }[name]()
 
 
-def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+def loaded(b, h, q_idx, k_idx, aux):  # type: ignore[no-untyped-def]
     return q_idx // 7 == k_idx // 7
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_portable import allowed_values_of_all, why_not_loads, why_not_portable
 from flashgen.codegen.common_products import PRODUCTS, products_values, uses_tensor_cores, why_not_products
 from flashgen.codegen.common_sequences import key_blocks, query_blocks, why_not_packed
@@ -92,11 +93,23 @@ _DQ = (
 
 
 def _why_not_split(spec: Specialization, device: Device) -> str | None:
-    return why_not_portable(spec, device) or why_not_packed(spec) or why_too_wide(spec, device, fused=False)
+    return _why_not(spec, device) or why_too_wide(spec, device, fused=False)
 
 
 def _why_not_fused(spec: Specialization, device: Device) -> str | None:
-    return why_not_portable(spec, device) or why_not_packed(spec) or why_too_wide(spec, device, fused=True)
+    return _why_not(spec, device) or why_too_wide(spec, device, fused=True)
+
+
+def _why_not(spec: Specialization, device: Device) -> str | None:
+    return why_not_portable(spec, device) or why_not_packed(spec) or _why_not_functions(spec)
+
+
+def _why_not_functions(spec: Specialization) -> str | None:
+    if spec.mods is not None and spec.mods.score_mod is not None:
+        return "no gradient through a score_mod"
+    if has_blocks(spec) and has_dbias(spec):
+        return "beside a block mask a bias of one value a score has no gradient"
+    return None
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
@@ -238,7 +251,9 @@ def _scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratc
     return tuple(found)
 
 
-FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "varlen", "dropout"})
+FEATURES = frozenset(
+    {"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "functions", "q_offset", "varlen", "dropout"}
+)
 """Sinks are part of the LSE that a backward pass starts from."""
 
 PORTABLE_BACKWARD_FUSED = KernelFamily(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_mods import aux_parameters, mod_parameters
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import sequence_parameters
 from flashgen.codegen.common_types import bias_dtype, storage
@@ -28,14 +29,15 @@ def dkdv_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ..
     found += [_scratch("DqAcc")] if is_fused(config) else []
     found += [_pointer(spec, "dk"), _pointer(spec, "dv")]
     found += _typed("*fp32", "DBias") if sums_keys(spec) else []
-    found += [*score_parameters(spec), *_typed("fp32", "softmax_scale"), *_sizes(spec)]
+    found += [*score_parameters(spec), *mod_parameters(spec, by_keys=True)]
+    found += [*_typed("fp32", "softmax_scale"), *_sizes(spec)]
     return (*found, *_input_strides(spec, config), *_strides(spec, "dk", "dv"))
 
 
 def dq_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     """Of the kernel that owns blocks of queries."""
     found = [*_inputs(spec, config, "dq_block_m", "dq_block_n"), *_rows(), _pointer(spec, "dq")]
-    found += [*score_parameters(spec), *_typed("fp32", "softmax_scale"), *_sizes(spec)]
+    found += [*score_parameters(spec), *mod_parameters(spec), *_typed("fp32", "softmax_scale"), *_sizes(spec)]
     return (*found, *_input_strides(spec, config), *_strides(spec, "dq"))
 
 
@@ -48,7 +50,7 @@ def finish_parameters(spec: Specialization) -> tuple[Parameter, ...]:
 def dbias_parameters(spec: Specialization) -> tuple[Parameter, ...]:
     """Of the kernel that owns blocks of the gradient of a bias."""
     found = [_pointer(spec, tensor) for tensor in INPUTS]
-    found += [*_rows(), *_typed(f"*{bias_dtype(spec)}", "DBias"), *score_parameters(spec)]
+    found += [*_rows(), *_typed(f"*{bias_dtype(spec)}", "DBias"), *score_parameters(spec), *aux_parameters(spec)]
     found += [*_typed("i32", "batch"), *_sizes(spec), *_typed("i32", "bias_batch", "bias_heads")]
     return (*found, *_typed("i64", *(f"stride_dbias_{axis}" for axis in "bhq")), *_all_strides(*INPUTS))
 

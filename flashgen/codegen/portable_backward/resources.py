@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_portable import (
     MIN_WARPGROUP_ROWS,
     OTHER_REGS,
@@ -13,6 +14,7 @@ from flashgen.codegen.common_portable import (
 from flashgen.codegen.head_parts import LEAST_BLOCK, is_split, padded
 from flashgen.core.config import Config
 from flashgen.core.device import Device
+from flashgen.core.score_mods import MASK_BLOCK
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
 SPLIT_ID, FUSED_ID = "portable_backward_split", "portable_backward_fused"
@@ -49,6 +51,7 @@ def dbias_blocks(spec: Specialization) -> tuple[int, int]:
 def row_block(spec: Specialization, config: Config) -> int:
     """Query rows of scratch memory are padded to a multiple of it: the largest block of any kernel."""
     blocks = [config.integer("block_m"), prepare_rows(spec), dbias_blocks(spec)[0]]
+    blocks += [MASK_BLOCK] if has_blocks(spec) else []  # steps are those of whole blocks of a block mask
     return max(blocks if is_fused(config) else [*blocks, config.integer("dq_block_m")])
 
 

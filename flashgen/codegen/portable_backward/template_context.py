@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_mods import BLOCK_LISTS, aux_names, has_blocks, hides, mod_values
 from flashgen.codegen.common_products import precision
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
@@ -41,6 +42,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "dbias_block_n": dbias_blocks(spec)[1],
         "zero_parts": d_parts if fused else (),
         **_features(spec, config),
+        **mod_values(spec),
+        "score_mod_bwd": "",
+        "block_lists": list(BLOCK_LISTS.items()) if has_blocks(spec) else [],
         "strides": _strides(spec),
         "dkdv_state": [*_each("dk", d_parts), *_each("dv", v_parts), *(["dbias"] if sums_keys(spec) else [])],
         "dkdv_arguments": _dkdv_arguments(spec, config, d_parts, v_parts),
@@ -60,6 +64,11 @@ def has_dbias(spec: Specialization) -> bool:
     return spec.bias_grad and spec.bias == "full"
 
 
+def has_visible_key_range(spec: Specialization) -> bool:
+    """Whether a program of dQ looks first where the visible keys of its mask begin and end."""
+    return spec.mask == "keys" and not has_blocks(spec)
+
+
 def _features(spec: Specialization, config: Config) -> dict[str, object]:
     tiled = "full" in (spec.bias, spec.mask)
     edges = spec.causal or spec.window
@@ -67,6 +76,7 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"bias": bool(spec.bias), "mask": bool(spec.mask)}
     host |= {"dropout_p": spec.dropout, "rng_state": spec.dropout}
+    host |= {"aux": bool(spec.mods and spec.mods.aux), "block_mask": has_blocks(spec)}
     return {
         "causal": spec.causal,
         "varlen": spec.varlen,
@@ -86,27 +96,24 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
         "bias_dtype": bias_dtype(spec),
         "sums_keys": sums_keys(spec),
         "dbias_kernel": has_dbias(spec),
-        "visible_key_range": spec.mask == "keys",
+        "visible_key_range": has_visible_key_range(spec),
         "tiled": tiled,
         "aligned_scores": spec.aligned_scores,
         "has_additive_score": has_additive_score(spec),
         "scale": "LOG2E" if has_additive_score(spec) else _scale_name(spec),
         "scale_argument": _scale_name(spec),
         # loads leave out what lies before the keys that any query sees, beside what lies behind them
-        "two_ends": spec.window or spec.mask == "keys",
-        "key_end": "key_end" if edges or spec.mask == "keys" else "seqlen_k",
+        "two_ends": spec.window or has_visible_key_range(spec),
+        "key_end": "key_end" if edges or has_visible_key_range(spec) else "seqlen_k",
         # dq is a sum over keys, so the zeros behind the last one must not meet an infinite p there
         "checks_end": checks_end,
         # a second loop for blocks of which something is hidden
-        "two_loops": checks_end or edges or spec.mask == "keys",
+        "two_loops": checks_end or edges or spec.mask == "keys" or has_blocks(spec),
         # pointer loads leave out what no query sees because of its place; else it may hold anything, and 0 * NaN is NaN
         "guard": _guards(spec, config),
         "cleaning": _cleaning(spec, config),
         # what shared parts ask for and a backward pass has not
         "sink": False,
-        "score_mod": "",
-        "mask_mod": "",
-        "block_mask": False,
         "host_features": [name for name, present in host.items() if present],
     }
 
@@ -114,12 +121,14 @@ def _features(spec: Specialization, config: Config) -> dict[str, object]:
 def _guards(spec: Specialization, config: Config) -> bool:
     """Whether a block with masks chooses 0 for the gradients of hidden scores, whatever was loaded."""
     edges, descriptors = spec.causal or spec.window, config["loads"] == "descriptor"
+    if spec.mods is not None:
+        return False  # what functions hide is 0 in any block
     return spec.mask == "keys" or spec.varlen or (edges and (bool(spec.mask) or descriptors))
 
 
 def _cleaning(spec: Specialization, config: Config) -> str:
     """How keys that no query sees are kept from a sum of dQ: see `portable_backward/_dq_step.py.jinja`."""
-    if spec.mask == "full":
+    if spec.mask == "full" or hides(spec):
         return "pass"
     hidden = spec.causal or spec.window or spec.varlen
     if spec.mask == "keys" or (config["loads"] == "descriptor" and hidden):
@@ -156,7 +165,7 @@ def _dkdv_arguments(
     else:
         found += ["q_base", "do_base", "stride_qs", "stride_dos"]
     found += ["m", "keys", "lse_base", "neg_delta_base"]
-    found += ["seqlen_q"] if not descriptors or features["tiled"] or spec.varlen else []
+    found += ["seqlen_q"] if not descriptors or features["tiled"] or spec.varlen or spec.mods else []
     edges = spec.causal or spec.window
     ends = features["two_loops"] and not edges and spec.mask != "keys"
     found += ["seqlen_k"] if features["tiled"] or ends else []
@@ -171,6 +180,7 @@ def _dkdv_arguments(
             found += [f"{name}_base", f"stride_{name}_q", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
         elif kind:
             found.append(name)
+    found += _mod_arguments(spec, found, "k_idx") if spec.mods else []
     return found + (["n", *DROPOUT] if spec.dropout else [])
 
 
@@ -186,8 +196,8 @@ def _dq_arguments(
     else:
         found += ["k_base", "v_base", "stride_ks", "stride_vs"]
     found += ["n"]
-    found += ["key_start"] if spec.window or spec.mask == "keys" else []
-    found += ["key_end" if edges or spec.mask == "keys" else "seqlen_k"]
+    found += ["key_start"] if spec.window or has_visible_key_range(spec) else []
+    found += ["key_end" if edges or has_visible_key_range(spec) else "seqlen_k"]
     found += ["first"] if spec.window else []
     found += ["limit"] if edges else []
     found += _score_arguments(spec)
@@ -196,7 +206,13 @@ def _dq_arguments(
         if kind:
             found.append(f"{name}_rows" if kind == "full" else f"{name}_base")
             found += [] if spec.aligned_scores else [f"stride_{name}_k"]
+    found += _mod_arguments(spec, found, "row", "last_key") if spec.mods else []
     return found + (["m_block", *DROPOUT] if spec.dropout else [])
+
+
+def _mod_arguments(spec: Specialization, found: list[str], *places: str) -> list[str]:
+    """What a step reads for the functions of the caller beside what it has."""
+    return [*(name for name in ("b", "h") if name not in found), *places, *aux_names(spec)]
 
 
 def _score_arguments(spec: Specialization) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_mods import mod_parameters, why_mods_do_not_fit
 from flashgen.codegen.common_portable import (
     MAX_REGS_PER_THREAD,
     MIN_WARPGROUP_ROWS,
@@ -18,7 +19,6 @@ from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Kn
 from flashgen.codegen.head_parts import head_parts, is_split, padded, why_not_split
 from flashgen.codegen.portable_forward.cost_model import COST_MODEL
 from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config, seed_configs
-from flashgen.codegen.portable_forward.mods import mod_parameters, why_mods_do_not_fit
 from flashgen.codegen.portable_forward.pages import (
     PAGE_IDS,
     key_lengths,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_mods import has_blocks, hides, mod_step_arguments, mod_values
 from flashgen.codegen.common_products import precision, uses_tensor_cores
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
-from flashgen.codegen.portable_forward.mods import has_blocks, hides, mod_step_arguments, mod_values
 from flashgen.codegen.portable_forward.pages import page_values
 from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Specialization

@@ -58,6 +58,7 @@ class Value:
         restore: the value from these arguments.
         packed: a tensor with one number a head, which kernels read without a stride.
         is_late: its flat arguments stand behind all others of an op, which exported programs may have without it.
+        is_last_in_training: in the ops of training they stand behind these, as those had them last.
     """
 
     name: str
@@ -67,11 +68,17 @@ class Value:
     restore: Callable[..., Any] = itself
     packed: bool = False
     is_late: bool = False
+    is_last_in_training: bool = False
 
     @property
     def is_tensor(self) -> bool:
         """Whether it is one tensor or None."""
         return self.chooses_code == "layout"
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is neither a tensor nor holds any."""
+        return self.chooses_code in ("value", "is_on")
 
     @property
     def reads(self) -> tuple[Callable[[Any], Any], ...]:

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     import torch
 
 LISTS = ("partial_counts", "partial_indices", "full_counts", "full_indices")
-"""The tensors of a block mask."""
+"""The tensors of a block mask: lists of the key blocks of each query block."""
+
+QUERY_LISTS = ("q_partial_counts", "q_partial_indices", "q_full_counts", "q_full_indices")
+"""Its lists of the query blocks of each key block, which backward passes read, too."""
+
+
+def list_pointer(name: str) -> str:
+    """The parameter of kernels that points to this tensor of a block mask."""
+    return "".join(part.capitalize() for part in name.split("_"))
 
 
 def check_aux(aux: tuple[torch.Tensor, ...], device: torch.device) -> None:
@@ -61,16 +69,21 @@ def check_block_mask(
         )
     if mask.block_size != MASK_BLOCK:
         raise WorkloadError(f"block_size of a block mask is {MASK_BLOCK}, got {mask.block_size}")
-    counts = (-(-seqlen_q // MASK_BLOCK),)
-    indices = (*counts, -(-seqlen_k // MASK_BLOCK))
     heads = tuple(mask.partial_counts.shape[:2])
     if len(heads) != 2 or heads[0] not in (1, batch) or heads[1] not in (1, nheads):
         raise WorkloadError(
             f"a block mask has 1 or all of the call's {batch} sequences and {nheads} heads, got shape "
             f"{tuple(mask.partial_counts.shape)} of partial_counts"
         )
-    for name in LISTS:
-        tensor, shape = getattr(mask, name), (*heads, *(counts if name.endswith("counts") else indices))
+    rows, keys = -(-seqlen_q // MASK_BLOCK), -(-seqlen_k // MASK_BLOCK)
+    _check_lists(mask, LISTS, (*heads, rows, keys), device)
+    if mask.q_partial_counts is not None:
+        _check_lists(mask, QUERY_LISTS, (*heads, keys, rows), device)
+
+
+def _check_lists(mask: BlockMask, names: tuple[str, ...], indices: tuple[int, ...], device: torch.device) -> None:
+    for name in names:
+        tensor, shape = getattr(mask, name), indices[:-1] if name.endswith("counts") else indices
         if dtype_name(tensor) != "int32" or tensor.shape != shape or tensor.device != device:
             raise WorkloadError(
                 f"{name} of a block mask is int32 {shape} on {device}, got {tensor.dtype} {tuple(tensor.shape)} on "
@@ -98,7 +111,9 @@ def _checked(features: Features, facts: CallFacts) -> dict[str, Any]:
 
 
 def _tensors(mask: BlockMask | None) -> list[torch.Tensor] | None:
-    return None if mask is None else [getattr(mask, name) for name in LISTS]
+    if mask is None:
+        return None
+    return [getattr(mask, name) for name in (*LISTS, *(QUERY_LISTS if mask.trains else ()))]
 
 
 def _sizes(mask: BlockMask | None) -> list[int]:
@@ -109,7 +124,7 @@ def _restored(tensors: Sequence[torch.Tensor] | None, sizes: Sequence[int], mask
     if not tensors:
         return None
     seqlen_q, seqlen_k, block_size = sizes
-    lists = dict(zip(LISTS, tensors, strict=True))
+    lists = dict(zip((*LISTS, *QUERY_LISTS), tensors, strict=False))
     return BlockMask(**lists, seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_size=block_size, mask_mod=mask_mod)
 
 
@@ -132,13 +147,20 @@ FUNCTIONS = Feature(
         Argument(name="block_mask"),
     ),
     values=(
-        Value(name="mods", default=0, chooses_code="value", op=(OpArgument(schema="int mods=0", default=0),)),
+        Value(
+            name="mods",
+            default=0,
+            chooses_code="value",
+            op=(OpArgument(schema="int mods=0", default=0),),
+            is_last_in_training=True,
+        ),
         Value(
             name="aux",
             default=(),
             chooses_code="tensors",
             op=(OpArgument(schema="Tensor[]? aux=None", default=None, read=lambda aux: list(aux) if aux else None),),
             restore=lambda aux: tuple(aux or ()),
+            is_last_in_training=True,
         ),
         Value(
             name="block_mask",
@@ -149,17 +171,15 @@ FUNCTIONS = Feature(
                 OpArgument(schema="str block_mask_mod=''", default="", read=lambda mask: mask.mask_mod if mask else ""),
             ),
             restore=_restored,
+            is_last_in_training=True,
         ),
     ),
     checked=_checked,
-    tensors=tuple(
-        KernelTensor(name="".join(part.capitalize() for part in name.split("_")), of=_list_of(name)) for name in LISTS
-    ),
+    tensors=tuple(KernelTensor(name=list_pointer(name), of=_list_of(name)) for name in (*LISTS, *QUERY_LISTS)),
     sizes=("num_q_blocks", "num_k_blocks", "stride_block_b", "stride_block_h"),
-    trains=False,
     no_gradient=(
-        "no gradient flows through functions of the caller (score_mod, mask_mod and their aux tensors), and an input "
-        "requires one; call it under torch.no_grad() or detach the inputs"
+        "tensors that functions of the caller load from have no gradient, and one requires it: detach it, or add what "
+        "is learned as a bias"
     ),
     specialization_words=lambda spec: (spec.mods.title,) if spec.mods else (),
     support=(

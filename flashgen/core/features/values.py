@@ -20,7 +20,9 @@ class BlockMask:
 
     Shapes are (batch or 1, nheads or 1, query blocks) for counts and the same with (key blocks) for indices, int32 on
     the device. `full_*` lists blocks in which every key is visible to every query, `partial_*` all other blocks with a
-    visible key. `seqlen_q` and `seqlen_k` are the lengths it was built for, `mask_mod` is the digest of the function it
+    visible key. The `q_*` tensors are the same lists the other way, of the query blocks of each key block: (batch or 1,
+    nheads or 1, key blocks) and the same with (query blocks). Backward passes read both, and a mask without them does
+    not train. `seqlen_q` and `seqlen_k` are the lengths it was built for, `mask_mod` is the digest of the function it
     was built from ("" where it was made by hand).
     """
 
@@ -32,11 +34,24 @@ class BlockMask:
     seqlen_k: int
     block_size: int = 128
     mask_mod: str = ""
+    q_partial_counts: torch.Tensor | None = None
+    q_partial_indices: torch.Tensor | None = None
+    q_full_counts: torch.Tensor | None = None
+    q_full_indices: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, WorkloadError)
-        for name in ("partial_counts", "partial_indices", "full_counts", "full_indices"):
+        names = ("partial_counts", "partial_indices", "full_counts", "full_indices")
+        for_training = [f"q_{name}" for name in names if getattr(self, f"q_{name}") is not None]
+        if len(for_training) not in (0, len(names)):
+            raise WorkloadError(f"a block mask has all of its lists of query blocks or none, got {for_training}")
+        for name in (*names, *for_training):
             torch_tensor(f"{name} of a block mask", getattr(self, name))
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has the lists that backward passes read."""
+        return self.q_partial_counts is not None
 
     def sparsity(self) -> float:
         """Percent of the blocks that are hidden and never loaded (it waits for the device)."""

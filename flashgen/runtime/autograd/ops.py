@@ -178,14 +178,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     save(ctx, (q, k, v), output, (causal, scale, bshd, offset, offset_tensor), features, deterministic)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     # trailing arguments that equal their defaults are not among these
     asked = dict(zip(_TRAIN_NAMES, ctx.needs_input_grad, strict=False))
     needs = tuple(asked.get(field, False) for field in GRADIENT_FIELDS)
     dq, dk, dv, *others = differentiate_by_op(ctx.saved_tensors, ctx.numbers, (dout, dlse), needs)
     found = {"q": dq, "k": dk, "v": dv}
     found |= {field: gradient for field, gradient, needed in zip(GRADIENT_FIELDS, others, needs, strict=True) if needed}
-    return tuple(found.get(name) for name in _TRAIN_NAMES)
+    # of the structure of the arguments: a list of tensors has a list of gradients
+    return tuple([None] * len(n) if isinstance(n, list) else found.get(name) for name, n in asked.items())
 
 
 def _refuse(ctx: Any, *gradients: Tensor | None) -> None:

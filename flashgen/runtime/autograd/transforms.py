@@ -26,7 +26,8 @@ from flashgen.runtime.ops.schemas import (
 Tensor = torch.Tensor
 
 _ARGUMENTS = ("q", "k", "v", "offset_tensor", *TENSOR_FIELDS, "numbers")
-"""What `_Transformed` is applied to: every tensor by itself, as transforms ask for."""
+"""What `_Transformed` is applied to: every tensor by itself, as transforms ask for. Those of fields that hold several
+stand before the numbers."""
 
 
 def attention(
@@ -66,7 +67,8 @@ class _Transformed(torch.autograd.Function):
         is_there = dict(zip(_ARGUMENTS, ctx.places, strict=False))
         found = {"q": dq, "k": dk, "v": dv}
         found |= {name: one for name, one in zip(GRADIENT_FIELDS, others, strict=True) if is_there[name]}
-        return tuple(found.get(name) for name in _ARGUMENTS)
+        several = [None] * (len(ctx.places) - len(_ARGUMENTS) + 1)
+        return (*(found.get(name) for name in _ARGUMENTS[:-1]), *several, None)
 
 
 class _Gradients(torch.autograd.Function):

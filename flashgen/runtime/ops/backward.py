@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashgen.core.features.values import Features
+from flashgen.runtime.ops import mods as user_mods
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.backward_calls import BackwardCall
 from flashgen.runtime.ops.calls import Call, check_lse
@@ -129,6 +130,7 @@ def _prepared(
         offset_tensor=bool(flags & OFFSET_TENSOR),
         tf32=bool(flags & TF32),
         features=features,
+        mods=user_mods.resolve(features.mods) if features is not None and features.mods else None,
         open_key=open_key,
     )
     call = BackwardCall(

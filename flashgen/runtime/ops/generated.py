@@ -19,7 +19,7 @@ from flashgen.core.features.pages import PAGES
 from flashgen.core.features.sequences import VARLEN
 from flashgen.core.features.values import Features
 
-_NUMBERS = tuple(value.name for value in table.values(trains=True) if not value.is_tensor)
+_NUMBERS = tuple(value.name for value in table.values(trains=True) if value.is_number)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -48,17 +48,20 @@ def requires_grad_function(fields: Iterable[str]) -> Callable[[Features], bool]:
     return found
 
 
-def flat_arguments(values: tuple[Value, ...], beside: tuple[OpArgument, ...]) -> list[OpArgument]:
+def flat_arguments(
+    values: tuple[Value, ...], beside: tuple[OpArgument, ...], *late: tuple[Value, ...]
+) -> list[OpArgument]:
     """The arguments of an op for these fields and others, in order: late ones behind all that were there before."""
-    early, late = (
-        [one for value in values if value.is_late is is_late for one in value.op] for is_late in (False, True)
+    early, behind = (
+        [one for value in some for one in value.op] for some in (values, (value for group in late for value in group))
     )
-    return [*early, *beside, *late]
+    return [*early, *beside, *behind]
 
 
-def restore_function(values: tuple[Value, ...], beside: tuple[OpArgument, ...]) -> Callable[..., tuple[Any, ...]]:
+def restore_function(
+    values: tuple[Value, ...], arguments: list[OpArgument], beside: tuple[OpArgument, ...]
+) -> Callable[..., tuple[Any, ...]]:
     """What makes `Features` from their flat arguments, and hands on those beside them; all have their defaults."""
-    arguments = flat_arguments(values, beside)
     known = {f"default_{each.name}": each.default for each in arguments}
     fields = {value.name: _restored(value) for value in values}
     absent = [_is_absent(each.name, each.default) for v in values if v.name not in _NUMBERS for each in v.op]
@@ -84,7 +87,7 @@ def features_function(with_functions: Callable[..., Features]) -> Callable[..., 
     the other fields by name.
     """
     with_arguments = [feature for feature in table.FEATURES if feature.values and feature.arguments]
-    values = [value for feature in with_arguments if feature.trains for value in feature.values]
+    values = [value for feature in with_arguments if feature is not FUNCTIONS for value in feature.values]
     arguments = [one for feature in with_arguments for one in feature.arguments]
     functions = [argument for argument in arguments if argument in FUNCTIONS.arguments]
     others = [argument for argument in arguments if argument not in functions]

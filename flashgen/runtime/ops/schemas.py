@@ -35,7 +35,7 @@ class FlatArguments:
         schema: the text.
         reads: for every argument of a feature, the field and what makes the argument from it.
         beside: the arguments that are of no feature.
-        late: the fields whose arguments stand behind them.
+        late: the fields whose arguments stand behind them, in groups that came one after the other.
         restored: the features from these arguments, and what is beside them. Torch leaves out arguments at the end that
             equal their defaults.
     """
@@ -43,34 +43,46 @@ class FlatArguments:
     schema: str
     reads: tuple[tuple[str, Callable[[Any], Any]], ...]
     beside: tuple[OpArgument, ...]
-    late: tuple[Value, ...]
+    late: tuple[tuple[Value, ...], ...]
     restored: Callable[..., tuple[Any, ...]]
 
     @classmethod
-    def of(cls, values: tuple[Value, ...], beside: tuple[OpArgument, ...] = ()) -> FlatArguments:
+    def of(
+        cls, values: tuple[Value, ...], beside: tuple[OpArgument, ...] = (), *, trains: bool = False
+    ) -> FlatArguments:
         """Those of these fields of `Features`, and others behind them; then those of fields that are late."""
+        last = tuple(value for value in values if trains and value.is_last_in_training)
+        late = tuple(value for value in values if value.is_late)
+        early = tuple(value for value in values if value not in late and value not in last)
+        arguments = flat_arguments(early, beside, late, last)
         return cls(
-            schema=text_of(flat_arguments(values, beside)),
-            reads=tuple((value.name, read) for value in values if not value.is_late for read in value.reads),
+            schema=text_of(arguments),
+            reads=tuple((value.name, read) for value in early for read in value.reads),
             beside=beside,
-            late=tuple(value for value in values if value.is_late),
-            restored=restore_function(values, beside),
+            late=(late, last),
+            restored=restore_function(values, arguments, beside),
         )
 
     def flat(self, features: Features, *beside: Any) -> tuple[Any, ...]:
         """The arguments of an op for these features."""
         found = (*(read(getattr(features, name)) for name, read in self.reads), *beside)
-        if not any(value.is_in(features) for value in self.late):
+        groups = 0
+        for number, group in enumerate(self.late, 1):
+            if any(value.is_in(features) for value in group):
+                groups = number
+        if not groups:
             return found
         absent = (argument.default for argument in self.beside[len(beside) :])
-        late = (read(getattr(features, value.name)) for value in self.late for read in value.reads)
-        return (*found, *absent, *late)
+        late = (value for group in self.late[:groups] for value in group)
+        return (*found, *absent, *(read(getattr(features, value.name)) for value in late for read in value.reads))
 
 
 SERVED = FlatArguments.of(table.values())
-TRAINED = FlatArguments.of(table.values(trains=True), DETERMINISTIC.options)
+TRAINED = FlatArguments.of(table.values(trains=True), DETERMINISTIC.options, trains=True)
 DIFFERENTIATED = FlatArguments.of(
-    table.values(trains=True), (*DETERMINISTIC.options, *(gradient.needed for gradient in table.gradients()))
+    table.values(trains=True),
+    (*DETERMINISTIC.options, *(gradient.needed for gradient in table.gradients())),
+    trains=True,
 )
 """Of forward passes, of those that have a gradient, and of backward passes."""
 
@@ -80,7 +92,8 @@ GRADIENT_FIELDS = tuple(gradient.field for gradient in table.gradients())
 differentiable_of = fields_reader(GRADIENT_FIELDS)
 
 TENSOR_FIELDS = tuple(value.name for value in table.values(trains=True) if value.is_tensor)
-_NUMBER_FIELDS = tuple(value.name for value in table.values(trains=True) if not value.is_tensor)
+_NUMBER_FIELDS = tuple(value.name for value in table.values(trains=True) if value.is_number)
+_SEVERAL = tuple(value for value in table.values(trains=True) if value.chooses_code == "tensors")
 _FIELDS = (*TENSOR_FIELDS, *_NUMBER_FIELDS)
 _tensors, _numbers = fields_reader(TENSOR_FIELDS), fields_reader(_NUMBER_FIELDS)
 
@@ -88,13 +101,40 @@ Numbers = tuple[Any, ...]
 
 
 def split(features: Features) -> tuple[tuple[torch.Tensor | None, ...], Numbers]:
-    """The tensors of features that train, which autograd keeps in its own way, and the rest."""
-    return _tensors(features), _numbers(features)
+    """The tensors of features that train, which autograd keeps in its own way, and the rest.
+
+    Tensors of fields that hold several stand behind the others; last of the rest is what such fields have beside them,
+    or how many they have.
+    """
+    tensors, numbers = _tensors(features), _numbers(features)
+    if not any(value.is_in(features) for value in _SEVERAL):
+        return tensors, numbers
+    parts = [read(getattr(features, value.name)) for value in _SEVERAL for read in value.reads]
+    several = [tensor for part in parts if _holds_tensors(part) for tensor in part]
+    return (*tensors, *several), (*numbers, [_Count(len(part)) if _holds_tensors(part) else part for part in parts])
+
+
+def _holds_tensors(part: Any) -> bool:
+    return isinstance(part, list) and all(isinstance(one, torch.Tensor) for one in part)
+
+
+class _Count(int):
+    """Of the tensors in the place of a list of them."""
 
 
 def joined(tensors: Sequence[torch.Tensor | None], numbers: Numbers) -> Features:
     """What `split` took apart."""
+    if len(numbers) > len(_NUMBER_FIELDS):
+        return _joined_with_several(tensors, numbers)
     for tensor in tensors:
         if tensor is not None:
             return Features(**dict(zip(_FIELDS, (*tensors, *numbers), strict=True)))
     return of_numbers(*numbers)
+
+
+def _joined_with_several(tensors: Sequence[torch.Tensor | None], numbers: Numbers) -> Features:
+    *plain, rest = numbers
+    several = iter(tensors[len(TENSOR_FIELDS) :])
+    parts = iter([[next(several) for _ in range(part)] if isinstance(part, _Count) else part for part in rest])
+    fields = dict(zip(_FIELDS, (*tensors[: len(TENSOR_FIELDS)], *plain), strict=True))
+    return Features(**fields, **{value.name: value.restore(*(next(parts) for _ in value.reads)) for value in _SEVERAL})

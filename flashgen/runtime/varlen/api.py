@@ -172,7 +172,7 @@ def attention_varlen(
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule. With `FLASHGEN_CHECKS=1` also what lengths hold.
-        UnsupportedError: no kernel family does this here, or a gradient through functions of the caller or a
+        UnsupportedError: no kernel family does this here, or a gradient through a score_mod or a
             `block_table` is asked for.
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
     """

@@ -1,13 +1,16 @@
-"""User functions and block masks in the portable forward family: what its template, its launch and its checks need."""
+"""User functions and block masks in the portable families: what their templates, launches and checks need."""
 
 from __future__ import annotations
 
 from flashgen.codegen.family import Parameter
 from flashgen.core.config import Config
+from flashgen.core.features.functions import LISTS, QUERY_LISTS, list_pointer
 from flashgen.core.score_mods import MASK_BLOCK, UserFunction
 from flashgen.core.workload import Specialization
 
-LISTS = ("PartialCounts", "PartialIndices", "FullCounts", "FullIndices")
+BLOCK_LISTS = {name: list_pointer(name) for name in (*LISTS, *QUERY_LISTS)}
+"""The parameters of a block mask's lists by the names of its tensors."""
+
 MAX_SCORE_REGISTERS = 128
 """Of a thread. Functions hold values of their own for each score; with more than this, kilobytes are spilled."""
 
@@ -46,12 +49,17 @@ def mod_step_arguments(spec: Specialization) -> list[str]:
     return ["h", "row", "last_key", *aux_names(spec)] if spec.mods else []
 
 
-def mod_parameters(spec: Specialization) -> list[Parameter]:
-    """The run-time parameters, in order."""
-    found = [Parameter(name=name, type=f"*{kind}") for name, kind in zip(aux_names(spec), _aux(spec), strict=True)]
+def aux_parameters(spec: Specialization) -> list[Parameter]:
+    """The run-time parameters of the functions, in order."""
+    return [Parameter(name=name, type=f"*{kind}") for name, kind in zip(aux_names(spec), _aux(spec), strict=True)]
+
+
+def mod_parameters(spec: Specialization, *, by_keys: bool = False) -> list[Parameter]:
+    """These, and those of a block mask; `by_keys` is a kernel whose programs own keys and walk query blocks."""
+    found = aux_parameters(spec)
     if has_blocks(spec):
-        found += [Parameter(name=name, type="*i32") for name in LISTS]
-        found += [Parameter(name=name, type="i32") for name in SIZES]
+        found += [Parameter(name=name, type="*i32") for name in map(list_pointer, QUERY_LISTS if by_keys else LISTS)]
+        found += [Parameter(name=name, type="i32") for name in (*(["num_q_blocks"] if by_keys else []), *SIZES)]
     return found
 
 
