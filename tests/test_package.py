@@ -172,8 +172,8 @@ def test_every_package_that_is_imported_is_declared() -> None:
     found -= {*sys.stdlib_module_names, "flashgen", "typing_extensions"}  # the last for type checkers, which have it
     assert {"torch", "pynvml"} <= found
     needed = {owner.lower() for name in found for owner in owners.get(name, [name])}
-    extras = set(re.findall(r'^(?:bundles|ray|signatures|transformers) = \["([a-z]+)', text, re.MULTILINE))
-    assert len(extras) == 4
+    extras = set(re.findall(r'^(?:bundles|diffusers|ray|signatures|transformers) = \["([a-z]+)', text, re.MULTILINE))
+    assert len(extras) == 5
     assert needed - extras <= declared, "what is imported where it is used is an extra"
     assert not {*declared, *extras} - needed, "nothing imports these"
 

@@ -208,3 +208,19 @@ def test_torch_compile_sees_an_op() -> None:
     (code,) = graphs
     assert "flashgen.attention_train" in code
     assert "scaled_dot_product" not in code
+
+
+class Attending(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) * 2
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_an_exported_program_has_the_op_and_other_lengths() -> None:
+    length = torch.export.Dim("length", min=2, max=64)
+    shapes = {name: {2: length} for name in "qkv"}
+    inputs, others = (tuple(x.detach() for x in qkv(B, heads_k=HK, rows=n, keys=n)) for n in (SK, 12))
+    with door.route_sdpa(strict=True):
+        program = torch.export.export(Attending(), inputs, dynamic_shapes=shapes)
+    assert "flashgen.attention" in program.graph_module.code
+    torch.testing.assert_close(program.module()(*others), Attending()(*others), atol=1e-5, rtol=1e-5)
