@@ -176,6 +176,34 @@ def test_flex_attention_agrees() -> None:
     torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flex_attention_has_the_same_gradients(blocks: bool, deterministic: bool) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = tensors(2, 4, 2, 1000, 1000, 64)
+    doc = (torch.arange(1000, device="cuda") // 170).int()
+
+    def same(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return doc[i] == doc[j]
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    listed = flashgen.block_mask(document, seqlen_q=1000, seqlen_k=1000, aux=(doc,)) if blocks else None
+    out = flashgen.attention(
+        *leaves, mask_mod=document, aux=(doc,), block_mask=listed, deterministic=deterministic, return_lse=False
+    )
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    others = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    mask = create_block_mask(same, None, None, 1000, 1000)
+    flex = flex_attention(*others, block_mask=mask, enable_gqa=True)
+    for one, other in zip(found, torch.autograd.grad(flex, others, dout.float()), strict=True):
+        assert (one.float() - other).norm() < 0.01 * other.norm()
+    if deterministic:
+        again = torch.autograd.grad(out, leaves, dout)
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
 def test_hidden_keys_that_hold_nan_do_not_reach_the_output() -> None:
     q, k, v = tensors(1, 2, 2, 500, 500, 64)
 

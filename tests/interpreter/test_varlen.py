@@ -180,7 +180,8 @@ TRAINED = [
     *((name, FUSED, "pointer") for name in ("causal", "rows that nobody has", "used", "more queries")),
     *((name, FUSED, "pointer") for name in ("window of both sides", "heads before rows", "a neighbour of NaN")),
     *((name, SPLIT, "descriptor") for name in ("all see all", "used and causal", "window")),
-    *((name, FUSED, "descriptor") for name in ("all see all", "a neighbour of NaN")),
+    *((name, FUSED, "descriptor") for name in ("all see all", "a neighbour of NaN", "a function")),
+    ("a function", SPLIT, "pointer"),
 ]
 
 
