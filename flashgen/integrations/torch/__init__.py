@@ -10,7 +10,8 @@
 of flash implementations. See docs/torch.md.
 """
 
+from flashgen.integrations.torch.context_parallel import context_parallel_attention
 from flashgen.integrations.torch.flash_impl import register_flash_impl
 from flashgen.integrations.torch.sdpa import Calls, disable, enable, route_sdpa
 
-__all__ = ["Calls", "disable", "enable", "register_flash_impl", "route_sdpa"]
+__all__ = ["Calls", "context_parallel_attention", "disable", "enable", "register_flash_impl", "route_sdpa"]
