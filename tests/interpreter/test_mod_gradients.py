@@ -129,6 +129,17 @@ def test_a_mask_hides_keys_from_gradients(
     )
 
 
+def staggered(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return (k_idx >= 128 * h) & (q_idx >= 128 * b)
+
+
+@FAMILY
+def test_each_sequence_and_head_has_lists_of_its_own(row: KernelFamily) -> None:
+    qkv = tensors((2, 2, 1, 140, 300))
+    formula: Formula = lambda b, h, i, j: (j >= 128 * h) & (i >= 128 * b)  # noqa: E731
+    check(row, qkv, (None, staggered), blocks=built(staggered, (), qkv, True), mask=formula)
+
+
 @FAMILY
 @pytest.mark.parametrize("with_blocks", [False, True])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
