@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.decode.api import attention_decode
     from flashgen.runtime.decode.prefix import Prefix
     from flashgen.runtime.explain import explain
+    from flashgen.runtime.record import record
     from flashgen.runtime.states import merge_states
     from flashgen.runtime.varlen.api import attention_varlen
     from flashgen.runtime.warmup import reload, warmup
@@ -61,6 +62,7 @@ __all__ = [
     "block_mask",
     "explain",
     "merge_states",
+    "record",
     "reload",
     "warmup",
 ]
@@ -76,6 +78,7 @@ _LATE = {
     "block_mask": "flashgen.runtime.block_mask",
     "explain": "flashgen.runtime.explain",
     "merge_states": "flashgen.runtime.states",
+    "record": "flashgen.runtime.record",
     "reload": "flashgen.runtime.warmup",
     "warmup": "flashgen.runtime.warmup",
 }

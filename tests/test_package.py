@@ -29,6 +29,7 @@ PUBLIC = {
     "Prefix",
     "explain",
     "merge_states",
+    "record",
     "reload",
     "warmup",
     "Config",

@@ -10,6 +10,7 @@
 | FLASHGEN_TRUSTED_KEYS | public keys of minisign's for that: a file, or a folder of files whose names end in `.pub` |
 | FLASHGEN_NO_COMPILE | `1`: a compile while serving is an error (zero-JIT serving after `warmup`); binaries are read |
 | FLASHGEN_QUIET | `1`: no one-line notice on the first call without a record |
+| FLASHGEN_RECORD | the file that the workloads which processes call are counted in (`flashgen.record`) |
 | FLASHGEN_CHECKS | `1`: decode calls wait for the GPU and check lengths and page ids, outside of CUDA graphs |
 """
 
@@ -41,6 +42,7 @@ VARIABLES = (
     "FLASHGEN_TRUSTED_KEYS",
     "FLASHGEN_NO_COMPILE",
     "FLASHGEN_QUIET",
+    "FLASHGEN_RECORD",
     "FLASHGEN_CHECKS",
 )
 """The table above, for who looks for misspelt ones."""
@@ -62,6 +64,7 @@ class Settings:
     signatures: bool
     trusted_keys: Path | None
     checks: bool = False
+    record: Path | None = None
 
 
 @functools.cache
@@ -84,8 +87,9 @@ def settings() -> Settings:
         quiet=_flag("FLASHGEN_QUIET"),
         trust_binaries=_chosen("FLASHGEN_BINARIES", TRUSTED),
         signatures=_chosen("FLASHGEN_SIGNATURES", REQUIRED),
-        trusted_keys=_trusted_keys(),
+        trusted_keys=_path("FLASHGEN_TRUSTED_KEYS"),
         checks=_flag("FLASHGEN_CHECKS"),
+        record=_path("FLASHGEN_RECORD"),
     )
 
 
@@ -191,9 +195,9 @@ def _expanded(path: str, variable: str) -> Path:
         raise SettingError(f"{variable} is a path that can be found, got {path!r}: {error}") from error
 
 
-def _trusted_keys() -> Path | None:
-    path = os.environ.get("FLASHGEN_TRUSTED_KEYS", "")
-    return _expanded(path, "FLASHGEN_TRUSTED_KEYS") if path else None
+def _path(variable: str) -> Path | None:
+    path = os.environ.get(variable, "")
+    return _expanded(path, variable) if path else None
 
 
 def _chosen(name: str, word: str) -> bool:

@@ -18,7 +18,8 @@ from flashgen.core.decode_limits import MAX_BATCH
 from flashgen.core.errors import FlashgenError, UnsupportedError
 from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import DECODE, Specialization, Workload
+from flashgen.launch.decode_numbers import DecodeShape
 from flashgen.launch.decode_plan import POINTERS, DecodePlan, Launch
 from flashgen.launch.feature_arguments import NO_FEATURES, TENSORS
 from flashgen.launch.plan import EmptyPlan
@@ -27,7 +28,7 @@ from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.decode.open_calls import OPEN, Launches, open_to_sizes
 from flashgen.runtime.decode.recent import RECENT, Kind, Ready, Tensors
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import recording, serve
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 
 if TYPE_CHECKING:
@@ -275,7 +276,11 @@ def _prepared(
         return opened(other, config, index, names)
 
     with CollectionPaused(), serve.LOCK:
-        launch = plan(checked, config)(checked.shape)
+        try:
+            launch = plan(checked, config)(checked.shape)
+        except UnsupportedError:
+            recording.refused(lambda: decode_workload(checked.spec, checked.shape))
+            raise
     if kind is not None:
         open_to_sizes(kind, call, tensors, checked, plan)
     return launch
@@ -306,7 +311,9 @@ def opened(checked: CheckedDecode, config: Config | None, index: int | None, nam
 
     device, sizes = serve.device_at(index), checked.shape.sizes
     served = Served(config=config, rung=1) if config else served_step(spec, sizes, device, serve.records())
-    return serve.built(spec, served, device, index, partial(_plan, spec)).opened(checked.shape, names)
+    launches = serve.built(spec, served, device, index, partial(_plan, spec)).opened(checked.shape, names)
+    counted: Launches = recording.counted_launches(launches, partial(decode_workload, spec), device, served)
+    return counted
 
 
 def _plan(spec: Specialization, kernel: CompiledKernel, config: Config, index: int) -> DecodePlan:
@@ -315,6 +322,28 @@ def _plan(spec: Specialization, kernel: CompiledKernel, config: Config, index: i
     if plan is None:
         plan = _PLANS[key] = DecodePlan(kernel, config, index)
     return plan
+
+
+def decode_workload(spec: Specialization, shape: DecodeShape) -> Workload:
+    """What is computed by calls of one shape, with as many keys of each sequence as there is room for."""
+    return Workload(
+        direction=DECODE,
+        dtype=spec.dtype,
+        batch=shape.batch,
+        nheads=shape.nheads,
+        nheads_k=shape.nheads_k,
+        seqlen_q=shape.seqlen_q,
+        seqlen_k=shape.seqlen_k,
+        head_dim=spec.head_dim,
+        head_dim_v=shape.head_dim_v,
+        causal=shape.window_right == 0,
+        window_left=shape.window_left,
+        window_right=shape.window_right,
+        softcap=spec.softcap,
+        alibi=spec.alibi,
+        sink=spec.sink,
+        page_size=spec.page_size,
+    )
 
 
 def _part(call: DecodeCall, rows: slice) -> DecodeCall:

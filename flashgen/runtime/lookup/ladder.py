@@ -50,8 +50,8 @@ from flashgen.runtime.lookup.records import Candidate, Choices, Records
 FIRST_EXACT, LAST_EXACT = 3, 4
 """Records of these rungs, the user's and the shipped ones, were measured at the sizes of the call."""
 
-NEAREST_HERE, NEAREST_ELSEWHERE, PREDICTED = 5, 6, 7
-"""The rungs of the nearest record of this device, of the nearest one of another, and of a predicted one."""
+NEAREST_HERE, NEAREST_ELSEWHERE, PREDICTED, DEFAULT = 5, 6, 7, 8
+"""The rungs of the nearest record of this device, of the nearest one of another, of a predicted one, and of none."""
 
 TWIN_NOISE = 0.03
 """Times of two searches that are closer than this say nothing: those of one kernel differed by up to 2.8% in a race."""

@@ -22,7 +22,7 @@ from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.core.quoting import printable
 from flashgen.core.settings import settings
 from flashgen.core.workload import DECODE, Specialization, Workload
-from flashgen.runtime.ops import log
+from flashgen.runtime.ops import log, recording
 from flashgen.runtime.ops.backward_calls import BackwardCall, CheckedBackwardCall
 from flashgen.runtime.ops.calls import Call, CheckedCall
 
@@ -82,13 +82,19 @@ def reload() -> None:
     Compiled kernels stay: a config that is still the best one costs no new compile.
     """
     with LOCK:
+        log.forget()
+        settings.cache_clear()
+        _records.cache_clear()
+        forget_runs()
+
+
+def forget_runs() -> None:
+    """Forget what serves each call, but neither records nor kernels: the next calls take the slow path again."""
+    with LOCK:
         MEMO.clear()
         _OPEN.clear()
         _SEEN.clear()
         TRAINABLE.clear()
-        log.forget()
-        settings.cache_clear()
-        _records.cache_clear()
         for forget in FORGETTING:
             forget()
 
@@ -103,11 +109,16 @@ def prepare(call: AnyCall) -> Any:
         BuildError: a compile is needed and the settings forbid it, or it failed.
     """
     with CollectionPaused():
-        return _prepared(call)
+        try:
+            return _prepared(call)
+        except UnsupportedError:
+            recording.refused(lambda: call.checked().workload)
+            raise
 
 
 def _prepared(call: AnyCall) -> Any:
     from flashgen.runtime.lookup.handover import sdpa_backend
+    from flashgen.runtime.lookup.ladder import DEFAULT, Served
     from flashgen.runtime.lookup.packed_ladder import served_pass
 
     problem, device, index = placed(call)
@@ -123,7 +134,7 @@ def _prepared(call: AnyCall) -> Any:
             with_lse=with_lse,
             batch_invariant=call.batch_invariant,
         )
-        if call.open_key is not None and problem.spec.aligned16:
+        if call.open_key is not None and problem.spec.aligned16 and not recording.recorders():
             _open_to_sizes(call.open_key, problem, device, index)
         if isinstance(problem, CheckedCall) and not (problem.call.explicit_offset or problem.call.config):
             run = _decoded(problem, device, index)
@@ -133,11 +144,17 @@ def _prepared(call: AnyCall) -> Any:
         log.served_by(workload, served)
         backend = None if call.generated_only else sdpa_backend(workload, problem.spec, served)
         if backend is None:
-            return built(problem.spec, served, device, index, lambda *kernel: _bound(problem, *kernel))
+
+            def bind(kernel: CompiledKernel, config: Config, index: int) -> Any:
+                by = served if config == served.config else Served(config=config, rung=DEFAULT)
+                return recording.counted(_bound(problem, kernel, config, index), workload, device, by)
+
+            return built(problem.spec, served, device, index, bind)
     from flashgen.runtime.ops.runs import sdpa_run
 
     assert isinstance(call, Call)
-    return sdpa_run(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
+    run = sdpa_run(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
+    return recording.counted(run, workload, device, served, backend)
 
 
 def _decoded(problem: CheckedCall, device: Device, index: int) -> Any:
@@ -158,7 +175,8 @@ def _decoded(problem: CheckedCall, device: Device, index: int) -> Any:
         return None
     config = served.config
     try:
-        return _bound(problem, compiled(decode_specialization(spec), config, device, index), config, index)
+        run = _bound(problem, compiled(decode_specialization(spec), config, device, index), config, index)
+        return recording.counted(run, workload, device, served)
     except BuildError:
         return None
 

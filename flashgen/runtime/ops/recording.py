@@ -1,0 +1,201 @@
+"""Recorders that count what a process calls: they wrap what the memos hold, so that without one nothing is slower.
+
+A recorder begins with empty memos. The slow path asks this module, once for each entry that it fills, to put a counter
+around what serves, and the memos are emptied again when the recorder ends. The path of a repeated call does not know.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashgen.core.errors import WorkloadError
+from flashgen.core.quoting import printable
+from flashgen.core.settings import settings
+
+if TYPE_CHECKING:
+    from flashgen.core.calls import CallRecord
+    from flashgen.core.device import Device
+    from flashgen.core.workload import Workload
+    from flashgen.runtime.lookup.ladder import Served
+
+WRITE_EVERY_S = 30.0
+"""How old counts get before a call writes them, so that a process that is killed loses no more."""
+
+RECORDERS: list[Recorder] = []
+"""Those at work."""
+
+
+class Recorder:
+    """Counts calls, and adds the counts to a file from time to time and at the end."""
+
+    def __init__(self, path: Path) -> None:
+        """Refuse a file that cannot be added to, while nothing is lost yet.
+
+        Raises:
+            WorkloadError: there is something else, or no file can be written there.
+        """
+        from flashgen.core.calls import add_calls
+
+        self._path = path
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._cells: dict[CallRecord, list[int]] = {}
+        self._written = time.monotonic()
+        try:
+            add_calls(path, ())
+        except OSError as error:
+            raise WorkloadError(f"calls are recorded in a file that can be written, got {path}: {error}") from error
+        _ALIVE.add(self)
+
+    def cell(self, record: CallRecord) -> list[int]:
+        """Where calls like this one are counted, so that counting one looks nothing up."""
+        with self._lock:
+            return self._cells.setdefault(record, [0])
+
+    def count(self, cell: list[int]) -> None:
+        """Count one call; writes where that was long ago."""
+        with self._lock:
+            cell[0] += 1
+        if time.monotonic() - self._written > WRITE_EVERY_S:
+            self.write_or_warn()
+
+    def write(self) -> None:
+        """Add what was counted since the last time to the file; what cannot be written is kept for the next time.
+
+        Raises:
+            WorkloadError, OSError: as `flashgen.core.calls.add_calls`.
+        """
+        from flashgen.core.calls import add_calls
+
+        with self._writing:
+            with self._lock:
+                counts = {record: cell[0] for record, cell in self._cells.items() if cell[0]}
+                self._add(counts, -1)
+                self._written = time.monotonic()
+            if not counts:
+                return
+            try:
+                add_calls(self._path, [replace(record, calls=count) for record, count in counts.items()])
+            except BaseException:
+                with self._lock:
+                    self._add(counts, 1)
+                raise
+
+    def write_or_warn(self) -> None:
+        """The same in the midst of a program, which a full disk must not stop."""
+        try:
+            self.write()
+        except (OSError, WorkloadError) as error:
+            warnings.warn(printable(f"calls could not be written to {self._path}: {error}"), stacklevel=2)
+
+    def forked(self) -> None:
+        """A child process counts its own calls, not again those of its parent."""
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        for cell in self._cells.values():
+            cell[0] = 0
+
+    def _add(self, counts: dict[CallRecord, int], sign: int) -> None:
+        for record, count in counts.items():
+            self._cells[record][0] += sign * count
+
+
+_ALIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _count_anew() -> None:
+    for recorder in _ALIVE:
+        recorder.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_anew)
+
+
+def recorders() -> list[Recorder]:
+    """Those at work, with that of `FLASHGEN_RECORD`."""
+    path = settings().record
+    return RECORDERS if path is None else [*RECORDERS, _of_environment(path)]
+
+
+@functools.cache
+def _of_environment(path: Path) -> Recorder:
+    recorder = Recorder(path)
+    atexit.register(recorder.write_or_warn)
+    return recorder
+
+
+def counted(run: Any, workload: Workload, device: Device, served: Served, impl: str | None = None) -> Any:
+    """What serves a key of the memo, counted where calls are recorded; else just that."""
+    active = recorders()
+    if not active:
+        return run
+    return _counting(run, call_record(workload, device, served, impl), tuple(active))
+
+
+def counted_launches(launches: Any, workload_of: Callable[[Any], Workload], device: Device, served: Served) -> Any:
+    """The same of decode launches, which are made for shapes that are known later."""
+    if not recorders():
+        return launches
+
+    def sized(shape: Any) -> Any:
+        launch = launches(shape)
+        return launch._replace(run=counted(launch.run, workload_of(shape), device, served))
+
+    return sized
+
+
+def refused(workload: Callable[[], Workload]) -> None:
+    """Count a call that no kernel serves, which happens where an error says so each time."""
+    active = recorders()
+    if active:
+        from flashgen.core.calls import CallRecord
+
+        record = CallRecord(workload=workload(), device="", rung=0, server="", calls=1)
+        for recorder in active:
+            recorder.count(recorder.cell(record))
+
+
+def call_record(workload: Workload, device: Device, served: Served, impl: str | None) -> CallRecord:
+    """One call, and what it is taken to need: by the record that serves, scaled to its size, or by the data sheet."""
+    from flashgen.core.calls import CallRecord, usual_ms
+
+    usual, record = usual_ms(workload, device), served.record
+    times = {} if record is None else {one.impl: one.median_ms for one in record.baselines}
+    time_ms = None if record is None else record.time_ms if impl is None else times.get(impl)
+    call_ms, source = usual or None, "rate" if usual else ""
+    if record is not None and time_ms:
+        is_exact = record.workload == workload and record.device.identity == device.identity
+        scale = 1.0 if is_exact else usual / (usual_ms(record.workload, record.device) or 1.0)
+        call_ms, source = time_ms * scale or None, "record" if is_exact else "nearest"
+    return CallRecord(
+        workload=workload,
+        device=device.identity,
+        rung=served.rung,
+        server=impl or served.config.family,
+        config=served.config if impl is None else None,
+        calls=1,
+        call_ms=call_ms,
+        time_from=source if call_ms else "",
+    )
+
+
+def _counting(run: Any, record: CallRecord, active: tuple[Recorder, ...]) -> Any:
+    cells = [(recorder, recorder.cell(record)) for recorder in active]
+
+    def counting(*given: Any) -> Any:
+        found = run(*given)
+        for recorder, cell in cells:
+            recorder.count(cell)
+        return found
+
+    return counting
