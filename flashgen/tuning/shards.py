@@ -42,15 +42,16 @@ class Shard:
         """This part of the workloads: every one is in exactly one part.
 
         Forward and backward passes and steps of decoding, which take different times, are each divided into parts whose
-        sizes differ by one at the most. Workloads of one specialization stay together where that is possible: they
-        share compiled candidates and winners.
+        sizes differ by one at the most, in the order they came. Workloads of one specialization stay together where
+        that is possible: they share compiled candidates and winners.
         """
         every = grouped(workloads)
         names = ("forward", "backward", DECODE)
         forward, backward, steps = ([w for w in every if w.direction == name] for name in names)
         # the last parts have one more of the forward passes, the first ones of the backward passes
-        passes = (*self._cut(forward, self.index), *self._cut(backward[::-1], self.count - 1 - self.index)[::-1])
-        return (*passes, *self._cut(steps, self.index))
+        last = self.count - 1 - self.index
+        own = {*self._cut(forward, self.index), *self._cut(backward[::-1], last), *self._cut(steps, self.index)}
+        return tuple(workload for workload in every if workload in own)
 
     def _cut(self, every: Sequence[Workload], index: int) -> Sequence[Workload]:
         start, end = (len(every) * position // self.count for position in (index, index + 1))

@@ -313,14 +313,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Make]]] = {
 
 
 def parameters(name: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a callable by name; those that `explain` hands on are those of `attention`."""
+    """The parameters of a callable by name; those that `explain` hands on are those of `attention`.
+
+    Left out is what takes all other names, to refuse them.
+    """
     call, _ = CALLS[name]
     found = dict(inspect.signature(call).parameters)
     if found.pop("call", None) is not None:
         found |= {
             key: each for key, each in inspect.signature(flashgen.attention).parameters.items() if key not in found
         }
-    return found
+    return {key: each for key, each in found.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
