@@ -57,8 +57,8 @@ def test_what_is_declared_is_what_the_kernels_do() -> None:
     assert found.supports_attn_type("decoder")
     assert not found.supports_attn_type("encoder_decoder")
     assert not any("fp8" in name for name in found.supported_kv_cache_dtypes)
-    assert found.supports_compute_capability((8, 0))
-    assert not found.supports_compute_capability((7, 5))
+    assert found.supports_compute_capability(SimpleNamespace(major=8, minor=0))
+    assert not found.supports_compute_capability(SimpleNamespace(major=7, minor=5))
     assert found.get_builder_cls()._cudagraph_support is AttentionCGSupport.ALWAYS
 
 
@@ -122,6 +122,13 @@ def test_batches_that_are_not_served_are_refused(prefix: int, others: dict[str, 
 def test_layers_that_are_not_served_are_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(reason)):
         backend().get_impl_cls()(HEADS, DIM, 0.25, HEADS_K, **given)
+
+
+def test_a_group_of_context_parallel_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = backend().get_impl_cls()
+    monkeypatch.setattr(layer, "total_cp_world_size", 2)
+    with pytest.raises(UnsupportedError, match="context parallelism"):
+        layer(HEADS, DIM, 0.25, HEADS_K)
 
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
@@ -91,6 +91,6 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no ty
         return True
 
     @classmethod
-    def supports_compute_capability(cls, capability: object) -> bool:
+    def supports_compute_capability(cls, capability: Any) -> bool:
         """From sm80 on."""
-        return bool(capability >= (8, 0))  # type: ignore[operator]  # a named tuple of vLLM
+        return bool(capability.major >= 8)
