@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashgen.cli import completion, output
-from flashgen.cli.arguments import CommandLineError, parse_database, reading
+from flashgen.cli import completion
+from flashgen.cli.arguments import CommandLineError, device_here, parse_database, reading
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import DeviceError
-from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.settings import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from flashgen.core.calls import CallRecord
     from flashgen.core.record import Versions
     from flashgen.core.workload import Workload
     from flashgen.db.store import Store
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from flashgen.tuning.budget import Budget
     from flashgen.tuning.compile_pool import CompilePool
     from flashgen.tuning.context import AnyStore, Options
-    from flashgen.tuning.events import RunFinished
+    from flashgen.tuning.events import Event, RunFinished
 
 NO_VALID_CANDIDATE, INTERRUPTED = 3, 130
 
@@ -49,6 +48,8 @@ class Request:
     jobs: int
     jobs_asked: int | None
     as_json: bool
+    calls: tuple[CallRecord, ...] = ()
+    limit_s: float | None = None
 
 
 def tune(
@@ -72,6 +73,12 @@ def tune(
         list[Path] | None,
         typer.Option(
             "--file", "-f", help="A YAML or JSON file in the form of the presets; repeatable.", metavar="FILE"
+        ),
+    ] = None,
+    from_calls: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-calls", help="What a program was recorded to call, the longest share first.", metavar="FILE"
         ),
     ] = None,
     family: Annotated[
@@ -105,11 +112,14 @@ def tune(
         ),
     ] = None,
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--budget", help="For each workload: seconds with finals (20s, 2m), or trials (40).", metavar="BUDGET"
+            "--budget",
+            help="For each workload: seconds with finals (20s, 2m), or trials (40). Default: 30s. With --from-calls, "
+            "seconds for all of them, 10m by default.",
+            metavar="BUDGET",
         ),
-    ] = "30s",
+    ] = None,
     database: Annotated[
         Path | None,
         typer.Option(
@@ -174,13 +184,16 @@ def tune(
     Exit codes: 0 done; 1 an error; 2 wrong usage; 3 some workloads have no valid candidate; 130 interrupted (what was
     found is saved).
     """
+    from flashgen.cli import tune_calls
     from flashgen.cli.tune_many import run_on_cluster
     from flashgen.cli.tune_plan import print_models, print_plan
     from flashgen.codegen import families
+    from flashgen.core.calls import read_calls
     from flashgen.tuning.budget import Budget
     from flashgen.tuning.compile_pool import usable_cpus
     from flashgen.tuning.context import Options, lookahead
     from flashgen.tuning.finals import Finals
+    from flashgen.tuning.from_calls import by_share
     from flashgen.tuning.shards import Shard
     from flashgen.tuning.workloads import collect
 
@@ -191,12 +204,21 @@ def tune(
         workloads = collect(
             models=model or [], shapes=shape or [], paths=file or [], direction=direction, deterministic=deterministic
         )
-        part, spent = Shard.parse(shard), Budget.parse(budget)
+        usual = tune_calls.EACH if from_calls is None else tune_calls.ALL
+        part, spent = Shard.parse(shard), Budget.parse(usual if budget is None else budget)
         named = None if target is None else find_device(target)
+        calls = () if from_calls is None else read_calls(from_calls)
         finals = Finals(window_s=finals_window, rounds=finals_rounds)
         searched = tuple(families.family(name).id for name in family or [])
+    limit_s = None
+    if from_calls is not None:
+        others = {"--model": model, "--shape": shape, "--file": file, "--direction": direction, "--ray": ray}
+        tune_calls.check_alone(from_calls, {**others, "--deterministic": deterministic})
+        workloads, (spent, limit_s) = by_share(calls, named or device_here()), tune_calls.limits(spent)
     if not workloads:
-        raise CommandLineError("name what to tune with --model, --shape or --file; --list-models shows the presets")
+        raise CommandLineError(
+            "name what to tune with --model, --shape, --file or --from-calls; --list-models shows the presets"
+        )
     if ray is not None and (device or dry_run):
         raise CommandLineError(
             "--ray takes all GPUs of a cluster and asks it which they are: no --device, no --dry-run"
@@ -214,6 +236,8 @@ def tune(
         jobs=here,
         jobs_asked=jobs,
         as_json=as_json,
+        calls=calls,
+        limit_s=limit_s,
     )
     if dry_run:
         print_plan(request)
@@ -254,9 +278,13 @@ def make_compiler(device: Device, jobs: int) -> CompilePool:
 def _run(request: Request) -> tuple[RunFinished, ...]:
     """Tune, show it, and print the closing table."""
     from flashgen.cli.display import make_display, print_report
+    from flashgen.cli.tune_calls import print_gains
+    from flashgen.cli.tune_served import print_served
     from flashgen.db.layers import Layers
+    from flashgen.tuning.from_calls import Gains
     from flashgen.tuning.tune import tune as tune_workloads
 
+    gains = Gains(request.calls)
     with contextlib.ExitStack() as stack:
         executor = None
         if request.target is None:
@@ -268,6 +296,11 @@ def _run(request: Request) -> tuple[RunFinished, ...]:
         store = stack.enter_context(store_of(request, layers.writable, device))
         compiler = stack.enter_context(make_compiler(device, request.jobs))
         with make_display(as_json=request.as_json) as show:
+
+            def on_event(event: Event) -> None:
+                gains(event)
+                show(event)
+
             finished = tune_workloads(
                 request.workloads,
                 device=device,
@@ -278,10 +311,14 @@ def _run(request: Request) -> tuple[RunFinished, ...]:
                 options=request.options,
                 versions=None if executor is not None else _versions_here(),
                 neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
-                on_event=show,
+                on_event=on_event,
+                limit_s=request.limit_s,
             )
     if not request.as_json:
         print_report(finished, device, str(request.database))
+    if request.limit_s is not None:
+        print_gains(gains, finished, len(request.workloads), as_json=request.as_json)
+    if not request.as_json:
         print_served(finished, device, request, request.database)
     return (finished,)
 
@@ -305,26 +342,6 @@ def store_of(request: Request, file: Store, device: Device) -> Iterator[AnyStore
             yield server
         finally:
             server.hand_over(file, request.workloads, device)
-
-
-def print_served(finished: RunFinished, device: Device, request: Request, database: Path) -> None:
-    """What serves the first workload that has a record now, and the commands that show it and its kernel."""
-    from flashgen.cli.kernels import explanation_of
-    from flashgen.core.workload import Specialization
-
-    found = next((outcome.workload for outcome in finished.outcomes if outcome.record is not None), None)
-    if found is None:
-        return
-    is_usual = database in settings().db_layers
-    spec = Specialization.of(found, bias_grad=True)
-    why = explanation_of(found, spec, device, None if is_usual else [database])
-    rung = why.served.rung
-    output.say("")
-    output.say(f"{found.key} is now served by rung {rung}, {RUNGS[rung]}: {MEANINGS[rung]}.")
-    before = "" if is_usual else f"FLASHGEN_DB={shlex.quote(str(database))} "
-    behind = "" if request.target_name is None else f" --target {shlex.quote(request.target_name)}"
-    output.say(f"  why         {before}flashgen explain {found.key}{behind}")
-    output.say(f"  its kernel  {before}flashgen render {found.key}{behind}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

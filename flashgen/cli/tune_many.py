@@ -76,7 +76,7 @@ def databases(path: Path, stations: Iterable[Station]) -> dict[str, Path]:
 
 def _report(request: Request, finished: Iterable[RunFinished], paths: Mapping[str, Path]) -> None:
     from flashgen.cli.display import print_report
-    from flashgen.cli.tune import print_served
+    from flashgen.cli.tune_served import print_served
 
     for each in finished:
         path = paths[each.device.identity]

@@ -20,7 +20,8 @@ def record(path: str | Path) -> Iterator[None]:
     them, with what served each (rung, kernel family or torch's backend) and its share of the time. That is not
     measured: a call counts with the time of the record that serves it, scaled where that is of other sizes, or with
     what the data sheet says. No contents of tensors are read. A replay of a CUDA graph calls nothing: what was captured
-    counts once. `FLASHGEN_RECORD=<file>` does the same for a whole program.
+    counts once. `FLASHGEN_RECORD=<file>` does the same for a whole program. `flashgen tune --from-calls` reads the
+    file.
 
     All threads are counted; begin before other threads call. What calls cost outside of the block does not change, but
     that the first call of each shape, inside and after, is looked up anew.

@@ -22,6 +22,7 @@ from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.compile_pool import Compiler
 from flashgen.tuning.context import AnyStore, Context, Neighbours, Options
 from flashgen.tuning.events import OnEvent, RunFinished, RunStarted, Warned, WorkloadFinished
+from flashgen.tuning.from_calls import LEAST_S, exact_record
 from flashgen.tuning.history import current_record, is_current
 from flashgen.tuning.measured import MeasuredSearch
 from flashgen.tuning.predicted import PredictedSearch, what_is_not_ranked
@@ -68,6 +69,7 @@ def tune(
     on_event: OnEvent = lambda event: None,
     clock: Callable[[], float] = time.monotonic,
     run: str | None = None,
+    limit_s: float | None = None,
 ) -> RunFinished:
     """Tune workloads one after the other, those of one specialization together.
 
@@ -88,6 +90,8 @@ def tune(
         on_event: is told everything as it happens, in the calling thread.
         clock: seconds that only grow.
         run: the id of the run in the history of its records, where several calls are one run; a new one by default.
+        limit_s: seconds for all workloads. Then they are tuned in the order given, those with a current exact record
+            in any layer are skipped, and no search begins once less than `from_calls.LEAST_S` are left.
 
     Returns:
         All outcomes; `interrupted` says that a KeyboardInterrupt ended the run.
@@ -111,7 +115,7 @@ def tune(
         run=run or new_run(),
         host=socket.gethostname() if executor is None else executor.describe().hostname,
     )
-    ordered = grouped(workloads)
+    ordered = grouped(workloads) if limit_s is None else tuple(dict.fromkeys(workloads))
     started = clock()
     context.emit(RunStarted(device=device, workloads=ordered, measured=executor is not None))
     if executor is None:
@@ -121,7 +125,14 @@ def tune(
     interrupted = False
     try:
         for position, workload in enumerate(ordered):
-            outcomes.append(tune_one(context, executor, workload, ordered[position + 1 :]))
+            following = ordered[position + 1 :]
+            if limit_s is None:
+                outcomes.append(tune_one(context, executor, workload, following))
+            else:
+                outcome = _within(limit_s - (clock() - started), context, executor, workload, following)
+                if outcome is None:
+                    break
+                outcomes.append(outcome)
             context.emit(outcomes[-1])
     except KeyboardInterrupt:
         interrupted = True
@@ -198,6 +209,22 @@ def tune_one(
         return MeasuredSearch(context, executor, workload).run(lambda: _warm_up(context, executor, workload, following))
     except UnsupportedError as error:
         return ended(workload, "unsupported", str(error))
+
+
+def _within(
+    rest_s: float, context: Context, executor: Executor | None, workload: Workload, following: Iterable[Workload]
+) -> WorkloadFinished | None:
+    """`tune_one` with what is left of a time for all; None where that is too little for a search."""
+    if not context.options.retune:
+        known = context.neighbours(workload.specialization.workload_class)
+        record = exact_record(workload, context.device, known)
+        if record is not None:
+            return ended(workload, "skipped", f"measured on {record.created[:10] or 'an unknown day'}", record)
+    if rest_s < LEAST_S:
+        return None
+    seconds = min(rest_s, context.budget.seconds or rest_s)
+    budget = context.budget if context.budget.trials is not None else Budget(seconds=seconds)
+    return tune_one(dataclasses.replace(context, budget=budget), executor, workload, following)
 
 
 def _warm_up(context: Context, executor: Executor, done: Workload, following: Iterable[Workload]) -> None:

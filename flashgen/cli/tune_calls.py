@@ -1,0 +1,91 @@
+"""`flashgen tune --from-calls`: what to tune is what a program was recorded to call."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.cli import output
+from flashgen.cli.arguments import CommandLineError
+from flashgen.core.quoting import shown
+
+if TYPE_CHECKING:
+    from flashgen.tuning.budget import Budget
+    from flashgen.tuning.events import RunFinished
+    from flashgen.tuning.from_calls import Gain, Gains
+
+EACH, ALL = "30s", "10m"
+"""The budget of a workload, and of all workloads of a file of calls, where none is given."""
+
+COLUMNS = ("workload", "calls", "share before", "share now", "ms before", "ms now", "speedup")
+
+
+def check_alone(path: Path, others: dict[str, object]) -> None:
+    """Refuse options that name what is tuned beside a file of calls, which does.
+
+    Raises:
+        CommandLineError: there is one.
+    """
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise CommandLineError(f"--from-calls names what is tuned: no {', '.join(given)}, got {shown(str(path))}")
+
+
+def limits(budget: Budget) -> tuple[Budget, float]:
+    """What each workload gets of a budget for all of them, and the seconds that it has.
+
+    Raises:
+        CommandLineError: it is in trials.
+    """
+    from flashgen.tuning.budget import Budget
+
+    if budget.seconds is None:
+        raise CommandLineError(f"with --from-calls a budget is a time for all workloads, like 10m, got {budget}")
+    each = Budget.parse(EACH).seconds or 0.0
+    return Budget(seconds=min(each, budget.seconds)), budget.seconds
+
+
+def print_gains(gains: Gains, finished: RunFinished, total: int, *, as_json: bool) -> None:
+    """What the run gained for the program, by the times that it measured; `total` workloads were called."""
+    found = gains.of(finished)
+    before, now = sum(one.total_before_ms for one in found), sum(one.total_after_ms for one in found)
+    if as_json:
+        rows = [{**_row(one), "is_measured": one.is_measured} for one in found]
+        line = {"event": "gains", "workloads": rows, "before_ms": before, "now_ms": now}
+        sys.stdout.write(json.dumps(line, separators=(",", ":")) + "\n")
+        return
+    left = total - len(finished.outcomes)
+    if left:
+        output.say(f"The budget ended before {left} of {total} workloads; the same command goes on with them.")
+    if not found:
+        output.say("No workload of the file was measured in this run: nothing was gained.")
+        return
+    output.say("")
+    output.print_table(COLUMNS, [_cells(one, before, now) for one in found])
+    estimated = sum(not one.is_measured for one in found)
+    note = f" ({estimated} rows by the recording's estimate of before, marked ~)" if estimated else ""
+    output.say(f"Attention of these calls: {before:.4g} ms before, {now:.4g} ms now, {before / now:.2f}x{note}.")
+
+
+def _row(gain: Gain) -> dict[str, object]:
+    return {
+        "workload": gain.workload.key,
+        "calls": gain.calls,
+        "before_ms": gain.before_ms,
+        "now_ms": gain.after_ms,
+    }
+
+
+def _cells(gain: Gain, before: float, now: float) -> tuple[output.Cell, ...]:
+    mark = "" if gain.is_measured else "~"
+    return (
+        gain.workload.key,
+        gain.calls,
+        f"{gain.total_before_ms / before:.1%}",
+        f"{gain.total_after_ms / now:.1%}",
+        f"{mark}{gain.before_ms:.4g}",
+        gain.after_ms,
+        f"{mark}{gain.before_ms / gain.after_ms:.2f}x",
+    )
