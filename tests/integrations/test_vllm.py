@@ -59,7 +59,7 @@ def test_what_is_declared_is_what_the_kernels_do() -> None:
     assert not any("fp8" in name for name in found.supported_kv_cache_dtypes)
     assert found.supports_compute_capability(SimpleNamespace(major=8, minor=0))
     assert not found.supports_compute_capability(SimpleNamespace(major=7, minor=5))
-    assert found.get_builder_cls()._cudagraph_support is AttentionCGSupport.ALWAYS
+    assert found.get_builder_cls()._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
 
 
 def common(queries: tuple[int, ...], keys: tuple[int, ...], **others: Any) -> SimpleNamespace:

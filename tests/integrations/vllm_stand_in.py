@@ -22,6 +22,7 @@ class AttentionType(str, enum.Enum):
 
 class AttentionCGSupport(enum.Enum):
     ALWAYS = 3
+    UNIFORM_BATCH = 2
     NEVER = 0
 
 

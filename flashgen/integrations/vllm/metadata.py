@@ -39,7 +39,9 @@ class FlashgenMetadata:
 class FlashgenMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types here
     """Makes the metadata without waiting for the GPU and without a plan that depends on lengths."""
 
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
+    # the kernels serve graphs of mixed batches, too; whether vLLM captures those with other lengths than uniform ones
+    # have, which `build_for_cudagraph_capture` would need, no engine has shown yet
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold: int | None = 1  # vLLM puts sequences with one query in front
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
