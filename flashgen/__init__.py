@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.states import merge_states
     from flashgen.runtime.varlen.api import attention_varlen
     from flashgen.runtime.warmup import reload, warmup
+    from flashgen.tuning.api import tune
 
 __all__ = [
     "BlockMask",
@@ -64,6 +65,7 @@ __all__ = [
     "merge_states",
     "record",
     "reload",
+    "tune",
     "warmup",
 ]
 
@@ -80,6 +82,7 @@ _LATE = {
     "merge_states": "flashgen.runtime.states",
     "record": "flashgen.runtime.record",
     "reload": "flashgen.runtime.warmup",
+    "tune": "flashgen.tuning.api",
     "warmup": "flashgen.runtime.warmup",
 }
 

@@ -31,6 +31,7 @@ PUBLIC = {
     "merge_states",
     "record",
     "reload",
+    "tune",
     "warmup",
     "Config",
     "Device",
