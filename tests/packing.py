@@ -43,6 +43,7 @@ class Case:
     sinks: bool = False
     alibi: str = ""
     mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,6 +90,8 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Packed:
         named["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
     if case.mod is not None:
         named["mask_mod"] = case.mod
+    if case.score_mod is not None:
+        named["score_mod"] = case.score_mod
     packed = Packed(case=case, q=q, k=k, v=v, named=named)
     _poison(packed)
     return Packed(case=case, q=q.to(device), k=k.to(device), v=v.to(device), named=named)
@@ -120,8 +123,8 @@ def checked(packed: Packed) -> CheckedCall:
     """The call, its rules checked."""
     named = {name: packed.named.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
     scores: dict[str, Any] = {name: packed.named[name] for name in SCORES if name in packed.named}
-    function = packed.named.get("mask_mod")
-    mods = 0 if function is None else handle_for(None, function)
+    functions = (packed.named.get("score_mod"), packed.named.get("mask_mod"))
+    mods = 0 if functions == (None, None) else handle_for(*functions)
     features = packed_features(
         Features(**scores, mods=mods), *named.values(), packed.named["max_seqlen_q"], packed.named["max_seqlen_k"]
     )
@@ -170,6 +173,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, b: int, named: dict[str, Any]) ->
         s = named["softcap"] * torch.tanh(s / named["softcap"])
     if named.get("alibi_slopes") is not None:
         s = s - named["alibi_slopes"][:, None, None] * (place - key).abs()
+    if named.get("score_mod") is not None:
+        s = named["score_mod"](s, b, torch.arange(q.shape[1])[:, None, None], torch.arange(rows)[:, None], key)
     s = s.masked_fill(~seen, -math.inf)
     if named.get("sinks") is not None:
         s = torch.cat([s, named["sinks"][:, None, None].expand(-1, rows, 1)], -1)

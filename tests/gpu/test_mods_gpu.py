@@ -204,6 +204,40 @@ def test_flex_attention_has_the_same_gradients(blocks: bool, deterministic: bool
         assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
+def bent_by_table(score, b, h, q_idx, k_idx, doc, table):
+    bent = score / (1.0 + 0.1 * tl.abs(score))
+    return bent + tl.load(table + h * 4096 + k_idx - q_idx + 2048)
+
+
+def document_of_two(b, h, q_idx, k_idx, doc, table):
+    return tl.load(doc + q_idx) == tl.load(doc + k_idx)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flex_attention_has_the_same_gradients_through_a_score_mod(blocks: bool, deterministic: bool) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = tensors(2, 4, 2, 1000, 1000, 64)
+    doc, table = (torch.arange(1000, device="cuda") // 170).int(), torch.randn(4, 4096, device="cuda")
+    functions: dict[str, Any] = {"score_mod": bent_by_table, "mask_mod": document_of_two, "aux": (doc, table)}
+    if blocks:
+        functions["block_mask"] = flashgen.block_mask(document_of_two, seqlen_q=1000, seqlen_k=1000, aux=(doc, table))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = flashgen.attention(*leaves, **functions, deterministic=deterministic, return_lse=False)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, dout)
+    others = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    flex = flex_attention(
+        *others,
+        score_mod=lambda s, b, h, i, j: s / (1.0 + 0.1 * s.abs()) + table[h, j - i + 2048],
+        block_mask=create_block_mask(lambda b, h, i, j: doc[i] == doc[j], None, None, 1000, 1000),
+        enable_gqa=True,
+    )
+    for one, other in zip(found, torch.autograd.grad(flex, others, dout.float()), strict=True):
+        assert (one.float() - other).norm() < 0.01 * other.norm()
+
+
 def test_hidden_keys_that_hold_nan_do_not_reach_the_output() -> None:
     q, k, v = tensors(1, 2, 2, 500, 500, 64)
 

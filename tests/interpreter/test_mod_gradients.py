@@ -16,7 +16,17 @@ from flashgen.core.workload import Specialization
 from flashgen.runtime.ops.mods import score_mods
 from tests.interpreter.dense import Rules
 from tests.interpreter.test_backward import TOLERANCE, compare, run
-from tests.interpreter.test_mods import Formula, built, document, indices, mask_cases, of_keys, tensors
+from tests.interpreter.test_mods import (
+    Formula,
+    built,
+    document,
+    indices,
+    mask_cases,
+    of_keys,
+    of_query,
+    relative,
+    tensors,
+)
 
 FAMILIES = [PORTABLE_BACKWARD_SPLIT, PORTABLE_BACKWARD_FUSED]
 FAMILY = pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.id[18:])
@@ -193,3 +203,67 @@ def test_two_passes_have_the_same_bits_whatever_blocks_say() -> None:
     blocks = built(mask_mod, aux, qkv, False)
     found = [check(FAMILIES[0], qkv, (None, mask_mod), aux, blocks, mask=formula) for _ in range(2)]
     assert all(torch.equal(found[0][name], found[1][name]) for name in ("dq", "dk", "dv"))
+
+
+def saturating(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    capped = 4.0 * (2.0 * tl.sigmoid(score) - 1.0)
+    capped -= capped / (2.0 + tl.abs(score))
+    return tl.where((q_idx - k_idx) % 3 == 0, float("-inf"), capped)
+
+
+def _saturating(s: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+    capped = 4.0 * torch.tanh(s / 2)
+    return torch.where((i - j).fmod(3) == 0, -math.inf, capped - capped / (2.0 + s.abs()))
+
+
+@FAMILY
+@pytest.mark.parametrize("name", ["relative", "saturating", "constant"])
+def test_gradients_flow_through_a_score_mod(name: str, row: KernelFamily) -> None:
+    qkv = tensors((2, 4, 2, 33, 50))
+    table = torch.randn(4, 1024, generator=torch.Generator().manual_seed(5))
+    score_mod, aux, formula = {
+        "relative": (relative, (table,), lambda s, b, h, i, j: s + table.double()[h, j - i + 512]),
+        "saturating": (saturating, (), _saturating),
+        "constant": (of_query, (), lambda s, b, h, i, j: 0.0 * s + 0.01 * i),
+    }[name]
+    check(row, qkv, (score_mod, None), aux, score=formula)
+
+
+def squared(score, b, h, q_idx, k_idx, doc, slopes):  # type: ignore[no-untyped-def]
+    return tl.minimum(score, 1.5) * tl.load(slopes + h) + 0.1 * score * score
+
+
+def same_document(b, h, q_idx, k_idx, doc, slopes):  # type: ignore[no-untyped-def]
+    return tl.load(doc + q_idx) == tl.load(doc + k_idx)
+
+
+@FAMILY
+@pytest.mark.parametrize("with_blocks", [False, True])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_score_mod_goes_with_masks_and_scores(row: KernelFamily, with_blocks: bool) -> None:
+    """Behind a softcap and a learned bias, under causal and mask_mod, where keys of no document hold NaN."""
+    q, k, v = qkv = tensors((1, 4, 2, 40, 150))
+    generator = torch.Generator().manual_seed(2)
+    doc, slopes = (torch.arange(150) // 20).to(torch.int32), torch.rand(4, generator=generator)
+    bias = torch.randn(1, 4, 1 if with_blocks else 40, 160, generator=generator)[..., :150]
+    unseen = (doc > 1)[:, None]  # the causal mask shows them to some
+    given = (q, k.masked_fill(unseen, math.nan), v.masked_fill(unseen, math.inf))
+    aux = (doc, slopes)
+    blocks = built(same_document, aux, qkv, False) if with_blocks else None
+    rules = Rules(causal=True, q_offset=20, softcap=3.0, bias=bias)
+    features = {"causal": True, "softcap": True, "bias_grad": True, "aligned_scores": False}
+    features |= {"bias": "keys" if with_blocks else "full"}
+    host = {"softcap": 3.0, "bias": bias, "q_offset": 20}
+    check(
+        row,
+        qkv,
+        (squared, same_document),
+        aux,
+        blocks,
+        score=lambda s, b, h, i, j: s.clamp(max=1.5) * slopes.double()[h] + 0.1 * s * s,
+        mask=lambda b, h, i, j: doc[i] == doc[j],
+        rules=rules,
+        given=given,
+        features=features,
+        host=host,
+    )

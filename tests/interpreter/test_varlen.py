@@ -123,6 +123,10 @@ def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
     return q_idx // 7 == k_idx // 7
 
 
+def bent(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return score / (1.0 + 0.1 * score * score) + 0.3 * (h - b) * (q_idx // 7 - k_idx // 7)
+
+
 QUERIES = (5, 0, 16, 33, 1, 17)
 CASES = {
     "all see all": Case(queries=QUERIES),
@@ -138,6 +142,7 @@ CASES = {
     "window of both sides": Case(queries=(33, 7), keys=(20, 40), options={"window": (9, 3)}, sinks=True),
     "softcap and slopes": Case(queries=(33, 7), keys=(20, 40), alibi="own", options={"softcap": 3.0}),
     "a function": Case(queries=(33, 0, 20), mod=document, options={"causal": True}, poison=(2,)),
+    "scores of a function": Case(queries=(20, 5), keys=(33, 7), score_mod=bent, options={"softcap": 3.0}, poison=(1,)),
     "heads before rows": Case(queries=(20, 5), layout="heads", head_dim=24, head_dim_v=40, nheads=3, nheads_k=3),
     "unaligned": Case(queries=(20, 5), layout="odd", alibi="shared", options={"softmax_scale": 0.3}),
 }
@@ -181,7 +186,8 @@ TRAINED = [
     *((name, FUSED, "pointer") for name in ("window of both sides", "heads before rows", "a neighbour of NaN")),
     *((name, SPLIT, "descriptor") for name in ("all see all", "used and causal", "window")),
     *((name, FUSED, "descriptor") for name in ("all see all", "a neighbour of NaN", "a function")),
-    ("a function", SPLIT, "pointer"),
+    *((name, SPLIT, "pointer") for name in ("a function", "scores of a function")),
+    ("scores of a function", FUSED, "descriptor"),
 ]
 
 

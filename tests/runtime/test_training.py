@@ -335,10 +335,10 @@ def test_what_has_no_gradient_is_refused_where_one_is_asked_for(emulated: Emulat
             UnsupportedError, match=r"alibi_slopes have no gradient here, and these require one; detach"
         ):
             flashgen.attention(*inputs, alibi_slopes=slopes)
-    with pytest.raises(UnsupportedError, match="no gradient through a score_mod"):
-        flashgen.attention(q, k, v, score_mod=shifted)
-    with pytest.raises(UnsupportedError, match="no gradient through a score_mod"):
-        flashgen.attention(*constant, score_mod=shifted, bias=leaf(SQ, SK))
+    with pytest.raises(UnsupportedError, match=r"no gradient through tl.sin of .*line 2 .*'return tl.sin\(score\)'"):
+        flashgen.attention(q, k, v, score_mod=rolled)
+    with pytest.raises(UnsupportedError, match=r"no gradient through tl\.sin"):
+        flashgen.attention(*constant, score_mod=rolled, bias=leaf(SQ, SK))
     with pytest.raises(UnsupportedError, match=r"functions of the caller load from have no gradient.* got aux\[1\]"):
         flashgen.attention(*constant, mask_mod=of_table, aux=(torch.zeros(3), leaf(3)))
     assert emulated.launched == []
@@ -393,12 +393,8 @@ def test_a_block_mask_that_trains_has_lists_both_ways() -> None:
         flashgen.attention(*qkv(), mask_mod=of_table, aux=(ends, ends), block_mask=blocks)
 
 
-def shifted(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
-    return score + 1.0
-
-
-def loaded(score, b, h, q_idx, k_idx, table):  # type: ignore[no-untyped-def]
-    return score
+def rolled(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return tl.sin(score)
 
 
 # --- what torch does around ----------------------------------------------------------------------------------------

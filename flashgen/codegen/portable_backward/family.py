@@ -33,6 +33,7 @@ from flashgen.codegen.portable_backward.resources import (
     why_too_wide,
 )
 from flashgen.codegen.portable_backward.template_context import has_dbias, values
+from flashgen.codegen.score_mod_gradient import why_no_gradient
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -105,8 +106,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
 
 
 def _why_not_functions(spec: Specialization) -> str | None:
-    if spec.mods is not None and spec.mods.score_mod is not None:
-        return "no gradient through a score_mod"
+    if spec.mods is not None and spec.mods.score_mod is not None and (why := why_no_gradient(spec.mods.score_mod)):
+        return why
     if has_blocks(spec) and has_dbias(spec):
         return "beside a block mask a bias of one value a score has no gradient"
     return None

@@ -8,6 +8,7 @@ from flashgen.codegen.common_scores import has_additive_score, is_positional, sc
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
 from flashgen.codegen.portable_backward.resources import dbias_blocks, is_fused, prepare_rows, row_block
+from flashgen.codegen.score_mod_gradient import gradient_source
 from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
@@ -43,7 +44,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "zero_parts": d_parts if fused else (),
         **_features(spec, config),
         **mod_values(spec),
-        "score_mod_bwd": "",
+        "score_mod_bwd": gradient_source(spec.mods.score_mod) if spec.mods and spec.mods.score_mod else "",
         "block_lists": list(BLOCK_LISTS.items()) if has_blocks(spec) else [],
         "strides": _strides(spec),
         "dkdv_state": [*_each("dk", d_parts), *_each("dv", v_parts), *(["dbias"] if sums_keys(spec) else [])],

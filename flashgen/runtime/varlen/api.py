@@ -172,8 +172,8 @@ def attention_varlen(
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule. With `FLASHGEN_CHECKS=1` also what lengths hold.
-        UnsupportedError: no kernel family does this here, or a gradient through a score_mod or a
-            `block_table` is asked for.
+        UnsupportedError: no kernel family does this here, or a gradient is asked for through a
+            `block_table` or an operation of a score_mod that is not derived.
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
     """
     try:
