@@ -157,6 +157,7 @@ def test_text_is_printed_in_one_place_alone() -> None:
         ),  # rendered from checked values
         ("cli/display.py", 'sys.stdout.write(to_json(event) + "\\n")'),  # JSON in ASCII
         ("cli/display_many.py", 'sys.stdout.write(to_json(event, station=station) + "\\n")'),
+        ("cli/tune_calls.py", 'sys.stdout.write(json.dumps(line, separators=(",", ":")) + "\\n")'),
         ("cli/display.py", "self._console.print(printable(line), markup=False, highlight=False)"),
         (
             "cli/display_many.py",

@@ -106,6 +106,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
 
 
 def _why_not_functions(spec: Specialization) -> str | None:
+    if spec.mods is not None and spec.dropout:
+        return "functions of the caller with dropout have no gradient"
     if spec.mods is not None and spec.mods.score_mod is not None and (why := why_no_gradient(spec.mods.score_mod)):
         return why
     if has_blocks(spec) and has_dbias(spec):
