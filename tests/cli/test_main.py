@@ -99,8 +99,9 @@ def test_a_warning_is_one_line(command: Run, tuned: object) -> None:
 
 def test_ctrl_c_ends_a_process_with_130() -> None:
     script = """
-import sys, threading, time
+import signal, sys, threading, time
 from flashgen.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 @main.app.command()
 def wait():
     print("waiting", flush=True)
