@@ -55,7 +55,7 @@ def packed_case(
     workload: Workload, form: PackedForm, *, copies: int, seed: int, device: torch.device | str
 ) -> VerificationCase:
     """A case of any form; raises as `packed_problem` does."""
-    refuse_uncomputed(replace(workload, varlen=False, lengths="", total_q=None, total_k=None).specialization)
+    _refuse_uncomputed(workload)
     inputs = make_packed_inputs(workload, form, copies=copies, seed=seed, device=device)
     q, k, v, features = inputs.q[0], inputs.k[0], inputs.v[0], inputs.features[0]
     expected = _oracle(workload, form, (q, k, v), features)
@@ -83,7 +83,7 @@ def packed_backward_case(
     with_dlse: bool = False,
 ) -> BackwardVerificationCase:
     """A case of any form; raises as `packed_backward_problem` does."""
-    refuse_uncomputed(replace(workload, varlen=False, lengths="", total_q=None, total_k=None).specialization)
+    _refuse_uncomputed(workload)
     inputs = make_packed_backward_inputs(workload, form, copies=copies, seed=seed, device=device, with_dlse=with_dlse)
     first, *others = inputs.tensors
     expected = _backward_oracle(workload, form, first, inputs.features[0])
@@ -93,6 +93,11 @@ def packed_backward_case(
     return BackwardVerificationCase(
         inputs=inputs, expected=expected, softmax_scale=workload.head_dim**-0.5, q_offset=NO_OFFSET
     )
+
+
+def _refuse_uncomputed(workload: Workload) -> None:
+    """Each sequence is a call of its own, which the references have to compute."""
+    refuse_uncomputed(replace(workload, varlen=False, lengths="", total_q=None, total_k=None).specialization)
 
 
 def sequences_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -72,11 +73,7 @@ def make_packed_inputs(
         copies=copies,
         seed=seed,
         device=device,
-        layout=form.layout,
-        padding=form.padding,
-        gain=form.gain,
-        form=form.features,
-        data=form.data,
+        **_dense_form(form),
     )
     hide_unused(form, (*found.q, *found.k, *found.v), found.q)
     features = packed_features_of(workload, form, found.features[0], device)
@@ -102,11 +99,7 @@ def make_packed_backward_inputs(
         copies=copies,
         seed=seed,
         device=device,
-        layout=form.layout,
-        padding=form.padding,
-        gain=form.gain,
-        form=form.features,
-        data=form.data,
+        **_dense_form(form),
         with_dlse=with_dlse,
     )
     queries = tuple(each.q for each in found.tensors)
@@ -145,6 +138,17 @@ def packed_features_of(workload: Workload, form: PackedForm, scores: Features, d
         seqused_k=integers(form.used_k) if form.used_k else None,
         max_seqlens=(workload.seqlen_q, workload.seqlen_k),
     )
+
+
+def _dense_form(form: PackedForm) -> dict[str, Any]:
+    """What the inputs of one batch element are told of the form."""
+    return {
+        "layout": form.layout,
+        "padding": form.padding,
+        "gain": form.gain,
+        "form": form.features,
+        "data": form.data,
+    }
 
 
 def _one_batch_element(workload: Workload, form: PackedForm) -> Workload:
