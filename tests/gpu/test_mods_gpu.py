@@ -176,6 +176,7 @@ def test_flex_attention_agrees() -> None:
     torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore")  # it says that it is not compiled
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_flex_attention_has_the_same_gradients(blocks: bool, deterministic: bool) -> None:
@@ -213,6 +214,7 @@ def document_of_two(b, h, q_idx, k_idx, doc, table):
     return tl.load(doc + q_idx) == tl.load(doc + k_idx)
 
 
+@pytest.mark.filterwarnings("ignore")  # it says that it is not compiled
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_flex_attention_has_the_same_gradients_through_a_score_mod(blocks: bool, deterministic: bool) -> None:

@@ -113,6 +113,7 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """What has a config of the family serve every forward call, without a record."""
     monkeypatch.setenv("FLASHGEN_QUIET", "1")
     monkeypatch.setattr(records.Records, "of", lambda *_: ())
+    monkeypatch.setattr(serve, "_KERNELS", {})  # other tests of this process have kernels of other families there
 
     def serve_by(**changes: KnobValue) -> None:
         def default(spec: Specialization, device: Device, only: tuple[str, ...] = ()) -> Config:
