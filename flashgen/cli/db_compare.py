@@ -288,7 +288,7 @@ def _has_gpu() -> bool:
 
 @contextlib.contextmanager
 def _executor(gpu: int) -> Iterator[Executor]:
-    from flashgen.cli.tune import make_executor
+    from flashgen.tuning.runs import make_executor
 
     with contextlib.closing(make_executor(gpu)) as executor:
         yield executor

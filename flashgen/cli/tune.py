@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,45 +10,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashgen.cli import completion
-from flashgen.cli.arguments import CommandLineError, device_here, parse_database, reading
-from flashgen.core.device import Device, find_device
-from flashgen.core.errors import DeviceError
-from flashgen.core.settings import settings
+from flashgen.cli.arguments import CommandLineError, parse_database, reading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import FrameType
 
-    from flashgen.core.calls import CallRecord
-    from flashgen.core.record import Versions
-    from flashgen.core.workload import Workload
-    from flashgen.db.store import Store
-    from flashgen.measure.protocol import Executor
-    from flashgen.tuning.budget import Budget
-    from flashgen.tuning.compile_pool import CompilePool
-    from flashgen.tuning.context import AnyStore, Options
     from flashgen.tuning.events import Event, RunFinished
+    from flashgen.tuning.request import Request
 
 NO_VALID_CANDIDATE, INTERRUPTED = 3, 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """The command's options, read and checked."""
+class Shown:
+    """A request, how its run is printed, and what its user called the target."""
 
-    workloads: tuple[Workload, ...]
-    target: Device | None
-    target_name: str | None
-    index: int
-    database: Path
-    server: str | None
-    budget: Budget
-    options: Options
-    jobs: int
-    jobs_asked: int | None
+    request: Request
     as_json: bool
-    calls: tuple[CallRecord, ...] = ()
-    limit_s: float | None = None
+    target: str | None
 
 
 def tune(
@@ -188,63 +166,59 @@ def tune(
     from flashgen.cli.tune_many import run_on_cluster
     from flashgen.cli.tune_plan import print_models, print_plan
     from flashgen.codegen import families
-    from flashgen.core.calls import read_calls
     from flashgen.tuning.budget import Budget
     from flashgen.tuning.compile_pool import usable_cpus
     from flashgen.tuning.context import Options, lookahead
     from flashgen.tuning.finals import Finals
-    from flashgen.tuning.from_calls import by_share
+    from flashgen.tuning.request import Request, check_alone, check_cluster
     from flashgen.tuning.shards import Shard
-    from flashgen.tuning.workloads import collect
 
     if list_models:
         print_models(as_json=as_json)
         return
-    with reading():
-        workloads = collect(
-            models=model or [], shapes=shape or [], paths=file or [], direction=direction, deterministic=deterministic
-        )
-        usual = tune_calls.EACH if from_calls is None else tune_calls.ALL
-        part, spent = Shard.parse(shard), Budget.parse(usual if budget is None else budget)
-        named = None if target is None else find_device(target)
-        calls = () if from_calls is None else read_calls(from_calls)
-        finals = Finals(window_s=finals_window, rounds=finals_rounds)
-        searched = tuple(families.family(name).id for name in family or [])
-    limit_s = None
-    if from_calls is not None:
-        others = {"--model": model, "--shape": shape, "--file": file, "--direction": direction, "--ray": ray}
-        tune_calls.check_alone(from_calls, {**others, "--deterministic": deterministic})
-        workloads, (spent, limit_s) = by_share(calls, named or device_here()), tune_calls.limits(spent)
-    if not workloads:
+    if not any((model, shape, file, from_calls)):
         raise CommandLineError(
             "name what to tune with --model, --shape, --file or --from-calls; --list-models shows the presets"
         )
-    if ray is not None and (device or dry_run):
-        raise CommandLineError(
-            "--ray takes all GPUs of a cluster and asks it which they are: no --device, no --dry-run"
+    others = {"--model": model, "--shape": shape, "--file": file, "--direction": direction, "--ray": ray}
+    with reading():
+        spent = Budget.parse(budget or (tune_calls.EACH if from_calls is None else tune_calls.ALL))
+        check_alone("--from-calls", from_calls, {**others, "--deterministic": deterministic})
+        check_cluster("--ray", ray, {"--device": device, "--dry-run": dry_run})
+        searched = tuple(families.family(name).id for name in family or [])
+        options = Options(
+            seed=seed,
+            retune=retune,
+            lookahead=lookahead(jobs or max(1, usable_cpus() // Shard.parse(shard).count)),
+            finals=Finals(window_s=finals_window, rounds=finals_rounds),
+            families=searched,
         )
-    here = jobs or max(1, usable_cpus() // part.count)
-    request = Request(
-        workloads=part.of(workloads),
-        target=named,
-        target_name=target,
-        index=device,
-        database=settings().db_layers[0] if database is None else parse_database(database),
-        server=server,
-        budget=spent,
-        options=Options(seed=seed, retune=retune, lookahead=lookahead(here), finals=finals, families=searched),
-        jobs=here,
-        jobs_asked=jobs,
-        as_json=as_json,
-        calls=calls,
-        limit_s=limit_s,
-    )
+        each, limit_s = (spent, None) if from_calls is None else tune_calls.limits(spent)
+        request = Request.of(
+            workloads=shape or [],
+            models=model or [],
+            files=file or [],
+            from_calls=from_calls,
+            direction=direction,
+            deterministic=deterministic,
+            target=target,
+            device=device,
+            budget=each,
+            limit_s=limit_s,
+            database=None if database is None else parse_database(database),
+            store=server,
+            shard=shard,
+            ray=ray,
+            jobs=jobs,
+            options=options,
+        )
     if dry_run:
-        print_plan(request)
+        print_plan(request, as_json=as_json)
         return
+    run = Shown(request=request, as_json=as_json, target=target)
     before = signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's polite kill is a Ctrl-C
     try:
-        finished = _run(request) if ray is None else run_on_cluster(request, ray)
+        finished = _run(run) if ray is None else run_on_cluster(run, ray)
     finally:
         signal.signal(signal.SIGTERM, before)
     if any(each.interrupted for each in finished):
@@ -253,95 +227,30 @@ def tune(
         raise typer.Exit(NO_VALID_CANDIDATE)
 
 
-def make_executor(index: int) -> Executor:
-    """The executor of GPU `index`.
-
-    Raises:
-        DeviceError: torch sees no GPU; the message says what works without one.
-    """
-    import torch
-
-    from flashgen.measure.executor import LocalExecutor
-
-    if not torch.cuda.is_available():
-        raise DeviceError("measuring needs a GPU that torch can use, and there is none; --target h100 predicts without")
-    return LocalExecutor(index)
-
-
-def make_compiler(device: Device, jobs: int) -> CompilePool:
-    """The pool that compiles ahead."""
-    from flashgen.tuning.compile_pool import CompilePool
-
-    return CompilePool(device, jobs=jobs)
-
-
-def _run(request: Request) -> tuple[RunFinished, ...]:
+def _run(run: Shown) -> tuple[RunFinished, ...]:
     """Tune, show it, and print the closing table."""
     from flashgen.cli.display import make_display, print_report
     from flashgen.cli.tune_calls import print_gains
     from flashgen.cli.tune_served import print_served
-    from flashgen.db.layers import Layers
     from flashgen.tuning.from_calls import Gains
-    from flashgen.tuning.tune import tune as tune_workloads
+    from flashgen.tuning.runs import run_here
 
+    request = run.request
     gains = Gains(request.calls)
-    with contextlib.ExitStack() as stack:
-        executor = None
-        if request.target is None:
-            executor = stack.enter_context(contextlib.closing(make_executor(request.index)))
-            device = executor.describe().device
-        else:
-            device = request.target
-        layers = stack.enter_context(Layers.open([request.database]))
-        store = stack.enter_context(store_of(request, layers.writable, device))
-        compiler = stack.enter_context(make_compiler(device, request.jobs))
-        with make_display(as_json=request.as_json) as show:
+    with make_display(as_json=run.as_json) as show:
 
-            def on_event(event: Event) -> None:
-                gains(event)
-                show(event)
+        def on_event(event: Event) -> None:
+            gains(event)
+            show(event)
 
-            finished = tune_workloads(
-                request.workloads,
-                device=device,
-                store=store,
-                compiler=compiler,
-                executor=executor,
-                budget=request.budget,
-                options=request.options,
-                versions=None if executor is not None else _versions_here(),
-                neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
-                on_event=on_event,
-                limit_s=request.limit_s,
-            )
-    if not request.as_json:
-        print_report(finished, device, str(request.database))
+        finished = run_here(request, on_event)
+    if not run.as_json:
+        print_report(finished, finished.device, str(request.database))
     if request.limit_s is not None:
-        print_gains(gains, finished, len(request.workloads), as_json=request.as_json)
-    if not request.as_json:
-        print_served(finished, device, request, request.database)
+        print_gains(gains, finished, len(request.workloads), as_json=run.as_json)
+    if not run.as_json:
+        print_served(finished, finished.device, run.target, request.database)
     return (finished,)
-
-
-def _versions_here() -> Versions:
-    from flashgen.measure.gpu import versions
-
-    return versions()
-
-
-@contextlib.contextmanager
-def store_of(request: Request, file: Store, device: Device) -> Iterator[AnyStore]:
-    """Where the run of a device writes: its file, or the server, which hands the records over at the end."""
-    from flashgen.db.server import ServerStore
-
-    if request.server is None:
-        yield file
-        return
-    with ServerStore.open(request.server) as server:
-        try:
-            yield server
-        finally:
-            server.hand_over(file, request.workloads, device)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.cli import output
 from flashgen.cli.arguments import CommandLineError
-from flashgen.core.quoting import shown
 
 if TYPE_CHECKING:
     from flashgen.tuning.budget import Budget
@@ -20,17 +18,6 @@ EACH, ALL = "30s", "10m"
 """The budget of a workload, and of all workloads of a file of calls, where none is given."""
 
 COLUMNS = ("workload", "calls", "share before", "share now", "ms before", "ms now", "speedup")
-
-
-def check_alone(path: Path, others: dict[str, object]) -> None:
-    """Refuse options that name what is tuned beside a file of calls, which does.
-
-    Raises:
-        CommandLineError: there is one.
-    """
-    given = [name for name, value in others.items() if value]
-    if given:
-        raise CommandLineError(f"--from-calls names what is tuned: no {', '.join(given)}, got {shown(str(path))}")
 
 
 def limits(budget: Budget) -> tuple[Budget, float]:

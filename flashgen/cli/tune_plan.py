@@ -9,10 +9,10 @@ from flashgen.cli import output
 from flashgen.core.device import Device
 
 if TYPE_CHECKING:
-    from flashgen.cli.tune import Request
+    from flashgen.tuning.request import Request
 
 
-def print_plan(request: Request) -> None:
+def print_plan(request: Request, *, as_json: bool) -> None:
     """Print what would be done; nothing is compiled, measured or written."""
     from flashgen.cli.display import duration
     from flashgen.db.files import present
@@ -31,7 +31,7 @@ def print_plan(request: Request) -> None:
             options=request.options,
         )
     total_s = sum(row.expected_s for row in rows)
-    if request.as_json:
+    if as_json:
         entries = [
             {
                 "workload": row.workload.key,

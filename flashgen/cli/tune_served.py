@@ -12,12 +12,14 @@ from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.settings import settings
 
 if TYPE_CHECKING:
-    from flashgen.cli.tune import Request
     from flashgen.tuning.events import RunFinished
 
 
-def print_served(finished: RunFinished, device: Device, request: Request, database: Path) -> None:
-    """What serves the first workload that has a record now, and the commands that show it and its kernel."""
+def print_served(finished: RunFinished, device: Device, target: str | None, database: Path) -> None:
+    """What serves the first workload that has a record now, and the commands that show it and its kernel.
+
+    `target` is what the user called the device, None for the one here.
+    """
     from flashgen.cli.kernels import explanation_of
     from flashgen.core.workload import Specialization
 
@@ -31,6 +33,6 @@ def print_served(finished: RunFinished, device: Device, request: Request, databa
     output.say("")
     output.say(f"{found.key} is now served by rung {rung}, {RUNGS[rung]}: {MEANINGS[rung]}.")
     before = "" if is_usual else f"FLASHGEN_DB={shlex.quote(str(database))} "
-    behind = "" if request.target_name is None else f" --target {shlex.quote(request.target_name)}"
+    behind = "" if target is None else f" --target {shlex.quote(target)}"
     output.say(f"  why         {before}flashgen explain {found.key}{behind}")
     output.say(f"  its kernel  {before}flashgen render {found.key}{behind}")

@@ -1,43 +1,85 @@
-"""The public call `tune`: what `flashgen tune` does on one GPU, with events as objects."""
+"""The public call `tune`: what `flashgen tune` does, with events as objects."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, overload
 
-from flashgen.core.calls import read_calls
-from flashgen.core.checks import items
-from flashgen.core.device import Device, find_device
-from flashgen.core.errors import DeviceError, TuningError
-from flashgen.core.record import Versions
-from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
-from flashgen.db.layers import Layers
-from flashgen.measure.protocol import Executor
+from flashgen.tuning import runs
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.compile_pool import CompilePool, usable_cpus
-from flashgen.tuning.context import Options, lookahead
-from flashgen.tuning.events import OnEvent, RunFinished
-from flashgen.tuning.from_calls import by_share
-from flashgen.tuning.tune import tune as tune_workloads
-from flashgen.tuning.workloads import collect
+from flashgen.tuning.context import Options
+from flashgen.tuning.events import Event, OnEvent, RunFinished
+from flashgen.tuning.request import WHOLE, Request, check_alone, check_cluster
+
+CALLS_S = 600.0
+"""Of a file of calls: seconds for all workloads where none are given."""
+
+
+@overload
+def tune(
+    workloads: Iterable[Workload | str] = ...,
+    *,
+    models: Iterable[str] = ...,
+    files: Iterable[str | Path] = ...,
+    from_calls: str | Path | None = ...,
+    direction: str | None = ...,
+    deterministic: bool = ...,
+    target: str | None = ...,
+    device: int = ...,
+    budget: str = ...,
+    limit_s: float | None = ...,
+    database: str | Path | None = ...,
+    store: str | None = ...,
+    shard: str = ...,
+    ray: None = ...,
+    jobs: int | None = ...,
+    options: Options | None = ...,
+    on_event: OnEvent = ...,
+) -> RunFinished: ...
+
+
+@overload
+def tune(
+    workloads: Iterable[Workload | str] = ...,
+    *,
+    models: Iterable[str] = ...,
+    files: Iterable[str | Path] = ...,
+    direction: str | None = ...,
+    deterministic: bool = ...,
+    target: str | None = ...,
+    budget: str = ...,
+    database: str | Path | None = ...,
+    store: str | None = ...,
+    shard: str = ...,
+    ray: str,
+    jobs: int | None = ...,
+    options: Options | None = ...,
+    on_event: Callable[[str, Event], None] = ...,
+) -> tuple[RunFinished, ...]: ...
 
 
 def tune(
     workloads: Iterable[Workload | str] = (),
     *,
     models: Iterable[str] = (),
+    files: Iterable[str | Path] = (),
     from_calls: str | Path | None = None,
+    direction: str | None = None,
+    deterministic: bool = False,
     target: str | None = None,
     device: int = 0,
     budget: str = "30s",
     limit_s: float | None = None,
     database: str | Path | None = None,
+    store: str | None = None,
+    shard: str = WHOLE,
+    ray: str | None = None,
     jobs: int | None = None,
     options: Options | None = None,
-    on_event: OnEvent = lambda event: None,
-) -> RunFinished:
+    on_event: Callable[..., None] = lambda *event: None,
+) -> RunFinished | tuple[RunFinished, ...]:
     """Find the fastest verified kernel for workloads and store it; go on where an earlier run stopped.
 
     Calls of this process are served by what was found after `flashgen.reload()`.
@@ -45,86 +87,54 @@ def tune(
     Args:
         workloads: workloads, or their keys.
         models: names of presets.
+        files: YAML or JSON files in the form of the presets.
         from_calls: a file of `flashgen.record`: its workloads, the longest share of the time first. They are tuned
             alone, in 600 seconds where `limit_s` is not given.
+        direction: `forward`, `backward` or `both`, of everything named; None is as it was named.
+        deterministic: backward passes that give the same bits every time.
         target: predict for this GPU without measuring; None measures on the one here.
         device: torch's index of that.
         budget: for each workload, as of `flashgen tune`.
         limit_s: seconds for all workloads; None is no limit.
         database: where records go; None is the first of FLASHGEN_DB, or the user's.
-        jobs: compile processes; None is one for each CPU but one.
+        store: the URL of a server that keeps the trials, shared by several runs; `database` gets the records.
+        shard: part i of n of the workloads, `0/4` the first of four.
+        ray: tune on all GPUs of a Ray cluster: `host:port`, `auto` for the one that runs here, or `local`. Such a run
+            has no `from_calls`, `device` and `limit_s`, and a database for each kind of device.
+        jobs: compile processes, of each GPU of a cluster; None is one for each CPU but one, divided by the shards.
         options: how to search (`flashgen.tuning.context.Options`).
-        on_event: is told all events (`flashgen.tuning.events`) as they happen, in this thread.
+        on_event: is told all events (`flashgen.tuning.events`) as they happen, in this thread. Of a cluster it gets
+            two values: the name of the station, empty for the run as a whole, and the event.
 
     Returns:
-        All outcomes; `interrupted` says that a KeyboardInterrupt ended the run.
+        All outcomes; `interrupted` says that a KeyboardInterrupt ended the run. Of a cluster one for each kind of
+        device.
 
     Raises:
         TuningError: nothing, or too much, names what is tuned, or an argument is wrong.
         WorkloadError: a workload, a model or the file is not valid.
         DeviceError: there is no GPU to measure on, or none is called `target`.
+        MeasureError: the executor or the cluster cannot measure.
         DatabaseError: results cannot be stored.
     """
-    named = None if target is None else find_device(target)
-    spent, count = Budget.parse(budget), usable_cpus() if jobs is None else jobs
-    path = settings().db_layers[0] if database is None else Path(database)
-    asked = _asked(workloads, models, from_calls)
-    with contextlib.ExitStack() as stack:
-        executor = None if named is not None else stack.enter_context(contextlib.closing(make_executor(device)))
-        gpu = named if executor is None else executor.describe().device
-        assert gpu is not None
-        if from_calls is not None:
-            asked = by_share(read_calls(Path(from_calls)), gpu)
-            limit_s = 600.0 if limit_s is None else limit_s
-        layers = stack.enter_context(Layers.open([path]))
-        compiler = stack.enter_context(make_compiler(gpu, count))
-        return tune_workloads(
-            asked,
-            device=gpu,
-            store=layers.writable,
-            compiler=compiler,
-            executor=executor,
-            budget=spent,
-            options=options or Options(lookahead=lookahead(count)),
-            versions=None if executor is not None else _versions_here(),
-            neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
-            on_event=on_event,
-            limit_s=limit_s,
-        )
-
-
-def make_executor(index: int) -> Executor:
-    """The executor of GPU `index`.
-
-    Raises:
-        DeviceError: torch sees no GPU.
-    """
-    import torch
-
-    from flashgen.measure.executor import LocalExecutor
-
-    if not torch.cuda.is_available():
-        raise DeviceError("measuring needs a GPU that torch can use, and there is none; target='h100' predicts without")
-    return LocalExecutor(index)
-
-
-def make_compiler(device: Device, jobs: int) -> CompilePool:
-    """The pool that compiles ahead."""
-    return CompilePool(device, jobs=jobs)
-
-
-def _versions_here() -> Versions:
-    from flashgen.measure.gpu import versions
-
-    return versions()
-
-
-def _asked(
-    workloads: Iterable[Workload | str], models: Iterable[str], from_calls: str | Path | None
-) -> tuple[Workload, ...]:
-    listed = items("workloads", workloads, TuningError)
-    parsed = [one if isinstance(one, Workload) else Workload.parse(one) for one in listed]  # type: ignore[arg-type]
-    found = tuple(dict.fromkeys([*parsed, *collect(models=models)]))
-    if bool(found) == (from_calls is not None):
-        raise TuningError("what is tuned is named by workloads and models, or by from_calls alone")
-    return found
+    named: dict[str, Any] = {"workloads": workloads, "models": models, "files": files, "direction": direction}
+    check_alone("from_calls", from_calls, {**named, "deterministic": deterministic, "ray": ray})
+    check_cluster("ray", ray, {"device": device, "limit_s": limit_s})
+    request = Request.of(
+        **named,
+        from_calls=from_calls,
+        deterministic=deterministic,
+        target=target,
+        device=device,
+        budget=Budget.parse(budget),
+        limit_s=CALLS_S if from_calls is not None and limit_s is None else limit_s,
+        database=database,
+        store=store,
+        shard=shard,
+        ray=ray,
+        jobs=jobs,
+        options=options,
+    )
+    if request.ray is not None:
+        return runs.run_on_cluster(request, request.ray, on_event)
+    return runs.run_here(request, on_event)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-from flashgen.cli import tune
 from flashgen.cli.main import main
+from flashgen.tuning import runs
 from tests.tuning.fakes import FakeCompiler, FakeExecutor
 
 if __name__ == "__main__":
-    tune.make_executor = lambda index: FakeExecutor()
-    tune.make_compiler = lambda device, jobs: contextlib.nullcontext(FakeCompiler(failing=0, spilling=0))
+    runs.make_executor = lambda index: FakeExecutor()
+    runs.make_compiler = lambda device, jobs: contextlib.nullcontext(FakeCompiler(failing=0, spilling=0))
     main()

@@ -82,7 +82,7 @@ def test_with_a_gpu_a_race_decides(
 ) -> None:
     gpu = FakeExecutor(time_ms=lambda workload, config: 1.5 if config == faster else 2.0)
     monkeypatch.setattr("flashgen.cli.db_compare._has_gpu", lambda: True)
-    monkeypatch.setattr("flashgen.cli.tune.make_executor", lambda index: gpu)
+    monkeypatch.setattr("flashgen.tuning.runs.make_executor", lambda index: gpu)
     first, second, merged = sides
     assert invoke("db", "merge", first, second, "-o", str(merged)).exit_code == 0
     (job,) = gpu.races
@@ -130,7 +130,7 @@ def test_records_are_measured_again(
     invoke: Invoke, sides: tuple[str, str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeExecutor(time_ms=lambda workload, config: 1.3 if config == CONFIG else 1.9)
-    monkeypatch.setattr("flashgen.cli.tune.make_executor", lambda index: gpu)
+    monkeypatch.setattr("flashgen.tuning.runs.make_executor", lambda index: gpu)
     first, second, _ = sides
     done = invoke("db", "verify", "--retime", first)
     assert done.exit_code == 0, done.stdout

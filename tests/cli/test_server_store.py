@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from flashgen.cli import tune
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Failure
 from flashgen.core.settings import settings
 from flashgen.db.server import ServerStore
 from flashgen.db.store import Store
+from flashgen.tuning import runs
 from tests.cli.conftest import Invoke
 from tests.db import postgres
 from tests.db.samples import CAUSAL, FAILED, H100, H200, MEASURED, PREDICTED, PREDICTION, SHORT, TRIAL, timed
@@ -129,8 +129,8 @@ def test_a_run_goes_on_where_another_coordinator_stopped_and_hands_its_records_o
     url: str, store: ServerStore, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put_trial(TRIAL)  # of a coordinator that was stopped
-    monkeypatch.setattr(tune, "make_executor", lambda index: FakeExecutor())
-    monkeypatch.setattr(tune, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+    monkeypatch.setattr(runs, "make_executor", lambda index: FakeExecutor())
+    monkeypatch.setattr(runs, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
     arguments = ("--shape", CAUSAL.key, "--budget", 4, "--family", "portable_forward")
     result = invoke("tune", *arguments, "--store", url)
     assert result.exit_code == 0, result.output

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.cli import tune as command_module
 from flashgen.codegen.render import render_standalone
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -23,6 +22,7 @@ from flashgen.core.record import Failure
 from flashgen.core.settings import child_environment, settings
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
+from flashgen.tuning import runs
 from flashgen.tuning.workloads import preset
 from tests.cli.conftest import ROOT, Invoke
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
@@ -43,8 +43,8 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
         yield FakeCompiler()
 
     def use(executor: FakeExecutor) -> FakeExecutor:
-        monkeypatch.setattr(command_module, "make_executor", lambda index: executor)
-        monkeypatch.setattr(command_module, "make_compiler", compiler)
+        monkeypatch.setattr(runs, "make_executor", lambda index: executor)
+        monkeypatch.setattr(runs, "make_compiler", compiler)
         return executor
 
     return use

@@ -20,19 +20,17 @@ from types import SimpleNamespace
 import pytest
 
 from flashgen._version import __version__
-from flashgen.cli import tune_many
 from flashgen.core.errors import MeasureError
 from flashgen.core.record import Failure
 from flashgen.core.settings import child_environment, settings
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
-from flashgen.tuning import ray_stations
+from flashgen.tuning import ray_stations, runs
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.events import Event, TrialFinished, Warned, WorkloadStarted
 from flashgen.tuning.many import tune_on_stations
 from flashgen.tuning.ray_stations import Services, stations
 from tests.cli.conftest import ROOT, Invoke
-from tests.tuning.fake_stations import FakeStation
 from tests.tuning.ray_processes import OPTIONS, SERVICES, WORKLOADS
 from tests.tuning.ray_services import GPUS, LARGE, SMALL
 
@@ -272,8 +270,7 @@ def test_options_of_one_gpu_are_refused(invoke: Invoke) -> None:
 
 def test_each_kind_of_device_has_a_database_of_its_own(tmp_path: Path) -> None:
     path, beside = tmp_path / "tuning.sqlite3", tmp_path / "tuning-sm90-132sm-141gb.sqlite3"
-    large, small = FakeStation(device=LARGE), FakeStation(device=SMALL)
-    assert tune_many.databases(path, [large, large]) == {LARGE.identity: path}
-    assert tune_many.databases(path, [large, small])[LARGE.identity] == beside
+    assert runs.databases(path, [LARGE, LARGE]) == {LARGE.identity: path}
+    assert runs.databases(path, [LARGE, SMALL])[LARGE.identity] == beside
     beside.touch()
-    assert tune_many.databases(path, [large]) == {LARGE.identity: beside}  # the nodes of the other kind are away
+    assert runs.databases(path, [LARGE]) == {LARGE.identity: beside}  # the nodes of the other kind are away

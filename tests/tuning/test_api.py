@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,21 +12,25 @@ import torch
 
 import flashgen
 from flashgen.core.calls import CallRecord, add_calls
-from flashgen.core.errors import DeviceError, TuningError
+from flashgen.core.errors import DeviceError, FlashgenError, TuningError
 from flashgen.core.settings import settings
 from flashgen.db.store import Store
-from flashgen.tuning import api
+from flashgen.tuning import runs
 from flashgen.tuning.events import Event, RunFinished, RunStarted, TrialFinished
+from tests.tuning.fake_stations import FakeStation
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 from tests.tuning.runs import PLAIN
 
 ODD = PLAIN.with_shape(seqlen_q=1000, seqlen_k=1000)
 
 
+BACKWARD = replace(ODD, direction="backward")
+
+
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "make_executor", lambda index: FakeExecutor())
-    monkeypatch.setattr(api, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+    monkeypatch.setattr(runs, "make_executor", lambda index: FakeExecutor())
+    monkeypatch.setattr(runs, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
 
 
 def test_a_call_tunes_tells_and_stores(fakes: None, tmp_path: Path) -> None:
@@ -43,11 +49,70 @@ def test_a_call_tunes_tells_and_stores(fakes: None, tmp_path: Path) -> None:
 
 def test_what_is_tuned_is_named_in_one_way(fakes: None) -> None:
     for given in ({}, {"workloads": [ODD], "from_calls": "calls.json"}):
-        with pytest.raises(TuningError, match="from_calls alone"):
-            flashgen.tune(**given)  # type: ignore[arg-type]
+        with pytest.raises(TuningError, match="what is tuned"):
+            flashgen.tune(**given)  # type: ignore[call-overload]
 
 
 def test_without_a_gpu_a_target_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="target="):
+    with pytest.raises(DeviceError, match="target='h100'"):
         flashgen.tune([ODD])
+
+
+def test_what_is_named_is_read_as_on_the_command_line(fakes: None, tmp_path: Path) -> None:
+    file, database = tmp_path / "mine.yaml", tmp_path / "own.sqlite3"
+    shape = "{batch: 1, nheads: 8, seqlen_q: [512, 1024], head_dim: 128}"
+    file.write_text(f"mine:\n  title: t\n  source: s\n  workloads:\n    - {shape}\n")
+    parts = [
+        flashgen.tune([ODD], files=[file], direction="backward", deterministic=True, shard=f"{part}/2", budget="1",
+                      database=database)
+        for part in range(2)
+    ]  # fmt: skip
+    done = [outcome.workload for part in parts for outcome in part.outcomes]
+    assert len(done) == len(set(done)) == 3
+    assert replace(BACKWARD, deterministic=True) in done
+    assert all(workload.direction == "backward" and workload.deterministic for workload in done)
+    with Store.open(database, read_only=True) as store:
+        assert {record.workload for record in store.records()} == set(done)
+
+
+def test_a_cluster_tells_where_things_happen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[object] = []
+
+    @contextlib.contextmanager
+    def stations(address: str, *, target: object, jobs: object) -> Iterator[list[FakeStation]]:
+        asked.append((address, target, jobs))
+        yield [FakeStation(name="a"), FakeStation(name="b")]
+
+    monkeypatch.setattr(runs, "make_stations", stations)
+    events: list[tuple[str, Event]] = []
+    finished = flashgen.tune(
+        [PLAIN, ODD], ray="auto", budget="2", jobs=3, database=tmp_path / "own.sqlite3",
+        on_event=lambda station, event: events.append((station, event)),
+    )  # fmt: skip
+    assert asked == [("auto", None, 3)]
+    assert [outcome.workload for each in finished for outcome in each.outcomes] == [PLAIN, ODD]
+    assert {station for station, event in events if isinstance(event, TrialFinished)} <= {"a", "b"}
+    assert events[-1] == ("", finished[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workloads": [ODD], "ray": "auto", "device": 1}, "takes all GPUs of a cluster"),
+        ({"workloads": [ODD], "ray": "auto", "limit_s": 5.0}, "no limit_s"),
+        ({"from_calls": "calls.json", "ray": "auto"}, "no ray"),
+        ({"workloads": [ODD], "shard": "2/2"}, "a shard is i/n"),
+        ({"workloads": [ODD], "device": -1}, "device must be at least 0"),
+        ({"workloads": [ODD], "jobs": 0}, "jobs must be at least 1"),
+        ({"workloads": [ODD], "database": 3}, "database is the path of a file"),
+        ({"workloads": [ODD], "store": 3}, "store"),
+        ({"workloads": [ODD], "direction": "sideways"}, "a direction is one of"),
+        ({"workloads": [ODD], "store": "sqlite:///x"}, "URL is not one of a file"),
+    ],
+)
+def test_wrong_arguments_are_refused_as_on_the_command_line(
+    fakes: None, given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(FlashgenError, match=message):
+        flashgen.tune(**given)  # type: ignore[call-overload]

@@ -1,0 +1,149 @@
+"""A `Request` as a run: its executor, compiler, database and server are opened, used and closed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.core.device import Device
+from flashgen.core.errors import DeviceError
+from flashgen.core.record import Versions
+from flashgen.db.layers import Layers
+from flashgen.db.server import ServerStore
+from flashgen.db.store import Store
+from flashgen.measure.protocol import Executor
+from flashgen.tuning.compile_pool import CompilePool
+from flashgen.tuning.context import AnyStore
+from flashgen.tuning.events import OnEvent, RunFinished
+from flashgen.tuning.request import Request
+from flashgen.tuning.tune import tune
+
+if TYPE_CHECKING:
+    from flashgen.tuning.many import OnStationEvent
+    from flashgen.tuning.stations import Station
+
+
+def run_here(request: Request, on_event: OnEvent) -> RunFinished:
+    """Tune on one GPU of this machine, or for a target.
+
+    Raises:
+        DeviceError: there is no GPU to measure on.
+        FlashgenError: as `tuning.tune.tune`.
+    """
+    with contextlib.ExitStack() as stack:
+        executor = None
+        if request.target is None:
+            executor = stack.enter_context(contextlib.closing(make_executor(request.index)))
+            device = executor.describe().device
+        else:
+            device = request.target
+        layers = stack.enter_context(Layers.open([request.database]))
+        store = stack.enter_context(store_of(request, layers.writable, device))
+        compiler = stack.enter_context(make_compiler(device, request.jobs))
+        return tune(
+            request.workloads,
+            device=device,
+            store=store,
+            compiler=compiler,
+            executor=executor,
+            budget=request.budget,
+            options=request.options,
+            versions=None if executor is not None else _versions_here(),
+            neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
+            on_event=on_event,
+            limit_s=request.limit_s,
+        )
+
+
+def run_on_cluster(request: Request, address: str, on_event: OnStationEvent) -> tuple[RunFinished, ...]:
+    """Tune on all GPUs of the cluster at `address`; one result for each kind of device.
+
+    Raises:
+        MeasureError: there is no such cluster, or it cannot measure.
+        DatabaseError: results cannot be stored.
+    """
+    from flashgen.tuning.many import tune_on_stations
+
+    with contextlib.ExitStack() as stack:
+        stations = stack.enter_context(make_stations(address, target=request.target, jobs=request.jobs_asked))
+        devices = {station.device.identity: station.device for station in stations}
+        paths = databases(request.database, devices.values())
+        stores = {}
+        for identity, device in devices.items():
+            file = stack.enter_context(Store.open(paths[identity]))
+            stores[identity] = stack.enter_context(store_of(request, file, device))
+        layers = stack.enter_context(Layers.open([*paths.values()]))
+        return tune_on_stations(
+            request.workloads,
+            stations=stations,
+            stores=stores,
+            budget=request.budget,
+            options=request.options,
+            neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
+            on_event=on_event,
+        )
+
+
+def make_executor(index: int) -> Executor:
+    """The executor of GPU `index`.
+
+    Raises:
+        DeviceError: torch sees no GPU; the message says what works without one.
+    """
+    import torch
+
+    from flashgen.measure.executor import LocalExecutor
+
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "measuring needs a GPU that torch can use, and there is none; --target h100, or target='h100', needs none"
+        )
+    return LocalExecutor(index)
+
+
+def make_compiler(device: Device, jobs: int) -> CompilePool:
+    """The pool that compiles ahead."""
+    return CompilePool(device, jobs=jobs)
+
+
+def make_stations(
+    address: str, *, target: Device | None, jobs: int | None
+) -> contextlib.AbstractContextManager[Sequence[Station]]:
+    """The stations of the cluster."""
+    from flashgen.tuning.ray_stations import stations
+
+    return stations(address, target=target, jobs=jobs)
+
+
+def databases(path: Path, devices: Iterable[Device]) -> dict[str, Path]:
+    """The file of each device identity.
+
+    Where a cluster has one kind of device, that is `path`; where it has several, or had when an earlier run wrote them,
+    one beside it for each: `tuning-sm90-132sm-141gb.sqlite3`.
+    """
+    identities = dict.fromkeys(device.identity for device in devices)
+    beside = {identity: path.with_name(f"{path.stem}-{identity}{path.suffix}") for identity in identities}
+    if len(identities) > 1:
+        return beside
+    return {identity: own if own.exists() else path for identity, own in beside.items()}
+
+
+@contextlib.contextmanager
+def store_of(request: Request, file: Store, device: Device) -> Iterator[AnyStore]:
+    """Where the run of a device writes: its file, or the server, which hands the records over at the end."""
+    if request.server is None:
+        yield file
+        return
+    with ServerStore.open(request.server) as server:
+        try:
+            yield server
+        finally:
+            server.hand_over(file, request.workloads, device)
+
+
+def _versions_here() -> Versions:
+    from flashgen.measure.gpu import versions
+
+    return versions()
