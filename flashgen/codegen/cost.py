@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flashgen.core.compiled import Taken
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization, Workload
@@ -114,16 +115,6 @@ class Loop:
     steps_in_flight: int = 1
     precision: str = ""
     hardware_tanh: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """What a kernel takes of an SM; registers and spills (bytes) are per thread, the rest per program."""
-
-    registers: int
-    spills: int
-    shared_bytes: int
-    occupancy: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

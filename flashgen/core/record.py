@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
+from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
@@ -133,16 +134,46 @@ class Baseline:
     median_ms: float
 
 
+SOURCES = ("default", "incumbent", "neighbour", "seed", "model", "sampler", "random", "local", "finals")
+"""Who proposes a candidate: the families' defaults, the record that is served today, the nearest other records, a list
+of configs that won before, the analytic model, the sampler, chance, the surroundings of the best, or a race that a
+config failed in. Before schema 0009 `neighbour` was the incumbent, too, and `model` a list or the default of another
+family."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One evaluated candidate of a search: what makes a stopped search resumable."""
+    """One evaluated candidate of a search: what makes a stopped search resumable, and what searches are judged by.
+
+    Attributes:
+        workload: what was searched for.
+        device: where it was measured.
+        config: the candidate.
+        source: one of `SOURCES`.
+        outcome: its times, or why it has none.
+        created: when that was known, ISO 8601, UTC.
+        run: the id of the run; with the workload and the device it names the search (`core.search_log.SearchRun`).
+        number: its place in the order of its search, from 1.
+        compiled: what the compiler said; None where it refused.
+        predicted_ms: what the analytic model expected of it once it was compiled, where it has a model.
+        evaluate_s: seconds of building, verifying and timing; None where it was not sent to an executor.
+        elapsed_s: seconds from the start of the search until the outcome was known.
+
+    What is not known is empty or None, as all behind `created` of a trial from before schema 0009.
+    """
 
     workload: Workload
     device: Device
     config: Config
-    source: str  # default, neighbour, model, sampler, random, local, finals
+    source: str
     outcome: Measurement | Failure
     created: str = ""
+    run: str = ""
+    number: int | None = None
+    compiled: Compiled | None = None
+    predicted_ms: float | None = None
+    evaluate_s: float | None = None
+    elapsed_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 APPLICATION_ID = 0x464C474E
 """`FLGN` in the header of every file of ours (PRAGMA application_id): tells a foreign SQLite file at once."""
 
-SCHEMA_VERSION = "0008"
+SCHEMA_VERSION = "0009"
 """The newest revision in `migrations/versions`; revisions are four digits and compare as numbers."""
 
-TABLES = frozenset({"anchors", "devices", "history", "origins", "records", "trials", "workloads"})
+TABLES = frozenset(
+    {"anchors", "devices", "finalists", "history", "origins", "records", "searches", "trials", "workloads"}
+)
 """Every table of `flashgen.db.schema` (a test compares)."""

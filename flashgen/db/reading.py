@@ -23,7 +23,6 @@ from flashgen.core.record import (
     Failure,
     Measurement,
     Prediction,
-    Trial,
     TuningRecord,
     Versions,
     moment,
@@ -31,7 +30,7 @@ from flashgen.core.record import (
 from flashgen.core.workload import Workload
 
 if TYPE_CHECKING:
-    from flashgen.db.schema import BaselineRow, DeviceRow, RecordRow, TrialRow, WorkloadRow
+    from flashgen.db.schema import BaselineRow, DeviceRow, FinalistRow, RecordRow, TrialRow, WorkloadRow
 
 Validate = Callable[[Config], Config]
 """Returns the config, with the knobs its family got since, or raises ConfigError (`codegen.families.validate`)."""
@@ -42,7 +41,12 @@ MAX_TEXT = 16384
 MAX_NAME = 512
 """Characters of a name, a key, a version or a date; as many as there are rows are held at once."""
 
-LONG_TEXTS = frozenset({"knobs", "times_ms", "hard_times_ms", "profile_times_ms", "reason", "anchors", "runners_up"})
+LONG_TEXTS = frozenset(
+    {
+        *("knobs", "times_ms", "hard_times_ms", "profile_times_ms", "reason", "anchors", "runners_up"),
+        *("parts", "settings", "state"),
+    }
+)
 """What may have `MAX_TEXT` characters."""
 
 MAX_BASELINES = 64
@@ -97,69 +101,57 @@ def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
     """The record of a row; `validate` has accepted its config."""
     names = [field.name for field in fields(Versions)]
     record = TuningRecord(
-        workload=workload_of(_present(row.workload, "workload")),
-        device=device_of(_present(row.device, "device")),
-        config=_config(row, validate),
+        workload=workload_of(present(row.workload, "workload")),
+        device=device_of(present(row.device, "device")),
+        config=config_of(row, validate),
         provenance=typed("provenance", row.provenance, "str"),
-        measurement=None if row.times_ms is None else _measurement(row, row.hard_times_ms),
+        measurement=None if row.times_ms is None else measurement_of(row, row.hard_times_ms),
         predicted_ms=_predicted(row.predicted_ms),
         source_digest=typed("source_digest", row.source_digest, "str"),
         versions=Versions(**{name: typed(name, getattr(row, f"{name}_version"), "str") for name in names}),
         baselines=tuple(_baseline(baseline) for baseline in row.baselines),
         created=as_moment("created", row.created),
     )
-    _possible(record.workload, record.device, record.measurement or record.predicted_ms)
+    refuse_impossible(record.workload, record.device, record.measurement or record.predicted_ms)
     return record
-
-
-def trial_of(row: TrialRow, validate: Validate) -> Trial:
-    """The trial of a row; `validate` has accepted its config."""
-    source = typed("source", row.source, "str")
-    if source == PREDICTED_SOURCE:
-        raise DatabaseError(f"a trial's source is what proposed it, got {source!r}, which nothing measured")
-    trial = Trial(
-        workload=workload_of(_present(row.workload, "workload")),
-        device=device_of(_present(row.device, "device")),
-        config=_config(row, validate),
-        source=source,
-        outcome=_failure(row) if row.times_ms is None else _measurement(row),
-        created=as_moment("created", row.created),
-    )
-    _possible(trial.workload, trial.device, trial.outcome)
-    return trial
 
 
 def prediction_of(row: TrialRow, validate: Validate) -> Prediction:
     """The prediction of a row; `validate` has accepted its config."""
     prediction = Prediction(
-        workload=workload_of(_present(row.workload, "workload")),
-        device=device_of(_present(row.device, "device")),
-        config=_config(row, validate),
-        outcome=_failure(row) if row.times_ms is None else _predicted_time(row),
+        workload=workload_of(present(row.workload, "workload")),
+        device=device_of(present(row.device, "device")),
+        config=config_of(row, validate),
+        outcome=failure_of(row.stage, row.reason) if row.times_ms is None else _predicted_time(row),
         created=as_moment("created", row.created),
     )
-    _possible(prediction.workload, prediction.device, prediction.outcome)
+    refuse_impossible(prediction.workload, prediction.device, prediction.outcome)
     return prediction
 
 
-def _failure(row: TrialRow) -> Failure:
-    return Failure(stage=typed("stage", row.stage, "str"), reason=typed("reason", row.reason, "str"))
+def failure_of(stage: object, reason: object) -> Failure:
+    """The failure that two cells tell of."""
+    return Failure(stage=typed("stage", stage, "str"), reason=typed("reason", reason, "str"))
 
 
 def _times_ms(value: object, name: str = "times_ms") -> tuple[float, ...]:
-    return _list_of_times(_json(name, value, list), name)
+    return _list_of_times(parsed(name, value, list), name)
 
 
 def _profile_times_ms(value: object) -> tuple[tuple[str, tuple[float, ...]], ...]:
     name = "profile_times_ms"
-    found = {} if value is None else _json(name, value, dict)
+    found = {} if value is None else parsed(name, value, dict)
     if value is not None and not found:
         raise DatabaseError(f"{name} must name a profile, got {_quoted(value)}")
     return tuple((profile, _list_of_times(times, name)) for profile, times in found.items())
 
 
-def _json(name: str, value: object, kind: type[J]) -> J:
-    """What a text of JSON holds, which is a list or an object."""
+def parsed(name: str, value: object, kind: type[J]) -> J:
+    """What a text of JSON holds, which is a list or an object.
+
+    Raises:
+        DatabaseError: it is no such text.
+    """
     what = {list: "list", dict: "object"}[kind]
     try:
         found = json.loads(typed(name, value, "str"))
@@ -186,7 +178,8 @@ def _predicted_time(row: TrialRow) -> float:
     return times[0]
 
 
-def _measurement(row: RecordRow | TrialRow, hard: str | None = None) -> Measurement:
+def measurement_of(row: RecordRow | TrialRow | FinalistRow, hard: str | None = None) -> Measurement:
+    """The measurement of a row that has times; `hard` are those on hard data."""
     measured = Measurement(
         times_ms=_times_ms(row.times_ms),
         max_error=typed("max_error", row.max_error, "float"),
@@ -207,8 +200,12 @@ def _measurement(row: RecordRow | TrialRow, hard: str | None = None) -> Measurem
     return measured
 
 
-def _possible(workload: Workload, device: Device, outcome: Measurement | Failure | float | None) -> None:
-    """Refuse a time that nothing reaches: it would win every comparison."""
+def refuse_impossible(workload: Workload, device: Device, outcome: Measurement | Failure | float | None) -> None:
+    """Refuse a time that nothing reaches: it would win every comparison.
+
+    Raises:
+        DatabaseError: there is one.
+    """
     if outcome is None or isinstance(outcome, Failure):
         return
     times = (*outcome.times_ms, *outcome.hard_times_ms) if isinstance(outcome, Measurement) else (outcome,)
@@ -229,7 +226,8 @@ def _reachable(workload: Workload, device: Device, times: Iterable[float]) -> No
         )
 
 
-def _config(row: RecordRow | TrialRow, validate: Validate) -> Config:
+def config_of(row: RecordRow | TrialRow | FinalistRow, validate: Validate) -> Config:
+    """The config of a row, accepted by `validate`."""
     family = typed("family", row.family, "str")
     return validate(Config.from_json(family, typed("knobs", row.knobs, "str")))
 
@@ -263,7 +261,12 @@ def as_moment(name: str, value: object) -> str:
     return text
 
 
-def _present(row: P | None, name: str) -> P:
+def present(row: P | None, name: str) -> P:
+    """A row that another one points to.
+
+    Raises:
+        DatabaseError: there is none.
+    """
     if row is None:
         raise DatabaseError(f"a row must point to its {name}, got a number without one")
     return row

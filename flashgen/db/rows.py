@@ -6,14 +6,27 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from flashgen.core.compiled import Compiled
 from flashgen.core.device import Device
 from flashgen.core.history import Origin, Replaced
 from flashgen.core.record import Failure, Measurement, Prediction, Trial, TuningRecord
+from flashgen.core.search_log import Finalist, SearchRun
 from flashgen.core.workload import Workload
 from flashgen.db.past_rows import name_of, origin_columns
 from flashgen.db.reader import OWN
-from flashgen.db.reading import MAX_BASELINES, PREDICTED_SOURCE, Validate, plain, prediction_of, record_of, trial_of
-from flashgen.db.schema import BaselineRow, DeviceRow, OriginRow, RecordRow, ReplacedRow, TrialRow, WorkloadRow
+from flashgen.db.reading import MAX_BASELINES, PREDICTED_SOURCE, Validate, plain, prediction_of, record_of
+from flashgen.db.schema import (
+    BaselineRow,
+    DeviceRow,
+    FinalistRow,
+    OriginRow,
+    RecordRow,
+    ReplacedRow,
+    SearchRow,
+    TrialRow,
+    WorkloadRow,
+)
+from flashgen.db.trial_rows import TAKEN, finalist_of, search_of, trial_of
 
 
 def device_row(device: Device) -> DeviceRow:
@@ -72,6 +85,7 @@ def anchors_column(old: RecordRow) -> str:
 def trial_row(trial: Trial, workload: WorkloadRow, device: DeviceRow) -> TrialRow:
     """The row of a trial, whether it was measured or failed."""
     failure = trial.outcome if isinstance(trial.outcome, Failure) else None
+    measurement = trial.outcome if isinstance(trial.outcome, Measurement) else None
     return TrialRow(
         workload=workload,
         device=device,
@@ -80,8 +94,51 @@ def trial_row(trial: Trial, workload: WorkloadRow, device: DeviceRow) -> TrialRo
         source=trial.source,
         stage=failure.stage if failure else None,
         reason=plain(failure.reason) if failure else None,
-        **_measurement_columns(trial.outcome if isinstance(trial.outcome, Measurement) else None),
+        **_measurement_columns(measurement),
         created=trial.created,
+        run=trial.run,
+        number=trial.number,
+        **_compiled_columns(trial.compiled),
+        predicted_ms=trial.predicted_ms,
+        evaluate_s=trial.evaluate_s,
+        elapsed_s=trial.elapsed_s,
+    )
+
+
+def search_row(search: SearchRun, workload: WorkloadRow, device: DeviceRow) -> SearchRow:
+    """The row of a search."""
+    return SearchRow(
+        workload=workload,
+        device=device,
+        run=search.run,
+        host=name_of(search.host),
+        seed=search.seed,
+        budget=search.budget,
+        candidates=search.candidates,
+        settings=_compact(dict(search.settings)),
+        **{f"{name}_version": version for name, version in asdict(search.versions).items()},
+        state=_compact(dict(search.state)),
+        created=search.created,
+    )
+
+
+def finalist_row(finalist: Finalist, workload: WorkloadRow, device: DeviceRow) -> FinalistRow:
+    """The row of a config in a race, whether it was measured or failed."""
+    failure = finalist.outcome if isinstance(finalist.outcome, Failure) else None
+    measurement = finalist.outcome if isinstance(finalist.outcome, Measurement) else None
+    return FinalistRow(
+        workload=workload,
+        device=device,
+        run=finalist.run,
+        race=finalist.race,
+        stage=finalist.stage,
+        family=finalist.config.family,
+        knobs=finalist.config.to_json(),
+        failed_stage=failure.stage if failure else None,
+        reason=plain(failure.reason) if failure else None,
+        **_measurement_columns(measurement),
+        hard_times_ms=_hard_times_column(measurement),
+        created=finalist.created,
     )
 
 
@@ -115,6 +172,16 @@ def checked_trial(trial: Trial, validate: Validate) -> Trial:
     return trial_of(trial_row(trial, workload_row(trial.workload), device_row(trial.device)), validate)
 
 
+def checked_search(search: SearchRun) -> SearchRun:
+    """The search as it would be read back, as `checked_record` does."""
+    return search_of(search_row(search, workload_row(search.workload), device_row(search.device)))
+
+
+def checked_finalist(finalist: Finalist, validate: Validate) -> Finalist:
+    """The finalist as it would be read back, as `checked_record` does."""
+    return finalist_of(finalist_row(finalist, workload_row(finalist.workload), device_row(finalist.device)), validate)
+
+
 def checked_prediction(prediction: Prediction, validate: Validate) -> Prediction:
     """The prediction as it would be read back, as `checked_record` does."""
     owners = workload_row(prediction.workload), device_row(prediction.device)
@@ -132,3 +199,19 @@ def _measurement_columns(measurement: Measurement | None) -> dict[str, Any]:
 
 def _hard_times_column(measurement: Measurement | None) -> str | None:
     return json.dumps(measurement.hard_times_ms) if measurement and measurement.hard_times_ms else None
+
+
+def _compiled_columns(compiled: Compiled | None) -> dict[str, Any]:
+    if compiled is None:
+        return {"source_digest": ""}
+    parts = {entry: [getattr(part, name) for name in TAKEN] for entry, part in compiled.parts}
+    return {
+        **{name: getattr(compiled, name) for name in TAKEN},
+        "compile_ms": compiled.compile_ms,
+        "source_digest": compiled.source_digest,
+        "parts": _compact(parts) if parts else None,
+    }
+
+
+def _compact(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))

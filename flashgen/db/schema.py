@@ -190,14 +190,14 @@ class ReplacedRow(Base):
 
 
 class TrialRow(Base):
-    """A `core.record.Trial`: a measurement, or a failure's stage and reason; a config is tried once.
+    """A `core.record.Trial`: a measurement, or a failure's stage and reason; a run tries a config once.
 
-    A row whose source is `predicted` is a `core.record.Prediction`: its one time is the model's.
+    A row whose source is `predicted` is a `core.record.Prediction`: its one time is the model's, and it has no run.
     """
 
     __tablename__ = "trials"
     __table_args__ = (
-        UniqueConstraint("workload_id", "device_id", "family", "knobs"),
+        UniqueConstraint("workload_id", "device_id", "run", "family", "knobs"),
         CheckConstraint("(stage IS NULL) = (times_ms IS NOT NULL)", name="failed_or_measured"),
     )
 
@@ -216,6 +216,76 @@ class TrialRow(Base):
     sm_clock_mhz: Mapped[float | None]
     created: Mapped[str]
     profile_times_ms: Mapped[str | None]
+    run: Mapped[str] = mapped_column(server_default="")
+    number: Mapped[int | None]
+    registers: Mapped[int | None]
+    spills: Mapped[int | None]
+    shared_bytes: Mapped[int | None]
+    occupancy: Mapped[int | None]
+    compile_ms: Mapped[float | None]
+    source_digest: Mapped[str] = mapped_column(server_default="")
+    parts: Mapped[str | None]
+    predicted_ms: Mapped[float | None]
+    evaluate_s: Mapped[float | None]
+    elapsed_s: Mapped[float | None]
+
+    workload: Mapped[WorkloadRow | None] = relationship()
+    device: Mapped[DeviceRow | None] = relationship()
+
+
+class SearchRow(Base):
+    """A `core.search_log.SearchRun`: how the search of a run for a workload was asked for. No look-up reads it."""
+
+    __tablename__ = "searches"
+    __table_args__ = (UniqueConstraint("workload_id", "device_id", "run"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    workload_id: Mapped[int] = mapped_column(ForeignKey("workloads.id"))
+    device_id: Mapped[int] = mapped_column(ForeignKey("devices.id"))
+    run: Mapped[str]
+    host: Mapped[str]
+    seed: Mapped[int | None]
+    budget: Mapped[str]
+    candidates: Mapped[int]
+    settings: Mapped[str]
+    flashgen_version: Mapped[str]
+    triton_version: Mapped[str]
+    torch_version: Mapped[str]
+    driver_version: Mapped[str]
+    state: Mapped[str]
+    created: Mapped[str]
+
+    workload: Mapped[WorkloadRow | None] = relationship()
+    device: Mapped[DeviceRow | None] = relationship()
+
+
+class FinalistRow(Base):
+    """A `core.search_log.Finalist`: what a config did in a race of the finals. No look-up reads it."""
+
+    __tablename__ = "finalists"
+    __table_args__ = (
+        UniqueConstraint("workload_id", "device_id", "run", "race", "family", "knobs"),
+        CheckConstraint("(failed_stage IS NULL) = (times_ms IS NOT NULL)", name="failed_or_measured"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    workload_id: Mapped[int] = mapped_column(ForeignKey("workloads.id"))
+    device_id: Mapped[int] = mapped_column(ForeignKey("devices.id"))
+    run: Mapped[str]
+    race: Mapped[int]
+    stage: Mapped[str]
+    family: Mapped[str]
+    knobs: Mapped[str]
+    failed_stage: Mapped[str | None]
+    reason: Mapped[str | None]
+    times_ms: Mapped[str | None]
+    max_error: Mapped[float | None]
+    mean_error: Mapped[float | None]
+    reference_ms: Mapped[float | None]
+    sm_clock_mhz: Mapped[float | None]
+    hard_times_ms: Mapped[str | None]
+    profile_times_ms: Mapped[str | None]
+    created: Mapped[str]
 
     workload: Mapped[WorkloadRow | None] = relationship()
     device: Mapped[DeviceRow | None] = relationship()

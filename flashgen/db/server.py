@@ -24,12 +24,13 @@ from flashgen.core.errors import DatabaseError, FlashgenError
 from flashgen.core.history import UNKNOWN, Origin
 from flashgen.core.quoting import printable, shown
 from flashgen.core.record import Failure, Prediction, Trial, TuningRecord, moment
+from flashgen.core.search_log import Finalist, SearchRun
 from flashgen.core.workload import Workload
-from flashgen.db import reading, rows, writing
+from flashgen.db import reading, rows, trial_rows, writing
 from flashgen.db.layout import SCHEMA_VERSION
 from flashgen.db.past_rows import origin_of
 from flashgen.db.reading import Validate
-from flashgen.db.schema import Base, DeviceRow, RecordRow, TrialRow, WorkloadRow
+from flashgen.db.schema import Base, DeviceRow, FinalistRow, RecordRow, SearchRow, TrialRow, WorkloadRow
 from flashgen.db.store import Store
 from flashgen.db.writing import Incoming, Merged
 
@@ -46,7 +47,8 @@ LOCK_ID = 0x464C474E
 """Of PostgreSQL's advisory lock around the making of tables: two coordinators may come first."""
 
 V = TypeVar("V")
-R = TypeVar("R", TrialRow, RecordRow)
+T = TypeVar("T", TrialRow, SearchRow, FinalistRow)
+R = TypeVar("R", TrialRow, SearchRow, FinalistRow, RecordRow)
 
 
 class ServerStore:
@@ -122,15 +124,35 @@ class ServerStore:
         checked = rows.checked_prediction(replace(prediction, outcome=_storable(prediction.outcome)), self.validate)
         self._run(lambda session: writing.replace_prediction(session, checked))
 
+    def put_search(self, search: SearchRun) -> None:
+        """See `Store.put_search`."""
+        checked = rows.checked_search(search)
+        self._run(lambda session: writing.replace_search(session, checked))
+
+    def put_finalists(self, finalists: Iterable[Finalist]) -> None:
+        """See `Store.put_finalists`."""
+        checked = [
+            rows.checked_finalist(replace(each, outcome=_storable(each.outcome)), self.validate) for each in finalists
+        ]
+        self._run(lambda session: writing.add_finalists(session, checked))
+
     def trials(self, workload: Workload, device: Device) -> list[Trial]:
         """See `Store.trials`."""
-        query = _trials(workload, device).where(TrialRow.source != reading.PREDICTED_SOURCE)
-        return self._read(query, lambda row: reading.trial_of(row, self.validate))
+        query = _of(TrialRow, workload, device).where(TrialRow.source != reading.PREDICTED_SOURCE)
+        return self._read(query, lambda row: trial_rows.trial_of(row, self.validate))
 
     def predictions(self, workload: Workload, device: Device) -> list[Prediction]:
         """See `Store.predictions`."""
-        query = _trials(workload, device).where(TrialRow.source == reading.PREDICTED_SOURCE)
+        query = _of(TrialRow, workload, device).where(TrialRow.source == reading.PREDICTED_SOURCE)
         return self._read(query, lambda row: reading.prediction_of(row, self.validate))
+
+    def searches(self, workload: Workload, device: Device) -> list[SearchRun]:
+        """See `Store.searches`."""
+        return self._read(_of(SearchRow, workload, device), trial_rows.search_of)
+
+    def finalists(self, workload: Workload, device: Device) -> list[Finalist]:
+        """See `Store.finalists`."""
+        return self._read(_of(FinalistRow, workload, device), lambda row: trial_rows.finalist_of(row, self.validate))
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
         """See `Store.record`."""
@@ -253,8 +275,8 @@ def _storable(outcome: Any) -> Any:
     return outcome
 
 
-def _trials(workload: Workload, device: Device) -> sa.Select[TrialRow]:
-    query = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device).order_by(TrialRow.id)
+def _of(table: type[T], workload: Workload, device: Device) -> sa.Select[T]:
+    query = sa.select(table).join(table.workload).join(table.device).order_by(table.id)
     return query.where(WorkloadRow.key == workload.key, DeviceRow.identity == device.identity)
 
 

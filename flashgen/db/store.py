@@ -24,17 +24,19 @@ from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
 from flashgen.core.history import UNKNOWN, Origin, Replaced
 from flashgen.core.record import Prediction, Trial, TuningRecord
+from flashgen.core.search_log import Finalist, SearchRun
 from flashgen.core.workload import Workload
-from flashgen.db import files, reading, rows, writing
-from flashgen.db.connection import Access, Deadline, connect, is_too_long, retry, unbind, use
+from flashgen.db import files, reading, rows, trial_rows, writing
+from flashgen.db.connection import Access, Deadline, connect, retry, unbind, use
 from flashgen.db.inspection import refuse_computed
 from flashgen.db.past import Past, past_of
 from flashgen.db.reader import BadRow, Reader
 from flashgen.db.reading import Validate
-from flashgen.db.schema import BaselineRow, DeviceRow, OriginRow, RecordRow, ReplacedRow, TrialRow, WorkloadRow
+from flashgen.db.row_reading import R, at_once, build_one
+from flashgen.db.schema import Base, DeviceRow, FinalistRow, SearchRow, TrialRow, WorkloadRow
 from flashgen.db.writing import Incoming, Merged, Wins
 
-R = TypeVar("R", TrialRow, DeviceRow, WorkloadRow)
+T = TypeVar("T", TrialRow, SearchRow, FinalistRow)
 V = TypeVar("V")
 
 
@@ -152,6 +154,26 @@ class Store:
         checked = rows.checked_prediction(prediction, self.validate)
         self._run(lambda session: writing.replace_prediction(session, checked), write=True)
 
+    def put_search(self, search: SearchRun) -> None:
+        """Store how a search was asked for; what is known of the same run, workload and device identity is replaced.
+
+        Raises:
+            FlashgenError: it breaks a rule that it would have to pass when read back.
+            DatabaseError: the file cannot be written.
+        """
+        checked = rows.checked_search(search)
+        self._run(lambda session: writing.replace_search(session, checked), write=True)
+
+    def put_finalists(self, finalists: Iterable[Finalist]) -> None:
+        """Store the races of finals in one transaction, each in place of one of the same number in the same search.
+
+        Raises:
+            FlashgenError: one breaks a rule that it would have to pass when read back, its config's knobs included.
+            DatabaseError: the file cannot be written.
+        """
+        checked = [rows.checked_finalist(each, self.validate) for each in finalists]
+        self._run(lambda session: writing.add_finalists(session, checked), write=True)
+
     def forget_trials(self, workload: Workload, device: Device) -> int:
         """Delete the trials and predictions of a workload on a device, to search afresh; how many there were."""
         keys = (workload.key, device.identity)
@@ -166,14 +188,22 @@ class Store:
         return self._run(delete, write=True)
 
     def trials(self, workload: Workload, device: Device) -> list[Trial]:
-        """Every trial of a workload on a device identity, in the order they were stored."""
-        query = _trial_query(workload, device).where(TrialRow.source.is_distinct_from(reading.PREDICTED_SOURCE))
-        return self._read(query, lambda row: reading.trial_of(row, self.validate))
+        """Every trial of a workload on a device identity, of all runs, in the order they were stored."""
+        query = _of(TrialRow, workload, device).where(TrialRow.source.is_distinct_from(reading.PREDICTED_SOURCE))
+        return self._read(query, lambda row: trial_rows.trial_of(row, self.validate))
 
     def predictions(self, workload: Workload, device: Device) -> list[Prediction]:
         """Every prediction of a workload for a device identity, in the order they were stored."""
-        query = _trial_query(workload, device).where(TrialRow.source == reading.PREDICTED_SOURCE)
+        query = _of(TrialRow, workload, device).where(TrialRow.source == reading.PREDICTED_SOURCE)
         return self._read(query, lambda row: reading.prediction_of(row, self.validate))
+
+    def searches(self, workload: Workload, device: Device) -> list[SearchRun]:
+        """How every search for a workload on a device identity was asked for, in the order they began."""
+        return self._read(_of(SearchRow, workload, device), trial_rows.search_of)
+
+    def finalists(self, workload: Workload, device: Device) -> list[Finalist]:
+        """What every config did in each race of a workload's finals on a device identity, in the order of the races."""
+        return self._read(_of(FinalistRow, workload, device), lambda row: trial_rows.finalist_of(row, self.validate))
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
         """The record of exactly this workload on this device identity, a measured one before a predicted one."""
@@ -217,13 +247,10 @@ class Store:
 
     def counts(self) -> dict[str, int]:
         """Number of rows of each table, checked or not."""
-        tables = (DeviceRow, WorkloadRow, RecordRow, TrialRow, BaselineRow, OriginRow, ReplacedRow)
 
         def count(session: Session) -> dict[str, int]:
-            return {
-                table.__tablename__: session.scalar(sa.select(sa.func.count()).select_from(table)) or 0
-                for table in tables
-            }
+            tables = Base.metadata.sorted_tables
+            return {t.name: session.scalar(sa.select(sa.func.count()).select_from(t)) or 0 for t in tables}
 
         return self._run(count)
 
@@ -243,9 +270,9 @@ class Store:
         def read(session: Session) -> list[V]:
             bad.clear()
             ids = session.scalars(query.with_only_columns(table.id)).all()
-            found = _at_once(session, query)
+            found = at_once(session, query)
             rows = ((table.__tablename__, row_id, row_id) for row_id in ids)
-            return self.reader.built(rows, lambda row_id: _build(session, found, table, row_id, build), bad)
+            return self.reader.built(rows, lambda row_id: build_one(session, found, table, row_id, build), bad)
 
         values = self._run(read)
         self.reader.report(bad)
@@ -284,33 +311,10 @@ def _damage(connection: sqlite3.Connection) -> str:
     return str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
 
 
-def _at_once(session: Session, query: sa.Select[R]) -> dict[int, R]:
-    """All rows by id, or none where one of them cannot be read: then each is read on its own."""
-    try:
-        found: Iterable[R | None] = session.scalars(query)
-        return {row.id: row for row in found if row is not None}
-    except sa.exc.DBAPIError as error:
-        if isinstance(error.orig, sqlite3.Error) and is_too_long(error.orig):
-            return {}
-        raise
-    except (ArithmeticError, LookupError, TypeError, ValueError):  # a value that SQLAlchemy cannot convert
-        return {}
-
-
-def _build(session: Session, found: dict[int, R], table: type[R], row_id: int, build: Callable[[R], V]) -> V:
-    try:
-        row = found.get(row_id) or session.scalars(sa.select(table).where(table.id == row_id)).first()
-        if row is None:
-            raise DatabaseError("a row must have an id of its own")
-        return build(row)
-    except sa.exc.DBAPIError as error:
-        raise files.of_sqlite(error) from error
-
-
 def _same(key: str, identity: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
     return WorkloadRow.key == key, DeviceRow.identity == identity
 
 
-def _trial_query(workload: Workload, device: Device) -> sa.Select[TrialRow]:
-    query = sa.select(TrialRow).join(TrialRow.workload).join(TrialRow.device)
-    return query.where(*_same(workload.key, device.identity)).order_by(TrialRow.id)
+def _of(table: type[T], workload: Workload, device: Device) -> sa.Select[T]:
+    query = sa.select(table).join(table.workload).join(table.device)
+    return query.where(*_same(workload.key, device.identity)).order_by(table.id)

@@ -12,12 +12,22 @@ from sqlalchemy.orm import Session
 from flashgen.core.errors import DatabaseError, FlashgenError
 from flashgen.core.history import REASONS, UNKNOWN, Replaced
 from flashgen.core.record import Prediction, Trial, TuningRecord, timestamp
+from flashgen.core.search_log import Finalist, SearchRun
 from flashgen.db import reading, rows
 from flashgen.db.past import Origins
 from flashgen.db.past_rows import name_of, origin_columns
 from flashgen.db.reader import OWN
 from flashgen.db.reading import Validate
-from flashgen.db.schema import DeviceRow, OriginRow, RecordRow, ReplacedRow, TrialRow, WorkloadRow
+from flashgen.db.schema import (
+    DeviceRow,
+    FinalistRow,
+    OriginRow,
+    RecordRow,
+    ReplacedRow,
+    SearchRow,
+    TrialRow,
+    WorkloadRow,
+)
 
 R = TypeVar("R", DeviceRow, WorkloadRow)
 
@@ -100,11 +110,12 @@ def prune_history(session: Session, keep: int) -> int:
 
 
 def replace_trial(session: Session, trial: Trial) -> None:
-    """Store a trial in place of an earlier one of the same config."""
+    """Store a trial in place of an earlier one of the same config in the same run, and of a prediction of it."""
     workload, device = _owners(session, trial)
     new = rows.trial_row(trial, workload, device)
     for old in _of_same_config(session, new):
-        session.delete(old)
+        if old.run == new.run or old.source == reading.PREDICTED_SOURCE:
+            session.delete(old)
     session.flush()
     session.add(new)
 
@@ -122,13 +133,40 @@ def replace_prediction(session: Session, prediction: Prediction) -> None:
     session.add(new)
 
 
+def replace_search(session: Session, search: SearchRun) -> None:
+    """Store how a search was asked for; one of the same run goes on, perhaps on another machine."""
+    workload, device = _owners(session, search)
+    new = rows.search_row(search, workload, device)
+    owned = (SearchRow.workload == workload, SearchRow.device == device)
+    old = session.scalar(sa.select(SearchRow).where(*owned, SearchRow.run == search.run))
+    if old is not None:
+        session.delete(old)
+        session.flush()
+    session.add(new)
+
+
+def add_finalists(session: Session, finalists: Sequence[Finalist]) -> None:
+    """Store a race in place of one of the same number in the same run."""
+    for race in dict.fromkeys((each.workload, each.device, each.run, each.race) for each in finalists):
+        same = [each for each in finalists if (each.workload, each.device, each.run, each.race) == race]
+        workload, device = _owners(session, same[0])
+        owned = (FinalistRow.workload == workload, FinalistRow.device == device)
+        number = (FinalistRow.run == same[0].run, FinalistRow.race == same[0].race)
+        for old in session.scalars(sa.select(FinalistRow).where(*owned, *number)).all():
+            session.delete(old)
+        session.flush()
+        session.add_all(rows.finalist_row(each, workload, device) for each in same)
+
+
 def _of_same_config(session: Session, row: TrialRow) -> Sequence[TrialRow]:
     owned = (TrialRow.workload == row.workload, TrialRow.device == row.device)
     same = sa.select(TrialRow).where(*owned, TrialRow.family == row.family, TrialRow.knobs == row.knobs)
     return session.scalars(same).all()
 
 
-def _owners(session: Session, value: TuningRecord | Trial | Prediction) -> tuple[WorkloadRow, DeviceRow]:
+def _owners(
+    session: Session, value: TuningRecord | Trial | Prediction | SearchRun | Finalist
+) -> tuple[WorkloadRow, DeviceRow]:
     workload = rows.workload_row(value.workload)
     device = rows.device_row(value.device)
     return (

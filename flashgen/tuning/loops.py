@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import math
 
-from flashgen.codegen.cost import Loop, Taken
+from flashgen.codegen.cost import Loop
+from flashgen.core.compiled import Taken
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Workload
 from flashgen.tuning.sm import (

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashgen.codegen import families
-from flashgen.codegen.cost import CostModel, LoopKernel, Taken
+from flashgen.codegen.cost import CostModel, LoopKernel
+from flashgen.core.compiled import Compiled, Taken
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import TuningError
 from flashgen.core.workload import Workload
-from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.loops import LoopModel
 
 LAUNCH_MS = 0.003

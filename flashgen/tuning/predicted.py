@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from flashgen.codegen.families import applicable, confirmed, family
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.render import source_digest
+from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import UnsupportedError
@@ -25,7 +26,7 @@ from flashgen.core.workload import Workload
 from flashgen.db.writing import Incoming
 from flashgen.measure.protocol import specialization
 from flashgen.tuning.candidates import Candidates, by_prediction
-from flashgen.tuning.compile_pool import Compiled, rejected
+from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context
 from flashgen.tuning.events import CandidateRanked, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import complexity

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from flashgen._version import __version__
+from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
@@ -17,7 +18,7 @@ from flashgen.core.record import Failure, Versions
 from flashgen.core.workload import Specialization
 from flashgen.measure.executor import LocalExecutor
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
-from flashgen.tuning.compile_pool import Compiled, CompilePool, usable_cpus
+from flashgen.tuning.compile_pool import CompilePool, usable_cpus
 
 
 class Host:

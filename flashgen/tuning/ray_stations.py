@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen._version import __version__
+from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
@@ -26,7 +27,7 @@ from flashgen.core.settings import set_unless_given
 from flashgen.core.workload import Specialization
 from flashgen.measure.executor import GPU_SERVICE
 from flashgen.measure.protocol import EvaluateJob, Executor, HostInfo, Outcome, RaceJob, RaceResult
-from flashgen.tuning.compile_pool import COMPILE_SERVICE, Compiled
+from flashgen.tuning.compile_pool import COMPILE_SERVICE
 from flashgen.tuning.ray_host import Host
 from flashgen.tuning.stations import StationLostError
 from flashgen.tuning.tune import why_noisy

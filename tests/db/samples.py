@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.codegen.families import validate
+from flashgen.core.compiled import Compiled, Taken
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.history import Origin, Replaced, RunnerUp
 from flashgen.core.record import Baseline, Failure, Measurement, Prediction, Trial, TuningRecord, Versions
+from flashgen.core.search_log import Finalist, SearchRun
 from flashgen.core.workload import Workload
 
 H200 = find_device("h200")
@@ -65,6 +67,51 @@ FAILED = replace(
     config=CONFIG.replace(num_warps=16),
     source="sampler",
     outcome=Failure(stage="launch", reason="an illegal memory access\n  in line 7"),
+)
+
+
+SEARCH = SearchRun(
+    workload=CAUSAL,
+    device=H200,
+    run="0123456789abcdef",
+    host="gpu-7",
+    seed=3,
+    budget="20 s",
+    candidates=4000,
+    settings=(("families", "portable_forward"), ("neighbours", 4), ("retune", True)),
+    versions=MEASURED.versions,
+    state=(("power_limit_w", 700.0),),
+    created="2026-11-20T10:59:00+00:00",
+)
+KNOWN_TRIAL = replace(
+    TRIAL,
+    run=SEARCH.run,
+    number=2,
+    compiled=Compiled.of(
+        {"one": Taken(registers=168, spills=0, shared_bytes=98304, occupancy=2)}, compile_ms=900.5, source_digest="ab12"
+    ),
+    predicted_ms=1.1,
+    evaluate_s=0.25,
+    elapsed_s=3.5,
+)
+"""With all that is known of a trial since schema 0009."""
+
+FINALISTS = tuple(
+    Finalist(
+        workload=CAUSAL,
+        device=H200,
+        run=SEARCH.run,
+        race=race,
+        stage=stage,
+        config=config,
+        outcome=outcome,
+        created="2026-11-20T11:30:00+00:00",
+    )
+    for race, stage, config, outcome in (
+        (1, "near", CONFIG, Measurement(times_ms=(1.4, 1.5), hard_times_ms=(2.5, 2.6), reference_ms=2.0)),
+        (1, "near", FAILED.config, FAILED.outcome),
+        (2, "last", CONFIG, Measurement(times_ms=(1.4,), sm_clock_mhz=1700.0)),
+    )
 )
 
 

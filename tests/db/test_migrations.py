@@ -41,6 +41,7 @@ from tests.db.samples import (
     CAUSAL,
     DECODE_STEP,
     FAILED,
+    FINALISTS,
     FIRST_KNOBS,
     H200,
     HARD_TIMES,
@@ -48,6 +49,7 @@ from tests.db.samples import (
     ORIGIN,
     PREDICTED,
     REPLACED,
+    SEARCH,
     TRIAL,
     hard,
     on_profiles,
@@ -591,3 +593,20 @@ def test_packed_sequences_without_rows_are_as_long_as_they_can_be(tmp_path: Path
         assert {record.workload for record in store.records()} == {*known, full, part}
     shutil.copyfile(DATA / "schema_0007.sqlite3", path)
     assert taken_back(path, "0008", "0007") == before
+
+
+# --- 0009: a trial knows its search, and searches are kept -----------------------------------------------------------
+
+
+def test_searches_can_be_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0008.sqlite3", path)
+    before = contents(path)
+    with Store.open(path) as store:
+        for run in ("one", "other"):
+            store.put_trial(replace(TRIAL, source=run, run=run))
+        store.put_search(SEARCH)
+        store.put_finalists(FINALISTS)
+    assert taken_back(path, "0009", "0008") == before
+    with Store.open(path) as store:  # of two trials of a config the last one stays
+        assert [trial.source for trial in store.trials(CAUSAL, H200)] == [TRIAL.source, FAILED.source, "other"]

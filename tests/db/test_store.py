@@ -97,7 +97,7 @@ def test_a_new_record_replaces_the_old_one_with_its_baselines(store: Store) -> N
     store.put_record(faster)
     assert store.records() == [faster]
     held = {"devices": 1, "workloads": 1, "records": 1, "trials": 0, "anchors": 1}
-    assert store.counts() == {**held, "origins": 0, "history": 1}
+    assert store.counts() == {**held, "origins": 0, "history": 1, "searches": 0, "finalists": 0}
 
 
 def test_records_are_narrowed_and_ordered(store: Store) -> None:

@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+from flashgen.core.compiled import Compiled
 from flashgen.core.record import Failure
 from flashgen.measure.worker import Announce
-from flashgen.tuning.compile_pool import Compiled, CompileJob
+from flashgen.tuning.compile_pool import CompileJob
 
 
 class Misbehaving:

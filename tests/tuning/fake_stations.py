@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.record import Versions
 from flashgen.core.workload import Specialization
 from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob, RaceResult
-from flashgen.tuning.compile_pool import Compiled, Compiler
+from flashgen.tuning.compile_pool import Compiler
 from flashgen.tuning.stations import StationLostError
 from tests.tuning.fakes import H200, FakeExecutor
 

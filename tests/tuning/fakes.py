@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from flashgen.codegen.cost import Tiling
 from flashgen.codegen.families import default_config
+from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.device import Device, find_device
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
-from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.predict import cost_model
 
 H200 = find_device("h200")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 
+from flashgen.core.compiled import Compiled
 from flashgen.core.device import find_device
 from flashgen.core.record import Measurement, Versions
 from flashgen.core.settings import child_environment
 from flashgen.measure.protocol import EvaluateJob, HostInfo, RaceJob, RaceResult
 from flashgen.measure.worker import Announce
-from flashgen.tuning.compile_pool import Compiled, CompileJob
+from flashgen.tuning.compile_pool import CompileJob
 
 GPUS = 2
 SMALL, LARGE = find_device("h100"), find_device("h200")

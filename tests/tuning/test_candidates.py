@@ -7,11 +7,12 @@ import random
 
 import pytest
 
-from flashgen.codegen.cost import CostModel, Taken, Tiling
+from flashgen.codegen.cost import CostModel, Tiling
 from flashgen.codegen.families import FAMILIES, applicable, family
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.hopper_forward import family as hopper_forward
 from flashgen.codegen.space import search_space
+from flashgen.core.compiled import Taken
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import TuningError

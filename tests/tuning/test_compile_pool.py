@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen.families import default_config
+from flashgen.core.compiled import Compiled, Taken
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
-from flashgen.tuning.compile_pool import Compiled, CompilePool, Taken, rejected
+from flashgen.tuning.compile_pool import CompilePool, rejected
 
 H100 = find_device("h100")
 SPEC = Workload(batch=1, nheads=1, seqlen_q=128, head_dim=64).specialization

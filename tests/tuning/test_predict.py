@@ -8,11 +8,11 @@ import pytest
 
 from flashgen.codegen.families import family, unsupported
 from flashgen.codegen.space import search_space
+from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.errors import TuningError
 from flashgen.core.workload import Workload
-from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.predict import LAUNCH_MS, estimate, predict_ms
 from flashgen.tuning.workloads import collect
 

@@ -6,16 +6,16 @@ import dataclasses
 
 import pytest
 
-from flashgen.codegen.cost import CostModel, Taken
+from flashgen.codegen.cost import CostModel
 from flashgen.codegen.families import FAMILIES, family, unsupported
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.space import search_space
+from flashgen.core.compiled import Compiled, Taken
 from flashgen.core.config import Config
 from flashgen.core.device import CATALOGUE, Device, find_device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Workload
 from flashgen.tuning.candidates import Candidates, by_prediction, related, seed_configs, tile_of
-from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.predict import LAUNCH_MS, cost_model, estimate, predict_all, predict_ms
 from flashgen.tuning.workloads import collect
 

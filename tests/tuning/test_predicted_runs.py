@@ -9,6 +9,7 @@ import pytest
 
 from flashgen.codegen import families
 from flashgen.codegen.space import search_space
+from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.peak import least_ms
@@ -17,7 +18,6 @@ from flashgen.core.workload import Specialization
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.candidates import Candidates, by_prediction, ranking
-from flashgen.tuning.compile_pool import Compiled
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import CandidateRanked, Event, Warned, WorkloadStarted
 from flashgen.tuning.report import report_rows

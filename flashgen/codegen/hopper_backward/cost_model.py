@@ -6,8 +6,9 @@ import functools
 
 from flashgen.codegen.common_loops import owning_keys, owning_queries, streamed_bytes
 from flashgen.codegen.common_wgmma import ROWS, block
-from flashgen.codegen.cost import CostModel, LoopKernel, Taken, Tiling
+from flashgen.codegen.cost import CostModel, LoopKernel, Tiling
 from flashgen.codegen.hopper_backward import resources
+from flashgen.core.compiled import Taken
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_loops import forward_loop
-from flashgen.codegen.cost import CostModel, LoopKernel, Taken, Tiling
+from flashgen.codegen.cost import CostModel, LoopKernel, Tiling
 from flashgen.codegen.hopper_forward import resources
+from flashgen.core.compiled import Taken
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization

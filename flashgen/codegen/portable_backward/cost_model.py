@@ -7,8 +7,9 @@ import functools
 from flashgen.codegen.common_loops import owning_keys, owning_queries, streamed_bytes
 from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD
 from flashgen.codegen.common_products import PRODUCTS, precision
-from flashgen.codegen.cost import CostModel, LoopKernel, Ranking, Taken, Tiling, blocks_side_by_side
+from flashgen.codegen.cost import CostModel, LoopKernel, Ranking, Tiling, blocks_side_by_side
 from flashgen.codegen.head_parts import is_split, padded
+from flashgen.core.compiled import Taken
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization

@@ -6,9 +6,10 @@ from flashgen.codegen.common_loops import forward_loop
 from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD
 from flashgen.codegen.common_products import PRODUCTS, precision
 from flashgen.codegen.common_softcap import HARDWARE, TANH, tanh
-from flashgen.codegen.cost import CostModel, LoopKernel, Ranking, Taken, Tiling, blocks_side_by_side
+from flashgen.codegen.cost import CostModel, LoopKernel, Ranking, Tiling, blocks_side_by_side
 from flashgen.codegen.head_parts import is_split, padded
 from flashgen.codegen.portable_forward.resources import registers_needed, smem_needed
+from flashgen.core.compiled import Taken
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
