@@ -26,6 +26,7 @@ from flashgen.core.workload import Workload
 
 if TYPE_CHECKING:
     from flashgen.core.features.values import BlockMask
+    from flashgen.integrations.model.integrate import integrate
     from flashgen.runtime.api import attention
     from flashgen.runtime.append import append_kv
     from flashgen.runtime.block_mask import block_mask
@@ -62,6 +63,7 @@ __all__ = [
     "attention_varlen",
     "block_mask",
     "explain",
+    "integrate",
     "merge_states",
     "record",
     "reload",
@@ -79,6 +81,7 @@ _LATE = {
     "attention_varlen": "flashgen.runtime.varlen.api",
     "block_mask": "flashgen.runtime.block_mask",
     "explain": "flashgen.runtime.explain",
+    "integrate": "flashgen.integrations.model.integrate",
     "merge_states": "flashgen.runtime.states",
     "record": "flashgen.runtime.record",
     "reload": "flashgen.runtime.warmup",

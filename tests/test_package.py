@@ -28,6 +28,7 @@ PUBLIC = {
     "BlockMask",
     "Prefix",
     "explain",
+    "integrate",
     "merge_states",
     "record",
     "reload",

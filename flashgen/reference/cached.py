@@ -18,7 +18,9 @@ from flashgen.runtime.argument_types import check_types
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.decode.prefix import Prefix
+from flashgen.runtime.decode.runs import decode_workload
 from flashgen.runtime.decode.shared_keys import SharedKeys, check_shared
+from flashgen.runtime.ops import recording
 from flashgen.runtime.ops.outputs import empty_output
 
 Tensor = torch.Tensor
@@ -146,8 +148,9 @@ def _checked_prefix(call: DecodeCall, prefix: Prefix | None) -> SharedKeys | Non
     q, k, v = (stand_in(tensor, torch.float16) for tensor in tensors)
     small = replace(call, q=q, k_cache=k, v_cache=v, features=stand_ins(call.features))
     check_decode_tensors(small)
-    CheckedDecode.of(small, empty_output(q, v, bshd=True))
+    checked = CheckedDecode.of(small, empty_output(q, v, bshd=True))
     check_contents(call)
+    recording.computed_by_reference(lambda: decode_workload(checked.spec, checked.shape))
     if prefix is None:
         return None
     instance("prefix", prefix, Prefix)

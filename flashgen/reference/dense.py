@@ -23,6 +23,7 @@ from flashgen.runtime.arguments import (
     in_autocast,
     split_offset,
 )
+from flashgen.runtime.ops import recording
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import UserCallable, resolve
 
@@ -168,7 +169,7 @@ def _check(
 ) -> None:
     """The rules of the kernels' call, which see float64 as float32."""
     one, two, three = (stand_in(x, torch.float32) for x in (q, k, v))
-    Call(
+    checked = Call(
         q=one,
         k=two,
         v=three,
@@ -179,3 +180,4 @@ def _check(
         features=stand_ins(features),
         mods=resolve(features.mods) if features.mods else None,
     ).checked()
+    recording.computed_by_reference(lambda: checked.workload)

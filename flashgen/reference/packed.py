@@ -19,6 +19,7 @@ from flashgen.reference.philox import Dropout
 from flashgen.reference.stand_ins import lse_dtype, stand_in, stand_ins
 from flashgen.runtime.argument_types import check_types
 from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast
+from flashgen.runtime.ops import recording
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import UserCallable, resolve
 from flashgen.runtime.varlen.arguments import one_batch_element, packed_features
@@ -193,7 +194,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, *, causal: bool)
     one, two, three = one_batch_element(*(stand_in(x, torch.float32) for x in (q, k, v)), paged=paged)
     mods = resolve(features.mods) if features.mods else None
     small = stand_ins(features)
-    Call(q=one, k=two, v=three, causal=causal, bshd=True, with_lse=True, features=small, mods=mods).checked()
+    call = Call(q=one, k=two, v=three, causal=causal, bshd=True, with_lse=True, features=small, mods=mods)
+    checked = call.checked()
+    recording.computed_by_reference(lambda: checked.workload)
 
 
 def used_rows(features: Features, side: str) -> list[slice]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from flashgen.core.errors import WorkloadError
 from flashgen.core.quoting import shown
 from flashgen.runtime.ops import serve
-from flashgen.runtime.ops.recording import RECORDERS, Recorder
+from flashgen.runtime.ops.recording import RECORDERS, Counting, Recorder
 
 
 @contextlib.contextmanager
@@ -35,12 +35,21 @@ def record(path: str | Path) -> Iterator[None]:
     if not isinstance(path, (str, Path)):
         raise WorkloadError(f"calls are recorded in a file that a path names, got {shown(path)}")
     recorder = Recorder(Path(path).absolute())
+    try:
+        with counted_by(recorder):
+            yield
+    finally:
+        recorder.write()
+
+
+@contextlib.contextmanager
+def counted_by(recorder: Counting) -> Iterator[None]:
+    """Let something count the calls of a block."""
     _changed(lambda: RECORDERS.append(recorder))
     try:
         yield
     finally:
         _changed(lambda: RECORDERS.remove(recorder))
-        recorder.write()
 
 
 def _changed(change: Callable[[], None]) -> None:

@@ -66,14 +66,17 @@ class route_sdpa(TorchFunctionMode):
 
     Args:
         strict: raise instead of passing a call on.
+        reference: serve by `flashgen.reference` on whatever device the tensors are: exact, slow, and the only way on a
+            CPU.
 
     Raises:
         UnsupportedError: in the block, a call is not taken and `strict` is True.
     """
 
-    def __init__(self, *, strict: bool = False) -> None:
+    def __init__(self, *, strict: bool = False, reference: bool = False) -> None:
         super().__init__()
         self.strict = strict
+        self.reference = reference
         self.calls = Calls()
 
     def __enter__(self) -> Calls:
@@ -95,7 +98,7 @@ class route_sdpa(TorchFunctionMode):
     ) -> Any:
         named = kwargs or {}
         if func is TORCHS_OWN:
-            return _attend(self.calls, self.strict, *args, **named)
+            return _attend(self, *args, **named)
         if func is functional.multi_head_attention_forward and CLASSES.issuperset(types):
             return _heads_of(self)(*args, **named)
         return func(*args, **named)
@@ -133,8 +136,7 @@ def disable() -> None:
 
 
 def _attend(
-    calls: Calls,
-    strict: bool,
+    routing: route_sdpa,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -147,24 +149,27 @@ def _attend(
     """SDPA by flashgen, or by torch with the reason counted."""
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     named = {"scale": scale, "enable_gqa": enable_gqa}
-    reason = why_not(*given, **named)  # type: ignore[arg-type]
+    calls = routing.calls
+    reason = why_not(*given, **named, on_any_device=routing.reference)  # type: ignore[arg-type]
     if reason is None:
-        found = _served(arguments(*given, **named))  # type: ignore[arg-type]
+        found = _served(arguments(*given, **named), routing.reference)  # type: ignore[arg-type]
         if isinstance(found, Tensor):
             if not is_compiling():
                 calls.served += 1
             return shaped_like(found, query)
         reason = found
-    if strict:
+    if routing.strict:
         raise UnsupportedError(f"flashgen does not take this call of scaled_dot_product_attention: {reason}")
     if not is_compiling():
         calls.passed_on[reason] += 1
     return TORCHS_OWN(*given, **named)
 
 
-def _served(call: dict[str, Any]) -> Tensor | str:
+def _served(call: dict[str, Any], by_reference: bool) -> Tensor | str:
     """The output, or why no kernel computes it; a graph of torch.compile says so when it runs."""
     attend: Attend = flashgen.attention
+    if by_reference:
+        from flashgen.reference import attention as attend
     if is_compiling():
         return attend(**call)
     try:
@@ -178,7 +183,7 @@ def _routed(routing: route_sdpa) -> Attend:
 
     @functools.wraps(TORCHS_OWN)
     def scaled_dot_product_attention(*given: Any, **named: Any) -> Tensor:
-        return _attend(routing.calls, routing.strict, *given, **named)
+        return _attend(routing, *given, **named)
 
     return scaled_dot_product_attention
 

@@ -35,10 +35,13 @@ def why_not(  # noqa: C901, PLR0912 - one condition a line
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    on_any_device: bool = False,
 ) -> str | None:
     """Why `flashgen.attention` does not take a call of SDPA, as far as its arguments tell; None where they do not.
 
-    What torch refuses itself goes to torch, too, whose error is the one that a program expects.
+    What torch refuses itself goes to torch, too, whose error is the one that a program expects. `on_any_device` is set
+    for the reference.
     """
     inputs = (query, key, value)
     if not all(isinstance(tensor, Tensor) for tensor in inputs):
@@ -48,7 +51,7 @@ def why_not(  # noqa: C901, PLR0912 - one condition a line
             return f"tensors are of no class that flashgen does not know, got {type(tensor).__name__}"
         if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
             return "tensors are dense, not nested, sparse or quantized"
-        if tensor.device.type not in DEVICES:
+        if not on_any_device and tensor.device.type not in DEVICES:
             return f"kernels run on a GPU, got a tensor on {tensor.device.type}"
         if tensor.dtype not in DTYPES:
             return f"dtype is bfloat16, float16 or float32, got {tensor.dtype}"

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.quoting import printable
@@ -31,12 +31,28 @@ if TYPE_CHECKING:
 WRITE_EVERY_S = 30.0
 """How old counts get before a call writes them, so that a process that is killed loses no more."""
 
-RECORDERS: list[Recorder] = []
+
+class Counting(Protocol):
+    """What counts calls."""
+
+    counts_reference: bool
+    """Whether calls of `flashgen.reference` are counted, too: as such that no kernel serves."""
+
+    def cell(self, record: CallRecord) -> Any:
+        """What `count` is told of calls like this one."""
+
+    def count(self, cell: Any) -> None:
+        """Count one call."""
+
+
+RECORDERS: list[Counting] = []
 """Those at work."""
 
 
 class Recorder:
     """Counts calls, and adds the counts to a file from time to time and at the end."""
+
+    counts_reference = False
 
     def __init__(self, path: Path) -> None:
         """Refuse a file that cannot be added to, while nothing is lost yet.
@@ -121,7 +137,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_anew)
 
 
-def recorders() -> list[Recorder]:
+def recorders() -> list[Counting]:
     """Those at work, with that of `FLASHGEN_RECORD`."""
     path = settings().record
     return RECORDERS if path is None else [*RECORDERS, _of_environment(path)]
@@ -156,7 +172,15 @@ def counted_launches(launches: Any, workload_of: Callable[[Any], Workload], devi
 
 def refused(workload: Callable[[], Workload]) -> None:
     """Count a call that no kernel serves, which happens where an error says so each time."""
-    active = recorders()
+    _count_unserved(recorders(), workload)
+
+
+def computed_by_reference(workload: Callable[[], Workload]) -> None:
+    """Count a call of `flashgen.reference` where that is asked for."""
+    _count_unserved([recorder for recorder in RECORDERS if recorder.counts_reference], workload)
+
+
+def _count_unserved(active: list[Counting], workload: Callable[[], Workload]) -> None:
     if active:
         from flashgen.core.calls import CallRecord
 
@@ -189,7 +213,7 @@ def call_record(workload: Workload, device: Device, served: Served, impl: str | 
     )
 
 
-def _counting(run: Any, record: CallRecord, active: tuple[Recorder, ...]) -> Any:
+def _counting(run: Any, record: CallRecord, active: tuple[Counting, ...]) -> Any:
     cells = [(recorder, recorder.cell(record)) for recorder in active]
 
     def counting(*given: Any) -> Any:
