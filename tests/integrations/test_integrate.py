@@ -27,7 +27,7 @@ from flashgen.integrations.model.misses import Misses
 from flashgen.integrations.model.report import named
 from flashgen.integrations.torch import sdpa_arguments
 from flashgen.runtime.ops import recording, serve
-from flashgen.tuning import api
+from flashgen.tuning import runs
 from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu
 from tests.runtime.conftest import emulated, fresh_process, ladder  # noqa: F401 - fixtures
@@ -176,8 +176,8 @@ def test_a_model_that_asks_nobody_is_refused() -> None:
 def tuned_here(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:  # noqa: F811
     """An H200 that computes in torch, with a search that times by a formula."""
     monkeypatch.setattr(sdpa_arguments, "DEVICES", ("cpu",))
-    monkeypatch.setattr(api, "make_executor", lambda index: FakeExecutor(time_ms=lambda *given: 0.01 + true_ms(*given)))
-    monkeypatch.setattr(api, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+    monkeypatch.setattr(runs, "make_executor", lambda index: FakeExecutor(time_ms=lambda *given: 0.01 + true_ms(*given)))
+    monkeypatch.setattr(runs, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
     return emulated
 
 
