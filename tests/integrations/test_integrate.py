@@ -176,7 +176,8 @@ def test_a_model_that_asks_nobody_is_refused() -> None:
 def tuned_here(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:  # noqa: F811
     """An H200 that computes in torch, with a search that times by a formula."""
     monkeypatch.setattr(sdpa_arguments, "DEVICES", ("cpu",))
-    monkeypatch.setattr(runs, "make_executor", lambda index: FakeExecutor(time_ms=lambda *given: 0.01 + true_ms(*given)))
+    executor = FakeExecutor(time_ms=lambda *given: 0.01 + true_ms(*given))
+    monkeypatch.setattr(runs, "make_executor", lambda index: executor)
     monkeypatch.setattr(runs, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
     return emulated
 
