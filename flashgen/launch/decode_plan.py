@@ -24,7 +24,10 @@ from flashgen.launch.decode_numbers import DecodeNumbers, DecodeShape
 from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS, Layout
 from flashgen.launch.plan import known_layout, load_part
 
-POINTERS = ("O", "LSE", "Q", "K", "V", "Lens", "Table", "Leftpad", "BatchIdx", "OwnLens", "Sinks", "AlibiSlopes")
+NUMBERS_OF_HEADS = ("Sinks", "AlibiSlopes")
+"""Parameters that features of a call are bound to. Its table of pages is an argument of its own and no feature."""
+
+POINTERS = ("O", "LSE", "Q", "K", "V", "Lens", "Table", "Leftpad", "BatchIdx", "OwnLens", *NUMBERS_OF_HEADS)
 """Parameters that a call writes, in the order in which it gives those that it has; the others are null."""
 
 SCRATCH = ("PartO", "PartLse", "Splits")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.launch.decode_numbers import DecodeShape
-from flashgen.launch.decode_plan import POINTERS, DecodePlan
+from flashgen.launch.decode_plan import NUMBERS_OF_HEADS, POINTERS, DecodePlan
 from flashgen.launch.feature_arguments import TENSORS
 from flashgen.measure.decode_case import DecodeFactory, DecodeLaunch
 from flashgen.measure.decode_inputs import DecodeTensors
@@ -35,5 +35,5 @@ def pointers_of(tensors: DecodeTensors) -> tuple[int, ...]:
         "Leftpad": tensors.leftpad,
         "Table": tensors.table,
     }
-    found = (TENSORS[name](tensors.features) if name in TENSORS else named.get(name) for name in POINTERS)
+    found = (TENSORS[name](tensors.features) if name in NUMBERS_OF_HEADS else named.get(name) for name in POINTERS)
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in found)

@@ -12,10 +12,12 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Specialization, Workload
+from flashgen.launch.decode_plan import POINTERS
 from flashgen.measure.bench import Bench
 from flashgen.measure.data_kinds import hard_kind
 from flashgen.measure.decode_case import decode_problem
 from flashgen.measure.decode_inputs import STALE, DecodeTensors, make_decode_inputs
+from flashgen.measure.decode_launch import pointers_of
 from flashgen.measure.decode_odd import odd_decode_problems
 from flashgen.measure.odd_shapes import check_odd
 from flashgen.measure.protocol import EvaluateJob, RaceJob
@@ -47,6 +49,20 @@ def test_odd_steps_have_poison_behind_every_length(key: str) -> None:
     assert wrong is not None
     assert "lengths (0, 1," in wrong.reason
     assert "NaN" in wrong.reason
+
+
+def test_kernels_get_the_address_of_every_tensor_there_is() -> None:
+    (one,) = make_decode_inputs(replace(RAGGED, sink=True), copies=1, seed=1, device="cpu")
+    assert one.table is not None
+    assert one.features.sinks is not None
+    given = dict(zip(POINTERS, pointers_of(one), strict=True))
+    assert (given["Table"], given["Sinks"]) == (one.table.data_ptr(), one.features.sinks.data_ptr())
+    assert {name for name, address in given.items() if not address} == {
+        "Leftpad",
+        "BatchIdx",
+        "OwnLens",
+        "AlibiSlopes",
+    }
 
 
 def test_what_no_query_sees_is_nan_and_stale() -> None:

@@ -20,7 +20,7 @@ from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
 from flashgen.core.workload import DECODE, Specialization, Workload
 from flashgen.launch.decode_numbers import DecodeShape
-from flashgen.launch.decode_plan import POINTERS, DecodePlan, Launch
+from flashgen.launch.decode_plan import NUMBERS_OF_HEADS, POINTERS, DecodePlan, Launch
 from flashgen.launch.feature_arguments import NO_FEATURES, TENSORS
 from flashgen.launch.plan import EmptyPlan
 from flashgen.runtime.argument_types import UNEXPECTED
@@ -39,11 +39,11 @@ MEMO_LIMIT = 8192
 MEMO: dict[tuple[Any, ...], Any] = {}
 """What serves calls by key; None where there is no key to attend to, and so nothing to launch."""
 
-NUMBERS_OF_HEADS = tuple(TENSORS[name] for name in POINTERS if name in TENSORS)
+_FIND_NUMBERS = tuple(TENSORS[name] for name in NUMBERS_OF_HEADS)
 """What finds the tensors of features that kernels may read, in the order of `POINTERS`, whose last ones they are."""
 
 _WRITTEN, _READ = ("O", "LSE"), ("Q", "K", "V", "Lens")
-_OPTIONAL = ("Table", "Leftpad", "BatchIdx", *(name for name in POINTERS if name in TENSORS))
+_OPTIONAL = ("Table", "Leftpad", "BatchIdx", *NUMBERS_OF_HEADS)
 
 _FIELDS = tuple(field.name for field in fields(DecodeCall))
 _NO_NUMBERS = (None,) * len(NUMBERS_OF_HEADS)
@@ -159,7 +159,7 @@ def _launch(
     keeps: bool,
     kind: Kind | None,
 ) -> None:
-    numbers = _NO_NUMBERS if features is NO_FEATURES else [of(features) for of in NUMBERS_OF_HEADS]
+    numbers = _NO_NUMBERS if features is NO_FEATURES else [of(features) for of in _FIND_NUMBERS]
     optional = (table, leftpad, batch_idx, *numbers)
     tensors = (q, k, v, lens, *[one for one in optional if one is not None])
     index = q.get_device()
@@ -265,7 +265,7 @@ def _prepared(
 ) -> Launch | None:
     """The slow path: check, choose a config, compile if needed, and pack the numbers."""
     checked = CheckedDecode.of(call, out)
-    numbers = [of(call.features) for of in NUMBERS_OF_HEADS]
+    numbers = [of(call.features) for of in _FIND_NUMBERS]
     optional = zip(_OPTIONAL, (*call.optional.values(), *numbers), strict=True)
     names = (*_WRITTEN[: 1 + call.return_lse], *_READ, *[name for name, one in optional if one is not None])
     if 0 in call.q.shape or not checked.shape.seqlen_k:
