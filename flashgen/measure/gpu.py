@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,23 @@ def sm_clock_mhz(index: int = 0) -> float | None:
     """The SM clock at this moment, None where it cannot be read."""
     clock = _ask(lambda nvml: nvml.nvmlDeviceGetClockInfo(_handle(index), nvml.NVML_CLOCK_SM), None)
     return None if clock is None else float(clock)
+
+
+def state(index: int = 0) -> tuple[tuple[str, float], ...]:
+    """What decides how fast the GPU is at this moment: limit of its power, clocks, temperature; as far as NVML says."""
+    questions: dict[str, Callable[[Any, Any], float]] = {
+        "memory_clock_mhz": lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+        "power_limit_w": lambda nvml, handle: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+        "sm_clock_max_mhz": lambda nvml, handle: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "sm_clock_mhz": lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "temperature_c": lambda nvml, handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+    }
+    found = {name: _ask(partial(_figure, question, index), None) for name, question in questions.items()}
+    return tuple((name, value) for name, value in found.items() if value is not None)
+
+
+def _figure(question: Callable[[Any, Any], float], index: int, nvml: Any) -> float:
+    return float(question(nvml, _handle(index)))
 
 
 def other_processes(index: int = 0) -> list[str]:

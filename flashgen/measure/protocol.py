@@ -116,12 +116,16 @@ class RaceResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInfo:
-    """Where an executor runs: device, software, lines that name other processes on the GPU, the machine's name."""
+    """Where an executor runs: device, software, lines that name other processes on the GPU, the machine's name.
+
+    `state` is what the driver says of the device at this moment, such as `power_limit_w`; empty where it does not.
+    """
 
     device: Device
     versions: Versions = field(default_factory=Versions)
     other_processes: tuple[str, ...] = ()
     hostname: str = ""
+    state: tuple[tuple[str, float], ...] = ()
 
 
 class Executor(Protocol):

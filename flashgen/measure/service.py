@@ -80,7 +80,11 @@ class GpuService:
         """The device and software of this process, and who else uses the GPU."""
         others = tuple(gpu.other_processes(self._index))
         return HostInfo(
-            device=self._device, versions=gpu.versions(), other_processes=others, hostname=socket.gethostname()
+            device=self._device,
+            versions=gpu.versions(),
+            other_processes=others,
+            hostname=socket.gethostname(),
+            state=gpu.state(self._index),
         )
 
     def evaluate(self, job: EvaluateJob) -> Outcome:

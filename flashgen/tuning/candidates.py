@@ -156,17 +156,20 @@ def _spills(config: Config, workload: Workload, device: Device) -> bool:
     return estimate(workload, config, device).spills > family(config.family).tolerated_spills
 
 
-def seed_configs(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[Config]:
-    """Defaults of other families, what won before, then the model's: different tiles, else as their default."""
+def seed_configs(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[tuple[Config, str]]:
+    """Defaults of other families, what won before, then the model's, each with its source.
+
+    Those that the model likes have different tiles, and are else as their default.
+    """
     spec, sizes = specialization(workload), Sizes.of(workload)
-    found = list(candidates.defaults[1:])
+    found = [(config, "default") for config in candidates.defaults[1:]]
     known = (each for space in candidates.spaces for each in family(space.family).seed_configs(spec, device))
-    found += [fitted(config, spec, sizes, device) for config in known]
+    found += [(fitted(config, spec, sizes, device), "seed") for config in known]
     for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
         ranked = ranking(default)
         if ranked is None:
             continue
         rest = [name for name, _ in default.knobs if name not in (*ranked.tile_knobs, *ranked.stage_knobs)]
         configs = [config for config in space.configs if all(config[name] == default[name] for name in rest)]
-        found += by_prediction(configs, default, workload, device)[:most]
+        found += [(config, "model") for config in by_prediction(configs, default, workload, device)[:most]]
     return found

@@ -40,6 +40,8 @@ class Options:
         neighbours: how many configs of the nearest records are tried after the default.
         seed_configs: how many configs that the analytic model likes best are tried after those.
         families: the kernel families that are searched; none named means all.
+        from_nothing: try no default, list, neighbour or model's choice first: what the search finds by itself. An
+            incumbent is tried all the same, since what serves is not replaced unraced.
     """
 
     seed: int = 0
@@ -49,6 +51,7 @@ class Options:
     neighbours: int = 4
     seed_configs: int = 6
     families: tuple[str, ...] = ()
+    from_nothing: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, TuningError)

@@ -40,11 +40,15 @@ def incumbent(context: Context, workload: Workload) -> TuningRecord | None:
 
 
 def unfinished_trials(context: Context, workload: Workload) -> list[Trial]:
-    """The trials since the last measured record, oldest first: those of a search that did not come to its end."""
+    """The trials since the last measured record, oldest first: those of searches that did not come to their end.
+
+    Of several of one config the last one counts: it may have failed in finals that were stopped.
+    """
     record = context.store.record(workload, context.device)
     since = moment(record.created if record is not None and record.provenance == "measured" else "")
     trials = [trial for trial in context.store.trials(workload, context.device) if moment(trial.created) > since]
-    return sorted(trials, key=lambda trial: moment(trial.created))
+    last = {trial.config: trial for trial in sorted(trials, key=lambda trial: moment(trial.created))}
+    return sorted(last.values(), key=lambda trial: moment(trial.created))
 
 
 def unfinished_predictions(context: Context, workload: Workload) -> list[Prediction]:

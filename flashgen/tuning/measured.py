@@ -11,23 +11,25 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 
-from flashgen.codegen.families import family, invalid, successor
+from flashgen.codegen.families import family, invalid
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
 from flashgen.core.history import RunnerUp
-from flashgen.core.record import Baseline, Failure, Measurement, Trial, TuningRecord, timestamp
+from flashgen.core.record import Baseline, Failure, Measurement, TuningRecord, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.writing import Incoming
 from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob, specialization
-from flashgen.tuning.candidates import Candidates, nearest, related, seed_configs
+from flashgen.tuning.candidates import Candidates, related
 from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import KINDS_OF_DATA, choose, near_best, runners_up, with_guards
 from flashgen.tuning.history import incumbent, unfinished_trials
 from flashgen.tuning.levels import UNSETTLED, Levels
+from flashgen.tuning.notes import Evaluated, SearchNotes, not_measured
 from flashgen.tuning.scores import compared
 from flashgen.tuning.search import Proposal, Search
+from flashgen.tuning.starts import starting_points
 
 DROP_FACTOR = 2.0
 """A probe slower than so many times the best ends an evaluation: it will not be in the finals."""
@@ -71,6 +73,7 @@ class MeasuredSearch:
             for trial in unfinished_trials(context, workload)
             if invalid(trial.config, self._spec, context.device) is None  # of an earlier version, perhaps
         ]
+        self._notes = SearchNotes(context, workload)
         self._search = self._new_search()
 
     def warm_up(self) -> None:
@@ -95,6 +98,7 @@ class MeasuredSearch:
                 budget_s=context.budget.seconds,
             )
         )
+        self._notes.begin(self._candidates.count, self._executor.describe().state)
         self._search_within_budget()
         before_finals()
         decided = self._decide()
@@ -107,9 +111,7 @@ class MeasuredSearch:
         return self._finished("kept" if kept else "tuned", record, reason)
 
     def _new_search(self) -> Search:
-        first = [(self._candidates.default, "default")]
-        if self._incumbent is not None:
-            first.append((self._incumbent.config, "neighbour"))
+        options, device, served = self._context.options, self._context.device, self._incumbent
         families = {space.family for space in self._candidates.spaces}
         known = [
             record
@@ -117,12 +119,14 @@ class MeasuredSearch:
             for record in self._context.neighbours(name)
             if record.config.family in families
         ]
-        options, device = self._context.options, self._context.device
-        first += [(config, "neighbour") for config in nearest(known, self._workload, device, options.neighbours)]
-        first = [(successor(config, self._spec), source) for config, source in first]
-        first += [
-            (config, "model") for config in seed_configs(self._candidates, self._workload, device, options.seed_configs)
-        ]
+        first = starting_points(
+            self._candidates,
+            self._workload,
+            device,
+            options,
+            known=known,
+            incumbent=served.config if served else None,
+        )
         for trial in self._resumed:
             self._count(trial.config, trial.outcome)
         self._levels.resume()
@@ -153,12 +157,12 @@ class MeasuredSearch:
             if not waiting or (self._time_is_up() and not self._is_served(waiting[0])):
                 return
             proposal = waiting.popleft()
-            outcome = self._evaluate(proposal.config)
+            found = self._evaluate(proposal.config)
             if self._ready is None:
                 self._ready = context.clock()
-            self._count(proposal.config, outcome)
-            self._search.tell(proposal.config, self._levelled(proposal.config, outcome))
-            self._keep(proposal, outcome)
+            self._count(proposal.config, found.outcome)
+            self._search.tell(proposal.config, self._levelled(proposal.config, found.outcome))
+            self._keep(proposal, found)
 
     def _is_served(self, proposal: Proposal) -> bool:
         """Whether it is the incumbent, which no budget is too short for: else a config would take its place unraced."""
@@ -180,11 +184,11 @@ class MeasuredSearch:
         """Seconds of the budget; the first candidate, which waits for inputs and a compiler, is free."""
         return 0.0 if self._ready is None else self._context.clock() - self._ready
 
-    def _evaluate(self, config: Config) -> Outcome:
+    def _evaluate(self, config: Config) -> Evaluated:
         compiled = self._context.compiler.result(self._spec, config)
         reason = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
-        if reason is not None:
-            return reason
+        if isinstance(compiled, Failure) or reason is not None:
+            return not_measured(compiled, reason)
         least_ms = min((each.median_ms for each in self._measured.values()), default=None)
         job = EvaluateJob(
             workload=self._workload,
@@ -193,7 +197,9 @@ class MeasuredSearch:
         )
         if self._workload.is_decode:
             job = dataclasses.replace(job, window_s=DECODE_WINDOW_S, warm_s=DECODE_WARM_S)
-        return self._executor.evaluate(job)
+        began = self._context.clock()
+        outcome = self._executor.evaluate(job)
+        return Evaluated(outcome=outcome, compiled=compiled, evaluate_s=self._context.clock() - began)
 
     def _count(self, config: Config, outcome: Outcome) -> None:
         if isinstance(outcome, Failure):
@@ -211,28 +217,21 @@ class MeasuredSearch:
         """An outcome that was counted as the search is told it, with a time that compares."""
         return outcome if isinstance(outcome, Failure) else self._times()[config]
 
-    def _keep(self, proposal: Proposal, outcome: Outcome) -> None:
-        trial = self._trial(proposal.config, proposal.source, outcome)
-        self._context.store.put_trial(trial)
+    def _keep(self, proposal: Proposal, found: Evaluated) -> None:
+        trial = self._notes.trial(proposal.config, proposal.source, found, self._tried)
         best = self._best()
         self._context.emit(
             TrialFinished(
                 trial=trial,
-                number=len(self._measured) + sum(self._failures.values()),
+                number=self._tried,
                 best_ms=self._measured[best].median_ms if best else None,
                 best_config=best,
             )
         )
 
-    def _trial(self, config: Config, source: str, outcome: Outcome) -> Trial:
-        return Trial(
-            workload=self._workload,
-            device=self._context.device,
-            config=config,
-            source=source,
-            outcome=outcome,
-            created=timestamp(),
-        )
+    @property
+    def _tried(self) -> int:
+        return len(self._measured) + sum(self._failures.values())
 
     def _times(self) -> dict[Config, Measurement]:
         """What was measured with one time for each round."""
@@ -314,13 +313,14 @@ class MeasuredSearch:
             FinalsStarted(workload=self._workload, stage=stage, configs=job.configs, expected_s=expected_s)
         )
         answer = self._executor.race(job)
+        self._notes.race(stage, job, answer)
         results: dict[Config, Measurement] = {}
         for config, outcome in zip(job.configs, answer.outcomes, strict=True):
             if isinstance(outcome, Failure):
                 # what fails under long load must not be served, nor be tried again by a resumed search
                 del self._measured[config]
                 self._count(config, outcome)
-                self._context.store.put_trial(self._trial(config, "finals", outcome))
+                self._notes.trial(config, "finals", Evaluated(outcome=outcome), self._tried)
             else:
                 results[config] = outcome
         return results, answer.baselines
@@ -354,7 +354,7 @@ class MeasuredSearch:
             workload=self._workload,
             status=status,
             record=record,
-            trials=len(self._measured) + sum(self._failures.values()),
+            trials=self._tried,
             failures=tuple(sorted(self._failures.items())),
             reason=reason,
             seconds=self._context.clock() - self._started,

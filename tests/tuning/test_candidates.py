@@ -109,7 +109,9 @@ def test_kernels_take_the_same_time_where_the_knobs_that_they_name_agree(row: Ke
 @pytest.mark.parametrize("workload", [PLAIN, WIDE], ids=lambda workload: workload.key)
 def test_favourites_are_different_tiles_in_the_order_of_the_model(workload: Workload) -> None:
     found = Candidates.of(workload, H200)
-    liked = [c for c in seed_configs(found, workload, H200, 6) if c.family == PORTABLE.id and c not in found.defaults]
+    liked = [
+        c for c, _ in seed_configs(found, workload, H200, 6) if c.family == PORTABLE.id and c not in found.defaults
+    ]
     assert 4 <= len(liked) <= 6
     tiles = [tile_of(config) for config in liked]
     assert len(set(tiles)) == len(tiles)
@@ -122,7 +124,7 @@ def test_what_won_before_comes_before_what_the_model_likes(key: str) -> None:
     workload = Workload.parse(f"b4-h16-s4096-{key}")
     found = Candidates.of(workload, H200)
     won = hopper_forward.HOPPER_FORWARD.seed_configs(workload.specialization, H200)
-    others = seed_configs(found, workload, H200, 6)
+    others = [config for config, _ in seed_configs(found, workload, H200, 6)]
     defaults = [row.default(workload.specialization, H200) for row in applicable(workload.specialization, H200)]
     assert others[: len(defaults) - 1 + len(won)] == [*defaults[1:], *won]
     assert 2 <= len(won) <= 11
@@ -142,7 +144,7 @@ def test_short_queries_of_groups_are_searched_with_packed_heads_as_well() -> Non
     assert {config["packed_heads"] for config in space.configs} == {1, 4}
     assert found.default["packed_heads"] == 4
     won = hopper_forward.HOPPER_FORWARD.seed_configs(spec, H200)
-    liked = seed_configs(found, short, H200, 6)
+    liked = [config for config, _ in seed_configs(found, short, H200, 6)]
     first = liked[len(found.defaults) - 1 :][: len(won)]  # behind the defaults of other families
     assert {config["packed_heads"] for config in first} == {4}
     assert {found.default, *first} <= set(space.configs)
@@ -162,7 +164,7 @@ def test_a_family_without_favourites_has_none() -> None:
 
 
 def test_splitting_is_among_the_favourites_where_it_saves_padding() -> None:
-    liked = seed_configs(Candidates.of(WIDE, H200), WIDE, H200, 6)
+    liked = [config for config, _ in seed_configs(Candidates.of(WIDE, H200), WIDE, H200, 6)]
     assert any(config["split_d"] for config in liked if config.family == "portable_forward")
 
 

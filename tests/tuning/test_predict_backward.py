@@ -169,7 +169,11 @@ def test_determinism_decides_which_families_are_searched(deterministic: bool) ->
 
 def test_favourites_of_two_kernels_are_different_tiles() -> None:
     found = Candidates.of(LONG, H200)
-    liked = [config for config in dict.fromkeys(seed_configs(found, LONG, H200, 6)) if config.family == SPLIT.id]
+    liked = [
+        config
+        for config in dict.fromkeys(c for c, _ in seed_configs(found, LONG, H200, 6))
+        if config.family == SPLIT.id
+    ]
     tiles = [tile_of(config) for config in liked]
     assert len(set(tiles)) == len(tiles) >= 4
 
