@@ -14,6 +14,7 @@ from flashgen._version import __version__
 from flashgen.cli import db, kernels, machine, output
 from flashgen.cli.arguments import CommandLineError
 from flashgen.cli.doctor import doctor
+from flashgen.cli.report import report
 from flashgen.cli.tune import tune
 from flashgen.core.errors import FlashgenError
 from flashgen.core.quoting import printable
@@ -87,6 +88,7 @@ app.command(short_help="Search the fastest kernel of each workload and store it.
 app.command(short_help="Print a kernel as source that runs without flashgen.")(kernels.render)
 app.command(name="compile", short_help="Compile a config for any GPU; print what it takes.")(kernels.compile_)
 app.command(help=kernels.EXPLAIN_HELP, short_help="Say which config serves a workload, and why.")(kernels.explain)
+app.command(short_help="Write what databases know to one HTML page.")(report)
 app.command(short_help="List the GPUs that --target names.")(machine.devices)
 app.command(short_help="Say what is missing or wrong on this machine.")(doctor)
 app.add_typer(db.app, name="db", short_help="List, share, compare and verify tuned records.")

@@ -1,0 +1,33 @@
+"""`flashgen report`: a database or a run as one page that a browser opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashgen.cli import output
+from flashgen.cli.arguments import DeviceName, named_device
+
+USUAL = Path("report.html")
+
+
+def report(
+    databases: Annotated[
+        list[Path] | None, typer.Argument(help="Files. Default: all databases that serve.", metavar="[DATABASE]...")
+    ] = None,
+    path: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")] = USUAL,
+    run: Annotated[str | None, typer.Option("--run", help="Only of the run with this id.", metavar="ID")] = None,
+    device: DeviceName = None,
+) -> None:
+    """Write what databases know to one HTML file: winners, searches, knobs, failures, devices.
+
+    The page is static: it has no scripts and loads nothing, so it can be mailed, archived and opened anywhere.
+    """
+    from flashgen.report.contents import read
+    from flashgen.report.page import write
+
+    contents = read(databases or []).of(device=named_device(device), run=run)
+    write(contents, path)
+    output.say(f"{len(contents.entries)} records and {len(contents.searches)} searches written to {path}")

@@ -1,0 +1,1 @@
+"""A database or a run as one static page: `flashgen report`."""

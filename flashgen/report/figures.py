@@ -1,0 +1,171 @@
+"""The figures of a report: what the records, trials and failures of its contents amount to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flashgen.core.record import Measurement, TuningRecord
+from flashgen.report.contents import Contents, Entry, Search
+
+WITHIN = 1.02
+"""A search has arrived once its best trial is as near as this to its best of all."""
+
+DIGITS = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
+"""Numbers in reasons, which make one reason look like many."""
+
+MAX_REASON = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """How a group of records compares with torch's fastest backend: above 1 the generated kernel is faster."""
+
+    group: str
+    ratios: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean."""
+        return statistics.geometric_mean(self.ratios)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The best time of a search over its best of all, at each trial that was better than all before it.
+
+    `values` has the numbers of these trials, and `seconds` when they were known, since the search began; the latter is
+    empty where that was not stored.
+    """
+
+    search: Search
+    values: tuple[tuple[float, float], ...]
+    seconds: tuple[tuple[float, float], ...]
+
+    @property
+    def trials(self) -> int:
+        """How many there were."""
+        return len(self.search.trials)
+
+    @property
+    def arrived(self) -> int:
+        """The trial from which on the best one is near the best of all."""
+        return int(next(number for number, value in self.values if value <= WITHIN))
+
+    @property
+    def best_ms(self) -> float:
+        """The time of the best trial."""
+        best = min(self.search.measured, key=lambda each: each[1])[0].outcome
+        return best.median_ms if isinstance(best, Measurement) else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why candidates failed: a stage, a family, a reason whose numbers are left out, and how often."""
+
+    stage: str
+    family: str
+    reason: str
+    count: int
+
+
+def ratio_of(record: TuningRecord) -> float | None:
+    """The time of torch's fastest backend over that of a record, None where none was measured beside it."""
+    best = record.best_baseline
+    return best.median_ms / record.time_ms if best is not None and record.time_ms else None
+
+
+def ratios_to_torch(entries: Iterable[Entry]) -> tuple[Ratios, ...]:
+    """The ratios of records in groups: pass, dtype, head dimension and causality."""
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for entry in entries:
+        ratio = ratio_of(entry.record)
+        if ratio is not None:
+            groups[_group(entry.record)].append(ratio)
+    return tuple(Ratios(group=name, ratios=tuple(sorted(groups[name]))) for name in sorted(groups))
+
+
+def curves(searches: Iterable[Search]) -> tuple[Curve, ...]:
+    """Of each search in which something was measured."""
+    return tuple(_curve(search) for search in searches if search.measured)
+
+
+def spread(lines: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
+    """Wherever a line changes: the place, and there the median and the 90th percentile of those that have begun."""
+    found = []
+    for place in sorted({place for line in lines for place, _ in line}):
+        values = sorted(value for line in lines if (value := _at(line, place)) is not None)
+        found.append((place, statistics.median(values), values[min(len(values) - 1, int(0.9 * len(values)))]))
+    return found
+
+
+def sources(searches: Iterable[Search]) -> list[tuple[str, int, int]]:
+    """Who proposed candidates: the name of a source, how many trials, and of how many searches the best one."""
+    tried: Counter[str] = Counter()
+    won: Counter[str] = Counter()
+    for search in searches:
+        tried.update(trial.source for trial in search.trials)
+        if search.measured:
+            won[min(search.measured, key=lambda each: each[1])[0].source] += 1
+    return [(name, count, won[name]) for name, count in tried.most_common()]
+
+
+def failures(searches: Iterable[Search]) -> tuple[Reason, ...]:
+    """The failures of trials by stage, family and reason, the most frequent first."""
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for trial, failure in itertools.chain.from_iterable(search.failed for search in searches):
+        reason = DIGITS.sub("#", " ".join(failure.reason.split()))[:MAX_REASON]
+        counted[failure.stage, trial.config.family, reason] += 1
+    return tuple(
+        Reason(stage=stage, family=family, reason=reason, count=count)
+        for (stage, family, reason), count in sorted(counted.items(), key=lambda each: (-each[1], each[0]))
+    )
+
+
+def runs(contents: Contents) -> list[tuple[str, str, str, str, int, int]]:
+    """Each run: its id, host, budget, first day, and the numbers of its records and trials."""
+    found: dict[str, list[str | int]] = {}
+    for entry in contents.entries:
+        origin = entry.origin
+        row = found.setdefault(origin.run, [origin.host, origin.budget, entry.record.created[:10], 0, 0])
+        row[2], row[3] = min(str(row[2]), entry.record.created[:10]), int(row[3]) + 1
+    for search in contents.searches:
+        asked = search.log.search
+        by = (asked.host, asked.budget) if asked else ("", "")
+        row = found.setdefault(search.run, [*by, search.trials[0].created[:10], 0, 0])
+        row[4] = int(row[4]) + len(search.trials)
+    ordered = sorted(found.items(), key=lambda each: (str(each[1][2]), each[0]))
+    return [
+        (run or "not written down", str(row[0]), str(row[1]), str(row[2]), int(row[3]), int(row[4]))
+        for run, row in ordered
+    ]
+
+
+def _group(record: TuningRecord) -> str:
+    workload = record.workload
+    if workload.is_decode:
+        return f"decode {workload.dtype} d{workload.head_dim}"
+    causal = "causal" if workload.causal else "full"
+    packed = " packed" if workload.is_packed else ""
+    return f"{workload.direction}{packed} {workload.dtype} d{workload.head_dim} {causal}"
+
+
+def _at(line: Sequence[tuple[float, float]], place: float) -> float | None:
+    return next((value for start, value in reversed(line) if start <= place), None)
+
+
+def _curve(search: Search) -> Curve:
+    values: list[tuple[float, float]] = []
+    seconds: list[tuple[float, float]] = []
+    numbers = {trial: number for number, trial in enumerate(search.trials, 1)}
+    for trial, value in search.measured:
+        if not values or value < values[-1][1]:
+            values.append((numbers[trial], value))
+            if trial.elapsed_s is not None:
+                seconds.append((trial.elapsed_s, value))
+    return Curve(search=search, values=tuple(values), seconds=tuple(seconds) if len(seconds) == len(values) else ())

@@ -1,0 +1,275 @@
+"""The sections of the page, in the order a reader asks: what won, how it was found, what mattered, what failed."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from flashgen.core.device import Device
+from flashgen.core.feature_words import describe
+from flashgen.report import charts, figures
+from flashgen.report.contents import Contents, Entry, Search
+from flashgen.report.drawing import Picture
+from flashgen.report.importance import LEAST_TRIALS, importances
+from flashgen.report.parts import Section, Table
+from flashgen.tuning.report import short_config
+
+MAX_GROUPS = 40
+MAX_SMALL = 24
+"""Searches that have a picture of their own: those with the most trials."""
+
+NO_TRIALS = "No trial is stored here: records were given away without the searches that found them."
+
+
+def sections(contents: Contents) -> list[Section]:
+    """All sections; one that has nothing to show says why."""
+    return [
+        winners(contents),
+        convergence(contents.searches),
+        knobs(contents.searches),
+        registers(contents.searches),
+        failures(contents.searches),
+        *(device_page(device, contents) for device in contents.devices),
+        runs(contents),
+    ]
+
+
+def winners(contents: Contents) -> Section:
+    """What serves each workload, and how it compares with torch."""
+    groups = figures.ratios_to_torch(contents.entries)
+    ratios = [ratio for group in groups for ratio in group.ratios]
+    lines = [
+        f"{len(contents.entries)} workloads have a record. A ratio is the time of torch's fastest backend of "
+        "scaled_dot_product_attention, measured in the same round, over the time of the record: above 1 the generated "
+        "kernel is faster."
+    ]
+    if ratios:
+        ahead = sum(ratio > 1 for ratio in ratios)
+        lines.append(
+            f"Of {len(ratios)} measured beside torch {ahead} are faster; geometric mean "
+            f"{statistics.geometric_mean(ratios):.2f}x, least {min(ratios):.2f}x, most {max(ratios):.2f}x."
+        )
+    else:
+        lines.append("None of them was measured beside a backend of torch.")
+    return Section(
+        id="winners",
+        title="Winners",
+        lines=tuple(lines),
+        pictures=(charts.torch_ratios(groups[:MAX_GROUPS]),) if groups else (),
+        tables=tuple(_winner_tables(contents)),
+    )
+
+
+def convergence(searches: tuple[Search, ...]) -> Section:
+    """How fast searches found what they ended with, and who had proposed it."""
+    curves = sorted(figures.curves(searches), key=lambda curve: (-curve.trials, curve.search.workload.key))
+    if not curves:
+        return Section(id="convergence", title="Convergence of searches", lines=(NO_TRIALS,))
+    arrived = sorted(curve.arrived for curve in curves)
+    rows = [
+        (
+            *(curve.search.workload.key, curve.search.device.name, curve.search.run, curve.trials),
+            *(len(curve.search.failed), curve.best_ms, curve.arrived),
+        )
+        for curve in curves
+    ]
+    return Section(
+        id="convergence",
+        title="Convergence of searches",
+        lines=(
+            "The best time so far over the best of the same search: a line that is flat early found its winner early. "
+            "What a search did not try it cannot show.",
+            f"Half of {len(curves)} searches were within 2% of their best after {statistics.median_low(arrived)} "
+            f"trials, the last one after {arrived[-1]}.",
+        ),
+        pictures=tuple(_convergence_pictures(curves)),
+        small=tuple((curve.search.workload.key, charts.one_search(curve)) for curve in curves[:MAX_SMALL]),
+        tables=(
+            Table(
+                title="Searches",
+                columns=("workload", "device", "run", "trials", "failed", "best ms", "within 2% after"),
+                rows=tuple(rows),
+            ),
+            Table(
+                title="Who proposed candidates",
+                columns=("source", "trials", "best of a search"),
+                rows=tuple(figures.sources(searches)),
+                is_open=True,
+            ),
+        ),
+    )
+
+
+def knobs(searches: tuple[Search, ...]) -> Section:
+    """What decides the time of a kernel."""
+    title = "Importance of knobs"
+    found = importances(searches)
+    if not found:
+        why = f"No search measured {LEAST_TRIALS} candidates of one family, below which nothing can be said."
+        return Section(id="knobs", title=title, lines=(why if searches else NO_TRIALS,))
+    families = [tuple(each) for _, each in itertools.groupby(found, key=lambda share: share.family)]
+    return Section(
+        id="knobs",
+        title=title,
+        lines=(
+            "The share of a knob in what tells the fastest tenth of the trials from all of them (Optuna's PED-ANOVA, "
+            f"the mean over searches with {LEAST_TRIALS} measured candidates of a family). A search measures more "
+            "candidates near its best, so shares of rarely tried values are rough.",
+        ),
+        pictures=tuple(charts.knob_shares(shares) for shares in families),
+    )
+
+
+def registers(searches: tuple[Search, ...]) -> Section:
+    """Registers against time."""
+    title = "Registers against time"
+    points = list(_register_points(searches))
+    if not points:
+        why = "No trial has the compiler's figures stored with it." if searches else NO_TRIALS
+        return Section(id="registers", title=title, lines=(why,))
+    return Section(
+        id="registers",
+        title=title,
+        lines=(
+            "A mark is a measured candidate; of several kernels the one with the most registers counts. What is slower "
+            f"than {charts.WORST:g} times the best lies on the upper edge.",
+        ),
+        pictures=(charts.registers(points),),
+    )
+
+
+def failures(searches: tuple[Search, ...]) -> Section:
+    """Why candidates have no time."""
+    reasons = figures.failures(searches)
+    tried = sum(len(search.trials) for search in searches)
+    if not reasons:
+        why = f"None of {tried} candidates failed." if searches else NO_TRIALS
+        return Section(id="failures", title="Failures", lines=(why,))
+    count = sum(reason.count for reason in reasons)
+    return Section(
+        id="failures",
+        title="Failures",
+        lines=(
+            f"{count} of {tried} candidates failed. In a search that is data, no error: build is a compile, verify a "
+            "wrong result, resources too many spilled registers or too much shared memory.",
+        ),
+        pictures=(charts.failed_stages(reasons),),
+        tables=(
+            Table(
+                title="Reasons, numbers in them as #",
+                columns=("stage", "family", "reason", "candidates"),
+                rows=tuple((each.stage, each.family, each.reason, each.count) for each in reasons),
+            ),
+        ),
+    )
+
+
+def device_page(device: Device, contents: Contents) -> Section:
+    """What a device is, and when, with what and how near its peak it was measured."""
+    entries = [each for each in contents.entries if each.record.device.identity == device.identity]
+    records = [each.record for each in entries]
+    clocks = [each.measurement.sm_clock_mhz for each in records if each.measurement and each.measurement.sm_clock_mhz]
+    rates = [each.tflops for each in records if each.tflops and not each.workload.is_decode]
+    days = sorted(each.created[:10] for each in records if each.created)
+    facts: list[tuple[str, str]] = [
+        ("identity", device.identity),
+        ("SMs", f"{device.num_sms} of {device.arch}"),
+        ("memory", f"{device.memory_gb} GB, {device.bandwidth_gbs:g} GB/s by the data sheet"),
+        ("shared memory", f"{device.smem_per_block // 1024} KiB a block, {device.smem_per_sm // 1024} KiB an SM"),
+        ("registers", f"{device.regs_per_sm} an SM, {device.max_threads_per_sm} threads an SM"),
+        ("L2", f"{device.l2_bytes // 2**20} MiB"),
+        ("dense bf16 peak", f"{device.peak_tflops:g} TFLOP/s by the data sheet"),
+    ]
+    if clocks:
+        clock = f"{min(clocks):.0f} to {max(clocks):.0f} MHz, median {statistics.median(clocks):.0f}"
+        facts.append(("SM clock while measuring", clock))
+    if rates and device.peak_tflops:
+        facts.append(("fastest record", f"{max(rates):.0f} TFLOP/s, {max(rates) / device.peak_tflops:.0%} of the peak"))
+    if days:
+        facts.append(("made", " to ".join(dict.fromkeys((days[0], days[-1])))))
+    parts = ("flashgen", "triton", "torch", "driver")
+    facts += [(part, _counted(getattr(each.versions, part) for each in records)) for part in parts]
+    facts.append(("hosts", _counted(each.origin.host for each in entries)))
+    kinds = Counter((each.workload.direction, each.workload.dtype, each.provenance) for each in records)
+    return Section(
+        id=f"device-{device.identity}",
+        title=f"Device: {device.name}",
+        tables=(
+            Table(title="What it is", columns=("fact", "value"), rows=tuple(facts), is_open=True),
+            Table(
+                title="Records",
+                columns=("pass", "dtype", "provenance", "records"),
+                rows=tuple((*kind, count) for kind, count in sorted(kinds.items())),
+            ),
+        ),
+    )
+
+
+def runs(contents: Contents) -> Section:
+    """Who made what is here."""
+    columns = ("run", "host", "budget", "first day", "records", "trials")
+    rows = tuple(figures.runs(contents))
+    return Section(
+        id="runs",
+        title="Runs",
+        lines=("`flashgen report --run` shows one of them alone.",),
+        tables=(Table(title="Runs", columns=columns, rows=rows),),
+    )
+
+
+def _convergence_pictures(curves: Sequence[figures.Curve]) -> Iterable[Picture]:
+    trials = [curve.values for curve in curves]
+    yield charts.convergence(trials, unit="trials", end=max(curve.trials for curve in curves))
+    seconds = [curve.seconds for curve in curves if curve.seconds]
+    if seconds:
+        lasts = [trial.elapsed_s or 0.0 for curve in curves for trial in curve.search.trials[-1:]]
+        yield charts.convergence(seconds, unit="seconds", end=max(*lasts, *(line[-1][0] for line in seconds), 1.0))
+
+
+def _winner_tables(contents: Contents) -> Iterable[Table]:
+    columns = (
+        *("workload", "features", "ms", "TFLOP/s", "of peak", "to torch", "fastest of torch", "spread"),
+        *("config", "provenance", "made"),
+    )
+    kinds: dict[str, list[Entry]] = {}
+    for entry in contents.entries:
+        kinds.setdefault(f"{entry.record.device.name}, {entry.record.workload.direction}", []).append(entry)
+    slower = [entry for entry in contents.entries if (figures.ratio_of(entry.record) or 1) < 1]
+    if slower:
+        yield Table(title="Slower than torch", columns=columns, rows=tuple(_winner(entry) for entry in slower))
+    for title, entries in kinds.items():
+        yield Table(title=title, columns=columns, rows=tuple(_winner(entry) for entry in entries))
+
+
+def _winner(entry: Entry) -> tuple[str | float | None, ...]:
+    record, peak = entry.record, entry.record.device.peak_tflops
+    best = record.best_baseline
+    share = None if not peak or record.tflops is None or record.workload.is_decode else record.tflops / peak
+    return (
+        record.workload.key,
+        describe(record.workload),
+        record.time_ms,
+        record.tflops,
+        None if share is None else f"{share:.0%}",
+        figures.ratio_of(record),
+        None if best is None else best.impl,
+        None if record.measurement is None else f"{record.measurement.spread:.1%}",
+        f"{record.config.family}: {short_config(record)}",
+        record.provenance,
+        record.created[:10],
+    )
+
+
+def _register_points(searches: Iterable[Search]) -> Iterable[tuple[str, int, bool, float, str]]:
+    for search in searches:
+        for trial, value in search.measured:
+            compiled = trial.compiled
+            if compiled is not None:
+                text = f"{search.workload.key}, {trial.config}: {compiled.registers} registers, {value:.2f}x"
+                yield search.workload.direction, compiled.registers, compiled.spills > 0, value, text
+
+
+def _counted(values: Iterable[str]) -> str:
+    return ", ".join(f"{value or 'unknown'} ({count})" for value, count in Counter(values).most_common()) or "-"
