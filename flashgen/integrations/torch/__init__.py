@@ -7,11 +7,20 @@
     print(calls)  # served, and passed on to torch with reasons
 
 `enable` and `disable` do the same for the whole process; `register_flash_impl` makes flashgen known to torch's registry
-of flash implementations. See docs/torch.md.
+of flash implementations, and `register_sharding_rules` to `torch.distributed.tensor`. See docs/torch.md.
 """
 
 from flashgen.integrations.torch.context_parallel import context_parallel_attention
 from flashgen.integrations.torch.flash_impl import register_flash_impl
 from flashgen.integrations.torch.sdpa import Calls, disable, enable, route_sdpa
+from flashgen.integrations.torch.sharding import register_sharding_rules
 
-__all__ = ["Calls", "context_parallel_attention", "disable", "enable", "register_flash_impl", "route_sdpa"]
+__all__ = [
+    "Calls",
+    "context_parallel_attention",
+    "disable",
+    "enable",
+    "register_flash_impl",
+    "register_sharding_rules",
+    "route_sdpa",
+]

@@ -1,4 +1,4 @@
-"""A sequence in two parts, on two processes with gloo, against the whole one in a process."""
+"""Two processes with gloo: a sequence in two parts, and calls with DTensors, against the whole ones in a process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import torch
 
 import flashgen
 from flashgen import reference
-from flashgen.core.errors import WorkloadError
+from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.integrations.torch import register_sharding_rules
 from flashgen.integrations.torch.context_parallel import context_parallel_attention
+from tests.integrations.sharded import compare
 
 ROOT = Path(__file__).parents[2]
 CASES: list[dict[str, Any]] = [
@@ -31,7 +33,7 @@ def part(rank: int, folder: str) -> None:
 
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    flashgen.attention = reference.attention
+    kernels, flashgen.attention = flashgen.attention, reference.attention
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8))
     whole = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -45,12 +47,14 @@ def part(rank: int, folder: str) -> None:
         torch.testing.assert_close(found, expected[:, :, rows], atol=1e-10, rtol=1e-10)
         own = torch.autograd.grad((found * weights[:, :, rows]).sum(), mine)
         torch.testing.assert_close(own, tuple(x[:, :, rows] for x in grads), atol=1e-10, rtol=1e-10)
+    flashgen.attention = kernels
+    compare()
     dist.destroy_process_group()
 
 
 def test_parts_are_the_whole(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    code = "import sys; from tests.integrations.test_context_parallel import part; part(int(sys.argv[1]), sys.argv[2])"
+    code = "import sys; from tests.integrations.test_distributed import part; part(int(sys.argv[1]), sys.argv[2])"
     command = [sys.executable, "-c", code]
     processes = [
         subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
@@ -66,3 +70,11 @@ def test_what_knows_one_part_alone_is_refused() -> None:
         context_parallel_attention(x, x, x, None, mask=x)
     with pytest.raises(WorkloadError, match="of one length, got 4, 2 and 4"):
         context_parallel_attention(x, x[:, :, :2], x, None)
+
+
+def test_a_torch_with_other_internals_has_no_sharding_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import _op_schema
+
+    monkeypatch.delattr(_op_schema, "RuntimeSchemaInfo")
+    with pytest.raises(UnsupportedError, match=r"torch 2\.11 to 2\.13"):
+        register_sharding_rules()
