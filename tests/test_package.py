@@ -184,7 +184,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 def test_no_ignore_rule_hides_a_database() -> None:
     patterns = [line for line in (ROOT / ".gitignore").read_text().splitlines() if line and not line.startswith("#")]
-    for name in ("records.sqlite3", "records.csv", "README.md", "replays/fwd-bf16-b1-h1-hk1-sq1-sk1-d64.csv"):
+    for name in ("records.sqlite3", "records.csv", "README.md", "replays/fwd-bf16-b1-h1-hk1-sq1-sk1-d64.jsonl.gz"):
         assert not [pattern for pattern in patterns if Path(f"tuning_db/nvidia_h200/{name}").match(pattern.strip("/"))]
 
 

@@ -35,8 +35,8 @@ class SearchNotes:
         self._started = context.clock()
         self._races = 0
 
-    def begin(self, candidates: int, state: tuple[tuple[str, float], ...]) -> None:
-        """Store how the search was asked for."""
+    def begin(self, candidates: int, state: tuple[tuple[str, float], ...], **more: int | str | bool) -> None:
+        """Store how the search was asked for; `more` are settings beside those of the options."""
         context = self._context
         search = SearchRun(
             workload=self._workload,
@@ -46,7 +46,7 @@ class SearchNotes:
             seed=context.options.seed,
             budget=str(context.budget),
             candidates=candidates,
-            settings=_settings(context.options),
+            settings=tuple(sorted((*_settings(context.options), *more.items()))),
             versions=context.versions,
             state=state,
             created=timestamp(),
@@ -107,4 +107,4 @@ def not_measured(compiled: Compiled | Failure, why: Failure | None) -> Evaluated
 
 def _settings(options: Options) -> tuple[tuple[str, int | str | bool], ...]:
     chosen = tuple((name, getattr(options, name)) for name in AS_SETTINGS)
-    return tuple(sorted((*chosen, ("families", " ".join(options.families)))))
+    return (*chosen, ("families", " ".join(options.families)))

@@ -1,0 +1,178 @@
+"""Replay tables: which configs they have, that a stopped run goes on, and what is written and read again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import replay_tables
+from benchmarks.replay_plan import EVERY, MATRIX, SAMPLE, of_winners, searched, spread
+from benchmarks.replay_tables import Tables
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import Failure
+from flashgen.core.search_log import SearchLog
+from flashgen.core.workload import Workload
+from flashgen.db.log_files import MAX_BYTES, read_log, write_log
+from flashgen.db.store import Store
+from flashgen.tuning.candidates import Candidates
+from tests.db.samples import FINALISTS, KNOWN_TRIAL, MEASURED, SEARCH
+from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
+
+BACKWARD = Workload.parse("bwd-b4-h16-s1024-d128")
+FORWARD = Workload.parse("b4-h16-s1024-d256")
+FAMILIES = ("hopper_backward_fused", "hopper_backward_split")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "replays.sqlite3") as opened:
+        yield opened
+
+
+def tables(store: Store, executor: FakeExecutor, said: list[str] | None = None) -> Tables:
+    return Tables(
+        store=store,
+        executor=executor,
+        compiler=FakeCompiler(),
+        race=4,
+        say=(said if said is not None else []).append,
+        clock=executor.clock,
+    )
+
+
+def test_a_run_that_was_stopped_goes_on_and_races_at_its_end(store: Store, tmp_path: Path) -> None:
+    plan = searched(BACKWARD, H200, families=FAMILIES)
+    assert (plan.kind, len(plan.starts), plan.candidates) == (EVERY, 40, 40)
+    assert plan.starts[0] == (Candidates.of(BACKWARD, H200).default, "default")
+    executor = FakeExecutor(clock=Clock(), evaluate_s=1.0)
+    said: list[str] = []
+    assert not tables(store, executor, said).collect([plan], until=10.0)
+    assert len(store.trials(BACKWARD, H200)) < 20
+    assert "stopped" in said[-1]
+    assert not executor.races
+    before = len(executor.evaluated)
+    assert tables(store, executor).collect([plan], until=1e6)
+    assert tables(store, executor).collect([plan], until=1e6), "nothing is left"
+    assert len(executor.evaluated) == len(set(executor.evaluated)) > before
+    assert len(executor.races) == 1
+    (path,) = tables(store, executor).packed([BACKWARD], tmp_path)
+    assert path.name == f"{BACKWARD.key}.jsonl.gz"
+    log = read_log(path)
+    assert log.search is not None
+    assert {"kind": EVERY, "configs": 40}.items() <= dict(log.search.settings).items()
+    assert {trial.config for trial in log.trials} == {config for config, _ in plan.starts}
+    assert [trial.number for trial in log.trials] == list(range(1, 41))
+    assert len(log.finalists) == 4
+    assert all(trial.compiled is not None for trial in log.trials if not isinstance(trial.outcome, Failure))
+
+
+def test_each_workload_has_its_share_of_the_time_and_then_what_is_left(store: Store) -> None:
+    plans = [searched(FORWARD, H200, families=("hopper_forward",)), searched(BACKWARD, H200, families=FAMILIES)]
+    executor = FakeExecutor(clock=Clock(), evaluate_s=1.0)
+    assert not tables(store, executor).collect(plans, until=60.0)
+    counts = [sum(workload == plan.workload for workload, _ in executor.evaluated) for plan in plans]
+    assert sum(counts) >= 55
+    assert min(counts) >= 25
+
+
+def test_a_sample_has_the_lists_first_and_a_matrix_the_winners() -> None:
+    workload = MEASURED.workload
+    space = Candidates.of(workload, H200, ("portable_forward",)).spaces[0]
+    records = [
+        replace(MEASURED, workload=workload.with_shape(seqlen_q=rows, seqlen_k=rows), config=space.configs[rows])
+        for rows in (512, 1024)
+    ]
+    plan = searched(workload, H200, families=("portable_forward",), configs=30, records=records)
+    assert (plan.kind, len(plan.starts)) == (SAMPLE, 30)
+    sources = [source for _, source in plan.starts]
+    assert list(dict.fromkeys(sources)) == ["default", "neighbour", "model", "random"]
+    assert plan == searched(workload, H200, families=("portable_forward",), configs=30, records=records)
+    matrix = of_winners(workload, H200, [*records, replace(MEASURED, config=space.configs[0])], 50)
+    assert (matrix.kind, [source for _, source in matrix.starts]) == (
+        MATRIX,
+        ["default", "incumbent", "neighbour", "neighbour"],
+    )
+    backward = of_winners(BACKWARD, H200, records, 50)
+    assert [source for _, source in backward.starts] == ["default"], "what won forward is none of its own"
+    long = replace(MEASURED, workload=replace(workload, causal=False))
+    assert spread([*records, MEASURED, long], 2) == [records[1].workload, long.workload]
+
+
+def test_the_command_takes_the_families_of_each_pass(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    parser = replay_tables._parser()
+    common = ["--out", str(tmp_path), "--workload", BACKWARD.key, "--workload", FORWARD.key]
+    options = parser.parse_args([*common, "--families", "hopper_forward,hopper_backward_split", "--configs", "9"])
+    backward, forward = replay_tables.planned(options, H200, [])
+    assert (backward.families, len(backward.starts)) == (("hopper_backward_split",), 9)
+    assert (forward.families, len(forward.starts)) == (("hopper_forward",), 9)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+LOG = SearchLog(search=SEARCH, trials=(KNOWN_TRIAL,), finalists=FINALISTS)
+
+
+def test_a_search_comes_back_from_its_file_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.jsonl.gz", "b.jsonl.gz")]
+    for path in paths:
+        write_log(LOG, path)
+    assert read_log(paths[0]) == LOG
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    with pytest.raises(DatabaseError, match=r"ends in \.jsonl\.gz"):
+        write_log(LOG, tmp_path / "a.csv")
+    with pytest.raises(DatabaseError, match="this one has none"):
+        write_log(replace(LOG, search=None), paths[0])
+
+
+def lines_of(tmp_path: Path) -> tuple[Path, list[dict[str, object]]]:
+    path = tmp_path / "log.jsonl.gz"
+    write_log(LOG, path)
+    return path, [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"trial": {"knobs": {"block_m": "__import__('os')"}}}, "line 2 is ignored: source must be of type str"),
+        ({"trial": [1]}, "an object of columns"),
+        ({"other": {}}, "one of trial, finalist"),
+        ({"trial": None}, "an object of columns"),
+    ],
+)
+def test_a_bad_line_costs_itself(tmp_path: Path, change: dict[str, object], rule: str) -> None:
+    path, lines = lines_of(tmp_path)
+    lines[1] = change
+    path.write_bytes(gzip.compress("\n".join(json.dumps(line) for line in lines).encode()))
+    with pytest.warns(UserWarning, match=rule):
+        assert read_log(path) == replace(LOG, trials=())
+
+
+@pytest.mark.parametrize("cell", [float("nan"), "fast", -1, [1e-9], {}, [True]])
+def test_a_bad_time_costs_its_line(tmp_path: Path, cell: object) -> None:
+    path, lines = lines_of(tmp_path)
+    lines[1]["trial"]["times_ms"] = cell  # type: ignore[index]
+    path.write_bytes(gzip.compress("\n".join(json.dumps(line) for line in lines).encode()))
+    with pytest.warns(UserWarning, match="line 2 is ignored"):
+        assert read_log(path).trials == ()
+
+
+def test_what_is_no_file_of_a_search_is_refused(tmp_path: Path) -> None:
+    path, lines = lines_of(tmp_path)
+    for content in (
+        b"",
+        b"no gzip",
+        gzip.compress(b""),
+        gzip.compress(b"[]\n"),
+        gzip.compress(b"[" * 100_000),
+        gzip.compress(json.dumps({**lines[0], "version": 2}).encode()),
+        gzip.compress(json.dumps({**lines[0], "workload": {"key": 3}}).encode()),
+        gzip.compress(bytes(MAX_BYTES + 1), 1),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DatabaseError, match=r"file of a search|a line about workloads"):
+            read_log(path)
