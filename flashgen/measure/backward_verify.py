@@ -125,9 +125,18 @@ def backward_oracle_of(
 
 
 def judged_gradients(
-    tensors: BackwardTensors, right: ExactGradients, usual: Gradients, unit: float, *, tf32: bool
+    tensors: BackwardTensors,
+    right: ExactGradients,
+    usual: Gradients,
+    unit: float,
+    *,
+    tf32: bool,
+    packed: bool = False,
 ) -> BackwardOracle:
-    """The tolerances that follow from the oracle's gradients and eager attention's; it writes what a pass is given."""
+    """The tolerances that follow from the oracle's gradients and eager attention's; it writes what a pass is given.
+
+    `packed`: rows that see no key have a `neg_delta` of 0, whatever the gradient of their LSE is.
+    """
     t = tensors
     t.out.copy_(right.forward.out)
     t.lse.copy_(right.forward.lse)
@@ -137,7 +146,7 @@ def judged_gradients(
         eager = _rows_of(name, usual[name].reshape(tensor.shape).to(tensor.dtype))
         noise = right.noise[name].reshape(values.shape[:-1])
         found[name] = _expected(values, eager, noise, unit, TF32_LEAST_MEAN_UNITS if tf32 else LEAST_MEAN_UNITS)
-    return BackwardOracle(gradients=found, neg_delta=_expected_delta(t))
+    return BackwardOracle(gradients=found, neg_delta=_expected_delta(t, packed=packed))
 
 
 def noise_of(dtype: torch.dtype, *, tf32: bool) -> tuple[float, float, float]:
@@ -230,10 +239,12 @@ def _row_tolerance(
     return torch.minimum(by_all, by_row + MAX_ULPS * ulp_of(size, dtype))
 
 
-def _expected_delta(t: BackwardTensors) -> Expected:
+def _expected_delta(t: BackwardTensors, *, packed: bool) -> Expected:
     """Rule 5: the exact sums of what the pass is given."""
     products = t.dout.double() * t.out.double()
     dlse = torch.zeros_like(products[..., 0]) if t.dlse is None else t.dlse.double()
+    if packed:
+        dlse = dlse.masked_fill(t.lse == float("-inf"), 0.0)
     size = dlse.abs() + products.abs().sum(-1)
     tolerance = DELTA_ULPS * FP32_ULP * size
     mean = float(tolerance.mean()) if tolerance.numel() else 0.0

@@ -1,6 +1,7 @@
 """Problems of packed sequences: each is compared with the references as a call of its own, all are judged together.
 
-Rows that do not count have output 0, LSE -inf and gradients of 0, exactly.
+Rows that do not count, and those that see no key, have output 0, LSE -inf, gradients and `neg_delta` of 0, exactly:
+the gradient of such an LSE may hold anything.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def _backward_oracle(workload: Workload, form: PackedForm, t: BackwardTensors, f
         for whole, part in ((right.gradients, found.gradients), (right.noise, found.noise)):
             _put_gradients(whole, part, rows, keys)
         _put_gradients(usual, rounded_gradients(*one, each.rule, dlse=dlse, tf32=tf32), rows, keys)
-    return judged_gradients(t, right, usual, unit, tf32=tf32)
+    return judged_gradients(t, right, usual, unit, tf32=tf32, packed=True)
 
 
 def _blank_gradients(t: BackwardTensors) -> ExactGradients:

@@ -60,7 +60,7 @@ class EmulatedPack:
             for target, (_one, at), part in zip((t.dq, t.dk, t.dv), places, found, strict=True):
                 if part is not None:
                     target[0, :, at] = part.transpose(0, 1).nan_to_num().to(target.dtype)
-        return dlse - (t.dout.float() * t.out.float()).sum(-1)
+        return dlse.masked_fill(t.lse.isinf(), 0.0) - (t.dout.float() * t.out.float()).sum(-1)
 
     def _clear(self, written: Tensor, value: float = 0.0) -> None:
         if self.writes_unused:
