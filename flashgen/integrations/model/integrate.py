@@ -50,8 +50,8 @@ def integrate(
         model: a module whose parameters are on a GPU.
         inputs: examples of what it will be called with: a tensor, a mapping of named inputs, a list of them, or a
             function that runs the model that it is given and returns what it gave. The shapes are what is tuned.
-        training: also run the backward pass, of the model's own loss or else of the mean square of what it gives.
-            Gradients that the model holds are kept.
+        training: also run the backward pass, of the model's own loss or else, and with padding, of the mean square of
+            what it gives. Gradients that the model holds are kept.
         reference: compute by `flashgen.reference`, on any device: exact and slow, to try a model without a GPU. Nothing
             is tuned then.
         target: with `reference`, the GPU that layers are looked up for.

@@ -21,6 +21,9 @@ UNCOMPARED = ("past_key_values", "attentions")
 """Outputs that are no results: caches hold what padding left there."""
 
 
+LOSS = "loss"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examples:
     """How to run a model: by inputs, or by a function of the caller."""
@@ -54,12 +57,15 @@ class Examples:
         return given(model)
 
     def results(self, found: Any) -> dict[str, Tensor]:
-        """The tensors of floats that a model gave, by name; of padded sequences the rows of tokens alone."""
+        """The tensors of floats that a model gave, by name.
+
+        Of padded sequences the rows of tokens alone, and no loss: what attention gives for padding is anybody's choice,
+        and a loss may read it, as where the first token behind padding is predicted.
+        """
         keep = self.given.get("attention_mask") if isinstance(self.given, Mapping) else None
         named = dict(_named(found, ""))
-        if isinstance(keep, Tensor) and keep.dim() == 2:
-            rows = keep.bool()
-            named = {name: x[rows] if x.shape[:2] == keep.shape else x for name, x in named.items()}
+        if isinstance(keep, Tensor) and keep.dim() == 2 and not bool((rows := keep.bool()).all()):
+            named = {name: x[rows] if x.shape[:2] == keep.shape else x for name, x in named.items() if name != LOSS}
         return named
 
     def loss(self, found: Any) -> Tensor:
@@ -69,7 +75,7 @@ class Examples:
             WorkloadError: it gave nothing that has a gradient.
         """
         results = self.results(found)
-        own = results.get("loss")
+        own = results.get(LOSS)
         if own is not None and own.requires_grad:
             return own
         first = next((one for one in results.values() if one.requires_grad), None)
