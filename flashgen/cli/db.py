@@ -1,4 +1,4 @@
-"""`flashgen db`: list, show, export and import tuned records; `db_compare` and `db_history` have other commands."""
+"""`flashgen db`: list, show, export and import tuned records; other `db_*` modules have more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flashgen.cli import completion, db_compare, db_history, output
+from flashgen.cli import completion, db_compare, db_history, db_trials, output
 from flashgen.cli.arguments import CommandLineError, DeviceName, Json, Shape, named_device, reading
 from flashgen.core.errors import DatabaseError
 from flashgen.core.feature_words import describe
@@ -176,6 +176,7 @@ def package(
 
 
 app.command(short_help="List the records that a workload has and had.")(db_history.history)
+app.command(short_help="List what searches tried.")(db_trials.trials)
 app.command(short_help="Forget what need not be kept.")(db_history.prune)
 app.command(short_help="Read every page and row; --retime measures again.")(db_compare.verify)
 app.command(short_help="Compare what two databases know.")(db_compare.diff)

@@ -21,6 +21,7 @@ from flashgen.db.reader import Reader
 from flashgen.db.reading import Validate
 
 if TYPE_CHECKING:
+    from flashgen.core.search_log import SearchLog
     from flashgen.db.past import Past
     from flashgen.db.store import Store
 
@@ -177,6 +178,16 @@ class Layers:
                 predictions += found[1]
         return trials, predictions
 
+    def searches(
+        self, *, workload: Workload | None = None, device: Device | None = None, run: str | None = None
+    ) -> list[tuple[SearchLog, str]]:
+        """What searches tried, by layer, with its name; narrowed by what is given."""
+        found: list[tuple[SearchLog, str]] = []
+        for layer in tuple(self._layers):
+            logs = self._ask(layer, lambda _: _searched(layer.store, workload, device, run))  # noqa: B023
+            found += [(log, layer.name) for log in logs or ()]
+        return found
+
     def past(self, workload: Workload, device: Device | None = None) -> list[tuple[Past, str]]:
         """Who made the records of a workload and what they took the place of, by layer, with its name."""
         from flashgen.db.past import past_of  # which no look-up needs
@@ -213,6 +224,17 @@ class Layers:
 def _tried(store: Store, workload: Workload, device: Device) -> tuple[list[Trial], list[Prediction]]:
     with store:
         return store.trials(workload, device), store.predictions(workload, device)
+
+
+def _searched(store: Store, workload: Workload | None, device: Device | None, run: str | None) -> list[SearchLog]:
+    from flashgen.db.trials import search_logs
+
+    with store:
+        counts = store.counts()
+        if not counts["trials"] + counts["searches"]:  # as in what ships, which has hundreds of workloads
+            return []
+        workloads = [workload] if workload else store.workloads()
+        return list(search_logs(store, workloads, [device] if device else store.devices(), run))
 
 
 def _absent(path: Path) -> bool:

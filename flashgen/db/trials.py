@@ -6,6 +6,7 @@ those of one search compare beside their `reference_ms` alone; the races of its 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -13,6 +14,12 @@ from flashgen.core.device import Device
 from flashgen.core.record import Failure, Measurement, Trial
 from flashgen.core.search_log import Finalist, SearchLog, SearchRun
 from flashgen.core.workload import Workload
+
+CSV_COLUMNS = (
+    *("workload", "device", "run", "number", "source", "family", "knobs", "median_ms", "times_ms", "profile_times_ms"),
+    *("reference_ms", "sm_clock_mhz", "max_error", "mean_error", "stage", "reason", "registers", "spills"),
+    *("shared_bytes", "occupancy", "compile_ms", "source_digest", "predicted_ms", "evaluate_s", "elapsed_s", "created"),
+)
 
 
 class Kept(Protocol):
@@ -172,3 +179,16 @@ def _outcome_json(outcome: Measurement | Failure) -> dict[str, object]:
         "stage": failure and failure.stage,
         "reason": failure and failure.reason,
     }
+
+
+def csv_row(trial: Trial) -> list[object]:
+    """A trial as cells under `CSV_COLUMNS`; several values are one JSON text, and what is not known is empty."""
+    owner = {"workload": trial.workload.key, "device": trial.device.identity, "run": trial.run}
+    cells = {**owner, **trial_json(trial)}
+    return [_cell(cells[name]) for name in CSV_COLUMNS]
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, (list, dict)):
+        return json.dumps(value, separators=(",", ":")) if value else ""
+    return "" if value is None else value
