@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,15 +106,14 @@ def test_tma_clips_behind_any_row() -> None:
         assert max(shape) < 1 << 31
 
 
-def test_what_no_gpu_has_run_serves_nobody_unasked() -> None:
+def test_the_family_serves_packed_sequences_first() -> None:
     for key in ("fwd-bf16-d128-causal-varlen", "fwd-fp16-d64-varlen"):
         spec = Specialization.parse(key)
-        served = families.applicable(spec, H200)
-        assert [row.id for row in served] == ["portable_forward", "hopper_forward"]
-        assert families.default_config(spec, H200).family == "portable_forward"
-        assert families.default_config(spec, H200, ["hopper_forward"]).family == "hopper_forward"
-        assert families.confirmed(spec, H200) == ("portable_forward",)
-    assert families.default_config(Specialization.parse("fwd-bf16-d128"), H200).family == "hopper_forward"
+        assert [row.id for row in families.applicable(spec, H200)] == ["hopper_forward", "portable_forward"]
+        assert families.confirmed(spec, H200) == ("hopper_forward", "portable_forward")
+        assert families.default_config(spec, H200).family == "hopper_forward"
+    paged = replace(Specialization.parse("fwd-bf16-d128-causal-varlen"), page_size=64)
+    assert families.default_config(paged, H200).family == "portable_forward"
 
 
 def test_what_packed_sequences_leave_of_the_family() -> None:

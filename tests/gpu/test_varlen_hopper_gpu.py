@@ -1,7 +1,6 @@
-"""Packed sequences by the Hopper family, which serves none of itself yet: features, poison, graphs, bits, rate.
+"""Packed sequences by the Hopper family: features, poison, graphs, bits, rate.
 
-Each test has `attention_varlen` served by the family's config where tensors allow it. Once all of them pass,
-`unconfirmed` of its row can go.
+Each test has `attention_varlen` served by the family's config, or by one that a search may choose.
 """
 
 from __future__ import annotations

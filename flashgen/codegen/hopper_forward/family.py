@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen import head_packing
-from flashgen.codegen.common_sequences import no_gpu_has_run, why_not_packed
+from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_softcap import TANH, exact_sibling
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import why_not_head_dim, why_not_wgmma
@@ -167,5 +167,4 @@ HOPPER_FORWARD = KernelFamily(
     tolerated_spills=resources.TOLERATED_SPILLS,
     default_spills=resources.DEFAULT_SPILLS,
     cost_model=COST_MODEL,
-    unconfirmed=no_gpu_has_run,
 )
