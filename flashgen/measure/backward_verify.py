@@ -89,10 +89,14 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardOracle:
-    """The right answer for one set of inputs, by the name of the gradient; `neg_delta` has rows of width 1."""
+    """The right answer for one set of inputs, by the name of the gradient; `neg_delta` has rows of width 1.
+
+    `packed`: rows that see no key are left out of the latter.
+    """
 
     gradients: dict[str, Expected]
     neg_delta: Expected
+    packed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +139,7 @@ def judged_gradients(
 ) -> BackwardOracle:
     """The tolerances that follow from the oracle's gradients and eager attention's; it writes what a pass is given.
 
-    `packed`: rows that see no key have a `neg_delta` of 0, whatever the gradient of their LSE is.
+    `packed`: the `neg_delta` of rows that see no key is not judged, since rows that no sequence uses are among them.
     """
     t = tensors
     t.out.copy_(right.forward.out)
@@ -146,7 +150,7 @@ def judged_gradients(
         eager = _rows_of(name, usual[name].reshape(tensor.shape).to(tensor.dtype))
         noise = right.noise[name].reshape(values.shape[:-1])
         found[name] = _expected(values, eager, noise, unit, TF32_LEAST_MEAN_UNITS if tf32 else LEAST_MEAN_UNITS)
-    return BackwardOracle(gradients=found, neg_delta=_expected_delta(t, packed=packed))
+    return BackwardOracle(gradients=found, neg_delta=_expected_delta(t, packed=packed), packed=packed)
 
 
 def noise_of(dtype: torch.dtype, *, tf32: bool) -> tuple[float, float, float]:
@@ -179,6 +183,8 @@ def check_backward(
     given = {name: _rows_of(name, tensor) for name, tensor in written(tensors).items()}
     right = dict(expected.gradients)
     if neg_delta is not None:
+        if expected.packed:
+            neg_delta = neg_delta.masked_fill(tensors.lse == float("-inf"), 0.0)
         given["neg_delta"], right["neg_delta"] = neg_delta.unsqueeze(-1), expected.neg_delta
     for name, tensor in given.items():
         if tuple(tensor.shape) != tuple(right[name].values.shape):

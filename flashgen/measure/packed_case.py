@@ -1,7 +1,7 @@
 """Problems of packed sequences: each is compared with the references as a call of its own, all are judged together.
 
-Rows that do not count, and those that see no key, have output 0, LSE -inf, gradients and `neg_delta` of 0, exactly:
-the gradient of such an LSE may hold anything.
+Rows that do not count, and those that see no key, have output 0, LSE -inf and gradients of 0, exactly. Nobody reads
+their `neg_delta`: the gradient of such an LSE may hold anything.
 """
 
 from __future__ import annotations
