@@ -45,3 +45,10 @@ def directions(incomplete: str) -> list[str]:
 def provenances(incomplete: str) -> list[str]:
     """What `--provenance` takes."""
     return [name for name in PROVENANCES if name.startswith(incomplete)]
+
+
+def formats(incomplete: str) -> list[str]:
+    """What `--format` takes."""
+    from flashgen.cli.db_formats import FORMATS
+
+    return [name for name in FORMATS if name.startswith(incomplete)]

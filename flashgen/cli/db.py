@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flashgen.cli import completion, db_compare, db_history, db_trials, output
+from flashgen.cli import completion, db_compare, db_formats, db_history, db_trials, output
 from flashgen.cli.arguments import CommandLineError, DeviceName, Json, Shape, named_device, reading
 from flashgen.core.errors import DatabaseError
 from flashgen.core.feature_words import describe
@@ -79,7 +79,24 @@ def show(shape: Shape, device: DeviceName = None, json: Json = False) -> None:
 
 @app.command(short_help="Write records to a file that can be given away.")
 def export(
-    path: Annotated[Path, typer.Argument(help="The file to write; its name ends in .sqlite3.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="The file to write, whose name ends in .sqlite3; a folder with --format t4; a storage with optuna.",
+            metavar="PATH",
+        ),
+    ],
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="sqlite: records. t4: trials as Kernel Tuner and the benchmark hub read them. optuna: trials as "
+            "studies that optuna-dashboard opens.",
+            metavar="FORMAT",
+            autocompletion=completion.formats,
+        ),
+    ] = db_formats.SQLITE,
+    run: Annotated[str | None, typer.Option("--run", help="Only trials of the run with this id.", metavar="ID")] = None,
     device: DeviceName = None,
     provenance: Provenance = None,
     everything: Annotated[
@@ -103,7 +120,19 @@ def export(
     ] = False,
     jobs: Annotated[int | None, typer.Option(help="Processes that compile; all CPUs without.", min=1)] = None,
 ) -> None:
-    """Write records to one file that can be given away, and to a CSV of the same name beside it."""
+    """Write records to one file that can be given away, and to a CSV of the same name beside it.
+
+    With --format, write the trials of searches for other tools instead.
+    """
+    others = {"--provenance": provenance, "--history": history, "--with-binaries": with_binaries}
+    db_formats.check_format(format_, {**others, "--with-helpers": with_helpers, "--jobs": jobs})
+    if format_ != db_formats.SQLITE:
+        named = named_device(device)
+        db_formats.export_trials(format_, target, device=named, everything=everything, run=run)
+        return
+    if run is not None:
+        raise CommandLineError(f"--run is about trials (--format t4 or optuna), got {run!r}")
+    path = Path(target)
     from flashgen.db.exchange import export_records
     from flashgen.db.layers import Layers
     from flashgen.db.past import exported

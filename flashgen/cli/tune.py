@@ -112,6 +112,14 @@ def tune(
             metavar="URL",
         ),
     ] = None,
+    study: Annotated[
+        str | None,
+        typer.Option(
+            "--study",
+            help="Also keep every trial in this storage of Optuna, for optuna-dashboard: sqlite:///studies.db.",
+            metavar="URL",
+        ),
+    ] = None,
     shard: Annotated[
         str,
         typer.Option(
@@ -211,6 +219,7 @@ def tune(
             ray=ray,
             jobs=jobs,
             options=options,
+            study=study,
         )
     if dry_run:
         print_plan(request, as_json=as_json)

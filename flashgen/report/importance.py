@@ -18,6 +18,7 @@ import optuna
 
 from flashgen.core.config import Config
 from flashgen.report.contents import Search
+from flashgen.tuning.quiet import Quiet
 
 LEAST_TRIALS = 20
 """Measured trials of a family in one search; of fewer nothing can be said."""
@@ -62,21 +63,16 @@ def _shares(tried: list[tuple[Config, float]]) -> dict[str, float]:
     }
     if not distributions:
         return {}
-    level = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study = optuna.create_study(direction="minimize")
-            study.add_trials(
-                optuna.trial.create_trial(
-                    params={name: each[name] for name in distributions},
-                    distributions=distributions,
-                    value=math.log(value),
-                )
-                for each, (_, value) in zip(knobs, tried, strict=True)
+    with Quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study = optuna.create_study(direction="minimize")
+        study.add_trials(
+            optuna.trial.create_trial(
+                params={name: each[name] for name in distributions},
+                distributions=distributions,
+                value=math.log(value),
             )
-            evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-            return optuna.importance.get_param_importances(study, evaluator=evaluator)
-    finally:
-        optuna.logging.set_verbosity(level)
+            for each, (_, value) in zip(knobs, tried, strict=True)
+        )
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        return optuna.importance.get_param_importances(study, evaluator=evaluator)

@@ -33,7 +33,7 @@ def write(contents: Contents, path: Path, *, created: str | None = None) -> None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path with a null is a ValueError
         raise DatabaseError(f"a report needs a place that can be written, got {path}: {error}") from error
 
 

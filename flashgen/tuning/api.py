@@ -36,6 +36,7 @@ def tune(
     ray: None = ...,
     jobs: int | None = ...,
     options: Options | None = ...,
+    study: str | None = ...,
     on_event: OnEvent = ...,
 ) -> RunFinished: ...
 
@@ -56,6 +57,7 @@ def tune(
     ray: str,
     jobs: int | None = ...,
     options: Options | None = ...,
+    study: str | None = ...,
     on_event: Callable[[str, Event], None] = ...,
 ) -> tuple[RunFinished, ...]: ...
 
@@ -78,6 +80,7 @@ def tune(
     ray: str | None = None,
     jobs: int | None = None,
     options: Options | None = None,
+    study: str | None = None,
     on_event: Callable[..., None] = lambda *event: None,
 ) -> RunFinished | tuple[RunFinished, ...]:
     """Find the fastest verified kernel for workloads and store it; go on where an earlier run stopped.
@@ -103,6 +106,7 @@ def tune(
             has no `from_calls`, `device` and `limit_s`, and a database for each kind of device.
         jobs: compile processes, of each GPU of a cluster; None is one for each CPU but one, divided by the shards.
         options: how to search (`flashgen.tuning.context.Options`).
+        study: a storage of Optuna that also gets every trial, as `sqlite:///studies.db`, for optuna-dashboard.
         on_event: is told all events (`flashgen.tuning.events`) as they happen, in this thread. Of a cluster it gets
             two values: the name of the station, empty for the run as a whole, and the event.
 
@@ -134,6 +138,7 @@ def tune(
         ray=ray,
         jobs=jobs,
         options=options,
+        study=study,
     )
     if request.ray is not None:
         return runs.run_on_cluster(request, request.ray, on_event)

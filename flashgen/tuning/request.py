@@ -41,6 +41,7 @@ class Request:
         ray: the address of a cluster, None for this machine alone.
         calls: what a program was recorded to call, where that names the workloads.
         limit_s: seconds for all workloads.
+        study: the storage of Optuna that also gets the trials, None for none.
     """
 
     workloads: tuple[Workload, ...]
@@ -55,6 +56,7 @@ class Request:
     ray: str | None = None
     calls: tuple[CallRecord, ...] = ()
     limit_s: float | None = None
+    study: str | None = None
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class Request:
         ray: str | None = None,
         jobs: int | None = None,
         options: Options | None = None,
+        study: str | None = None,
     ) -> Request:
         """Read what is named, and the shard's part of it; see `flashgen.tune` for the arguments.
 
@@ -111,6 +114,7 @@ class Request:
             ray=None if ray is None else text("ray", ray, TuningError),
             calls=calls,
             limit_s=limit_s,
+            study=None if study is None else text("study", study, TuningError),
         )
 
 

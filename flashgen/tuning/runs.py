@@ -16,8 +16,9 @@ from flashgen.db.store import Store
 from flashgen.measure.protocol import Executor
 from flashgen.tuning.compile_pool import CompilePool
 from flashgen.tuning.context import AnyStore
-from flashgen.tuning.events import OnEvent, RunFinished
+from flashgen.tuning.events import Event, OnEvent, RunFinished
 from flashgen.tuning.request import Request
+from flashgen.tuning.studies import Mirror
 from flashgen.tuning.tune import tune
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ def run_here(request: Request, on_event: OnEvent) -> RunFinished:
         DeviceError: there is no GPU to measure on.
         FlashgenError: as `tuning.tune.tune`.
     """
+    mirror = Mirror(request.study)
+
+    def tell(event: Event) -> None:
+        for each in (event, *mirror(event)):
+            on_event(each)
+
     with contextlib.ExitStack() as stack:
         executor = None
         if request.target is None:
@@ -52,7 +59,7 @@ def run_here(request: Request, on_event: OnEvent) -> RunFinished:
             options=request.options,
             versions=None if executor is not None else _versions_here(),
             neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
-            on_event=on_event,
+            on_event=tell,
             limit_s=request.limit_s,
         )
 
@@ -65,6 +72,13 @@ def run_on_cluster(request: Request, address: str, on_event: OnStationEvent) -> 
         DatabaseError: results cannot be stored.
     """
     from flashgen.tuning.many import tune_on_stations
+
+    mirror = Mirror(request.study)
+
+    def tell(station: str, event: Event) -> None:
+        on_event(station, event)
+        for said in mirror(event):
+            on_event("", said)
 
     with contextlib.ExitStack() as stack:
         stations = stack.enter_context(make_stations(address, target=request.target, jobs=request.jobs_asked))
@@ -82,7 +96,7 @@ def run_on_cluster(request: Request, address: str, on_event: OnStationEvent) -> 
             budget=request.budget,
             options=request.options,
             neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
-            on_event=on_event,
+            on_event=tell,
         )
 
 

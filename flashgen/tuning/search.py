@@ -13,11 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import threading
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import optuna
 
@@ -25,6 +23,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Failure, Measurement, Trial
 from flashgen.tuning.lattice import FamilySpace, Lattice
+from flashgen.tuning.quiet import Quiet
 
 STARTUP_POINTS = 10
 """Random points of a family before TPE has something to model."""
@@ -174,7 +173,7 @@ class _FamilyStudy:
         self._pending: dict[Config, optuna.Trial] = {}
         self._told: list[tuple[float, int, Config]] = []
         self._failures = 0
-        with _Quiet():
+        with Quiet():
             self._study = optuna.create_study(direction="minimize")
 
     @property
@@ -208,7 +207,7 @@ class _FamilyStudy:
 
     def add(self, config: Config) -> None:
         """Make `config` a running trial of the study."""
-        with _Quiet():
+        with Quiet():
             self._study.enqueue_trial(dict(config.knobs))
             trial = self._study.ask(self._distributions)
         self._start(config, trial)
@@ -216,7 +215,7 @@ class _FamilyStudy:
     def tell(self, config: Config, value: float | None) -> None:
         """Finish a running trial; None is a failure: an infeasible point that TPE learns from, which FAIL is not."""
         trial = self._pending.pop(config)
-        with _Quiet():
+        with Quiet():
             trial.set_constraint(_CONSTRAINT, 0.0 if value is not None else 1.0)
             self._study.tell(trial, FAILED_VALUE if value is None else value)
         if value is not None:
@@ -235,7 +234,7 @@ class _FamilyStudy:
         return self._sampled(self._seed + turn)
 
     def _sampled(self, seed: int) -> Proposal:
-        with _Quiet():
+        with Quiet():
             self._study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_POINTS)
             trial = self._study.ask(self._distributions)
         wanted = Config.of(self._family, trial.params)
@@ -257,27 +256,3 @@ class _FamilyStudy:
     def _start(self, config: Config, trial: optuna.Trial) -> None:
         del self._unseen[config]
         self._pending[config] = trial
-
-
-class _Quiet:
-    """Optuna's log lines and notices about its own experimental parts are not for the users of a tuner.
-
-    Its verbosity is that of the process: the first of several searches at a time sets it, the last one resets it.
-    """
-
-    _lock = threading.Lock()
-    _inside = 0
-    _verbosity = 0
-
-    def __enter__(self) -> None:
-        with _Quiet._lock:
-            if not _Quiet._inside:
-                _Quiet._verbosity = optuna.logging.get_verbosity()
-                optuna.logging.set_verbosity(optuna.logging.ERROR)
-            _Quiet._inside += 1
-
-    def __exit__(self, *error: Any) -> None:
-        with _Quiet._lock:
-            _Quiet._inside -= 1
-            if not _Quiet._inside:
-                optuna.logging.set_verbosity(_Quiet._verbosity)

@@ -38,6 +38,8 @@ BASES: dict[str, tuple[str, ...]] = {
     "diff": ("db", "diff", "a.sqlite3", FILE),
     "merge": ("db", "merge", "a.sqlite3", FILE, "--no-measure", "--output", "c.sqlite3"),
     "package": ("db", "package", "records", FILE),
+    "report": ("report", FILE, "--output", "page.html"),
+    "trials": ("db", "trials"),
 }
 WRONG = (
     *(

@@ -1,0 +1,62 @@
+"""`flashgen db export --format`: trials in forms that other tools read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.cli import output
+from flashgen.cli.arguments import CommandLineError
+from flashgen.core.device import Device
+from flashgen.core.names import meant
+
+if TYPE_CHECKING:
+    from flashgen.core.search_log import SearchLog
+
+SQLITE, T4, OPTUNA = "sqlite", "t4", "optuna"
+FORMATS = (SQLITE, T4, OPTUNA)
+
+
+def check_format(name: str, others: Mapping[str, object]) -> None:
+    """Refuse a format that there is not, and options of records beside one of trials.
+
+    Raises:
+        CommandLineError: it is not known, or such an option is given.
+    """
+    if name not in FORMATS:
+        raise CommandLineError(f"--format is one of {', '.join(FORMATS)}, got {name!r}{meant(name, FORMATS)}")
+    given = [option for option, value in others.items() if value]
+    if name != SQLITE and given:
+        raise CommandLineError(f"--format {name} writes trials, not records: no {', '.join(given)}")
+
+
+def export_trials(name: str, target: str, *, device: Device | None, everything: bool, run: str | None) -> None:
+    """Write the trials of the database that is written to, or of all, and say how many.
+
+    Raises:
+        DatabaseError: there is none, or they cannot be written.
+    """
+    from flashgen.db.layers import Layers
+
+    with Layers.open() as layers:
+        found = layers.searches(device=device, run=run)
+        logs = [log for log, layer in found if everything or layer == layers.first_name]
+    _WRITERS[name](logs, target)
+
+
+def _write_t4(logs: list[SearchLog], target: str) -> None:
+    from flashgen.db.t4 import export_t4
+
+    written = export_t4(logs, Path(target))
+    output.say(f"{len(written)} search spaces written to {target}")
+
+
+def _write_studies(logs: list[SearchLog], target: str) -> None:
+    from flashgen.tuning.studies import export_studies
+
+    new, count = export_studies((trial for log in logs for trial in log.trials), target)
+    output.say(f"{new} of {count} trials written to {target}; the others were there")
+
+
+_WRITERS: dict[str, Callable[[list[SearchLog], str], None]] = {T4: _write_t4, OPTUNA: _write_studies}

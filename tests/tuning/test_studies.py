@@ -1,0 +1,106 @@
+"""Searches in a storage of Optuna: what a study has, and what a storage that fails costs."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+
+import flashgen
+from flashgen.core.errors import DatabaseError
+from flashgen.core.record import Failure, Measurement
+from flashgen.tuning import runs, studies
+from flashgen.tuning.context import Options
+from flashgen.tuning.events import Event, TrialFinished, Warned
+from flashgen.tuning.studies import Mirror, Studies, export_studies, study_name
+from tests.cli.conftest import Invoke
+from tests.cli.conftest import invoke as invoke  # noqa: PLC0414 - a fixture
+from tests.db.samples import CONFIG, FAILED, TRIAL
+from tests.tuning.fakes import FakeCompiler, FakeExecutor
+from tests.tuning.runs import PLAIN
+
+
+def study_in(path: Path) -> optuna.Study:
+    """The only study of a journal."""
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+    (name,) = optuna.get_all_study_names(storage)
+    return optuna.load_study(study_name=name, storage=storage)
+
+
+def test_a_run_keeps_its_trials_in_a_storage_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runs, "make_executor", lambda index: FakeExecutor())
+    monkeypatch.setattr(runs, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+    path = tmp_path / "studies.log"
+    events: list[Event] = []
+    flashgen.tune(
+        [PLAIN], budget="8", study=str(path), database=tmp_path / "own.sqlite3", on_event=events.append,
+        options=Options(families=("portable_forward",)),
+    )  # fmt: skip
+    tried = [event.trial for event in events if isinstance(event, TrialFinished)]
+    study = study_in(path)
+    assert study.study_name == study_name(tried[0])
+    assert [each.user_attrs["source"] for each in study.trials] == [trial.source for trial in tried]
+    values = [trial.outcome.median_ms if isinstance(trial.outcome, Measurement) else None for trial in tried]
+    assert [each.value for each in study.trials] == values
+    best = min((trial for trial in tried if isinstance(trial.outcome, Measurement)), key=lambda t: t.outcome.median_ms)
+    assert study.best_params["family"] == best.config.family
+    assert study.best_params[f"{best.config.family}.block_n"] == dict(best.config.knobs)["block_n"]
+
+
+def test_a_file_of_sqlite_is_a_storage_too_and_gets_no_trial_twice(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'studies.db'}"
+    later = replace(TRIAL, created="2026-11-21T11:00:00+00:00", config=CONFIG.replace(block_n=64))
+    assert export_studies([TRIAL, FAILED], url) == (2, 2)
+    assert export_studies([TRIAL, FAILED, later], url) == (1, 3)
+    study = optuna.load_study(study_name=study_name(TRIAL), storage=url)
+    assert [each.state.name for each in study.trials] == ["COMPLETE", "FAIL", "COMPLETE"]
+    assert study.trials[1].user_attrs["failure"] == str(FAILED.outcome)
+    assert study.trials[2].datetime_complete is not None
+    assert study.metric_names == ["ms"]
+
+
+@pytest.mark.parametrize("url", ["sqlite:////nowhere/at/all/x.db", "nonsense://x", "/nowhere/at/all/x.log"])
+def test_a_storage_that_is_not_there_is_an_error_before_anything_is_measured(url: str) -> None:
+    with pytest.raises(DatabaseError, match="a study needs a storage that Optuna can open"):
+        Studies.open(url)
+
+
+def test_a_storage_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(trial: object) -> None:
+        raise ValueError("CategoricalDistribution does not support dynamic value space.")
+
+    mirror = Mirror(str(tmp_path / "studies.log"))
+    monkeypatch.setattr(studies, "frozen", broken)
+    event = TrialFinished(trial=TRIAL, number=1, best_ms=None, best_config=None)
+    (warned,) = mirror(event)
+    assert isinstance(warned, Warned)
+    assert "dynamic value space.; the search goes on" in warned.message
+    assert mirror(event) == ()
+    assert Mirror(None)(event) == ()
+
+
+def test_the_command_exports_trials_for_other_tools(invoke: Invoke, tmp_path: Path) -> None:
+    from flashgen.core.settings import settings
+    from flashgen.db.store import Store
+
+    with Store.open(settings().db_layers[0]) as store:
+        store.put_trial(replace(TRIAL, run="a"))
+        store.put_trial(replace(FAILED, run="b", outcome=Failure(stage="build", reason="no")))
+    folder, journal = tmp_path / "t4", tmp_path / "studies.log"
+    result = invoke("db", "export", folder, "--format", "t4")
+    assert (result.exit_code, result.stdout) == (0, f"1 search spaces written to {folder}\n")
+    result = invoke("db", "export", journal, "--format", "optuna", "--run", "b")
+    assert result.exit_code == 0, result.output
+    assert [each.state.name for each in study_in(journal).trials] == ["FAIL"]
+    for wrong, rule in (
+        (("--format", "optun"), "did you mean optuna?"),
+        (("--format", "t4", "--history"), "no --history"),
+        (("--run", "b"), "--run is about trials"),
+    ):
+        result = invoke("db", "export", tmp_path / "x.sqlite3", *wrong)
+        assert result.exit_code == 2
+        assert rule in result.stderr
+    assert invoke("db", "export", folder, "--format", "t4", "--run", "none").exit_code == 1
