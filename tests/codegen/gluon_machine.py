@@ -1,13 +1,15 @@
 """A rendered Gluon kernel on the CPU: every role of every CTA a thread, barriers and TMA as the PTX manual says.
 
 Registers are torch's tensors, whatever their layouts; products are computed when they are issued. What it shows is that
-roles agree and wait for what is there, where TMA loads and stores, what scores are hidden, and the results. It knows
-nothing of time, of named barriers, and of PTX but that of a reciprocal and a logarithm.
+roles agree and wait for what is there, where TMA loads and stores, what scores are hidden, and the results. Named
+barriers count threads, of which a role has 32 for each of its warps. It knows nothing of time, and of PTX but that of
+barriers, of a reciprocal and a logarithm. Kernels in plain Triton run one program after the other.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +46,25 @@ class Barrier:
                 raise AssertionError(f"phase {self.phase} never ended")
 
 
+@dataclass(kw_only=True)
+class NamedBarrier:
+    """One barrier of a CTA that counts threads."""
+
+    arrived: int = 0
+    phase: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def arrive(self, threads: int, expected: int, *, waits: bool) -> None:
+        with self.changed:
+            self.arrived, phase = self.arrived + threads, self.phase
+            assert self.arrived <= expected
+            if self.arrived == expected:
+                self.phase, self.arrived = phase + 1, 0
+                self.changed.notify_all()
+            elif waits and not self.changed.wait_for(lambda: self.phase != phase, WAIT_S):
+                raise AssertionError(f"{self.arrived} of {expected} threads came")
+
+
 class Shared:
     """A tile in shared memory, undefined at first."""
 
@@ -66,7 +87,12 @@ class Shared:
         return self.tensor.clone()
 
     def store(self, value: torch.Tensor) -> None:
-        self.tensor.copy_(value)
+        self.tensor.copy_(torch.as_tensor(value).broadcast_to(self.tensor.shape))
+
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
+        """The same bytes as another tile, or the first of them."""
+        size = torch.Size(shape).numel()
+        return Shared(self.tensor.contiguous().view(-1).view(dtype)[:size].view(*shape))
 
 
 class Barriers(list[Barrier]):
@@ -86,22 +112,28 @@ class Descriptor:
 
     @property
     def block_type(self) -> Any:
-        return SimpleNamespace(nbytes=2 * torch.Size(self.block).numel(), shape=self.block)
+        return SimpleNamespace(nbytes=self.memory.element_size() * torch.Size(self.block).numel(), shape=self.block)
 
-    def rows(self, place: Sequence[Any]) -> list[slice | None]:
-        """Where each row of the box at `place` lies in memory, by addresses of 64 bits; None where it is clipped."""
-        at = [int(x) for x in place]
+    def rows(self, place: Sequence[Any]) -> list[tuple[slice, slice] | None]:
+        """Where each row of the box at `place` lies in memory, by addresses of 64 bits, and which columns of it there
+        are; None where it is clipped."""
+        at, size = [int(x) for x in place], self.memory.element_size()
         assert len(at) == len(self.shape)
-        assert at[-1] == 0
-        found: list[slice | None] = []
+        columns = slice(max(-at[-1], 0), max(min(self.shape[-1] - at[-1], self.block[-1]), 0))
+        found: list[tuple[slice, slice] | None] = []
         for row in range(self.block[-2]):
-            here = [*at[:-2], at[-2] + row, 0]
-            if not all(0 <= x < size for x, size in zip(here, self.shape, strict=True)):
+            here = [*at[:-2], at[-2] + row]
+            if (
+                not all(0 <= x < most for x, most in zip(here, self.shape, strict=False))
+                or columns.start >= columns.stop
+            ):
                 found.append(None)
                 continue
-            first = 2 * sum(x * step for x, step in zip(here, self.strides, strict=True)) % (1 << 64) // 2
-            assert first + self.shape[-1] <= len(self.memory)
-            found.append(slice(first, first + self.shape[-1]))
+            steps = sum(x * step for x, step in zip([*here, at[-1] + columns.start], self.strides, strict=True))
+            first = size * steps % (1 << 64) // size
+            last = first + columns.stop - columns.start
+            assert last <= len(self.memory)
+            found.append((slice(first, last), columns))
         return found
 
 
@@ -112,8 +144,15 @@ class Pointer:
     memory: torch.Tensor
     place: Any = 0
 
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.memory.dtype)
+
     def __add__(self, steps: Any) -> Pointer:
         return Pointer(memory=self.memory, place=self.place + steps)
+
+    def __getitem__(self, axes: Any) -> Pointer:
+        return Pointer(memory=self.memory, place=self.place[axes])
 
     def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         place = torch.as_tensor(self.place)
@@ -122,7 +161,7 @@ class Pointer:
         return place, kept
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> torch.Tensor:
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: object) -> torch.Tensor:
     place, kept = pointer.places(mask)
     value = pointer.memory[torch.where(kept, place, 0)] if len(pointer.memory) else torch.zeros(place.shape)
     return torch.where(kept, value, torch.as_tensor(other, dtype=pointer.memory.dtype))
@@ -134,19 +173,28 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def _copy_in(descriptor: Descriptor, place: Sequence[Any], barrier: Barrier, tile: Shared) -> None:
-    columns = descriptor.shape[-1]
     rows = tile.tensor.view(-1, descriptor.block[-1])
     rows.zero_()
     for row, part in zip(rows, descriptor.rows(place), strict=True):
         if part is not None:
-            row[:columns] = descriptor.memory[part]
+            row[part[1]] = descriptor.memory[part[0]]
     barrier.take(0, -descriptor.block_type.nbytes)
 
 
 def _copy_out(descriptor: Descriptor, place: Sequence[Any], tile: Shared) -> None:
     for row, part in zip(tile.tensor.view(-1, descriptor.block[-1]), descriptor.rows(place), strict=True):
         if part is not None:
-            descriptor.memory[part] = row[: descriptor.shape[-1]]
+            descriptor.memory[part[0]] = row[part[1]]
+
+
+_ADDING = threading.Lock()
+
+
+def _add_out(descriptor: Descriptor, place: Sequence[Any], tile: Shared) -> None:
+    with _ADDING:
+        for row, part in zip(tile.tensor.view(-1, descriptor.block[-1]), descriptor.rows(place), strict=True):
+            assert part is not None
+            descriptor.memory[part[0]] += row[part[1]]
 
 
 def _mma(a: Any, b: Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
@@ -159,6 +207,10 @@ def _tensors(*values: Any) -> tuple[torch.Tensor, ...]:
     return tuple(map(torch.as_tensor, values))
 
 
+Role = tuple[int, int, dict[int, NamedBarrier]]
+"""The CTA of a thread, how many threads it stands for, and the named barriers of the CTA."""
+
+
 class Machine:
     """The grid of one launch."""
 
@@ -168,11 +220,17 @@ class Machine:
 
     def run(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """Run all CTAs at the same time, and raise what the first of them raised."""
-        self._together([(kernel, arguments, program) for program in range(self._programs)])
+        self._together([(kernel, arguments, (program, 128, {})) for program in range(self._programs)])
 
-    def _together(self, calls: Sequence[tuple[Callable[..., None], Sequence[Any], int]]) -> None:
-        def one(function: Callable[..., None], arguments: Sequence[Any], program: int) -> None:
+    def run_each(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """Run all programs of a kernel without barriers, one after the other."""
+        for program in range(self._programs):
             self._local.program = program
+            kernel(*arguments)
+
+    def _together(self, calls: Sequence[tuple[Callable[..., None], Sequence[Any], Role]]) -> None:
+        def one(function: Callable[..., None], arguments: Sequence[Any], role: Role) -> None:
+            self._local.program, self._local.threads, self._local.named = role
             try:
                 function(*arguments)
             except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -186,10 +244,25 @@ class Machine:
         if self._failures:
             raise self._failures[0]
 
-    def _specialize(self, roles: Sequence[tuple[Any, Any]], *_: object) -> None:
-        self._together([(function, arguments, self._local.program) for function, arguments in roles])
+    def _specialize(self, roles: Sequence[tuple[Any, Any]], warps: Sequence[int], *_: object) -> None:
+        named: dict[int, NamedBarrier] = collections.defaultdict(NamedBarrier)
+        self._together(
+            [
+                (function, arguments, (self._local.program, 32 * count, named))
+                for (function, arguments), count in zip(roles, [4, *warps], strict=True)
+            ]
+        )
 
-    def _atomic_add(self, pointer: Pointer, value: int) -> torch.Tensor:
+    def _inline(self, asm: str, constraints: str, arguments: list[Any], **_: object) -> Any:
+        if asm.startswith("bar."):
+            number, expected = int(arguments[0]), int(asm.split(";", maxsplit=1)[0].split(",")[1])
+            with self._lock:
+                barrier = self._local.named[number]
+            barrier.arrive(self._local.threads, expected, waits=asm.startswith("bar.sync"))
+            return arguments[0]
+        return _computed(asm, arguments)
+
+    def _atomic_add(self, pointer: Pointer, value: int, **_: object) -> torch.Tensor:
         with self._lock:
             before = _load(pointer)
             _store(pointer, before + value)
@@ -218,14 +291,18 @@ class Machine:
             minimum=lambda a, b: torch.minimum(*_tensors(a, b)),
             maximum=lambda a, b: torch.maximum(*_tensors(a, b)),
             max=lambda x, axis: x.amax(axis),
-            sum=lambda x, axis: x.sum(axis),
+            sum=lambda x, axis=None: x.sum(axis),
             cdiv=lambda a, b: torch.as_tensor(a + b - 1).div(b, rounding_mode="trunc"),
             exp2=torch.exp2,
+            abs=torch.abs,
+            broadcast=torch.broadcast_tensors,
             static_range=range,
             associative_scan=lambda x, axis, combine: x.cumsum(axis),
             convert_layout=lambda x, layout, assert_trivial=False: x,
-            inline_asm_elementwise=_inline,
+            inline_asm_elementwise=self._inline,
             to_tensor=torch.as_tensor,
+            shared_memory_descriptor=Shared,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
             **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout"), lambda *_: None),
             **dict.fromkeys(("SliceLayout", "SwizzledSharedLayout", "DistributedLinearLayout"), lambda *_: None),
         )
@@ -237,11 +314,15 @@ class Machine:
             wait=Barrier.wait,
         )
         nothing = SimpleNamespace(barrier=lambda: None)
+        jit = SimpleNamespace(jit=lambda f=None, **_: f if f is not None else (lambda g: g))
+        tma = {"async_load": _copy_in, "async_store": _copy_out, "async_atomic_add": _add_out}
         return {
             "gl": SimpleNamespace(**vars(gl), **vars(nothing)),
-            "gluon": SimpleNamespace(jit=lambda f=None, **_: f if f is not None else (lambda g: g)),
+            "tl": SimpleNamespace(**vars(gl), range=range, permute=torch.permute),
+            "gluon": jit,
+            "triton": jit,
             "mbarrier": mbarrier,
-            "tma": SimpleNamespace(async_load=_copy_in, async_store=_copy_out, store_wait=lambda pending: None),
+            "tma": SimpleNamespace(**tma, store_wait=lambda pending: None),
             "fence_async_shared": lambda: None,
             "warpgroup_mma": _mma,
             "warpgroup_mma_wait": lambda count, values: values[0] if len(values) == 1 else values,
@@ -250,7 +331,7 @@ class Machine:
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Any:
     if layout is Barriers:
-        return Barriers(Barrier() for _ in range(shape[0]))
+        return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
     return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -99, dtype=dtype))
 
 
@@ -258,18 +339,27 @@ def _init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.pending = count
 
 
-def _inline(asm: str, constraints: str, arguments: list[Any], **_: object) -> Any:
+def _computed(asm: str, arguments: list[Any]) -> Any:
     if asm.startswith("rcp"):
         return 1.0 / arguments[0]
     if asm.startswith("lg2"):
         return torch.log2(arguments[0])
-    assert "wait_group" in asm
+    assert "wait_group" in asm or asm.startswith(("mov.", "fence."))
     return arguments[0]
+
+
+class _Rebinds(ast.NodeTransformer):
+    """`x += 1` gives the name another value, and leaves those alone that others know by another name."""
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        assert isinstance(node.target, ast.Name)
+        read = ast.Name(id=node.target.id, ctx=ast.Load())
+        return ast.Assign(targets=[node.target], value=ast.BinOp(left=read, op=node.op, right=node.value))
 
 
 def kernel_of(text: str, entry: str, machine: Machine, **instead: Callable[..., Any]) -> Callable[..., None]:
     """The kernel of a rendered text, with some of its functions replaced."""
-    tree = ast.parse(text)
+    tree = ast.fix_missing_locations(_Rebinds().visit(ast.parse(text)))
     tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
     space: dict[str, Any] = machine.names()
     exec(compile(tree, "<rendered>", "exec"), space)

@@ -71,6 +71,9 @@ def test_a_deterministic_pass_has_fixed_sums() -> None:
         (FUSED, "d64", {"q_stages": 3, "block_m": 128}, None),
         (FUSED, "d64", {"qk_prefetch": True, "accumulator_init": "interleaved"}, None),
         (FUSED, "d64-causal", {"stagger_warpgroups": False}, None),
+        (FUSED, "d64-varlen", {"heads_per_group": 4}, None),
+        (FUSED, "d64-varlen", {"persistent": False}, "producer"),
+        (FUSED, "d64-varlen", {"dq_conversion": "tiles"}, "not counted"),
         (FUSED, "d64-causal", {"qk_prefetch": True, "accumulator_init": "interleaved"}, "spill"),
         (FUSED, "d64", {"qk_prefetch": True, "accumulator_init": "upfront"}, "long before"),
         (FUSED, "d128", {"qk_prefetch": True, "accumulator_init": "interleaved"}, "more than 64 columns"),
@@ -99,6 +102,8 @@ def test_restrictions_name_their_reason(
         ("bf16-d128-keybias", "h200", "bias"),
         ("bf16-d128-mask", "h200", "mask"),
         ("bf16-d128-page16", "h200", "paged"),
+        ("bf16-d128-softcap-varlen", "h200", "softcap"),
+        ("bf16-d128-mask-varlen", "h200", "mask"),
     ],
 )
 def test_the_portable_families_serve_the_rest(key: str, device: str, reason: str) -> None:
@@ -150,6 +155,23 @@ def test_scratch_memory_is_padded_to_whole_query_blocks() -> None:
         assert {piece.name: piece.shape for piece in tiles}["tiles_done"] == (24,)
         split = SPLIT.scratch(spec, SPLIT.default(spec, H200), SIZES)
         assert {piece.name for piece in split} == {"neg_delta", "lse_start"}
+
+
+def test_packed_sequences_have_whole_blocks_of_their_own() -> None:
+    spec = spec_of("bf16-d128-varlen")
+    config = FUSED.default(spec, H200)
+    sizes = Sizes(
+        batch=1, nheads=8, nheads_k=2, seqlen_q=900, seqlen_k=950, sequences=5, max_seqlen_q=400, max_seqlen_k=500
+    )
+    blocks = 900 // 64 + 5 + 1
+    found = {piece.name: piece.shape for piece in FUSED.scratch(spec, config, sizes)}
+    assert found["neg_delta"] == (1, 8, 900)  # by row, for gradients that need no kernel
+    assert found["lse_start"] == found["dp_start"] == (1, 8, blocks * 64)
+    assert found["dq_acc"] == (8 * blocks * 64 * 128 // 32, 32)
+    prepare, main, finish = (kernel.programs(H200, sizes) for kernel in FUSED.kernels(spec, config))
+    assert (prepare, main, finish) == (8 * blocks * 2, 2 * (950 // 128 + 5 + 1), 8 * blocks * 2)
+    *_, dq = SPLIT.kernels(spec, SPLIT.default(spec, H200))
+    assert dq.programs(H200, sizes) == 8 * (900 // 128 + 5 + 1)
 
 
 def test_programs_cover_every_tile() -> None:
@@ -212,6 +234,7 @@ def gluon_function(text: str, name: str) -> Any:
         (FUSED, "bf16-d80-causal", {"stagger_warpgroups": False}),
         (SPLIT, "bf16-d256-causal", {}),
         (SPLIT, "bf16-d96-dv64", {"persistent": False}),
+        (FUSED, "bf16-d128-causal-varlen", {}),
     ],
 )
 def test_kernels_compile_without_serialised_products(
@@ -253,7 +276,8 @@ def check_named_barriers(kernel: CompiledKernel) -> None:
 
 
 def test_every_variant_is_formatted_and_unpacks_what_it_packs(tmp_path: Path) -> None:
-    for key in ("d64", "d128-causal", "d96-dv64-causal-window-offset", "d256-offset-window", "d192-dv128-causal"):
+    keys = ("d64", "d128-causal", "d96-dv64-causal-window-offset", "d256-offset-window", "d192-dv128-causal")
+    for key in (*keys, "d64-varlen", "d256-window-varlen"):
         spec = spec_of(f"fp16-{key}")
         for row in BOTH:
             space = search_space(row, spec, H200)

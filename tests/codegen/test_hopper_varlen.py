@@ -116,6 +116,14 @@ def test_the_family_serves_packed_sequences_first() -> None:
     assert families.default_config(paged, H200).family == "portable_forward"
 
 
+def test_what_no_gpu_has_run_serves_nobody_unasked() -> None:
+    spec = Specialization.parse("bwd-bf16-d128-varlen")
+    served = families.applicable(spec, H200)
+    assert [row.id.split("_")[0] for row in served] == ["portable", "portable", "hopper", "hopper"]
+    assert families.default_config(spec, H200, ["hopper_backward_fused"]).family == "hopper_backward_fused"
+    assert all(name.startswith("portable") for name in families.confirmed(spec, H200))
+
+
 def test_what_packed_sequences_leave_of_the_family() -> None:
     spec = Specialization.parse("fwd-bf16-d128-causal-varlen")
     config = HOPPER_FORWARD.default(spec, H200)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from flashgen.codegen.common_sequences import no_gpu_has_run, why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob
@@ -72,7 +73,7 @@ SPLIT_KNOBS = (
 
 
 def _why_not(spec: Specialization, device: Device) -> str | None:
-    if reason := why_not_wgmma(device):
+    if reason := why_not_wgmma(device) or why_not_packed(spec):
         return reason
     if spec.dtype not in GL_DTYPES:
         return f"its tensor cores multiply bf16 and fp16, not {spec.dtype}"
@@ -92,6 +93,7 @@ def _why_not_fused(spec: Specialization, device: Device) -> str | None:
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     return (
         _why_meaningless(spec, config)
+        or _why_not_packed(spec, config)
         or (_why_impossible_conversion if resources.is_fused(config) else _why_pointless_step)(spec, config, device)
         or _why_impossible_order(spec, config)
         or _why_too_large(spec, config, device)
@@ -103,8 +105,16 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "dk, dv and scores of 128 queries take more registers than a thread has at heads of more than 64 columns"
     if spec.causal and config["heads_per_group"] == 1:
         return "tiles with the most queries start first, and only groups of heads have an order for that"
-    if not (spec.causal or spec.window) and config["heads_per_group"] != 1:
+    if not (spec.causal or spec.window or spec.varlen) and config["heads_per_group"] != 1:
         return "without a mask all tiles are equally heavy"
+    return None
+
+
+def _why_not_packed(spec: Specialization, config: Config) -> str | None:
+    if spec.varlen and not config["persistent"]:
+        return "the producer of a persistent kernel finds the packed sequence of a tile"
+    if spec.varlen and resources.converts(config):
+        return "the tiles of a head that end before it is converted are not counted in packed sequences"
     return None
 
 
@@ -211,7 +221,7 @@ def _seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
 
-FEATURES = frozenset({"causal", "window", "sinks", "q_offset"})
+FEATURES = frozenset({"causal", "window", "sinks", "q_offset", "varlen"})
 """Sinks are part of the LSE that a backward pass starts from."""
 
 HOPPER_BACKWARD_FUSED = KernelFamily(
@@ -231,6 +241,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     tolerated_spills=resources.TOLERATED_SPILLS,
     default_spills=resources.FUSED_DEFAULT_SPILLS,
     cost_model=FUSED_COST_MODEL,
+    unconfirmed=no_gpu_has_run,
 )
 
 HOPPER_BACKWARD_SPLIT = dataclasses.replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashgen.codegen.common_scores import score_parameters
+from flashgen.codegen.common_sequences import SEQUENCE_POINTERS, SEQUENCE_SIZES, key_blocks, sequence_parameters
 from flashgen.codegen.common_wgmma import ROWS, block, descriptor_type
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Scratch, Sizes
 from flashgen.codegen.hopper_backward import resources
@@ -21,8 +22,7 @@ LINE = 32
 Boxes = dict[str, tuple[int, int]]
 """By the name of a descriptor: rows and columns of what it copies at a time."""
 
-_SIZES = ["softmax_scale", "batch", "nheads", "group_size", "seqlen_q", "seqlen_k"]
-_FP32 = ("LSE", "DLSE", "NegDelta", "LseStart", "DqAcc", "TilesDone")
+_FP32 = ("LSE", "DLSE", "NegDelta", "LseStart", "DpStart", "DqAcc", "TilesDone")
 _FLOATS = ("softmax_scale", "softmax_scale_log2")
 
 
@@ -36,9 +36,14 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
 
 def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch, ...]:
     """What the kernels share: two values for every row, and the sums of dq that another kernel or tile converts."""
-    rows = _padded_rows(config, sizes)
+    rows = _padded_rows(spec, config, sizes)
     by_row = (sizes.batch, sizes.nheads, rows)
-    found = [Scratch(name="neg_delta", shape=by_row), Scratch(name="lse_start", shape=by_row)]
+    if spec.varlen:
+        # the first one is for others, who know rows by their number; sums begin in whole blocks
+        found = [Scratch(name="neg_delta", shape=(sizes.batch, sizes.nheads, sizes.seqlen_q))]
+        found += [Scratch(name="lse_start", shape=by_row), Scratch(name="dp_start", shape=by_row)]
+    else:
+        found = [Scratch(name="neg_delta", shape=by_row), Scratch(name="lse_start", shape=by_row)]
     if resources.is_fused(config):
         lines = sizes.batch * sizes.nheads * rows * block(spec.head_dim) // LINE
         found.append(Scratch(name="dq_acc", shape=(lines, LINE)))
@@ -49,12 +54,14 @@ def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch
 
 
 def _prepare(spec: Specialization, config: Config) -> KernelSpec:
-    names = ["O", "DO", "LSE", "DLSE", "NegDelta", "LseStart", *(["DqAcc"] if resources.is_fused(config) else [])]
+    names = ["O", "DO", "LSE", "DLSE", "NegDelta", "LseStart", *(["DpStart"] if spec.varlen else [])]
+    names += ["DqAcc"] if resources.is_fused(config) else []
     names += ["TilesDone"] if resources.converts(config) else []
-    names += [*_strides("o"), *_strides("do"), "softmax_scale_log2", "nheads", "seqlen_q", "dlse_rows"]
+    names += [*_strides(spec, "o"), *_strides(spec, "do"), "softmax_scale_log2", "nheads", *_query_rows(spec)]
+    names.append("dlse_rows")
 
     def programs(device: Device, sizes: Sizes) -> int:
-        return _padded_rows(config, sizes) // PREPARE_ROWS * sizes.batch * sizes.nheads
+        return _padded_rows(spec, config, sizes) // PREPARE_ROWS * sizes.batch * sizes.nheads
 
     return _triton(config, "prepare", _parameters(spec, names, {}), programs, num_warps=8)
 
@@ -64,16 +71,19 @@ def _over_keys(spec: Specialization, config: Config) -> KernelSpec:
     columns = resources.dq_columns(spec, config)
     boxes = {"q": (block_m, spec.head_dim), "k": (ROWS, spec.head_dim), "v": (ROWS, spec.head_dim_v)}
     boxes |= {"do": (block_m, spec.head_dim_v), "dk": boxes["k"], "dv": boxes["v"], "dq": (ROWS, columns)}
-    boxes |= {"lse_start": (block_m, 1), "neg_delta": (block_m, 1), "dq_acc": (ROWS * columns // LINE, LINE)}
-    names = ["q_desc", "k_desc", "v_desc", "do_desc", "lse_start_desc", "neg_delta_desc"]
+    dp_start = "dp_start" if spec.varlen else "neg_delta"
+    boxes |= {"lse_start": (block_m, 1), dp_start: (block_m, 1), "dq_acc": (ROWS * columns // LINE, LINE)}
+    names = ["q_desc", "k_desc", "v_desc", "do_desc", "lse_start_desc", f"{dp_start}_desc"]
     names += ["dq_acc_desc"] if fused else []
     names += ["dq_desc", "DqAcc", "TilesDone"] if resources.converts(config) else []
-    names += ["dk_desc", "dv_desc", *(["Counter"] if config["persistent"] else []), "scores", *_SIZES]
+    names += ["dk_desc", "dv_desc", *(["Counter"] if config["persistent"] else []), *_sizes(spec)]
 
     def programs(device: Device, sizes: Sizes) -> int:
+        if spec.varlen:
+            return min(key_blocks(sizes, resources.block_n(spec)) * sizes.nheads_k, device.num_sms)
         tiles = -(-sizes.seqlen_k // resources.block_n(spec))
         if resources.converts(config):
-            blocks = _padded_rows(config, sizes) // block_m * (sizes.nheads // sizes.nheads_k)
+            blocks = _padded_rows(spec, config, sizes) // block_m * (sizes.nheads // sizes.nheads_k)
             tiles += -(-blocks // resources.PART_BLOCKS)
         tiles *= sizes.batch * sizes.nheads_k
         return min(tiles, device.num_sms) if config["persistent"] else tiles
@@ -85,26 +95,40 @@ def _over_queries(spec: Specialization, config: Config) -> KernelSpec:
     block_n = config.integer("dq_block_n")
     boxes = {"q": (ROWS, spec.head_dim), "k": (block_n, spec.head_dim), "v": (block_n, spec.head_dim_v)}
     boxes |= {"do": (ROWS, spec.head_dim_v), "dq": boxes["q"]}
-    names = ["q_desc", "k_desc", "v_desc", "do_desc", "dq_desc", "LseStart", "NegDelta", "scores", *_SIZES]
+    dp_start = "DpStart" if spec.varlen else "NegDelta"
+    names = ["q_desc", "k_desc", "v_desc", "do_desc", "dq_desc", "LseStart", dp_start, *_sizes(spec)]
 
     def programs(device: Device, sizes: Sizes) -> int:
+        if spec.varlen:
+            return _blocks_of_sequences(sizes, 2 * ROWS) * sizes.nheads
         return -(-sizes.seqlen_q // (2 * ROWS)) * sizes.batch * sizes.nheads
 
     return _gluon(config, "dq", _parameters(spec, names, boxes), programs)
 
 
 def _finish(spec: Specialization, config: Config) -> KernelSpec:
-    names = ["DqAcc", "DQ", *_strides("dq"), "softmax_scale", "nheads", "seqlen_q"]
+    names = ["DqAcc", "DQ", *_strides(spec, "dq"), "softmax_scale", "nheads", *_query_rows(spec)]
 
     def programs(device: Device, sizes: Sizes) -> int:
-        return _padded_rows(config, sizes) // config.integer("block_m") * 2 * sizes.batch * sizes.nheads
+        return _padded_rows(spec, config, sizes) // config.integer("block_m") * 2 * sizes.batch * sizes.nheads
 
     return _triton(config, "finish", _parameters(spec, names, {}), programs, num_warps=4)
 
 
-def _padded_rows(config: Config, sizes: Sizes) -> int:
+def _padded_rows(spec: Specialization, config: Config, sizes: Sizes) -> int:
     block_m = config.integer("block_m")
+    if spec.varlen:
+        return _blocks_of_sequences(sizes, block_m) * block_m
     return -(-sizes.seqlen_q // block_m) * block_m
+
+
+def _blocks_of_sequences(sizes: Sizes, rows: int) -> int:
+    """Blocks of so many query rows, of which sequence b has those from number `cu_seqlens_q[b] // rows + b` on.
+
+    So a program finds where a sequence's blocks begin without counting those before it. The last one is for the rows
+    that no sequence has.
+    """
+    return sizes.seqlen_q // rows + sizes.sequences + 1
 
 
 Programs = Callable[[Device, Sizes], int]
@@ -124,11 +148,27 @@ def _gluon(config: Config, what: str, parameters: tuple[Parameter, ...], program
 
 
 def _parameters(spec: Specialization, names: list[str], boxes: Boxes) -> tuple[Parameter, ...]:
-    """Parameters by name; `scores` stands for those that make scores of products."""
+    """Parameters by name; `scores` stands for those that make scores of products, `lengths` for those of sequences."""
     found: list[Parameter] = []
     for name in names:
-        found += score_parameters(spec) if name == "scores" else [_parameter(spec, name, boxes)]
+        if name == "scores":
+            found += score_parameters(spec)
+        elif name == "lengths":
+            found += sequence_parameters(spec)
+        else:
+            found.append(_parameter(spec, name, boxes))
     return tuple(found)
+
+
+def _sizes(spec: Specialization) -> list[str]:
+    if spec.varlen:
+        return ["scores", "softmax_scale", "nheads", "group_size", "lengths", *SEQUENCE_SIZES]
+    return ["scores", "softmax_scale", "batch", "nheads", "group_size", "seqlen_q", "seqlen_k"]
+
+
+def _query_rows(spec: Specialization) -> list[str]:
+    """What tells the rows of queries to the kernels of rows."""
+    return ["CuSeqlensQ", "SeqUsedQ", "has_seqused_q", "sequences", "total_q"] if spec.varlen else ["seqlen_q"]
 
 
 def _parameter(spec: Specialization, name: str, boxes: Boxes) -> Parameter:
@@ -138,7 +178,7 @@ def _parameter(spec: Specialization, name: str, boxes: Boxes) -> Parameter:
         return Parameter(name=name, type=f"*{spec.dtype}", aligned16=True)
     if name in _FP32:
         return Parameter(name=name, type="*fp32", aligned16=name == "DqAcc")
-    if name == "Counter":
+    if name == "Counter" or name in SEQUENCE_POINTERS:
         return Parameter(name=name, type="*i32")
     if name.startswith("stride_"):
         return Parameter(name=name, type="i64")
@@ -147,11 +187,12 @@ def _parameter(spec: Specialization, name: str, boxes: Boxes) -> Parameter:
 
 def _descriptor(spec: Specialization, name: str, boxes: Boxes) -> str:
     rows, columns = boxes[name]
-    if name in ("lse_start", "neg_delta"):
+    if name in ("lse_start", "neg_delta", "dp_start"):
         return f"tensordesc<fp32[1, 1, {rows}],{_fp32_layout(0, 3)}>"
     if name == "dq_acc":
         return f"tensordesc<fp32[{rows}, {columns}],{_fp32_layout(128, 2)}>"
-    return descriptor_type(spec.dtype, rows, block(columns))
+    # of packed sequences one axis more says where one ends
+    return descriptor_type(spec.dtype, *([1] if spec.varlen else []), rows, block(columns))
 
 
 def _fp32_layout(swizzle: int, rank: int) -> str:
@@ -161,5 +202,6 @@ def _fp32_layout(swizzle: int, rank: int) -> str:
     )
 
 
-def _strides(tensor: str) -> list[str]:
-    return [f"stride_{tensor}{axis}" for axis in "bhs"]
+def _strides(spec: Specialization, tensor: str) -> list[str]:
+    """Packed sequences are one batch element."""
+    return [f"stride_{tensor}{axis}" for axis in ("hs" if spec.varlen else "bhs")]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_scores import is_positional, window_edges
+from flashgen.codegen.common_sequences import SEQUENCE_FLAGS, SEQUENCE_POINTERS, SEQUENCE_SIZES
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.hopper_backward import resources
 from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
+
+PLACE = ["first_key", "h_k", "q_block", "q_start", "seqlen_q", "k_start", "k_rows", "seqlen_k"]
+"""Of a tile of packed sequences: first key, head, the first block of the sequence's sums, first rows, rows and keys."""
 
 
 def values(spec: Specialization, config: Config) -> dict[str, object]:
@@ -50,6 +54,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "gl_dtype": GL_DTYPES[spec.dtype],
         "torch_dtype": TORCH_DTYPES[spec.dtype],
         **_features(spec),
+        **_sequences(spec),
         **_names(spec, config),
         **_synchronisation(spec, config),
     }
@@ -57,24 +62,32 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
 
 def _features(spec: Specialization) -> dict[str, object]:
     positional = is_positional(spec)
-    offset = ("QOffset" if spec.offset_tensor else "q_offset") if positional else ""
+    offset = ("QOffset" if spec.offset_tensor else "q_offset") if positional and not spec.varlen else ""
     edges = window_edges(spec)
-    extra = [*([offset] if offset else []), *edges]
-    sizes = ["batch", "nheads", "group_size", "seqlen_q", "seqlen_k", *extra]
+    lengths = ["all_blocks"] if spec.varlen else ["seqlen_q", "seqlen_k"]
+    sizes = [
+        *([] if spec.varlen else ["batch"]),
+        "nheads",
+        "group_size",
+        *lengths,
+        *([offset] if offset else []),
+        *edges,
+    ]
     seen = ["offset", *edges] if positional else []
     return {
         "causal": spec.causal,
         "window": spec.window,
         "positional": positional,
         # offsets beyond the lengths still change what a window shows
-        "offset_unbounded": spec.window,
-        # rows of K and V that no query sees may hold NaN, and are cleared in shared memory
-        "clears_hidden": positional,
+        "offset_unbounded": spec.window and not spec.varlen,
+        # rows of K and V that no query sees may hold NaN, and are cleared in shared memory; the last query of a packed
+        # sequence stands at its last key
+        "clears_hidden": spec.window or (spec.causal and not spec.varlen),
         "offset_tensor": spec.offset_tensor and positional,
         "offset_name": offset,
         # names of the numbers that all roles are handed, and of what functions of theirs take and return
         "sizes": sizes,
-        "tile_values": ["first_key", "b", "h_k", *(["offset"] if positional else []), "first", "blocks"],
+        "tile_values": _tile_values(spec, positional=positional),
         "query_block_arguments": (["first_key", *seen] if positional else [])
         + ["seqlen_q", *(["seqlen_k"] if spec.window else [])],
         "key_block_arguments": (["first_row", *seen, "seqlen_q"] if positional else []) + ["seqlen_k"],
@@ -82,6 +95,25 @@ def _features(spec: Specialization) -> dict[str, object]:
         "visibility": _visibility(spec),
         "visibility_arguments": ["own_key", *seen, "seqlen_k"],
         "host_features": ["window"] if spec.window else [],
+    }
+
+
+def _tile_values(spec: Specialization, *, positional: bool) -> list[str]:
+    head = ["first_key", *([] if spec.varlen else ["b"]), "h_k"]
+    own = [*head, *(["offset"] if positional else []), "first", "blocks"]
+    return [*own, *(PLACE[2:] if spec.varlen else [])]
+
+
+def _sequences(spec: Specialization) -> dict[str, object]:
+    """What roles are told of packed sequences: their lengths, where a tile lies, and what its sums begin with."""
+    dp_start = "dp_start" if spec.varlen else "neg_delta"
+    return {
+        "varlen": spec.varlen,
+        "lengths": [*SEQUENCE_POINTERS, *SEQUENCE_FLAGS, *SEQUENCE_SIZES],
+        "place": PLACE,
+        "dq_place": ["first_row", "h", "q_start", "q_rows", "seqlen_q", "k_start", "seqlen_k", "q_block"],
+        "dp_start": dp_start,
+        "dp_start_pointer": "DpStart" if spec.varlen else "NegDelta",
     }
 
 
@@ -95,7 +127,8 @@ def _visibility(spec: Specialization) -> list[str]:
 def _names(spec: Specialization, config: Config) -> dict[str, object]:
     """What the roles are handed together."""
     fused, wide, persistent = resources.is_fused(config), resources.is_wide(spec), config["persistent"]
-    descs = ["q_desc", "k_desc", "v_desc", "do_desc", "lse_start_desc", "neg_delta_desc"]
+    descs = ["q_desc", "k_desc", "v_desc", "do_desc", "lse_start_desc"]
+    descs.append("dp_start_desc" if spec.varlen else "neg_delta_desc")
     buffers = ["q_tiles", "k_tiles", "v_tiles", "do_tiles", "lse_tiles", "delta_tiles"]
     buffers += ["p_tiles"] if wide else ["ds_tiles", "dq_tiles"] if fused else []
     return {

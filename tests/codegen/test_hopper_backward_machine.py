@@ -1,0 +1,205 @@
+"""Backward kernels in Gluon, whole, on a modelled machine: gradients against float64, no deadlock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen.codegen.family import KernelFamily, KernelSpec
+from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+from flashgen.codegen.render import render
+from flashgen.core.config import KnobValue
+from flashgen.core.device import find_device
+from flashgen.core.features.values import Features
+from flashgen.core.workload import Specialization
+from flashgen.launch import feature_arguments
+from flashgen.launch.backward import FIELDS, BackwardTensors, backward_geometry
+from flashgen.launch.geometry import Geometry, scalars
+from flashgen.launch.parameters import block_of, is_descriptor
+from flashgen.launch.scratch import ScratchPlan
+from flashgen.runtime.ops.gradients import sink_gradient
+from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of
+from tests.packing import Case, Packed, assert_gradients, checked, gradients, make, oracle, reference
+
+H200 = find_device("h200")
+LOG2E = math.log2(math.e)
+FUSED, SPLIT = HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+Tensors = dict[str, torch.Tensor]
+
+
+def storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory from its first element on."""
+    first = tensor.storage_offset()
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size() - first,), (1,), first)
+
+
+def launched(
+    row: KernelFamily,
+    spec: Specialization,
+    changes: dict[str, KnobValue],
+    tensors: Tensors,
+    features: Features,
+    programs: int = 3,
+) -> Tensors:
+    """Gradients, and `neg_delta`, of tensors in bhsd order; a persistent kernel has so many CTAs."""
+    config = row.default(spec, H200).replace(**changes)
+    assert row.unsupported(spec, H200) is None
+    assert row.invalid(spec, config, H200) is None
+    tensors |= {f"d{name}": torch.full_like(tensors[name], math.nan) for name in "qkv"}
+    given = {FIELDS[name]: tensors[name] for name in FIELDS}
+    geometry = backward_geometry(BackwardTensors(**given, lse=tensors["lse"], dlse=tensors["dlse"]), features)
+    scratch = ScratchPlan.of(spec, config, geometry.sizes, first="neg_delta")
+    memory = torch.full((scratch.floats,), math.nan)
+    pieces = {name: piece.of(memory) for name, piece in scratch.pieces.items()}
+    scale = tensors["q"].shape[3] ** -0.5
+    counter = torch.zeros(1, dtype=torch.int64)
+    known: dict[str, Any] = scalars(geometry) | {"LSE": tensors["lse"], "DLSE": tensors["dlse"], "Counter": counter}
+    known |= {"dlse_rows": geometry.sizes.seqlen_q, "softmax_scale": scale, "softmax_scale_log2": scale * LOG2E}
+    known |= {piece.pointer: pieces[name] for name, piece in scratch.pieces.items()}
+    known |= {name.upper(): tensors[name] for name in FIELDS}
+    text = render(spec, config).text
+    for kernel in row.kernels(spec, config):
+        names = set(kernel.names)
+        of_call = feature_arguments.arguments(names, features, scale, known, causal=spec.causal)
+        run(kernel, text, _bound(kernel, known | of_call, tensors, pieces, geometry, scratch), geometry, programs)
+    assert int(counter) == 0
+    rows = geometry.sizes.seqlen_q
+    return {name: tensors[f"d{name}"] for name in "qkv"} | {"neg_delta": pieces["neg_delta"][:, :, :rows]}
+
+
+def run(kernel: KernelSpec, text: str, arguments: list[Any], geometry: Geometry, programs: int) -> None:
+    count = kernel.programs(H200, geometry.sizes)
+    is_gluon, is_persistent = kernel.language == "gluon", "Counter" in kernel.names
+    machine = Machine(min(count, programs) if is_persistent else count)
+    (machine.run if is_gluon else machine.run_each)(kernel_of(text, kernel.entry, machine), arguments)
+
+
+def _bound(
+    kernel: KernelSpec, known: dict[str, Any], tensors: Tensors, pieces: Tensors, geometry: Geometry, plan: ScratchPlan
+) -> list[Any]:
+    found: list[Any] = []
+    for parameter in kernel.parameters:
+        name = parameter.name.removesuffix("_desc")
+        if is_descriptor(parameter):
+            block = block_of(parameter)
+            memory = storage(tensors[name]) if name in tensors else pieces[name].view(-1)
+            described = geometry.described(name, len(block)) if name in tensors else plan.pieces[name].view(len(block))
+            found.append(Descriptor(memory=memory, shape=described[0], strides=described[1], block=block))
+        elif isinstance(value := known[name], torch.Tensor):
+            flat = storage(value)
+            found.append(Pointer(memory=flat if flat.is_floating_point() or name == "Counter" else flat.long()))
+        else:
+            found.append(torch.tensor(0 if value is None else value))
+    return found
+
+
+def differentiated(packed: Packed, row: KernelFamily, changes: dict[str, KnobValue]) -> None:
+    """Compare the gradients of packed sequences with float64; rows that do not count hold NaN."""
+    problem = checked(packed)
+    out, lse = oracle(packed)
+    draw = torch.Generator().manual_seed(9)
+    dout = torch.randn(out.shape, generator=draw)
+    dlse = torch.randn(lse.shape, generator=draw)
+    counts = torch.zeros(len(out), dtype=torch.bool)
+    for b, queries, _ in packed.sequences():
+        counts[queries] = b not in packed.case.poison
+        if b in packed.case.poison:
+            out[queries], lse[:, queries] = math.nan, math.nan
+    dout[~counts], dlse[:, ~counts] = math.nan, math.nan
+    right = gradients(packed, dout.to(packed.q.dtype), dlse)
+    rows = {"q": packed.q, "k": packed.k, "v": packed.v, "o": out.to(packed.q.dtype), "do": dout.to(packed.q.dtype)}
+    tensors = {name: x.transpose(0, 1)[None] for name, x in rows.items()}
+    tensors |= {"lse": lse.float()[None].contiguous(), "dlse": dlse[None]}
+    spec = replace(problem.spec, direction="backward", sink=False)
+    assert problem.features is not None
+    found = launched(row, spec, changes, tensors, problem.features)
+    neg_delta = found.pop("neg_delta")
+    found = {name: x[0].transpose(0, 1) for name, x in found.items()}
+    if problem.spec.sink:
+        found["sinks"] = sink_gradient(packed.named["sinks"], tensors["lse"], neg_delta)
+    neg_delta = neg_delta[0]
+    assert_gradients(packed, found, right)
+    expected = (dlse - (out * dout.to(packed.q.dtype).double()).sum(-1).T).float()
+    torch.testing.assert_close(neg_delta[:, counts], expected[:, counts], atol=0.05, rtol=0.02)
+    unused = torch.ones(len(out), dtype=torch.bool)
+    for _, queries, _ in packed.sequences():
+        unused[queries] = False
+    assert not neg_delta[:, unused].any()
+
+
+TOGETHER: dict[str, KnobValue] = {"stagger_warpgroups": False}
+AHEAD: dict[str, KnobValue] = {"qk_prefetch": True, "accumulator_init": "interleaved"}
+ONE_EACH: dict[str, KnobValue] = {"persistent": False}
+HEADS: dict[str, Any] = {"nheads": 2, "nheads_k": 1, "head_dim": 64, "dtype": torch.bfloat16}
+
+DENSE: dict[str, tuple[KernelFamily, str, tuple[int, int], dict[str, KnobValue]]] = {
+    "fused": (FUSED, "bf16-d64-window", (130, 200), TOGETHER | ONE_EACH),
+    "split": (SPLIT, "bf16-d64-causal", (130, 160), {}),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_gradients_are_right(name: str) -> None:
+    row, key, (queries, keys), changes = DENSE[name]
+    spec = Specialization.parse(f"bwd-{key}")
+    draw = torch.Generator().manual_seed(1)
+    shapes = {"q": (2, 2, queries), "k": (2, 1, keys), "v": (2, 1, keys), "do": (2, 2, queries)}
+    tensors = {name: torch.randn((*shape, spec.head_dim), generator=draw).bfloat16() for name, shape in shapes.items()}
+    named: dict[str, Any] = {"causal": spec.causal} | ({"window": (100, 30)} if spec.window else {})
+    given = {name: tensors[name].double().requires_grad_() for name in "qkv"}
+    whole = {name: x if name == "q" else x.repeat_interleave(2, 1) for name, x in given.items()}
+    answers = [reference(*(whole[name][b].transpose(0, 1) for name in "qkv"), b, named) for b in range(2)]
+    out, lse = (torch.stack([answer[i] for answer in answers]) for i in range(2))
+    dlse = torch.randn(lse.shape, generator=draw).where(lse > -math.inf, torch.zeros(()))
+    total = (out.transpose(1, 2) * tensors["do"].double()).sum() + (lse.where(lse > -math.inf, 0.0) * dlse).sum()
+    right = dict(zip("qkv", torch.autograd.grad(total, list(given.values())), strict=True))
+    tensors |= {"o": out.detach().transpose(1, 2).bfloat16(), "lse": lse.detach().float(), "dlse": dlse.float()}
+    features = Features(window=(100, 30)) if spec.window else Features()
+    found = launched(row, spec, changes, tensors, features)
+    for gradient, expected in right.items():
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(found[gradient].double(), expected, atol=0.02 * scale, rtol=0.02)
+
+
+PACKED: dict[str, tuple[KernelFamily, Case, dict[str, KnobValue]]] = {
+    "full": (FUSED, Case(queries=(130, 0, 7, 128), spare=130, poison=(2,), **HEADS), AHEAD),
+    "causal": (
+        FUSED,
+        Case(queries=(70, 200, 1, 0), keys=(300, 5, 129, 9), options={"causal": True}, **HEADS),
+        {"heads_per_group": 2, "block_m": 64},
+    ),
+    "used": (
+        FUSED,
+        Case(queries=(200, 3, 90), used_q=(130, 0, 90), used_k=(64, 3, 65), spare=1, sinks=True, **HEADS),
+        {"heads_per_group": 2, "block_m": 64, **TOGETHER},
+    ),
+    "window": (
+        FUSED,
+        Case(queries=(260, 9), keys=(300, 40), options={"window": (100, 30)}, poison=(1,), **HEADS),
+        {"heads_per_group": 4},
+    ),
+    "split": (
+        SPLIT,
+        Case(
+            queries=(140, 0, 60, 260),
+            keys=(40, 90, 130, 300),
+            used_q=(140, 0, 60, 120),
+            spare=140,
+            poison=(2,),
+            options={"causal": True},
+            **HEADS,
+        ),
+        {"heads_per_group": 2},
+    ),
+    "wide": (SPLIT, Case(queries=(70, 30), keys=(20, 65), **HEADS | {"head_dim": 192, "head_dim_v": 256}), {}),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_gradients_of_packed_sequences_are_right(name: str) -> None:
+    row, case, changes = PACKED[name]
+    differentiated(make(case), row, changes)
