@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,16 @@ from flashgen.cli.arguments import CommandLineError, DeviceName, Json, Shape, na
 from flashgen.core.errors import DatabaseError
 from flashgen.core.feature_words import describe
 from flashgen.core.names import meant
-from flashgen.core.record import PROVENANCES, Failure, Prediction, Trial, TuningRecord, age
+from flashgen.core.record import (
+    PROVENANCES,
+    Failure,
+    Limits,
+    Measurement,
+    Prediction,
+    Trial,
+    TuningRecord,
+    age,
+)
 from flashgen.core.workload import Workload
 
 app = typer.Typer(
@@ -244,6 +254,7 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
             ("errors", f"max {measured.max_error:.3g}, mean {measured.mean_error:.3g}"),
             ("reference", f"{output.text(measured.reference_ms)} ms of the same round"),
             ("SM clock", f"{output.text(measured.sm_clock_mhz)} MHz"),
+            ("confidence", _sure(measured)),
         ]
     fields += [
         (f"beside it: {baseline.impl}", f"{output.text(baseline.median_ms)} ms") for baseline in record.baselines
@@ -251,10 +262,22 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
     names = ("flashgen", "triton", "torch", "driver")
     fields += [
         ("versions", ", ".join(f"{name} {getattr(versions, name) or 'unknown'}" for name in names)),
+        ("limits", _limits(record.limits)),
         ("source", record.source_digest or None),
         ("made", f"{record.created} ({since} ago)" if since else None),
     ]
     return fields
+
+
+def _sure(measured: Measurement) -> str | None:
+    if measured.confidence is None:
+        return None
+    return f"{measured.confidence:.1%} that no rival of the last race is faster by 2%"
+
+
+def _limits(limits: Limits) -> str | None:
+    known = [(limits.power_limit_w, "W"), (limits.max_sm_clock_mhz, "MHz at most")]
+    return ", ".join(f"{value:g} {unit}" for value, unit in known if value is not None) or None
 
 
 def _rate(record: TuningRecord) -> str:
@@ -304,6 +327,8 @@ def record_json(record: TuningRecord) -> dict[str, object]:
         "mean_error": measured.mean_error if measured else None,
         "reference_ms": measured.reference_ms if measured else None,
         "sm_clock_mhz": measured.sm_clock_mhz if measured else None,
+        "confidence": measured.confidence if measured else None,
+        **asdict(record.limits),
         "anchors": {baseline.impl: baseline.median_ms for baseline in record.baselines},
         "source_digest": record.source_digest,
         "versions": {name: getattr(versions, name) for name in ("flashgen", "triton", "torch", "driver")},

@@ -151,7 +151,10 @@ def tune(
     finals_window: Annotated[
         float, typer.Option("--finals-window", help="Seconds of one window of the last comparison.", min=0.001)
     ] = 0.3,
-    finals_rounds: Annotated[int, typer.Option("--finals-rounds", help="Rounds of the last comparison.", min=1)] = 4,
+    finals_rounds: Annotated[
+        int,
+        typer.Option("--finals-rounds", help="The most rounds of the last comparison; it ends when sure.", min=1),
+    ] = 40,
     retune: Annotated[
         bool, typer.Option("--retune", "--force", help="Search again where a record is current.")
     ] = False,

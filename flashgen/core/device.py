@@ -27,10 +27,11 @@ MEMORY_CLASSES_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96
 class Device:
     """One GPU model, without torch: a pure value. What it can do follows from its architecture.
 
-    `identity` (architecture, number of SMs, memory class) tells models apart in look-ups: H100 PCIe, H100
-    SXM, H200 and MIG slices differ in it. `name` is a label. Shared memory is in bytes, `bandwidth_gbs` in 1e9 bytes
-    per second; `peak_tflops` is the dense bf16 matrix rate with fp32 accumulation (vendors' data sheets), 0 where it
-    is not known.
+    `identity` (architecture, number of SMs, memory class, and what sets it apart from the usual card of these) tells
+    models apart in look-ups: H100 PCIe, H100 SXM, H200, its NVL card of 600 W and MIG slices differ in it. `name` is a
+    label, of which only that it names a slice counts. Shared memory is in bytes, `bandwidth_gbs` in 1e9 bytes per
+    second; `peak_tflops` is the dense bf16 matrix rate with fp32 accumulation (vendors' data sheets), 0 where it is not
+    known. `power_w` is the power limit in watts that it is sold with, 0 where that is the usual one or is not known.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Device:
     l2_bytes: int = 0
     bandwidth_gbs: float = 0.0
     peak_tflops: float = 0.0
+    power_w: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, DeviceError)
@@ -56,8 +58,18 @@ class Device:
 
     @property
     def identity(self) -> str:
-        """The key of look-ups, e.g. `sm90-132sm-141gb`."""
+        """The key of look-ups, e.g. `sm90-132sm-141gb`, or `sm90-132sm-141gb-600w` of an unusual card."""
+        slice_ = "-mig" if " MIG " in f"{self.name} " else ""
+        return f"{self.usual_identity}{slice_}{f'-{self.power_w}w' if self.power_w else ''}"
+
+    @property
+    def usual_identity(self) -> str:
+        """The identity of the usual card with these sizes, which all had before they were told apart."""
         return f"{self.arch}-{self.num_sms}sm-{self.memory_gb}gb"
+
+    def may_use(self, other: Device) -> bool:
+        """Whether records of `other` are of this device: of its identity, or of the usual card with its sizes."""
+        return other.identity in (self.identity, self.usual_identity)
 
     @property
     def slug(self) -> str:
@@ -133,7 +145,7 @@ class Device:
 _LEAST = {
     **dict.fromkeys(("num_sms", "memory_gb", "smem_per_block", "smem_per_sm", "regs_per_sm"), 1),
     **dict.fromkeys(("max_threads_per_sm", "warp_size"), 1),
-    **dict.fromkeys(("l2_bytes", "bandwidth_gbs", "peak_tflops"), 0),
+    **dict.fromkeys(("l2_bytes", "bandwidth_gbs", "peak_tflops", "power_w"), 0),
 }
 
 

@@ -44,6 +44,9 @@ class Measurement:
     kernels whose time depends on it (`measure.data_kinds.hard_kind`), and is empty where none were taken. Of decoding
     and of packed sequences, `times_ms` are of the first of the workload's profiles of lengths, and `profile_times_ms`
     has those of the others.
+
+    `confidence` is how sure the last race was, from 0 to 1, that nobody in it is faster by 2% or more; None where none
+    was run, or where nobody wrote it down.
     """
 
     times_ms: tuple[float, ...]
@@ -53,12 +56,15 @@ class Measurement:
     sm_clock_mhz: float | None = None
     hard_times_ms: tuple[float, ...] = ()
     profile_times_ms: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         if not self.times_ms or any(not 0 < t < float("inf") for t in self.times_ms):
             raise MeasureError(f"a measurement has at least one time, each finite and above 0 ms, got {self.times_ms}")
         if any(not 0 < t < float("inf") for t in self.hard_times_ms):
             raise MeasureError(f"times on hard data are finite and above 0 ms, got {self.hard_times_ms}")
+        if self.confidence is not None and not 0 <= self.confidence <= 1:
+            raise MeasureError(f"confidence is from 0 to 1, got {self.confidence}")
         if self.hard_times_ms and len(self.hard_times_ms) != len(self.times_ms):
             raise MeasureError(
                 f"times on hard data are of the same rounds as {self.times_ms}, got {self.hard_times_ms}"
@@ -124,6 +130,22 @@ class Versions:
     triton: str = ""
     torch: str = ""
     driver: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds the speed of a card beside its model: its power limit in watts, its highest SM clock in MHz.
+
+    None where nobody asked, or the driver did not say.
+    """
+
+    power_limit_w: float | None = None
+    max_sm_clock_mhz: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("power limit", self.power_limit_w), ("clock", self.max_sm_clock_mhz)):
+            if value is not None and not 0 < value < math.inf:
+                raise MeasureError(f"a {name} is finite and above 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +227,7 @@ class TuningRecord:
     versions: Versions = field(default_factory=Versions)
     baselines: tuple[Baseline, ...] = ()
     created: str = ""  # ISO 8601, UTC
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if self.provenance not in PROVENANCES:

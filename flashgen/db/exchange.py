@@ -43,8 +43,10 @@ CSV_COLUMNS = (
         "sm_clock_mhz",
         "max_error",
         "mean_error",
+        "confidence",
     ),
-    *("predicted_ms", "anchors", "source_digest", "flashgen", "triton", "torch", "driver", "created"),
+    *("predicted_ms", "anchors", "source_digest", "flashgen", "triton", "torch", "driver", "power_limit_w"),
+    *("max_sm_clock_mhz", "created"),
 )
 
 
@@ -177,20 +179,21 @@ def _csv_row(record: TuningRecord) -> list[str | int]:
         *_measured_columns(record),
         _number(record.predicted_ms),
         " ".join(f"{baseline.impl}={_number(baseline.median_ms)}" for baseline in record.baselines),
-        *(record.source_digest, versions.flashgen, versions.triton, versions.torch, versions.driver, record.created),
+        *(record.source_digest, versions.flashgen, versions.triton, versions.torch, versions.driver),
+        *(_number(record.limits.power_limit_w), _number(record.limits.max_sm_clock_mhz), record.created),
     ]
 
 
 def _measured_columns(record: TuningRecord) -> list[str | int]:
     measured, tflops = record.measurement, _number(record.tflops)
     if measured is None:
-        return ["", "", "", tflops, "", 0, "", "", "", ""]
+        return ["", "", "", tflops, "", 0, "", "", "", "", ""]
     return [
         *(_number(measured.median_ms), _number(measured.hard_ms)),
         *(" ".join(f"{name}={_number(ms)}" for name, ms in measured.profile_ms.items()), tflops),
         *(_number(measured.spread), len(measured.times_ms)),
         *(_number(measured.reference_ms), _number(measured.sm_clock_mhz)),
-        *(_number(measured.max_error), _number(measured.mean_error)),
+        *(_number(measured.max_error), _number(measured.mean_error), _number(measured.confidence)),
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 APPLICATION_ID = 0x464C474E
 """`FLGN` in the header of every file of ours (PRAGMA application_id): tells a foreign SQLite file at once."""
 
-SCHEMA_VERSION = "0009"
+SCHEMA_VERSION = "0010"
 """The newest revision in `migrations/versions`; revisions are four digits and compare as numbers."""
 
 TABLES = frozenset(

@@ -34,7 +34,7 @@ BadRow = tuple[str, int, str]
 OWN = (
     *("provenance", "family", "knobs", "times_ms", "max_error", "mean_error", "reference_ms", "sm_clock_mhz"),
     *("predicted_ms", "source_digest", "flashgen_version", "triton_version", "torch_version", "driver_version"),
-    *("created", "hard_times_ms", "profile_times_ms"),
+    *("created", "hard_times_ms", "profile_times_ms", "confidence", "power_limit_w", "max_sm_clock_mhz"),
 )
 """The columns of a record that are no numbers of other rows."""
 

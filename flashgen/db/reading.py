@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashgen.core.config import Config
@@ -21,6 +21,7 @@ from flashgen.core.peak import least_ms
 from flashgen.core.record import (
     Baseline,
     Failure,
+    Limits,
     Measurement,
     Prediction,
     TuningRecord,
@@ -105,12 +106,15 @@ def record_of(row: RecordRow, validate: Validate) -> TuningRecord:
         device=device_of(present(row.device, "device")),
         config=config_of(row, validate),
         provenance=typed("provenance", row.provenance, "str"),
-        measurement=None if row.times_ms is None else measurement_of(row, row.hard_times_ms),
+        measurement=None if row.times_ms is None else _raced(row),
         predicted_ms=_predicted(row.predicted_ms),
         source_digest=typed("source_digest", row.source_digest, "str"),
         versions=Versions(**{name: typed(name, getattr(row, f"{name}_version"), "str") for name in names}),
         baselines=tuple(_baseline(baseline) for baseline in row.baselines),
         created=as_moment("created", row.created),
+        limits=Limits(
+            **{each.name: typed(each.name, getattr(row, each.name), "float | None") for each in fields(Limits)}
+        ),
     )
     refuse_impossible(record.workload, record.device, record.measurement or record.predicted_ms)
     return record
@@ -198,6 +202,12 @@ def measurement_of(row: RecordRow | TrialRow | FinalistRow, hard: str | None = N
     if measured.sm_clock_mhz is not None and not 0 <= measured.sm_clock_mhz <= MAX_CLOCK_MHZ:
         raise DatabaseError(f"sm_clock_mhz must be in [0, {MAX_CLOCK_MHZ}], got {measured.sm_clock_mhz}")
     return measured
+
+
+def _raced(row: RecordRow) -> Measurement:
+    """The measurement of a record, with what its last race was sure of."""
+    sure = typed("confidence", row.confidence, "float | None")
+    return replace(measurement_of(row, row.hard_times_ms), confidence=sure)
 
 
 def refuse_impossible(workload: Workload, device: Device, outcome: Measurement | Failure | float | None) -> None:

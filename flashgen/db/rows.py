@@ -53,6 +53,8 @@ def record_row(record: TuningRecord, workload: WorkloadRow, device: DeviceRow) -
         source_digest=record.source_digest,
         **{f"{name}_version": version for name, version in asdict(record.versions).items()},
         created=record.created,
+        confidence=record.measurement.confidence if record.measurement else None,
+        **asdict(record.limits),
         baselines=[BaselineRow(impl=baseline.impl, median_ms=baseline.median_ms) for baseline in record.baselines],
     )
 
@@ -193,7 +195,7 @@ def _measurement_columns(measurement: Measurement | None) -> dict[str, Any]:
         return {}
     profiles = json.dumps(dict(measurement.profile_times_ms)) if measurement.profile_times_ms else None
     columns = {**asdict(measurement), "times_ms": json.dumps(measurement.times_ms), "profile_times_ms": profiles}
-    del columns["hard_times_ms"]  # of records alone: trials are timed on normal data
+    del columns["hard_times_ms"], columns["confidence"]  # of records alone
     return columns
 
 

@@ -49,6 +49,7 @@ class DeviceRow(Base):
     l2_bytes: Mapped[int]
     bandwidth_gbs: Mapped[float]
     peak_tflops: Mapped[float]
+    power_w: Mapped[int] = mapped_column(server_default="0")
 
 
 class WorkloadRow(Base):
@@ -114,6 +115,9 @@ class RecordRow(Base):
     created: Mapped[str]
     hard_times_ms: Mapped[str | None]
     profile_times_ms: Mapped[str | None]
+    confidence: Mapped[float | None]
+    power_limit_w: Mapped[float | None]
+    max_sm_clock_mhz: Mapped[float | None]
 
     workload: Mapped[WorkloadRow | None] = relationship()
     device: Mapped[DeviceRow | None] = relationship()
@@ -184,6 +188,9 @@ class ReplacedRow(Base):
     reason: Mapped[str]
     source: Mapped[str]
     profile_times_ms: Mapped[str | None]
+    confidence: Mapped[float | None]
+    power_limit_w: Mapped[float | None]
+    max_sm_clock_mhz: Mapped[float | None]
 
     workload: Mapped[WorkloadRow | None] = relationship()
     device: Mapped[DeviceRow | None] = relationship()

@@ -57,9 +57,8 @@ class LocalExecutor:
         outcomes: dict[int, Outcome] = {}
         baselines: tuple[Baseline, ...] = ()
         running = list(range(len(job.configs)))
-        with_baselines = job.baselines
+        heat = job
         while running:
-            heat = replace(job, configs=tuple(job.configs[index] for index in running), baselines=with_baselines)
             result = self._worker.call("race", heat, timeout_s=self._race_s(heat))
             if isinstance(result, RaceResult):
                 outcomes |= dict(zip(running, result.outcomes, strict=True))
@@ -72,8 +71,9 @@ class LocalExecutor:
                 break
             if culprit < len(running):
                 outcomes[running.pop(culprit)] = result
-            elif with_baselines:
-                with_baselines = False
+                heat = heat.without(culprit) if running else heat
+            elif heat.baselines:
+                heat = replace(heat, baselines=False)
             else:
                 outcomes |= dict.fromkeys(running, result)
                 break
@@ -90,5 +90,4 @@ class LocalExecutor:
         self.close()
 
     def _race_s(self, job: RaceJob) -> float:
-        turns = job.rounds * (job.windows + 3)  # three of torch's backends at most
-        return self._patience.race_s + self._patience.slowdown * turns * (job.warm_s + job.window_s)
+        return self._patience.race_s + self._patience.slowdown * job.windows_s

@@ -6,7 +6,7 @@ Anything that goes wrong with a candidate is a `Failure`, and the next call work
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flashgen.core.config import Config
@@ -14,6 +14,7 @@ from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
+from flashgen.measure.sequential import Rule
 
 Outcome = Measurement | Failure
 
@@ -81,6 +82,9 @@ class RaceJob:
     of inputs, times on hard data are left out. A race therefore takes about `rounds * (windows + others) * (warm_s +
     window_s)` seconds, `windows` being one or two for each config. The defaults are those of finals; a second look at
     many candidates within a few per cent of each other takes shorter windows.
+
+    With a `rule` a race ends as soon as that is sure of who wins, and configs leave it before; `rounds` are the most it
+    may have.
     """
 
     workload: Workload
@@ -90,10 +94,13 @@ class RaceJob:
     window_s: float = 0.3
     baselines: bool = False
     hard: bool = False
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         if not self.configs:
             raise MeasureError("a race needs at least one config, got none")
+        if self.rule is not None and not 0 <= (self.rule.champion or 0) < len(self.configs):
+            raise MeasureError(f"the champion is one of {len(self.configs)} configs, got number {self.rule.champion}")
         if self.rounds < 1:
             raise MeasureError(f"a race has at least one round, got {self.rounds}")
         if not 0 < self.window_s < 60 or not 0 <= self.warm_s < 60:
@@ -104,6 +111,18 @@ class RaceJob:
         """Windows of all configs in a round."""
         kinds = max(1, len(self.workload.profiles)) + (1 if self.hard and not self.workload.has_profiles else 0)
         return len(self.configs) * kinds
+
+    @property
+    def windows_s(self) -> float:
+        """About the most seconds that all windows take, with three backends of torch beside them."""
+        round_s = (self.windows + 3) * (self.warm_s + self.window_s)
+        limit_s = self.rule.limit_s if self.rule else None
+        return round_s * self.rounds if limit_s is None else min(round_s * self.rounds, limit_s + 2 * round_s)
+
+    def without(self, index: int) -> RaceJob:
+        """The same race without the config at `index`, which is not the only one."""
+        configs = (*self.configs[:index], *self.configs[index + 1 :])
+        return replace(self, configs=configs, rule=self.rule.without(index) if self.rule else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

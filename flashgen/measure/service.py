@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,6 +24,8 @@ from flashgen.measure.bench import Bench, Candidate, GpuToolchain, State, Toolch
 from flashgen.measure.directions import VerificationCase
 from flashgen.measure.faults import failure_of, gpu_is_lost
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
+from flashgen.measure.scores import compared
+from flashgen.measure.sequential import Referee
 from flashgen.measure.timing import (
     CudaStopwatch,
     Stopwatch,
@@ -99,7 +102,14 @@ class GpuService:
 class Judge:
     """The order of work on candidates; free of the GPU, which the bench and the stopwatch stand for."""
 
-    def __init__(self, bench: Bench, stopwatch: Stopwatch, announce: Announce) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        stopwatch: Stopwatch,
+        announce: Announce,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._bench = bench
         self._stopwatch = stopwatch
         self._tell = announce
@@ -170,15 +180,36 @@ class Judge:
             warm_ms=1e3 * job.warm_s,
             window_ms=1e3 * job.window_s,
             before=lambda turn: self._announce("launch", turns[turn][0]),
+            going_on=self._referee(job, racers, turns),
         )
-        medians = {impl: _median(each) for impl, each in zip(others, windows[len(turns) - len(others) :], strict=True)}
-        reference_ms = next(iter(medians.values()), None)
+        anchors = dict(zip(others, windows[len(turns) - len(others) :], strict=True))
+        medians = {impl: _median(each) for impl, each in anchors.items()}
+        reference = next(iter(anchors.values()), ())
         for index, (candidate, _) in racers.items():
-            mine = [each for (subject, _), each in zip(turns, windows, strict=True) if subject == index]
+            mine = _of(index, turns, windows)
             wrong = self._attempt(partial(self._check_again, candidate, index))
-            outcomes[index] = wrong or _measurement(candidate, mine, reference_ms=reference_ms)
+            beside = reference[: len(mine[0])]  # of the same rounds
+            outcomes[index] = wrong or _measurement(candidate, mine, reference_ms=_median(beside) if beside else None)
         found = tuple(Baseline(impl=impl, median_ms=ms) for impl, ms in medians.items() if impl != REFERENCE)
         return RaceResult(outcomes=tuple(outcomes[index] for index in range(len(job.configs))), baselines=found)
+
+    def _referee(
+        self, job: RaceJob, racers: Mapping[int, tuple[Candidate, Units]], turns: Sequence[tuple[int, Unit]]
+    ) -> Referee | None:
+        """Who ends the race, if it has a rule."""
+        rule, places = job.rule, {index: place for place, index in enumerate(racers)}
+        if rule is None or not racers:
+            return None
+        for index in sorted(set(range(len(job.configs))) - racers.keys(), reverse=True):
+            rule = rule.without(index)
+
+        def times(windows: Sequence[Sequence[Window]]) -> list[tuple[float, ...]]:
+            found = {
+                place: _measurement(racers[index][0], _of(index, turns, windows)) for index, place in places.items()
+            }
+            return [each.times_ms for each in compared(found).values()]
+
+        return Referee(rule, [places.get(subject) for subject, _ in turns], times, self._clock)
 
     def _ready(
         self, state: State, config: Config, subject: int, hard: VerificationCase | None = None
@@ -226,6 +257,11 @@ class Judge:
     def _announce(self, stage: str, subject: int | None) -> None:
         self._stage = stage
         self._tell(stage, subject)
+
+
+def _of(index: int, turns: Sequence[tuple[int, Unit]], windows: Sequence[Sequence[Window]]) -> list[Sequence[Window]]:
+    """The windows of a config's runs, in their order."""
+    return [each for (subject, _), each in zip(turns, windows, strict=True) if subject == index]
 
 
 def _median(windows: Sequence[Window]) -> float:

@@ -34,6 +34,9 @@ ESTIMATES = 3
 LONG_MS = 1.0
 """Of a call this long the host's share is small."""
 
+MOST_ORDERS = 4
+"""Orders of a race whose length nobody knows before: after so many rounds they come again."""
+
 GRAPH, QUEUE = "graph", "queue"
 """How a unit is timed: replayed from a CUDA graph, or launched call by call."""
 
@@ -178,12 +181,14 @@ def orders(count: int, rounds: int) -> tuple[tuple[int, ...], ...]:
     Rotated by an equal share each round and reversed in every other one, so that nobody is always first and nobody
     always follows the same neighbour.
     """
-    turns = []
-    for number in range(rounds):
-        shift = number * count // max(1, rounds)
-        order = tuple((shift + n) % count for n in range(count))
-        turns.append(order[::-1] if number % 2 else order)
-    return tuple(turns)
+    return tuple(_order(count, number, rounds) for number in range(rounds))
+
+
+def _order(count: int, number: int, every: int) -> tuple[int, ...]:
+    """The order of round `number` where `every` rounds are a whole turn."""
+    shift = number * count // max(1, every)
+    order = tuple((shift + n) % count for n in range(count))
+    return order[::-1] if number % 2 else order
 
 
 def interleave(
@@ -194,16 +199,23 @@ def interleave(
     warm_ms: float,
     window_ms: float,
     before: Callable[[int], None] = lambda index: None,
+    going_on: Callable[[Sequence[Sequence[Window]]], Sequence[int]] | None = None,
 ) -> tuple[tuple[Window, ...], ...]:
     """Time `units` against each other; for each of them one window a round.
 
-    `before` is told the index of the unit whose turn starts, so that a crash can be blamed.
+    `before` is told the index of the unit whose turn starts, so that a crash can be blamed. `going_on` is asked after
+    each round, told all windows so far, which units have another one; none of them ends the race.
     """
     windows: list[list[Window]] = [[] for _ in units]
-    for order in orders(len(units), rounds):
-        for index in order:
+    racing: Sequence[int] = range(len(units))
+    for number in range(rounds):
+        for place in _order(len(racing), number, rounds if going_on is None else MOST_ORDERS):
+            index = racing[place]
             before(index)
             windows[index].append(measure(units[index], stopwatch, warm_ms=warm_ms, window_ms=window_ms))
+        racing = racing if going_on is None else sorted(going_on(windows))
+        if not racing:
+            break
     return tuple(tuple(each) for each in windows)
 
 

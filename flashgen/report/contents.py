@@ -19,7 +19,7 @@ from flashgen.db.past import origins_of
 from flashgen.db.reader import Reader
 from flashgen.db.store import Store
 from flashgen.db.trials import search_logs
-from flashgen.tuning.scores import compared
+from flashgen.measure.scores import compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

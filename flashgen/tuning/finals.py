@@ -3,8 +3,9 @@
 Short windows rank by temperature on a power-capped card, so everything within `near_share` of the best is timed again,
 interleaved, and those that are still within `last_share` meet the default and the incumbent in long windows in balanced
 order, unless these are far behind. Both races are on normal and on hard data, and the geometric mean of both times
-counts. A difference counts only if it is larger than the noise of the paired rounds; else the config that is in use, or
-the simpler one, stays.
+counts. The last race has as many rounds as it needs to be sure (`measure.sequential`): a config takes the place of the
+one in use only if it beats that, in at most one of twenty races of equally fast ones. Where none is in use, the
+simplest stays of those that are about as fast.
 
 The search itself sees normal data alone. There, configs whose time depends on the data are the fastest, by 3 to 7%, and
 would take every place of the first race: so half of the places are for those whose time does not.
@@ -16,21 +17,23 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flashgen.core.checks import check_fields
 from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
 from flashgen.core.history import MAX_RUNNERS_UP, RunnerUp
 from flashgen.core.record import Measurement
-from flashgen.tuning.scores import compared
+from flashgen.measure import sequential
+from flashgen.measure.scores import compared
+from flashgen.measure.sequential import Times, beats, gains, odds_faster
 
-MIN_NOISE = 0.005
-"""No difference below half a per cent counts, however well the rounds agree: it does not survive a change of clock."""
+C = TypeVar("C")
 
-SINGLE_ROUND_NOISE = 0.02
-"""What a single round can tell apart, having no second one to compare with."""
+LIKELY = 3.0
+"""Odds at which a config counts as faster than another one where none of them is in use: nothing is lost by an error,
+and the better guess is as good as any."""
 
-STANDARD_ERRORS = 2.0
 KINDS_OF_DATA = 2
 """Windows of a config in each round: on normal data and on hard data."""
 
@@ -38,11 +41,17 @@ ANCHORS = 3
 """SDPA backends that take turns in the last race; the first of them is its reference kernel."""
 
 
+USUAL_ROUNDS = 4
+"""Of all configs of a last race, in whose time it usually ends: those that fall behind have fewer, and others more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finals:
     """How the finals are run: seconds of one window, unmeasured seconds before it, and rounds, for both races.
 
     Attributes:
+        rounds: the most that the last race has; it ends before where it is sure.
+        limit_s: seconds that the last race may take, a few windows more or less.
         last: configs of the last race, the default and the incumbent not counted.
         near_share: how far behind the best of the search a config may be to take part in the first race.
         near_most: configs of the first race.
@@ -52,7 +61,8 @@ class Finals:
 
     window_s: float = 0.3
     warm_s: float = 0.1
-    rounds: int = 4
+    rounds: int = 40
+    limit_s: float = 60.0
     last: int = 5
     near_share: float = 0.1
     near_most: int = 12
@@ -64,9 +74,10 @@ class Finals:
 
     def __post_init__(self) -> None:
         check_fields(self, TuningError)
-        if not all(map(math.isfinite, (self.window_s, self.near_window_s, self.warm_s, self.near_warm_s))):
+        times = (self.window_s, self.near_window_s, self.limit_s, self.warm_s, self.near_warm_s)
+        if not all(map(math.isfinite, times)):
             raise TuningError(f"windows of finals last a finite time, got {self}")
-        if min(self.window_s, self.near_window_s) <= 0 or min(self.warm_s, self.near_warm_s) < 0:
+        if min(times[:3]) <= 0 or min(times[3:]) < 0:
             raise TuningError(f"windows of finals last more than 0 s, got {self}")
         if min(self.rounds, self.near_rounds, self.last, self.near_most) < 1:
             raise TuningError(f"finals have at least one round and one config, got {self}")
@@ -76,8 +87,9 @@ class Finals:
         return self.near_rounds * (kinds * configs + 1) * (self.near_warm_s + self.near_window_s)
 
     def last_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
-        """Expected seconds of the last race, with its baselines."""
-        return self.rounds * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
+        """Expected seconds of the last race, with its baselines: as many rounds of all configs as it usually has."""
+        usual = min(self.rounds, USUAL_ROUNDS) * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
+        return min(usual, self.limit_s)
 
     def needed_s(self, near: int, guards: int, kinds: int = KINDS_OF_DATA) -> float:
         """Expected seconds of both races with `near` configs close to the best: no first race where these are few."""
@@ -106,47 +118,54 @@ def with_guards(configs: Iterable[Config], *guards: Config | None) -> tuple[Conf
     return tuple(dict.fromkeys([*configs, *(guard for guard in guards if guard is not None)]))
 
 
-def beats(one: Measurement, other: Measurement) -> bool:
-    """Whether `one` is faster than `other` by more than the noise, by the paired windows of their rounds.
-
-    Where both have times on hard data, a round counts with the geometric mean of its two windows; where they have times
-    on profiles of lengths, it counts as `scores.compared` says.
-    """
-    if one.hard_times_ms and other.hard_times_ms:
-        one, other = one.balanced, other.balanced
-    if one.profile_times_ms or other.profile_times_ms:
-        one, other = compared({0: one, 1: other}).values()
-    if len(one.times_ms) == len(other.times_ms) > 1:
-        gains = [math.log(b / a) for a, b in zip(one.times_ms, other.times_ms, strict=True)]
-        error = statistics.stdev(gains) / math.sqrt(len(gains))
-        return statistics.mean(gains) > max(MIN_NOISE, STANDARD_ERRORS * error)
-    noise = max(SINGLE_ROUND_NOISE, (one.spread + other.spread) / 2)
-    return math.log(other.median_ms / one.median_ms) > noise
+def round_times(results: Mapping[C, Measurement]) -> dict[C, tuple[float, ...]]:
+    """What each config of a race is judged by: one time for each of its rounds (`scores.compared`)."""
+    return {config: found.times_ms for config, found in compared(results).items()}
 
 
 def choose(results: Mapping[Config, Measurement], *, default: Config, incumbent: Config | None) -> Config:
-    """The winner: the incumbent unless it was beaten, else the simplest of those that the fastest does not beat.
+    """The winner: the incumbent unless it was beaten, else the simplest of the fastest.
 
-    Simpler is, in this order: the default; fewer knobs that differ from the default; fewer stages; fewer warps; smaller
-    tiles; the smaller JSON text (so that the choice is fixed).
+    Of configs that beat the incumbent, or of all where there is none, those count as the fastest that no other one is
+    likely to be faster than. Simpler is, in this order: the default; fewer knobs that differ from the default; fewer
+    stages; fewer warps; smaller tiles; the smaller JSON text (so that the choice is fixed).
 
     Raises:
         TuningError: there are no results.
     """
     if not results:
         raise TuningError("a winner needs at least one measured config, got none")
-    times = compared(results)
-    fastest = min(times, key=lambda config: times[config].median_ms)
-    tied = [config for config in results if config == fastest or not beats(times[fastest], times[config])]
-    if incumbent in tied:
-        return incumbent
+    times = round_times(results)
+    able = list(results)
+    if incumbent is not None and incumbent in results:
+        rivals = len(results) - 1
+        able = [each for each in results if beats(times[each], times[incumbent], rivals=rivals)]
+        if not able:
+            return incumbent
+    fastest = min(able, key=lambda config: _behind(times[config], times[able[0]]))
+    tied = [each for each in able if each == fastest or not _is_likely_faster(times[fastest], times[each])]
     return min(tied, key=lambda config: complexity(config, default))
+
+
+def _is_likely_faster(one: Times, other: Times) -> bool:
+    return odds_faster(gains(one, other)) >= LIKELY
+
+
+def _behind(one: Times, other: Times) -> float:
+    """By how much one is slower in the rounds that both have, as a logarithm."""
+    return -statistics.fmean(gains(one, other))
+
+
+def confidence(results: Mapping[Config, Measurement], winner: Config) -> float:
+    """How sure it is, from 0 to 1, that no other config of a race is faster than the winner by 2% or more."""
+    times = round_times(results)
+    return sequential.confidence(times[winner], [times[each] for each in results if each != winner])
 
 
 def runners_up(results: Mapping[Config, Measurement], winner: Config) -> tuple[RunnerUp, ...]:
     """The other configs of a race with their times, the fastest first."""
-    times = compared(results)
-    others = sorted((config for config in results if config != winner), key=lambda each: times[each].median_ms)
+    times = round_times(results)
+    others = sorted((each for each in results if each != winner), key=lambda each: _behind(times[each], times[winner]))
     return tuple(
         RunnerUp(config=each, times_ms=results[each].times_ms, hard_times_ms=results[each].hard_times_ms)
         for each in others[:MAX_RUNNERS_UP]

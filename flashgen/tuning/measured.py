@@ -19,15 +19,16 @@ from flashgen.core.record import Baseline, Failure, Measurement, TuningRecord, t
 from flashgen.core.workload import Workload
 from flashgen.db.writing import Incoming
 from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob, specialization
+from flashgen.measure.scores import compared
+from flashgen.measure.sequential import Rule
 from flashgen.tuning.candidates import Candidates, related
 from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
-from flashgen.tuning.finals import KINDS_OF_DATA, choose, near_best, runners_up, with_guards
+from flashgen.tuning.finals import KINDS_OF_DATA, choose, confidence, near_best, runners_up, with_guards
 from flashgen.tuning.history import incumbent, unfinished_trials
 from flashgen.tuning.levels import UNSETTLED, Levels
 from flashgen.tuning.notes import Evaluated, SearchNotes, not_measured
-from flashgen.tuning.scores import compared
 from flashgen.tuning.search import Proposal, Search
 from flashgen.tuning.starts import starting_points
 
@@ -269,17 +270,19 @@ class MeasuredSearch:
         job = RaceJob(
             workload=self._workload,
             configs=last,
-            rounds=self._rounds(len(last)),
+            rounds=finals.rounds,
             warm_s=finals.warm_s,
             window_s=finals.window_s,
             baselines=True,
             hard=True,
+            rule=Rule(champion=last.index(served) if served in last else None, limit_s=self._last_limit_s()),
         )
         results, baselines = self._race(job, "last", finals.last_s(len(last), self._kinds))
         if not results:
             return self._decide()  # all of them failed just now: the next best ones have their turn
         winner = choose(results, default=default, incumbent=served)
-        return self._record(winner, results[winner], baselines), runners_up(results, winner)
+        found = dataclasses.replace(results[winner], confidence=confidence(results, winner))
+        return self._record(winner, found, baselines), runners_up(results, winner)
 
     def _near_best(self) -> tuple[Config, ...]:
         finals = self._context.options.finals
@@ -296,15 +299,12 @@ class MeasuredSearch:
         limit_ms = limit * times[best].median_ms
         return tuple(c for c in usual if c in times and times[c].median_ms <= limit_ms)
 
-    def _rounds(self, configs: int) -> int:
-        """Rounds of the last race that fit what is left of the budget, at least two where the plan has them."""
-        finals, seconds = self._context.options.finals, self._context.budget.seconds
+    def _last_limit_s(self) -> float:
+        """Seconds of the last race: what is left of a budget in seconds; two rounds are run whatever they take."""
+        limit_s, seconds = self._context.options.finals.limit_s, self._context.budget.seconds
         if seconds is None:
-            return finals.rounds
-        left = seconds - self._spent_s()
-        return max(
-            min(2, finals.rounds), min(finals.rounds, int(left / (finals.last_s(configs, self._kinds) / finals.rounds)))
-        )
+            return limit_s
+        return min(limit_s, max(seconds - self._spent_s(), 0.0))
 
     def _race(
         self, job: RaceJob, stage: str, expected_s: float

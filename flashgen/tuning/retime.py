@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
-from flashgen.core.record import Failure, TuningRecord, timestamp
+from flashgen.core.record import Failure, Measurement, TuningRecord, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.comparison import Pair
 from flashgen.measure.protocol import Executor, RaceJob
-from flashgen.tuning.finals import beats
+from flashgen.measure.sequential import Rule, beats
+from flashgen.tuning.finals import Finals, round_times
 
 BROKEN_PROMISE = 0.1
 """How much slower than its record a kernel may be: two cards of one model differ by half of that."""
@@ -55,9 +56,15 @@ def boldest(records: Iterable[TuningRecord], most: int | None) -> list[TuningRec
 
 
 def race(executor: Executor, workload: Workload, configs: Sequence[Config]) -> Raced:
-    """Time configs of one workload against each other and torch's attention, as the last race of a search does."""
+    """Time configs of one workload against each other and torch's attention, as the last race of a search does.
+
+    The first one is the champion of several; one alone has as many rounds as a search's usual last race.
+    """
     info = executor.describe()
     job = RaceJob(workload=workload, configs=tuple(configs), baselines=True, hard=True)
+    if len(configs) > 1:
+        finals = Finals()
+        job = replace(job, rounds=finals.rounds, rule=Rule(champion=0, limit_s=finals.limit_s))
     result = executor.race(job)
     return {
         config: outcome
@@ -107,9 +114,14 @@ def decided(executor: Executor, pair: Pair) -> Pair:
         return replace(pair, second=_as_today(other), verdict="second", reason=f"the first does not run here: {one}")
     if isinstance(other, Failure):
         return replace(pair, first=one, verdict="first", reason=f"the second does not run here: {other}")
-    if one.measurement and other.measurement and beats(other.measurement, one.measurement):
+    if one.measurement and other.measurement and _is_beaten(one.measurement, other.measurement):
         return replace(pair, first=one, second=other, verdict="second", reason="faster in a race on this GPU")
     return replace(pair, first=one, second=other, verdict="first", reason="not beaten in a race on this GPU")
+
+
+def _is_beaten(one: Measurement, other: Measurement) -> bool:
+    times = round_times({0: one, 1: other})
+    return beats(times[1], times[0])
 
 
 def _as_today(found: TuningRecord | Failure) -> TuningRecord | None:

@@ -28,13 +28,14 @@ from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError
 from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.core.history import UNKNOWN, Origin
-from flashgen.core.record import Trial, TuningRecord
+from flashgen.core.record import Limits, Trial, TuningRecord
 from flashgen.core.settings import child_environment, settings
 from flashgen.core.workload import Workload
 from flashgen.db import files
 from flashgen.db.exchange import import_records
 from flashgen.db.layers import Layers
 from flashgen.db.layout import SCHEMA_VERSION, TABLES
+from flashgen.db.past import past_of
 from flashgen.db.schema import Base
 from flashgen.db.store import Store
 from tests.db.samples import (
@@ -610,3 +611,40 @@ def test_searches_can_be_taken_back(tmp_path: Path) -> None:
     assert taken_back(path, "0009", "0008") == before
     with Store.open(path) as store:  # of two trials of a config the last one stays
         assert [trial.source for trial in store.trials(CAUSAL, H200)] == [TRIAL.source, FAILED.source, "other"]
+
+
+# --- 0010: a record has confidence and limits, and a device the power it is sold with ---------------------------------
+
+
+def test_limits_can_be_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "before.sqlite3"
+    shutil.copyfile(DATA / "schema_0009.sqlite3", path)
+    before = contents(path)
+    assert taken_back(path, "0010", "0009") == before
+    with Store.open(path) as store:
+        known = store.record(CAUSAL, H200)
+        assert known is not None
+        assert known.limits == Limits()
+        assert known.measurement is not None
+        assert known.measurement.confidence is None
+        limits = Limits(power_limit_w=600.0, max_sm_clock_mhz=1785.0)
+        sure = replace(known, measurement=replace(known.measurement, confidence=0.97), limits=limits)
+        store.put_record(sure)
+        assert store.record(CAUSAL, H200) == sure
+        store.put_record(known)
+    with Store.open(path) as store:
+        assert past_of(store.reader, CAUSAL).replaced[0].record == sure
+
+
+def test_a_slice_of_a_card_keeps_its_records_under_a_name_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "slice.sqlite3"
+    shutil.copyfile(DATA / "schema_0009.sqlite3", path)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE devices SET name = 'NVIDIA H200 MIG 7g.141gb' WHERE identity = ?", (H200.identity,))
+    slice_ = replace(H200, name="NVIDIA H200 MIG 7g.141gb")
+    with Store.open(path) as store:
+        assert slice_.identity == f"{H200.identity}-mig"
+        record = store.record(CAUSAL, slice_)
+        assert record is not None
+        assert record.device.identity == slice_.identity
+        assert store.record(CAUSAL, H200) is None

@@ -21,6 +21,7 @@ from flashgen.measure.data_kinds import LEVEL
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.odd_shapes import HARD_SHAPES, ODD_SHAPES
 from flashgen.measure.protocol import EvaluateJob, RaceJob, RaceResult, specialization
+from flashgen.measure.sequential import LEAST_ROUNDS, Rule
 from flashgen.measure.service import Judge
 from flashgen.measure.verify import KernelFactory, LaunchFunction
 from tests.fakes.attention import Emulated
@@ -266,6 +267,25 @@ def test_a_race_has_an_outcome_for_each_config_in_order() -> None:
     assert medians == [2.0, "build", 1.0, "verify", 3.0]
     assert all(len(o.times_ms) == 3 for o in result.outcomes if isinstance(o, Measurement))
     assert result.baselines == ()
+
+
+def test_a_race_with_a_rule_ends_when_it_is_sure_and_lets_go_who_is_behind() -> None:
+    table = Table(toolchain=EmulatedToolchain(default_config=config(ms=8)))
+    configs = (config(ms=4), config(build_error=True), config(ms=2), config(ms=3))
+    job = RaceJob(
+        workload=SMALL, configs=configs, rounds=40, warm_s=0.002, window_s=0.004, rule=Rule(champion=0), hard=True
+    )
+    result = table.judge.race(job)
+    assert isinstance(result, RaceResult)
+    served, failed, fast, _ = result.outcomes
+    assert isinstance(failed, Failure)
+    assert isinstance(served, Measurement)
+    assert isinstance(fast, Measurement)
+    assert LEAST_ROUNDS <= len(fast.times_ms) < 6
+    assert len(fast.hard_times_ms) == len(fast.times_ms)
+    assert fast.reference_ms == 8.0
+    assert job.without(0).rule == Rule()
+    assert job.windows_s < RaceJob(workload=SMALL, configs=configs, rounds=40).windows_s
 
 
 def test_a_kernel_that_becomes_wrong_during_a_race_loses() -> None:

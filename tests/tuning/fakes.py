@@ -15,6 +15,7 @@ from flashgen.core.device import Device, find_device
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
+from flashgen.measure.sequential import Referee
 from flashgen.tuning.predict import cost_model
 
 H200 = find_device("h200")
@@ -117,20 +118,42 @@ class FakeExecutor:
 
     def race(self, job: RaceJob) -> RaceResult:
         self.races.append(job)
-        others = 3 if job.baselines else 1
-        self.clock.now += job.rounds * (job.windows + others) * (job.warm_s + job.window_s)
-        drifts = [1 + 0.05 * math.cos(number) for number in range(job.rounds)]
-        outcomes: list[Outcome] = []
-        for config in job.configs:
-            failure = self.broken_in_race(config)
-            time = self.time_ms(job.workload, config)
-            times = tuple(drift * time * self._noise() for drift in drifts)
-            hard = tuple(d * self.hard_factor(config) * time * self._noise() for d in drifts if job.hard)
-            measured = Measurement(times_ms=times, reference_ms=REFERENCE_MS, sm_clock_mhz=1700.0, hard_times_ms=hard)
-            outcomes.append(failure or measured)
+        failures = {config: self.broken_in_race(config) for config in job.configs}
+        racers = [config for config in job.configs if failures[config] is None]
+        times: list[list[float]] = [[] for _ in racers]
+        hard: list[list[float]] = [[] for _ in racers]
+        referee = self._referee(job, racers)
+        racing = list(range(len(racers)))
+        for number in range(job.rounds if racers else 0):
+            others = 3 if job.baselines else 1
+            self.clock.now += (len(racing) * job.windows / len(job.configs) + others) * (job.warm_s + job.window_s)
+            drift = 1 + 0.05 * math.cos(number)
+            for index in racing:
+                time = drift * self.time_ms(job.workload, racers[index])
+                times[index].append(time * self._noise())
+                if job.hard:
+                    hard[index].append(self.hard_factor(racers[index]) * time * self._noise())
+            if referee is not None:
+                pairs = zip(times, hard, strict=True)
+                racing = referee([[math.sqrt(a * b) for a, b in zip(t, h or t, strict=True)] for t, h in pairs])
+            if not racing:
+                break
+        measured = iter(
+            Measurement(times_ms=tuple(t), reference_ms=REFERENCE_MS, sm_clock_mhz=1700.0, hard_times_ms=tuple(h))
+            for t, h in zip(times, hard, strict=True)
+        )
+        outcomes: list[Outcome] = [failures[config] or next(measured) for config in job.configs]
         flash = Baseline(impl="sdpa-flash", median_ms=job.workload.flops / 345e9)
         cudnn = Baseline(impl="sdpa-cudnn", median_ms=job.workload.flops / 600e9)
         return RaceResult(outcomes=tuple(outcomes), baselines=(flash, cudnn) if job.baselines else ())
+
+    def _referee(self, job: RaceJob, racers: list[Config]) -> Referee | None:
+        rule = job.rule
+        if rule is None:
+            return None
+        for index in reversed([n for n, config in enumerate(job.configs) if config not in racers]):
+            rule = rule.without(index)
+        return Referee(rule, range(len(racers)), lambda both: both, self.clock)
 
     def close(self) -> None:
         return

@@ -6,8 +6,8 @@ import pytest
 
 from flashgen.core.config import Config
 from flashgen.core.record import Measurement
-from flashgen.tuning.finals import beats, choose, near_best, runners_up
-from flashgen.tuning.scores import compared
+from flashgen.measure.scores import compared
+from flashgen.tuning.finals import choose, near_best, runners_up
 
 
 def config(**knobs: int) -> Config:
@@ -48,6 +48,7 @@ def test_passes_are_compared_as_before() -> None:
 def test_a_config_that_is_good_on_all_profiles_wins() -> None:
     assert choose(MEASURED, default=SLOW, incumbent=None) == EVEN
     assert near_best(MEASURED, share=0.6, most=9) == (EVEN, SLOW, ONE_SIDED)
-    assert beats(MEASURED[EVEN], MEASURED[SLOW])
-    assert not beats(MEASURED[ONE_SIDED], MEASURED[EVEN]), "40% behind with ramp, and 5% ahead without"
+    assert choose({each: MEASURED[each] for each in (EVEN, SLOW)}, default=SLOW, incumbent=SLOW) == EVEN
+    both = {each: MEASURED[each] for each in (ONE_SIDED, EVEN)}
+    assert choose(both, default=SLOW, incumbent=EVEN) == EVEN, "40% behind with ramp, and 5% ahead without"
     assert [each.config for each in runners_up(MEASURED, EVEN)] == [SLOW, ONE_SIDED]

@@ -1,0 +1,118 @@
+"""Races end when they are sure: few false winners, few gains missed, and no round more than that takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from flashgen.core.errors import MeasureError
+from flashgen.measure.sequential import (
+    ANCHOR_ROUNDS,
+    LEAST_ROUNDS,
+    Referee,
+    Rule,
+    beats,
+    confidence,
+    gains,
+    odds_faster,
+    odds_no_gain,
+)
+from tests.measure.noisy_races import Noise, measured_noise, odd_windows, race
+
+RACES = 60
+
+
+def replaced(true_gains: Sequence[float], noise: Noise) -> float:
+    """The share of races in which somebody takes the champion's place."""
+    chance, count = random.Random(3), 0
+    for _ in range(RACES):
+        times = race(true_gains, noise, chance)
+        count += any(beats(each, times[0], rivals=len(times) - 1) for each in times[1:])
+    return count / RACES
+
+
+@pytest.mark.parametrize("noise", [measured_noise, odd_windows])
+@pytest.mark.parametrize("rivals", [1, 5])
+def test_an_equal_champion_keeps_its_place(noise: Noise, rivals: int) -> None:
+    assert replaced([0.0] * (1 + rivals), noise) <= 0.05
+
+
+@pytest.mark.parametrize("noise", [measured_noise, odd_windows])
+@pytest.mark.parametrize("others", [(), (-0.01, -0.02, -0.03, -0.03)])
+def test_a_gain_of_two_per_cent_is_found_in_nine_of_ten(noise: Noise, others: tuple[float, ...]) -> None:
+    assert replaced([0.0, 0.02, *others], noise) >= 0.9
+
+
+def test_a_race_ends_early_where_the_difference_is_large() -> None:
+    chance = random.Random(1)
+    lengths = [max(map(len, race([0.0, *[-0.05] * 5], measured_noise, chance))) for _ in range(20)]
+    assert sorted(lengths)[10] <= LEAST_ROUNDS + 1
+    many = [race([0.0, 0.001, -0.06], measured_noise, chance) for _ in range(20)]
+    assert sum(len(each[2]) for each in many) < 0.7 * sum(len(each[1]) for each in many), "who is behind leaves"
+
+
+def test_odds_follow_the_rounds_and_one_odd_window_convinces_nobody() -> None:
+    steady = (0.02, 0.021, 0.019, 0.022, 0.018)
+    odds = [odds_faster(steady[:n]) for n in range(1, 6)]
+    assert odds == sorted(odds)
+    assert odds[0] < 20 < odds[-1]
+    assert odds_no_gain(steady) < 1 < odds_no_gain(tuple(-each for each in steady))
+    assert odds_faster((0.09, 0.0, -0.002, 0.001)) < 3
+    assert odds_faster((1e9,)) < float("inf")
+
+
+def test_a_difference_that_no_change_of_clock_survives_does_not_count() -> None:
+    slow = (1.0, 1.1, 0.95, 1.2) * 6
+    assert not beats([0.997 * t for t in slow], slow)
+    assert beats([0.98 * t for t in slow], slow)
+
+
+def test_more_rivals_need_more_certainty() -> None:
+    one, other = (0.985, 0.984, 0.986), (1.0, 1.0, 1.0)
+    most = odds_faster(gains(one, other)) * 0.05
+    assert beats(one, other, rivals=int(most))
+    assert not beats(one, other, rivals=int(most) + 1)
+
+
+def test_confidence_is_about_all_others() -> None:
+    winner, far, near = (1.0,) * 4, (1.2, 1.21, 1.2, 1.19), (1.004, 0.996, 1.001, 1.003)
+    assert confidence(winner, []) == 1.0
+    assert confidence(winner, [far]) > 0.99
+    assert 0.0 < confidence(winner, [far, near]) < confidence(winner, [far])
+    assert confidence(winner, [(0.9,) * 4] * 3) == 0.0
+
+
+def test_the_fastest_leads_where_nobody_has_a_place_to_defend() -> None:
+    times = [(1.0,) * 4, (0.9,) * 4, (1.1,) * 4]
+    assert Rule().leader(times, {0, 1, 2}) == 1
+    assert Rule(champion=2).leader(times, {0, 1, 2}) == 1
+    level = [(1.0, 1.0, 1.0), (0.999, 1.001, 1.0), (1.1,) * 3]
+    assert Rule(champion=0).leader(level, {0, 1, 2}) == 0
+    assert Rule(champion=0).going_on(level, {0, 1, 2}) <= {0, 1}
+
+
+def test_a_rule_follows_its_champion_when_a_config_drops_out() -> None:
+    assert Rule(champion=2).without(0) == Rule(champion=1)
+    assert Rule(champion=2, limit_s=3.0).without(2) == Rule(limit_s=3.0)
+    assert Rule(champion=0).without(1) == Rule(champion=0)
+    with pytest.raises(MeasureError, match="limit"):
+        Rule(limit_s=-1.0)
+
+
+def test_a_limit_ends_a_race_after_two_rounds_at_least() -> None:
+    now = 0.0
+    equal = [[1.0] * 2, [1.0] * 2]
+    referee = Referee(Rule(champion=0, limit_s=5.0), [0, 1], lambda windows: equal, lambda: now)
+    for seconds, going_on in ((3.0, [0, 1]), (6.0, [])):
+        now = seconds
+        assert referee(equal) == going_on
+
+
+def test_baselines_have_few_rounds_and_the_reference_all() -> None:
+    loud = [[1.0, 1.05, 0.95, 1.02], [1.01, 0.97, 1.03, 1.0]]
+    referee = Referee(Rule(champion=0), [0, 1, None, None], lambda windows: loud, lambda: 0.0)
+    rounds = [referee(loud) for _ in range(ANCHOR_ROUNDS)]
+    assert rounds[:-1] == [[0, 1, 2, 3]] * (ANCHOR_ROUNDS - 1)
+    assert rounds[-1] == [0, 1, 2]
