@@ -177,20 +177,24 @@ def registers(points: Sequence[tuple[str, int, bool, float, str]]) -> Picture:
     chosen = points[::step]
     kinds = sorted({kind for kind, *_ in chosen})
     shapes = dict(zip(kinds, itertools.cycle(MARKS[:-1])))
-    most = max(count for _, count, *_ in chosen)
+    counts = [count for _, count, *_ in chosen]
     axes = Axes.of(
-        x=(0, max(most, 32)), y=(1.0, WORST), names=("registers a thread", "time over the best of its search"),
-        height=320, log_y=True, units=("", "x"),
-    )  # fmt: skip
+        x=(min(counts) // 32 * 32, max(counts) // 32 * 32 + 32),
+        y=(1.0, WORST),
+        names=("registers a thread", "time over the best of its search"),
+        height=320,
+        log_y=True,
+        units=("", "x"),
+    )
     marks = [
         Mark(x=axes.x(count), y=axes.y(value), shape="cross" if spills else shapes[kind], text=text)
         for kind, count, spills, value, text in chosen
     ]
     labels = list(axes.labels)
     for place, (name, shape) in enumerate([*shapes.items(), ("spills", "cross")]):
-        y = TOP + 20 + 16 * place
-        marks.append(Mark(x=WIDTH - RIGHT - 120, y=y, shape=shape, text=name))
-        labels.append(Label(x=WIDTH - RIGHT - 108, y=y + 4, text=name))
+        x = WIDTH - RIGHT - 100 * (len(shapes) + 1 - place)
+        marks.append(Mark(x=x, y=TOP, shape=shape, text=name))
+        labels.append(Label(x=x + 10, y=TOP + 4, text=name))
     return Picture(
         title=f"Registers against time of {len(points)} candidates",
         width=axes.width,

@@ -18,6 +18,7 @@ from flashgen.db.store import Store
 from flashgen.tuning import runs
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, RunFinished, RunStarted, TrialFinished
+from flashgen.tuning.request import Request
 from tests.tuning.fake_stations import FakeStation
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 from tests.tuning.runs import PLAIN
@@ -60,21 +61,27 @@ def test_without_a_gpu_a_target_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
         flashgen.tune([ODD])
 
 
-def test_what_is_named_is_read_as_on_the_command_line(fakes: None, tmp_path: Path) -> None:
+def test_what_is_named_is_read_as_on_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file, database = tmp_path / "mine.yaml", tmp_path / "own.sqlite3"
-    shape = "{batch: 1, nheads: 8, seqlen_q: 512, head_dim: 128}"
+    shape = "{batch: 1, nheads: 8, seqlen_q: [512, 1024], head_dim: 128}"
     file.write_text(f"mine:\n  title: t\n  source: s\n  workloads:\n    - {shape}\n")
-    parts = [
-        flashgen.tune([ODD], files=[file], direction="backward", deterministic=True, shard=f"{part}/2", budget="1",
-                      database=database, options=Options(families=("portable_backward_split",)))
-        for part in range(2)
-    ]  # fmt: skip
-    done = [outcome.workload for part in parts for outcome in part.outcomes]
-    assert len(done) == len(set(done)) == 2
-    assert replace(BACKWARD, deterministic=True) in done
-    assert all(workload.direction == "backward" and workload.deterministic for workload in done)
-    with Store.open(database, read_only=True) as store:
-        assert {record.workload for record in store.records()} == set(done)
+    requests: list[Request] = []
+    monkeypatch.setattr(runs, "run_here", lambda request, on_event: requests.append(request))
+    for part in range(2):
+        flashgen.tune(
+            [ODD],
+            files=[file],
+            direction="backward",
+            deterministic=True,
+            shard=f"{part}/2",
+            store="postgresql://db/x",
+            database=str(database),
+        )
+    asked = [workload for request in requests for workload in request.workloads]
+    assert len(asked) == len(set(asked)) == 3
+    assert replace(BACKWARD, deterministic=True) in asked
+    assert all(workload.direction == "backward" and workload.deterministic for workload in asked)
+    assert {(request.database, request.server) for request in requests} == {(database, "postgresql://db/x")}
 
 
 def test_a_cluster_tells_where_things_happen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -88,11 +95,12 @@ def test_a_cluster_tells_where_things_happen(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(runs, "make_stations", stations)
     events: list[tuple[str, Event]] = []
     finished = flashgen.tune(
-        [PLAIN, ODD], ray="auto", budget="2", jobs=3, database=tmp_path / "own.sqlite3",
+        [ODD], ray="auto", budget="2", jobs=3, database=tmp_path / "own.sqlite3",
+        options=Options(families=("portable_forward",)),
         on_event=lambda station, event: events.append((station, event)),
     )  # fmt: skip
     assert asked == [("auto", None, 3)]
-    assert [outcome.workload for each in finished for outcome in each.outcomes] == [PLAIN, ODD]
+    assert [outcome.workload for each in finished for outcome in each.outcomes] == [ODD]
     assert {station for station, event in events if isinstance(event, TrialFinished)} <= {"a", "b"}
     assert events[-1] == ("", finished[0])
 
