@@ -101,6 +101,10 @@ def differentiated(fake: FakeDriver, packed: Packed, **changes: Any) -> list[Lau
     row = family("portable_backward_split" if spec.deterministic else "portable_backward_fused")
     run(fake, packed, return_lse=True)
     fake.named |= {kernel.entry: kernel.parameters for kernel in row.kernels(spec, row.default(spec, H200))}
+    return gradients_of(fake, packed, **changes)
+
+
+def gradients_of(fake: FakeDriver, packed: Packed, **changes: Any) -> list[Launched]:
     given = {name: getattr(packed, name).detach().requires_grad_() for name in "qkv"}
     out = flashgen.attention_varlen(**given, **{**packed.named, **changes})
     before = len(fake.launches)
@@ -122,6 +126,29 @@ def test_its_gradients_are_computed_by_kernels_that_read_the_call(gpu: FakeDrive
         )  # key heads, blocks of sequences, one of the rest
         assert launches[0].values["seqlen_q"] == 47
     assert launches[2].grid[0] == 3 * (min(47 // 128 + 3, 3 * 1) + 1)
+
+
+def test_hopper_gradients_lie_in_whole_blocks_of_each_sequence(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = family("hopper_backward_fused")
+    rows = {"forward": family("portable_forward"), "backward": row}
+    monkeypatch.setattr(records, "default_config", lambda spec, *given: rows[spec.direction].default(spec, *given))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(counters, "_FREE", {0: iter([torch.zeros(1, dtype=torch.int32)])})
+    packed = make(replace(GOOD, head_dim=64, used_k=(30, 2, 60), options={"causal": True}))
+    run(gpu, packed, return_lse=True)
+    spec = replace(checked(packed).spec, direction="backward", sink=False)
+    gpu.named |= {kernel.entry: kernel.parameters for kernel in row.kernels(spec, row.default(spec, H200))}
+    prepare, main, finish = gradients_of(gpu, packed)
+    blocks = 47 // 128 + 3 + 1
+    assert (prepare.grid[0], finish.grid[0]) == (3 * blocks * 128 // 32, 3 * blocks * 2)
+    assert (main.values["sequences"], main.values["total_q"], main.values["total_k"]) == (3, 47, 95)
+    assert main.values["has_seqused_k"] == prepare.values["has_seqused_q"] + 1 == 1
+    for name in ("lse_start", "dp_start"):
+        assert main.values[f"{name}_desc.encoded"].shape == (blocks * 128, 3, 1)
+    for name, heads in (("q", 3), ("do", 3), ("k", 1), ("dk", 1), ("dv", 1)):
+        assert main.values[f"{name}_desc.encoded"].shape == (64, CLIPPED_ROWS, heads, 0x7FFF0000, 0x7FFF0000)
 
 
 def test_batches_of_other_sizes_compile_nothing(gpu: FakeDriver) -> None:
