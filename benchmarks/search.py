@@ -1,0 +1,198 @@
+"""What a search is worth: ours and others on replay tables, without a GPU.
+
+python -m benchmarks.search [TABLE.jsonl.gz ...] [--seeds 5] [--only 'flashgen*'] [--out FOLDER]
+
+The tables of `tuning_db/*/replays/` if none is named; `--synthetic` takes made-up ones, to try the bench itself. Prints
+a table of how much longer the best config takes that a search has tried than the best of the table, after so many
+trials and after so many seconds of the machine that measured it; writes `search.csv`, `search.md` and `search.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import fnmatch
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.markdown import table_row
+from benchmarks.search_contestants import Maker, contestants
+from benchmarks.search_replay import Step, Table, after_seconds, after_trials, replay
+from benchmarks.search_synthetic import synthetic
+from flashgen.core.device import find_device
+from flashgen.core.errors import FlashgenError
+from flashgen.core.workload import Workload
+from flashgen.db.layers import Layers
+from flashgen.db.log_files import SUFFIX, read_log
+
+TRIALS = (10, 25, 50, 100)
+SECONDS = (5.0, 10.0, 20.0, 60.0)
+
+TABLES = Path(__file__).resolve().parents[1] / "tuning_db"
+
+SYNTHETIC = (
+    ("b4-h16-s4096-d128", ("hopper_forward",)),
+    ("b4-h16-s4096-d256-causal", ("hopper_forward",)),
+    ("bwd-b4-h16-s4096-d128-causal", ("hopper_backward_fused", "hopper_backward_split")),
+)
+"""Spaces of made-up tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One contestant on one table with one seed."""
+
+    contestant: str
+    table: str
+    seed: int
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The ratio to the best of the table at one mark: the geometric mean of all tables, and the worst of them.
+
+    Of a table it is the geometric mean over the seeds. None where a table's replays were over before.
+    """
+
+    mean: float
+    worst: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        tables = [Table.of(read_log(path)) for path in options.tables or sorted(TABLES.glob(f"*/replays/*{SUFFIX}"))]
+    except (FlashgenError, ValueError) as error:
+        parser.error(str(error))
+    if options.synthetic:
+        device = find_device("h200")
+        tables += [Table.of(synthetic(Workload.parse(key), device, families=names)) for key, names in SYNTHETIC]
+    if not tables:
+        parser.error("no table is named, and none ships; python -m benchmarks.replay_tables measures one")
+    with Layers.open() as layers:
+        records = [record for record, _ in layers.records(provenance="measured")]
+    found, absent = contestants(records)
+    chosen = {name: make for name, make in found.items() if fnmatch.fnmatch(name, options.only)}
+    for name, reason in absent.items():
+        print(f"{name} does not take part: {reason}", file=sys.stderr)
+    runs = compare(tables, chosen, seeds=range(options.seeds), trials=options.trials, say=_say)
+    text = page(runs, tables)
+    print(text)
+    if options.out:
+        write(runs, text, options.out)
+    return 0
+
+
+def compare(
+    tables: Sequence[Table],
+    makers: dict[str, Maker],
+    *,
+    seeds: Iterable[int],
+    trials: int = max(TRIALS),
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Run]:
+    """Every contestant on every table with every seed."""
+    runs = []
+    for name, make in makers.items():
+        for table in tables:
+            for seed in seeds:
+                steps = replay(table, make(table, seed), trials=min(trials, len(table.answers)))
+                runs.append(Run(contestant=name, table=table.name, seed=seed, steps=tuple(steps)))
+        say(f"{name}: done")
+    return runs
+
+
+def score(runs: Iterable[Run], at: Callable[[Sequence[Step]], float | None]) -> Score | None:
+    """The score of one contestant's runs, `at` telling the ratio at a mark."""
+    tables: dict[str, list[float]] = {}
+    for run in runs:
+        ratio = at(run.steps)
+        if ratio is None:
+            return None
+        tables.setdefault(run.table, []).append(ratio)
+    means = [statistics.geometric_mean(ratios) for ratios in tables.values()]
+    return Score(mean=statistics.geometric_mean(means), worst=max(means)) if means else None
+
+
+def scores(runs: Sequence[Run]) -> dict[str, list[Score | None]]:
+    """For each contestant its scores after `TRIALS`, then after `SECONDS`."""
+    found: dict[str, list[Score | None]] = {}
+    for name in dict.fromkeys(run.contestant for run in runs):
+        own = [run for run in runs if run.contestant == name]
+        found[name] = [score(own, lambda steps, n=count: after_trials(steps, n)) for count in TRIALS]  # type: ignore[misc]
+        found[name] += [score(own, lambda steps, s=seconds: after_seconds(steps, s)) for seconds in SECONDS]  # type: ignore[misc]
+    return found
+
+
+def page(runs: Sequence[Run], tables: Sequence[Table]) -> str:
+    """The table of a comparison, with what it was made on, in Markdown."""
+    marks = [*(f"{count} trials" for count in TRIALS), *(f"{seconds:g} s" for seconds in SECONDS)]
+    seeds = len({run.seed for run in runs})
+    lines = [
+        f"Time of the best config tried over that of the best one in the table, after so many trials or seconds: the "
+        f"geometric mean over {len(tables)} tables and {seeds} seeds and, in brackets, the worst table.",
+        "",
+        table_row(["search", *marks]),
+        table_row(["---"] * (1 + len(marks))),
+        *(table_row([name, *map(_cell, found)]) for name, found in scores(runs).items()),
+        "",
+        table_row(["table", "configs", "with a time", "median / best"]),
+        table_row(["---"] * 4),
+        *(table_row(_about(table)) for table in tables),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def write(runs: Sequence[Run], text: str, folder: Path) -> None:
+    """The comparison as Markdown, every run's ratios as CSV, and a chart where matplotlib is installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "search.md").write_text(text)
+    with (folder / "search.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("search", "workload", "seed", "trial", "seconds", "ratio"))
+        for run in runs:
+            for number, step in enumerate(run.steps, 1):
+                cells = (number, f"{step.seconds:.3f}", f"{step.ratio:.5f}")
+                writer.writerow((run.contestant, run.table, run.seed, *cells))
+    try:
+        from benchmarks.search_chart import draw
+    except ImportError:
+        _say("no chart: pip install flashgen[report]")
+        return
+    draw(runs, folder / "search.png")
+
+
+def _about(table: Table) -> list[str]:
+    times = [answer.right_ms for answer in table.answers.values() if answer.right_ms]
+    middle = statistics.median(times) / table.best_ms
+    return [f"`{table.name}`", str(len(table.answers)), str(len(times)), f"{middle:.2f}"]
+
+
+def _cell(found: Score | None) -> str:
+    return "-" if found is None else f"{found.mean:.3f} ({found.worst:.3f})"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.search", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("tables", type=Path, nargs="*", help="default: those of tuning_db/*/replays/")
+    parser.add_argument("--synthetic", action="store_true", help="made-up tables as well")
+    parser.add_argument("--seeds", type=int, default=5, help="of each (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=max(TRIALS), help="the most of each (default: %(default)s)")
+    parser.add_argument("--only", default="*", help="contestants with such a name (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="a folder for search.md, search.csv and search.png")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
