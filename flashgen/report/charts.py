@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -31,6 +32,9 @@ NAMES = 260
 
 WORST = 3.0
 """Times over the best that a chart has room for; what is slower lies on the edge."""
+
+LEADS = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2)
+"""Bounds of the ranges in which races are counted."""
 
 MAX_SHOWN = 2000
 """Marks of one picture: of more every n-th is drawn."""
@@ -66,6 +70,29 @@ def torch_ratios(groups: Sequence[Ratios]) -> Picture:
         height=bottom + BOTTOM,
         lines=tuple(lines),
         marks=tuple(marks),
+        labels=tuple(labels),
+    )
+
+
+def leads(values: Sequence[float]) -> Picture:
+    """How many races were won by how much: a bar for each range of the next best one's time over the winner's."""
+    ranges = [*itertools.pairwise(LEADS), (LEADS[-1], math.inf)]
+    rows = [("below 1x", sum(value < LEADS[0] for value in values))]
+    for low, high in ranges:
+        name = f"{low:g}x to {high:g}x" if math.isfinite(high) else f"{low:g}x and more"
+        rows.append((name, sum(low <= value < high for value in values)))
+    scale = Scale(0, max(count for _, count in rows) or 1, 140, WIDTH - 70)
+    drawn, labels = [], []
+    for place, (name, count) in enumerate(rows):
+        y, end = TOP + ROW * place, scale(count)
+        drawn.append(Bar(x=140, y=y + 3, width=end - 140, height=ROW - 6, text=f"{name}: {count} races"))
+        labels.append(Label(x=130, y=y + 15, text=name, anchor="end"))
+        labels.append(Label(x=end + 6, y=y + 15, text=str(count), kind="value"))
+    return Picture(
+        title="Last races by the next best one's time over the winner's",
+        width=WIDTH,
+        height=TOP + ROW * len(rows) + 8,
+        bars=tuple(drawn),
         labels=tuple(labels),
     )
 

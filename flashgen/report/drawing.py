@@ -21,7 +21,7 @@ DASHES = ("solid", "dashed")
 LOG_TICKS = (
     (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6),
     (0.25, 0.5, 0.7, 0.8, 1, 1.2, 1.5, 2, 2.5, 3, 4),
-    (0.1, 0.2, 0.5, 1, 2, 3, 5, 10),
+    (0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100),
     (0.01, 0.1, 1, 10, 100, 1000, math.inf),
 )
 """Of a logarithmic axis: the first row that goes so far and of which at most eight are on it."""

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flashgen.core.history import RunnerUp
 from flashgen.core.record import Measurement, TuningRecord
 from flashgen.report.contents import Contents, Entry, Search
 
@@ -72,6 +73,45 @@ class Reason:
     family: str
     reason: str
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """The last race of a record's search: how many it met, and the next best one's time over its own.
+
+    A `lead` below 1 is a rival that was faster there, but not surely.
+    """
+
+    record: TuningRecord
+    rivals: int
+    lead: float
+    rounds: int
+    confidence: float | None
+
+
+def races(entries: Iterable[Entry]) -> tuple[Race, ...]:
+    """Of each record whose rivals are stored, the closest race first."""
+    found = []
+    for entry in entries:
+        measured, rivals = entry.record.measurement, entry.origin.runners_up
+        if measured is not None and rivals:
+            race = Race(
+                record=entry.record,
+                rivals=len(rivals),
+                lead=min(_over(rival, measured) for rival in rivals),
+                rounds=len(measured.times_ms),
+                confidence=measured.confidence,
+            )
+            found.append(race)
+    return tuple(sorted(found, key=lambda race: (race.lead, race.record.workload.key)))
+
+
+def _over(rival: RunnerUp, winner: Measurement) -> float:
+    """A rival's time over the winner's, by the geometric mean of all data where both were timed on it."""
+    lead = rival.median_ms / winner.median_ms
+    if rival.hard_times_ms and winner.hard_ms:
+        lead = math.sqrt(lead * statistics.median(rival.hard_times_ms) / winner.hard_ms)
+    return lead
 
 
 def ratio_of(record: TuningRecord) -> float | None:

@@ -27,6 +27,7 @@ def sections(contents: Contents) -> list[Section]:
     """All sections; one that has nothing to show says why."""
     return [
         winners(contents),
+        races(contents),
         convergence(contents.searches),
         knobs(contents.searches),
         registers(contents.searches),
@@ -59,6 +60,45 @@ def winners(contents: Contents) -> Section:
         lines=tuple(lines),
         pictures=(charts.torch_ratios(groups[:MAX_GROUPS]),) if groups else (),
         tables=tuple(_winner_tables(contents)),
+    )
+
+
+def races(contents: Contents) -> Section:
+    """How surely a winner is the best of those that it met."""
+    found = figures.races(contents.entries)
+    if not found:
+        why = "No record has the rivals of its last race stored with it."
+        return Section(id="races", title="How sure winners are", lines=(why,))
+    close = sum(race.lead < figures.WITHIN for race in found)
+    known = [race.confidence for race in found if race.confidence is not None]
+    lines = [
+        f"Of {len(found)} records whose last race is stored, {close} had a rival within 2%: measured again, another "
+        "one of them may win, and little is lost by that."
+    ]
+    if known:
+        least = min(known)
+        lines.append(
+            f"{len(known)} races ended with a confidence that no rival is faster by 2%: median "
+            f"{statistics.median(known):.0%}, least {least:.0%}."
+        )
+    return Section(
+        id="races",
+        title="How sure winners are",
+        lines=tuple(lines),
+        pictures=(charts.leads([race.lead for race in found]),),
+        tables=(
+            Table(
+                title="Last races, the closest first",
+                columns=("workload", "device", "rivals", "next best over winner", "rounds", "confidence"),
+                rows=tuple(
+                    (
+                        *(race.record.workload.key, race.record.device.name, race.rivals, race.lead, race.rounds),
+                        None if race.confidence is None else f"{race.confidence:.0%}",
+                    )
+                    for race in found
+                ),
+            ),
+        ),
     )
 
 
@@ -187,6 +227,9 @@ def device_page(device: Device, contents: Contents) -> Section:
         facts.append(("SM clock while measuring", clock))
     if rates and device.peak_tflops:
         facts.append(("fastest record", f"{max(rates):.0f} TFLOP/s, {max(rates) / device.peak_tflops:.0%} of the peak"))
+    powers = sorted({each.limits.power_limit_w for each in records if each.limits.power_limit_w})
+    if powers:
+        facts.append(("power limit", ", ".join(f"{power:g} W" for power in powers)))
     if days:
         facts.append(("made", " to ".join(dict.fromkeys((days[0], days[-1])))))
     parts = ("flashgen", "triton", "torch", "driver")

@@ -9,7 +9,7 @@ from pathlib import Path
 from flashgen.codegen.families import family
 from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
-from flashgen.core.history import Origin
+from flashgen.core.history import Origin, RunnerUp
 from flashgen.core.record import Baseline, Failure, Measurement, Trial, Versions
 from flashgen.core.search_log import SearchRun
 from flashgen.db.store import Store
@@ -63,7 +63,11 @@ def write(path: Path) -> Path:
     with Store.open(path) as store:
         slow = replace(MEASURED, workload=SHORT, baselines=(Baseline(impl="sdpa-cudnn", median_ms=1.0),))
         store.put_records([slow, replace(MEASURED, workload=WIDE, baselines=())])
-        store.put_record(MEASURED, Origin(run=RUN, host="node7", seed=1, budget="40 trials"))
+        near, far = configs(2)
+        rivals = (RunnerUp(config=near, times_ms=(1.26,) * 3), RunnerUp(config=far, times_ms=(1.5,) * 3))
+        made = Origin(run=RUN, host="node7", seed=1, budget="40 trials", runners_up=rivals)
+        sure = replace(MEASURED, measurement=replace(MEASURED.measurement, confidence=0.97))
+        store.put_record(sure, made)
         store.put_search(SearchRun(workload=CAUSAL, device=H200, run=RUN, host="node7", budget="40 trials"))
         for number, config in enumerate(configs(TRIALS), 1):
             failure = Failure(stage="build", reason=f"needs {number * 1024} bytes of shared memory")

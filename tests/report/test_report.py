@@ -75,6 +75,8 @@ def test_the_page_says_what_a_database_knows(database: Path) -> None:
     assert "Importance of the knobs of portable_forward" in found.words
     assert "Registers against time of 36 candidates" in found.words
     assert "Slower than torch (1)" in found.words
+    assert "1 records whose last race is stored, 1 had a rival within 2%" in found.words
+    assert "median 97%" in found.words
     for fact in (
         CAUSAL.key,
         "portable_forward: block_m=128",
@@ -123,6 +125,13 @@ def test_times_of_trials_compare_beside_their_reference() -> None:
     compared = Search(log=SearchLog(search=None, trials=tuple(slow_clock)))
     assert [value for _, value in search.measured] == [1.0, 2.0]
     assert [value for _, value in compared.measured] == [2.0, 1.0]
+
+
+def test_a_race_is_as_close_as_its_next_best(database: Path) -> None:
+    (race,) = figures.races(read([database]).entries)
+    assert (race.rivals, race.lead, race.rounds, race.confidence) == (2, pytest.approx(1.26 / 1.25), 3, 0.97)
+    counts = [label.text for label in charts.leads([0.99, 1.0, 1.019, 1.5, 9.0]).labels if label.kind == "value"]
+    assert counts == ["1", "1", "1", "0", "0", "0", "2"]
 
 
 def test_the_knob_that_decides_is_the_important_one(database: Path) -> None:
