@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from flashgen.core.errors import UnsupportedError
 from flashgen.integrations.flash_attention import with_rows
 from flashgen.integrations.transformers.lengths import Lengths
 
@@ -25,10 +24,13 @@ def attend_paged(
     scores: dict[str, Any],
     others: dict[str, Any],
 ) -> Tensor:
-    """Write the new keys and values into the cache, then attend over those of each request, which it gathers.
+    """Write the new keys and values into the cache, then attend over those of each request.
+
+    Batches of single tokens have a table of blocks, and their keys are read where they lie; those of others the cache
+    gathers.
 
     Args:
-        calls: has `attention_varlen`.
+        calls: has `attention_varlen` and `append_kv`.
         module: the layer.
         tensors: query, key and value of the new tokens, (1, heads, tokens, head_dim).
         cache: a `PagedAttentionCache`.
@@ -39,12 +41,7 @@ def attend_paged(
 
     Returns:
         (1, tokens, nheads, head_dim_v).
-
-    Raises:
-        UnsupportedError: keys are to be read by a table of pages.
     """
-    if others.get("block_table") is not None:
-        raise UnsupportedError("flashgen reads gathered keys in continuous batching: set max_blocks_per_request to 0")
     query, key, value = tensors
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
     longest: Any = others.get("max_seqlen_q", max_seqlen_q)
@@ -57,6 +54,8 @@ def attend_paged(
     if "kwargs" in inspect.signature(cache.update).parameters:  # transformers 5.20 or so
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given)
         key, value = (x.squeeze(0).transpose(0, 1) for x in (key, value))
+        if given.get("block_table") is not None:
+            return _by_table(calls, query, (key, value), given, cu_seqlens_q, scores)[None]
     else:
         where = {name: given[name] for name in ("read_index", "write_index")}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **where)
@@ -77,3 +76,43 @@ def attend_paged(
         **scores,
     )
     return found[None]
+
+
+def _by_table(
+    calls: Any,
+    query: Tensor,
+    rows: tuple[Tensor, Tensor],
+    given: dict[str, Any],
+    cu_seqlens_q: Tensor,
+    scores: dict[str, Any],
+) -> Tensor:
+    """One token of each request, over pages; padded requests have a length of 0, and nothing is written for them."""
+    query = query.squeeze(0).transpose(0, 1)
+    ends, tokens = given["cu_seq_lens_k"].to(torch.int32), len(query)
+    caches, table = _apart(given["k_cache"], given["v_cache"], given["block_table"][:tokens])
+    lengths = ends.diff()[: len(table)]
+    key, value = (x[:, None] for x in with_rows(*rows))
+    calls.append_kv(key[: len(table)], value[: len(table)], *caches, lengths - 1, block_table=table)
+    found: Tensor = calls.attention_varlen(
+        *with_rows(query),
+        *caches,
+        cu_seqlens_q.to(torch.int32)[: len(table) + 1],
+        block_table=table,
+        seqused_k=lengths,
+        max_seqlen_q=1,
+        num_decodes=len(table),
+        causal=True,
+        **scores,
+    )
+    return found
+
+
+def _apart(k_cache: Tensor, v_cache: Tensor, table: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Pages of keys and of values that share no memory, and their table.
+
+    transformers lets pages of keys and of values take turns, and gives two views of all of them, one a page behind the
+    other, with a table of the even ones.
+    """
+    if v_cache.data_ptr() - k_cache.data_ptr() != k_cache.stride(0) * k_cache.element_size():
+        return (k_cache, v_cache), table
+    return (k_cache[::2], v_cache[::2]), table >> 1

@@ -21,6 +21,7 @@ NAME = "fgen"
 _PAGED = "paged|"
 _SWITCH = "switch_to_cb_friendly_attn"
 _CHOICE = "get_correct_attn_implementation"
+_TABLES = "ensure_decode_fast_path_is_available"
 _TAKES_PAGED_NAMES = _PAGED + "sdpa" in AttentionInterface._global_mapping
 """Whether continuous batching has names of its own, as it had up to transformers 5.17 or so."""
 
@@ -57,6 +58,7 @@ def register(name: str = NAME, *, reference: bool = False) -> None:
     AttentionMaskInterface.register(name, attention_mask)
     _refuse_when_made()
     _batch_continuously()
+    _read_by_tables()
 
 
 def unregister(name: str = NAME) -> None:
@@ -74,6 +76,7 @@ def unregister(name: str = NAME) -> None:
     if not any(isinstance(one, Attention) for one in known.values()):
         _unwrap(PreTrainedModel, _CHOICE)
         _unwrap(_manager(), _SWITCH)
+        _unwrap(_initialization(), _TABLES)
 
 
 def _refuse_when_made() -> None:
@@ -110,6 +113,35 @@ def _batch_continuously() -> None:
             self._original_attn_impl = given
 
     setattr(_manager(), _SWITCH, switch_to_cb_friendly_attn)
+
+
+def _read_by_tables() -> None:
+    """Let continuous batching give tables of blocks, which it gives to FlashAttention on a GPU alone.
+
+    transformers up to 5.22 or so decides that elsewhere, and gathers.
+    """
+    module: Any = _initialization()
+    ensure, allocators = getattr(module, _TABLES, None), getattr(module, "ATTN_TYPE_TO_ALLOCATOR", None)
+    kinds_of = getattr(module, "group_layers_by_attn_type", None)
+    if None in (ensure, allocators, kinds_of) or hasattr(ensure, "__wrapped__"):
+        return
+
+    @wraps(ensure)
+    def ensure_decode_fast_path_is_available(config: Any, *args: Any, **named: Any) -> None:
+        ours = isinstance(AttentionInterface._global_mapping.get(config._attn_implementation), Attention)
+        if not (ours and all(allocators[kind].supports_block_table for kind in kinds_of(config))):
+            ensure(config, *args, **named)
+
+    setattr(module, _TABLES, ensure_decode_fast_path_is_available)
+
+
+def _initialization() -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module("transformers.generation.continuous_batching.initialization")
+    except ImportError:
+        return None
 
 
 def _manager() -> Any:
