@@ -14,6 +14,7 @@ from flashgen.integrations.flash_attention import with_rows
 from flashgen.integrations.transformers.lengths import Lengths, leftpad, packed_lengths
 from flashgen.integrations.transformers.mask import CompactMask, Visible, checked_mask
 from flashgen.integrations.transformers.paged import attend_paged
+from flashgen.integrations.transformers.steps import StepMask
 
 Tensor = torch.Tensor
 
@@ -105,6 +106,8 @@ class Attention:
             found = self._packed(query, key, value, lengths, causal, window, position_bias, scores)
         elif isinstance(attention_mask, CompactMask):
             found = self._compact(query, key, value, attention_mask.visible, position_bias, scores)
+        elif isinstance(attention_mask, StepMask):
+            found = self._step(query, key, value, attention_mask, position_bias, scores)
         elif attention_mask is None:
             found = self._unmasked(query, key, value, causal, position_bias, scores)
         else:
@@ -171,8 +174,13 @@ class Attention:
             key, value = key[:, :, :end], value[:, :, :end]
             bias = bias if bias is None else bias[..., :end]
             keys = None if keys is None else keys[:, :end]
-        if bias is None and "dropout_p" not in scores and self._can_decode(query, key, value, visible):
-            return self._decoded(query, key, value, visible, scores)
+        if bias is None and "dropout_p" not in scores and self._can_decode(query, key, value):
+            pad = leftpad(visible, key.shape[2])
+            if pad is not None:
+                seqlens = visible.found["seqlens"]
+                return self._decoded(
+                    query, key, value, seqlens, leftpad=pad, causal=right == 0, window=(left, None), **scores
+                )
         where: dict[str, Any] = {"window": visible.window}
         if right == 0:
             where = {"causal": True, "window": (left, None)}
@@ -181,8 +189,18 @@ class Attention:
         mask = None if keys is None else keys[:, None, None, :]
         return self._dense(query, key, value, bias=bias, mask=mask, **where, **scores)
 
-    def _can_decode(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> bool:
-        """Whether this is a step of decoding with padding in front, of which `attention_decode` reads nothing."""
+    def _step(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: StepMask, bias: Tensor | None, scores: dict[str, Any]
+    ) -> Tensor:
+        """One query of each sequence over a static cache, whose lengths stay on the device."""
+        if bias is not None or "dropout_p" in scores or not self._can_decode(query, key, value):
+            return self._dense(query, key, value, bias=bias, mask=mask.materialized(), **scores)
+        return self._decoded(
+            query, key, value, mask.seqlens, leftpad=mask.leftpad, causal=True, window=(mask.left, None), **scores
+        )
+
+    def _can_decode(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether `attention_decode` serves queries like these."""
         is_served = self.is_reference or (
             query.dtype in (torch.bfloat16, torch.float16)
             and min(query.shape[3], value.shape[3]) >= 16
@@ -193,21 +211,13 @@ class Attention:
             and query.shape[2] <= MAX_SEQLEN_Q
             and query.shape[2] <= key.shape[2]
             and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
-            and leftpad(visible, key.shape[2]) is not None
         )
 
-    def _decoded(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible, scores: dict[str, Any]) -> Tensor:
-        """A step of decoding with padding in front."""
+    def _decoded(self, query: Tensor, key: Tensor, value: Tensor, seqlens: Tensor, **call: Any) -> Tensor:
+        """A step of decoding, where padding is in front, of which nothing is read."""
+        call.pop("deterministic", None)
         rows = (x.transpose(1, 2) for x in with_rows(query, key, value))
-        left, right = visible.window
-        found: Tensor = self.calls.attention_decode(
-            *rows,
-            visible.found["seqlens"],
-            leftpad=leftpad(visible, key.shape[2]),
-            causal=right == 0,
-            window=(left, None),
-            **{name: value for name, value in scores.items() if name != "deterministic"},
-        )
+        found: Tensor = self.calls.attention_decode(*rows, seqlens, **call)
         return found
 
     def _packed(

@@ -85,18 +85,27 @@ class CompactMask(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, CompactMask):
-            if func in _SAME or (func is torch.ops.aten.slice.Tensor and _is_all(first, *args[1:], **kwargs)):
+            if func in KEPT or (func is torch.ops.aten.slice.Tensor and _is_all(first, *args[1:], **kwargs)):
                 return CompactMask(tuple(first.shape), first.device, first.visible, first.whole)
             if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
                 device = torch.device(kwargs.get("device") or first.device)
                 return CompactMask(tuple(first.shape), device, first.visible.to(device), first.whole)
-        if func in _SUMS:
-            raise UnsupportedError(
-                "attention of flashgen takes masks of True and False, and this model adds its mask to scores: it "
-                "computes attention on its own. Load it with attn_implementation='eager'"
-            )
+        check_not_added(func)
         args, kwargs = torch.utils._pytree.tree_map_only(CompactMask, CompactMask.materialized, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def check_not_added(func: Any) -> None:
+    """Refuse what adds a mask of bools to scores, as one of floats could be.
+
+    Raises:
+        UnsupportedError: the operator does.
+    """
+    if func in _SUMS:
+        raise UnsupportedError(
+            "attention of flashgen takes masks of True and False, and this model adds its mask to scores: it "
+            "computes attention on its own. Load it with attn_implementation='eager'"
+        )
 
 
 def checked_mask(mask: object) -> Tensor:
@@ -119,5 +128,7 @@ def _is_all(mask: Tensor, dim: int = 0, start: int | None = None, end: int | Non
 
 
 _aten = torch.ops.aten
-_SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+KEPT = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+"""Operators that leave a tensor as it is."""
+
 _SUMS = (_aten.add.Tensor, _aten.add_.Tensor, _aten.baddbmm.default, _aten.addmm.default)

@@ -13,6 +13,7 @@ from flashgen.core.features.values import Window
 from flashgen.integrations.transformers.coverage import refuse_config
 from flashgen.integrations.transformers.mask import CompactMask, Visible
 from flashgen.integrations.transformers.patterns import MaskFunction, Pattern, read
+from flashgen.integrations.transformers.steps import step_mask
 
 Tensor = torch.Tensor
 
@@ -36,7 +37,8 @@ def attention_mask(
     """A mask as transformers asks for it: None, a `CompactMask`, or a tensor (batch, 1, seqlen_q, seqlen_k) of bools.
 
     None is what it is for SDPA: causal from the top left where the module is causal and has several queries, else no
-    mask. A pattern that is not known, and every mask under torch.compile, is a tensor.
+    mask. A step over a static cache without gradients has a `StepMask`. A pattern that is not known, and every mask
+    that is made inside of a graph of torch.compile, is a tensor.
 
     Args:
         batch_size: of the mask.
@@ -80,8 +82,14 @@ def attention_mask(
         )
         return None if may_skip and is_whole and attention_mask is None else _tensor(whole)
     pattern = None if use_vmap else read(mask_function)
-    if pattern is None or (q_length == 1 and pattern.window[1] == 0 and not allow_is_causal_skip):
-        return _tensor(whole)  # of one query: small, and what a compiled step takes
+    if pattern is None:
+        return _tensor(whole)
+    if q_length == 1 and pattern.window[1] == 0 and not allow_is_causal_skip:
+        keys = _keys(attention_mask, kv_length, kv_offset)
+        if torch.is_grad_enabled() or pattern.sequences is not None or (keys is not None and _is_capturing(keys)):
+            return _tensor(whole)
+        step = step_mask(q_offset - kv_offset, keys, pattern.window[0], (batch_size, kv_length), torch.device(device))
+        return _tensor(whole) if step is None else step
     offset = _number(q_offset) - kv_offset
     visible = _visible(pattern, q_length, kv_length, offset, _keys(attention_mask, kv_length, kv_offset))
     if visible.keys is None and visible.sequences is None:

@@ -120,10 +120,12 @@ def _read_by_tables() -> None:
 
     transformers up to 5.22 or so decides that elsewhere, and gathers.
     """
+    names = (_TABLES, "ATTN_TYPE_TO_ALLOCATOR", "group_layers_by_attn_type")
     module: Any = _initialization()
-    ensure, allocators = getattr(module, _TABLES, None), getattr(module, "ATTN_TYPE_TO_ALLOCATOR", None)
-    kinds_of = getattr(module, "group_layers_by_attn_type", None)
-    if None in (ensure, allocators, kinds_of) or hasattr(ensure, "__wrapped__"):
+    if not all(hasattr(module, name) for name in names):
+        return
+    ensure, allocators, kinds_of = (getattr(module, name) for name in names)
+    if hasattr(ensure, "__wrapped__"):
         return
 
     @wraps(ensure)
