@@ -45,8 +45,7 @@ class StepMask(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> StepMask:
         """What `__tensor_flatten__` took apart."""
         left, seqlen_k = context
-        made: StepMask = StepMask(inner["seqlens"], inner.get("leftpad"), left, seqlen_k)
-        return made
+        return _made(inner["seqlens"], inner.get("leftpad"), left, seqlen_k)
 
     def materialized(self) -> Tensor:
         """The mask as an ordinary tensor."""
@@ -60,7 +59,7 @@ class StepMask(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func in KEPT and isinstance(first, StepMask):
-            return StepMask(first.seqlens, first.leftpad, first.left, first.shape[3])
+            return _made(first.seqlens, first.leftpad, first.left, first.shape[3])
         check_not_added(func)
         args, kwargs = torch.utils._pytree.tree_map_only(StepMask, StepMask.materialized, (args, kwargs))
         return func(*args, **kwargs)
@@ -82,12 +81,17 @@ def step_mask(
     lengths = torch.as_tensor(offset, device=device).reshape(-1) + 1
     seqlens = lengths.clamp(max=seqlen_k).to(torch.int32).expand(batch).contiguous()
     if keys is None:
-        return StepMask(seqlens, None, left, seqlen_k)
+        return _made(seqlens, None, left, seqlen_k)
     seen = keys & step_tensor(seqlens, None, None, seqlen_k)[:, 0, 0]
     leftpad = seqlens - seen.sum(1, dtype=torch.int32)
     if not bool((seen == step_tensor(seqlens, leftpad, None, seqlen_k)[:, 0, 0]).all()):
         return None
-    return StepMask(seqlens, leftpad, left, seqlen_k)
+    return _made(seqlens, leftpad, left, seqlen_k)
+
+
+def _made(seqlens: Tensor, leftpad: Tensor | None, left: int | None, seqlen_k: int) -> StepMask:
+    found: StepMask = StepMask(seqlens, leftpad, left, seqlen_k)
+    return found
 
 
 def step_tensor(seqlens: Tensor, leftpad: Tensor | None, left: int | None, seqlen_k: int) -> Tensor:
