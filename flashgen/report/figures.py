@@ -22,6 +22,9 @@ DIGITS = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
 
 MAX_REASON = 160
 
+MAX_PLACES = 300
+"""Of a line through all searches: as wide as a picture can show."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
@@ -136,9 +139,13 @@ def curves(searches: Iterable[Search]) -> tuple[Curve, ...]:
 
 
 def spread(lines: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
-    """Wherever a line changes: the place, and there the median and the 90th percentile of those that have begun."""
+    """Where lines change: the place, and there the median and the 90th percentile of those that have begun.
+
+    Of many places every n-th is looked at, and the last one.
+    """
+    places = sorted({place for line in lines for place, _ in line})
     found = []
-    for place in sorted({place for line in lines for place, _ in line}):
+    for place in [*places[: -1 : -(-len(places) // MAX_PLACES)], *places[-1:]]:
         values = sorted(value for line in lines if (value := _at(line, place)) is not None)
         found.append((place, statistics.median(values), values[min(len(values) - 1, int(0.9 * len(values)))]))
     return found

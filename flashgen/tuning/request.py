@@ -98,6 +98,8 @@ class Request:
         if from_calls is not None:
             calls = read_calls(_path("from_calls", from_calls))
             found = by_share(calls, named or _device_at(index))
+        if study is not None and named is not None:
+            raise TuningError(f"a study keeps what is measured, and for a target nothing is, got {shown(target)}")
         if not found:
             raise TuningError("what is tuned is named by workloads, models, files or calls, and nothing was")
         own = set(part.of(found))

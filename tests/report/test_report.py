@@ -114,6 +114,9 @@ def test_curves_tell_when_a_search_had_arrived() -> None:
     assert curve.seconds == ((0.5, 4.0), (1.5, 2.0), (2.5, 1.01), (3.0, 1.0))
     assert figures.spread([curve.values, ((2, 1.0),)])[:2] == [(1, 4.0, 4.0), (2, 2.5, 4.0)]
     assert figures.curves([search_of(None)]) == ()
+    long = [tuple((place / 7, 1e6 - place) for place in range(5000))]
+    assert len(figures.spread(long)) <= figures.MAX_PLACES + 1
+    assert figures.spread(long)[-1] == (4999 / 7, 995_001.0, 995_001.0)
 
 
 def test_times_of_trials_compare_beside_their_reference() -> None:

@@ -95,7 +95,7 @@ def test_a_cluster_tells_where_things_happen(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(runs, "make_stations", stations)
     events: list[tuple[str, Event]] = []
     finished = flashgen.tune(
-        [ODD], ray="auto", budget="2", jobs=3, database=tmp_path / "own.sqlite3",
+        [ODD], ray="auto", budget="2", jobs=3, study=str(tmp_path / "studies.log"), database=tmp_path / "own.sqlite3",
         options=Options(families=("portable_forward",)),
         on_event=lambda station, event: events.append((station, event)),
     )  # fmt: skip
@@ -103,6 +103,8 @@ def test_a_cluster_tells_where_things_happen(monkeypatch: pytest.MonkeyPatch, tm
     assert [outcome.workload for each in finished for outcome in each.outcomes] == [ODD]
     assert {station for station, event in events if isinstance(event, TrialFinished)} <= {"a", "b"}
     assert events[-1] == ("", finished[0])
+    tried = sum(isinstance(event, TrialFinished) for _, event in events)
+    assert (tmp_path / "studies.log").read_text().count('"op_code":4') >= tried == 2
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,8 @@ def test_a_cluster_tells_where_things_happen(monkeypatch: pytest.MonkeyPatch, tm
         ({"workloads": [ODD], "jobs": 0}, "jobs must be at least 1"),
         ({"workloads": [ODD], "database": 3}, "database is the path of a file"),
         ({"workloads": [ODD], "store": 3}, "store"),
+        ({"workloads": [ODD], "study": "s.log", "target": "h100"}, "a study keeps what is measured"),
+        ({"workloads": [ODD], "study": "sqlite:////nowhere/x.db"}, "a study needs a storage"),
         ({"workloads": [ODD], "direction": "sideways"}, "a direction is one of"),
         ({"workloads": [ODD], "store": "sqlite:///x"}, "URL is not one of a file"),
     ],
