@@ -54,6 +54,15 @@ class _Audit:
 
         return sum(not is_current(record) for record in self.records)
 
+    @property
+    def changed(self) -> Counter[str]:
+        """What is another one here than when records were measured: reasons, and of how many records each is one."""
+        from flashgen.core.staleness import why_stale
+        from flashgen.launch.nvml import limits, versions
+
+        now = versions(), limits() if _has_gpu() else None
+        return Counter(reason for record in self.records for reason in why_stale(record, *now))
+
 
 def verify(
     paths: Annotated[list[Path] | None, typer.Argument(help="Files. Default: all databases that serve.")] = None,
@@ -170,6 +179,8 @@ def _print_audit(audit: _Audit) -> None:
         f"{audit.path}: whole, {len(audit.records)} records ({audit.stale} of kernels that have changed), "
         f"{audit.replaced} replaced ones, {len(audit.bad_rows)} bad rows"
     )
+    for reason, count in audit.changed.most_common():
+        output.say(f"  {count} not current: {reason} (they serve; flashgen tune --reverify)")
     for row in audit.bad_rows:
         output.say(f"  {row}")
 
@@ -180,6 +191,7 @@ def _audit_json(audit: _Audit) -> dict[str, object]:
         "problem": audit.problem,
         "records": len(audit.records),
         "stale": audit.stale,
+        "not_current": dict(audit.changed),
         "replaced": audit.replaced,
         "bad_rows": list(audit.bad_rows),
     }
@@ -190,11 +202,11 @@ def _retimed(records: Sequence[TuningRecord], top: int | None, gpu: int, *, quie
     from flashgen.tuning.retime import boldest, checks
 
     with _executor(gpu) as executor:
-        identity = executor.describe().device.identity
-        here = [record for record in records if record.device.identity == identity and is_current(record)]
+        device = executor.describe().device
+        here = [record for record in records if device.may_use(record.device) and is_current(record)]
         wanted = boldest(here, top)
         if not quiet:
-            output.note(f"{len(wanted)} of {len(records)} records are of {identity}, current and measured again")
+            output.note(f"{len(wanted)} of {len(records)} records are of {device.identity}, current and measured again")
         return checks(executor, wanted, (lambda check: None) if quiet else _print_check)
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 NO_VALID_CANDIDATE, INTERRUPTED = 3, 130
 
+TOP = 3
+"""Configs of a record that --reverify times again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
@@ -158,6 +161,24 @@ def tune(
     retune: Annotated[
         bool, typer.Option("--retune", "--force", help="Search again where a record is current.")
     ] = False,
+    reverify: Annotated[
+        bool,
+        typer.Option(
+            "--reverify",
+            help="Search for nothing: time the best configs of records again that are not current, of all records "
+            "where no workload is named. The old ones stay in the history.",
+        ),
+    ] = False,
+    top: Annotated[
+        int | None,
+        typer.Option("--top", help="With --reverify, so many configs a record: 3.", metavar="K", min=1),
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            "--limit-seconds", help="For all workloads together; the same command goes on.", metavar="S", min=1.0
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print workloads, candidates and the expected time.")
     ] = False,
@@ -187,10 +208,16 @@ def tune(
     if list_models:
         print_models(as_json=as_json)
         return
-    if not any((model, shape, file, from_calls)):
+    if not any((model, shape, file, from_calls, reverify)):
         raise CommandLineError(
             "name what to tune with --model, --shape, --file or --from-calls; --list-models shows the presets"
         )
+    if top is not None and not reverify:
+        raise CommandLineError("--top says how many configs --reverify times; without --reverify a search decides")
+    if reverify and dry_run:
+        raise CommandLineError("--dry-run says what a search would do, and --reverify searches for nothing")
+    if limit is not None and from_calls is not None:
+        raise CommandLineError("with --from-calls the budget is for all workloads: no --limit-seconds")
     others = {"--model": model, "--shape": shape, "--file": file, "--direction": direction, "--ray": ray}
     with reading():
         spent = Budget.parse(budget or (tune_calls.EACH if from_calls is None else tune_calls.ALL))
@@ -203,8 +230,9 @@ def tune(
             lookahead=lookahead(jobs or max(1, usable_cpus() // Shard.parse(shard).count)),
             finals=Finals(window_s=finals_window, rounds=finals_rounds),
             families=searched,
+            reverify=(top or TOP) if reverify else None,
         )
-        each, limit_s = (spent, None) if from_calls is None else tune_calls.limits(spent)
+        each, limit_s = (spent, limit) if from_calls is None else tune_calls.limits(spent)
         request = Request.of(
             workloads=shape or [],
             models=model or [],
@@ -258,7 +286,7 @@ def _run(run: Shown) -> tuple[RunFinished, ...]:
         finished = run_here(request, on_event)
     if not run.as_json:
         print_report(finished, finished.device, str(request.database))
-    if request.limit_s is not None:
+    if request.calls:
         print_gains(gains, finished, len(request.workloads), as_json=run.as_json)
     if not run.as_json:
         print_served(finished, finished.device, run.target, request.database)

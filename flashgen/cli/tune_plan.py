@@ -17,7 +17,8 @@ def print_plan(request: Request, *, as_json: bool) -> None:
     from flashgen.cli.display import duration
     from flashgen.db.files import present
     from flashgen.db.store import Store
-    from flashgen.tuning.tune import plan
+    from flashgen.measure.gpu import versions
+    from flashgen.tuning.plan import plan
 
     with contextlib.ExitStack() as stack:
         exists = present(request.database)
@@ -29,6 +30,7 @@ def print_plan(request: Request, *, as_json: bool) -> None:
             measured=request.target is None,
             jobs=request.jobs,
             options=request.options,
+            versions=versions(),
         )
     total_s = sum(row.expected_s for row in rows)
     if as_json:

@@ -173,6 +173,49 @@ _ROWS: tuple[tuple[str, str, int, int, int, int, int, int, int, float, float], .
     ("AMD RX 9060 XT", "gfx1200", 32, 16, 64 * KB, 64 * KB, 2048, 32, 32, 322.0, 103.0),
 )
 
+SOLD_POWER_W = {
+    "NVIDIA A100-SXM4-80GB": 400,
+    "NVIDIA A100 80GB PCIe": 300,
+    "NVIDIA A100-SXM4-40GB": 400,
+    "NVIDIA A100-PCIE-40GB": 250,
+    "NVIDIA GeForce RTX 3090": 350,
+    "NVIDIA GeForce RTX 4090": 450,
+    "NVIDIA L40": 300,
+    "NVIDIA L40S": 350,
+    "NVIDIA H100 80GB HBM3": 700,
+    "NVIDIA H100 PCIe": 350,
+    "NVIDIA H200": 700,
+    "NVIDIA H200 NVL": 600,
+    "NVIDIA B200": 1000,
+    "NVIDIA GeForce RTX 5090": 575,
+}
+"""The power limits in watts that cards are sold with (vendors' data sheets), by the names that their drivers report.
+The driver of a card that is named here is not asked, which would delay the first call of a process."""
+
+USUAL_POWER_W = {
+    "sm80-108sm-80gb": 400,
+    "sm80-108sm-40gb": 400,
+    "sm86-82sm-24gb": 350,
+    "sm89-128sm-24gb": 450,
+    "sm89-142sm-48gb": 350,
+    "sm90-132sm-80gb": 700,
+    "sm90-114sm-80gb": 350,
+    "sm90-132sm-141gb": 700,
+    "sm100-148sm-180gb": 1000,
+    "sm120-170sm-32gb": 575,
+}
+"""Of the catalogued cards, by their identities: a limit near it is not named in an identity."""
+
+SAME_POWER = 0.05
+"""Limits that are closer than this share are of one card."""
+
+
+def unusual_power_w(device: Device, sold_w: int) -> int:
+    """`Device.power_w` of a card that is sold with a limit of `sold_w` watts (0 if that is not known)."""
+    usual = USUAL_POWER_W.get(device.usual_identity, 0)
+    return 0 if usual and abs(sold_w / usual - 1) <= SAME_POWER else sold_w
+
+
 CATALOGUE: tuple[Device, ...] = tuple(
     Device(
         name=name,

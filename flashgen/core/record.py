@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
@@ -141,6 +142,12 @@ class Limits:
 
     power_limit_w: float | None = None
     max_sm_clock_mhz: float | None = None
+
+    @classmethod
+    def of(cls, state: Iterable[tuple[str, float]]) -> Limits:
+        """Those among what a driver said of a device (`measure.protocol.HostInfo.state`)."""
+        known = dict(state)
+        return cls(power_limit_w=known.get("power_limit_w"), max_sm_clock_mhz=known.get("sm_clock_max_mhz"))
 
     def __post_init__(self) -> None:
         for name, value in (("power limit", self.power_limit_w), ("clock", self.max_sm_clock_mhz)):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import csv
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from flashgen.core.errors import DatabaseError
 from flashgen.core.history import Replaced
 from flashgen.core.record import Measurement, TuningRecord, moment
+from flashgen.core.staleness import why_stale
 from flashgen.db import files
 from flashgen.db.past import Origins, origins_of
 from flashgen.db.reader import Reader
@@ -154,11 +156,13 @@ def _gain(theirs: TuningRecord, measured: Measurement, ours: TuningRecord, ours_
 
     The reference is a backend of torch wherever one can run, and then a record names those that ran. Else it is the
     default config, which is another kernel in another version: a default that became twice as fast would make every
-    config beside it look twice as slow.
+    config beside it look twice as slow. Nor does the ratio compare where torch or the driver is another one: beside an
+    attention that became 20% faster, a faster record would look slower.
     """
     ran = {baseline.impl for baseline in theirs.baselines}
     ratio, our_ratio = measured.reference_ratio, ours_measured.reference_ratio
-    if ratio and our_ratio and ran and ran == {baseline.impl for baseline in ours.baselines}:
+    same = not why_stale(theirs, replace(ours.versions, triton=""))
+    if ratio and our_ratio and same and ran and ran == {baseline.impl for baseline in ours.baselines}:
         return our_ratio / ratio - 1
     return ours_measured.median_ms / measured.median_ms - 1
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashgen.core.device import CATALOGUE, Device, memory_class_gb
+from flashgen.core.device import CATALOGUE, SOLD_POWER_W, Device, memory_class_gb, unusual_power_w
 from flashgen.core.errors import DeviceError
 
 
@@ -21,11 +21,22 @@ def current_device(index: int = 0) -> Device:
         raise DeviceError("measuring needs a GPU that torch can use, and torch.cuda.is_available() is False")
     if not 0 <= index < torch.cuda.device_count():
         raise DeviceError(f"a GPU index is below {torch.cuda.device_count()} here, got {index}")
-    return device_of(torch.cuda.get_device_properties(index), is_hip=torch.version.hip is not None)
+    properties, is_hip = torch.cuda.get_device_properties(index), torch.version.hip is not None
+    sold_w = 0 if is_hip else SOLD_POWER_W.get(properties.name) or _asked_power_w(index)
+    return device_of(properties, is_hip=is_hip, sold_w=sold_w)
 
 
-def device_of(properties: Any, *, is_hip: bool) -> Device:
-    """A `Device` from torch's device properties (only reported numbers, no catalogue figure overrides them)."""
+def _asked_power_w(index: int) -> int:
+    from flashgen.launch import nvml  # which takes some ms to start, and a card that is named needs it not
+
+    return nvml.sold_power_w(index)
+
+
+def device_of(properties: Any, *, is_hip: bool, sold_w: int = 0) -> Device:
+    """A `Device` from torch's device properties (only reported numbers, no catalogue figure overrides them).
+
+    `sold_w` is the power limit in watts that the card is sold with, 0 if that is not known.
+    """
     block = properties.shared_memory_per_block
     device = Device(
         name=properties.name,
@@ -39,7 +50,8 @@ def device_of(properties: Any, *, is_hip: bool) -> Device:
         warp_size=properties.warp_size,
         l2_bytes=properties.L2_cache_size,
     )
+    device = dataclasses.replace(device, power_w=unusual_power_w(device, sold_w))
     for known in CATALOGUE:
-        if known.identity == device.identity:
+        if known.identity == device.usual_identity:
             return dataclasses.replace(device, bandwidth_gbs=known.bandwidth_gbs, peak_tflops=known.peak_tflops)
     return device

@@ -51,6 +51,7 @@ def tune(
     deterministic: bool = ...,
     target: str | None = ...,
     budget: str = ...,
+    limit_s: float | None = ...,
     database: str | Path | None = ...,
     store: str | None = ...,
     shard: str = ...,
@@ -103,7 +104,7 @@ def tune(
         store: the URL of a server that keeps the trials, shared by several runs; `database` gets the records.
         shard: part i of n of the workloads, `0/4` the first of four.
         ray: tune on all GPUs of a Ray cluster: `host:port`, `auto` for the one that runs here, or `local`. Such a run
-            has no `from_calls`, `device` and `limit_s`, and a database for each kind of device.
+            has no `from_calls` and `device`, and a database for each kind of device.
         jobs: compile processes, of each GPU of a cluster; None is one for each CPU but one, divided by the shards.
         options: how to search (`flashgen.tuning.context.Options`).
         study: a storage of Optuna that also gets every trial, as `sqlite:///studies.db`, for optuna-dashboard.
@@ -123,7 +124,7 @@ def tune(
     """
     named: dict[str, Any] = {"workloads": workloads, "models": models, "files": files, "direction": direction}
     check_alone("from_calls", from_calls, {**named, "deterministic": deterministic, "ray": ray})
-    check_cluster("ray", ray, {"device": device, "limit_s": limit_s})
+    check_cluster("ray", ray, {"device": device})
     request = Request.of(
         **named,
         from_calls=from_calls,

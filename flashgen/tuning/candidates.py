@@ -106,7 +106,7 @@ def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device,
     here, spec, sizes = position(workload), specialization(workload), Sizes.of(workload)
 
     def far(record: TuningRecord) -> tuple[object, ...]:
-        same_device = record.device.identity == device.identity
+        same_device = device.may_use(record.device)
         return (
             not same_device,
             record.device.arch != device.arch,

@@ -10,7 +10,7 @@ from flashgen.core.checks import check_fields, instance, items, text
 from flashgen.core.device import Device
 from flashgen.core.errors import TuningError
 from flashgen.core.history import Origin, RunnerUp
-from flashgen.core.record import TuningRecord, Versions
+from flashgen.core.record import Limits, TuningRecord, Versions
 from flashgen.db.server import ServerStore
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
@@ -40,6 +40,8 @@ class Options:
         neighbours: how many configs of the nearest records are tried after the default.
         seed_configs: how many configs that the analytic model likes best are tried after those.
         families: the kernel families that are searched; none named means all.
+        reverify: time so many configs of a record again that is not current, its own and the best known rivals, and
+            search for none; None searches.
         from_nothing: try no default, list, neighbour or model's choice first: what the search finds by itself. An
             incumbent is tried all the same, since what serves is not replaced unraced.
     """
@@ -52,6 +54,7 @@ class Options:
     seed_configs: int = 6
     families: tuple[str, ...] = ()
     from_nothing: bool = False
+    reverify: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, TuningError)
@@ -60,6 +63,8 @@ class Options:
             text("a family", family, TuningError)
         if self.lookahead < 1:
             raise TuningError(f"at least 1 candidate is compiled ahead, got {self.lookahead}")
+        if self.reverify is not None and self.reverify < 1:
+            raise TuningError(f"at least 1 config of a record is timed again, got {self.reverify}")
         if min(self.neighbours, self.seed_configs) < 0:
             raise TuningError(f"counts of an options value are at least 0, got {self}")
 
@@ -69,6 +74,7 @@ class Context:
     """One run: its device, where results go, who compiles, what may be spent, and who is told.
 
     `run` is the id of the run and `host` the name of the machine that measures, for the history of its records.
+    `limits` are those of its card, as far as they are known.
     """
 
     device: Device
@@ -82,6 +88,7 @@ class Context:
     clock: Callable[[], float] = time.monotonic
     run: str = ""
     host: str = ""
+    limits: Limits = field(default_factory=Limits)
 
     def origin(self, runners_up: tuple[RunnerUp, ...] = ()) -> Origin:
         """Who makes a record in this run; `runners_up` are the other configs of its last race."""

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from flashgen.codegen.render import source_digest
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Prediction, Trial, TuningRecord, moment
+from flashgen.core.record import Limits, Prediction, Trial, TuningRecord, Versions, moment
+from flashgen.core.staleness import why_stale
 from flashgen.core.workload import Workload
 from flashgen.tuning.context import Context
 
 
 def is_current(record: TuningRecord) -> bool:
-    """Whether the template still gives the source that the record was made with; not if it gives none any more."""
+    """Whether the template still gives the source that the record was made with; not if it gives none any more.
+
+    With what it was compiled and measured is another question: `why_not_current`.
+    """
     try:
         return source_digest(record.workload, record.config) == record.source_digest
     except FlashgenError:
         return False
+
+
+def why_not_current(
+    record: TuningRecord, versions: Versions | None = None, limits: Limits | None = None
+) -> tuple[str, ...]:
+    """Why a record's time need not be today's: its kernel, the software or the card has changed; empty if none has.
+
+    `versions` and `limits` are those of today; None is not known, and no reason.
+    """
+    changed = () if is_current(record) else ("its kernel is generated no more as it was",)
+    return (*changed, *why_stale(record, versions, limits))
 
 
 def current_record(context: Context, workload: Workload, *, predicted: bool = False) -> TuningRecord | None:
@@ -24,7 +39,9 @@ def current_record(context: Context, workload: Workload, *, predicted: bool = Fa
     """
     record = context.store.record(workload, context.device)
     enough = record is not None and (predicted or record.provenance == "measured")
-    return record if record is not None and enough and is_current(record) else None
+    if record is None or not enough:
+        return None
+    return None if why_not_current(record, context.versions, context.limits) else record
 
 
 def incumbent(context: Context, workload: Workload) -> TuningRecord | None:
@@ -34,8 +51,9 @@ def incumbent(context: Context, workload: Workload) -> TuningRecord | None:
     known += [
         record
         for record in context.neighbours(workload.specialization.workload_class)
-        if record.workload == workload and record.device.identity == context.device.identity
+        if record.workload == workload and context.device.may_use(record.device)
     ]
+    known.sort(key=lambda record: record.device.identity != context.device.identity)
     return next((record for record in known if record.provenance == "measured"), None)
 
 

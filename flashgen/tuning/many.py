@@ -9,6 +9,7 @@ left of the budget. That a machine went away is never stored as a failure of a k
 from __future__ import annotations
 
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -44,6 +45,7 @@ def tune_on_stations(
     neighbours: Neighbours | None = None,
     on_event: OnStationEvent = lambda station, event: None,
     clock: Callable[[], float] = time.monotonic,
+    limit_s: float | None = None,
 ) -> tuple[RunFinished, ...]:
     """Tune every workload once for each kind of device among the stations, all stations at the same time.
 
@@ -56,6 +58,7 @@ def tune_on_stations(
         neighbours: known records by `Specialization.workload_class`; the stores' if not given.
         on_event: is told everything as it happens, in the calling thread.
         clock: seconds that only grow.
+        limit_s: seconds for all workloads: none begins after them, and such a run counts as interrupted.
 
     Returns:
         One for each kind of device, in the order of the stations; all are `interrupted` by a KeyboardInterrupt.
@@ -71,7 +74,7 @@ def tune_on_stations(
         _Fleet(stations=same, store=stores[identity], workloads=grouped(workloads), started=clock())
         for identity, same in kinds.items()
     ]
-    return _Run(fleets, budget, options or Options(), neighbours, on_event, clock).run()
+    return _Run(fleets, budget, options or Options(), neighbours, on_event, clock, limit_s).run()
 
 
 @dataclass(kw_only=True)
@@ -111,7 +114,9 @@ class _Run:
         neighbours: Neighbours | None,
         on_event: OnStationEvent,
         clock: Callable[[], float],
+        limit_s: float | None,
     ) -> None:
+        self._ends = math.inf if limit_s is None else clock() + limit_s
         self._fleets = fleets
         self._budget = budget
         self._options = options
@@ -145,7 +150,7 @@ class _Run:
         finished = tuple(fleet.finished(self._clock(), interrupted=interrupted) for fleet in self._fleets)
         for each in finished:
             self._on_event("", each)
-        if not interrupted:
+        if not interrupted and self._clock() < self._ends:
             self._check_nothing_is_left()
         return finished
 
@@ -198,7 +203,7 @@ class _Run:
         """The thread of a station."""
         last = None
         try:
-            while (task := fleet.handout.take(station.name, last)) is not None:
+            while self._clock() < self._ends and (task := fleet.handout.take(station.name, last)) is not None:
                 last = task.workload.specialization
                 if not self._tune(fleet, station, task):
                     return

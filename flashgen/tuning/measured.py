@@ -15,7 +15,7 @@ from flashgen.codegen.families import family, invalid
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
 from flashgen.core.history import RunnerUp
-from flashgen.core.record import Baseline, Failure, Measurement, TuningRecord, timestamp
+from flashgen.core.record import Baseline, Failure, Limits, Measurement, TuningRecord, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.writing import Incoming
 from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob, specialization
@@ -339,6 +339,7 @@ class MeasuredSearch:
             ),
             source_digest=source_digest(self._workload, winner),
             versions=self._context.versions,
+            limits=Limits.of(self._executor.describe().state),
             baselines=baselines,
             created=timestamp(),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashgen.core.calls import CallRecord, read_calls
@@ -42,6 +42,7 @@ class Request:
         calls: what a program was recorded to call, where that names the workloads.
         limit_s: seconds for all workloads.
         study: the storage of Optuna that also gets the trials, None for none.
+        shard: the part of the workloads; of a run that times records again and names none, of all that have one.
     """
 
     workloads: tuple[Workload, ...]
@@ -57,6 +58,7 @@ class Request:
     calls: tuple[CallRecord, ...] = ()
     limit_s: float | None = None
     study: str | None = None
+    shard: Shard = field(default_factory=Shard)
 
     @classmethod
     def of(
@@ -87,6 +89,9 @@ class Request:
             WorkloadError: a workload, a model, a direction or a file is not.
             DeviceError: no GPU is called `target`.
         """
+        others = {"target": target, "from_calls": from_calls, "store": store}
+        if options is not None and options.reverify is not None and any(value is not None for value in others.values()):
+            raise TuningError(f"records of this GPU are timed again into a file: no {', no '.join(others)}")
         part, index = Shard.parse(shard), whole_number("device", device, 0, error=TuningError)
         named = None if target is None else find_device(target)
         asked = None if jobs is None else whole_number("jobs", jobs, 1, error=TuningError)
@@ -100,7 +105,7 @@ class Request:
             found = by_share(calls, named or _device_at(index))
         if study is not None and named is not None:
             raise TuningError(f"a study keeps what is measured, and for a target nothing is, got {shown(target)}")
-        if not found:
+        if not found and (options is None or options.reverify is None):
             raise TuningError("what is tuned is named by workloads, models, files or calls, and nothing was")
         own = set(part.of(found))
         return cls(
@@ -117,6 +122,7 @@ class Request:
             calls=calls,
             limit_s=limit_s,
             study=None if study is None else text("study", study, TuningError),
+            shard=part,
         )
 
 

@@ -86,10 +86,10 @@ def race(executor: Executor, workload: Workload, configs: Sequence[Config]) -> R
 
 def checks(executor: Executor, records: Iterable[TuningRecord], on_check: Callable[[Check], None]) -> list[Check]:
     """Measure each record of this GPU's identity again; `on_check` hears of each when it is done."""
-    identity = executor.describe().device.identity
+    device = executor.describe().device
     done = []
     for record in records:
-        if record.device.identity == identity:
+        if device.may_use(record.device):
             (now,) = race(executor, record.workload, [record.config]).values()
             done.append(Check(record=record, now=now))
             on_check(done[-1])

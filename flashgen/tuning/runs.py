@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flashgen.core.device import Device
 from flashgen.core.errors import DeviceError
 from flashgen.core.record import Versions
+from flashgen.core.workload import Workload
 from flashgen.db.layers import Layers
 from flashgen.db.server import ServerStore
 from flashgen.db.store import Store
@@ -50,7 +51,7 @@ def run_here(request: Request, on_event: OnEvent) -> RunFinished:
         store = stack.enter_context(store_of(request, layers.writable, device))
         compiler = stack.enter_context(make_compiler(device, request.jobs))
         return tune(
-            request.workloads,
+            _asked(request, layers, [device]),
             device=device,
             store=store,
             compiler=compiler,
@@ -90,14 +91,26 @@ def run_on_cluster(request: Request, address: str, on_event: OnStationEvent) -> 
             stores[identity] = stack.enter_context(store_of(request, file, device))
         layers = stack.enter_context(Layers.open([*paths.values()]))
         return tune_on_stations(
-            request.workloads,
+            _asked(request, layers, devices.values()),
             stations=stations,
             stores=stores,
             budget=request.budget,
             options=request.options,
             neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
             on_event=tell,
+            limit_s=request.limit_s,
         )
+
+
+def _asked(request: Request, layers: Layers, devices: Iterable[Device]) -> tuple[Workload, ...]:
+    """What the request names; of one that times records again and names nothing, all that have a measured record."""
+    if request.workloads or request.options.reverify is None:
+        return request.workloads
+    kinds = tuple(devices)
+    known = [record for record, _ in layers.records(provenance="measured")]
+    return request.shard.of(
+        record.workload for record in known if any(device.may_use(record.device) for device in kinds)
+    )
 
 
 def make_executor(index: int) -> Executor:

@@ -2,57 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from flashgen.core.checks import flag, instance, items, whole_number
+from flashgen.core.checks import instance, items
 from flashgen.core.device import Device
-from flashgen.core.errors import FlashgenError, MeasureError, TuningError, UnsupportedError
-from flashgen.core.record import TuningRecord, Versions
+from flashgen.core.errors import MeasureError, TuningError, UnsupportedError
+from flashgen.core.record import Limits, TuningRecord, Versions
 from flashgen.core.workload import Workload
 from flashgen.db.server import ServerStore
 from flashgen.db.store import Store
 from flashgen.measure.protocol import Executor, HostInfo
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.compile_pool import Compiler
 from flashgen.tuning.context import AnyStore, Context, Neighbours, Options
 from flashgen.tuning.events import OnEvent, RunFinished, RunStarted, Warned, WorkloadFinished
 from flashgen.tuning.from_calls import LEAST_S, exact_record
-from flashgen.tuning.history import current_record, is_current
+from flashgen.tuning.history import current_record
 from flashgen.tuning.measured import MeasuredSearch
 from flashgen.tuning.predicted import PredictedSearch, what_is_not_ranked
-
-EVALUATE_S = 0.5
-"""Typical seconds of one measured trial: oracle shared, verification, probe and short windows."""
-
-COMPILE_S = 1.0
-"""Typical seconds of one compile on one CPU: 0.5 to 1.3 s on average, by architecture and head dimension."""
+from flashgen.tuning.reverify import Reverification
 
 WITHOUT_NVML = (
     "NVML does not answer (is nvidia-ml-py installed?): nobody can tell whether other processes use this GPU, and "
     "records have neither clocks nor the driver's version"
 )
 """Said once a run where an NVIDIA GPU is measured without it."""
-
-BACKWARD_FACTOR = 3.0
-"""A backward pass has three or four kernels to compile, three gradients to verify, and takes 2.5 times as long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """What a run would do for a workload: `status` is `tune`, `skip` (a current record exists) or `unsupported`."""
-
-    workload: Workload
-    status: str
-    candidates: int
-    stored_trials: int
-    expected_s: float
-    reason: str = ""
 
 
 def tune(
@@ -101,7 +80,7 @@ def tune(
         MeasureError: the executor cannot measure at all, or measures on another device.
         DatabaseError: results cannot be stored.
     """
-    _check(workloads, device, store, budget, options)
+    check_arguments(workloads, device, store, budget, options)
     context = Context(
         device=device,
         versions=_versions(executor, device, versions, on_event),
@@ -114,6 +93,7 @@ def tune(
         clock=clock,
         run=run or new_run(),
         host=socket.gethostname() if executor is None else executor.describe().hostname,
+        limits=Limits() if executor is None else Limits.of(executor.describe().state),
     )
     ordered = grouped(workloads) if limit_s is None else tuple(dict.fromkeys(workloads))
     started = clock()
@@ -141,37 +121,19 @@ def tune(
     return finished
 
 
-def plan(
-    workloads: Sequence[Workload],
-    *,
-    device: Device,
-    store: AnyStore | None,
-    budget: Budget,
-    measured: bool,
-    jobs: int,
-    options: Options | None = None,
-) -> tuple[Planned, ...]:
-    """What `tune` would do, in its order, and about how long it would take; nothing is compiled or measured.
-
-    `store` is None where there is no database yet.
-
-    Raises:
-        TuningError: an argument is of a wrong type.
-    """
-    _check(workloads, device, store, budget, options)
-    measured, jobs = flag("measured", measured, TuningError), whole_number("jobs", jobs, 1, error=TuningError)
-    chosen = options or Options()
-    return tuple(_planned(w, device, store, budget, measured, jobs, chosen) for w in grouped(workloads))
-
-
 def new_run() -> str:
     """An id that no other run has."""
     return uuid.uuid4().hex[:16]
 
 
-def _check(
+def check_arguments(
     workloads: Sequence[Workload], device: Device, store: AnyStore | None, budget: Budget, options: Options | None
 ) -> None:
+    """Refuse arguments of wrong types.
+
+    Raises:
+        TuningError: one is.
+    """
     for workload in items("workloads", workloads, TuningError):
         instance("a workload", workload, Workload, TuningError)
     instance("device", device, Device, TuningError)
@@ -200,22 +162,40 @@ def tune_one(
         DatabaseError: results cannot be stored.
     """
     try:
-        record = None if context.options.retune else current_record(context, workload, predicted=executor is None)
+        searches = context.options.reverify is None and not context.options.retune
+        record = None if not searches else current_record(context, workload, predicted=executor is None)
         if record is not None:
             day = record.created[:10] or "an unknown day"
             return ended(workload, "skipped", f"{record.provenance} on {day}", record)
         if executor is None:
             return PredictedSearch(context, workload).run()
+        if context.options.reverify is not None:
+            return _verified_again(context, executor, workload, following)
         return MeasuredSearch(context, executor, workload).run(lambda: _warm_up(context, executor, workload, following))
     except UnsupportedError as error:
         return ended(workload, "unsupported", str(error))
+
+
+def _verified_again(
+    context: Context, executor: Executor, workload: Workload, following: Iterable[Workload]
+) -> WorkloadFinished:
+    """Time the record of a workload again, while the pool compiles what the next one of them needs."""
+    known = Reverification(context, executor, workload)
+    known.warm_up()
+    for other in following if known.is_needed else ():
+        with contextlib.suppress(UnsupportedError):
+            waiting = Reverification(context, executor, other)
+            if waiting.is_needed:
+                waiting.warm_up()
+                break
+    return known.run()
 
 
 def _within(
     rest_s: float, context: Context, executor: Executor | None, workload: Workload, following: Iterable[Workload]
 ) -> WorkloadFinished | None:
     """`tune_one` with what is left of a time for all; None where that is too little for a search."""
-    if not context.options.retune:
+    if context.options.reverify is None and not context.options.retune:
         known = context.neighbours(workload.specialization.workload_class)
         record = exact_record(workload, context.device, known)
         if record is not None:
@@ -280,57 +260,3 @@ def both_neighbours(store: AnyStore, neighbours: Neighbours | None) -> Neighbour
         return own + list(neighbours(specialization) if neighbours else ())
 
     return both
-
-
-def _planned(
-    workload: Workload,
-    device: Device,
-    store: AnyStore | None,
-    budget: Budget,
-    measured: bool,
-    jobs: int,
-    options: Options,
-) -> Planned:
-    try:
-        candidates = Candidates.of(workload, device, options.families)
-    except FlashgenError as error:
-        return Planned(
-            workload=workload, status="unsupported", candidates=0, stored_trials=0, expected_s=0.0, reason=str(error)
-        )
-    stored = _stored(workload, device, store, measured)
-    record = store.record(workload, device) if store and not options.retune else None
-    if record is not None and is_current(record) and (record.provenance == "measured" or not measured):
-        reason = f"a {record.provenance} record of {record.created[:10]} is current"
-        return Planned(
-            workload=workload,
-            status="skip",
-            candidates=candidates.count,
-            stored_trials=stored,
-            expected_s=0.0,
-            reason=reason,
-        )
-    return Planned(
-        workload=workload,
-        status="tune",
-        candidates=candidates.count,
-        stored_trials=stored,
-        expected_s=_expected_s(workload, candidates.count, budget, measured, jobs, options),
-    )
-
-
-def _stored(workload: Workload, device: Device, store: AnyStore | None, measured: bool) -> int:
-    """How many candidates were measured, or ranked, before."""
-    if store is None:
-        return 0
-    return len(store.trials(workload, device) if measured else store.predictions(workload, device))
-
-
-def _expected_s(
-    workload: Workload, candidates: int, budget: Budget, measured: bool, jobs: int, options: Options
-) -> float:
-    if budget.seconds is not None:
-        return budget.seconds
-    trials = min(budget.trials or candidates, candidates) * (BACKWARD_FACTOR if workload.direction == "backward" else 1)
-    if not measured:
-        return trials * COMPILE_S / jobs
-    return trials * max(EVALUATE_S, COMPILE_S / jobs) + options.finals.expected_s

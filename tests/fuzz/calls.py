@@ -23,8 +23,8 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import Options
 from flashgen.tuning.finals import Finals
+from flashgen.tuning.plan import plan
 from flashgen.tuning.shards import Shard
-from flashgen.tuning.tune import plan
 from flashgen.tuning.workloads import collect, load_file, preset
 from tests.fakes.gpu import OnGpu
 

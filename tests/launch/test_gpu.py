@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashgen.core.device import find_device
+from flashgen.core.device import SOLD_POWER_W, find_device
 from flashgen.core.errors import DeviceError
 from flashgen.launch.gpu import current_device, device_of
 
@@ -38,6 +38,29 @@ def test_an_unknown_gpu_gets_zeros() -> None:
     assert device.identity == "sm90-16sm-16gb"
     assert (device.bandwidth_gbs, device.peak_tflops) == (0.0, 0.0)
     assert device.smem_per_block == 232448
+
+
+@pytest.mark.parametrize(
+    ("sold_w", "identity"),
+    [
+        (700, "sm90-132sm-141gb"),
+        (690, "sm90-132sm-141gb"),
+        (0, "sm90-132sm-141gb"),
+        (600, "sm90-132sm-141gb-600w"),
+    ],
+)
+def test_a_card_of_another_power_has_an_identity_of_its_own(sold_w: int, identity: str) -> None:
+    device = device_of(H200, is_hip=False, sold_w=sold_w)
+    assert device.identity == identity
+    assert device.peak_tflops == find_device("h200").peak_tflops
+    assert device.may_use(find_device("h200"))
+    assert find_device("h200").may_use(device) is (identity == "sm90-132sm-141gb")
+    assert SOLD_POWER_W["NVIDIA H200 NVL"] == 600
+
+
+def test_a_slice_of_a_card_is_no_card() -> None:
+    whole = SimpleNamespace(**{**vars(H200), "name": "NVIDIA H200 MIG 7g.141gb"})
+    assert device_of(whole, is_hip=False).identity == "sm90-132sm-141gb-mig"
 
 
 def test_an_amd_gpu_is_named_by_its_architecture() -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flashgen.launch import nvml
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure import gpu
 from flashgen.measure.baselines import unsupported
@@ -53,8 +54,8 @@ class FakeNvml:
 def test_other_processes_are_told_from_this_one(
     monkeypatch: pytest.MonkeyPatch, pids: tuple[int, ...], context: bool, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "_nvml", lambda: FakeNvml(*pids))
-    monkeypatch.setattr(gpu, "_handle", lambda index: None)
+    monkeypatch.setattr(nvml, "nvml", lambda: FakeNvml(*pids))
+    monkeypatch.setattr(gpu, "handle", lambda index: None)
     monkeypatch.setattr(gpu.os, "getpid", lambda: 77)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: context)
     assert gpu.other_processes() == expected

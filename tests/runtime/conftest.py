@@ -11,9 +11,9 @@ import torch
 
 from flashgen.codegen import build
 from flashgen.db import layers
-from flashgen.launch import binaries, plan
+from flashgen.launch import binaries, nvml, plan
 from flashgen.runtime.ops import serve
-from tests.db.samples import H200
+from tests.db.samples import H200, MEASURED
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, MadeAnew
 from tests.runtime.ladders import Ladder
 
@@ -63,3 +63,9 @@ def _installed(fake: AnyGpu, monkeypatch: pytest.MonkeyPatch) -> AnyGpu:
     monkeypatch.setattr(plan, "load", fake.load)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return fake
+
+
+@pytest.fixture(autouse=True)
+def versions_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The software here is that of the records in tests, whatever is installed: nothing is out of date by chance."""
+    monkeypatch.setattr(nvml, "versions", lambda: MEASURED.versions)

@@ -22,12 +22,13 @@ from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
+from flashgen.launch import nvml
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.lookup.handover import SDPA_IMPLS, sdpa_backend
 from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
-from tests.db.samples import H100, H200, HARD_TIMES, RTX_4090, hard, timed
+from tests.db.samples import H100, H200, HARD_TIMES, MEASURED, RTX_4090, hard, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
 SHIPPED = "shipped/some_device"
@@ -468,6 +469,7 @@ def test_explain_for_machines_has_the_same_facts(ladder: Ladder) -> None:
         "record_profile_ms": {},
         "slower_record_ms": None,
         "stale": True,
+        "not_current": [],
         "few_queries": None,
         "skipped": [f"{rung}. {RUNGS[rung]}: no such record" for rung in range(3, 7)],
         "families": {row.id: unsupported(row, CAUSAL.specialization, H200) for row in FAMILIES},
@@ -499,6 +501,28 @@ def test_a_record_is_stale_once_its_template_has_changed(digest: str, ladder: La
         # the kernel of unaligned tensors has another text, which says nothing about the record
         assert explanation.is_stale is (digest == "0123456789abcdef")
         assert ("stale: the template has changed since" in str(explanation)) is explanation.is_stale
+
+
+def test_a_record_of_another_triton_serves_and_says_so(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder.user(measured())
+    monkeypatch.setattr(nvml, "versions", lambda: replace(MEASURED.versions, triton="3.9.0"))
+    explanation = explain(CAUSAL, CAUSAL.specialization, H200, ladder.records())
+    assert explanation.served.rung == 3
+    assert "not current: measured with triton 3.6.0, and 3.9.0 is here; it serves" in str(explanation)
+    assert explanation.to_dict()["not_current"] == ["measured with triton 3.6.0, and 3.9.0 is here"]
+
+
+def test_a_card_of_another_power_keeps_the_usual_ones_records_until_it_has_its_own(ladder: Ladder) -> None:
+    lower = replace(H200, name="NVIDIA H200 NVL", power_w=600)
+    ladder.ship(measured())
+    served = resolve(CAUSAL, CAUSAL.specialization, lower, ladder.records())
+    assert served.rung == 4
+    explained = str(explain(CAUSAL, CAUSAL.specialization, lower, ladder.records()))
+    assert "measured on the usual card of these sizes, NVIDIA H200" in explained
+    own = measured(device=lower, config=config(1))
+    ladder.ship(own)
+    assert resolve(CAUSAL, CAUSAL.specialization, lower, ladder.records()).config == config(1)
+    assert resolve(CAUSAL, CAUSAL.specialization, H200, ladder.records()).config == config(), "not the other way round"
 
 
 def test_explain_names_the_backend_that_the_call_gets(ladder: Ladder) -> None:

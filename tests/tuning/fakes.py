@@ -94,13 +94,22 @@ class FakeExecutor:
     broken_in_race: Callable[[Config], Failure | None] = lambda config: None
     time_ms: Callable[[Workload, Config], float] = true_ms
     hard_factor: Callable[[Config], float] = lambda config: 1.0
+    versions: Versions = field(
+        default_factory=lambda: Versions(flashgen="0", triton="3.6.0", torch="2.11", driver="580")
+    )
+    state: tuple[tuple[str, float], ...] = ()
     evaluated: list[tuple[Workload, Config]] = field(default_factory=list)
     races: list[RaceJob] = field(default_factory=list)
     calls: int = 0
 
     def describe(self) -> HostInfo:
-        versions = Versions(flashgen="0", triton="3.6.0", torch="2.11", driver="580")
-        return HostInfo(device=self.device, versions=versions, other_processes=self.others, hostname="gpu-7")
+        return HostInfo(
+            device=self.device,
+            versions=self.versions,
+            other_processes=self.others,
+            hostname="gpu-7",
+            state=self.state,
+        )
 
     def evaluate(self, job: EvaluateJob) -> Outcome:
         self.on_evaluate(len(self.evaluated))

@@ -111,7 +111,6 @@ def test_a_cluster_tells_where_things_happen(monkeypatch: pytest.MonkeyPatch, tm
     ("given", "message"),
     [
         ({"workloads": [ODD], "ray": "auto", "device": 1}, "takes all GPUs of a cluster"),
-        ({"workloads": [ODD], "ray": "auto", "limit_s": 5.0}, "no limit_s"),
         ({"from_calls": "calls.json", "ray": "auto"}, "no ray"),
         ({"workloads": [ODD], "shard": "2/2"}, "a shard is i/n"),
         ({"workloads": [ODD], "device": -1}, "device must be at least 0"),

@@ -21,8 +21,9 @@ from flashgen.tuning.candidates import Candidates, nearest
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, Warned, WorkloadFinished, to_json
 from flashgen.tuning.finals import Finals
+from flashgen.tuning.plan import plan
 from flashgen.tuning.report import report_rows
-from flashgen.tuning.tune import grouped, plan, tune
+from flashgen.tuning.tune import grouped, tune
 from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor, true_ms
 from tests.tuning.runs import CAUSAL, FINALS, LONGER, PLAIN, chosen, run
 

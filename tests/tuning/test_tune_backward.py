@@ -19,8 +19,9 @@ from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, TrialFinished, to_json
 from flashgen.tuning.finals import Finals
 from flashgen.tuning.history import is_current
+from flashgen.tuning.plan import plan
 from flashgen.tuning.report import report_rows
-from flashgen.tuning.tune import plan, tune
+from flashgen.tuning.tune import tune
 from flashgen.tuning.workloads import collect
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor, true_ms
 

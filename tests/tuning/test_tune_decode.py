@@ -13,7 +13,7 @@ from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.measure.protocol import EvaluateJob, Outcome, RaceJob, RaceResult
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.tune import plan
+from flashgen.tuning.plan import plan
 from tests.tuning.fakes import H200, REFERENCE_MS, FakeExecutor, chance
 from tests.tuning.runs import FINALS, chosen, run, willing
 

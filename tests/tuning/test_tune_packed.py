@@ -16,7 +16,7 @@ from flashgen.db.store import Store
 from flashgen.measure.protocol import EvaluateJob, Outcome, RaceJob, RaceResult
 from flashgen.runtime.lookup.packed_ladder import PackedSizes
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.tune import plan
+from flashgen.tuning.plan import plan
 from tests.tuning.fakes import H200, REFERENCE_MS, FakeExecutor, chance
 from tests.tuning.runs import chosen, run, willing
 

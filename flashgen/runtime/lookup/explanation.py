@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from flashgen.codegen.families import family, reasons
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render, source_digest
@@ -12,9 +14,12 @@ from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.device import Device
 from flashgen.core.feature_words import feature_words, specialization_words
 from flashgen.core.quoting import printable
-from flashgen.core.record import age
+from flashgen.core.record import TuningRecord, age
 from flashgen.core.rungs import MEANINGS, RUNGS
+from flashgen.core.staleness import why_stale
 from flashgen.core.workload import Specialization, Workload
+from flashgen.launch import nvml
+from flashgen.launch.gpu import current_device
 from flashgen.runtime.lookup.decode_ladder import served_step
 from flashgen.runtime.lookup.few_queries import decode_specialization, keys_seen, served_by_decoding
 from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
@@ -30,6 +35,7 @@ class Explanation:
     """Why a call is served the way it is; `str()` is what `flashgen explain` prints.
 
     `faster` is the backend of torch that was measured faster beside the record, and whether the call goes to it.
+    `changed` says what is another one here than when the record was measured: Triton, torch, driver, the card's limits.
     `forward` is what serves by a forward or backward family, as `served` does but where a decode family is faster;
     `few_queries` says of a call with few queries why a decode family serves it, or why none does; else it is empty.
     """
@@ -43,6 +49,7 @@ class Explanation:
     families: tuple[tuple[str, str | None], ...]
     faster: FasterBackend | None
     digest: str
+    changed: tuple[str, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -84,6 +91,7 @@ class Explanation:
             "record_profile_ms": record.measurement.profile_ms if record and record.measurement else {},
             "slower_record_ms": self.served.slower.time_ms if self.served.slower else None,
             "stale": self.is_stale,
+            "not_current": list(self.changed),
             "few_queries": self.few_queries or None,
             "skipped": list(self.served.skipped),
             "families": dict(self.families),
@@ -100,7 +108,7 @@ class Explanation:
             *([f"           {self.faster}"] if self.faster else []),
             f"config     {self.served.config}",
         ]
-        lines += _record_lines(self.served, self.is_stale)
+        lines += _record_lines(self.served, self.is_stale, self.changed, self.device)
         lines += [f"queries    {self.few_queries}"] if self.few_queries else []
         lines += [f"skipped    {line}" for line in self.served.skipped]
         lines += [f"family     {name}: {reason or self._how_it_applies(name)}" for name, reason in self.families]
@@ -114,7 +122,7 @@ class Explanation:
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
 
 
-def _record_lines(served: Served, stale: bool) -> list[str]:
+def _record_lines(served: Served, stale: bool, changed: tuple[str, ...], device: Device) -> list[str]:
     record = served.record
     if record is None:
         return ["record     none: nothing was measured for this class of workloads"]
@@ -134,6 +142,9 @@ def _record_lines(served: Served, stale: bool) -> list[str]:
         lines.append(f"           {why}")
     if stale:
         lines.append("           stale: the template has changed since; the config still serves")
+    lines += [f"           not current: {reason}; it serves (flashgen tune --reverify)" for reason in changed]
+    if record.device.identity != device.identity and device.may_use(record.device):
+        lines.append(f"           measured on the usual card of these sizes, {record.device.name}")
     if served.slower is not None:
         lines.append("           deterministic, and faster than the record of the workload itself:")
         lines.append(f"           {served.slower.time_ms:.4f} ms by {served.slower.config}")
@@ -141,6 +152,13 @@ def _record_lines(served: Served, stale: bool) -> list[str]:
         others = ", ".join(f"{baseline.impl} {baseline.median_ms:.4f} ms" for baseline in record.baselines)
         lines.append(f"           measured beside it: {others}")
     return lines
+
+
+def _changed(record: TuningRecord, device: Device) -> tuple[str, ...]:
+    """Why a record is not current with the software here, and with the limits of the GPU here if that is its device."""
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    is_here = index is not None and current_device(index).identity == device.identity
+    return why_stale(record, nvml.versions(), nvml.limits(index) if is_here and index is not None else None)
 
 
 def _by_decoding(
@@ -201,4 +219,5 @@ def explain(
         faster=None if generated_only or decoded else faster_backend(workload, spec, served),
         # a record's is of the kernel that it was measured with, whatever this call's tensors are
         digest=source_digest(record.workload, record.config) if record else render(compiled_in, served.config).digest,
+        changed=() if record is None else _changed(record, device),
     )

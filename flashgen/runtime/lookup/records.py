@@ -48,16 +48,16 @@ class Choices:
         """Check every record once, so that a look-up of another shape only compares positions."""
         own: dict[str, list[Candidate]] = {"measured": [], "predicted": []}
         elsewhere: list[Candidate] = []
-        for record, layer in found:
+        for record, layer in sorted(found, key=lambda each: each[0].device.identity != device.identity):
             candidate = _candidate(record, layer, spec, device)
-            if record.device.identity == device.identity:
+            if device.may_use(record.device):
                 own.setdefault(record.provenance, []).append(candidate)
             elif record.provenance == "measured":
                 elsewhere.append(candidate)
         others = tuple(
             _candidate(record, layer, spec, device)
             for record, layer in twins
-            if record.device.identity == device.identity
+            if device.may_use(record.device)
             and record.provenance == "measured"
             and (record.config.family == default.family or not spec.deterministic)
         )
@@ -154,7 +154,7 @@ class Records:
                 if record.provenance == "measured" and record.config.family == family
             ]
             able = [one for one in candidates if one.reason is None]
-            is_here = [one.record.device.identity == device.identity for one in able]
+            is_here = [device.may_use(one.record.device) for one in able]
             found = self._dense[spec, device] = DenseChoices(
                 here=tuple(one for one, here in zip(able, is_here, strict=True) if here),
                 elsewhere=tuple(one for one, here in zip(able, is_here, strict=True) if not here),

@@ -1,0 +1,170 @@
+"""The best few of a record timed again: under another Triton, torch or driver, or another limit of the card.
+
+A search is not needed to know whether what won still wins. The record's config meets those that were close to it when
+it was made, in short windows, and the record of today takes the place of the old one, which the history keeps. What is
+current is left alone, so that the same command goes on where it was stopped.
+
+What it costs on one GPU, from measured parts: a config is verified in 0.5 s and compiled ahead in 1 s of another core;
+inputs and right answers of a workload take about 2 s; a round of three configs and three backends of torch on two kinds
+of data takes 1.4 s, and a race 4 to 8 s. That is 8 to 12 s a record: 258 records on four GPUs take 9 to 13 minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.codegen.families import family, invalid, successor
+from flashgen.codegen.render import source_digest
+from flashgen.core.config import Config
+from flashgen.core.record import Failure, Limits, Measurement, TuningRecord, timestamp
+from flashgen.core.workload import Workload
+from flashgen.db.past import origins_of
+from flashgen.db.store import Store
+from flashgen.db.writing import Incoming
+from flashgen.measure.protocol import Executor, RaceJob, RaceResult, specialization
+from flashgen.measure.sequential import Rule
+from flashgen.tuning.candidates import Candidates, nearest
+from flashgen.tuning.compile_pool import rejected
+from flashgen.tuning.context import Context
+from flashgen.tuning.events import FinalsStarted, WorkloadFinished, WorkloadStarted
+from flashgen.tuning.finals import Finals, choose, confidence, runners_up
+from flashgen.tuning.history import incumbent, why_not_current
+
+RACE = Finals(window_s=0.1, warm_s=0.05, limit_s=8.0)
+"""Windows and limit of a race: rivals are few and known to be close, and there are hundreds of records."""
+
+
+class Reverification:
+    """One workload's record on the GPU of an executor.
+
+    Args:
+        context: the run, whose options say how many configs there are.
+        executor: measures.
+        workload: whose record it is.
+
+    Raises:
+        UnsupportedError: no family applies to the workload on this device.
+    """
+
+    def __init__(self, context: Context, executor: Executor, workload: Workload) -> None:
+        self._context = context
+        self._executor = executor
+        self._workload = workload
+        self._spec = specialization(workload)
+        self._started = context.clock()
+        self._record = incumbent(context, workload)
+        self._why = why_not_current(self._record, context.versions, context.limits) if self._record else ()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is a record that is not current, or any at all where the run is told to repeat them."""
+        return self._record is not None and (bool(self._why) or self._context.options.retune)
+
+    def warm_up(self) -> None:
+        """Have the configs compiled, while the GPU still works for another workload."""
+        if self._record is not None and self.is_needed:
+            for config in self._configs(self._record):
+                self._context.compiler.submit(self._spec, config)
+
+    def run(self) -> WorkloadFinished:
+        """Time the configs against each other, and store the record of today."""
+        record = self._record
+        if record is None:
+            return self._finished("skipped", None, "there is no measured record to time again")
+        if not self.is_needed:
+            return self._finished("skipped", record, "the record is current")
+        configs = self._configs(record)
+        counts = {"candidates": len(configs), "resumed_trials": 0, "budget_trials": len(configs)}
+        self._context.emit(WorkloadStarted(workload=self._workload, budget_s=None, **counts))
+        compiled = {config: self._why_rejected(config) for config in configs}
+        able = tuple(config for config, reason in compiled.items() if reason is None)
+        if not able:
+            return self._finished("failed", None, f"none of {len(configs)} configs: {compiled[configs[0]]}")
+        answer = self._race(able)
+        results = {
+            config: found for config, found in zip(able, answer.outcomes, strict=True) if isinstance(found, Measurement)
+        }
+        if not results:
+            return self._finished("failed", None, f"none of {len(able)} configs: {answer.outcomes[0]}")
+        return self._stored(record, configs[0], results, answer)
+
+    def _configs(self, record: TuningRecord) -> tuple[Config, ...]:
+        """The record's own first, then those that came close to it, then the default and the nearest records'."""
+        context, workload = self._context, self._workload
+        times = {
+            trial.config: trial.outcome.median_ms
+            for trial in context.store.trials(workload, context.device)
+            if isinstance(trial.outcome, Measurement)
+        }
+        known = context.neighbours(workload.specialization.workload_class)
+        rivals = [
+            *self._rivals_of(record),
+            *sorted(times, key=lambda config: times[config]),
+            Candidates.of(workload, context.device, context.options.families).default,
+            *nearest(known, workload, context.device, context.options.neighbours),
+        ]
+        every = dict.fromkeys(successor(config, self._spec) for config in (record.config, *rivals))
+        able = [config for config in every if invalid(config, self._spec, context.device) is None]
+        return tuple(able[: context.options.reverify])
+
+    def _rivals_of(self, record: TuningRecord) -> list[Config]:
+        """The other configs of its last race, where the run's own file has them."""
+        store = self._context.store
+        if not isinstance(store, Store):
+            return []
+        origin = origins_of(store.reader, self._workload).get(record.identity)
+        return [] if origin is None else [each.config for each in origin.runners_up]
+
+    def _why_rejected(self, config: Config) -> Failure | None:
+        compiled = self._context.compiler.result(self._spec, config)
+        return rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
+
+    def _race(self, configs: tuple[Config, ...]) -> RaceResult:
+        kinds = len(self._workload.profiles) or 2
+        job = RaceJob(
+            workload=self._workload,
+            configs=configs,
+            rounds=RACE.rounds,
+            warm_s=RACE.warm_s,
+            window_s=RACE.window_s,
+            baselines=True,
+            hard=True,
+            rule=Rule(champion=0, limit_s=RACE.limit_s),
+        )
+        expected_s = RACE.last_s(len(configs), kinds)
+        self._context.emit(FinalsStarted(workload=self._workload, stage="last", configs=configs, expected_s=expected_s))
+        return self._executor.race(job)
+
+    def _stored(
+        self, old: TuningRecord, champion: Config, results: dict[Config, Measurement], answer: RaceResult
+    ) -> WorkloadFinished:
+        context = self._context
+        winner = choose(results, default=champion, incumbent=champion)
+        record = replace(
+            old,
+            device=context.device,
+            config=winner,
+            measurement=replace(results[winner], confidence=confidence(results, winner)),
+            source_digest=source_digest(self._workload, winner),
+            versions=context.versions,
+            limits=Limits.of(self._executor.describe().state),
+            baselines=answer.baselines,
+            created=timestamp(),
+        )
+        origin = context.origin(runners_up(results, winner))
+        context.store.put_record(record, origin, Incoming(reason="retime", source=f"run {context.run}"))
+        why = "; ".join(self._why) or "it was asked for"
+        if winner == champion:
+            return self._finished("kept", record, f"none of {len(results) - 1} rivals beat it again ({why})")
+        return self._finished("tuned", record, f"{champion} is beaten today ({why})")
+
+    def _finished(self, status: str, record: TuningRecord | None, reason: str) -> WorkloadFinished:
+        return WorkloadFinished(
+            workload=self._workload,
+            status=status,
+            record=record,
+            trials=0,
+            failures=(),
+            reason=reason,
+            seconds=self._context.clock() - self._started,
+        )

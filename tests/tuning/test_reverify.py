@@ -1,0 +1,110 @@
+"""Records timed again under another Triton: the best few alone, with the old ones in the history."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashgen.core.config import Config
+from flashgen.core.errors import TuningError
+from flashgen.core.record import Failure, Limits, Versions
+from flashgen.core.workload import Workload
+from flashgen.db.past import past_of
+from flashgen.db.store import Store
+from flashgen.tuning.context import Options
+from flashgen.tuning.plan import plan
+from flashgen.tuning.request import Request
+from tests.tuning.fakes import H200, FakeExecutor, true_ms
+from tests.tuning.runs import CAUSAL, LONGER, PLAIN, Budget, chosen, run
+
+NEWER = Versions(flashgen="0", triton="3.7.1", torch="2.13", driver="590")
+STATE = (("power_limit_w", 700.0), ("sm_clock_max_mhz", 1980.0))
+OPTIONS = {"families": ("portable_forward",), "budget": Budget(trials=12)}
+
+
+def newer(**changes: object) -> FakeExecutor:
+    return FakeExecutor(versions=NEWER, state=STATE, **changes)  # type: ignore[arg-type]
+
+
+def test_a_new_triton_makes_a_record_old_and_the_best_few_are_timed_again(store: Store) -> None:
+    run(store, **OPTIONS)
+    before = chosen(store)
+    executor = newer()
+    (outcome,) = run(store, executor=executor, reverify=3, **OPTIONS).outcomes
+    assert outcome.status in ("kept", "tuned")
+    assert "measured with triton 3.6.0, and 3.7.1 is here" in outcome.reason
+    assert not executor.evaluated, "nothing is searched for"
+    (job,) = executor.races
+    assert (len(job.configs), job.configs[0]) == (3, before.config)
+    now = chosen(store)
+    assert now.versions == NEWER
+    assert now.limits == Limits(power_limit_w=700.0, max_sm_clock_mhz=1980.0)
+    past = past_of(store.reader, CAUSAL)
+    assert [(each.record, each.reason) for each in past.replaced] == [(before, "retime")]
+    ((_, origin),) = past.records
+    assert {rival.config for rival in origin.runners_up} | {now.config} == set(job.configs)
+
+
+def test_what_is_current_is_left_alone_so_that_a_stopped_command_goes_on(store: Store) -> None:
+    run(store, CAUSAL, LONGER, **OPTIONS)
+    assert run(store, CAUSAL, LONGER, executor=newer(), reverify=1, **OPTIONS).outcomes[0].status == "kept"
+    again = newer()
+    outcomes = run(store, CAUSAL, LONGER, PLAIN, executor=again, reverify=3, **OPTIONS).outcomes
+    assert [each.status for each in outcomes] == ["skipped"] * 3
+    assert [each.reason for each in outcomes][::2] == [
+        "the record is current",
+        "there is no measured record to time again",
+    ]
+    assert not again.races
+    run(store, executor=again, reverify=2, retune=True, **OPTIONS)
+    assert len(again.races) == 1, "unless it is asked for"
+    other_limit = newer()
+    other_limit.state = (("power_limit_w", 500.0),)
+    run(store, executor=other_limit, reverify=1, **OPTIONS)
+    assert len(other_limit.races) == 1
+
+
+def test_a_rival_that_became_faster_takes_the_place(store: Store) -> None:
+    run(store, **OPTIONS)
+    before = chosen(store).config
+
+    def time_ms(workload: Workload, config: Config) -> float:
+        return true_ms(workload, config) * (2.0 if config == before else 1.0)
+
+    (outcome,) = run(store, executor=newer(time_ms=time_ms), reverify=3, **OPTIONS).outcomes
+    assert outcome.status == "tuned"
+    assert "is beaten today" in outcome.reason
+    assert chosen(store).config != before
+
+
+def test_what_does_not_run_any_more_keeps_its_record(store: Store) -> None:
+    run(store, **OPTIONS)
+    before = chosen(store)
+    broken = newer(broken_in_race=lambda config: Failure(stage="launch", reason="planted"))
+    (outcome,) = run(store, executor=broken, reverify=2, **OPTIONS).outcomes
+    assert outcome.status == "failed"
+    assert "planted" in outcome.reason
+    assert chosen(store) == before
+
+
+def test_a_search_begins_again_where_triton_is_another_one(store: Store) -> None:
+    run(store, **OPTIONS)
+    (same,) = run(store, **OPTIONS).outcomes
+    assert same.status == "skipped"
+    executor = newer()
+    (outcome,) = run(store, executor=executor, **OPTIONS).outcomes
+    assert outcome.status in ("kept", "tuned")
+    assert executor.evaluated
+    planned = {"device": H200, "store": store, "budget": Budget(trials=3), "measured": True, "jobs": 1}
+    assert plan([CAUSAL], versions=NEWER, **planned)[0].status == "skip"  # type: ignore[arg-type]
+    (row,) = plan([CAUSAL], versions=replace(NEWER, triton="3.8.0"), **planned)  # type: ignore[arg-type]
+    assert (row.status, row.reason) == ("tune", "measured with triton 3.7.1, and 3.8.0 is here")
+
+
+def test_what_makes_no_sense_beside_it_is_refused() -> None:
+    with pytest.raises(TuningError, match="at least 1"):
+        Options(reverify=0)
+    with pytest.raises(TuningError, match="no target"):
+        Request.of(options=Options(reverify=3), target="h100", budget=Budget(trials=1))
+    assert Request.of(options=Options(reverify=3), budget=Budget(trials=1)).workloads == ()
