@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashgen.core.device import Device
@@ -33,9 +33,27 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """One search with at least one trial, those in the order in which they were asked for."""
+    """One search with at least one trial, those in the order in which they were asked for.
+
+    `measured` has the trials that have times, each with what it took over the best of them. Times compare beside the
+    reference kernel of the same round, where all trials have that.
+    """
 
     log: SearchLog
+    measured: tuple[tuple[Trial, float], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        outcomes = {number: trial.outcome for number, trial in enumerate(self.trials)}
+        found = compared({number: each for number, each in outcomes.items() if isinstance(each, Measurement)})
+        ratios = [measured.reference_ratio for measured in found.values()]
+        unknown = None in ratios
+        times = [
+            measured.median_ms if ratio is None or unknown else ratio
+            for measured, ratio in zip(found.values(), ratios, strict=True)
+        ]
+        best = min(times, default=1.0)
+        measured = tuple((self.trials[number], time / best) for number, time in zip(found, times, strict=True))
+        object.__setattr__(self, "measured", measured)
 
     @property
     def workload(self) -> Workload:
@@ -56,20 +74,6 @@ class Search:
     def trials(self) -> tuple[Trial, ...]:
         """The trials."""
         return self.log.trials
-
-    @property
-    def measured(self) -> tuple[tuple[Trial, float], ...]:
-        """The trials that have times, each with what it took over the best of them.
-
-        Times compare beside the reference kernel of the same round, where all trials have that.
-        """
-        found = compared({trial: trial.outcome for trial in self.trials if isinstance(trial.outcome, Measurement)})
-        ratios = [measured.reference_ratio for measured in found.values()]
-        times = [
-            measured.median_ms if ratio is None or None in ratios else ratio
-            for measured, ratio in zip(found.values(), ratios, strict=True)
-        ]
-        return tuple((trial, time / min(times)) for trial, time in zip(found, times, strict=True))
 
     @property
     def failed(self) -> tuple[tuple[Trial, Failure], ...]:

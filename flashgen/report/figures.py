@@ -209,10 +209,10 @@ def _at(line: Sequence[tuple[float, float]], place: float) -> float | None:
 def _curve(search: Search) -> Curve:
     values: list[tuple[float, float]] = []
     seconds: list[tuple[float, float]] = []
-    numbers = {trial: number for number, trial in enumerate(search.trials, 1)}
+    numbers = {id(trial): number for number, trial in enumerate(search.trials, 1)}
     for trial, value in search.measured:
         if not values or value < values[-1][1]:
-            values.append((numbers[trial], value))
+            values.append((numbers[id(trial)], value))
             if trial.elapsed_s is not None:
                 seconds.append((trial.elapsed_s, value))
     return Curve(search=search, values=tuple(values), seconds=tuple(seconds) if len(seconds) == len(values) else ())
