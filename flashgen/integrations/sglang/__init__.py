@@ -1,7 +1,7 @@
 """flashgen as SGLang's attention backend "flashgen".
 
-SGLang finds `register` by the entry point group sglang.srt.plugins. It is imported by `register` alone, and the classes when the backend is
-made.
+SGLang finds `register` by the entry point group sglang.srt.plugins. It is imported by `register` alone, and the classes
+when the backend is made.
 """
 
 from __future__ import annotations
