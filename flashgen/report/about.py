@@ -10,6 +10,10 @@ from flashgen.core.device import Device
 from flashgen.report import figures
 from flashgen.report.contents import Contents
 from flashgen.report.parts import Section, Table
+from flashgen.tuning.history import is_current
+
+MAX_RENDERED = 2000
+"""Records whose kernels are rendered to compare them, some milliseconds each."""
 
 
 def device_section(device: Device, contents: Contents) -> Section:
@@ -53,6 +57,30 @@ def device_section(device: Device, contents: Contents) -> Section:
                 rows=tuple((*kind, count) for kind, count in sorted(kinds.items())),
             ),
         ),
+    )
+
+
+def stale_section(contents: Contents) -> Section:
+    """Which records are of kernels that this flashgen generates no more."""
+    title, entries = "Out of date", contents.entries
+    if len(entries) > MAX_RENDERED:
+        why = f"There are more than {MAX_RENDERED} records: `flashgen db verify` says which are of former kernels."
+        return Section(id="stale", title=title, lines=(why,))
+    stale = [entry.record for entry in entries if not is_current(entry.record)]
+    if not stale:
+        why = f"All {len(entries)} records are of kernels that this flashgen still generates."
+        return Section(id="stale", title=title, lines=(why,))
+    rows = tuple(
+        (record.workload.key, record.device.name, record.config.family, record.created[:10]) for record in stale
+    )
+    return Section(
+        id="stale",
+        title=title,
+        lines=(
+            f"{len(stale)} of {len(entries)} records were made with kernels that this flashgen generates in another "
+            "way now. They serve on, as the best that is known; `flashgen tune --reverify` times them again.",
+        ),
+        tables=(Table(title="Records of former kernels", columns=("workload", "device", "family", "made"), rows=rows),),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from flashgen.core.feature_words import describe
 from flashgen.report import charts, figures
-from flashgen.report.about import device_section, runs_section
+from flashgen.report.about import device_section, runs_section, stale_section
 from flashgen.report.contents import Contents, Entry, Search
 from flashgen.report.drawing import Picture
 from flashgen.report.importance import LEAST_TRIALS, importances
@@ -32,6 +32,7 @@ def sections(contents: Contents) -> list[Section]:
         registers(contents.searches),
         failures(contents.searches),
         *(device_section(device, contents) for device in contents.devices),
+        stale_section(contents),
         runs_section(contents),
     ]
 

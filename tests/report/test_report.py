@@ -77,6 +77,7 @@ def test_the_page_says_what_a_database_knows(database: Path) -> None:
     assert "Slower than torch (1)" in found.words
     assert "1 records whose last race is stored, 1 had a rival within 2%" in found.words
     assert "median 97%" in found.words
+    assert "3 of 3 records were made with kernels that this flashgen generates in another way" in found.words
     for fact in (
         CAUSAL.key,
         "portable_forward: block_m=128",
