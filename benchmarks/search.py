@@ -97,15 +97,23 @@ def compare(
     trials: int = max(TRIALS),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Run]:
-    """Every contestant on every table with every seed."""
-    runs = []
+    """Every contestant on every table with every seed; one that cannot take a table is left out of all."""
+    runs: list[Run] = []
+    wanted = tuple(seeds)
     for name, make in makers.items():
-        for table in tables:
-            for seed in seeds:
-                steps = replay(table, make(table, seed), trials=min(trials, len(table.answers)))
-                runs.append(Run(contestant=name, table=table.name, seed=seed, steps=tuple(steps)))
+        try:
+            own = [_run(name, make, table, seed, trials) for table in tables for seed in wanted]
+        except ValueError as error:
+            say(f"{name} does not take part: {error}")
+            continue
+        runs += own
         say(f"{name}: done")
     return runs
+
+
+def _run(name: str, make: Maker, table: Table, seed: int, trials: int) -> Run:
+    steps = replay(table, make(table, seed), trials=min(trials, len(table.answers)))
+    return Run(contestant=name, table=table.name, seed=seed, steps=tuple(steps))
 
 
 def score(runs: Iterable[Run], at: Callable[[Sequence[Step]], float | None]) -> Score | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import optuna
 
+from benchmarks.search_kernel_tuner import kernel_tuner_contestants
 from benchmarks.search_replay import Asking, Outcome, Table
 from flashgen.core.config import Config
 from flashgen.core.record import Failure, TuningRecord
@@ -30,6 +31,8 @@ Starts = Callable[[Table], "Sequence[tuple[Config, str]]"]
 
 class Ours:
     """`flashgen.tuning.search.Search`, as it is."""
+
+    ahead: int | None = None
 
     def __init__(self, table: Table, seed: int, starts: Sequence[tuple[Config, str]]) -> None:
         """Begin with `starts`."""
@@ -50,6 +53,8 @@ class Ours:
 class Chance:
     """Some configs in their order, then the others in random order."""
 
+    ahead: int | None = None
+
     def __init__(self, table: Table, seed: int, starts: Sequence[tuple[Config, str]] = ()) -> None:
         """Begin with `starts`."""
         others = random.Random(seed).sample(list(table.answers), len(table.answers))
@@ -65,6 +70,8 @@ class Chance:
 
 class Alone:
     """A sampler of optuna by itself."""
+
+    ahead: int | None = None
 
     def __init__(self, table: Table, seed: int, sampler: Callable[[int], optuna.samplers.BaseSampler]) -> None:
         """`sampler` makes one for a seed."""
@@ -142,6 +149,9 @@ SAMPLERS: dict[str, tuple[Callable[[int], optuna.samplers.BaseSampler], tuple[st
 """Each with the packages that it needs. NSGA-II has generations of 20, for 50 would all be random here."""
 
 
+ELSEWHERE = {"Helion": "its searches take a kernel of its own with its own knobs, and no table of others"}
+
+
 def contestants(records: Sequence[TuningRecord] = ()) -> tuple[dict[str, Maker], dict[str, str]]:
     """Everybody who can take part, by name, and of the others why not.
 
@@ -170,4 +180,5 @@ def contestants(records: Sequence[TuningRecord] = ()) -> tuple[dict[str, Maker],
             absent[name] = f"{', '.join(missing)} is not installed"
         else:
             found[name] = partial(Alone, sampler=sampler)
-    return found, absent
+    theirs, missing_too = kernel_tuner_contestants()
+    return {**found, **theirs}, {**absent, **missing_too, **ELSEWHERE}

@@ -103,7 +103,15 @@ class Table:
 
 
 class Asking(Protocol):
-    """A search that is asked for one config after the other, and told what came out."""
+    """A search that is asked for one config after the other, and told what came out.
+
+    `ahead` is how many it can be asked for before one is told; None means as many as `flashgen tune` compiles ahead.
+    """
+
+    @property
+    def ahead(self) -> int | None:
+        """See above."""
+        ...
 
     def ask(self) -> Config | None:
         """The next config, which was not asked for before; None when nothing is left."""
@@ -122,11 +130,11 @@ class Step:
     ratio: float
 
 
-def replay(table: Table, search: Asking, *, trials: int, jobs: int = JOBS, ahead: int | None = None) -> list[Step]:
-    """Let a search loose on a table for so many trials; `ahead` is how many it is asked for before one is told."""
+def replay(table: Table, search: Asking, *, trials: int, jobs: int = JOBS) -> list[Step]:
+    """Let a search loose on a table for so many trials, on a machine where `jobs` processes compile."""
     free = [0.0] * jobs
     waiting: deque[tuple[Config, float]] = deque()
-    most = lookahead(jobs) if ahead is None else ahead
+    most = lookahead(jobs) if search.ahead is None else search.ahead
     steps: list[Step] = []
     now = began = 0.0
     asked, best_ms = 0, table.worst_ms

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import search
+from benchmarks import search, search_kernel_tuner
 from benchmarks.search import compare, page, score, scores
 from benchmarks.search_contestants import contestants
 from benchmarks.search_replay import Outcome, Table, after_seconds, after_trials, replay
@@ -36,7 +37,8 @@ def table(seed: int = 0) -> Table:
 class Listed:
     """Asks for configs in a given order."""
 
-    def __init__(self, configs: list[Config]) -> None:
+    def __init__(self, configs: list[Config], ahead: int | None = None) -> None:
+        self.ahead = ahead
         self.left = list(configs)
         self.told: list[tuple[Config, Outcome]] = []
 
@@ -77,13 +79,13 @@ def test_a_replay_counts_the_best_so_far_and_the_seconds_of_the_machine() -> Non
         for ms, config in good
     }
     small = dataclasses.replace(whole, answers=answers)
-    asked = Listed(configs)
-    steps = replay(small, asked, trials=100, jobs=2, ahead=2)
+    asked = Listed(configs, 2)
+    steps = replay(small, asked, trials=100, jobs=2)
     assert [config for config, _ in asked.told] == configs
     assert [step.ratio for step in steps] == [ms / good[0][0] for ms, _ in reversed(good)]
     # two compile at first; then one begins with each that is measured, and a GPU waits for two of three seconds
     assert [step.seconds for step in steps][:5] == [0.0, 1.0, 4.0, 5.0, 8.0]
-    alone = replay(small, Listed(configs), trials=3, jobs=2, ahead=1)
+    alone = replay(small, Listed(configs, 1), trials=3, jobs=2)
     assert [step.seconds for step in alone] == [0.0, 4.0, 8.0]
     assert after_trials(steps, 2) == after_seconds(steps, 2.9) == steps[1].ratio
     assert after_seconds(steps, 1e9) == 1.0, "nothing more can be found"
@@ -145,7 +147,7 @@ def test_everybody_asks_for_each_config_of_the_table_once(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     small = Table.of(synthetic(BACKWARD, H200, families=FUSED, most=24))
     found, absent = contestants()
-    assert set(absent) == {"flashgen, lists and records", "optuna GP", "optuna CMA-ES"}
+    assert set(absent) == {"flashgen, lists and records", "optuna GP", "optuna CMA-ES", "Kernel Tuner", "Helion"}
     assert absent["optuna GP"] == "scipy, torch is not installed"
     for name, make in found.items():
         contestant = make(small, 3)
@@ -164,6 +166,34 @@ def test_a_workload_is_not_told_its_own_record() -> None:
     assert "neighbour" not in {source for _, source in whole.starts([own])}
     assert (best, "neighbour") in whole.starts([own, near]) or best == whole.starts()[0][0]
     assert {config for config, _ in whole.starts()} <= set(whole.answers)
+
+
+def test_kernel_tuner_reads_a_table_as_a_file_of_its_own() -> None:
+    families = (*FUSED, "hopper_backward_split")
+    found = Table.of(synthetic(BACKWARD, H200, families=families, most=60))
+    knobs = search_kernel_tuner._knobs(found)
+    assert knobs["family"] == sorted(families)
+    assert "none" in knobs["dq_stages"], "a knob of the other family alone"
+    assert knobs["persistent"] == [0, 1]
+    points = {search_kernel_tuner._point(config, knobs): config for config in found.answers}
+    assert len(points) == 60
+    cache = search_kernel_tuner._cache(found, knobs, points)
+    assert json.loads(json.dumps(cache)) == cache
+    for point, config in points.items():
+        entry = cache["cache"][",".join(map(str, point))]
+        assert ("__error__" in entry) == (found.answers[config].right_ms is None)
+
+
+def test_who_cannot_take_a_table_is_left_out_by_name() -> None:
+    said: list[str] = []
+
+    def refuse(table: Table, seed: int) -> Listed:
+        raise ValueError(f"{table.name} is too large")
+
+    makers = {"theirs": refuse, "random": contestants()[0]["random"]}
+    runs = compare([table()], makers, seeds=range(1), trials=3, say=said.append)
+    assert {run.contestant for run in runs} == {"random"}
+    assert "theirs does not take part: " in said[0]
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
