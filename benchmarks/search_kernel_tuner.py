@@ -25,8 +25,8 @@ from flashgen.core.config import Config
 from flashgen.core.record import Failure
 
 STRATEGIES = ("genetic_algorithm", "simulated_annealing", "hybrid_vndx", "adaptive_tabu_greywolf", "bayes_opt")
-"""Of Kernel Tuner 1.5. `greedy_ils` does not end where nothing is left around what it found, and `diff_evo` does not run
-with families of different knobs."""
+"""Of Kernel Tuner 1.5. `greedy_ils` does not end where nothing is left around what it found, and `diff_evo` fails on
+families of different knobs."""
 
 MOST_POINTS = 2**21
 """Combinations of all values, valid or not, that Kernel Tuner has to go through before a strategy starts."""
