@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen._version import __version__
 from flashgen.core.errors import DatabaseError
-from flashgen.core.quoting import printable
+from flashgen.core.quoting import printable, shown
 from flashgen.core.record import timestamp
 from flashgen.report.contents import Contents
 from flashgen.report.parts import Cell
@@ -23,12 +23,17 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
+SUFFIXES = (".html", ".htm")
+
+
 def write(contents: Contents, path: Path, *, created: str | None = None) -> None:
-    """Write the report to a file.
+    """Write the report to a file, over one that is there.
 
     Raises:
-        DatabaseError: the file cannot be written.
+        DatabaseError: it is not called a page, as a database is not, or cannot be written.
     """
+    if path.suffix.lower() not in SUFFIXES:
+        raise DatabaseError(f"a report is a file whose name ends in {' or '.join(SUFFIXES)}, got {shown(str(path))}")
     text = html(contents, created=created)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -192,9 +192,12 @@ def test_the_command_writes_a_page(invoke: Invoke, database: Path, tmp_path: Pat
     assert result.exit_code == 0, result.output
     assert f"1 records and 1 searches written to {target}" in result.stdout
     assert SHORT.key not in target.read_text()
-    assert invoke("report", database, "-o", target / "below").exit_code == 1
+    assert invoke("report", database, "-o", target / "below.html").exit_code == 1
+    before = database.read_bytes()
+    assert "ends in .html" in invoke("report", database, "-o", database).stderr
+    assert database.read_bytes() == before
     assert invoke("report", database, "-o", "a\0b").exit_code == 2
     with pytest.raises(DatabaseError, match="a place that can be written"):
-        page.write(read([database]), tmp_path / "a\0b")
+        page.write(read([database]), tmp_path / "a\0b.html")
     assert invoke("report", tmp_path / "none.sqlite3", "-o", target).exit_code == 1
     assert invoke("report", database, "--device", "nothing", "-o", target).exit_code == 2

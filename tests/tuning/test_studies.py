@@ -12,6 +12,8 @@ import pytest
 import flashgen
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Failure, Measurement
+from flashgen.core.settings import settings
+from flashgen.db.store import Store
 from flashgen.tuning import runs, studies
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, TrialFinished, Warned
@@ -68,6 +70,20 @@ def test_a_storage_that_is_not_there_is_an_error_before_anything_is_measured(url
         Studies.open(url)
 
 
+@pytest.mark.parametrize("form", ["sqlite:///{}", "sqlite:///{}?timeout=1", "{}"])
+def test_a_tuning_database_is_no_storage_and_stays_as_it_is(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.sqlite3"
+    with Store.open(path) as store:
+        store.put_trial(TRIAL)
+    before = path.read_bytes()
+    with pytest.raises(DatabaseError, match="a study has a file of its own"):
+        Studies.open(form.format(path))
+    assert path.read_bytes() == before
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DatabaseError, match="is another file"):
+        Studies.open(str(tmp_path / "notes.txt"))
+
+
 def test_a_storage_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(trial: object) -> None:
         raise ValueError("CategoricalDistribution does not support dynamic value space.")
@@ -83,9 +99,6 @@ def test_a_storage_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_the_command_exports_trials_for_other_tools(invoke: Invoke, tmp_path: Path) -> None:
-    from flashgen.core.settings import settings
-    from flashgen.db.store import Store
-
     with Store.open(settings().db_layers[0]) as store:
         store.put_trial(replace(TRIAL, run="a"))
         store.put_trial(replace(FAILED, run="b", outcome=Failure(stage="build", reason="no")))
