@@ -19,13 +19,15 @@ import flashgen
 from flashgen import reference
 from flashgen.core.calls import CallRecord, usual_ms
 from flashgen.core.errors import DatabaseError, DeviceError, TuningError, UnsupportedError, WorkloadError
+from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
+from flashgen.db.layers import Layers
 from flashgen.db.packages import FILE
 from flashgen.db.store import Store
 from flashgen.integrations import transformers as door
 from flashgen.integrations.model import Integration, LayerRow, integrate
 from flashgen.integrations.model.layers import LayerRecorder
-from flashgen.integrations.model.misses import Misses
+from flashgen.integrations.model.misses import Misses, served_on
 from flashgen.integrations.model.report import named
 from flashgen.integrations.torch import sdpa_arguments
 from flashgen.runtime.ops import recording, serve
@@ -186,6 +188,8 @@ def test_a_model_that_asks_nobody_is_refused() -> None:
 def tuned_here(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:  # noqa: F811
     """An H200 that computes in torch, with a search that times by a formula."""
     monkeypatch.setattr(sdpa_arguments, "DEVICES", ("cpu",))
+    monkeypatch.setenv("FLASHGEN_POLICY", "generated")  # torch's kernels are none of this machine's
+    settings.cache_clear()
     executor = FakeExecutor(time_ms=lambda *given: 0.01 + true_ms(*given))
     monkeypatch.setattr(runs, "make_executor", lambda index: executor)
     monkeypatch.setattr(runs, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
@@ -194,19 +198,20 @@ def tuned_here(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Emulat
 
 def test_it_tunes_what_is_called_and_says_what_that_gained(tuned_here: EmulatedGpu, tmp_path: Path) -> None:
     model, x = small()[:2], example()
-    found = flashgen.integrate(model, lambda model: model(x), training=True, limit_s=60.0, budget="3")
-    assert [row.record.rung for row in found.before] == [8] * 2
-    assert [row.record.rung for row in found.rows] == [3] * 2
-    assert {row.miss_ms for row in found.rows} == {0.0}
-    assert [row.layers for row in found.rows] == [("0", "1")] * 2
+    found = flashgen.integrate(model, lambda model: model(x), limit_s=60.0, budget="3")
+    assert [row.record.rung for row in found.before] == [8]
+    assert [(row.layers, row.record.rung, row.miss_ms) for row in found.rows] == [(("0", "1"), 3, 0.0)]
     assert {gain.workload for gain in found.gains} == {row.record.workload for row in found.rows}
     assert (found.device, found.by_reference, found.proof.status) == (H200, False, "equal")
     assert "as measured" in str(found)
     folder = found.write_package("mine", tmp_path / "package")
     with Store.open(folder / "flashgen_records_mine" / FILE, read_only=True) as store:
         assert {record.workload for record in store.all_records()} == {row.record.workload for row in found.rows}
-    untuned = integrate(small(), example()[:1], limit_s=0)
-    assert not untuned.gains
+    untuned = integrate(small(), example()[:1], training=True, limit_s=0)
+    assert (untuned.gains, untuned.proof.status) == ((), "equal")
+    # a backward pass belongs to the layers of its forward pass
+    assert sorted(row.layers for row in untuned.rows) == [("0", "1"), ("0", "1"), ("2",), ("2",)]
+    assert {row.record.workload.direction for row in untuned.rows} == {"forward", "backward"}
     with pytest.raises(DatabaseError, match="there are none"):
         untuned.write_package("other", tmp_path / "other")
 
@@ -225,6 +230,20 @@ def test_a_miss_costs_what_the_best_of_the_nearest_records_would_save(ladder: La
     assert misses.cost_ms(_called(asked, 3 * expected, rung=4)) == 0.0
     assert misses.cost_ms(_called(asked, None)) is None
     assert misses.cost_ms(_called(Workload.parse("b4-h32-hk8-s2048-d96-causal"), 1.0)) is None
+
+
+def test_layers_are_looked_up_for_a_gpu_that_is_not_there() -> None:
+    with Layers.open() as layers:
+        shipped = next(one for one, _ in layers.records(device=H200) if one.workload.direction == "forward")
+    for training in (False, True):
+        found = served_on(_called(shipped.workload, None, rung=0), H200, training=training)
+        assert (found.rung, found.calls, found.time_from) == (4, 5, "record")
+        assert found.server == shipped.config.family or not training
+    few = served_on(_called(Workload.parse("b1-h32-hk8-sq1-sk65536-d128"), None, rung=0), H200)
+    step = served_on(_called(Workload.parse("dec-b4-h32-hk8-sk8192-d128-page16"), None, rung=0), H200)
+    assert {few.server, step.server} == {"portable_decode"}
+    none = _called(Workload.parse("b1-h1-s64-d1024"), None, rung=0)
+    assert served_on(none, H200) is none
 
 
 def _called(workload: Workload, call_ms: float | None = 1.0, rung: int = 8) -> CallRecord:

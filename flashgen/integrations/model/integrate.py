@@ -144,7 +144,9 @@ def _counted(
     calls = with_backward(calls) if training else calls
     if device is None:
         return calls
-    return tuple(LayerCalls(layers=one.layers, record=served_on(one.record, device)) for one in calls)
+    return tuple(
+        LayerCalls(layers=one.layers, record=served_on(one.record, device, training=training)) for one in calls
+    )
 
 
 def _tuned(

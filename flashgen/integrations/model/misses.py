@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flashgen.codegen.family import Sizes
 from flashgen.core.calls import CallRecord, usual_ms
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.device import Device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.nearest import distance, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
+from flashgen.runtime.lookup.decode_ladder import served_step
+from flashgen.runtime.lookup.few_queries import keys_seen, served_by_decoding
+from flashgen.runtime.lookup.handover import sdpa_backend
+from flashgen.runtime.lookup.packed_ladder import served_pass
 from flashgen.runtime.ops import recording, serve
 
 EXACT = (1, 3, 4)
@@ -21,17 +27,26 @@ NEIGHBOURS = 5
 """So many of the nearest records say what a kernel for a workload can reach; the best of them counts."""
 
 
-def served_on(record: CallRecord, device: Device) -> CallRecord:
-    """The same calls as the databases would serve them on a GPU; as they were if no kernel does there."""
-    from flashgen.runtime.lookup.explanation import GENERATED, explain
+def served_on(record: CallRecord, device: Device, *, training: bool = False) -> CallRecord:
+    """The same calls as the databases would serve them on a GPU; as they were if no kernel does there.
 
-    spec = Specialization.of(record.workload)
+    Calls whose gradients are asked for (`training`) go to no backend of torch.
+    """
+    workload, records = record.workload, serve.records()
+    spec, sizes = Specialization.of(workload), Sizes.of(workload)
     try:
-        found = explain(record.workload, spec, device, serve.records())
+        if workload.is_decode:
+            served = served_step(spec, sizes, device, records)
+        else:
+            served = served_pass(workload, spec, device, records, with_lse=training)
     except UnsupportedError:
         return record
-    impl = None if found.backend == GENERATED else found.backend
-    return replace(recording.call_record(record.workload, device, found.served, impl), calls=record.calls)
+    impl = None if training else sdpa_backend(workload, spec, served)
+    if workload.direction == "forward" and workload.seqlen_q <= MAX_SEQLEN_Q:
+        decoded = served_by_decoding(spec, sizes, keys_seen(sizes, workload.window_left), device, records)
+        if not isinstance(decoded, str):
+            served, impl = decoded, None
+    return replace(recording.call_record(workload, device, served, impl), calls=record.calls)
 
 
 class Misses:
