@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flashgen.codegen.families import fitted, invalid
+from flashgen.codegen.families import applicable, fitted, invalid, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -27,7 +27,7 @@ and configs that won somewhere."""
 class Plan:
     """The configs of one workload in the order in which they are measured, each with who names it.
 
-    `candidates` is how many valid configs the families have for it.
+    `candidates` is how many valid configs the families have for it; of a matrix, which counts none, those it has.
     """
 
     workload: Workload
@@ -83,16 +83,16 @@ def searched(
 def of_winners(workload: Workload, device: Device, records: Sequence[TuningRecord], most: int) -> Plan:
     """The configs that won on the device most often, as far as they are valid for the workload, and its own ones."""
     spec, sizes = specialization(workload), Sizes.of(workload)
-    candidates = Candidates.of(workload, device)
+    rows = applicable(spec, device)
+    default = usual(rows[0].default(spec, device), spec, sizes, device)
     own = [record.config for record in records if record.workload == workload]
     wins = Counter(record.config for record in records if record.workload.specialization.direction == spec.direction)
     often = sorted(wins, key=lambda config: (-wins[config], config.family, config.to_json()))
     fit = (fitted(config, spec, sizes, device) for config in often if invalid(config, spec, device) is None)
-    starts = [(candidates.default, "default"), *((each, "incumbent") for each in own), *((c, "neighbour") for c in fit)]
-    names = tuple(sorted(space.family for space in candidates.spaces))
-    return Plan(
-        workload=workload, kind=MATRIX, families=names, starts=_once(starts)[:most], candidates=candidates.count
-    )
+    starts = [(default, "default"), *((each, "incumbent") for each in own), *((c, "neighbour") for c in fit)]
+    chosen = _once(starts)[:most]
+    names = tuple(sorted(row.id for row in rows))
+    return Plan(workload=workload, kind=MATRIX, families=names, starts=chosen, candidates=len(chosen))
 
 
 def spread(records: Iterable[TuningRecord], count: int) -> list[Workload]:

@@ -48,7 +48,7 @@ def tables(store: Store, executor: FakeExecutor, said: list[str] | None = None) 
 def test_a_run_that_was_stopped_goes_on_and_races_at_its_end(store: Store, tmp_path: Path) -> None:
     plan = searched(BACKWARD, H200, families=FAMILIES)
     assert (plan.kind, len(plan.starts), plan.candidates) == (EVERY, 40, 40)
-    assert plan.starts[0] == (Candidates.of(BACKWARD, H200).default, "default")
+    assert plan.starts[0] == (Candidates.of(BACKWARD, H200, FAMILIES).default, "default")
     executor = FakeExecutor(clock=Clock(), evaluate_s=1.0)
     said: list[str] = []
     assert not tables(store, executor, said).collect([plan], until=10.0)
@@ -81,26 +81,25 @@ def test_each_workload_has_its_share_of_the_time_and_then_what_is_left(store: St
 
 
 def test_a_sample_has_the_lists_first_and_a_matrix_the_winners() -> None:
-    workload = MEASURED.workload
-    space = Candidates.of(workload, H200, ("portable_forward",)).spaces[0]
+    families = ("hopper_forward",)
+    default = Candidates.of(FORWARD, H200, families).default
+    others = [config for config in Candidates.of(FORWARD, H200, families).spaces[0].configs if config != default]
+    near = MEASURED.workload.with_shape(seqlen_q=512, seqlen_k=512)
     records = [
-        replace(MEASURED, workload=workload.with_shape(seqlen_q=rows, seqlen_k=rows), config=space.configs[rows])
-        for rows in (512, 1024)
+        replace(MEASURED, workload=FORWARD.with_shape(seqlen_q=rows, seqlen_k=rows), config=others[number])
+        for number, rows in enumerate((512, 2048))
     ]
-    plan = searched(workload, H200, families=("portable_forward",), configs=30, records=records)
+    plan = searched(FORWARD, H200, families=families, configs=30, records=records)
     assert (plan.kind, len(plan.starts)) == (SAMPLE, 30)
-    sources = [source for _, source in plan.starts]
-    assert list(dict.fromkeys(sources)) == ["default", "neighbour", "model", "random"]
-    assert plan == searched(workload, H200, families=("portable_forward",), configs=30, records=records)
-    matrix = of_winners(workload, H200, [*records, replace(MEASURED, config=space.configs[0])], 50)
-    assert (matrix.kind, [source for _, source in matrix.starts]) == (
-        MATRIX,
-        ["default", "incumbent", "neighbour", "neighbour"],
-    )
+    assert list(dict.fromkeys(source for _, source in plan.starts)) == ["default", "neighbour", "seed", "random"]
+    assert plan == searched(FORWARD, H200, families=families, configs=30, records=records)
+    matrix = of_winners(FORWARD, H200, [*records, replace(MEASURED, workload=FORWARD, config=others[2])], 50)
+    sources = [source for _, source in matrix.starts]
+    assert (matrix.kind, sources) == (MATRIX, ["default", "incumbent", "neighbour", "neighbour"])
     backward = of_winners(BACKWARD, H200, records, 50)
     assert [source for _, source in backward.starts] == ["default"], "what won forward is none of its own"
-    long = replace(MEASURED, workload=replace(workload, causal=False))
-    assert spread([*records, MEASURED, long], 2) == [records[1].workload, long.workload]
+    of_class = [replace(MEASURED, workload=near), MEASURED, *records]
+    assert spread(of_class, 3) == [MEASURED.workload, records[1].workload, near]
 
 
 def test_the_command_takes_the_families_of_each_pass(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -124,9 +124,10 @@ def test_what_won_before_comes_before_what_the_model_likes(key: str) -> None:
     workload = Workload.parse(f"b4-h16-s4096-{key}")
     found = Candidates.of(workload, H200)
     won = hopper_forward.HOPPER_FORWARD.seed_configs(workload.specialization, H200)
-    others = [config for config, _ in seed_configs(found, workload, H200, 6)]
+    others, sources = zip(*seed_configs(found, workload, H200, 6), strict=True)
+    assert list(dict.fromkeys(sources)) == ["default", "seed", "model"]
     defaults = [row.default(workload.specialization, H200) for row in applicable(workload.specialization, H200)]
-    assert others[: len(defaults) - 1 + len(won)] == [*defaults[1:], *won]
+    assert list(others[: len(defaults) - 1 + len(won)]) == [*defaults[1:], *won]
     assert 2 <= len(won) <= 11
     space = next(space for space in found.spaces if space.family == "hopper_forward")
     assert set(won) <= set(space.configs)
