@@ -166,6 +166,7 @@ class Panel:
             ("now", progress.workload.key if progress.workload else "-"),
             (STAGES[progress.stage], progress_line(progress) if progress.workload else "-"),
             ("best", ", ".join(f"{k}={v}" for k, v in progress.best_config.knobs) if progress.best_config else "-"),
+            ("going on", gain_text(progress)),
             ("failures", failures_text(progress)),
             ("time left", duration(progress.left_s)),
         ]
@@ -196,6 +197,12 @@ def progress_line(progress: Progress) -> str:
     peak = "" if share is None else f", {share:.0%} of peak"
     word = "best" if progress.measured else "best predicted"
     return f"{tried}, {word} {progress.best_ms:.4g} ms, {progress.best_tflops:.0f} TFLOP/s{peak}"
+
+
+def gain_text(progress: Progress) -> str:
+    """What going on for as long again is expected to save."""
+    gain = progress.expected_gain
+    return "-" if gain is None else f"for as long again is expected to save {gain:.1%} of the best time"
 
 
 def failures_text(progress: Progress) -> str:

@@ -161,6 +161,15 @@ def tune(
     retune: Annotated[
         bool, typer.Option("--retune", "--force", help="Search again where a record is current.")
     ] = False,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            "--until",
+            help="End each search when going on is expected to save less than this share of the best time; the budget "
+            "is the most, 5m by default.",
+            metavar="PERCENT",
+        ),
+    ] = None,
     reverify: Annotated[
         bool,
         typer.Option(
@@ -198,7 +207,7 @@ def tune(
     from flashgen.cli.tune_many import run_on_cluster
     from flashgen.cli.tune_plan import print_models, print_plan
     from flashgen.codegen import families
-    from flashgen.tuning.budget import Budget
+    from flashgen.tuning.budget import Budget, parse_share
     from flashgen.tuning.compile_pool import usable_cpus
     from flashgen.tuning.context import Options, lookahead
     from flashgen.tuning.finals import Finals
@@ -220,7 +229,8 @@ def tune(
         raise CommandLineError("with --from-calls the budget is for all workloads: no --limit-seconds")
     others = {"--model": model, "--shape": shape, "--file": file, "--direction": direction, "--ray": ray}
     with reading():
-        spent = Budget.parse(budget or (tune_calls.EACH if from_calls is None else tune_calls.ALL))
+        usual = tune_calls.EACH if until is None else tune_calls.MOST
+        spent = Budget.parse(budget or (usual if from_calls is None else tune_calls.ALL))
         check_alone("--from-calls", from_calls, {**others, "--deterministic": deterministic})
         check_cluster("--ray", ray, {"--device": device, "--dry-run": dry_run})
         searched = tuple(families.family(name).id for name in family or [])
@@ -231,6 +241,7 @@ def tune(
             finals=Finals(window_s=finals_window, rounds=finals_rounds),
             families=searched,
             reverify=(top or TOP) if reverify else None,
+            until=None if until is None else parse_share(until),
         )
         each, limit_s = (spent, limit) if from_calls is None else tune_calls.limits(spent)
         request = Request.of(

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from flashgen.tuning.events import RunFinished
     from flashgen.tuning.from_calls import Gain, Gains
 
-EACH, ALL = "30s", "10m"
-"""The budget of a workload, and of all workloads of a file of calls, where none is given."""
+EACH, ALL, MOST = "30s", "10m", "5m"
+"""The budget of a workload, of all workloads of a file of calls, and of a search that stops by itself, where none is
+given."""
 
 COLUMNS = ("workload", "calls", "share before", "share now", "ms before", "ms now", "speedup")
 

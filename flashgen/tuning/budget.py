@@ -56,3 +56,17 @@ class Budget:
 
     def __str__(self) -> str:
         return f"{self.trials} trials" if self.seconds is None else f"{self.seconds:g} s"
+
+
+def parse_share(given: str) -> float:
+    """Read `1%` or `0.01`.
+
+    Raises:
+        TuningError: the text is neither.
+    """
+    text = checks.text("a share", given, TuningError).strip()
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(%?)", text)
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share < 1:
+        raise TuningError(f"a share is like 1% or 0.01, above 0 and below all, got {shown(given)}")
+    return share

@@ -42,6 +42,8 @@ class Options:
         families: the kernel families that are searched; none named means all.
         reverify: time so many configs of a record again that is not current, its own and the best known rivals, and
             search for none; None searches.
+        until: end a search when going on is expected to save less than this share of the best time
+            (`tuning.expected`); None ends it by its budget alone.
         from_nothing: try no default, list, neighbour or model's choice first: what the search finds by itself. An
             incumbent is tried all the same, since what serves is not replaced unraced.
     """
@@ -55,6 +57,7 @@ class Options:
     families: tuple[str, ...] = ()
     from_nothing: bool = False
     reverify: int | None = None
+    until: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, TuningError)
@@ -63,6 +66,8 @@ class Options:
             text("a family", family, TuningError)
         if self.lookahead < 1:
             raise TuningError(f"at least 1 candidate is compiled ahead, got {self.lookahead}")
+        if self.until is not None and not 0 < self.until < 1:
+            raise TuningError(f"a search ends by itself below a share of the time between 0 and 1, got {self.until}")
         if self.reverify is not None and self.reverify < 1:
             raise TuningError(f"at least 1 config of a record is timed again, got {self.reverify}")
         if min(self.neighbours, self.seed_configs) < 0:

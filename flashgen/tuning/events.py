@@ -42,12 +42,16 @@ class WorkloadStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFinished:
-    """A candidate was measured or failed; `best_ms` is the best time of the workload so far."""
+    """A candidate was measured or failed; `best_ms` is the best time of the workload so far.
+
+    `expected_gain` is the share of it that going on for as long again is expected to save, None while too few tell.
+    """
 
     trial: Trial
     number: int
     best_ms: float | None
     best_config: Config | None
+    expected_gain: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

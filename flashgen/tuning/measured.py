@@ -25,6 +25,7 @@ from flashgen.tuning.candidates import Candidates, related
 from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context
 from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
+from flashgen.tuning.expected import Outlook
 from flashgen.tuning.finals import KINDS_OF_DATA, choose, confidence, near_best, runners_up, with_guards
 from flashgen.tuning.history import incumbent, unfinished_trials
 from flashgen.tuning.levels import UNSETTLED, Levels
@@ -75,6 +76,7 @@ class MeasuredSearch:
             if invalid(trial.config, self._spec, context.device) is None  # of an earlier version, perhaps
         ]
         self._notes = SearchNotes(context, workload)
+        self._outlook = Outlook()
         self._search = self._new_search()
 
     def warm_up(self) -> None:
@@ -130,6 +132,7 @@ class MeasuredSearch:
         )
         for trial in self._resumed:
             self._count(trial.config, trial.outcome)
+            self._outlook.add(trial.source, self._levelled(trial.config, trial.outcome))
         self._levels.resume()
         return Search(
             self._candidates.spaces,
@@ -155,19 +158,36 @@ class MeasuredSearch:
                 context.compiler.submit(self._spec, proposal.config)
                 waiting.append(proposal)
                 asked += 1
-            if not waiting or (self._time_is_up() and not self._is_served(waiting[0])):
+            if not waiting or ((self._is_enough() or self._time_is_up()) and not self._is_served(waiting[0])):
                 return
             proposal = waiting.popleft()
             found = self._evaluate(proposal.config)
             if self._ready is None:
                 self._ready = context.clock()
             self._count(proposal.config, found.outcome)
-            self._search.tell(proposal.config, self._levelled(proposal.config, found.outcome))
+            told = self._levelled(proposal.config, found.outcome)
+            self._search.tell(proposal.config, told)
+            self._outlook.add(proposal.source, told)
             self._keep(proposal, found)
 
     def _is_served(self, proposal: Proposal) -> bool:
         """Whether it is the incumbent, which no budget is too short for: else a config would take its place unraced."""
         return self._incumbent is not None and proposal.config == self._incumbent.config
+
+    def _is_enough(self) -> bool:
+        """Whether so little is expected of going on that the run is told to stop."""
+        until, gain = self._context.options.until, self._expected_gain()
+        return until is not None and gain is not None and gain < until
+
+    def _expected_gain(self) -> float | None:
+        budget, best, spent_s = self._context.budget, self._best(), self._spent_s()
+        return self._outlook.gain(
+            self._times()[best].median_ms if best else None,
+            candidates=self._search.remaining,
+            trials=math.inf if budget.trials is None else budget.trials - self._tried,
+            seconds=math.inf if budget.seconds is None else budget.seconds - spent_s,
+            spent_s=spent_s,
+        )
 
     def _time_is_up(self) -> bool:
         """Whether what is left of a budget in seconds is needed for the finals of the best configs so far."""
@@ -227,6 +247,7 @@ class MeasuredSearch:
                 number=self._tried,
                 best_ms=self._measured[best].median_ms if best else None,
                 best_config=best,
+                expected_gain=self._expected_gain(),
             )
         )
 

@@ -37,6 +37,7 @@ class Progress:
         trials: its trials so far, those of an earlier run included.
         best_ms: its best time so far.
         best_config: and whose it is.
+        expected_gain: the share of it that going on for as long again is expected to save; None is not known.
         stage: search, near or last.
         failures: of all workloads, by stage of the failure.
     """
@@ -52,6 +53,7 @@ class Progress:
         self.trials = 0
         self.best_ms: float | None = None
         self.best_config: Config | None = None
+        self.expected_gain: float | None = None
         self.stage = "search"
         self.failures: Counter[str] = Counter()
         self._started = self._workload_started = clock()
@@ -65,10 +67,11 @@ class Progress:
         elif isinstance(event, WorkloadStarted):
             self.workload, self.candidates, self._budget = event.workload, event.candidates, event
             self.trials, self.best_ms, self.best_config = event.resumed_trials, None, None
-            self.stage, self._workload_started = "search", self._clock()
+            self.stage, self._workload_started, self.expected_gain = "search", self._clock(), None
         elif isinstance(event, TrialFinished):
             outcome = event.trial.outcome
             self._trial(event.number, event.best_ms, event.best_config, outcome)
+            self.expected_gain = event.expected_gain
         elif isinstance(event, CandidateRanked):
             self._trial(event.number, event.best_ms, event.best_config, event.failure)
         elif isinstance(event, FinalsStarted):

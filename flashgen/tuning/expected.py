@@ -1,0 +1,93 @@
+"""What a search may still gain: the expected improvement over its best if it goes on, from the times of its own trials.
+
+The best of many trials is a matter of their lower tail. Excesses below a low threshold are about exponential, whatever
+the distribution (the peaks-over-threshold method: Pickands, Annals of Statistics 3, 1975; of tails that end somewhere,
+as times do, the exponential is the pessimist: it expects rather too much). Let `k` of the last `n` trials lie below a
+threshold, by `s` in the mean. Then a trial improves on the best with probability q = k/n exp(-(threshold - best)/s), by
+`s` in the mean, and `m` trials together by s times the sum over j from 1 to m of (1 - (1 - q)^j)/j.
+
+Only what the search itself proposed counts, of late: lists and neighbours come first and say nothing about what is to
+come, and a sampler learns. Failures count as trials that gain nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flashgen.core.record import Failure, Measurement
+
+LEAST_TRIALS = 24
+"""Of the search's own: before these nothing is expected, and nobody stops."""
+
+LEAST_BELOW = 6
+"""Trials below the threshold; of n there are about sqrt(n), so that it falls as the search goes on."""
+
+OWN = frozenset({"sampler", "random", "local"})
+"""Sources of trials that the search itself proposed."""
+
+
+@dataclass(slots=True)
+class Outlook:
+    """The trials of one search, and what it is expected to gain by going on."""
+
+    tried: int = 0
+    _own_ms: list[float | None] = field(default_factory=list)
+
+    def add(self, source: str, outcome: Measurement | Failure) -> None:
+        """Take a trial into account, with a time that compares."""
+        self.tried += 1
+        if source in OWN:
+            self._own_ms.append(None if isinstance(outcome, Failure) else outcome.median_ms)
+
+    def gain(
+        self, best_ms: float | None, *, candidates: int, trials: float, seconds: float, spent_s: float
+    ) -> float | None:
+        """The share of the best time that going on for as long again is expected to save, as far as there is more.
+
+        Args:
+            best_ms: the best of all trials.
+            candidates: those that were never tried.
+            trials: what is left of a budget in trials.
+            seconds: what is left of one in seconds.
+            spent_s: what the trials took.
+        """
+        if best_ms is None or not self.tried:
+            return None
+        in_time = max(seconds, 0.0) * self.tried / spent_s if spent_s > 0 else math.inf
+        return expected_gain(self._own_ms, best_ms, int(min(self.tried, candidates, max(trials, 0), in_time)))
+
+
+def expected_gain(times_ms: Sequence[float | None], best_ms: float, ahead: int) -> float | None:
+    """The share of the best time that so many more trials are expected to save.
+
+    Args:
+        times_ms: of the search's own trials in their order; None for one that failed.
+        best_ms: the best of all trials.
+        ahead: how many more.
+
+    Returns:
+        From 0 to 1; None while too few trials tell.
+    """
+    late = times_ms[-max(LEAST_TRIALS, len(times_ms) // 2) :]
+    logs = sorted(math.log(ms / best_ms) for ms in late if ms is not None)
+    below = max(LEAST_BELOW, round(math.sqrt(len(late))))
+    if len(late) < LEAST_TRIALS or len(logs) <= below:
+        return None
+    threshold = logs[below]
+    scale = sum(threshold - each for each in logs[:below]) / below
+    if scale <= 0:
+        return 1 - math.exp(-_trend(times_ms, ahead))
+    chance = below / len(late) * math.exp(-threshold / scale)
+    gain = scale * sum((1 - (1 - chance) ** trial) / trial for trial in range(1, ahead + 1))
+    return 1 - math.exp(-max(gain, _trend(times_ms, ahead)))
+
+
+def _trend(times_ms: Sequence[float | None], ahead: int) -> float:
+    """What the second half of the trials gained over the first one, as a logarithm, as far as `ahead` is as many."""
+    half = len(times_ms) // 2
+    before, late = ([ms for ms in each if ms is not None] for each in (times_ms[:half], times_ms[half:]))
+    if not before or not late:
+        return 0.0
+    return max(0.0, math.log(min(before) / min(late))) * min(1.0, ahead / (len(times_ms) - half))
