@@ -201,6 +201,7 @@ NO_CLAIMS = (
     "served by a deterministic record that is faster than its own",
     "if that is more than 3% faster than its own",
     "more than 10% slower than it says",
+    "no rival is faster by 2%",
     "times that nothing reaches",
     "a cache with heads before slots is passed as",
     "hold for longer than a minute are left out",
