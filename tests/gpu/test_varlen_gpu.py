@@ -16,14 +16,11 @@ from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.runtime.ops import serve
 from tests.covering import covering_array
+from tests.gpu import packed_cases
+from tests.gpu.packed_cases import BF16, KEYS, WIDE
 from tests.packing import Case, Packed, assert_gradients, assert_right, gradients, make
 
 pytestmark = pytest.mark.gpu
-
-BF16 = torch.bfloat16
-QUERIES = (1, 300, 0, 128, 17, 513, 129)
-KEYS = (40, 300, 7, 0, 700, 513, 127)
-WIDE: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "head_dim": 128, "dtype": BF16}
 
 
 def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
@@ -50,33 +47,7 @@ CASES = covering_array(FACTORS)
 
 def case_of(row: dict[str, Any]) -> Case:
     """The call of a row of the covering array."""
-    options: dict[str, Any] = {}
-    if "causal" in row["position"]:
-        options["causal"] = True
-    if "window" in row["position"]:
-        options["window"] = (100, 0 if "causal" in row["position"] else 30)
-    if row["softcap"]:
-        options["softcap"] = 20.0
-    keys = row["keys"] or QUERIES
-    used = {"used_q": tuple(n // 2 for n in QUERIES), "used_k": tuple(n - n // 3 for n in keys)} if row["used"] else {}
-    (nheads, nheads_k), (head_dim, head_dim_v) = row["heads"], row["dims"]
-    return Case(
-        queries=QUERIES,
-        keys=row["keys"] or (),
-        nheads=nheads,
-        nheads_k=nheads_k,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype=row["dtype"],
-        layout=row["layout"],
-        spare=row["spare"],
-        poison=row["poison"],
-        sinks=row["sinks"],
-        alibi=row["alibi"],
-        mod=document if row["mod"] else None,
-        options=options,
-        **used,
-    )
+    return replace(packed_cases.case_of(row), mod=document if row["mod"] else None)
 
 
 @pytest.fixture(autouse=True)

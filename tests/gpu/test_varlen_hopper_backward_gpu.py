@@ -25,6 +25,7 @@ from flashgen.core.workload import Specialization
 from flashgen.runtime.lookup import records
 from flashgen.runtime.ops import serve
 from tests.covering import covering_array
+from tests.gpu.packed_cases import BF16, KEYS, WIDE, case_of
 from tests.gpu.test_varlen_hopper_gpu import times
 from tests.packing import Case, Packed, assert_gradients, gradients, make
 
@@ -36,11 +37,7 @@ pytestmark = [
     ),
 ]
 
-BF16 = torch.bfloat16
 FUSED, SPLIT = HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
-QUERIES = (1, 300, 0, 128, 17, 513, 129)
-KEYS = (40, 300, 7, 0, 700, 513, 127)
-WIDE: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "head_dim": 128, "dtype": BF16}
 Serve = Callable[..., None]
 
 CHANGES: dict[str, dict[str, KnobValue]] = {
@@ -68,28 +65,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "changes": tuple(CHANGES),
 }
 CASES = covering_array(FACTORS)
-
-
-def case_of(row: dict[str, Any]) -> Case:
-    """The call of a row of the covering array."""
-    options: dict[str, Any] = {"causal": True} if "causal" in row["position"] else {}
-    if "window" in row["position"]:
-        options["window"] = (100, 0 if "causal" in row["position"] else 30)
-    keys = row["keys"] or QUERIES
-    used = {"used_q": tuple(n // 2 for n in QUERIES), "used_k": tuple(n - n // 3 for n in keys)} if row["used"] else {}
-    (nheads, nheads_k), (head_dim, head_dim_v) = row["heads"], row["dims"]
-    same = {name: row[name] for name in ("dtype", "layout", "spare", "poison", "sinks")}
-    return Case(
-        queries=QUERIES,
-        keys=row["keys"] or (),
-        nheads=nheads,
-        nheads_k=nheads_k,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        options=options,
-        **same,
-        **used,
-    )
 
 
 @pytest.fixture
