@@ -79,6 +79,28 @@ def compare() -> None:
                 assert lse.shape[:2] == (B, H)
 
 
+def compare_packed() -> None:
+    """Packed sequences by heads, on each of two ranks; sharded over their rows, they are gathered."""
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = [randn(10, heads, D, seed=n).requires_grad_() for n, heads in enumerate((H, HK, HK))]
+    ends = torch.tensor([0, 4, 10], dtype=torch.int32)
+    given: dict[str, Any] = {"max_seqlen_q": 6, "max_seqlen_k": 6, "causal": True}
+    with ops_on_cpu():
+        expected = flashgen.attention_varlen(*whole, ends, ends, **given)
+        grads = torch.autograd.grad(expected.square().sum(), whole)
+        lengths = _distributed(ends, mesh, Replicate())
+        for dim in (1, 0):
+            mine = [_distributed(x, mesh, Shard(dim)) for x in whole]
+            found = flashgen.attention_varlen(*mine, lengths, lengths, **given)
+            assert found.placements == ((Shard(1),) if dim else (Replicate(),)), found.placements
+            torch.testing.assert_close(found.full_tensor(), expected)
+            own = torch.autograd.grad(found.square().sum(), mine)
+            for one, other in zip(own, grads, strict=True):
+                torch.testing.assert_close(one.full_tensor(), other)
+
+
 def _distributed(tensor: Tensor, mesh: Any, placement: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor
 

@@ -17,7 +17,7 @@ from flashgen import reference
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.integrations.torch import register_sharding_rules
 from flashgen.integrations.torch.context_parallel import context_parallel_attention
-from tests.integrations.sharded import compare
+from tests.integrations.sharded import compare, compare_packed
 
 ROOT = Path(__file__).parents[2]
 CASES: list[dict[str, Any]] = [
@@ -49,6 +49,7 @@ def part(rank: int, folder: str) -> None:
         torch.testing.assert_close(own, tuple(x[:, :, rows] for x in grads), atol=1e-10, rtol=1e-10)
     flashgen.attention = kernels
     compare()
+    compare_packed()
     dist.destroy_process_group()
 
 

@@ -123,6 +123,15 @@ def test_what_torch_serves_is_said_with_its_reason() -> None:
     assert "Served by torch" in str(found)
 
 
+def test_modules_of_torch_are_layers_and_a_model_without_attention_is_told_so() -> None:
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
+    found = integrate(encoder, torch.randn(2, 7, 32), reference=True)
+    assert [(row.layers, row.record.calls) for row in found.rows] == [(("self_attn",), 1)]
+    assert found.proof.status == "equal"
+    assert "No call of attention" in str(integrate(nn.Linear(4, 4), torch.ones(1, 4), reference=True))
+
+
 def test_a_model_that_is_not_as_exact_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = reference.attention
     monkeypatch.setattr(reference, "attention", lambda *given, **named: exact(*given, **named) * 1.1)

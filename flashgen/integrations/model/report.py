@@ -206,6 +206,8 @@ class Integration:
 
     def _notes(self) -> list[str]:
         found = [f"Served by torch, {count} calls in all runs: {reason}." for reason, count in self.passed_on.items()]
+        if not self.rows and not found:
+            found.append("No call of attention was seen: the model has none, or reaches none by this way.")
         return found + ([f"Classes that compute on their own: {', '.join(self.own)}."] if self.own else [])
 
     def _proven(self) -> str:
