@@ -170,6 +170,14 @@ def tune(
             metavar="PERCENT",
         ),
     ] = None,
+    from_nothing: Annotated[
+        bool,
+        typer.Option(
+            "--from-nothing",
+            help="Try no default, no list and no other record first: what a search finds by itself. With a new "
+            "database (FLASHGEN_DB) it knows nothing of what ships.",
+        ),
+    ] = False,
     reverify: Annotated[
         bool,
         typer.Option(
@@ -240,6 +248,7 @@ def tune(
             lookahead=lookahead(jobs or max(1, usable_cpus() // Shard.parse(shard).count)),
             finals=Finals(window_s=finals_window, rounds=finals_rounds),
             families=searched,
+            from_nothing=from_nothing,
             reverify=(top or TOP) if reverify else None,
             until=None if until is None else parse_share(until),
         )

@@ -44,8 +44,8 @@ class Options:
             search for none; None searches.
         until: end a search when going on is expected to save less than this share of the best time
             (`tuning.expected`); None ends it by its budget alone.
-        from_nothing: try no default, list, neighbour or model's choice first: what the search finds by itself. An
-            incumbent is tried all the same, since what serves is not replaced unraced.
+        from_nothing: try no default, list, neighbour or model's choice first: what the search finds by itself. A
+            record of the own database is tried all the same, since no search replaces it unraced.
     """
 
     seed: int = 0

@@ -45,14 +45,21 @@ def current_record(context: Context, workload: Workload, *, predicted: bool = Fa
 
 
 def incumbent(context: Context, workload: Workload) -> TuningRecord | None:
-    """What is served for the workload today: the own database's measured record, else another layer's."""
+    """What is served for the workload today: the own database's measured record, else another layer's.
+
+    A search from nothing is told of its own database alone, so that in a new one it knows nothing.
+    """
     own = context.store.record(workload, context.device)
     known = [own] if own else []
-    known += [
-        record
-        for record in context.neighbours(workload.specialization.workload_class)
-        if record.workload == workload and context.device.may_use(record.device)
-    ]
+    known += (
+        []
+        if context.options.from_nothing
+        else [
+            record
+            for record in context.neighbours(workload.specialization.workload_class)
+            if record.workload == workload and context.device.may_use(record.device)
+        ]
+    )
     known.sort(key=lambda record: record.device.identity != context.device.identity)
     return next((record for record in known if record.provenance == "measured"), None)
 

@@ -79,8 +79,12 @@ def test_the_same_command_skips_what_is_done_and_retune_does_not(invoke: Invoke,
     assert again.exit_code == 0
     assert "skipped" in again.stdout
     assert len(executor.evaluated) == done
-    assert invoke("tune", "--shape", SHAPE, "--budget", "8", "--retune").exit_code == 0
+    assert invoke("tune", "--shape", SHAPE, "--budget", "8", "--retune", "--from-nothing").exit_code == 0
     assert len(executor.evaluated) > done
+    with Store.open(settings().db_layers[0], read_only=True) as store:
+        last = store.trials(Workload.parse(SHAPE), H200)[-8:]
+    assert last[0].source == "incumbent"
+    assert {trial.source for trial in last[1:]} <= {"random", "sampler", "local"}, "nobody else names a config"
 
 
 def test_json_is_one_object_a_line(invoke: Invoke, measure: Measure) -> None:

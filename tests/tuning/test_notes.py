@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flashgen.core.record import SOURCES, Failure
@@ -11,8 +13,10 @@ from flashgen.db.store import Store
 from flashgen.db.trials import search_logs
 from flashgen.measure.protocol import RaceJob, RaceResult
 from flashgen.tuning.budget import Budget
+from flashgen.tuning.context import Options
 from flashgen.tuning.finals import Finals
-from tests.tuning.fakes import H200, FakeExecutor
+from flashgen.tuning.tune import tune
+from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 from tests.tuning.runs import Killed, chosen, run
 
 TWO_RACES = Finals(rounds=3, last=2)
@@ -69,6 +73,27 @@ def test_from_nothing_nobody_names_a_config(store: Store) -> None:
     run(store, WIDE, families=FAMILY, budget=Budget(trials=20), from_nothing=True)
     (log,) = logs(store)
     assert {trial.source for trial in log.trials} <= {"random", "sampler", "local"}
+
+
+def test_from_nothing_records_of_other_layers_are_not_known(store: Store, tmp_path: Path) -> None:
+    run(store, WIDE, families=FAMILY, budget=Budget(trials=3))
+    known = store.records()
+    for from_nothing in (False, True):
+        executor = FakeExecutor()
+        with Store.open(tmp_path / f"{from_nothing}.sqlite3") as fresh:
+            tune(
+                [WIDE],
+                device=H200,
+                store=fresh,
+                compiler=FakeCompiler(failing=0.0, spilling=0.0),
+                executor=executor,
+                budget=Budget(trials=2),
+                options=Options(families=FAMILY, from_nothing=from_nothing, neighbours=0),
+                neighbours=lambda name: known,
+                clock=executor.clock,
+            )
+            named = {trial.source for trial in fresh.trials(WIDE, H200)}
+            assert (named == {"random"}) if from_nothing else ("default" in named)
 
 
 def test_what_failed_in_finals_of_another_run_is_not_resumed_as_good(store: Store) -> None:
