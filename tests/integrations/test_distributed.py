@@ -17,6 +17,7 @@ from flashgen import reference
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.integrations.torch import register_sharding_rules
 from flashgen.integrations.torch.context_parallel import context_parallel_attention
+from tests.integrations.ops_on_cpu import ops_on_cpu
 from tests.integrations.sharded import compare, compare_packed
 
 ROOT = Path(__file__).parents[2]
@@ -79,3 +80,27 @@ def test_a_torch_with_other_internals_has_no_sharding_rules(monkeypatch: pytest.
     monkeypatch.delattr(_op_schema, "RuntimeSchemaInfo")
     with pytest.raises(UnsupportedError, match=r"torch 2\.11 to 2\.13"):
         register_sharding_rules()
+
+
+def test_a_mesh_of_two_dimensions_shards_batch_and_heads() -> None:
+    """Four ranks that exchange nothing, of which this process is one: where a result lies follows from the rules."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        register_sharding_rules()
+
+        def called(heads_k: int, *placements: Any) -> Any:
+            rows = [torch.zeros(4, heads, 6, 8) for heads in (8, heads_k, heads_k)]
+            mine = [DTensor.from_local(x, mesh, [Replicate()] * 2).redistribute(mesh, placements) for x in rows]
+            with ops_on_cpu():
+                return flashgen.attention(*mine, causal=True).placements
+
+        assert called(2, Shard(0), Shard(1)) == (Shard(0), Shard(1))
+        assert called(4, Shard(1), Shard(1)) == (Shard(1), Shard(1))
+        assert called(2, Shard(1), Shard(1)) != (Shard(1), Shard(1))  # half a group for each
+    finally:
+        dist.destroy_process_group()
