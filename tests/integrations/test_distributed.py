@@ -94,13 +94,13 @@ def test_a_mesh_of_two_dimensions_shards_batch_and_heads() -> None:
         register_sharding_rules()
 
         def called(heads_k: int, *placements: Any) -> Any:
-            rows = [torch.zeros(4, heads, 6, 8) for heads in (8, heads_k, heads_k)]
+            rows = [torch.zeros(4, heads, 6, 8) for heads in (2 * heads_k, heads_k, heads_k)]
             mine = [DTensor.from_local(x, mesh, [Replicate()] * 2).redistribute(mesh, placements) for x in rows]
             with ops_on_cpu():
                 return flashgen.attention(*mine, causal=True).placements
 
         assert called(2, Shard(0), Shard(1)) == (Shard(0), Shard(1))
         assert called(4, Shard(1), Shard(1)) == (Shard(1), Shard(1))
-        assert called(2, Shard(1), Shard(1)) != (Shard(1), Shard(1))  # half a group for each
+        assert called(6, Shard(1), Shard(1)) != (Shard(1), Shard(1))  # two groups for two ranks, one for the others
     finally:
         dist.destroy_process_group()
