@@ -6,7 +6,7 @@ python -m benchmarks.replay_tables --matrix 16 --configs 50 [--limit-seconds 300
 
 What is measured goes to `FOLDER/replays.sqlite3` at once, in the order of the list; the same command goes on where it
 stopped, and ends with 3 as long as something is left. Then the best of each workload race, and each workload has a file
-`FOLDER/<key>.jsonl.gz` for `tuning_db/<device>/replays/`. Kernels are compiled, verified and timed as a search does it.
+`FOLDER/<key>.jsonl.gz` for `tuning_db/<device>/replays/`, one of a matrix `<key>-matrix.jsonl.gz`. Kernels are compiled, verified and timed as a search does it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
-from benchmarks.replay_plan import Plan, of_winners, searched, spread
+from benchmarks.replay_plan import MATRIX, Plan, of_winners, searched, spread
 from flashgen.codegen.families import family
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -145,7 +145,8 @@ class Tables:
         found = []
         for log in search_logs(self.store, list(workloads), [device]):
             if log.search is not None and log.trials:
-                found.append(folder / f"{log.search.workload.key}{SUFFIX}")
+                kind = f"-{MATRIX}" if dict(log.search.settings).get("kind") == MATRIX else ""
+                found.append(folder / f"{log.search.workload.key}{kind}{SUFFIX}")
                 write_log(log, found[-1])
         return found
 
@@ -228,7 +229,7 @@ class Tables:
 
 def run_of(plan: Plan) -> str:
     """The run of a plan in the database: what is asked for twice goes on, whatever the number of configs."""
-    return f"replay-{'matrix' if plan.kind == 'matrix' else 'table'}"
+    return f"replay-{MATRIX if plan.kind == MATRIX else 'table'}"
 
 
 def _parser() -> argparse.ArgumentParser:

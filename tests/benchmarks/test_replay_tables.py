@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import replay_tables
+from benchmarks.exit_codes import STOPPED
 from benchmarks.replay_plan import EVERY, MATRIX, SAMPLE, of_winners, searched, spread
 from benchmarks.replay_tables import Tables
 from flashgen.core.errors import DatabaseError
@@ -109,6 +111,20 @@ def test_the_command_takes_the_families_of_each_pass(capsys: pytest.CaptureFixtu
     backward, forward = replay_tables.planned(options, H200, [])
     assert (backward.families, len(backward.starts)) == (("hopper_backward_split",), 9)
     assert (forward.families, len(forward.starts)) == (("hopper_forward",), 9)
+
+
+def test_the_command_measures_a_table_and_a_matrix_of_one_workload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(replay_tables, "make_executor", lambda index: FakeExecutor())
+    monkeypatch.setattr(replay_tables, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+    common = ["--out", str(tmp_path), "--workload", FORWARD.key]
+    assert replay_tables.main([*common, "--families", "hopper_forward", "--configs", "8"]) == 0
+    assert replay_tables.main([*common, "--families", "hopper_forward", "--limit-seconds", "0"]) == STOPPED
+    assert "8 of 36 configs, stopped" in capsys.readouterr().out
+    assert replay_tables.main([*common, "--matrix", "1", "--configs", "5"]) == 0
+    kinds = {path.name: dict(read_log(path).search.settings)["kind"] for path in tmp_path.glob("*.gz")}  # type: ignore[union-attr]
+    assert kinds == {f"{FORWARD.key}.jsonl.gz": EVERY, f"{FORWARD.key}-matrix.jsonl.gz": MATRIX}
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
