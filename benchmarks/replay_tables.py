@@ -6,7 +6,8 @@ python -m benchmarks.replay_tables --matrix 16 --configs 50 [--limit-seconds 300
 
 What is measured goes to `FOLDER/replays.sqlite3` at once, in the order of the list; the same command goes on where it
 stopped, and ends with 3 as long as something is left. Then the best of each workload race, and each workload has a file
-`FOLDER/<key>.jsonl.gz` for `tuning_db/<device>/replays/`, one of a matrix `<key>-matrix.jsonl.gz`. Kernels are compiled, verified and timed as a search does it.
+`FOLDER/<key>.jsonl.gz` for `tuning_db/<device>/replays/`, of a matrix `<key>-matrix.jsonl.gz`. Kernels are compiled,
+verified and timed as a search does it.
 """
 
 from __future__ import annotations
