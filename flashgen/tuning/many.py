@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from flashgen.core.device import Device
 from flashgen.core.errors import MeasureError
+from flashgen.core.record import Limits
 from flashgen.core.workload import Workload
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import AnyStore, Context, Neighbours, Options, lookahead
@@ -263,6 +264,7 @@ class _Run:
             clock=self._clock,
             run=self._id,
             host=station.hostname,
+            limits=Limits() if station.executor is None else Limits.of(station.executor.describe().state),
         )
 
 
