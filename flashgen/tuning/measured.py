@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from flashgen.codegen.families import family, invalid
@@ -18,8 +18,7 @@ from flashgen.core.history import RunnerUp
 from flashgen.core.record import Baseline, Failure, Limits, Measurement, TuningRecord, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.writing import Incoming
-from flashgen.measure.protocol import EvaluateJob, Executor, Outcome, RaceJob, specialization
-from flashgen.measure.scores import compared
+from flashgen.measure.protocol import EvaluateJob, Executor, RaceJob, specialization
 from flashgen.measure.sequential import Rule
 from flashgen.tuning.candidates import Candidates, related
 from flashgen.tuning.compile_pool import rejected
@@ -28,10 +27,10 @@ from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinishe
 from flashgen.tuning.expected import Outlook
 from flashgen.tuning.finals import KINDS_OF_DATA, choose, confidence, near_best, runners_up, with_guards
 from flashgen.tuning.history import incumbent, unfinished_trials
-from flashgen.tuning.levels import UNSETTLED, Levels
 from flashgen.tuning.notes import Evaluated, SearchNotes, not_measured
 from flashgen.tuning.search import Proposal, Search
 from flashgen.tuning.starts import starting_points
+from flashgen.tuning.tally import Tally
 
 DROP_FACTOR = 2.0
 """A probe slower than so many times the best ends an evaluation: it will not be in the finals."""
@@ -65,11 +64,7 @@ class MeasuredSearch:
         self._ready: float | None = None  # when the first candidate had been measured
         self._candidates = Candidates.of(workload, context.device, context.options.families)
         self._incumbent = incumbent(context, workload)
-        self._measured: dict[Config, Measurement] = {}  # with times that compare
-        self._levels = Levels()
-        self._unsettled: deque[tuple[Config, Measurement, tuple[int, int]]] = deque(maxlen=UNSETTLED)
-        self._failures: Counter[str] = Counter()
-        self._reasons: dict[str, str] = {}
+        self._tally = Tally(has_profiles=bool(workload.has_profiles))
         self._resumed = [
             trial
             for trial in unfinished_trials(context, workload)
@@ -106,7 +101,7 @@ class MeasuredSearch:
         before_finals()
         decided = self._decide()
         if decided is None:
-            return self._finished("failed", None, self._why_failed())
+            return self._finished("failed", None, self._tally.why_failed())
         record, rivals = decided
         context.store.put_record(record, context.origin(rivals), Incoming(source=f"run {context.run}"))
         kept = self._incumbent is not None and record.config == self._incumbent.config
@@ -131,16 +126,16 @@ class MeasuredSearch:
             incumbent=served.config if served else None,
         )
         for trial in self._resumed:
-            self._count(trial.config, trial.outcome)
-            self._outlook.add(trial.source, self._levelled(trial.config, trial.outcome))
-        self._levels.resume()
+            self._tally.count(trial.config, trial.outcome)
+            self._outlook.add(trial.source, self._tally.levelled(trial.config, trial.outcome))
+        self._tally.resume()
         return Search(
             self._candidates.spaces,
             first=first,
             seed=options.seed,
             name=self._spec.key,
             trials=[
-                dataclasses.replace(trial, outcome=self._levelled(trial.config, trial.outcome))
+                dataclasses.replace(trial, outcome=self._tally.levelled(trial.config, trial.outcome))
                 for trial in self._resumed
             ],
         )
@@ -164,8 +159,8 @@ class MeasuredSearch:
             found = self._evaluate(proposal.config)
             if self._ready is None:
                 self._ready = context.clock()
-            self._count(proposal.config, found.outcome)
-            told = self._levelled(proposal.config, found.outcome)
+            self._tally.count(proposal.config, found.outcome)
+            told = self._tally.levelled(proposal.config, found.outcome)
             self._search.tell(proposal.config, told)
             self._outlook.add(proposal.source, told)
             self._keep(proposal, found)
@@ -180,11 +175,11 @@ class MeasuredSearch:
         return until is not None and gain is not None and gain < until
 
     def _expected_gain(self) -> float | None:
-        budget, best, spent_s = self._context.budget, self._best(), self._spent_s()
+        budget, spent_s = self._context.budget, self._spent_s()
         return self._outlook.gain(
-            self._times()[best].median_ms if best else None,
+            self._tally.best_ms,
             candidates=self._search.remaining,
-            trials=math.inf if budget.trials is None else budget.trials - self._tried,
+            trials=math.inf if budget.trials is None else budget.trials - self._tally.tried,
             seconds=math.inf if budget.seconds is None else budget.seconds - spent_s,
             spent_s=spent_s,
         )
@@ -197,9 +192,9 @@ class MeasuredSearch:
         if seconds is None:
             return False
         spent = self._spent_s()
-        if self._measured:
+        if self._tally.measured:
             return spent >= seconds
-        return bool(self._failures) and spent >= GRACE * seconds
+        return bool(self._tally.failures) and spent >= GRACE * seconds
 
     def _spent_s(self) -> float:
         """Seconds of the budget; the first candidate, which waits for inputs and a compiler, is free."""
@@ -210,7 +205,7 @@ class MeasuredSearch:
         reason = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
         if isinstance(compiled, Failure) or reason is not None:
             return not_measured(compiled, reason)
-        least_ms = min((each.median_ms for each in self._measured.values()), default=None)
+        least_ms = min((each.median_ms for each in self._tally.measured.values()), default=None)
         job = EvaluateJob(
             workload=self._workload,
             config=config,
@@ -222,46 +217,18 @@ class MeasuredSearch:
         outcome = self._executor.evaluate(job)
         return Evaluated(outcome=outcome, compiled=compiled, evaluate_s=self._context.clock() - began)
 
-    def _count(self, config: Config, outcome: Outcome) -> None:
-        if isinstance(outcome, Failure):
-            self._failures[outcome.stage] += 1
-            self._reasons.setdefault(outcome.stage, outcome.reason)
-            return
-        self._measured[config] = outcome
-        if outcome.reference_ms is not None:
-            self._unsettled.append((config, outcome, self._levels.add(outcome.reference_ms)))
-        for each, measurement, place in self._unsettled:
-            factor = self._levels.factor(place)
-            self._measured[each] = measurement.times(factor)
-
-    def _levelled(self, config: Config, outcome: Outcome) -> Outcome:
-        """An outcome that was counted as the search is told it, with a time that compares."""
-        return outcome if isinstance(outcome, Failure) else self._times()[config]
-
     def _keep(self, proposal: Proposal, found: Evaluated) -> None:
-        trial = self._notes.trial(proposal.config, proposal.source, found, self._tried)
-        best = self._best()
+        trial = self._notes.trial(proposal.config, proposal.source, found, self._tally.tried)
+        best = self._tally.best()
         self._context.emit(
             TrialFinished(
                 trial=trial,
-                number=self._tried,
-                best_ms=self._measured[best].median_ms if best else None,
+                number=self._tally.tried,
+                best_ms=self._tally.measured[best].median_ms if best else None,
                 best_config=best,
                 expected_gain=self._expected_gain(),
             )
         )
-
-    @property
-    def _tried(self) -> int:
-        return len(self._measured) + sum(self._failures.values())
-
-    def _times(self) -> dict[Config, Measurement]:
-        """What was measured with one time for each round."""
-        return compared(self._measured) if self._workload.has_profiles else self._measured
-
-    def _best(self) -> Config | None:
-        times = self._times()
-        return min(times, key=lambda config: times[config].median_ms, default=None)
 
     @property
     def _kinds(self) -> int:
@@ -307,18 +274,12 @@ class MeasuredSearch:
 
     def _near_best(self) -> tuple[Config, ...]:
         finals = self._context.options.finals
-        return near_best(self._measured, share=finals.near_share, most=finals.near_most)
+        return near_best(self._tally.measured, share=finals.near_share, most=finals.near_most)
 
     def _guards(self) -> tuple[Config, ...]:
         """The default and the incumbent, unless the search found them so far behind that no noise can explain it."""
         usual = (self._candidates.default, *([self._incumbent.config] if self._incumbent else []))
-        limit = 1 + self._context.options.finals.guard_share
-        best = self._best()
-        if best is None:
-            return ()
-        times = self._times()
-        limit_ms = limit * times[best].median_ms
-        return tuple(c for c in usual if c in times and times[c].median_ms <= limit_ms)
+        return self._tally.within(usual, self._context.options.finals.guard_share)
 
     def _last_limit_s(self) -> float:
         """Seconds of the last race: what is left of a budget in seconds; two rounds are run whatever they take."""
@@ -339,15 +300,14 @@ class MeasuredSearch:
         for config, outcome in zip(job.configs, answer.outcomes, strict=True):
             if isinstance(outcome, Failure):
                 # what fails under long load must not be served, nor be tried again by a resumed search
-                del self._measured[config]
-                self._count(config, outcome)
-                self._notes.trial(config, "finals", Evaluated(outcome=outcome), self._tried)
+                self._tally.count(config, outcome)
+                self._notes.trial(config, "finals", Evaluated(outcome=outcome), self._tally.tried)
             else:
                 results[config] = outcome
         return results, answer.baselines
 
     def _record(self, winner: Config, measurement: Measurement, baselines: tuple[Baseline, ...]) -> TuningRecord:
-        errors = self._measured[winner]
+        errors = self._tally.measured[winner]
         return TuningRecord(
             workload=self._workload,
             device=self._context.device,
@@ -365,19 +325,13 @@ class MeasuredSearch:
             created=timestamp(),
         )
 
-    def _why_failed(self) -> str:
-        if not self._failures:
-            return "no candidate was tried within the budget"
-        counted = ", ".join(f"{count} x {stage} ({self._reasons[stage]})" for stage, count in self._failures.items())
-        return f"no candidate is valid: {counted}"
-
     def _finished(self, status: str, record: TuningRecord | None, reason: str) -> WorkloadFinished:
         return WorkloadFinished(
             workload=self._workload,
             status=status,
             record=record,
-            trials=self._tried,
-            failures=tuple(sorted(self._failures.items())),
+            trials=self._tally.tried,
+            failures=tuple(sorted(self._tally.failures.items())),
             reason=reason,
             seconds=self._context.clock() - self._started,
         )
