@@ -30,9 +30,9 @@ from flashgen.measure.sequential import Times, beats, gains, odds_faster
 
 C = TypeVar("C")
 
-LIKELY = 3.0
-"""Odds at which a config counts as faster than another one where none of them is in use: nothing is lost by an error,
-and the better guess is as good as any."""
+LIKELY = 1.0
+"""Odds at which a config counts as faster than another one where none of them is in use: nothing is lost by an error
+(one of fifteen pairs of equals in three rounds), and the better guess is as good as any."""
 
 KINDS_OF_DATA = 2
 """Windows of a config in each round: on normal data and on hard data."""
