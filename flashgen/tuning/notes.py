@@ -107,4 +107,5 @@ def not_measured(compiled: Compiled | Failure, why: Failure | None) -> Evaluated
 
 def _settings(options: Options) -> tuple[tuple[str, int | str | bool], ...]:
     chosen = tuple((name, getattr(options, name)) for name in AS_SETTINGS)
-    return (*chosen, ("families", " ".join(options.families)))
+    until = "" if options.until is None else f"{options.until:g}"
+    return (*chosen, ("families", " ".join(options.families)), ("until", until))
