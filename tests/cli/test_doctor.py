@@ -18,6 +18,7 @@ from flashgen.cli import doctor
 from flashgen.core.device import find_device
 from flashgen.core.settings import VARIABLES, settings
 from flashgen.db.store import Store
+from flashgen.launch import nvml
 from flashgen.measure import gpu
 from tests.cli.conftest import ROOT, Invoke
 from tests.db.samples import MEASURED
@@ -301,7 +302,7 @@ def test_the_gpus_of_the_driver_are_named_and_a_driver_that_refuses_has_none(mon
         def nvmlDeviceGetName(self, handle: int) -> object:
             return self.names[handle]
 
-    monkeypatch.setattr(gpu, "_nvml", lambda: Nvml([b"NVIDIA H200", "NVIDIA A100"]))
+    monkeypatch.setattr(nvml, "nvml", lambda: Nvml([b"NVIDIA H200", "NVIDIA A100"]))
     assert gpu.gpus_of_driver() == ["NVIDIA H200", "NVIDIA A100"]
-    monkeypatch.setattr(gpu, "_nvml", lambda: Nvml([]))
+    monkeypatch.setattr(nvml, "nvml", lambda: Nvml([]))
     assert gpu.gpus_of_driver() == []
