@@ -209,9 +209,9 @@ class Tables:
 
     def _race(self, plan: Plan, measured: dict[Config, Measurement], notes: SearchNotes, until: float) -> bool:
         device = self.executor.describe().device
-        raced = [each for each in self.store.finalists(plan.workload, device) if each.run == run_of(plan)]
+        raced = {each.config for each in self.store.finalists(plan.workload, device) if each.run == run_of(plan)}
         near = near_best(measured, share=RACE_SHARE, most=self.race)
-        if raced or not near:
+        if raced.issuperset(near):  # else those of a longer list race, in place of the race of a shorter one
             return True
         if self.clock() + RACE_CONFIG_S * len(near) > until:
             self.say(f"{plan.workload.key}: no time is left for its race")

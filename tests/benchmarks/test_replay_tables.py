@@ -16,7 +16,7 @@ from benchmarks.exit_codes import STOPPED
 from benchmarks.replay_plan import EVERY, MATRIX, SAMPLE, of_winners, searched, spread
 from benchmarks.replay_tables import Tables
 from flashgen.core.errors import DatabaseError
-from flashgen.core.record import Failure
+from flashgen.core.record import Failure, Measurement
 from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
 from flashgen.db.log_files import MAX_BYTES, read_log, write_log
@@ -119,9 +119,13 @@ def test_the_command_measures_a_table_and_a_matrix_of_one_workload(
     monkeypatch.setattr(replay_tables, "make_executor", lambda index: FakeExecutor())
     monkeypatch.setattr(replay_tables, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
     common = ["--out", str(tmp_path), "--workload", FORWARD.key]
-    assert replay_tables.main([*common, "--families", "hopper_forward", "--configs", "8"]) == 0
+    for configs in ("8", "20"):
+        assert replay_tables.main([*common, "--families", "hopper_forward", "--configs", configs]) == 0
+    log = read_log(tmp_path / f"{FORWARD.key}.jsonl.gz")
+    times = {trial.config: trial.outcome.median_ms for trial in log.trials if isinstance(trial.outcome, Measurement)}
+    assert min(times, key=lambda config: times[config]) in {each.config for each in log.finalists}, "of both lists"
     assert replay_tables.main([*common, "--families", "hopper_forward", "--limit-seconds", "0"]) == STOPPED
-    assert "8 of 36 configs, stopped" in capsys.readouterr().out
+    assert "20 of 36 configs, stopped" in capsys.readouterr().out
     assert replay_tables.main([*common, "--matrix", "1", "--configs", "5"]) == 0
     kinds = {path.name: dict(read_log(path).search.settings)["kind"] for path in tmp_path.glob("*.gz")}  # type: ignore[union-attr]
     assert kinds == {f"{FORWARD.key}.jsonl.gz": EVERY, f"{FORWARD.key}-matrix.jsonl.gz": MATRIX}
