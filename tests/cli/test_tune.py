@@ -211,6 +211,10 @@ def test_a_shard_without_workloads_has_nothing_to_do(invoke: Invoke, measure: Me
         (("--shape", SHAPE, "--direction", "sideways"), "a direction is one of forward, backward, both"),
         (("--shape", SHAPE, "--direction", "backwards"), "did you mean backward?"),
         (("--shape", SHAPE, "--family", "abacus"), "a kernel family is one of"),
+        (("--shape", SHAPE, "--until", "soon"), "a share is like 1%"),
+        (("--shape", SHAPE, "--top", "3"), "without --reverify a search decides"),
+        (("--reverify", "--dry-run"), "--reverify searches for nothing"),
+        (("--reverify", "--target", "h100"), "no target"),
         (("--shape", SHAPE, "--deterministic"), "only a backward pass is asked for the same bits"),
     ],
 )

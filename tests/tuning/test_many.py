@@ -149,6 +149,23 @@ def test_a_run_without_any_machine_left_says_what_is_not_tuned_and_goes_on_later
     assert len(again.evaluated) == TRIALS * len(EVERY) - 4
 
 
+def test_a_limit_for_all_workloads_ends_a_run_which_the_same_call_goes_on_with(store: Store) -> None:
+    now = iter(range(0, 10**9, 5))
+    (finished,) = tune_on_stations(
+        EVERY,
+        stations=[FakeStation(name="node:0")],
+        stores={H200.identity: store},
+        budget=Budget(trials=TRIALS),
+        options=Options(finals=FINALS, families=("portable_forward",), seed_configs=1),
+        clock=lambda: float(next(now)),
+        limit_s=100.0,
+    )
+    assert finished.interrupted
+    assert len(finished.outcomes) < len(EVERY)
+    run(FakeStation(name="node:0"), store=store)
+    assert all(store.record(workload, H200) for workload in EVERY)
+
+
 def test_a_mixed_cluster_tunes_everything_for_each_kind(store: Store, tmp_path: Path) -> None:
     with Store.open(tmp_path / "h100.sqlite3") as other:
         stations = [FakeStation(name="a:0"), FakeStation(name="a:1", device=H100), FakeStation(name="b:0")]
