@@ -21,15 +21,21 @@ from tests.db.samples import CAUSAL, FAILED, FINALISTS, H100, H200, KNOWN_TRIAL,
 DATA = Path(__file__).parent / "data"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = tmp_path / "tuning.sqlite3"
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with one search, written once."""
+    path = tmp_path_factory.mktemp("stored") / "tuning.sqlite3"
     with Store.open(path) as store:
         store.put_search(SEARCH)
         store.put_trial(replace(FAILED, run=SEARCH.run, number=1))
         store.put_trial(KNOWN_TRIAL)
         store.put_finalists(FINALISTS)
     return path
+
+
+@pytest.fixture
+def path(stored: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copyfile(stored, tmp_path / "tuning.sqlite3"))
 
 
 def tamper(path: Path, statement: str, *values: object) -> None:
