@@ -59,7 +59,7 @@ ONLY_ASKED_FOR = ("flashgen.flash_attn", "flashgen.integrations", "flashgen.refe
 IMPORT_LIMIT_MS = 50
 
 USUAL_LOOP_MS = 12.0
-"""200000 steps of a loop, where the import takes 36 ms: a machine that is slower at the moment has so much more time."""
+"""200000 steps of a loop, where the import takes 36 ms: a machine that is slower just now has so much more time."""
 
 IMPORT_PROBE = """
 import json, sys, time
