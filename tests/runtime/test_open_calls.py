@@ -72,11 +72,11 @@ def test_the_neighbours_of_every_shipped_record_are_served_as_the_ladder_serves_
 
 
 def classes(records: Records) -> dict[Specialization, list[Workload]]:
-    """Every shipped workload without a window, by its specialization."""
+    """Every shipped workload without a window, by its specialization; those with profiles have ladders of their own."""
     found: dict[Specialization, list[Workload]] = {}
     for record, _ in records._layers.records(arch=H200.arch):
         workload = record.workload
-        if not workload.specialization.window:
+        if not (workload.specialization.window or workload.has_profiles):
             found.setdefault(workload.specialization, []).append(workload)
     return found
 

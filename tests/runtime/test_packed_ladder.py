@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from flashgen.core.config import Config
 from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization, Workload
+from flashgen.db.layers import Layers
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
+from flashgen.runtime.lookup.records import Records
 from tests.db.samples import H100, H200, MEASURED
 from tests.fakes.gpu import FakeGpu, OnGpu
 from tests.runtime.ladders import Ladder
@@ -52,6 +55,15 @@ def test_all_sizes_of_a_class_have_one_config(ladder: Ladder) -> None:
     for changes in ({"batch": 17}, {"total_q": 32769}, {"seqlen_q": 4096}, {"seqlen_k": 8193}):
         served = served_packed(SPEC, SIZES._replace(**changes), H200, records)
         assert (served.rung, served.config) == (5, tuned().config)
+
+
+def test_every_shipped_record_of_a_profile_serves_its_workload(tmp_path: Path) -> None:
+    records = Records(Layers.open([tmp_path / "none.sqlite3"]))
+    shipped = [record for record, _ in records._layers.records(arch=H200.arch) if record.workload.has_profiles]
+    assert {record.workload.direction for record in shipped} == {"forward", "backward", "decode"}
+    for record in shipped:
+        served = explain(record.workload, record.workload.specialization, H200, records).served
+        assert (served.rung, served.config) == (4, record.config), record.workload.key
 
 
 def test_bounds_beyond_all_rows_are_of_the_class_of_the_rows() -> None:
