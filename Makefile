@@ -24,6 +24,10 @@ BIN := $(VENV)/bin
 TRITONS := 3.6 3.9
 OLDEST := $(firstword $(TRITONS))
 
+# Where the environment forbids bytecode, each process of the tests and each compile process would translate Triton,
+# flashgen and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PRECIOUS: .venvs/triton-%/.stamp
 .PHONY: venv tune test docs site release databases lint format pytest interpreter crosscompile gpu-test fuzz sanitize clean
 
@@ -76,7 +80,7 @@ interpreter: venv
 
 crosscompile: $(TRITONS:%=crosscompile-%)
 
-# All kernels with the oldest Triton alone: scripts/crosscompile.py says what the newest has fewer of, and why.
+# All kernels with the oldest Triton alone: scripts/crosscompile_jobs.py says what the newest has fewer of, and why.
 crosscompile-%: .venvs/triton-%/.stamp
 	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py $(if $(filter-out $*,$(OLDEST)),--few)
 

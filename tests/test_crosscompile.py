@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES
+from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, invalid, validate
+from flashgen.codegen.family import KernelFamily
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
-from scripts import crosscompile
-from scripts.crosscompile import Job
+from scripts import crosscompile, crosscompile_jobs
+from scripts.crosscompile_jobs import Job
 
 GFX1200 = find_device("gfx1200")
 
@@ -23,9 +24,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, job: Job, spills: int) -> tuple[boo
 
 
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.id)
-def test_a_default_above_the_limit_of_its_family_fails(
-    row: crosscompile.KernelFamily, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_default_above_the_limit_of_its_family_fails(row: KernelFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = Specialization.parse(f"{'bwd' if row.direction == 'backward' else 'fwd'}-bf16-d64")
     config = row.default(spec, find_device("h200"))
     job = Job(spec=spec, config=config, device=GFX1200, may_spill=False)
@@ -51,7 +50,7 @@ def test_what_defaults_may_spill_is_what_the_script_says() -> None:
 @pytest.mark.parametrize("few", [False, True])
 def test_plain_defaults_are_limited_under_the_oldest_and_the_newest_triton(few: bool) -> None:
     rows = list(FAMILIES)
-    jobs = crosscompile.few_jobs(rows) if few else crosscompile.jobs(rows, list(crosscompile.TARGETS))
+    jobs = crosscompile_jobs.few_jobs(rows) if few else crosscompile_jobs.jobs(rows, list(crosscompile_jobs.TARGETS))
     limited = {(job.config.family, job.device.arch) for job in jobs if not job.may_spill}
     assert {name for name, _ in limited} == {row.id for row in FAMILIES}
     fp32 = [job for job in jobs if job.spec.dtype == "fp32" and not job.may_spill]
@@ -59,7 +58,7 @@ def test_plain_defaults_are_limited_under_the_oldest_and_the_newest_triton(few: 
 
 
 def test_programs_that_do_not_fit_beside_each_other_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,) = crosscompile.with_steps(DECODE_FAMILIES, find_device("h200"))
+    (job,) = crosscompile_jobs.with_steps(DECODE_FAMILIES, find_device("h200"))
     wanted = job.config.integer("per_sm")
     assert wanted > 1
     for fits in (wanted, wanted - 1):
@@ -69,3 +68,12 @@ def test_programs_that_do_not_fit_beside_each_other_fail(monkeypatch: pytest.Mon
         passed, remark = crosscompile.compile_one(job)
         assert passed is (fits == wanted)
         assert passed or "programs instead of" in remark
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_every_job_has_a_config_that_its_family_declares(few: bool) -> None:
+    rows = [*FAMILIES, *DECODE_FAMILIES]
+    jobs = crosscompile_jobs.few_jobs(rows) if few else crosscompile_jobs.jobs(rows, list(crosscompile_jobs.TARGETS))
+    for job in jobs:
+        validate(job.config)
+        assert invalid(job.config, job.spec, job.device) is None, f"{job.spec.key} on {job.device.arch}"

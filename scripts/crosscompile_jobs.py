@@ -1,0 +1,318 @@
+"""Which kernels `scripts/crosscompile.py` compiles.
+
+All targets are for the oldest Triton; the newest has `--few`. What a Triton no longer accepts is in the text of a
+kernel far more often than in what a target makes of it: so the newest compiles every family with every feature once,
+those for sm90 alone there and the others for sm90, an older target and one of AMD in turn, where the oldest has each
+feature for one of all targets. Helper kernels are compiled for sm80 and sm90.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flashgen.codegen.append_kv import AppendSpec, append_kernel
+from flashgen.codegen.families import decode_config, family, fitted, invalid, unsupported
+from flashgen.codegen.family import KernelFamily, Sizes
+from flashgen.codegen.helper import HelperKernel
+from flashgen.codegen.merge_states import MergeSpec, merge_kernel
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device, find_device
+from flashgen.core.score_mods import ScoreMods, UserFunction
+from flashgen.core.workload import Specialization
+
+TARGETS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx1200")
+FEW_TARGETS = ("sm80", "sm100", "gfx942", "sm90")
+"""The targets of `--few`: one of each kind, and sm100 for its matrix products alone: a target with every feature of it
+would take as long as two others."""
+
+Shape = tuple[str, int, bool]
+"""dtype, head_dim, causal."""
+
+Rows = Sequence[KernelFamily]
+
+WGMMA_SHAPES: tuple[Shape, ...] = (
+    *(("bf16", head_dim, causal) for head_dim in (64, 128) for causal in (False, True)),
+    *(("fp16", 256, causal) for causal in (False, True)),  # which differs from bf16 in conversions alone
+)
+"""Of a forward pass where wgmma is, for which there are families of its own."""
+
+SHAPES: tuple[Shape, ...] = (("bf16", 64, False), ("bf16", 128, True), ("fp16", 256, True))
+"""Each head_dim once, with and without a mask, in both dtypes: for sm90, and in turn for the other targets.
+
+tests/codegen compiles every shape for every target with the Triton that the tests run with, so that every two of a
+shape, a target and a Triton meet. A forward pass has the second one, with both kinds of loads and a decoding step, and
+one more for each other target, under `--few` one alone. A backward pass is several kernels: each other target has one
+of the two families for all targets, for one shape, and sm90 under `--few` one shape of every family.
+"""
+
+VARIED = ("bf16", 128)
+"""The dtype and the head_dim of which other loads and packed heads are compiled, too."""
+
+FEATURES = (
+    "fwd-bf16-d64-causal-sink-window",
+    "fwd-bf16-d256-causal-softcap-window",
+    "fwd-bf16-d128-alibi",
+    "fwd-fp16-d64-bias",
+    "fwd-bf16-d128-causal-keybias-scattered",
+    "fwd-bf16-d128-mask",
+    "fwd-fp32-d64-keymask",
+    "fwd-tf32-d128-causal",
+    "fwd-bf16-d80",
+    "fwd-bf16-d192-dv128-causal",
+    "fwd-fp16-d512-causal",
+    "fwd-fp32-d64-softcap-offset-unaligned-dropout",
+    "bwd-bf16-d80-causal-softcap-window-keymask",
+    "bwd-fp16-d128-alibi-bias-dbias",
+    "bwd-tf32-d64-keybias-mask-dbias-scattered-offset-dropout",
+    "fwd-bf16-d128-causal-varlen",
+    "bwd-bf16-d64-causal-window-varlen",
+    "dec-bf16-d128-page16-softcap-alibi-sink",
+    "dec-bf16-d128-page16-alibi-offset",
+    "fwd-bf16-d128-causal-window-page16-varlen",
+)
+"""Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
+
+Each is compiled for one of the targets, in turn, under the oldest Triton; under `--few` by the families for wgmma for
+sm90, and by the others for one of FEW_FEATURE_TARGETS, in turn. tests/codegen has features for sm90 in between.
+"""
+
+ONE_WARPGROUP: dict[str, KnobValue] = {
+    "warpgroups": 1,
+    "blocks_per_sm": 2,
+    "block_n": 64,
+    "ping_pong": False,
+    "exp_order": "free",
+    "q_stages": 1,
+    "hidden_blocks": "computed",
+}
+"""Knobs of families for wgmma that compile in a third of the time: every warpgroup has code of its own."""
+
+SMALL_TILES = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
+SMALL_TILES |= {f"dq_{name}": most for name, most in SMALL_TILES.items()}
+"""The most of these knobs with which the other families compile in half the time.
+
+`--few` has features with both: a text is accepted or not, whatever the sizes of its tiles. SHAPES have the defaults.
+"""
+
+FEW_FEATURE_TARGETS = ("sm80", "sm90", "gfx942")
+
+FULLEST = ("gfx1200", "fwd-fp32-d128-causal")
+"""A target and a specialization whose default leaves nearly no register unused, and so is the first to spill."""
+
+FUNCTIONS = ScoreMods(
+    score_mod=UserFunction(
+        name="score_mod", source="def score_mod(score, b, h, q, k, doc):\n    return score - tl.abs(q - k) * 0.1\n"
+    ),
+    mask_mod=UserFunction(
+        name="mask_mod", source="def mask_mod(b, h, q, k, doc):\n    return tl.load(doc + q) == tl.load(doc + k)\n"
+    ),
+    aux=("i32",),
+    block_mask=True,
+)
+
+
+HELPERS = (
+    append_kernel(
+        AppendSpec(
+            dtype="bf16",
+            head_dim=128,
+            head_dim_v=128,
+            place="pages",
+            rotary="halves",
+            rotary_dim=128,
+            table_dtype="bf16",
+        )
+    ),
+    append_kernel(
+        AppendSpec(
+            dtype="fp16",
+            head_dim=80,
+            head_dim_v=80,
+            place="slots",
+            rotary="interleaved",
+            rotary_dim=32,
+            table_dtype="fp32",
+        )
+    ),
+    merge_kernel(MergeSpec(dtype="bf16", out_dtype="bf16", head_dim=128)),
+    merge_kernel(MergeSpec(dtype="fp32", out_dtype="bf16", head_dim=64, separate=2)),
+)
+HELPER_TARGETS = ("sm80", "sm90")
+
+
+FUNCTION_TARGETS = ("sm86", "sm90", "sm100", "gfx1200")
+"""Of the oldest Triton; tests/codegen compiles functions for the others."""
+
+DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
+STEPS = (("dec-bf16-d128-page16", 64),)
+"""What families of decoding read, and how many sequences: programs of these are near the registers of an SM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One kernel for one device."""
+
+    spec: Specialization
+    config: Config
+    device: Device
+    may_spill: bool  # a default config may not: it serves where nothing was tuned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperJob:
+    """One helper kernel for one device; none may spill."""
+
+    helper: HelperKernel
+    device: Device
+
+
+def jobs(rows: Rows, targets: list[str]) -> list[Job]:
+    """Defaults for each target, with and without a mask; functions and features for some targets."""
+    found = []
+    for number, device in enumerate(map(find_device, targets)):
+        forward = WGMMA_SHAPES if device.has_wgmma else (SHAPES[1], SHAPES[number % 2 * 2])
+        found += with_shapes(rows, device, number, forward, shapes_in_turn(device, number))
+        found += with_functions(rows, device) if device.arch in FUNCTION_TARGETS else []
+        found += with_steps(rows, device) if device.has_wgmma else []
+    found += fullest(rows) if FULLEST[0] in targets else []
+    return found + with_features(rows, [find_device(target) for target in targets])
+
+
+def few_jobs(rows: Rows) -> list[Job]:
+    """A shape or more for each of FEW_TARGETS; functions for all of FEW_FEATURE_TARGETS, features for one."""
+    found = []
+    for number, device in enumerate(map(find_device, FEW_TARGETS)):
+        backward = SHAPES[1:2] if device.has_wgmma else shapes_in_turn(device, number)
+        found += with_shapes(rows, device, number, shapes_in_turn(device, number), backward)
+    sm80, sm90, _ = devices = [find_device(target) for target in FEW_FEATURE_TARGETS]
+    for device in devices:
+        found += map(in_small_tiles, with_functions(rows, device))
+    for number, spec in enumerate(map(Specialization.parse, FEATURES)):
+        on_sm80 = serving(rows, spec, sm80)
+        for row in serving(rows, spec, sm90):
+            device = devices[number % len(devices)] if row in on_sm80 else sm90
+            found.append(in_small_tiles(variants(row.default(spec, device), spec, device)[-1]))
+    return found + fullest(rows)
+
+
+def in_small_tiles(job: Job) -> Job:
+    """The same features with ONE_WARPGROUP, where the family has its knobs, else with SMALL_TILES, if it is valid.
+
+    Families for wgmma declare no tile as small as these; theirs stay as they are.
+    """
+    declared = {knob.name: knob for knob in family(job.config.family).knobs}
+    small = ONE_WARPGROUP if declared.keys() >= ONE_WARPGROUP.keys() else {}
+    if not small:
+        least = {name: min(job.config.integer(name), most) for name, most in SMALL_TILES.items() if name in declared}
+        small = {name: value for name, value in least.items() if declared[name].allows(value)}
+    config = job.config.replace(**small)
+    return job if invalid(config, job.spec, job.device) else replace(job, config=config)
+
+
+def fullest(rows: Rows) -> list[Job]:
+    """The default that has the fewest registers to spare."""
+    device, spec = find_device(FULLEST[0]), Specialization.parse(FULLEST[1])
+    chosen = serving(rows, spec, device)
+    return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=False) for row in chosen]
+
+
+def serving(rows: Rows, spec: Specialization, device: Device) -> list[KernelFamily]:
+    """Those of the families that serve `spec` on `device`."""
+    return [row for row in rows if unsupported(row, spec, device) is None]
+
+
+def shapes_in_turn(device: Device, number: int) -> tuple[Shape, ...]:
+    """All of SHAPES where wgmma is, for which there are families of its own; else one of them, in turn."""
+    return SHAPES if device.has_wgmma else (SHAPES[number % len(SHAPES)],)
+
+
+def with_shapes(
+    rows: Rows, device: Device, number: int, forward: tuple[Shape, ...], backward: tuple[Shape, ...]
+) -> list[Job]:
+    """Defaults of shapes; both kinds of loads, and what fits a decoding step, where these differ."""
+    found = []
+    for spec in specializations({"forward": forward, "backward": backward}):
+        chosen = serving(rows, spec, device)
+        if (spec.head_dim, spec.causal) not in {(head_dim, causal) for _, head_dim, causal in SHAPES}:
+            chosen = [row for row in chosen if unsupported(row, spec, find_device("sm80")) is not None]
+        if spec.direction == "backward" and not device.has_wgmma and chosen:
+            chosen = chosen[number % len(chosen) :][:1]
+        for row in chosen:
+            config = row.default(spec, device)
+            found.append(Job(spec=spec, config=config, device=device, may_spill=False))
+            other = other_loads(config, spec, device) + for_short_queries(config, spec, device)
+            found += [Job(spec=spec, config=each, device=device, may_spill=True) for each in other]
+    return found
+
+
+def with_features(rows: Rows, devices: list[Device]) -> list[Job]:
+    """Defaults of features, and with heads in two parts where these differ; what they hold may spill.
+
+    A feature has the target whose turn it is, or the next that computes it; each of the two families of a backward pass
+    has one of its own.
+    """
+    found = []
+    for number, spec in enumerate(map(Specialization.parse, FEATURES)):
+        turn = number % len(devices)
+        able = [device for device in devices[turn:] + devices[:turn] if serving(rows, spec, device)]
+        for step, device in enumerate(able[: 2 if spec.direction == "backward" else 1]):
+            chosen = serving(rows, spec, device)
+            for row in chosen[step:][:1] if spec.direction == "backward" else chosen:
+                found += variants(row.default(spec, device), spec, device)
+    return list(dict.fromkeys(found))
+
+
+def variants(config: Config, spec: Specialization, device: Device) -> list[Job]:
+    """A default, and the same with heads in two parts."""
+    configs = [config]
+    if dict(config.knobs).get("split_d") is False:
+        configs += [each for each in [config.replace(split_d=True)] if not invalid(each, spec, device)]
+    return [Job(spec=spec, config=each, device=device, may_spill=True) for each in configs]
+
+
+def with_steps(rows: Rows, device: Device) -> list[Job]:
+    """Configs of decoding at sizes that a default does not know."""
+    found = []
+    for key, batch in STEPS:
+        spec = Specialization.parse(key)
+        if serving(rows, spec, device):
+            config = decode_config(spec, replace(DECODE, batch=batch), device)
+            found.append(Job(spec=spec, config=config, device=device, may_spill=False))
+    return found
+
+
+def with_functions(rows: Rows, device: Device) -> list[Job]:
+    """Every family's default with functions of a user and a block mask; what they hold may spill."""
+    spec = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
+    chosen = serving(rows, spec, device)
+    return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True) for row in chosen]
+
+
+def specializations(passes: dict[str, tuple[Shape, ...]]) -> list[Specialization]:
+    """Those of the shapes of each direction."""
+    return [
+        Specialization(direction=direction, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
+        for direction, found in passes.items()
+        for dtype, head_dim, causal in found
+    ]
+
+
+def other_loads(config: Config, spec: Specialization, device: Device) -> list[Config]:
+    """Of VARIED, the config with the other kind of loads where the device allows it."""
+    loads = dict(config.knobs).get("loads")
+    if (spec.dtype, spec.head_dim) != VARIED or loads is None:
+        return []
+    other = config.replace(loads="pointer" if loads == "descriptor" else "descriptor")
+    return [] if invalid(other, spec, device) else [other]
+
+
+def for_short_queries(config: Config, spec: Specialization, device: Device) -> list[Config]:
+    """Of VARIED, what the config becomes for a decoding step of heads in groups."""
+    short = fitted(config, spec, DECODE, device)
+    return [short] if (spec.dtype, spec.head_dim) == VARIED and short != config else []
+
+
+def helper_jobs() -> list[HelperJob]:
+    """Helper kernels, which are small and alike everywhere."""
+    return [HelperJob(helper=helper, device=find_device(target)) for target in HELPER_TARGETS for helper in HELPERS]
