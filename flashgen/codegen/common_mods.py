@@ -22,6 +22,11 @@ def aux_names(spec: Specialization) -> list[str]:
     return [f"Aux{i}" for i in range(len(spec.mods.aux))] if spec.mods else []
 
 
+def daux_names(spec: Specialization) -> list[str]:
+    """Names of the parameters for the gradients of these tensors, of those that have one."""
+    return [f"DAux{i}" for i in range(len(spec.mods.aux_grads))] if spec.mods else []
+
+
 def has_blocks(spec: Specialization) -> bool:
     """Whether the kernel walks the blocks of a block mask."""
     return spec.mods is not None and spec.mods.block_mask

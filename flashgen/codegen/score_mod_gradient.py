@@ -46,7 +46,7 @@ def gradient_source(function: UserFunction) -> str:
     """
     definition = ast.parse(function.source).body[0]
     assert isinstance(definition, ast.FunctionDef)
-    return _Derivation(definition).source()
+    return Derivation(definition).source()
 
 
 def why_no_gradient(function: UserFunction) -> str | None:
@@ -58,13 +58,15 @@ def why_no_gradient(function: UserFunction) -> str | None:
     return None
 
 
-class _Derivation:
+class Derivation:
     """One function: its statements as they are, each after those that compute the tangent of what it assigns."""
 
+    subject = "what depends on the score"
+
     def __init__(self, definition: ast.FunctionDef) -> None:
-        self.definition = definition
-        self.used = {part.id for part in ast.walk(definition) if isinstance(part, ast.Name)}
-        self.used |= {part.arg for part in ast.walk(definition) if isinstance(part, ast.arg)}
+        """The derivation by the first parameter."""
+        self.body = definition.body
+        self.used = names_in(definition)
         self.parameters = [arg.arg for arg in definition.args.args]
         self.grad = self._free("grad")
         self.tangents: dict[str, ast.expr] = {self.parameters[0]: _name(self.grad)}
@@ -72,38 +74,47 @@ class _Derivation:
         self.statement: ast.stmt = definition
 
     def source(self) -> str:
-        for statement in self.definition.body:
+        """The source of the derivative.
+
+        Raises:
+            UnsupportedError: there is an operation that is not derived.
+        """
+        for statement in self.body:
             self.statement = statement
             if isinstance(statement, ast.Return):
-                self._return(statement)
+                self.finish(None if statement.value is None else self.tangent(statement.value))
                 break
             self._take(statement)
         else:
             raise UnsupportedError("a score_mod with a gradient ends with a return, and its last statement is none")
-        head = f"def {NAME}({', '.join([self.grad, *self.parameters])}):"
         text = "\n".join(self.lines)
-        return "\n".join([head, *(f"    {line}" for line in text.splitlines())]) + "\n"
+        return "\n".join([self.head(), *(f"    {line}" for line in text.splitlines())]) + "\n"
 
-    def _return(self, statement: ast.Return) -> None:
-        found = None if statement.value is None else self.tangent(statement.value)
-        self.lines.append(f"return {f'tl.zeros_like({self.grad})' if found is None else ast.unparse(found)}")
+    def head(self) -> str:
+        """Its first line."""
+        return f"def {NAME}({', '.join([self.grad, *self.parameters])}):"
+
+    def finish(self, tangent: Tangent) -> None:
+        """Write what stands in the place of the return, from the tangent of what is returned."""
+        self.lines.append(f"return {f'tl.zeros_like({self.grad})' if tangent is None else ast.unparse(tangent)}")
 
     def _take(self, statement: ast.stmt) -> None:
         """Write a statement, behind the tangents of the names that it assigns."""
         if isinstance(statement, ast.AugAssign):
             read = ast.parse(ast.unparse(statement.target), mode="eval").body
-            self._assign([statement.target], ast.BinOp(read, statement.op, statement.value))
+            self.assign([statement.target], ast.BinOp(read, statement.op, statement.value))
         elif isinstance(statement, ast.Assign):
-            self._assign(statement.targets, statement.value)
+            self.assign(statement.targets, statement.value)
         elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            self._assign([statement.target], statement.value)
+            self.assign([statement.target], statement.value)
         elif not isinstance(statement, (ast.Expr, ast.Pass, ast.Assert)):
             parts = list(ast.walk(statement))
             if self._depends(statement) or any(isinstance(part, ast.Return) for part in parts):
                 raise self._refused(type(statement).__name__.lower())
         self.lines.append(ast.unparse(statement))
 
-    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
+    def assign(self, targets: list[ast.expr], value: ast.expr) -> None:
+        """Write the tangents of the names that a statement is about to assign."""
         found = self.tangent(value)
         names = [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
         if found is None:
@@ -210,17 +221,33 @@ class _Derivation:
 
     def _free(self, wanted: str) -> str:
         """A name that the function does not use; none is given twice."""
-        numbered = (f"{wanted}{i or ''}" for i in range(len(self.used) + 1))
-        name = next(name for name in numbered if name not in self.used)
-        self.used.add(name)
-        return name
+        return free_name(wanted, self.used)
 
     def _refused(self, operation: str) -> UnsupportedError:
-        words = ast.unparse(self.statement).splitlines()[0]
-        return UnsupportedError(
-            f"no gradient through {operation} of what depends on the score, in line {self.statement.lineno} of the "
-            f"score_mod without comments: {words!r}"
-        )
+        return refusal(operation, self.subject, self.statement)
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The names that a piece of source uses, those of parameters among them."""
+    used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return used | {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
+
+
+def free_name(wanted: str, used: set[str]) -> str:
+    """A name that is not among those used, which it is from now on."""
+    numbered = (f"{wanted}{i or ''}" for i in range(len(used) + 1))
+    name = next(name for name in numbered if name not in used)
+    used.add(name)
+    return name
+
+
+def refusal(operation: str, subject: str, statement: ast.stmt) -> UnsupportedError:
+    """The error of an operation that is not derived, with its line."""
+    words = ast.unparse(statement).splitlines()[0]
+    return UnsupportedError(
+        f"no gradient through {operation} of {subject}, in line {statement.lineno} of the score_mod without comments: "
+        f"{words!r}"
+    )
 
 
 def _sum(left: Tangent, right: Tangent, operator: ast.operator) -> Tangent:

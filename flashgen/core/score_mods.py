@@ -48,12 +48,14 @@ class ScoreMods:
         mask_mod: `mask_mod(b, h, q_idx, k_idx, *aux)` is true where a key is visible.
         aux: Triton element types (`fp32`, `i32` ...) of the tensors that both get as pointers, last.
         block_mask: whether the kernel walks the blocks of a block mask instead of all keys.
+        aux_grads: which of the tensors a backward pass gives a gradient, in order; empty in a forward pass.
     """
 
     score_mod: UserFunction | None = None
     mask_mod: UserFunction | None = None
     aux: tuple[str, ...] = ()
     block_mask: bool = False
+    aux_grads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.score_mod is None and self.mask_mod is None:
@@ -67,6 +69,7 @@ class ScoreMods:
         functions = (("score_mod", self.score_mod), ("mask_mod", self.mask_mod))
         parts = [f"{kind} {f.label or f.name} ({f.digest})" for kind, f in functions if f]
         parts += [f"aux {' '.join(self.aux)}"] if self.aux else []
+        parts += [f"gradient of aux {' '.join(map(str, self.aux_grads))}"] if self.aux_grads else []
         return ", ".join(parts + (["block mask"] if self.block_mask else []))
 
     @property
@@ -74,4 +77,5 @@ class ScoreMods:
         """Readable identity, e.g. `score_1f3a9c0b-mask_77aa0012-i32-blocks`: digests, never source."""
         parts = [f"score_{self.score_mod.digest}"] if self.score_mod else []
         parts += [f"mask_{self.mask_mod.digest}"] if self.mask_mod else []
-        return "-".join([*parts, *self.aux, *(["blocks"] if self.block_mask else [])])
+        gradients = (f"daux{number}" for number in self.aux_grads)
+        return "-".join([*parts, *self.aux, *(["blocks"] if self.block_mask else []), *gradients])

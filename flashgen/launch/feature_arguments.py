@@ -64,15 +64,15 @@ def has_arguments(names: frozenset[str]) -> bool:
 
 def is_tensor(name: str) -> bool:
     """Whether a parameter of the launch vocabulary is a tensor of the features."""
-    return name in TENSORS or _aux_number(name) is not None
+    return name in TENSORS or _aux_place(name) is not None
 
 
 def tensor_of(name: str) -> Callable[[Features], torch.Tensor]:
     """What finds the tensor of a parameter in the features of a call, or raises `LaunchError`."""
-    number = _aux_number(name)
+    place = _aux_place(name)
 
     def find(features: Features) -> torch.Tensor:
-        found = TENSORS[name](features) if number is None else next(iter(features.aux[number:]), None)
+        found = TENSORS[name](features) if place is None else next(iter(features.aux[place:]), None)
         if found is None:
             raise LaunchError(f"the kernel reads {name}, and the features of the call have none")
         return found
@@ -80,6 +80,9 @@ def tensor_of(name: str) -> Callable[[Features], torch.Tensor]:
     return find
 
 
-def _aux_number(name: str) -> int | None:
-    number = name.removeprefix("Aux")
-    return int(number) if number != name and number.isdecimal() else None
+def _aux_place(name: str) -> int | None:
+    """Where among aux tensors one lies; behind them a launch has the sums of their gradients, the last one first."""
+    number = name.removeprefix("D").removeprefix("Aux")
+    if number == name or not number.isdecimal() or not name.endswith(f"Aux{number}"):
+        return None
+    return -1 - int(number) if name.startswith("D") else int(number)

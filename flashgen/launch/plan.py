@@ -20,7 +20,7 @@ from flashgen.core.config import Config
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
-from flashgen.launch import driver
+from flashgen.launch import counters, driver
 from flashgen.launch.backward import BackwardTensors
 from flashgen.launch.binding import Binding
 from flashgen.launch.driver_launch import launcher
@@ -28,6 +28,7 @@ from flashgen.launch.driver_plan import DriverPlan, SizedPlan
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import Layout, ptx_sizes, trailing_of_sizes
 from flashgen.launch.triton_plan import TritonBackward, TritonForward
+from flashgen.launch.vocabulary import COUNTER
 
 _UNUSUAL = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
 """What the plan through the driver does not do, by its name in Triton's metadata."""
@@ -209,6 +210,8 @@ def load_part(part: CompiledPart, device_index: int) -> int:
             torch.cuda.current_stream()  # torch starts the driver when it is first used
             driver.use_context(device_index)  # a warm-up is often the first thing a thread or a process does
             _FUNCTIONS[key] = driver.load_function(part.handle.asm["cubin"], metadata.name, metadata.shared)
+        if COUNTER in part.kernel.names:
+            counters.prepare(device_index)  # a wait for the GPU, which a launch behind a warm-up must not need
     return _FUNCTIONS[key]
 
 

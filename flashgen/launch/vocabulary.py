@@ -50,6 +50,7 @@ rank 5 with the heads that share keys in an axis of their own, or of packed sequ
 | `dropout_threshold` | i32 | drops a weight whose bits lie below it, in the upper half of a word without a sign |
 | `dropout_scale` | fp32 | what weights that are left are multiplied by |
 | `Aux<n>` | pointer | tensor n of the user's score functions |
+| `DAux<n>` | `*fp32` | where gradients of the n-th of these that has one are added, 0 at first |
 | `Counter` | `*i32` | one integer that is 0 before the first launch, the kernel's own on each stream and capture; the \
 kernel leaves it at 0 |
 | `<Piece>` | pointer | a piece of the family's scratch memory: `DqAcc` is `dq_acc` |

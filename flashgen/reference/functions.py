@@ -89,7 +89,7 @@ def _by_blocks(mask: BlockMask, seen: Tensor, b: int) -> Tensor:
 
 
 class _Pointer:
-    """An aux tensor as functions get it: they add places to it, and `tl.load` reads there."""
+    """An aux tensor as functions get it: they add places to it, and `tl.load` reads there, for autograd to see."""
 
     def __init__(self, flat: Tensor, place: Tensor) -> None:
         self.flat, self.place = flat, place
@@ -98,6 +98,9 @@ class _Pointer:
         return _Pointer(self.flat, self.place + places)
 
     __radd__ = __add__
+
+    def __sub__(self, places: Any) -> _Pointer:
+        return _Pointer(self.flat, self.place - places)
 
     def load(self, mask: Any, other: Any) -> Tensor:
         """What lies there.

@@ -334,3 +334,37 @@ def test_the_page_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "out (1, 8, 2048, 64)" in done.stdout
+
+
+def learned(score, b, h, q_idx, k_idx, table, slopes):
+    return score * tl.load(slopes + h) + tl.load(table + h * 2048 + k_idx - q_idx + 1024)
+
+
+def test_tables_that_a_score_mod_loads_from_are_learned() -> None:
+    """Against autograd in float64, in a dense call and in packed sequences of the same lengths."""
+    generator = torch.Generator("cuda").manual_seed(4)
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype).requires_grad_()
+
+    q, k, v = random(2, 4, 300, 64), random(2, 2, 300, 64), random(2, 2, 300, 64)
+    table, slopes = random(4, 2048, dtype=torch.float32), random(4)
+    dout = torch.randn(q.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+    place = torch.arange(300, device="cuda")
+    wide = [one.detach().double().requires_grad_() for one in (q, k, v, table, slopes)]
+    s = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.125 * wide[4].view(4, 1, 1)
+    s = s + wide[3][:, place - place[:, None] + 1024]
+    s = s.masked_fill(place > place[:, None], -math.inf)
+    out = torch.softmax(s, -1) @ wide[2].repeat_interleave(2, 1)
+    right = torch.autograd.grad(out, wide, dout.double())
+
+    dense = flashgen.attention(q, k, v, causal=True, score_mod=learned, aux=(table, slopes))
+    found = [torch.autograd.grad(dense, (q, k, v, table, slopes), dout)]
+    rows, ends = (one.transpose(1, 2).flatten(0, 1) for one in (q, k, v)), torch.tensor([0, 300, 600]).int().cuda()
+    packed = flashgen.attention_varlen(
+        *rows, ends, max_seqlen_q=300, causal=True, score_mod=learned, aux=(table, slopes)
+    )
+    found.append(torch.autograd.grad(packed, (q, k, v, table, slopes), dout.transpose(1, 2).flatten(0, 1)))
+    for gradients in found:
+        for one, other in zip(gradients, right, strict=True):
+            assert float((one.double() - other).abs().max()) <= 2e-2 * float(other.abs().max())

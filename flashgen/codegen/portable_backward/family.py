@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from flashgen.codegen.aux_gradient import why_no_aux_gradient
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_portable import allowed_values_of_all, why_not_loads, why_not_portable
 from flashgen.codegen.common_products import PRODUCTS, products_values, uses_tensor_cores, why_not_products
@@ -36,6 +37,7 @@ from flashgen.codegen.portable_backward.template_context import has_dbias, value
 from flashgen.codegen.score_mod_gradient import why_no_gradient
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
+from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import Specialization
 
 LEAST_ROWS = 8
@@ -110,9 +112,17 @@ def _why_not_functions(spec: Specialization) -> str | None:
         return "functions of the caller with dropout have no gradient"
     if spec.mods is not None and spec.mods.score_mod is not None and (why := why_no_gradient(spec.mods.score_mod)):
         return why
+    if spec.mods is not None and spec.mods.aux_grads and (why := _why_no_aux_gradients(spec, spec.mods)):
+        return why
     if has_blocks(spec) and has_dbias(spec):
         return "beside a block mask a bias of one value a score has no gradient"
     return None
+
+
+def _why_no_aux_gradients(spec: Specialization, mods: ScoreMods) -> str | None:
+    if spec.deterministic:
+        return "gradients of aux tensors are summed in the order of their arrival: a deterministic call has none"
+    return why_no_aux_gradient(mods.score_mod, mods.aux_grads) if mods.score_mod is not None else None
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_mods import aux_parameters, mod_parameters
+from flashgen.codegen.common_mods import aux_parameters, daux_names, mod_parameters
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import sequence_parameters
 from flashgen.codegen.common_types import bias_dtype, storage
@@ -30,6 +30,7 @@ def dkdv_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ..
     found += [_pointer(spec, "dk"), _pointer(spec, "dv")]
     found += _typed("*fp32", "DBias") if sums_keys(spec) else []
     found += [*score_parameters(spec), *mod_parameters(spec, by_keys=True)]
+    found += _typed("*fp32", *daux_names(spec))
     found += [*_typed("fp32", "softmax_scale"), *_sizes(spec)]
     return (*found, *_input_strides(spec, config), *_strides(spec, "dk", "dv"))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_mods import BLOCK_LISTS, aux_names, has_blocks, hides, mod_values
+from flashgen.codegen.aux_gradient import aux_gradient_sources
+from flashgen.codegen.common_mods import BLOCK_LISTS, aux_names, daux_names, has_blocks, hides, mod_values
 from flashgen.codegen.common_products import precision
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
@@ -45,6 +46,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         **_features(spec, config),
         **mod_values(spec),
         "score_mod_bwd": gradient_source(spec.mods.score_mod) if spec.mods and spec.mods.score_mod else "",
+        "aux_bwd": _aux_gradients(spec),
+        "daux": daux_names(spec),
+        "aux_grads": list(spec.mods.aux_grads) if spec.mods else [],
         "block_lists": list(BLOCK_LISTS.items()) if has_blocks(spec) else [],
         "strides": _strides(spec),
         "dkdv_state": [*_each("dk", d_parts), *_each("dv", v_parts), *(["dbias"] if sums_keys(spec) else [])],
@@ -53,6 +57,12 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "dq_arguments": _dq_arguments(spec, config, d_parts, v_parts),
         **dict(config.knobs),
     }
+
+
+def _aux_gradients(spec: Specialization) -> list[str]:
+    """The functions that add gradients of the caller's tensors, one for each load."""
+    mods = spec.mods
+    return list(aux_gradient_sources(mods.score_mod, mods.aux_grads)) if mods and mods.score_mod else []
 
 
 def sums_keys(spec: Specialization) -> bool:
@@ -181,7 +191,7 @@ def _dkdv_arguments(
             found += [f"{name}_base", f"stride_{name}_q", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
         elif kind:
             found.append(name)
-    found += _mod_arguments(spec, found, "k_idx") if spec.mods else []
+    found += [*_mod_arguments(spec, found, "k_idx"), *daux_names(spec)] if spec.mods else []
     return found + (["n", *DROPOUT] if spec.dropout else [])
 
 

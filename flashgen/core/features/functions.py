@@ -178,8 +178,9 @@ FUNCTIONS = Feature(
     tensors=tuple(KernelTensor(name=list_pointer(name), of=_list_of(name)) for name in (*LISTS, *QUERY_LISTS)),
     sizes=("num_q_blocks", "num_k_blocks", "stride_block_b", "stride_block_h"),
     no_gradient=(
-        "tensors that functions of the caller load from have no gradient, and one requires it: detach it, or add what "
-        "is learned as a bias"
+        "tensors that functions of the caller load from have no gradient through a mask_mod alone, nor under "
+        "torch.compile, torch.func or a dispatch mode, nor as subclasses of tensors, and one requires it: detach it, "
+        "or add what is learned as a bias"
     ),
     specialization_words=lambda spec: (spec.mods.title,) if spec.mods else (),
     support=(

@@ -16,7 +16,7 @@ from flashgen.core.features.values import Features
 from flashgen.runtime.ops.backward import attention_backward_kernel, is_deterministic
 from flashgen.runtime.ops.fakes import backward_fake, forward_fake
 from flashgen.runtime.ops.forward import LIBRARY, attention_features_kernel, attention_kernel
-from flashgen.runtime.ops.keys import DETERMINISTIC, GRADIENT_BITS, TRAINS, WITH_LSE
+from flashgen.runtime.ops.keys import AUX_GRADIENT_SHIFT, DETERMINISTIC, GRADIENT_BITS, TRAINS, WITH_LSE
 from flashgen.runtime.ops.schemas import DIFFERENTIATED, GRADIENT_FIELDS, INPUTS, OPTIONS, TRAINED, joined, split
 
 Tensor = torch.Tensor
@@ -53,6 +53,8 @@ def train(
         tensor = getattr(features, field)
         if tensor is not None and tensor.requires_grad:
             asked |= bit
+    for number, tensor in enumerate(features.aux):
+        asked |= tensor.requires_grad << AUX_GRADIENT_SHIFT + number
     causal, scale, bshd, offset, offset_tensor = options
     found: tuple[Tensor, Tensor]
     found = attention_features_kernel(q, k, v, causal, scale, bshd, offset, offset_tensor, features, asked)

@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.features.values import Features
 from flashgen.runtime.autograd import transforms
+from flashgen.runtime.autograd.learned import learned_attention
 from flashgen.runtime.autograd.ops import (
     asked_of,
     attention_backward_op,
@@ -53,6 +54,8 @@ def features_attention(
         deterministic: whether the backward pass gives the same bits every time.
         return_lse: whether the LSE is returned, too.
     """
+    if any(tensor.requires_grad for tensor in features.aux):
+        return learned_attention(q, k, v, options, features, deterministic, return_lse)
     if not is_dynamo_compiling() and is_transformed():
         out, lse = transforms.attention(q, k, v, options, features, deterministic=deterministic)
     else:

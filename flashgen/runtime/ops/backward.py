@@ -12,6 +12,7 @@ from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.backward_calls import BackwardCall
 from flashgen.runtime.ops.calls import Call, check_lse
 from flashgen.runtime.ops.keys import (
+    AUX_GRADIENT_SHIFT,
     BACKWARD,
     BSHD,
     CAUSAL,
@@ -23,6 +24,7 @@ from flashgen.runtime.ops.keys import (
     OFFSET_TENSOR,
     TF32,
     allows_tf32,
+    asked_gradients,
     feature_key,
 )
 from flashgen.runtime.ops.open_packed import packed_open_key
@@ -51,7 +53,10 @@ def attention_backward_kernel(
     features: Features | None = None,
     needs: tuple[bool, ...] = (),
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k and v, and those of features in the order of the table, None where `needs` does not ask."""
+    """Gradients of q, k and v, and those of features in the order of the table, None where `needs` does not ask.
+
+    Where `needs` goes on behind them, those of aux tensors are last.
+    """
     flags = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15 | BACKWARD
     flags |= (dout.data_ptr() & 15) << DOUT_SHIFT
     if causal:
@@ -73,8 +78,10 @@ def attention_backward_kernel(
     part: tuple[Any, ...] = ()
     if features is not None:
         part = feature_key(features)
-        for bit, needed in zip(GRADIENT_BITS.values(), needs, strict=True):
+        for bit, needed in zip(GRADIENT_BITS.values(), needs, strict=False):
             flags |= bit * needed
+        for number, needed in enumerate(needs[len(GRADIENT_BITS) :]):
+            flags |= needed << AUX_GRADIENT_SHIFT + number
     key: tuple[Any, ...] = (
         flags,
         q.shape,
@@ -138,7 +145,7 @@ def _prepared(
         out=out,
         dout=dout,
         deterministic=bool(flags & DETERMINISTIC),
-        gradients=frozenset(field for field, bit in GRADIENT_BITS.items() if flags & bit),
+        gradients=asked_gradients(flags),
     )
     run = serve.prepare(call)
     for name, tensor in zip(("lse", "dlse"), sums, strict=True):

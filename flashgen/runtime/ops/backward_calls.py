@@ -12,11 +12,13 @@ from flashgen.core.errors import WorkloadError
 from flashgen.core.features.score_tensors import broadcast_kind
 from flashgen.core.features.table import specialization_fields
 from flashgen.core.features.values import Features
+from flashgen.core.score_mods import ScoreMods
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.backward import BackwardTensors, backward_geometry
 from flashgen.launch.geometry import Geometry, aligned16
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, NO_FEATURES, Call, CheckedCall
 from flashgen.runtime.ops.gradients import META, BiasRule, bias_rule, empty_bias_gradient, empty_gradient
+from flashgen.runtime.ops.keys import aux_gradient
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 
 
@@ -25,8 +27,8 @@ class BackwardCall:
     """The arguments of one backward pass that choose code; tensors are in the layout of the forward call.
 
     `dout` and `out` of None are laid out as the forward pass allocates its output: so they are where a backward pass
-    is only asked about. `gradients` names the fields of the features whose gradients are asked for. SDPA takes no part
-    (`generated_only`): its backward pass belongs to its own forward pass.
+    is only asked about. `gradients` names the fields of the features whose gradients are asked for, and aux tensors.
+    SDPA takes no part (`generated_only`): its backward pass belongs to its own forward pass.
     """
 
     forward: Call
@@ -43,6 +45,15 @@ class BackwardCall:
     def exact(self) -> BackwardCall:
         """The call with exact products."""
         return replace(self, forward=self.forward.exact())
+
+    @property
+    def mods(self) -> ScoreMods | None:
+        """The user's functions, with which of their tensors have a gradient; a mask_mod alone gives them none."""
+        found = self.forward.mods
+        if found is None or found.score_mod is None:
+            return found
+        numbers = tuple(n for n in range(len(found.aux)) if aux_gradient(n) in self.gradients)
+        return replace(found, aux_grads=numbers) if numbers else found
 
     @property
     def q(self) -> torch.Tensor:
@@ -114,7 +125,7 @@ class CheckedBackwardCall:
             aligned16=laid.aligned16,
             offset_tensor=call.forward.offset_tensor,
             bias_grad=rule in ("full", "keys"),
-            mods=call.forward.mods,
+            mods=call.mods,
             **specialization_fields(features or NO_FEATURES),
         )
         return cls(

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 Gradients = tuple[Tensor | None, ...]
-"""Of q, k and v, then those of features in the order of the table; None where it was not asked for."""
+"""Of q, k and v, then those of features in the order of the table; None where it was not asked for.
+
+Behind them are those of aux tensors, where any has one."""
 
 Allocator = Callable[[Tensor], Tensor]
 BackwardRun = Callable[
@@ -42,6 +44,7 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backwa
     sizes = problem.geometry.sizes
     formulas = {name: FORMULAS[name] for name in problem.call.gradients if name in FORMULAS}
     per_key = (sizes.batch, sizes.nheads, sizes.seqlen_k)
+    learned = problem.spec.mods.aux_grads if problem.spec.mods else ()
 
     def run(
         dout: Tensor,
@@ -72,13 +75,22 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backwa
             dbias=dbias,
         )
         given = replace(features, bias=bias.contiguous()) if copies_bias and bias is not None else features
+        sums = [torch.zeros_like(features.aux[n], dtype=torch.float32) for n in learned]
+        if sums:
+            given = replace(given, aux=(*given.aux, *reversed(sums)))
         neg_delta = launch(tensors, scale, offset, given)
         if rule and bias is not None:
             dbias = bias_gradient(features, bias, rule, dbias, lse=lse, dlse=tensors.dlse, neg_delta=neg_delta)
         others = {"bias": dbias, **{name: formula(features, lse, neg_delta) for name, formula in formulas.items()}}
-        return tensors.dq, tensors.dk, tensors.dv, *[others.get(name) for name in GRADIENT_FIELDS]
+        found = tensors.dq, tensors.dk, tensors.dv, *[others.get(name) for name in GRADIENT_FIELDS]
+        return (*found, *_of_aux(features, dict(zip(learned, sums, strict=True)))) if sums else found
 
     return run
+
+
+def _of_aux(features: Features, sums: dict[int, Tensor]) -> list[Tensor | None]:
+    """The gradient of each aux tensor in its own dtype, of those that have one."""
+    return [None if n not in sums else sums[n].to(tensor.dtype) for n, tensor in enumerate(features.aux)]
 
 
 def plain_run(launch: BackwardLaunch, allocators: tuple[Allocator, ...], *, copies_dout: bool) -> BackwardRun:

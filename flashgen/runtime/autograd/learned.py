@@ -1,0 +1,79 @@
+"""Calls whose score_mod loads from tensors that are learned: gradients of aux tensors, beside those of all others.
+
+The ops of `flashgen.runtime.autograd.ops` have none of these: their gradients would be a list beside the others. So
+such calls are left to autograd itself, and refused where only ops are understood.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from flashgen.core.errors import UnsupportedError
+from flashgen.core.features.functions import FUNCTIONS
+from flashgen.core.features.values import Features
+from flashgen.runtime.autograd.ops import NO_DOUBLE_BACKWARD, differentiate, save, train
+from flashgen.runtime.ops.keys import are_plain, is_transformed
+from flashgen.runtime.ops.schemas import differentiable_of
+
+Tensor = torch.Tensor
+_FIXED = 7
+"""Arguments of the function before those of features that have a gradient."""
+
+
+def learned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: tuple[Any, ...],
+    features: Features,
+    deterministic: bool,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention that autograd knows, with gradients of aux tensors; the arguments are those of `training`.
+
+    Raises:
+        UnsupportedError: torch.compile, a transform of functions, a dispatch mode or a subclass of tensors is at work.
+    """
+    tensors = (*differentiable_of(features), *features.aux)
+    if (
+        is_dynamo_compiling()
+        or is_transformed()
+        or torch._C._len_torch_dispatch_stack()
+        or not are_plain((q, k, v, *tensors))
+    ):
+        raise UnsupportedError(FUNCTIONS.no_gradient)
+    found: Tensor | tuple[Tensor, Tensor]
+    found = _Learned.apply(  # type: ignore[no-untyped-call]
+        q, k, v, options, features, deterministic, return_lse, *tensors
+    )
+    return found
+
+
+class _Learned(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: tuple[Any, ...],
+        features: Features,
+        deterministic: bool,
+        return_lse: bool,
+        *tensors: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        outputs = train(q, k, v, options, features, deterministic)
+        save(ctx, (q, k, v), outputs, options, features, deterministic)
+        return outputs if return_lse else outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_DOUBLE_BACKWARD)
+        needs = ctx.needs_input_grad[_FIXED:]
+        dq, dk, dv, *others = differentiate(ctx.saved_tensors, ctx.numbers, (dout, dlse), tuple(needs))
+        given = (gradient if needed else None for gradient, needed in zip(others, needs, strict=True))
+        return dq, dk, dv, *[None] * (_FIXED - 3), *given
