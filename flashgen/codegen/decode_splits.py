@@ -36,8 +36,21 @@ def split_counts(config: Config, device: Device, *, pairs: int, seqlen_k: int, s
     programs = device.num_sms * config.integer("per_sm")
     if split_size:
         slots = -(-seqlen_k // split_size)
-        return SplitCounts(least=1, most=min(slots, max(-(-programs // pairs), 1)), slots=slots)
+        return SplitCounts(least=1, most=_even(slots, pairs, programs), slots=slots)
     worth = max(-(-seqlen_k // (config.integer("block_n") * config.integer("min_tiles"))), 1)
     least, chunk = min(max(programs // pairs, 1), worth), config.integer("chunk")
     most = min(max(least, -(-seqlen_k // chunk)), worth) if chunk else least
     return SplitCounts(least=least, most=most, slots=most)
+
+
+def _even(slots: int, pairs: int, programs: int) -> int:
+    """The programs of each pair that are done first where so many of a launch run at a time, each as long as a split.
+
+    About as many as run at a time, or twice that: each takes its splits one after the other.
+    """
+    fills = max(programs // pairs, 1)
+
+    def rounds(most: int) -> int:
+        return -(-pairs * most // programs) * -(-slots // most)
+
+    return min((min(slots, each) for each in (fills, fills + 1, 2 * fills)), key=lambda most: (rounds(most), most))

@@ -96,7 +96,7 @@ def decode_case(
     return DecodeCase(
         tensors=tensors,
         expected=_right(workload, tensors[0]),
-        shape=_shape(workload, tensors[0]),
+        shape=shape_of(workload, tensors[0]),
     )
 
 
@@ -122,7 +122,8 @@ def _in_order(cache: torch.Tensor, one: DecodeTensors, w: Workload) -> torch.Ten
     return pages.flatten(1, 2)[:, : w.seqlen_k].transpose(1, 2)
 
 
-def _shape(w: Workload, one: DecodeTensors) -> DecodeShape:
+def shape_of(w: Workload, one: DecodeTensors) -> DecodeShape:
+    """The shape of a call with these tensors that asks for the LSE."""
     slots = w.seqlen_k if one.table is None else one.table.shape[1] * one.k.shape[1]
     left, right = clamp_window((w.window_left, 0 if w.causal else w.window_right), w.seqlen_q, slots)
     slopes = one.features.alibi_slopes

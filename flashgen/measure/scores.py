@@ -1,8 +1,8 @@
 """What configs are compared by: one time for each round, whatever they were timed on.
 
 Of a pass that is its time on normal data, or the geometric mean of that and the one on hard data. A step of decoding,
-and packed sequences, are served by one config whatever the lengths are, which has to be good on every profile of them:
-it counts as far as it is behind the best of all configs on the profile where it is farthest behind.
+and packed sequences, are served by one config whatever the lengths are: it counts by the time of one call on each
+profile of them together. So a microsecond counts the same on all, and who else was measured changes no order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ C = TypeVar("C")
 def compared(measured: Mapping[C, Measurement]) -> dict[C, Measurement]:
     """Measurements of one workload with one time for each round, in ms on the first of its profiles of lengths."""
     best = _best(measured.values())
-    return {each: _worst(found, best) if best else found.balanced for each, found in measured.items()}
+    return {each: _together(found, best) if best else found.balanced for each, found in measured.items()}
 
 
 def _best(measured: Collection[Measurement]) -> dict[str, float]:
@@ -31,11 +31,10 @@ def _best(measured: Collection[Measurement]) -> dict[str, float]:
     return {**best, "": min(found.median_ms for found in measured)} if best else {}
 
 
-def _worst(found: Measurement, best: Mapping[str, float]) -> Measurement:
-    profile, behind = "", found.median_ms / best[""]
-    for name, ms in found.profile_ms.items():
-        if ms / best[name] > behind:
-            profile, behind = name, ms / best[name]
-    times_ms = dict(found.profile_times_ms).get(profile, found.times_ms)
-    unit = best[""] / best[profile]
-    return replace(found, times_ms=tuple(unit * ms for ms in times_ms), profile_times_ms=())
+def _together(found: Measurement, best: Mapping[str, float]) -> Measurement:
+    profiles = dict(found.profile_times_ms)
+    if not profiles:  # it was dropped before
+        return found
+    unit = best[""] / sum(best.values())
+    rounds = zip(found.times_ms, *profiles.values(), strict=True)
+    return replace(found, times_ms=tuple(unit * sum(each) for each in rounds), profile_times_ms=())

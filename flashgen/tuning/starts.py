@@ -12,6 +12,7 @@ from flashgen.core.workload import Workload
 from flashgen.measure.protocol import specialization
 from flashgen.tuning.candidates import Candidates, nearest, seed_configs
 from flashgen.tuning.context import Options
+from flashgen.tuning.seed_lists import Lists, generated
 
 Start = tuple[Config, str]
 """A config to try, and its source."""
@@ -25,6 +26,7 @@ def starting_points(
     *,
     known: Sequence[TuningRecord] = (),
     incumbent: Config | None = None,
+    lists: Lists = generated,
 ) -> list[Start]:
     """The default, what is served today, the nearest records' configs, the lists and what the model likes.
 
@@ -35,13 +37,14 @@ def starting_points(
         options: how many of each; `from_nothing` leaves the incumbent alone.
         known: records of its class, of families among the candidates.
         incumbent: the config that is served today.
+        lists: what won before, by class; those that were learned for the device unless others are given.
     """
     served = [] if incumbent is None else [(incumbent, "incumbent")]
     if options.from_nothing:
         return _succeeded(served, workload)
     near = nearest(known, workload, device, options.neighbours)
     first = [(candidates.default, "default"), *served, *((config, "neighbour") for config in near)]
-    return _succeeded(first, workload) + seed_configs(candidates, workload, device, options.seed_configs)
+    return _succeeded(first, workload) + seed_configs(candidates, workload, device, options.seed_configs, lists)
 
 
 def _succeeded(starts: Iterable[Start], workload: Workload) -> list[Start]:

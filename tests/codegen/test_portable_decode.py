@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,9 @@ from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.decode_splits import SplitCounts, split_counts
 from flashgen.codegen.families import decode_config, invalid
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.portable_decode.defaults import ONLY_GRID, ONLY_SHARES
+from flashgen.codegen.portable_decode.defaults import ONLY_GRID, ONLY_SHARES, seed_configs
 from flashgen.codegen.portable_decode.resources import register_limit
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 
@@ -48,7 +49,8 @@ def test_a_long_sequence_has_a_program_for_each_chunk() -> None:
 
 def test_fixed_splits_have_a_slot_each_and_as_many_programs_as_sms_ask_for() -> None:
     assert counts(8, 8192, 1024) == (1, 8, 8)
-    assert counts(8, 131072, 1024) == (1, 17, 128)
+    assert counts(8, 131072, 1024) == (1, 16, 128)
+    assert counts(128, 8192, 1024, per_sm=2) == (1, 2, 8)  # 3 for each would have every third program wait for others
     assert counts(512, 131072, 1024, chunk=1024) == (1, 1, 128)
     assert counts(512, 1024, 1024) == (1, 1, 1)
 
@@ -71,6 +73,13 @@ def test_what_a_schedule_has_no_use_for_is_refused(changed: Config) -> None:
     assert invalid(changed, SPEC, H200) is not None
 
 
+@pytest.mark.parametrize(("page_size", "knobs"), [(None, {"ids_ahead": True}), (64, {"ids_per": "page"})])
+def test_page_ids_that_there_are_not_are_refused(page_size: int | None, knobs: dict[str, KnobValue]) -> None:
+    spec = replace(SPEC, page_size=page_size)
+    assert invalid(config("shares"), spec, H200) is None
+    assert invalid(config("shares").replace(**knobs), spec, H200) is not None
+
+
 def test_programs_of_an_sm_have_registers_side_by_side() -> None:
     assert register_limit(config("shares", per_sm=2, num_warps=8)) == 128
     assert register_limit(config("shares", per_sm=3, num_warps=4)) == 168
@@ -85,3 +94,44 @@ def test_the_rule_for_many_sequences_over_small_pages_fits_twice() -> None:
     compiled = compile_kernel(spec, found, H200)
     assert compiled.occupancy(H200) >= found.integer("per_sm")
     assert compiled.spills == 0
+
+
+def test_where_bits_follow_from_a_sequence_alone_there_is_one_order_of_sums() -> None:
+    found = [
+        decode_config(
+            replace(SPEC, page_size=page), Sizes(batch=b, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=0), H200
+        )
+        for page in (None, 1, 16, 64, 256)
+        for b in (1, 16, 64, 1024)
+    ]
+    for name in ("block_m", "block_n", "num_warps", "warp_keys", "late_sums", "partials", "ids_per"):
+        assert len({each[name] for each in found}) == 1, name
+
+
+def test_what_a_search_tries_first_fits_and_knows_the_pages() -> None:
+    for page, per in ((None, "row"), (16, "page"), (64, "row")):
+        spec = replace(SPEC, page_size=page)
+        seeds = seed_configs(spec, H200)
+        assert all(invalid(each, spec, H200) is None for each in seeds)
+        first = next(each for each in seeds if each["block_n"] == 64)
+        assert (first["ids_per"], first["ids_ahead"]) == (per, page is not None)
+
+
+def mainloop(page_size: int | None, **knobs: KnobValue) -> tuple[set[str], list[str]]:
+    """Copies that may be under way when a step waits for its own, and of what shape the addresses of page ids are."""
+    spec = replace(SPEC, page_size=page_size)
+    found = config("shares").replace(per_sm=2, **knobs)
+    assert invalid(found, spec, H200) is None
+    text = compile_kernel(spec, found, H200).main.handle.asm["ttgir"]
+    loop = next(loop for loop in text.split("scf.for")[1:] if "async_wait" in loop)
+    ids = re.findall(r"ld\.global\.nc.*?: (?:tensor<(\d+)x)?i64", loop)
+    return set(re.findall(r"async_wait %[^\n]*num = (\d+)", loop)), ids
+
+
+def test_page_ids_of_the_next_step_leave_the_pipeline_its_depth() -> None:
+    """A Triton that makes a stage of them would keep less of K and V under way."""
+    depth, none = mainloop(None)
+    assert (depth, none) == ({"2"}, [])
+    assert mainloop(16) == (depth, ["64"])
+    assert mainloop(16, ids_per="page", ids_ahead=True) == (depth, ["4"])
+    assert mainloop(64, ids_ahead=True) == (depth, [""])

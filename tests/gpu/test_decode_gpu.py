@@ -87,12 +87,22 @@ def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, split: int | No
     assert torch.equal(lse, lse_again)
 
 
-SMALL: dict[str, KnobValue] = {"block_n": 64, "num_warps": 4, "num_stages": 3, "per_sm": 1}
+SMALL: dict[str, KnobValue] = {
+    "block_n": 64,
+    "num_warps": 4,
+    "num_stages": 3,
+    "per_sm": 1,
+    "schedule": "shares",
+    "warp_keys": False,
+    "late_sums": False,
+}
 OTHERS: dict[str, dict[str, KnobValue]] = {
     "grid": {"schedule": "grid", **ONLY_SHARES},
     "grid, early": {"schedule": "grid", **ONLY_SHARES, "early": True},
     "grid, chunks": {"schedule": "grid", **ONLY_SHARES, "chunk": 1024, "early": True, "pdl": False},
     "grid, keys of warps": {"schedule": "grid", **ONLY_SHARES, "warp_keys": True, "early": True},
+    "shares, late sums": {"late_sums": True},
+    "grid, late sums, keys of warps": {"schedule": "grid", **ONLY_SHARES, "warp_keys": True, "late_sums": True},
     "shares, keys of warps": {"warp_keys": True, "early": True, "slack_percent": 8},
     "grid, eight rows": {"schedule": "grid", **ONLY_SHARES, "block_m": 8},
     "grid, eight rows, keys of warps": {"schedule": "grid", **ONLY_SHARES, "block_m": 8, "warp_keys": True},
@@ -113,6 +123,24 @@ def test_configs_that_no_rule_takes_are_right(name: str, knobs: str) -> None:
     assert_right(call, out, lse)
     again, _ = runs.run(call, config)
     assert torch.equal(out, again)
+
+
+AHEAD: dict[str, dict[str, KnobValue]] = {
+    "ahead": {"ids_ahead": True},
+    "of pages": {"ids_per": "page"},
+    "of pages, ahead": {"ids_per": "page", "ids_ahead": True, "num_stages": 4},
+    "of pages, ahead, keys of warps": {"ids_per": "page", "ids_ahead": True, "warp_keys": True},
+}
+
+
+@pytest.mark.parametrize("knobs", AHEAD)
+@pytest.mark.parametrize("name", ["pages of 16", "ends of pages of 16", "window and sinks"])
+def test_page_ids_of_a_page_and_those_of_the_next_step_are_right(name: str, knobs: str) -> None:
+    call = replace(make(CASES[name], "cuda"), return_lse=True)
+    checked, device = CheckedDecode.of(call, torch.empty_like(call.q)), current_device(0)
+    config = decode_config(checked.spec, checked.shape.sizes, device).replace(**{**SMALL, **AHEAD[knobs]})
+    assert invalid(config, checked.spec, device) is None
+    assert_right(call, *runs.run(call, config))
 
 
 @pytest.mark.parametrize("batch", [1, 17, 1024, 1025])

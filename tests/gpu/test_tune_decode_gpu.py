@@ -17,7 +17,7 @@ from flashgen.db.store import Store
 from flashgen.launch.gpu import current_device
 from flashgen.measure.decode_case import decode_problem
 from flashgen.measure.verify import Errors, check
-from flashgen.runtime.decode import runs
+from flashgen.runtime.decode import plans
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.ops import serve
 from tests.gpu.test_tune_gpu import run
@@ -60,7 +60,7 @@ def test_the_record_of_a_search_serves_all_lengths(key: str, database: Path) -> 
     spec = workload.specialization
     served = explain(workload, spec, device, serve.records()).served
     assert served.rung == 3
-    assert (spec, served.config, 0) in runs._PLANS
+    assert (spec, served.config, 0) in plans.PLANS
 
 
 def test_nothing_compiles_after_a_warm_up(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,8 @@ def results(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
 def small_config(checked: CheckedDecode, **knobs: KnobValue) -> Config:
     """A config that takes few keys at once, so that there is something to split."""
     config = decode_config(checked.spec, checked.shape.sizes, DEVICE)
-    config = config.replace(**{"block_n": 16, "page_ids": "load", "pdl": False, "slack": 0, **knobs})
+    small = {"block_n": 16, "page_ids": "load", "pdl": False, "slack": 0, "warp_keys": False, "schedule": "shares"}
+    config = config.replace(**{**small, **knobs})
     assert invalid(config, checked.spec, DEVICE) is None
     return config
 
@@ -121,9 +122,39 @@ def test_other_schedules_and_keys_of_warps_are_right(name: str) -> None:
     assert_right(call, *interpreted(call, **KNOBS[name]))
 
 
+PAGES: dict[str, dict[str, KnobValue]] = {
+    "pages of 16": {"ids_per": "page", "ids_ahead": True, "block_n": 64},
+    "pages of 32": {"ids_ahead": True},
+    "pages of 1": {"ids_ahead": True, **GRID},
+    "window and sinks": {"ids_per": "page", **GRID, **WARPS},
+    "window over small pages": {"ids_ahead": True, **WARPS},
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_ids_of_a_page_and_those_of_the_next_step_are_right(name: str) -> None:
+    call = make(CASES[name])
+    assert_right(call, *interpreted(call, **PAGES[name]))
+
+
+def test_windows_that_begin_within_a_page_are_right_where_steps_begin_with_pages() -> None:
+    """At each place of a page, the first and the last one too."""
+    case = Case(lens=(32, 47, 48, 49, 63), page=16, nheads=2, nheads_k=1, head_dim=16)
+    call = make(replace(case, options={"window": (30, 0)}))
+    for ahead in (False, True):
+        assert_right(call, *interpreted(call, ids_per="page", ids_ahead=ahead, block_n=32))
+
+
 def test_a_long_sequence_among_short_ones_has_more_programs() -> None:
     call = make(Case(lens=(1100, 5, 0), nheads=1, nheads_k=1, head_dim=16))
     assert_right(call, *interpreted(call, **GRID, chunk=1024, block_n=128))
+
+
+@pytest.mark.parametrize("knobs", [{}, {**GRID, **WARPS}], ids=["shares", "grid, keys of warps"])
+def test_row_sums_behind_the_last_step_are_right(knobs: dict[str, KnobValue]) -> None:
+    for name in ("more queries than keys", "window and sinks", "one long"):
+        call = make(CASES[name])
+        assert_right(call, *interpreted(call, late_sums=True, **knobs))
 
 
 def test_rows_of_several_tiles_are_right() -> None:
@@ -160,7 +191,7 @@ def test_whole_pairs_and_shares_of_several_tiles_are_right() -> None:
         assert_right(call, *interpreted(call, **knobs))
 
 
-@pytest.mark.parametrize("knobs", [{}, GRID], ids=["shares", "grid"])
+@pytest.mark.parametrize("knobs", [{}, GRID, {**GRID, **WARPS}], ids=["shares", "grid", "keys of warps"])
 def test_the_bits_of_a_sequence_follow_from_itself_alone(knobs: dict[str, KnobValue]) -> None:
     """With fixed splits: in any batch, order, grid and pages. Without them they do not, or this shows nothing."""
     lens, fixed = (40, 300, 129, 7), {"fixed_split_size": 128}

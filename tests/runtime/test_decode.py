@@ -21,7 +21,7 @@ from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
 from flashgen.launch import decode_plan, driver, plan
 from flashgen.launch.decode_plan import POINTERS
-from flashgen.runtime.decode import api, runs
+from flashgen.runtime.decode import api, plans, runs
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.ops import serve
@@ -48,13 +48,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
     monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
     runs.forget()
-    runs._PLANS.clear()
+    plans.PLANS.clear()
     decode_plan._SHARED.clear()
     driver._primary_context.cache_clear()
     yield fake
     driver._primary_context.cache_clear()
     runs.forget()
-    runs._PLANS.clear()
+    plans.PLANS.clear()
 
 
 def run(fake: FakeDriver, call: DecodeCall) -> list[Launched]:
@@ -79,7 +79,9 @@ def kernels_of(call: DecodeCall, *, is_shared: bool = False) -> dict[str, Any]:
         alibi=call.features.alibi_slopes is not None,
         softcap=bool(call.features.softcap),
     )
-    config = decode_config(spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=1), H200)
+    keys = 0 if call.fixed_split_size and not is_shared else 1  # what is shared has many query rows then
+    batch = min(call.q.shape[0], 2)  # the rule is another one for one sequence
+    config = decode_config(spec, Sizes(batch=batch, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=keys), H200)
     return {kernel.entry: kernel.parameters for kernel in family(config.family).kernels(spec, config)}
 
 
@@ -110,7 +112,7 @@ def test_a_second_call_finds_its_launch_and_other_pointers_are_written(gpu: Fake
     assert again.values["Q"] == other.q.data_ptr() != first.values["Q"]
     run(gpu, make(replace(case, lens=(300, 2))))
     assert len(runs.MEMO) == 2
-    assert len(runs._PLANS) == 1
+    assert len(plans.PLANS) == 1
     assert len(gpu.loaded) == 2
 
 
@@ -130,7 +132,7 @@ def test_the_merge_is_launched_where_keys_may_be_split_alone(gpu: FakeDriver) ->
     assert len(run(gpu, make(Case(lens=(256, 3), options={"fixed_split_size": 256})))) == 1
     first, second = run(gpu, make(Case(lens=(257, 3), options={"fixed_split_size": 256})))
     assert first.values["split_tiles"] == 4
-    assert second.grid == (2, 2 * 2, 1)  # rows, sequences and key heads
+    assert second.grid == (2, 2, 2)  # rows, key heads, sequences
 
 
 def test_a_launch_that_the_driver_refuses_changes_nothing_for_the_next(gpu: FakeDriver) -> None:
@@ -146,8 +148,8 @@ def test_a_launch_that_the_driver_refuses_changes_nothing_for_the_next(gpu: Fake
 
 
 def test_large_batches_are_several_launches(gpu: FakeDriver) -> None:
-    call = make(Case(lens=(20,) * 1025, room=32, head_dim=16, nheads=1, nheads_k=1))
-    first, second = run(gpu, call)
+    call = make(Case(lens=(20,) * 1025, room=300, head_dim=16, nheads=1, nheads_k=1))
+    first, _, second, _ = run(gpu, call)
     assert (first.values["batch"], second.values["batch"]) == (1024, 1)
     for name, tensor in {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "Lens": call.seqlens}.items():
         assert second.values[name] == tensor[1024].data_ptr()

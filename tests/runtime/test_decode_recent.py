@@ -17,7 +17,7 @@ import flashgen
 from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.launch import decode_plan
-from flashgen.runtime.decode import recent, runs
+from flashgen.runtime.decode import plans, recent, runs
 from flashgen.runtime.decode.call import DecodeCall
 from tests.decoding import Case, arguments, make
 from tests.fakes.driver import FakeDriver
@@ -120,7 +120,7 @@ def test_an_address_that_is_no_multiple_of_16_bytes_has_kernels_of_its_own(gpu: 
     odd = torch.empty(call.q.numel() + 1, dtype=call.q.dtype)[1:].view(call.q.shape)
     (first, _) = run(gpu, replace(call, q=odd))
     assert first.values["Q"] == odd.data_ptr()
-    assert len(runs.MEMO) == len(runs._PLANS) == 2
+    assert len(runs.MEMO) == len(plans.PLANS) == 2
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -260,7 +260,7 @@ def test_shapes_of_one_plan_in_turn_are_launched_as_if_alone(gpu: FakeDriver, no
     calls = [make(Case(lens=(room, 3), room=room)) for room in (64, 65, 300)]
     first = [run(gpu, call) for call in calls]
     assert [len(launches) for launches in first] == [1, 2, 2]
-    assert len(runs._PLANS) == 1
+    assert len(plans.PLANS) == 1
     with no_key():
         again = [run(gpu, call) for call in calls]
     for before, after in zip(first, again, strict=True):

@@ -125,8 +125,8 @@ def test_sizes_that_other_rules_serve_take_the_slow_path(gpu: FakeDriver) -> Non
 
 def test_batches_of_several_launches_are_not_taken_for_one(gpu: FakeDriver) -> None:  # noqa: F811
     for batch in (5, 1025):
-        call = make(Case(lens=(20,) * batch, room=32, head_dim=16, nheads=1, nheads_k=1))
-        lens = [one.values["Lens"] for one in run(gpu, call)]
+        call = make(Case(lens=(20,) * batch, room=300, head_dim=16, nheads=1, nheads_k=1))
+        lens = [one.values["Lens"] for one in run(gpu, call) if "Lens" in one.values]
         assert lens == [call.seqlens[start].data_ptr() for start in range(0, batch, 1024)]
 
 

@@ -45,19 +45,43 @@ HIGH_AND_WIDE = {"block_n": 32, "num_warps": 8, "num_stages": 3, "per_sm": 1, "s
 over pages that hold whole tiles; pages that do not; short sequences; heads of 64; 64 query rows of a key head; heads
 of 256."""
 
+APART: dict[str, KnobValue] = {"warp_keys": True, "late_sums": True}
+"""Each warp has a softmax of its own: it waits for the others at the end of a sequence alone."""
+
+GRID: dict[str, KnobValue] = {"schedule": "grid", **ONLY_SHARES, **ONLY_GRID}
+
+HALF: dict[str, KnobValue] = {"block_m": FEWEST_ROWS}
+"""Where a key head has so few query rows."""
+
+FIXED: dict[str, KnobValue] = {"block_n": 64, "num_warps": 4, "num_stages": 4, "per_sm": 2, **APART, **GRID, **HALF}
+"""Near the best with and without pages, for few and many sequences: where the bits of a sequence follow from itself
+alone, there is one order of sums for all of these. Ids of pages are read for each row: steps begin at the same keys."""
+
+ONE_WARP = {"block_n": 16, "num_warps": 1, "num_stages": 3, "per_sm": 2}
+ONE: dict[str, KnobValue] = {**WIDE, **GRID, "late_sums": True, **HALF}
+ONE_SCATTERED: dict[str, KnobValue] = {**WIDE, **GRID, "ids_per": "page"}
+ONE_IN_PAGES: dict[str, KnobValue] = {**USUAL, **GRID}
+"""Of one sequence nothing is uneven: over a contiguous cache, pages that steps are cut from, and all others."""
+
+BRIEF_AND_NARROW: dict[str, KnobValue] = {**ONE_WARP, **GRID, **HALF}
+"""Windows of 128 keys over heads of 64: nothing is split, and nothing is merged."""
+
 TILES: tuple[dict[str, int], ...] = (
     *(WIDE, USUAL, MANY, SCATTERED_ONE, SCATTERED_FEW, SCATTERED_MANY),
     *(BRIEF, NARROW_MANY, NARROW_PAGES, HIGH, HIGH_AND_WIDE),
 )
 
-GRID: dict[str, int | str | bool] = {"schedule": "grid", **ONLY_SHARES, **ONLY_GRID}
-OTHERS: tuple[dict[str, int | str | bool], ...] = (
-    {**USUAL, **GRID},
-    {**WIDE, **GRID},
-    {**USUAL, "warp_keys": True},
-    {**USUAL, **GRID, "warp_keys": True},
+OTHERS: tuple[dict[str, KnobValue], ...] = (
+    ONE,
+    FIXED,
+    {**USUAL, **APART, "per_sm": 3, "slack_percent": 8, **HALF},
+    {**USUAL, **GRID, "num_stages": 5, "per_sm": 1, "late_sums": True, **HALF},
+    {**WIDE, "late_sums": True, "slack_percent": 8, **HALF},
+    {**USUAL, **GRID, "num_stages": 4, "per_sm": 1, "late_sums": True},
+    {**FIXED, "num_stages": 3, "per_sm": 3},
+    {**USUAL, "late_sums": True},
 )
-"""What a search tries early, too, and the rule never takes."""
+"""What won on an H200, or nearly, where no rule takes it."""
 
 SHORT = 256
 """Keys up to which a sequence is so short that small tiles waste least."""
@@ -69,6 +93,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         **(USUAL if _width(spec) <= 256 else HIGH),
         "schedule": "shares",
         "warp_keys": False,
+        "late_sums": False,
         "block_m": BLOCK_MS[0],
         "min_tiles": 1,
         "batch_pad": BATCH_PADS[-1],
@@ -78,6 +103,8 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "partials": default_partials(spec),
         "reduce_warps": 1,
         "page_ids": "asm" if device.is_nvidia else "load",
+        "ids_per": "row",
+        "ids_ahead": False,
         "early": False,
         "pdl": device.has_dependent_launch,
         "maxnreg": 0,
@@ -97,7 +124,7 @@ def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) ->
     """
     block_m = _block_m(spec, sizes)
     pairs = sizes.batch * sizes.nheads_k * -(-_rows(sizes) // block_m)
-    tiles = _tiles(spec, block_m, pairs, sizes, device)
+    tiles: Mapping[str, KnobValue] = _tiles(spec, block_m, pairs, sizes, device)
     return fitted(spec, config.replace(**tiles), sizes, device)
 
 
@@ -127,10 +154,24 @@ def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
 
 
 def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    """Every tile of the rule, each of which won somewhere, and tiles of other kinds."""
+    """What won among many configs, over pages with and without their ids read ahead, and every tile of the rule."""
     default = default_config(spec, device)
-    every: tuple[Mapping[str, KnobValue], ...] = (*TILES, *OTHERS)
-    return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in every)
+    every: list[Mapping[str, KnobValue]] = []
+    if device.is_nvidia:
+        ids = [_page_ids(spec, tiles) for tiles in OTHERS]
+        every = [*(tiles | one for tiles, one in zip(OTHERS, ids, strict=True)), *OTHERS[: 2 if spec.page_size else 0]]
+    return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in (*every, *TILES))
+
+
+def has_parted_tiles(spec: Specialization, block_n: KnobValue) -> bool:
+    """Whether steps of so many keys can have several whole pages."""
+    page = spec.page_size or 1
+    return isinstance(block_n, int) and 1 < page < block_n and block_n % page == 0
+
+
+def _page_ids(spec: Specialization, tiles: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
+    per = "page" if has_parted_tiles(spec, tiles["block_n"]) else "row"
+    return {"ids_per": per, "ids_ahead": bool(spec.page_size)}
 
 
 def _rows(sizes: Sizes) -> int:
@@ -142,7 +183,7 @@ def _block_m(spec: Specialization, sizes: Sizes) -> int:
     return next((size for size in block_ms if _rows(sizes) <= size), block_ms[-1])
 
 
-def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device: Device) -> dict[str, int]:
+def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device: Device) -> Mapping[str, KnobValue]:
     """What of a config follows from the query rows, and the number and length of pairs of sequence and key head."""
     width, page = _width(spec), spec.page_size
     if width > 256:
@@ -152,10 +193,13 @@ def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device:
     if block_m > BLOCK_MS[0]:
         return USUAL
     if not sizes.seqlen_k:
-        return SCATTERED_MANY  # near the best with and without pages: which of them there are may change no bits
+        return FIXED if device.is_nvidia else SCATTERED_MANY
     is_many, is_scattered = pairs > device.num_sms, bool(page and page % USUAL["block_n"])
     if is_many and sizes.seqlen_k <= SHORT:
-        return BRIEF
+        return BRIEF_AND_NARROW if width <= 128 and device.is_nvidia else BRIEF
+    if sizes.batch == 1 and width > 128 and not is_many and device.is_nvidia:
+        parted = has_parted_tiles(spec, ONE_SCATTERED["block_n"]) and is_scattered
+        return ONE_SCATTERED if parted else ONE_IN_PAGES if page else ONE
     if width <= 128:
         return USUAL if not is_many else NARROW_PAGES if page else NARROW_MANY
     if is_scattered:

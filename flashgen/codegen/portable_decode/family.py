@@ -17,6 +17,7 @@ from flashgen.codegen.portable_decode.defaults import (
     default_config,
     default_partials,
     fitted,
+    has_parted_tiles,
     poor_at_sizes,
     seed_configs,
     usual,
@@ -41,6 +42,13 @@ KNOBS = (
         name="warp_keys",
         values=(False, True),
         meaning="each warp has keys of a step and a softmax of its own: warps meet at the end of a sequence",
+    ),
+    Knob(
+        name="late_sums",
+        values=(False, True),
+        meaning="row sums over threads and warps taken once, behind the last step",
+        default=False,
+        implied=True,
     ),
     Knob(
         name="per_sm",
@@ -77,6 +85,20 @@ KNOBS = (
     Knob(name="partials", values=(8, 16, 32, 64), meaning="partial results that the merge reads at once"),
     Knob(name="reduce_warps", values=(1, 2, 4), meaning="warps of a program of the merge"),
     Knob(name="page_ids", values=("asm", "load"), meaning="page ids hidden from the software pipeliner, or seen by it"),
+    Knob(
+        name="ids_per",
+        values=("row", "page"),
+        meaning="page ids read for each row, or once for all rows of a page: then steps begin where pages do",
+        default="row",
+        implied=True,
+    ),
+    Knob(
+        name="ids_ahead",
+        values=(False, True),
+        meaning="page ids read a step before they are needed",
+        default=False,
+        implied=True,
+    ),
     Knob(name="early", values=(False, True), meaning="the first kernel is scheduled before those in front have ended"),
     Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended"),
     Knob(name="maxnreg", values=(0, 128, 168), meaning="register limit of a thread; 0 is what per_sm programs leave"),
@@ -107,6 +129,10 @@ def _invalid(spec: Specialization, config: Config, device: Device) -> str | None
         return "half a product is NVIDIA's"
     if config["page_ids"] == "asm" and not device.is_nvidia:
         return "inline assembly is NVIDIA's"
+    if config["ids_per"] == "page" and not has_parted_tiles(spec, config["block_n"]):
+        return "steps have several pages where an id serves the rows of each"
+    if config["ids_ahead"] and not spec.page_size:
+        return "a contiguous cache has no page ids"
     if config["maxnreg"] and not device.is_nvidia:
         return "maxnreg exists on NVIDIA only"
     if config.integer("num_stages") > 2 and not device.is_nvidia:
@@ -217,6 +243,8 @@ def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
         "partials": (default_partials(spec),),
         "reduce_warps": (1,),
         "page_ids": ids,
+        "ids_per": ("row", "page") if spec.page_size else ("row",),
+        "ids_ahead": (False, True) if spec.page_size else (False,),
         "early": (False,),
         "pdl": (False,),
         "maxnreg": (0,),
@@ -241,7 +269,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
     bases = ["q", "k_base", "v_base", *(["table", "num_pages"] if page else ["cache_row"])]
     scores = ["first", "end", "low", "limit", *(["position", "slope"] if spec.alibi else []), *scales]
     rows = ["stride_kp", "stride_ks", "stride_vp", "stride_vs"]
-    step = ["acc", "l_i", "m_i", *bases, "tile", *scores, *rows]
+    step = ["acc", "l_i", "m_i", *(["ids"] if config["ids_ahead"] else []), *bases, "tile", *scores, *rows]
     owner = "sequence" if spec.offset_tensor else "b"
     output = ["o", "lse", owner, "h", "query", "row_ok", "O", "LSE", *(["Sinks"] if spec.sink else [])]
     return {
@@ -255,6 +283,8 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "page_size": page,
         "hidden_ids": bool(page) and config["page_ids"] == "asm",
         "whole_pages": bool(page) and page % config.integer("block_n") == 0,
+        "parted_tiles": config["ids_per"] == "page",
+        "given_pages": config["ids_per"] == "page" or config["ids_ahead"],
         "softcap": spec.softcap,
         "exact_softcap": False,
         "alibi": spec.alibi,

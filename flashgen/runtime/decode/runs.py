@@ -7,8 +7,7 @@ page ids and what they index never reach the host.
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,21 +17,17 @@ from flashgen.core.decode_limits import MAX_BATCH
 from flashgen.core.errors import FlashgenError, UnsupportedError
 from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
-from flashgen.core.workload import DECODE, Specialization, Workload
-from flashgen.launch.decode_numbers import DecodeShape
-from flashgen.launch.decode_plan import NUMBERS_OF_HEADS, POINTERS, DecodePlan, Launch
+from flashgen.launch.decode_plan import NUMBERS_OF_HEADS, Launch
 from flashgen.launch.feature_arguments import NO_FEATURES, TENSORS
 from flashgen.launch.plan import EmptyPlan
 from flashgen.runtime.argument_types import UNEXPECTED
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.decode.open_calls import OPEN, Launches, open_to_sizes
+from flashgen.runtime.decode.plans import decode_workload, opened
 from flashgen.runtime.decode.recent import RECENT, Kind, Ready, Tensors
 from flashgen.runtime.ops import recording, serve
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
-
-if TYPE_CHECKING:
-    from flashgen.codegen.build import CompiledKernel
 
 MEMO_LIMIT = 8192
 
@@ -48,8 +43,6 @@ _OPTIONAL = ("Table", "Leftpad", "BatchIdx", *NUMBERS_OF_HEADS)
 _FIELDS = tuple(field.name for field in fields(DecodeCall))
 _NO_NUMBERS = (None,) * len(NUMBERS_OF_HEADS)
 _UNKNOWN = object()
-
-_PLANS: dict[tuple[Specialization, Config, int], DecodePlan] = {}
 
 
 def run(
@@ -284,66 +277,6 @@ def _prepared(
     if kind is not None:
         open_to_sizes(kind, call, tensors, checked, plan)
     return launch
-
-
-def planned(checked: CheckedDecode, config: Config | None, index: int | None) -> Launch:
-    """The launch of a checked call, which gives an address for each of `POINTERS`; see `opened`."""
-    return opened(checked, config, index, POINTERS)(checked.shape)
-
-
-def opened(checked: CheckedDecode, config: Config | None, index: int | None, names: tuple[str, ...]) -> Launches:
-    """The launches of calls that differ from a checked one in sizes of its class alone; under the lock of `serve`.
-
-    Args:
-        checked: what is compiled in, and the numbers.
-        config: what is launched; None lets the ladder choose.
-        index: torch's index of the GPU; None is refused.
-        names: of `POINTERS`, those that calls give addresses for.
-
-    Raises:
-        UnsupportedError, BuildError, LaunchError: as `flashgen.attention_decode`.
-    """
-    spec = checked.spec
-    if index is None:
-        raise UnsupportedError(f"no kernel family serves {spec.key} on a CPU: all of them run on GPUs")
-    from flashgen.runtime.lookup.decode_ladder import served_step
-    from flashgen.runtime.lookup.ladder import Served
-
-    device, sizes = serve.device_at(index), checked.shape.sizes
-    served = Served(config=config, rung=1) if config else served_step(spec, sizes, device, serve.records())
-    launches = serve.built(spec, served, device, index, partial(_plan, spec)).opened(checked.shape, names)
-    counted: Launches = recording.counted_launches(launches, partial(decode_workload, spec), device, served)
-    return counted
-
-
-def _plan(spec: Specialization, kernel: CompiledKernel, config: Config, index: int) -> DecodePlan:
-    key = (spec, config, index)
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = _PLANS[key] = DecodePlan(kernel, config, index)
-    return plan
-
-
-def decode_workload(spec: Specialization, shape: DecodeShape) -> Workload:
-    """What is computed by calls of one shape, with as many keys of each sequence as there is room for."""
-    return Workload(
-        direction=DECODE,
-        dtype=spec.dtype,
-        batch=shape.batch,
-        nheads=shape.nheads,
-        nheads_k=shape.nheads_k,
-        seqlen_q=shape.seqlen_q,
-        seqlen_k=shape.seqlen_k,
-        head_dim=spec.head_dim,
-        head_dim_v=shape.head_dim_v,
-        causal=shape.window_right == 0,
-        window_left=shape.window_left,
-        window_right=shape.window_right,
-        softcap=spec.softcap,
-        alibi=spec.alibi,
-        sink=spec.sink,
-        page_size=spec.page_size,
-    )
 
 
 def _part(call: DecodeCall, rows: slice) -> DecodeCall:

@@ -20,7 +20,7 @@ from flashgen.core.features.positions import clamp_window
 from flashgen.launch.decode_plan import POINTERS, Launch
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, is_aligned, keys_of_a_sequence
 from flashgen.runtime.decode.contents import check_contents
-from flashgen.runtime.decode.runs import planned
+from flashgen.runtime.decode.plans import planned
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.helpers import remember
 
