@@ -35,9 +35,7 @@ class Counters:
         """Make sure that there are some, as long as none is needed by a graph under capture."""
         self._index = index
         self._known: dict[int | tuple[int, int], torch.Tensor] = {}
-        with _LOCK:
-            if index not in _FREE and not torch.cuda.is_current_stream_capturing():
-                _FREE[index] = _block(index)
+        prepare(index)
 
     def of(self, stream: int) -> torch.Tensor:
         """The counter of the next launch on `stream`, which is the current one: int32 (1,)."""
@@ -53,6 +51,13 @@ class Counters:
                 return torch.zeros(1, dtype=torch.int32, device=f"cuda:{self._index}")
             self._known[key] = found
         return found
+
+
+def prepare(index: int) -> None:
+    """Zero the first counters of a GPU, if that was not done and no graph is under capture; waits for the GPU."""
+    with _LOCK:
+        if index not in _FREE and not torch.cuda.is_current_stream_capturing():
+            _FREE[index] = _block(index)
 
 
 def _taken(index: int, *, is_captured: bool) -> torch.Tensor | None:

@@ -27,7 +27,7 @@ from flashgen.core.workload import Specialization
 from flashgen.launch import binaries
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.plan import make_plan
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache
 from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import kernel, tensors
 
@@ -92,19 +92,19 @@ def test_a_process_compiles_what_no_other_has_and_keeps_it(monkeypatch: pytest.M
         return FRESH
 
     monkeypatch.setattr("flashgen.codegen.build.compile_kernel", compile_kernel)
-    monkeypatch.setattr(serve, "_KERNELS", {})
-    assert serve.compiled(SPEC, CONFIG, H200, 0) is FRESH
-    monkeypatch.setattr(serve, "_KERNELS", {})
+    monkeypatch.setattr(kernel_cache, "KERNELS", {})
+    assert kernel_cache.compiled(SPEC, CONFIG, H200, 0) is FRESH
+    monkeypatch.setattr(kernel_cache, "KERNELS", {})
     monkeypatch.setenv("FLASHGEN_NO_COMPILE", "1")  # nothing is compiled
     settings.cache_clear()
-    found = serve.compiled(SPEC, CONFIG, H200, 0)
+    found = kernel_cache.compiled(SPEC, CONFIG, H200, 0)
     assert found.main.handle.asm["cubin"] == FRESH.main.handle.asm["cubin"]
     assert len(compiled) == 1
     path().write_bytes(b"")
     monkeypatch.setenv("FLASHGEN_NO_COMPILE", "0")
     settings.cache_clear()
-    monkeypatch.setattr(serve, "_KERNELS", {})
-    assert serve.compiled(SPEC, CONFIG, H200, 0) is FRESH
+    monkeypatch.setattr(kernel_cache, "KERNELS", {})
+    assert kernel_cache.compiled(SPEC, CONFIG, H200, 0) is FRESH
     assert read() is not None  # it is mended
 
 

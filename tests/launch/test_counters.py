@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from flashgen.launch import counters, driver
 from flashgen.launch.backward import backward_geometry
 from flashgen.launch.counters import Counters
 from flashgen.launch.geometry import Geometry
+from flashgen.launch.plan import load_part
 from tests.fakes.driver import FakeDriver
 from tests.fakes.imagined import LSE, POINTERS, Imagined, backward_tensors
 from tests.launch.conftest import Streams
@@ -162,3 +165,15 @@ def test_after_a_counter_was_refused_all_of_them_are_written_again(
     graphs.capture(None)
     launch(*four)
     assert [one.values["Counter"] for one in cuda.launches[2:]] == first
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("forward", 1), (None, 0)])
+def test_a_kernel_that_is_loaded_has_its_counters_ready(name: str | None, blocks: int, graphs: Graphs) -> None:
+    """So that the first launch behind a warm-up does not wait for the GPU."""
+    key, named = KERNELS[name] if name else ("fwd-bf16-d64", ((*POINTERS, *LSE),))
+    (part,) = Imagined(*named, key=key).compiled.parts
+    handle = SimpleNamespace(asm={"cubin": b""}, hash="imagined", metadata=SimpleNamespace(name="kernel", shared=1000))
+    load_part(replace(part, handle=handle), 0)
+    assert len(graphs.blocks) == blocks
+    Counters(0)
+    assert len(graphs.blocks) == 1

@@ -23,7 +23,7 @@ from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import ptx_sizes, slot_sizes, trailing_pointers
 from flashgen.launch.plan import make_plan
 from flashgen.launch.triton_plan import TritonPlan
-from scripts.crosscompile import ONE_WARPGROUP
+from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import tensors
 
