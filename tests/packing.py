@@ -124,10 +124,10 @@ def checked(packed: Packed) -> CheckedCall:
     named = {name: packed.named.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
     scores: dict[str, Any] = {name: packed.named[name] for name in SCORES if name in packed.named}
     functions = (packed.named.get("score_mod"), packed.named.get("mask_mod"))
-    mods = 0 if functions == (None, None) else handle_for(*functions)
-    features = packed_features(
-        Features(**scores, mods=mods), *named.values(), packed.named["max_seqlen_q"], packed.named["max_seqlen_k"]
-    )
+    aux = packed.named.get("aux", ())
+    mods = 0 if functions == (None, None) else handle_for(*functions, tuple(one.dtype for one in aux))
+    bounds = packed.named["max_seqlen_q"], packed.named["max_seqlen_k"]
+    features = packed_features(Features(**scores, mods=mods, aux=aux), *named.values(), *bounds)
     q, k, v = one_batch_element(packed.q, packed.k, packed.v)
     causal = packed.named.get("causal", False)
     resolved = resolve(mods) if mods else None
@@ -141,17 +141,18 @@ def oracle(packed: Packed) -> tuple[Tensor, Tensor]:
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
     group = q.shape[1] // packed.k.shape[1]
     for b, queries, keys in packed.sequences():
-        one, two, three = (x.double().cpu() for x in (q[queries], packed.k[keys], v[keys]))
+        one, two, three = (x.double() for x in (q[queries], packed.k[keys], v[keys]))
         given = {name: _of_sequence(name, value, b) for name, value in named.items()}
-        found = reference(one, two.repeat_interleave(group, 1), three.repeat_interleave(group, 1), b, given)
-        out[queries], lse[:, queries] = found
+        with q.device:
+            found = reference(one, two.repeat_interleave(group, 1), three.repeat_interleave(group, 1), b, given)
+        out[queries], lse[:, queries] = (each.cpu() for each in found)
     return out, lse
 
 
 def _of_sequence(name: str, value: Any, b: int) -> Any:
     if not isinstance(value, Tensor) or name not in ("sinks", "alibi_slopes"):
         return value
-    value = value.double().cpu()
+    value = value.double()
     return value[b] if value.dim() == 2 else value
 
 
@@ -185,7 +186,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, b: int, named: dict[str, Any]) ->
     if named.get("dropout_p"):
         nheads, dropout_p = q.shape[1], named["dropout_p"]
         heads = torch.arange(b * nheads, (b + 1) * nheads)
-        p = p * kept(named["rng_state"].cpu(), dropout_p, heads, rows, columns) * keep_scale(dropout_p)
+        p = p * kept(named["rng_state"].to(q.device), dropout_p, heads, rows, columns) * keep_scale(dropout_p)
     return torch.einsum("hqk,khd->qhd", p, v), lse
 
 
@@ -210,23 +211,24 @@ def gradients(packed: Packed, dout: Tensor, dlse: Tensor | None = None) -> dict[
         found["sinks"] = torch.zeros(len(sinks), dtype=torch.float64)
     for b, queries, keys in packed.sequences():
         rows = {"q": queries, "k": keys, "v": keys}
-        given = {name: getattr(packed, name)[rows[name]].double().cpu().requires_grad_() for name in "qkv"}
+        given = {name: getattr(packed, name)[rows[name]].detach().double().requires_grad_() for name in "qkv"}
         named = {name: _of_sequence(name, value, b) for name, value in packed.named.items()}
         if sinks is not None:
             given["sinks"] = named["sinks"] = named["sinks"].clone().requires_grad_()
         k, v = (given[name].repeat_interleave(group, 1) for name in "kv")
-        out, lse = reference(given["q"], k, v, b, named)
-        total = (out * dout[queries].double().cpu()).sum()
+        with packed.q.device:
+            out, lse = reference(given["q"], k, v, b, named)
+        total = (out * dout[queries].double()).sum()
         if dlse is not None:
-            total = total + (torch.where(lse.isinf(), 0.0, lse) * dlse[:, queries].double().cpu()).sum()
+            total = total + (torch.where(lse.isinf(), 0.0, lse) * dlse[:, queries].double()).sum()
         if total.requires_grad and b not in packed.case.poison:
             for name, part in zip(
                 given, torch.autograd.grad(total, tuple(given.values()), allow_unused=True), strict=True
             ):
                 if part is not None and name == "sinks":
-                    found[name] += part
+                    found[name] += part.cpu()
                 elif part is not None:
-                    found[name][rows[name]] += part.nan_to_num()
+                    found[name][rows[name]] += part.nan_to_num().cpu()
     return found
 
 

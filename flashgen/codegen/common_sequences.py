@@ -32,11 +32,6 @@ def key_blocks(sizes: Sizes, block: int) -> int:
     return min(sizes.seqlen_k // block + sizes.sequences, sizes.sequences * -(-sizes.max_seqlen_k // block)) + 1
 
 
-def no_gpu_has_run(spec: Specialization) -> str | None:
-    """Why a family whose kernels for packed sequences are compiled and modelled alone does not serve them unasked."""
-    return "no GPU has confirmed its kernels for packed sequences" if spec.varlen else None
-
-
 def why_not_packed(spec: Specialization) -> str | None:
     """What no family computes of packed sequences: the reason, or None."""
     if not spec.varlen:

@@ -144,6 +144,11 @@ def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     return family(config.family).poor_at_sizes(config, sizes)
 
 
+def over_pages(config: Config, spec: Specialization, device: Device) -> Config:
+    """The config most like one that was measured without pages for a specialization that has them; may be invalid."""
+    return family(config.family).over_pages(spec, config, device)
+
+
 def successor(config: Config, spec: Specialization) -> Config:
     """The config of today's families most like this one of an older record, which may be the same."""
     return family(config.family).successor(spec, config)

@@ -169,6 +169,10 @@ def _itself(spec: Specialization, config: Config) -> Config:
     return config
 
 
+def _unchanged(spec: Specialization, config: Config, device: Device) -> Config:
+    return config
+
+
 def _always_fit(config: Config, sizes: Sizes) -> str | None:
     return None
 
@@ -202,6 +206,8 @@ class KernelFamily:
         fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
         usual: the default at such sizes, where a rule chooses more of it than what follows from them; None is `fitted`.
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
+        over_pages: of a config that was measured without pages, the one most like it for a specialization that has them
+            (whether valid or not).
         successor: of a config that the family offered once and no more, the one most like it that it offers today
             (whether valid or not); any other config itself.
         exact_sibling: of a config whose LSE is not exact, the one most like it whose LSE is, valid wherever it is
@@ -230,6 +236,7 @@ class KernelFamily:
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     usual: Callable[[Specialization, Config, Sizes, Device], Config] | None = None
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
+    over_pages: Callable[[Specialization, Config, Device], Config] = _unchanged
     successor: Callable[[Specialization, Config], Config] = _itself
     exact_sibling: Callable[[Specialization, Config], Config] = _itself
     tolerated_spills: int = TOLERATED_SPILLS

@@ -126,7 +126,8 @@ def page_class(page_size: int | None) -> int:
     """
     if page_size is None:
         return 0
-    return max(least for least in _PAGE_CLASSES if least <= page_size)
+    return max(least for least in PAGE_CLASSES if least <= page_size)
 
 
-_PAGE_CLASSES = (1, 2, 16, 32, 64, 128)
+PAGE_CLASSES = (1, 2, 16, 32, 64, 128)
+"""The least size of each class of pages."""

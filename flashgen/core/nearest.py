@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from flashgen.core.lengths import page_class
 from flashgen.core.workload import Workload
 
 HEADS_WEIGHT = 1 / 2
@@ -11,6 +12,9 @@ HEADS_WEIGHT = 1 / 2
 
 GROUPS_WEIGHT = 1 / 4
 """Heads that share keys differ in what the caches hold, and in little else."""
+
+PAGES_WEIGHT = 1 / 2
+"""Pages twice as large have half as many ids to read; from whole tiles on nothing else differs."""
 
 Position = tuple[float, float, float, float, float]
 """Coordinates of a workload, in factors of two: sizes that are twice as large are one step away."""
@@ -60,6 +64,11 @@ def distance(one: Position, other: Position) -> float:
     a, b, c, d, e = one  # written out: every call of a new length asks this of all records of its class
     v, w, x, y, z = other
     return abs(a - v) + abs(b - w) + abs(c - x) + abs(d - y) + abs(e - z)
+
+
+def pages_apart(one: int | None, other: int | None) -> float:
+    """Steps between two sizes of pages, which are 0 within a class; neither or both have pages."""
+    return abs(_log(page_class(one)) - _log(page_class(other))) * PAGES_WEIGHT
 
 
 def _visible_keys(w: Workload) -> int:

@@ -163,6 +163,10 @@ class Baseline:
     median_ms: float
 
 
+SPLIT = "split"
+"""The name of the baseline of a mixed batch: two launches, its steps of decoding by a decode family and the chunks of
+prompts behind them by the config that they are timed beside, where the config of a record takes one launch for all."""
+
 SOURCES = ("default", "incumbent", "neighbour", "seed", "model", "sampler", "random", "local", "finals")
 """Who proposes a candidate: the families' defaults, the record that is served today, the nearest other records, a list
 of configs that won before, the analytic model, the sampler, chance, the surroundings of the best, or a race that a

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.core.checks import whole_number
 from flashgen.core.errors import WorkloadError
 from flashgen.core.keys import ALL_DIRECTIONS, DECODE, SHORT, VARIANTS, fields_of, flag_tokens, tokens_of
-from flashgen.core.lengths import page_class
+from flashgen.core.lengths import PAGE_CLASSES, page_class
 from flashgen.core.score_mods import ScoreMods
 
 if TYPE_CHECKING:
@@ -122,9 +122,19 @@ class Specialization:
     def workload_class(self) -> str:
         """The class of workloads that may share a tuned config, e.g. `fwd-bf16-d128-causal`.
 
-        Of decoding, pages of nearly the same size are one class (`core.lengths.page_class`).
+        Pages of nearly the same size are one class (`core.lengths.page_class`).
         """
-        return self._stem(page_class(self.page_size) if self.direction == DECODE else self.page_size)
+        return self._stem(page_class(self.page_size))
+
+    @property
+    def page_classes(self) -> tuple[str, ...]:
+        """Of a specialization with pages the classes of all pages, its own among them; else empty."""
+        return tuple(map(self._stem, PAGE_CLASSES)) if self.page_size else ()
+
+    @property
+    def former_class(self) -> str:
+        """What `workload_class` was for passes over pages before their sizes had classes, for rows of that time."""
+        return self.workload_class if self.direction == DECODE else self._stem(self.page_size)
 
     def _stem(self, page_size: int | None) -> str:
         parts = [SHORT[self.direction], self.dtype, f"d{self.head_dim}"]

@@ -91,17 +91,18 @@ class Expected:
 class BackwardOracle:
     """The right answer for one set of inputs, by the name of the gradient; `neg_delta` has rows of width 1.
 
-    `packed`: rows that see no key are left out of the latter.
+    `unread` (batch, nheads, seqlen_q) are the rows whose `neg_delta` nobody reads, so that it may hold anything.
     """
 
     gradients: dict[str, Expected]
     neg_delta: Expected
-    packed: bool = False
+    unread: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
-        return sum(each.nbytes for each in (*self.gradients.values(), self.neg_delta))
+        mask_bytes = 0 if self.unread is None else self.unread.numel()
+        return sum(each.nbytes for each in (*self.gradients.values(), self.neg_delta)) + mask_bytes
 
 
 def backward_oracle_of(
@@ -135,11 +136,11 @@ def judged_gradients(
     unit: float,
     *,
     tf32: bool,
-    packed: bool = False,
+    unread: torch.Tensor | None = None,
 ) -> BackwardOracle:
     """The tolerances that follow from the oracle's gradients and eager attention's; it writes what a pass is given.
 
-    `packed`: the `neg_delta` of rows that see no key is not judged, since rows that no sequence uses are among them.
+    The `neg_delta` of `unread` rows is not judged.
     """
     t = tensors
     t.out.copy_(right.forward.out)
@@ -150,7 +151,7 @@ def judged_gradients(
         eager = _rows_of(name, usual[name].reshape(tensor.shape).to(tensor.dtype))
         noise = right.noise[name].reshape(values.shape[:-1])
         found[name] = _expected(values, eager, noise, unit, TF32_LEAST_MEAN_UNITS if tf32 else LEAST_MEAN_UNITS)
-    return BackwardOracle(gradients=found, neg_delta=_expected_delta(t, packed=packed), packed=packed)
+    return BackwardOracle(gradients=found, neg_delta=_expected_delta(t, unread), unread=unread)
 
 
 def noise_of(dtype: torch.dtype, *, tf32: bool) -> tuple[float, float, float]:
@@ -183,9 +184,8 @@ def check_backward(
     given = {name: _rows_of(name, tensor) for name, tensor in written(tensors).items()}
     right = dict(expected.gradients)
     if neg_delta is not None:
-        if expected.packed:
-            neg_delta = neg_delta.masked_fill(tensors.lse == float("-inf"), 0.0)
-        given["neg_delta"], right["neg_delta"] = neg_delta.unsqueeze(-1), expected.neg_delta
+        given["neg_delta"] = _read(neg_delta, expected.unread).unsqueeze(-1)
+        right["neg_delta"] = expected.neg_delta
     for name, tensor in given.items():
         if tuple(tensor.shape) != tuple(right[name].values.shape):
             return _wrong(f"{name} has shape {tuple(tensor.shape)}, it should be {tuple(right[name].values.shape)}")
@@ -245,16 +245,19 @@ def _row_tolerance(
     return torch.minimum(by_all, by_row + MAX_ULPS * ulp_of(size, dtype))
 
 
-def _expected_delta(t: BackwardTensors, *, packed: bool) -> Expected:
+def _expected_delta(t: BackwardTensors, unread: torch.Tensor | None) -> Expected:
     """Rule 5: the exact sums of what the pass is given."""
     products = t.dout.double() * t.out.double()
     dlse = torch.zeros_like(products[..., 0]) if t.dlse is None else t.dlse.double()
-    if packed:
-        dlse = dlse.masked_fill(t.lse == float("-inf"), 0.0)
-    size = dlse.abs() + products.abs().sum(-1)
-    tolerance = DELTA_ULPS * FP32_ULP * size
+    right = _read(dlse - products.sum(-1), unread)
+    tolerance = DELTA_ULPS * FP32_ULP * _read(dlse.abs() + products.abs().sum(-1), unread)
     mean = float(tolerance.mean()) if tolerance.numel() else 0.0
-    return Expected(values=(dlse - products.sum(-1)).unsqueeze(-1), row_tolerance=tolerance, mean_tolerance=mean)
+    return Expected(values=right.unsqueeze(-1), row_tolerance=tolerance, mean_tolerance=mean)
+
+
+def _read(rows: torch.Tensor, unread: torch.Tensor | None) -> torch.Tensor:
+    """Values of rows, with 0 where nobody reads them."""
+    return rows if unread is None else rows.masked_fill(unread, 0.0)
 
 
 def _rows_of(name: str, gradient: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,11 @@ from flashgen.measure.decode_case import DecodeFactory
 from flashgen.measure.decode_launch import decode_factory
 from flashgen.measure.directions import VerificationCase, direction_of
 from flashgen.measure.inputs import rotation_copies
+from flashgen.measure.mixed_case import TwoLaunches, steps_of
 from flashgen.measure.odd_shapes import Factory, Titled, check_odd
 from flashgen.measure.protocol import specialization
 from flashgen.measure.timing import Run, Stopwatch, Unit, make_unit
+from flashgen.measure.verification_case import VerificationCase as ForwardCase
 from flashgen.measure.verify import Errors, KernelFactory
 
 INPUT_SEED = 20260102
@@ -274,6 +276,22 @@ class Bench:
         if impl not in state.baselines:
             state.baselines[impl] = self._sdpa_unit(state, impl)
         return state.baselines[impl]
+
+    def split(self, state: State, config: Config) -> Unit | None:
+        """A mixed batch in two launches, the chunks by this config and its steps of decoding by the default of theirs.
+
+        None where the workload is no such batch, or where that cannot run or computes something else.
+        """
+        steps = steps_of(state.workload)
+        if steps is None or not isinstance(state.problem, ForwardCase):
+            return None
+        with contextlib.suppress(FlashgenError, RuntimeError):
+            decode = self._toolchain.factory(specialization(steps), self._toolchain.default(steps))
+            prefill = self._toolchain.factory(specialization(state.workload), config)
+            both = TwoLaunches(case=state.problem, steps=steps, prefill=prefill, decode=decode)
+            if both.verified() is None:
+                return make_unit(both.run(), state.problem.copies, self._stopwatch)
+        return None
 
     def reference(self, state: State) -> Unit | None:
         """What all windows of a workload are levelled by.

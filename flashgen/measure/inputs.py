@@ -49,7 +49,8 @@ class Inputs:
     @property
     def nbytes(self) -> int:
         """Device memory held by all sets, without padding, in bytes."""
-        groups = [*self.q, *self.k, *self.v, *self.out, *self.lse]
+        shared = {id(tensor): tensor for tensor in (*self.k, *self.v)}  # pages of all copies are in one pool
+        groups = [*self.q, *shared.values(), *self.out, *self.lse]
         groups += [tensor for each in self.features for tensor in (each.bias, each.mask) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in groups)
 
@@ -153,6 +154,11 @@ def make_inputs(
 
 
 def rotation_copies(workload: Workload, l2_bytes: int) -> int:
-    """Sets to rotate so that one pass over them moves at least twice the L2 cache; at most `MAX_COPIES`."""
+    """Sets to rotate so that one pass over them moves at least twice the L2 cache; at most `MAX_COPIES`.
+
+    Of packed sequences over pages the pages alone are so many bytes.
+    """
     wanted = 2 * (l2_bytes or USUAL_L2_BYTES)
-    return min(MAX_COPIES, max(1, -(-wanted // max(1, workload.bytes + feature_bytes(workload)))))
+    is_paged = workload.is_packed and workload.page_size is not None
+    moved = workload.cache_bytes if is_paged else workload.bytes + feature_bytes(workload)
+    return min(MAX_COPIES, max(1, -(-wanted // max(1, moved))))

@@ -21,6 +21,7 @@ from flashgen.measure.backward_verification_case import BackwardVerificationCase
 from flashgen.measure.backward_verify import BackwardOracle, judged_gradients, noise_of
 from flashgen.measure.data_kinds import NORMAL
 from flashgen.measure.packed_inputs import PackedForm, make_packed_backward_inputs, make_packed_inputs
+from flashgen.measure.packed_pages import in_pages
 from flashgen.measure.reference import Answer, exact, rounded
 from flashgen.measure.score_rule import ScoreRule, refuse_uncomputed
 from flashgen.measure.verification_case import VerificationCase
@@ -60,6 +61,8 @@ def packed_case(
     inputs = make_packed_inputs(workload, form, copies=copies, seed=seed, device=device)
     q, k, v, features = inputs.q[0], inputs.k[0], inputs.v[0], inputs.features[0]
     expected = _oracle(workload, form, (q, k, v), features)
+    if workload.page_size:
+        inputs = in_pages(workload, form, inputs, seed)
     return VerificationCase(inputs=inputs, expected=expected, softmax_scale=workload.head_dim**-0.5, q_offset=NO_OFFSET)
 
 
@@ -97,8 +100,9 @@ def packed_backward_case(
 
 
 def _refuse_uncomputed(workload: Workload) -> None:
-    """Each sequence is a call of its own, which the references have to compute."""
-    refuse_uncomputed(replace(workload, varlen=False, lengths="", total_q=None, total_k=None).specialization)
+    """Each sequence is a call of its own, which the references have to compute; pages only say where keys lie."""
+    alone = replace(workload, varlen=False, lengths="", total_q=None, total_k=None, page_size=None)
+    refuse_uncomputed(alone.specialization)
 
 
 def sequences_of(
@@ -165,7 +169,8 @@ def _backward_oracle(workload: Workload, form: PackedForm, t: BackwardTensors, f
         for whole, part in ((right.gradients, found.gradients), (right.noise, found.noise)):
             _put_gradients(whole, part, rows, keys)
         _put_gradients(usual, rounded_gradients(*one, each.rule, dlse=dlse, tf32=tf32), rows, keys)
-    return judged_gradients(t, right, usual, unit, tf32=tf32, packed=True)
+    without_keys = right.forward.lse == float("-inf")  # rows that no sequence uses are among them
+    return judged_gradients(t, right, usual, unit, tf32=tf32, unread=without_keys)
 
 
 def _blank_gradients(t: BackwardTensors) -> ExactGradients:

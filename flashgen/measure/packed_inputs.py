@@ -47,10 +47,16 @@ class PackedForm:
 
     @classmethod
     def of(cls, workload: Workload, data: str = NORMAL) -> PackedForm:
-        """The lengths of the workload's profile; a rounding may leave a row to no sequence."""
+        """The lengths of the workload's profile; a rounding may leave a row to no sequence.
+
+        Of keys in pages they are told as engines tell them, by `seqused_k`, and there are no other rows.
+        """
         queries, keys = workload.each_seqlen_q, workload.each_length
-        rows = (workload.total_q or 0) - sum(queries), (workload.total_k or 0) - sum(keys)
-        return cls(queries=queries, keys=keys, spare=max(rows), data=data)
+        rows = [(workload.total_q or 0) - sum(queries)]
+        if workload.page_size is None:
+            rows.append((workload.total_k or 0) - sum(keys))
+        used_k = keys if workload.page_size else ()
+        return cls(queries=queries, keys=keys, used_k=used_k, spare=max(rows), data=data)
 
     def sequences(self) -> Iterator[tuple[int, slice, slice]]:
         """The number of each sequence, and its rows that count, of queries and of keys."""
@@ -160,6 +166,7 @@ def _one_batch_element(workload: Workload, form: PackedForm) -> Workload:
         lengths="",
         total_q=None,
         total_k=None,
+        page_size=None,
         batch=1,
         seqlen_q=sum(form.queries) + form.spare,
         seqlen_k=sum(form.keys) + form.spare,

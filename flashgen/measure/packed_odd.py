@@ -73,10 +73,19 @@ ODD_PACKS = (
 HARD_PACKS = tuple(OddPack(form=_pack((70, 90), data=data), nheads=2, nheads_k=1) for data in HARD_KINDS)
 
 
+def page_packs(page: int) -> tuple[OddPack, ...]:
+    """Chunks of prompts over pages: keys around the end of one, and behind many of them."""
+    edges = (page - 1, page, page + 1, 2 * page + 7, 1)
+    return (
+        OddPack(form=_pack((3, 1, 0, 70, 5), edges, used_k=edges), nheads=6, nheads_k=1, window=(page + 5, None)),
+        OddPack(form=_pack((33, 64), (3 * page + 150, 5 * page), layout="bhsd"), window=(40, None), room=page),
+    )
+
+
 def odd_packs(spec: Specialization) -> Iterator[OddPack]:
     """The packs for a specialization, with what does not concern it left out."""
     hard = (pack for pack in HARD_PACKS if pack.form.data in hard_kinds(spec.dtype))
-    for pack in (*ODD_PACKS, *hard):
+    for pack in (*ODD_PACKS, *(page_packs(spec.page_size) if spec.page_size else ()), *hard):
         # a causal mask is the right edge
         left, right = pack.window if spec.window else (None, None)
         features = replace(pack.form.features, sink_dtype=spec.sink_dtype)
@@ -135,5 +144,6 @@ def odd_packed_workload(spec: Specialization, pack: OddPack) -> Workload:
         varlen=True,
         window_left=pack.window[0],
         window_right=pack.window[1],
+        page_size=spec.page_size,
         **{name: getattr(spec, name) for name in names},
     )

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from flashgen.core.config import Config
-from flashgen.core.record import Baseline, Failure, Measurement
+from flashgen.core.record import SPLIT, Baseline, Failure, Measurement
 from flashgen.launch.gpu import current_device
 from flashgen.launch.sdpa import BACKENDS
 from flashgen.measure import gpu
@@ -170,7 +170,7 @@ class Judge:
                 outcomes[index] = ready
             else:
                 racers[index] = ready
-        others = self._others(state, job)
+        others = self._others(state, job, next(iter(racers), None))
         turns = [(index, unit) for index, (_, units) in racers.items() for unit in units]
         turns += [(len(job.configs), unit) for unit in others.values()]
         windows = interleave(
@@ -184,7 +184,7 @@ class Judge:
         )
         anchors = dict(zip(others, windows[len(turns) - len(others) :], strict=True))
         medians = {impl: _median(each) for impl, each in anchors.items()}
-        reference = next(iter(anchors.values()), ())
+        reference = next((each for impl, each in anchors.items() if impl != SPLIT), ())
         for index, (candidate, _) in racers.items():
             mine = _of(index, turns, windows)
             wrong = self._attempt(partial(self._check_again, candidate, index))
@@ -224,13 +224,18 @@ class Judge:
         units = (make_unit(run, case.copies, self._stopwatch) for run, case in cases if run and case)
         return candidate, tuple(units)
 
-    def _others(self, state: State, job: RaceJob) -> dict[str, Unit]:
-        """The reference kernel first, and the other baselines if they are asked for and can run."""
+    def _others(self, state: State, job: RaceJob, first: int | None) -> dict[str, Unit]:
+        """The reference kernel first, and the other baselines if they are asked for and can run.
+
+        One of a mixed batch is two launches, its chunks by the `first` config that races.
+        """
         self._announce("launch", len(job.configs))
         reference = self._bench.reference(state)
         units = {impl: self._bench.sdpa(state, impl) for impl in BACKENDS} if job.baselines else {}
         found = {impl: unit for impl, unit in units.items() if unit is not None}
-        return found or ({} if reference is None else {REFERENCE: reference})
+        found = found or ({} if reference is None else {REFERENCE: reference})
+        split = self._bench.split(state, job.configs[first]) if job.baselines and first is not None else None
+        return found if split is None else {**found, SPLIT: split}
 
     def _check_again(self, candidate: Candidate, subject: int) -> Failure | None:
         """A kernel with a race condition may be right once; after thousands of calls it is asked again."""

@@ -64,7 +64,7 @@ def collect(
         paths: files in the form of the presets.
         direction: a name of `DIRECTIONS`: the passes that are wanted of every shape that was named, whichever pass it
             was named for. None leaves each as it was named; a shape without a direction is a forward pass. Steps of
-            decoding stay what they are.
+            decoding and passes over pages, which have no gradient, stay what they are.
         deterministic: whether the backward passes must give the same bits every time.
 
     Raises:
@@ -81,9 +81,9 @@ def collect(
     found = list(itertools.chain.from_iterable(groups))
     if direction is not None:
         found = [
-            workload if workload.is_decode else replace(workload, direction=each)
+            replace(workload, direction=each)
             for workload in found
-            for each in (("",) if workload.is_decode else DIRECTIONS[direction])
+            for each in ((workload.direction,) if _has_one_pass(workload) else DIRECTIONS[direction])
         ]
     if flag("deterministic", deterministic):
         if found and all(workload.direction != "backward" for workload in found):
@@ -93,6 +93,10 @@ def collect(
             )
         found = [replace(workload, deterministic=True) for workload in found]
     return tuple(dict.fromkeys(found))
+
+
+def _has_one_pass(workload: Workload) -> bool:
+    return workload.is_decode or workload.page_size is not None
 
 
 def _named(model: str) -> tuple[Preset, ...]:

@@ -146,7 +146,10 @@ def test_pages_of_nearly_one_size_are_a_class() -> None:
     ]
     spec = Workload.parse("dec-b1-h8-sk64-d64-page48-sink").specialization
     assert (spec.workload_class, spec.key) == ("dec-bf16-d64-page32-sink", "dec-bf16-d64-page48-sink")
-    assert Workload.parse("b1-h8-s64-d64-page48").specialization.workload_class == "fwd-bf16-d64-page48"
+    packed = Workload.parse("b4-h8-s64-d64-varlen-page48").specialization
+    assert (packed.workload_class, packed.former_class) == ("fwd-bf16-d64-page32-varlen", "fwd-bf16-d64-page48-varlen")
+    assert packed.page_classes == tuple(f"fwd-bf16-d64-page{size}-varlen" for size in (1, 2, 16, 32, 64, 128))
+    assert not Workload.parse("b4-h8-s64-d64-varlen").specialization.page_classes
 
 
 def test_steps_are_as_far_apart_as_their_rows_keys_and_pairs() -> None:

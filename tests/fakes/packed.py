@@ -83,3 +83,50 @@ class EmulatedPack:
         if slopes is not None:
             named["alibi_slopes"] = (slopes[b] if slopes.dim() == 2 else slopes).double()
         return reference(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), b, named)
+
+
+@dataclass
+class EmulatedPages(EmulatedPack):
+    """The same over pages; `behind` keys too many are read, `shift` takes the ids of other entries of the table.
+
+    With `clears`, values before a window are taken for 0, as kernels do that load whole steps of keys.
+    """
+
+    behind: int = 0
+    shift: int = 0
+    clears: bool = True
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float, _: int, features: Features
+    ) -> None:
+        self._clear(out)
+        if lse is not None:
+            self._clear(lse, -math.inf)
+        assert features.cu_seqlens_q is not None
+        ends = features.cu_seqlens_q.tolist()
+        for b, (first, last) in enumerate(itertools.pairwise(ends)):
+            rows = last - first if features.seqused_q is None else int(features.seqused_q[b])
+            if not rows:
+                continue
+            keys = self._keys(features, b)
+            given = [one.transpose(0, 1).double() for one in self._dense((k, v), features, b, keys)]
+            left = features.window[0]
+            if self.clears and left is not None:
+                given[1][: max(keys - rows - left, 0)] = 0.0
+            found = self._attend(q[0, :, first : first + rows].transpose(0, 1).double(), *given, b, scale, features)
+            out[0, :, first : first + rows] = found[0].transpose(0, 1).to(out.dtype)
+            if lse is not None:
+                lse[0, :, first : first + rows] = found[1].float()
+
+    def _keys(self, features: Features, b: int) -> int:
+        if features.seqused_k is not None:
+            return int(features.seqused_k[b]) + self.behind
+        assert features.cu_seqlens_k is not None
+        return int(features.cu_seqlens_k.diff()[b]) + self.behind
+
+    def _dense(self, caches: tuple[Tensor, Tensor], features: Features, b: int, keys: int) -> list[Tensor]:
+        table, page = features.block_table, caches[0].shape[2]
+        assert table is not None
+        entries = (torch.arange(-(-keys // page)) + self.shift) % table.shape[1]
+        ids = table[b, entries].long().clamp(0, len(caches[0]) - 1)
+        return [cache[ids].transpose(0, 1).flatten(1, 2)[:, :keys] for cache in caches]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
 from tests.packing import Case, assert_right
 from tests.paging import LAYOUTS, Paged, paged
@@ -155,8 +155,8 @@ def test_other_batches_compile_nothing() -> None:
         lengths = tuple(1 + 13 * n % 500 for n in range(count))
         call = paged(replace(case, queries=(1, *lengths), keys=(600, *lengths)), 16, device="cuda")
         assert_right(call.packed, *run(call, num_decodes=1, max_seqlen_k=1024, return_lse=True))
-        kernels = kernels or len(serve._KERNELS)
-        assert len(serve._KERNELS) == kernels
+        kernels = kernels or len(kernel_cache.KERNELS)
+        assert len(kernel_cache.KERNELS) == kernels
 
 
 def test_it_compiles_into_one_graph() -> None:

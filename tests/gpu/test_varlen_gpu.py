@@ -14,7 +14,7 @@ import torch
 import flashgen
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
 from tests.gpu import packed_cases
 from tests.gpu.packed_cases import BF16, KEYS, WIDE
@@ -158,7 +158,7 @@ def test_batches_of_other_sizes_wait_for_nothing_and_compile_nothing() -> None:
     draw = random.Random(1)
     for lengths in ((600,) * 40, (600,), (30,) * 4):
         run(make(Case(queries=lengths, options={"causal": True}, **WIDE), "cuda"))
-    kernels = len(serve._KERNELS)
+    kernels = len(kernel_cache.KERNELS)
     batches = [batch(draw) for _ in range(40)]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -171,7 +171,7 @@ def test_batches_of_other_sizes_wait_for_nothing_and_compile_nothing() -> None:
         after = torch.cuda.memory_stats()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(serve._KERNELS) == kernels
+    assert len(kernel_cache.KERNELS) == kernels
     assert after["segment.all.allocated"] == before["segment.all.allocated"]
     assert after["active_bytes.all.current"] == before["active_bytes.all.current"]
 

@@ -1,7 +1,6 @@
-"""Gradients of packed sequences by the Hopper families, which serve none yet: features, poison, graphs, bits, rate.
+"""Gradients of packed sequences by the Hopper families: features, poison, graphs, bits, rate.
 
-Each test has the backward pass of `attention_varlen` served by the families' configs where tensors allow it. Once all
-of them pass, `unconfirmed` of their rows can go.
+Each test has the backward pass of `attention_varlen` served by the families' configs where tensors allow it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 from flashgen.runtime.lookup import records
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
 from tests.gpu.packed_cases import BF16, KEYS, WIDE, case_of
 from tests.gpu.test_varlen_hopper_gpu import times
@@ -87,9 +86,8 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
     serve_by()
     yield serve_by
-    assert all(
-        config.family in (FUSED.id, SPLIT.id) for spec, config, _ in serve._KERNELS if spec.direction == "backward"
-    )
+    compiled = [config for spec, config, _ in kernel_cache.KERNELS if spec.direction == "backward"]
+    assert all(config.family in (FUSED.id, SPLIT.id) for config in compiled)
     monkeypatch.undo()
     flashgen.reload()
 

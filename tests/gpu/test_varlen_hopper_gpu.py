@@ -23,7 +23,7 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 from flashgen.runtime.lookup import records
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
 from tests.gpu.packed_cases import BF16, KEYS, WIDE, case_of
 from tests.packing import Case, Packed, assert_right, make
@@ -85,7 +85,7 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """What has a config of the family serve every forward call, without a record."""
     monkeypatch.setenv("FLASHGEN_QUIET", "1")
     monkeypatch.setattr(records.Records, "of", lambda *_: ())
-    monkeypatch.setattr(serve, "_KERNELS", {})  # other tests of this process have kernels of other families there
+    monkeypatch.setattr(kernel_cache, "KERNELS", {})  # other tests of this process have kernels of other families there
 
     def serve_by(**changes: KnobValue) -> None:
         def default(spec: Specialization, device: Device, only: tuple[str, ...] = ()) -> Config:
@@ -118,7 +118,7 @@ def test_every_pair_of_features_is_right(number: int, served_by: Serve) -> None:
     again, lse_again = run(packed, return_lse=True)
     assert torch.equal(out.nan_to_num(), again.nan_to_num())
     assert torch.equal(lse.nan_to_num(), lse_again.nan_to_num())
-    assert all(config.family == "hopper_forward" for _, config, _ in serve._KERNELS)
+    assert all(config.family == "hopper_forward" for _, config, _ in kernel_cache.KERNELS)
 
 
 @pytest.mark.usefixtures("served_by")

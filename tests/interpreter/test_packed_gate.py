@@ -22,7 +22,13 @@ from flashgen.launch.feature_arguments import LOG2E
 from flashgen.launch.geometry import Geometry, scalars
 from flashgen.launch.scratch import ScratchPlan
 from flashgen.measure.packed_case import packed_case
-from flashgen.measure.packed_odd import ODD_SEED, odd_packed_backward_problem, odd_packed_workload, odd_packs
+from flashgen.measure.packed_odd import (
+    ODD_SEED,
+    odd_packed_backward_problem,
+    odd_packed_workload,
+    odd_packs,
+    page_packs,
+)
 from flashgen.measure.verify import Errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of rows that do not count
@@ -44,10 +50,10 @@ def launch(
         getattr(module, kernel.entry)[(programs,)](*[given[name] for name in kernel.names])
 
 
-@pytest.mark.parametrize("key", ["fwd-fp16-d16-varlen-window-sink"])
+@pytest.mark.parametrize("key", ["fwd-fp16-d16-varlen-window-sink", "fwd-fp16-d16-varlen-window-page24"])
 def test_a_rendered_forward_kernel_passes_the_odd_packs(key: str) -> None:
     spec = replace(Specialization.parse(key), aligned16=False)
-    config = family("portable_forward").default(spec, DEVICE).replace(**SMALL)
+    config = family("portable_forward").default(spec, DEVICE).replace(**SMALL, page_ids="load")
 
     def factory(q: Any, k: Any, v: Any, out: Any, features: Features) -> Any:
         geometry = Geometry.of(q, k, v, out, features)
@@ -59,7 +65,8 @@ def test_a_rendered_forward_kernel_passes_the_odd_packs(key: str) -> None:
         return run
 
     packs = [pack for pack in odd_packs(spec) if sum(pack.form.queries) <= LARGEST]
-    assert len(packs) >= 3
+    packs = [pack for pack in page_packs(24) if spec.page_size] or packs
+    assert len(packs) >= 2 + (spec.page_size is None)
     for pack in packs:
         case = packed_case(odd_packed_workload(spec, pack), pack.form, copies=1, seed=ODD_SEED, device="cpu")
         verdict = case.run(factory)

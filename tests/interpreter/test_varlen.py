@@ -53,14 +53,23 @@ def launched(packed: Packed, problem: CheckedCall, config: Config) -> tuple[torc
     return out, lse
 
 
-def differentiated(packed: Packed, family_id: str, **knobs: Any) -> dict[str, torch.Tensor]:
-    """Gradients by the portable kernels, in memory that holds NaN before; of rows that do not count, too."""
+def differentiated(
+    packed: Packed, family_id: str, sums: tuple[torch.Tensor, ...] = (), **knobs: Any
+) -> dict[str, torch.Tensor]:
+    """Gradients by the portable kernels, in memory that holds NaN before; of rows that do not count, too.
+
+    Those of the first aux tensors are added to `sums`.
+    """
     out, lse = interpreted(packed)
     dout = _gradient(packed, out)
     tensors = {"q": packed.q, "k": packed.k, "v": packed.v, "o": out, "do": dout}
     tensors |= {f"d{name}": torch.full_like(tensors[name], math.nan) for name in "qkv"}
     problem = checked(packed)
     spec = replace(problem.spec, direction="backward", sink=False)
+    if sums and spec.mods and problem.features:
+        spec = replace(spec, mods=replace(spec.mods, aux_grads=tuple(range(len(sums)))))
+        features = replace(problem.features, aux=(*problem.features.aux, *reversed(sums)))
+        problem = replace(problem, features=features)
     small = {"block_m": 16, "block_n": 16, "num_warps": 4, "loads": "pointer"}
     small |= {} if "fused" in family_id else {"dq_block_m": 16, "dq_block_n": 16, "dq_num_warps": 4}
     row = family(family_id)

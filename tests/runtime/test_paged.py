@@ -16,8 +16,8 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
-from flashgen.runtime.lookup.mixed import APART_KEYS, why_together
-from flashgen.runtime.ops import serve
+from flashgen.runtime.lookup.mixed import APART_KEYS, why_not_decoded
+from flashgen.runtime.ops import kernel_cache
 from flashgen.runtime.varlen import api, mixed
 from tests.fakes.driver import FakeDriver, Launched
 from tests.packing import Case
@@ -82,7 +82,7 @@ def test_batches_of_other_sizes_compile_nothing(gpu: FakeDriver) -> None:
     for lengths in ((3,), (40, 2), (5, 0, 300), (1,) * 20):
         for layout in ("nhd", "halves"):
             run(gpu, paged(replace(case, queries=lengths), 8, layout))
-    assert len({(spec, config) for spec, config, _ in serve._KERNELS}) == 1
+    assert len({(spec, config) for spec, config, _ in kernel_cache.KERNELS}) == 1
     assert len(gpu.loaded) == 1
 
 
@@ -146,8 +146,8 @@ def test_one_launch_where_a_second_one_costs_more(gpu: FakeDriver) -> None:
     ((one,), _) = run(gpu, few, num_decodes=2)
     assert one.values["sequences"] == 4
     spec = checked(paged(CHUNKS, 16)).spec
-    assert why_together(spec, APART_KEYS, H200) is None
-    assert "512" in str(why_together(replace(spec, head_dim=512, head_dim_v=512), 9999, H200))
+    assert why_not_decoded(spec, H200) is None
+    assert "512" in str(why_not_decoded(replace(spec, head_dim=512, head_dim_v=512), H200))
 
 
 def test_under_torch_compile_the_call_is_one_op(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from flashgen.core.workload import Specialization
 from flashgen.launch import counters, driver, plan
 from flashgen.launch.geometry import CLIPPED_ROWS
 from flashgen.runtime.lookup import records
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache, serve
 from flashgen.runtime.varlen import api
 from tests.fakes.driver import FakeDriver, Launched
 from tests.packing import Case, Packed, checked, make
@@ -158,7 +158,7 @@ def test_batches_of_other_sizes_compile_nothing(gpu: FakeDriver) -> None:
         lengths = tuple(draw.randint(0, 500) for _ in range(draw.randint(1, 30)))
         packed = make(Case(queries=(*lengths, 1), head_dim=16, nheads=1, nheads_k=1, options=options))
         run(gpu, packed)
-    assert len({(spec, config) for spec, config, _ in serve._KERNELS}) == 1
+    assert len({(spec, config) for spec, config, _ in kernel_cache.KERNELS}) == 1
     assert len(gpu.loaded) == 1
 
 

@@ -57,9 +57,9 @@ class Packs(FakeExecutor):
         return Measurement(times_ms=first, reference_ms=REFERENCE_MS, profile_times_ms=named)
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_one_config_is_good_on_all_profiles(store: Store, direction: str, tmp_path: Path) -> None:
-    batch = Workload.parse(f"{direction}-{BATCH.key[4:]}")
+@pytest.mark.parametrize(("direction", "pages"), [("fwd", ""), ("bwd", ""), ("fwd", "-page24")])
+def test_one_config_is_good_on_all_profiles(store: Store, direction: str, pages: str, tmp_path: Path) -> None:
+    batch = Workload.parse(f"{direction}-{BATCH.key[4:]}{pages}")
     executor = Packs(noise=0.001)
     run(store, batch, executor=executor, compiler=willing(), budget=Budget(trials=25))
     record = chosen(store, batch)

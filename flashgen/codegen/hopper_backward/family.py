@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from flashgen.codegen.common_sequences import no_gpu_has_run, why_not_packed
+from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob
@@ -241,7 +241,6 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     tolerated_spills=resources.TOLERATED_SPILLS,
     default_spills=resources.FUSED_DEFAULT_SPILLS,
     cost_model=FUSED_COST_MODEL,
-    unconfirmed=no_gpu_has_run,
 )
 
 HOPPER_BACKWARD_SPLIT = dataclasses.replace(

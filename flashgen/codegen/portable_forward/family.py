@@ -22,6 +22,7 @@ from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config
 from flashgen.codegen.portable_forward.pages import (
     PAGE_IDS,
     key_lengths,
+    over_pages,
     page_ids_values,
     table_strides,
     why_not_in_pages,
@@ -210,6 +211,7 @@ PORTABLE_FORWARD = KernelFamily(
     kernels=_kernels,
     seed_configs=_seed_configs,
     allowed_values=_choices,
+    over_pages=over_pages,
     exact_sibling=exact_sibling,
     default_spills=DEFAULT_SPILLS,
     cost_model=COST_MODEL,

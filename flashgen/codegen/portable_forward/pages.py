@@ -33,6 +33,11 @@ def default_page_ids(spec: Specialization, device: Device) -> str:
     return HIDDEN if spec.page_size and device.is_nvidia else LOAD
 
 
+def over_pages(spec: Specialization, config: Config, device: Device) -> Config:
+    """A config that was measured without pages, with page ids read as the default reads them."""
+    return config.replace(**{PAGE_IDS.name: default_page_ids(spec, device)})
+
+
 def holds_tiles(spec: Specialization, block_n: int) -> bool:
     """Whether no tile of keys lies in two pages."""
     return bool(spec.page_size) and (spec.page_size or 0) % block_n == 0

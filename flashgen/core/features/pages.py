@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from flashgen.core.checks import whole_number
 from flashgen.core.decode_limits import MAX_KEYS
@@ -11,6 +12,9 @@ from flashgen.core.features.declaration import CallFacts, Feature, KernelTensor,
 from flashgen.core.features.dtypes import dtype_name
 from flashgen.core.features.sequences import sequences_of
 from flashgen.core.features.values import Features
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_PAGE_STRIDE = 2**31
 """In elements, exclusive: pages lie 32-bit strides apart, and their products with page ids have 64 bits."""
@@ -25,6 +29,26 @@ def keys_of_a_table(features: Features, page_size: int) -> int:
     """Keys of a sequence that a row of the table has pages for."""
     table = features.block_table
     return table.shape[1] * page_size if table is not None and len(table.shape) == 2 else 0
+
+
+def later_sequences(features: Features, number: int) -> Features:
+    """The features of a call over pages without its first sequences, whose rows stay in front of the others.
+
+    Ends count from the first row of all: the other sequences are found by what is left of them.
+    """
+
+    def rest(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[number:]
+
+    slopes = features.alibi_slopes
+    return replace(
+        features,
+        cu_seqlens_q=rest(features.cu_seqlens_q),
+        cu_seqlens_k=rest(features.cu_seqlens_k),
+        seqused_k=rest(features.seqused_k),
+        block_table=rest(features.block_table),
+        alibi_slopes=rest(slopes) if slopes is not None and slopes.dim() == 2 else slopes,
+    )
 
 
 def _checked(features: Features, facts: CallFacts) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, distance, position_of
 from flashgen.core.workload import Specialization, Workload
+from flashgen.db.layers import SHIPPED
 from flashgen.runtime.lookup.few_queries import served_by_decoding
 from flashgen.runtime.lookup.handover import faster_baseline, sdpa_backend
 from flashgen.runtime.lookup.ladder import NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
+from flashgen.runtime.lookup.rules import answers, leaves
 
 
 class SizesLookup:
@@ -49,6 +51,9 @@ class SizesLookup:
             (PREDICTED, choices.predicted),
         )
         self._rungs = [(rung, NearestRecords(candidates)) for rung, candidates in rungs if candidates]
+        self._rule = choices.rule if choices.rule is not None and choices.here else None
+        named = {leaf.config for leaf in leaves(self._rule.tree if self._rule else None)}
+        self._named = {config: NearestRecords(choices.with_config(config)) for config in named}
         self._faster_beside: dict[int, bool] = {}  # by candidate: a look-up of it costs less than its workload's hash
 
     def config(self, sizes: Sizes, *, generated_only: bool, with_lse: bool = False) -> Config | None:
@@ -70,12 +75,21 @@ class SizesLookup:
             return None
         heads, group = sizes.batch * sizes.nheads, sizes.nheads // sizes.nheads_k
         here = position_of(sizes.seqlen_q, sizes.seqlen_k, heads, group)
-        for rung, records in self._rungs:
+        for number, (rung, records) in enumerate(self._rungs):
             candidate = records.first(here, sizes)
+            if candidate is not None and not number and self._named:
+                candidate = self._by_rule(candidate, here, sizes)
             if candidate is not None:
                 goes_to_torch = not generated_only and self._hands_over(candidate, rung, sizes)
                 return None if goes_to_torch else candidate.record.config
         return usual(self._default, self._spec, sizes, self._device)
+
+    def _by_rule(self, nearest: Candidate, here: Position, sizes: Sizes) -> Candidate:
+        """The record that the rule of the class prefers to the nearest one, which is of this device; as the ladder."""
+        leaf = self._rule and self._rule.leaf(answers(sizes))
+        if not leaf or not nearest.layer.startswith(SHIPPED):
+            return nearest
+        return self._named[leaf.config].first(here, sizes) or nearest
 
     def _hands_over(self, candidate: Candidate, rung: int, sizes: Sizes) -> bool:
         """Whether a call goes to torch's attention, which sizes decide only where that was faster beside the record."""

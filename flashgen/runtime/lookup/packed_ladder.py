@@ -6,14 +6,15 @@ class have one config, which is found once:
 
 3., 4. a record of the class on this device, of the user or shipped; of several, one for any lengths comes first
 5. the nearest measured record of this device: of packed sequences within `NEAR`, then of dense ones within it, and then
-   of packed ones anywhere
+   of packed ones anywhere; over pages those with pages of any size, then those without, and then those with pages again
 6. likewise of another device of the architecture
 7. the nearest predicted record
 8. the default config of the first family that applies, as it fits the class
 
 A dense record serves where its config is valid for packed sequences and of the family whose default would serve: it was
-tuned for the same kernel, while a record of another family may be slower. A call whose bits must not depend on its
-neighbours (`batch_invariant`) is served by the default, whatever its sizes are.
+tuned for the same kernel, while a record of another family may be slower. Likewise one without pages serves a call over
+pages, with page ids read as the default reads them. Dense records do not: they were tuned for neither. A call whose
+bits must not depend on its neighbours (`batch_invariant`) is served by the default, whatever its sizes are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flashgen.codegen.head_parts import power_of_two
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.lengths import ANY
-from flashgen.core.nearest import Position, distance, packed_position, visible_keys
+from flashgen.core.nearest import Position, distance, packed_position, pages_apart, visible_keys
 from flashgen.core.rungs import RUNGS
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import PACKAGED, SHIPPED
@@ -169,11 +170,11 @@ def _walked(spec: Specialization, sizes: PackedSizes | None, device: Device, rec
             record = candidate.record
             reason = candidate.reason
             if reason is None and rung > LAST_EXACT:
-                reason = poor_at_sizes(record.config, sizes.sizes)
+                reason = poor_at_sizes(candidate.config, sizes.sizes)
             if reason is None:
                 skipped = tuple(skipped_rungs)
-                return Served(config=record.config, rung=rung, record=record, layer=candidate.layer, skipped=skipped)
-            why_none = f"{record.config} cannot serve: {reason}"
+                return Served(config=candidate.config, rung=rung, record=record, layer=candidate.layer, skipped=skipped)
+            why_none = f"{candidate.config} cannot serve: {reason}"
         skipped_rungs.append(f"{rung}. {RUNGS[rung]}: {why_none}")
     return Served(config=usual(choices.default, spec, sizes.sizes, device), rung=8, skipped=tuple(skipped_rungs))
 
@@ -181,28 +182,38 @@ def _walked(spec: Specialization, sizes: PackedSizes | None, device: Device, rec
 def _rungs(
     spec: Specialization, sizes: PackedSizes, device: Device, records: Records
 ) -> Iterator[tuple[int, Iterable[Candidate]]]:
-    choices, dense = records.choices(spec, device), records.dense(spec, device)
-    here, place = _ranked(choices.here, sizes), sizes.position
-    exact = [one for one in here if spec.is_measured and PackedSizes.of(one.record.workload).largest == sizes]
+    choices, plainer = records.choices(spec, device), records.plainer(spec, device)
+    pages, here = records.other_pages(spec, device), _ranked(choices.here, sizes, spec)
+    exact = [one for _, one in here if spec.is_measured and PackedSizes.of(one.record.workload).largest == sizes]
     is_shipped = [one.layer.startswith((PACKAGED, SHIPPED)) for one in exact]
     yield FIRST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if not shipped]
     yield LAST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if shipped]
-    own = [*[one for one in here if one not in exact], *_ranked(choices.twins, sizes)]
-    yield NEAREST_HERE, _with_dense(place, own, _ranked(dense.here, sizes))
-    yield NEAREST_ELSEWHERE, _with_dense(place, _ranked(choices.elsewhere, sizes), _ranked(dense.elsewhere, sizes))
-    yield PREDICTED, _ranked(choices.predicted, sizes)
+    inexact = tuple(one for one in choices.here if one not in exact)
+    own = _ranked((*inexact, *pages.here), sizes, spec) + _ranked(choices.twins, sizes, spec)
+    yield NEAREST_HERE, _with_plainer(own, _ranked(plainer.here, sizes, spec))
+    elsewhere = _ranked((*choices.elsewhere, *pages.elsewhere), sizes, spec)
+    yield NEAREST_ELSEWHERE, _with_plainer(elsewhere, _ranked(plainer.elsewhere, sizes, spec))
+    yield PREDICTED, [one for _, one in _ranked(choices.predicted, sizes, spec)]
 
 
-def _with_dense(place: Position, own: list[Candidate], dense: list[Candidate]) -> list[Candidate]:
-    near = [one for one in own if distance(place, one.position) <= NEAR]
-    return [*near, *[one for one in dense if distance(place, one.position) <= NEAR], *own[len(near) :]]
+Ranked = list[tuple[float, Candidate]]
+"""Candidates with how far they are."""
 
 
-def _ranked(candidates: tuple[Candidate, ...], sizes: PackedSizes) -> list[Candidate]:
+def _with_plainer(own: Ranked, plainer: Ranked) -> list[Candidate]:
+    near, far = [one for steps, one in own if steps <= NEAR], [one for steps, one in own if steps > NEAR]
+    return [*near, *[one for steps, one in plainer if steps <= NEAR], *far]
+
+
+def _ranked(candidates: tuple[Candidate, ...], sizes: PackedSizes, spec: Specialization) -> Ranked:
     """The nearest first; of one place those for any lengths, and then those of an earlier layer."""
-    place = sizes.position
     ranked = [
-        (distance(place, one.position), one.record.workload.lengths != ANY, one.key, number)
+        (_steps(one, sizes, spec), one.record.workload.lengths != ANY, one.key, number)
         for number, one in enumerate(candidates)
     ]
-    return [candidates[number] for *_, number in sorted(ranked)]
+    return [(steps, candidates[number]) for steps, *_, number in sorted(ranked)]
+
+
+def _steps(one: Candidate, sizes: PackedSizes, spec: Specialization) -> float:
+    pages = one.record.workload.page_size
+    return distance(sizes.position, one.position) + (pages_apart(spec.page_size, pages) if pages else 0.0)

@@ -118,8 +118,8 @@ def attention_varlen(
     and `max_seqlen_q` are enough. A sequence may have no queries, or no keys: rows that see no key have output 0 and
     LSE -inf. So have rows that are not used, and rows behind the last sequence.
 
-    It trains as `flashgen.attention` does, with gradients of q, k, v and sinks. They are 0 in rows that are not used
-    and in those of no sequence.
+    It trains as `flashgen.attention` does, with gradients of q, k, v, sinks and what a score_mod loads. They are 0 in
+    rows that are not used and in those of no sequence.
 
     Any strides are taken without a copy, as long as the last dimension of q, k and v is contiguous.
 

@@ -1,7 +1,7 @@
 """Mixed batches: sequences with one query in front, computed as a step of decoding, and chunks of prompts behind them.
 
 Both read the same cache and write parts of one output, and neither waits for the other on the host. Whether there are
-two launches is a rule of what the host knows (`flashgen.runtime.lookup.mixed`).
+two launches a record says, or a rule of what the host knows (`flashgen.runtime.lookup.mixed`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 
 from flashgen.core.checks import whole_number
 from flashgen.core.errors import WorkloadError
+from flashgen.core.features.pages import later_sequences
 from flashgen.core.features.sequences import sequences_of
 from flashgen.core.features.values import Features
 from flashgen.runtime.decode.runs import attend_into
-from flashgen.runtime.lookup.mixed import why_together
+from flashgen.runtime.lookup.mixed import launches
 from flashgen.runtime.ops import forward as ops
 from flashgen.runtime.ops import mods as user_mods
 from flashgen.runtime.ops import serve
@@ -106,12 +107,11 @@ def _is_apart(q: Tensor, k: Tensor, v: Tensor, causal: bool, num_decodes: int, f
     check_decodes(num_decodes, q, features)
     mods = user_mods.resolve(features.mods) if features.mods else None
     problem, device, _ = serve.placed(Call(q=q, k=k, v=v, causal=causal, bshd=True, features=features, mods=mods))
-    keys, left = problem.workload.seqlen_k, features.window[0]
-    keys = keys if left is None else min(keys, left + 1)
     # a step of decoding computes its query whether it is used or not, and its bits follow from all lengths of the batch
     if features.seqused_q is not None or features.batch_invariant:
         return False
-    return why_together(problem.spec, keys, device) is None
+    has_chunks = num_decodes < q.shape[1]
+    return launches(problem.workload, problem.spec, device, serve.records(), has_chunks=has_chunks).are_two
 
 
 def _prefilled(
@@ -127,17 +127,7 @@ def _prefilled(
     """Output and LSE of all rows, of which those of the first sequences hold nothing yet."""
     if num_decodes == q.shape[1]:
         return empty_output(q, v, bshd=True), empty_lse(q, bshd=True) if return_lse else None
-    slopes = features.alibi_slopes
-    assert features.cu_seqlens_q is not None
-    # ends count from the first row of all: the other sequences are found by what is left of them
-    rest = replace(
-        features,
-        cu_seqlens_q=features.cu_seqlens_q[num_decodes:],
-        cu_seqlens_k=None if features.cu_seqlens_k is None else features.cu_seqlens_k[num_decodes:],
-        seqused_k=None if features.seqused_k is None else features.seqused_k[num_decodes:],
-        block_table=None if features.block_table is None else features.block_table[num_decodes:],
-        alibi_slopes=slopes[num_decodes:] if slopes is not None and slopes.dim() == 2 else slopes,
-    )
+    rest = later_sequences(features, num_decodes)
     given = (causal, softmax_scale, True, None, None, rest, WITH_LSE if return_lse else 0)
     found = ops.attention_features_kernel(q, k, v, *given)
     return (found[0], found[1]) if return_lse else (found, None)
