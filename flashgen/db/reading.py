@@ -92,8 +92,8 @@ def device_of(row: DeviceRow) -> Device:
 def workload_of(row: WorkloadRow) -> Workload:
     """The workload of a row."""
     workload = _value(Workload, row)
-    stored = (row.key, row.specialization)
-    if stored != (workload.key, workload.specialization.workload_class):
+    stored, spec = (row.key, row.specialization), workload.specialization
+    if stored not in ((workload.key, spec.workload_class), (workload.key, spec.former_class)):
         raise DatabaseError(f"a workload's key must be the one of its fields ({workload.key}), got {_quoted(stored)}")
     return workload
 

@@ -12,9 +12,9 @@ from sqlalchemy.orm import Session
 from flashgen.core.errors import DatabaseError
 from flashgen.db import files
 from flashgen.db.connection import is_too_long
-from flashgen.db.schema import DeviceRow, FinalistRow, SearchRow, TrialRow, WorkloadRow
+from flashgen.db.schema import DeviceRow, FinalistRow, RecordRow, SearchRow, TrialRow, WorkloadRow
 
-R = TypeVar("R", TrialRow, SearchRow, FinalistRow, DeviceRow, WorkloadRow)
+R = TypeVar("R", RecordRow, TrialRow, SearchRow, FinalistRow, DeviceRow, WorkloadRow)
 V = TypeVar("V")
 
 

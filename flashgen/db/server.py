@@ -26,12 +26,14 @@ from flashgen.core.quoting import printable, shown
 from flashgen.core.record import Failure, Prediction, Trial, TuningRecord, moment
 from flashgen.core.search_log import Finalist, SearchRun
 from flashgen.core.workload import Workload
-from flashgen.db import reading, rows, trial_rows, writing
+from flashgen.db import reading, rows, writing
 from flashgen.db.layout import SCHEMA_VERSION
 from flashgen.db.past_rows import origin_of
 from flashgen.db.reading import Validate
-from flashgen.db.schema import Base, DeviceRow, FinalistRow, RecordRow, SearchRow, TrialRow, WorkloadRow
+from flashgen.db.row_reading import R
+from flashgen.db.schema import Base, DeviceRow, RecordRow, WorkloadRow
 from flashgen.db.store import Store
+from flashgen.db.stored_trials import StoredTrials
 from flashgen.db.writing import Incoming, Merged
 
 CONNECTIONS = 8
@@ -47,11 +49,9 @@ LOCK_ID = 0x464C474E
 """Of PostgreSQL's advisory lock around the making of tables: two coordinators may come first."""
 
 V = TypeVar("V")
-T = TypeVar("T", TrialRow, SearchRow, FinalistRow)
-R = TypeVar("R", TrialRow, SearchRow, FinalistRow, RecordRow)
 
 
-class ServerStore:
+class ServerStore(StoredTrials):
     """One database on a server. Open it with `ServerStore.open`; close it, or use it as a context manager."""
 
     def __init__(self, url: sa.URL, validate: Validate) -> None:
@@ -135,24 +135,6 @@ class ServerStore:
             rows.checked_finalist(replace(each, outcome=_storable(each.outcome)), self.validate) for each in finalists
         ]
         self._run(lambda session: writing.add_finalists(session, checked))
-
-    def trials(self, workload: Workload, device: Device) -> list[Trial]:
-        """See `Store.trials`."""
-        query = _of(TrialRow, workload, device).where(TrialRow.source != reading.PREDICTED_SOURCE)
-        return self._read(query, lambda row: trial_rows.trial_of(row, self.validate))
-
-    def predictions(self, workload: Workload, device: Device) -> list[Prediction]:
-        """See `Store.predictions`."""
-        query = _of(TrialRow, workload, device).where(TrialRow.source == reading.PREDICTED_SOURCE)
-        return self._read(query, lambda row: reading.prediction_of(row, self.validate))
-
-    def searches(self, workload: Workload, device: Device) -> list[SearchRun]:
-        """See `Store.searches`."""
-        return self._read(_of(SearchRow, workload, device), trial_rows.search_of)
-
-    def finalists(self, workload: Workload, device: Device) -> list[Finalist]:
-        """See `Store.finalists`."""
-        return self._read(_of(FinalistRow, workload, device), lambda row: trial_rows.finalist_of(row, self.validate))
 
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
         """See `Store.record`."""
@@ -273,11 +255,6 @@ def _storable(outcome: Any) -> Any:
     if isinstance(outcome, Failure):
         return replace(outcome, reason=outcome.reason.replace("\0", "\\x00"))
     return outcome
-
-
-def _of(table: type[T], workload: Workload, device: Device) -> sa.Select[T]:
-    query = sa.select(table).join(table.workload).join(table.device).order_by(table.id)
-    return query.where(WorkloadRow.key == workload.key, DeviceRow.identity == device.identity)
 
 
 def _records(asked: dict[Any, str | None]) -> sa.Select[RecordRow]:

@@ -26,21 +26,21 @@ from flashgen.core.history import UNKNOWN, Origin, Replaced
 from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.search_log import Finalist, SearchRun
 from flashgen.core.workload import Workload
-from flashgen.db import files, reading, rows, trial_rows, writing
+from flashgen.db import files, reading, rows, writing
 from flashgen.db.connection import Access, Deadline, connect, retry, unbind, use
 from flashgen.db.inspection import refuse_computed
 from flashgen.db.past import Past, past_of
 from flashgen.db.reader import BadRow, Reader
 from flashgen.db.reading import Validate
 from flashgen.db.row_reading import R, at_once, build_one
-from flashgen.db.schema import Base, DeviceRow, FinalistRow, SearchRow, TrialRow, WorkloadRow
+from flashgen.db.schema import Base, DeviceRow, TrialRow, WorkloadRow
+from flashgen.db.stored_trials import StoredTrials
 from flashgen.db.writing import Incoming, Merged, Wins
 
-T = TypeVar("T", TrialRow, SearchRow, FinalistRow)
 V = TypeVar("V")
 
 
-class Store:
+class Store(StoredTrials):
     """One SQLite file. Open it with `Store.open`; close it, or use it as a context manager."""
 
     def __init__(self, reader: Reader) -> None:
@@ -187,24 +187,6 @@ class Store:
 
         return self._run(delete, write=True)
 
-    def trials(self, workload: Workload, device: Device) -> list[Trial]:
-        """Every trial of a workload on a device identity, of all runs, in the order they were stored."""
-        query = _of(TrialRow, workload, device).where(TrialRow.source.is_distinct_from(reading.PREDICTED_SOURCE))
-        return self._read(query, lambda row: trial_rows.trial_of(row, self.validate))
-
-    def predictions(self, workload: Workload, device: Device) -> list[Prediction]:
-        """Every prediction of a workload for a device identity, in the order they were stored."""
-        query = _of(TrialRow, workload, device).where(TrialRow.source == reading.PREDICTED_SOURCE)
-        return self._read(query, lambda row: reading.prediction_of(row, self.validate))
-
-    def searches(self, workload: Workload, device: Device) -> list[SearchRun]:
-        """How every search for a workload on a device identity was asked for, in the order they began."""
-        return self._read(_of(SearchRow, workload, device), trial_rows.search_of)
-
-    def finalists(self, workload: Workload, device: Device) -> list[Finalist]:
-        """What every config did in each race of a workload's finals on a device identity, in the order of the races."""
-        return self._read(_of(FinalistRow, workload, device), lambda row: trial_rows.finalist_of(row, self.validate))
-
     def record(self, workload: Workload, device: Device, *, provenance: str | None = None) -> TuningRecord | None:
         """The record of exactly this workload on this device identity, a measured one before a predicted one."""
         return self.reader.record(workload, device, provenance=provenance)
@@ -313,8 +295,3 @@ def _damage(connection: sqlite3.Connection) -> str:
 
 def _same(key: str, identity: str) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
     return WorkloadRow.key == key, DeviceRow.identity == identity
-
-
-def _of(table: type[T], workload: Workload, device: Device) -> sa.Select[T]:
-    query = sa.select(table).join(table.workload).join(table.device)
-    return query.where(*_same(workload.key, device.identity)).order_by(table.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import tempfile
@@ -358,3 +359,24 @@ def execute(path: Path, statement: str) -> None:
     connection.execute(statement)
     connection.commit()
     connection.close()
+
+
+def test_records_over_pages_are_of_the_class_of_their_size_in_rows_of_any_age(store: Store, path: Path) -> None:
+    """Before sizes of pages had classes, a row of a pass over pages of 24 keys named that size."""
+    workload = Workload.parse("b8-h32-hk8-tq8192-s4096-d128-causal-varlen-page24")
+    record = replace(MEASURED, workload=workload)
+    store.put_record(record)
+    with contextlib.closing(sqlite3.connect(path)) as rows:
+        _rename_class(rows, 24)
+        assert store.records() == [record], "nothing of it is doubted"
+        store.put_record(record)
+        assert store.records(specialization="fwd-bf16-d128-page16-causal-varlen") == [record]
+        _rename_class(rows, 32)
+    with pytest.warns(UserWarning, match="a workload's key must be the one of its fields"):
+        assert store.records() == []
+
+
+def _rename_class(rows: sqlite3.Connection, page: int) -> None:
+    assert rows.execute("SELECT specialization FROM workloads").fetchone() == ("fwd-bf16-d128-page16-causal-varlen",)
+    rows.execute("UPDATE workloads SET specialization = ?", (f"fwd-bf16-d128-page{page}-causal-varlen",))
+    rows.commit()
