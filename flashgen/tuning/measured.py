@@ -9,24 +9,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from flashgen.codegen.families import family, invalid
-from flashgen.codegen.render import source_digest
+from flashgen.codegen.families import invalid
 from flashgen.core.config import Config
 from flashgen.core.history import RunnerUp
-from flashgen.core.record import Baseline, Failure, Limits, Measurement, TuningRecord, timestamp
+from flashgen.core.record import Baseline, Failure, Measurement, TuningRecord
 from flashgen.core.workload import Workload
-from flashgen.db.writing import Incoming
-from flashgen.measure.protocol import EvaluateJob, Executor, RaceJob, specialization
-from flashgen.measure.sequential import Rule
+from flashgen.measure.protocol import EvaluateJob, Executor, RaceJob
 from flashgen.tuning.candidates import Candidates, related
-from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context
-from flashgen.tuning.events import FinalsStarted, TrialFinished, WorkloadFinished, WorkloadStarted
+from flashgen.tuning.events import TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.expected import Outlook
-from flashgen.tuning.finals import KINDS_OF_DATA, choose, confidence, near_best, runners_up, with_guards
-from flashgen.tuning.history import incumbent, unfinished_trials
+from flashgen.tuning.finals import choose, confidence, near_best, runners_up, with_guards
+from flashgen.tuning.history import unfinished_trials
+from flashgen.tuning.measured_workload import MeasuredWorkload
 from flashgen.tuning.notes import Evaluated, SearchNotes, not_measured
 from flashgen.tuning.search import Proposal, Search
 from flashgen.tuning.starts import starting_points
@@ -43,8 +40,8 @@ DECODE_WINDOW_S, DECODE_WARM_S = 0.012, 0.002
 """Of each profile of lengths: what takes microseconds is replayed hundreds of times in it."""
 
 
-class MeasuredSearch:
-    """One workload on the GPU of an executor.
+class MeasuredSearch(MeasuredWorkload):
+    """The search for one workload on the GPU of an executor.
 
     Args:
         context: the run.
@@ -56,14 +53,9 @@ class MeasuredSearch:
     """
 
     def __init__(self, context: Context, executor: Executor, workload: Workload) -> None:
-        self._context = context
-        self._executor = executor
-        self._workload = workload
-        self._spec = specialization(workload)  # what the executor measures, so that it finds it compiled
-        self._started = context.clock()
+        super().__init__(context, executor, workload)
         self._ready: float | None = None  # when the first candidate had been measured
         self._candidates = Candidates.of(workload, context.device, context.options.families)
-        self._incumbent = incumbent(context, workload)
         self._tally = Tally(has_profiles=bool(workload.has_profiles))
         self._resumed = [
             trial
@@ -101,12 +93,12 @@ class MeasuredSearch:
         before_finals()
         decided = self._decide()
         if decided is None:
-            return self._finished("failed", None, self._tally.why_failed())
+            return self._ended("failed", None, self._tally.why_failed())
         record, rivals = decided
-        context.store.put_record(record, context.origin(rivals), Incoming(source=f"run {context.run}"))
+        self._store(record, rivals, "search")
         kept = self._incumbent is not None and record.config == self._incumbent.config
         reason = "the incumbent was not beaten by more than the noise" if kept else ""
-        return self._finished("kept" if kept else "tuned", record, reason)
+        return self._ended("kept" if kept else "tuned", record, reason)
 
     def _new_search(self) -> Search:
         options, device, served = self._context.options, self._context.device, self._incumbent
@@ -201,8 +193,7 @@ class MeasuredSearch:
         return 0.0 if self._ready is None else self._context.clock() - self._ready
 
     def _evaluate(self, config: Config) -> Evaluated:
-        compiled = self._context.compiler.result(self._spec, config)
-        reason = rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
+        compiled, reason = self._compiled(config)
         if isinstance(compiled, Failure) or reason is not None:
             return not_measured(compiled, reason)
         least_ms = min((each.median_ms for each in self._tally.measured.values()), default=None)
@@ -230,11 +221,6 @@ class MeasuredSearch:
             )
         )
 
-    @property
-    def _kinds(self) -> int:
-        """Windows of a config in each round of a race."""
-        return len(self._workload.profiles) or KINDS_OF_DATA
-
     def _decide(self) -> tuple[TuningRecord, tuple[RunnerUp, ...]] | None:
         """Both races of the finals: the winner's record, and whom it met in the last one; None without a candidate."""
         finals = self._context.options.finals
@@ -255,22 +241,13 @@ class MeasuredSearch:
         last = with_guards(near[: finals.last], *self._guards())
         if not last:
             return None
-        job = RaceJob(
-            workload=self._workload,
-            configs=last,
-            rounds=finals.rounds,
-            warm_s=finals.warm_s,
-            window_s=finals.window_s,
-            baselines=True,
-            hard=True,
-            rule=Rule(champion=last.index(served) if served in last else None, limit_s=self._last_limit_s()),
-        )
+        champion = last.index(served) if served in last else None
+        job = self._last_race(last, finals, champion, self._last_limit_s())
         results, baselines = self._race(job, "last", finals.last_s(len(last), self._kinds))
         if not results:
             return self._decide()  # all of them failed just now: the next best ones have their turn
         winner = choose(results, default=default, incumbent=served)
-        found = dataclasses.replace(results[winner], confidence=confidence(results, winner))
-        return self._record(winner, found, baselines), runners_up(results, winner)
+        return self._record(winner, self._judged(winner, results), baselines), runners_up(results, winner)
 
     def _near_best(self) -> tuple[Config, ...]:
         finals = self._context.options.finals
@@ -291,10 +268,7 @@ class MeasuredSearch:
     def _race(
         self, job: RaceJob, stage: str, expected_s: float
     ) -> tuple[dict[Config, Measurement], tuple[Baseline, ...]]:
-        self._context.emit(
-            FinalsStarted(workload=self._workload, stage=stage, configs=job.configs, expected_s=expected_s)
-        )
-        answer = self._executor.race(job)
+        answer = self._run_race(job, stage, expected_s)
         self._notes.race(stage, job, answer)
         results: dict[Config, Measurement] = {}
         for config, outcome in zip(job.configs, answer.outcomes, strict=True):
@@ -306,32 +280,16 @@ class MeasuredSearch:
                 results[config] = outcome
         return results, answer.baselines
 
-    def _record(self, winner: Config, measurement: Measurement, baselines: tuple[Baseline, ...]) -> TuningRecord:
-        errors = self._tally.measured[winner]
-        return TuningRecord(
-            workload=self._workload,
-            device=self._context.device,
-            config=winner,
-            provenance="measured",
-            measurement=dataclasses.replace(
-                measurement,
-                max_error=max(measurement.max_error, errors.max_error),
-                mean_error=max(measurement.mean_error, errors.mean_error),
-            ),
-            source_digest=source_digest(self._workload, winner),
-            versions=self._context.versions,
-            limits=Limits.of(self._executor.describe().state),
-            baselines=baselines,
-            created=timestamp(),
+    def _judged(self, winner: Config, results: Mapping[Config, Measurement]) -> Measurement:
+        """What the race says of the winner, with the largest errors of all its measurements."""
+        found, before = results[winner], self._tally.measured[winner]
+        return dataclasses.replace(
+            found,
+            max_error=max(found.max_error, before.max_error),
+            mean_error=max(found.mean_error, before.mean_error),
+            confidence=confidence(results, winner),
         )
 
-    def _finished(self, status: str, record: TuningRecord | None, reason: str) -> WorkloadFinished:
-        return WorkloadFinished(
-            workload=self._workload,
-            status=status,
-            record=record,
-            trials=self._tally.tried,
-            failures=tuple(sorted(self._tally.failures.items())),
-            reason=reason,
-            seconds=self._context.clock() - self._started,
-        )
+    def _ended(self, status: str, record: TuningRecord | None, reason: str) -> WorkloadFinished:
+        failures = tuple(sorted(self._tally.failures.items()))
+        return self._finished(status, record, reason, trials=self._tally.tried, failures=failures)

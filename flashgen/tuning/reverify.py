@@ -13,28 +13,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.codegen.families import family, invalid, successor
-from flashgen.codegen.render import source_digest
+from flashgen.codegen.families import invalid, successor
 from flashgen.core.config import Config
-from flashgen.core.record import Failure, Limits, Measurement, TuningRecord, timestamp
+from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db.past import origins_of
 from flashgen.db.store import Store
-from flashgen.db.writing import Incoming
-from flashgen.measure.protocol import Executor, RaceJob, RaceResult, specialization
-from flashgen.measure.sequential import Rule
+from flashgen.measure.protocol import Executor, RaceResult
 from flashgen.tuning.candidates import Candidates, nearest
-from flashgen.tuning.compile_pool import rejected
 from flashgen.tuning.context import Context
-from flashgen.tuning.events import FinalsStarted, WorkloadFinished, WorkloadStarted
+from flashgen.tuning.events import WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import Finals, choose, confidence, runners_up
-from flashgen.tuning.history import incumbent, why_not_current
+from flashgen.tuning.history import why_not_current
+from flashgen.tuning.measured_workload import MeasuredWorkload
 
 RACE = Finals(window_s=0.1, warm_s=0.05, limit_s=8.0)
 """Windows and limit of a race: rivals are few and known to be close, and there are hundreds of records."""
 
 
-class Reverification:
+class Reverification(MeasuredWorkload):
     """One workload's record on the GPU of an executor.
 
     Args:
@@ -47,28 +44,23 @@ class Reverification:
     """
 
     def __init__(self, context: Context, executor: Executor, workload: Workload) -> None:
-        self._context = context
-        self._executor = executor
-        self._workload = workload
-        self._spec = specialization(workload)
-        self._started = context.clock()
-        self._record = incumbent(context, workload)
-        self._why = why_not_current(self._record, context.versions, context.limits) if self._record else ()
+        super().__init__(context, executor, workload)
+        self._why = why_not_current(self._incumbent, context.versions, context.limits) if self._incumbent else ()
 
     @property
     def is_needed(self) -> bool:
         """Whether there is a record that is not current, or any at all where the run is told to repeat them."""
-        return self._record is not None and (bool(self._why) or self._context.options.retune)
+        return self._incumbent is not None and (bool(self._why) or self._context.options.retune)
 
     def warm_up(self) -> None:
         """Have the configs compiled, while the GPU still works for another workload."""
-        if self._record is not None and self.is_needed:
-            for config in self._configs(self._record):
+        if self._incumbent is not None and self.is_needed:
+            for config in self._configs(self._incumbent):
                 self._context.compiler.submit(self._spec, config)
 
     def run(self) -> WorkloadFinished:
         """Time the configs against each other, and store the record of today."""
-        record = self._record
+        record = self._incumbent
         if record is None:
             return self._finished("skipped", None, "there is no measured record to time again")
         if not self.is_needed:
@@ -76,17 +68,18 @@ class Reverification:
         configs = self._configs(record)
         counts = {"candidates": len(configs), "resumed_trials": 0, "budget_trials": len(configs)}
         self._context.emit(WorkloadStarted(workload=self._workload, budget_s=None, **counts))
-        compiled = {config: self._why_rejected(config) for config in configs}
+        compiled = {config: self._compiled(config)[1] for config in configs}
         able = tuple(config for config, reason in compiled.items() if reason is None)
         if not able:
             return self._finished("failed", None, f"none of {len(configs)} configs: {compiled[configs[0]]}")
-        answer = self._race(able)
+        job = self._last_race(able, RACE, champion=0, limit_s=RACE.limit_s)
+        answer = self._run_race(job, "last", RACE.last_s(len(able), self._kinds))
         results = {
             config: found for config, found in zip(able, answer.outcomes, strict=True) if isinstance(found, Measurement)
         }
         if not results:
             return self._finished("failed", None, f"none of {len(able)} configs: {answer.outcomes[0]}")
-        return self._stored(record, configs[0], results, answer)
+        return self._stored(configs[0], results, answer)
 
     def _configs(self, record: TuningRecord) -> tuple[Config, ...]:
         """The record's own first, then those that came close to it, then the default and the nearest records'."""
@@ -115,56 +108,12 @@ class Reverification:
         origin = origins_of(store.reader, self._workload).get(record.identity)
         return [] if origin is None else [each.config for each in origin.runners_up]
 
-    def _why_rejected(self, config: Config) -> Failure | None:
-        compiled = self._context.compiler.result(self._spec, config)
-        return rejected(compiled, spill_limit_bytes=family(config.family).tolerated_spills)
-
-    def _race(self, configs: tuple[Config, ...]) -> RaceResult:
-        kinds = len(self._workload.profiles) or 2
-        job = RaceJob(
-            workload=self._workload,
-            configs=configs,
-            rounds=RACE.rounds,
-            warm_s=RACE.warm_s,
-            window_s=RACE.window_s,
-            baselines=True,
-            hard=True,
-            rule=Rule(champion=0, limit_s=RACE.limit_s),
-        )
-        expected_s = RACE.last_s(len(configs), kinds)
-        self._context.emit(FinalsStarted(workload=self._workload, stage="last", configs=configs, expected_s=expected_s))
-        return self._executor.race(job)
-
-    def _stored(
-        self, old: TuningRecord, champion: Config, results: dict[Config, Measurement], answer: RaceResult
-    ) -> WorkloadFinished:
-        context = self._context
+    def _stored(self, champion: Config, results: dict[Config, Measurement], answer: RaceResult) -> WorkloadFinished:
         winner = choose(results, default=champion, incumbent=champion)
-        record = replace(
-            old,
-            device=context.device,
-            config=winner,
-            measurement=replace(results[winner], confidence=confidence(results, winner)),
-            source_digest=source_digest(self._workload, winner),
-            versions=context.versions,
-            limits=Limits.of(self._executor.describe().state),
-            baselines=answer.baselines,
-            created=timestamp(),
-        )
-        origin = context.origin(runners_up(results, winner))
-        context.store.put_record(record, origin, Incoming(reason="retime", source=f"run {context.run}"))
+        found = replace(results[winner], confidence=confidence(results, winner))
+        record = self._record(winner, found, answer.baselines)
+        self._store(record, runners_up(results, winner), "retime")
         why = "; ".join(self._why) or "it was asked for"
         if winner == champion:
             return self._finished("kept", record, f"none of {len(results) - 1} rivals beat it again ({why})")
         return self._finished("tuned", record, f"{champion} is beaten today ({why})")
-
-    def _finished(self, status: str, record: TuningRecord | None, reason: str) -> WorkloadFinished:
-        return WorkloadFinished(
-            workload=self._workload,
-            status=status,
-            record=record,
-            trials=0,
-            failures=(),
-            reason=reason,
-            seconds=self._context.clock() - self._started,
-        )
