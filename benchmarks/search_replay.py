@@ -24,7 +24,8 @@ from flashgen.core.workload import Workload
 from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.context import Options, lookahead
 from flashgen.tuning.lattice import FamilySpace
-from flashgen.tuning.levels import Levels
+from flashgen.tuning.regrets import levelled, right_ms
+from flashgen.tuning.seed_lists import Lists, generated
 from flashgen.tuning.starts import Start, starting_points
 
 JOBS = 15
@@ -94,11 +95,11 @@ class Table:
         """The time of the slowest config: what who has tried none that works is said to have."""
         return max(answer.right_ms for answer in self.answers.values() if answer.right_ms)
 
-    def starts(self, records: Sequence[TuningRecord] = ()) -> list[Start]:
+    def starts(self, records: Sequence[TuningRecord] = (), lists: Lists = generated) -> list[Start]:
         """What a search tries first, without the workload's own records, as far as the table has it."""
         names = {space.family for space in self.spaces}
         known = [each for each in records if each.workload != self.workload and each.config.family in names]
-        found = starting_points(self.candidates, self.workload, self.device, Options(), known=known)
+        found = starting_points(self.candidates, self.workload, self.device, Options(), known=known, lists=lists)
         return [start for start in found if start[0] in self.answers]
 
 
@@ -171,19 +172,7 @@ def after_seconds(steps: Sequence[Step], seconds: float) -> float | None:
 
 
 def _answers(log: SearchLog) -> dict[Config, Answer]:
-    levels, places = Levels(), {}
-    for trial in log.trials:
-        if isinstance(trial.outcome, Measurement) and trial.outcome.reference_ms is not None:
-            places[trial.config] = levels.add(trial.outcome.reference_ms)
-    level = {config: levels.factor(place) for config, place in places.items()}
-    told: dict[Config, Outcome] = {
-        trial.config: trial.outcome.times(level.get(trial.config, 1.0))
-        if isinstance(trial.outcome, Measurement)
-        else trial.outcome
-        for trial in log.trials
-    }
-    right = {config: outcome.median_ms for config, outcome in told.items() if isinstance(outcome, Measurement)}
-    right |= _raced(log, right)
+    told, right = levelled(log), right_ms(log)
     usual_s = _median(trial.compiled.compile_ms / 1e3 for trial in log.trials if trial.compiled)
     return {
         trial.config: Answer(
@@ -194,14 +183,6 @@ def _answers(log: SearchLog) -> dict[Config, Answer]:
         )
         for trial in log.trials
     }
-
-
-def _raced(log: SearchLog, short: Mapping[Config, float]) -> dict[Config, float]:
-    """The times of those that raced, on normal data, in the unit of those in short windows."""
-    raced = {each.config: each.outcome.median_ms for each in log.finalists if isinstance(each.outcome, Measurement)}
-    both = [short[config] / time for config, time in raced.items() if config in short]
-    unit = statistics.median(both) if both else 1.0
-    return {config: unit * time for config, time in raced.items() if config in short}
 
 
 def _median(values: Iterable[float]) -> float:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flashgen.cli import completion, db_compare, db_formats, db_history, db_trials, output
+from flashgen.cli import completion, db_compare, db_formats, db_history, db_learn, db_trials, output
 from flashgen.cli.arguments import CommandLineError, DeviceName, Json, Shape, named_device, reading
 from flashgen.core.errors import DatabaseError
 from flashgen.core.feature_words import describe
@@ -220,6 +220,7 @@ app.command(short_help="Forget what need not be kept.")(db_history.prune)
 app.command(short_help="Read every page and row; --retime measures again.")(db_compare.verify)
 app.command(short_help="Compare what two databases know.")(db_compare.diff)
 app.command(short_help="Write the records of two databases to a new one.")(db_compare.merge)
+app.command(short_help="Learn seed lists and fallback rules; for maintainers.")(db_learn.learn)
 
 
 def _provenance(text: str | None) -> str | None:

@@ -26,7 +26,7 @@ from flashgen.runtime.arguments import (
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.backward_calls import BackwardCall
 from flashgen.runtime.ops.calls import Call
-from flashgen.runtime.ops.keys import FLOAT32, allows_tf32
+from flashgen.runtime.ops.keys import FLOAT32, allows_tf32, aux_gradient
 from flashgen.runtime.ops.mods import resolve
 from flashgen.runtime.ops.schemas import GRADIENT_FIELDS, differentiable_of
 
@@ -57,7 +57,7 @@ def explain(
             to be laid out like the output.
         config: a config to serve with, in the place of the look-up.
         call: every other argument of `attention`. In a backward pass, whether a bias requires a gradient makes a
-            difference, and so do `deterministic` and `torch.use_deterministic_algorithms(True)`.
+            difference, and so do aux tensors, `deterministic` and `torch.use_deterministic_algorithms(True)`.
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule.
@@ -96,7 +96,8 @@ def explain(
         config=config,
     )
     if not is_forward:
-        given = zip(GRADIENT_FIELDS, differentiable_of(features), strict=True)
+        given = [*zip(GRADIENT_FIELDS, differentiable_of(features), strict=True)]
+        given += [(aux_gradient(number), tensor) for number, tensor in enumerate(features.aux)]
         asked = BackwardCall(
             forward=forward,
             deterministic=arguments["deterministic"] or torch.are_deterministic_algorithms_enabled(),

@@ -9,17 +9,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flashgen.codegen.cost import Ranking
-from flashgen.codegen.families import applicable, family, fitted, usual
+from flashgen.codegen.families import applicable, family, fitted, over_pages, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
-from flashgen.core.nearest import distance, position
+from flashgen.core.nearest import distance, pages_apart, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import specialization
 from flashgen.tuning.finals import complexity
 from flashgen.tuning.lattice import FamilySpace
 from flashgen.tuning.predict import cost_model, estimate, predict_all
+from flashgen.tuning.seed_lists import Lists, as_valid, generated
 
 TIE = 0.005
 """Predictions closer than this share are equal, and the simpler config goes first."""
@@ -91,7 +92,13 @@ def _candidates(spec: Specialization, device: Device, families: tuple[str, ...])
 
 
 def related(spec: Specialization) -> tuple[str, ...]:
-    """The classes whose records a search begins with: its own, and with or without determinism, which winners share."""
+    """The classes whose records a search begins with: its own, and those whose winners are much the same.
+
+    They are those with or without determinism, and for a pass over pages those with other pages and with none.
+    """
+    if spec.page_size and spec.varlen:
+        plain = replace(spec, page_size=None).workload_class
+        return tuple(dict.fromkeys((spec.workload_class, *spec.page_classes, plain)))
     if spec.direction != "backward":
         return (spec.workload_class,)
     return spec.workload_class, replace(spec, deterministic=not spec.deterministic).workload_class
@@ -100,8 +107,8 @@ def related(spec: Specialization) -> tuple[str, ...]:
 def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device, most: int) -> tuple[Config, ...]:
     """Different configs of the records nearest to `workload`: this device first, then its architecture, then the rest.
 
-    Shapes are compared as `flashgen.core.nearest` says; measured records go before predicted ones. Configs
-    are fitted to the sizes of the workload.
+    Shapes are compared as `flashgen.core.nearest` says; measured records go before predicted ones, and those with as
+    large pages before others. Configs are fitted to the sizes of the workload, and to pages where it alone has them.
     """
     here, spec, sizes = position(workload), specialization(workload), Sizes.of(workload)
 
@@ -111,11 +118,16 @@ def nearest(records: Iterable[TuningRecord], workload: Workload, device: Device,
             not same_device,
             record.device.arch != device.arch,
             record.provenance != "measured",
-            distance(position(record.workload), here),
+            record.workload.page_size is None,
+            distance(position(record.workload), here) + pages_apart(record.workload.page_size, workload.page_size),
             record.workload.key,
         )
 
-    found = (fitted(record.config, spec, sizes, device) for record in sorted(records, key=far))
+    def adapted(record: TuningRecord) -> Config:
+        is_borrowed = spec.varlen and spec.page_size and record.workload.page_size is None
+        return over_pages(record.config, spec, device) if is_borrowed else record.config
+
+    found = (fitted(adapted(record), spec, sizes, device) for record in sorted(records, key=far))
     return tuple(dict.fromkeys(found))[:most]
 
 
@@ -151,20 +163,35 @@ def tile_of(config: Config) -> tuple[KnobValue, ...]:
     return tuple(value for name, value in config.knobs if ranked and name in ranked.tile_knobs)
 
 
+def _won(candidates: Candidates, spec: Specialization, sizes: Sizes, device: Device, lists: Lists) -> Sequence[Config]:
+    """The learned list of a class, or the hand-written ones of the families, as they fit the sizes."""
+    names = {space.family for space in candidates.spaces}
+    learned = lists(spec, device)
+    if learned is not None:
+        able = [config for config in as_valid(learned, spec, sizes, device) if config.family in names]
+        if able or not learned:
+            return able
+    by_hand = (each for space in candidates.spaces for each in family(space.family).seed_configs(spec, device))
+    return [fitted(config, spec, sizes, device) for config in by_hand]
+
+
 def _spills(config: Config, workload: Workload, device: Device) -> bool:
     """Whether a config is expected to be rejected once it is compiled."""
     return estimate(workload, config, device).spills > family(config.family).tolerated_spills
 
 
-def seed_configs(candidates: Candidates, workload: Workload, device: Device, most: int) -> list[tuple[Config, str]]:
+def seed_configs(
+    candidates: Candidates, workload: Workload, device: Device, most: int, lists: Lists = generated
+) -> list[tuple[Config, str]]:
     """Defaults of other families, what won before, then the model's, each with its source.
 
-    Those that the model likes have different tiles, and are else as their default.
+    What won before is in the list that was learned for the device, or in those that are written by hand: where there is
+    none, and where none of its configs is of these families. Those that the model likes have different tiles, and are
+    else as their default.
     """
     spec, sizes = specialization(workload), Sizes.of(workload)
     found = [(config, "default") for config in candidates.defaults[1:]]
-    known = (each for space in candidates.spaces for each in family(space.family).seed_configs(spec, device))
-    found += [(fitted(config, spec, sizes, device), "seed") for config in known]
+    found += [(config, "seed") for config in _won(candidates, spec, sizes, device, lists)]
     for space, default in zip(candidates.spaces, candidates.defaults, strict=True):
         ranked = ranking(default)
         if ranked is None:

@@ -24,7 +24,7 @@ KEY = "fwd-bf16-b2-h8-hk8-sq1024-sk1024-d64"
 def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        env=child_environment(PYTHONPATH=os.getcwd(), **environment),
+        env=child_environment(PYTHONPATH=os.pathsep.join(sys.path), **environment),
         capture_output=True,
         text=True,
         timeout=280,

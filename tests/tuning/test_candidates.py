@@ -19,6 +19,7 @@ from flashgen.core.errors import TuningError
 from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning.candidates import Candidates, by_prediction, ranking, seed_configs, tile_of
 from flashgen.tuning.predict import cost_model, estimate, predict_all, predict_ms
+from flashgen.tuning.seed_lists import by_hand
 
 H200 = find_device("h200")
 PLAIN = Workload.parse("b1-h16-s8192-d128")
@@ -124,7 +125,7 @@ def test_what_won_before_comes_before_what_the_model_likes(key: str) -> None:
     workload = Workload.parse(f"b4-h16-s4096-{key}")
     found = Candidates.of(workload, H200)
     won = hopper_forward.HOPPER_FORWARD.seed_configs(workload.specialization, H200)
-    others, sources = zip(*seed_configs(found, workload, H200, 6), strict=True)
+    others, sources = zip(*seed_configs(found, workload, H200, 6, by_hand), strict=True)
     assert list(dict.fromkeys(sources)) == ["default", "seed", "model"]
     defaults = [row.default(workload.specialization, H200) for row in applicable(workload.specialization, H200)]
     assert list(others[: len(defaults) - 1 + len(won)]) == [*defaults[1:], *won]
@@ -145,7 +146,7 @@ def test_short_queries_of_groups_are_searched_with_packed_heads_as_well() -> Non
     assert {config["packed_heads"] for config in space.configs} == {1, 4}
     assert found.default["packed_heads"] == 4
     won = hopper_forward.HOPPER_FORWARD.seed_configs(spec, H200)
-    liked = [config for config, _ in seed_configs(found, short, H200, 6)]
+    liked = [config for config, _ in seed_configs(found, short, H200, 6, by_hand)]
     first = liked[len(found.defaults) - 1 :][: len(won)]  # behind the defaults of other families
     assert {config["packed_heads"] for config in first} == {4}
     assert {found.default, *first} <= set(space.configs)

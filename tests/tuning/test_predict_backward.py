@@ -17,6 +17,7 @@ from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Workload
 from flashgen.tuning.candidates import Candidates, by_prediction, related, seed_configs, tile_of
 from flashgen.tuning.predict import LAUNCH_MS, cost_model, estimate, predict_all, predict_ms
+from flashgen.tuning.seed_lists import by_hand
 from flashgen.tuning.workloads import collect
 
 H200 = find_device("h200")
@@ -171,7 +172,7 @@ def test_favourites_of_two_kernels_are_different_tiles() -> None:
     found = Candidates.of(LONG, H200)
     liked = [
         config
-        for config in dict.fromkeys(c for c, _ in seed_configs(found, LONG, H200, 6))
+        for config in dict.fromkeys(c for c, _ in seed_configs(found, LONG, H200, 6, by_hand))
         if config.family == SPLIT.id
     ]
     tiles = [tile_of(config) for config in liked]

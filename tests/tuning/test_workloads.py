@@ -18,7 +18,7 @@ from flashgen.tuning.workloads import Preset, collect, load_file, preset, preset
 def test_all_presets_fit_the_shipping_run() -> None:
     workloads = collect(models=["all"])
     directions = Counter(workload.direction for workload in workloads)
-    assert 110 <= directions["forward"] <= 230
+    assert 110 <= directions["forward"] <= 240
     assert 60 <= directions["backward"] <= 90
     assert 30 <= directions["decode"] <= 40
     assert set(workloads) == {workload for p in presets() for workload in p.workloads}
@@ -97,15 +97,18 @@ def test_presets_of_serving_have_their_models_heads_and_features(p: Preset) -> N
 
 def test_presets_of_packed_sequences_have_their_models_heads() -> None:
     for p in PACKED:
-        model = preset(p.name.removesuffix("-packed").removesuffix("-prefill"))
+        model = preset(p.name.rpartition("-")[0])
         heads = {(w.nheads, w.nheads_k, w.head_dim, w.causal) for w in model.workloads}
         assert {(w.nheads, w.nheads_k, w.head_dim, w.causal) for w in p.workloads} == heads, p.name
-        assert all(not w.lengths and (w.total_q or 0) < w.batch * w.seqlen_q for w in p.workloads), p.name
+        assert {w.lengths for w in p.workloads} == {"mixed" if p.name.endswith("-mixed") else ""}, p.name
+        assert all((w.total_q or 0) < w.batch * w.seqlen_q for w in p.workloads), p.name
     found = collect(models=["packed"])
     assert found == tuple(w for w in collect(models=["all"]) if w.is_packed)
     assert {w.total_q for w in found if w.direction == "backward"} == {8192, 16384, 32768}
     both = collect(models=["llama-3.1-8b-prefill"], direction="both")
     assert [w.direction for w in both[:2]] == ["forward", "backward"]
+    assert {w.page_size for w in both} == {None, 16, 64}
+    assert {w.page_size for w in both if w.direction == "backward"} == {None}, "there is no gradient over pages"
 
 
 def test_serving_stands_for_all_steps_of_decoding() -> None:

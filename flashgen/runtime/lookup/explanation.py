@@ -13,6 +13,7 @@ from flashgen.core.config import Config
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.device import Device
 from flashgen.core.feature_words import feature_words, specialization_words
+from flashgen.core.lengths import MIXED
 from flashgen.core.quoting import printable
 from flashgen.core.record import TuningRecord, age
 from flashgen.core.rungs import MEANINGS, RUNGS
@@ -24,8 +25,10 @@ from flashgen.runtime.lookup.decode_ladder import served_step
 from flashgen.runtime.lookup.few_queries import decode_specialization, keys_seen, served_by_decoding
 from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
 from flashgen.runtime.lookup.ladder import Served
+from flashgen.runtime.lookup.mixed import launches
 from flashgen.runtime.lookup.packed_ladder import served_pass
 from flashgen.runtime.lookup.records import Records
+from flashgen.runtime.lookup.rules import Expected, Leaf, answers
 
 GENERATED = "generated"
 
@@ -38,6 +41,8 @@ class Explanation:
     `changed` says what is another one here than when the record was measured: Triton, torch, driver, the card's limits.
     `forward` is what serves by a forward or backward family, as `served` does but where a decode family is faster;
     `few_queries` says of a call with few queries why a decode family serves it, or why none does; else it is empty.
+    `mixed` says of a mixed batch over pages whether it is one launch or two where the call counts its steps of decoding
+    (`num_decodes`); else it is empty.
     """
 
     workload: Workload
@@ -46,6 +51,7 @@ class Explanation:
     served: Served
     forward: Served
     few_queries: str
+    mixed: str
     families: tuple[tuple[str, str | None], ...]
     faster: FasterBackend | None
     digest: str
@@ -61,6 +67,30 @@ class Explanation:
         """Whether the template has changed since the record was made."""
         record = self.served.record
         return record is not None and bool(record.source_digest) and record.source_digest != self.digest
+
+    @property
+    def chosen_by(self) -> str:
+        """Which answers of the rule of the class led to the config, which may be the nearest record's; else empty."""
+        leaf = self._leaf
+        rule = self.served.rule
+        if leaf is None or rule is None:
+            return ""
+        return f"by the rule of its class, for {rule.words(answers(Sizes.of(self.workload)))}"
+
+    @property
+    def expected(self) -> Expected | None:
+        """What a record of another workload is expected to cost, where that is known."""
+        rule = self.served.rule
+        if rule is None:
+            return None
+        return self._leaf.expected if self._leaf is not None else rule.nearest
+
+    @property
+    def _leaf(self) -> Leaf | None:
+        """That of the rule, if its config serves."""
+        rule, record = self.served.rule, self.served.record
+        leaf = None if rule is None else rule.leaf(answers(Sizes.of(self.workload)))
+        return leaf if leaf is not None and record is not None and record.config == leaf.config else None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -89,10 +119,14 @@ class Explanation:
             "record_ms": record.time_ms if record else None,
             "record_hard_ms": record.hard_ms if record else None,
             "record_profile_ms": record.measurement.profile_ms if record and record.measurement else {},
+            "chosen_by": self.chosen_by or None,
+            "expected_ratio": self.expected.mean if self.expected else None,
+            "expected_worst_ratio": self.expected.worst if self.expected else None,
             "slower_record_ms": self.served.slower.time_ms if self.served.slower else None,
             "stale": self.is_stale,
             "not_current": list(self.changed),
             "few_queries": self.few_queries or None,
+            "mixed": self.mixed or None,
             "skipped": list(self.served.skipped),
             "families": dict(self.families),
         }
@@ -108,8 +142,11 @@ class Explanation:
             *([f"           {self.faster}"] if self.faster else []),
             f"config     {self.served.config}",
         ]
-        lines += _record_lines(self.served, self.is_stale, self.changed, self.device)
+        lines += _record_lines(self.served, self.workload, self.is_stale, self.changed, self.device)
+        lines += [f"chosen     {self.chosen_by}"] if self.chosen_by else []
+        lines += [f"expected   {self.expected}"] if self.expected else []
         lines += [f"queries    {self.few_queries}"] if self.few_queries else []
+        lines += [f"mixed      {self.mixed}"] if self.mixed else []
         lines += [f"skipped    {line}" for line in self.served.skipped]
         lines += [f"family     {name}: {reason or self._how_it_applies(name)}" for name, reason in self.families]
         return "\n".join(map(printable, lines))
@@ -120,9 +157,12 @@ class Explanation:
 
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
+_WITHOUT_PAGES = "measured without pages, over which the config above serves"
 
 
-def _record_lines(served: Served, stale: bool, changed: tuple[str, ...], device: Device) -> list[str]:
+def _record_lines(
+    served: Served, workload: Workload, stale: bool, changed: tuple[str, ...], device: Device
+) -> list[str]:
     record = served.record
     if record is None:
         return ["record     none: nothing was measured for this class of workloads"]
@@ -138,8 +178,7 @@ def _record_lines(served: Served, stale: bool, changed: tuple[str, ...], device:
     versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
     lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
     if served.config != record.config:
-        why = "as it fits these sizes, the config above" if record.workload.is_decode else _WITHOUT_LSE
-        lines.append(f"           {why}")
+        lines.append(f"           {_why_another_config(workload, record)}")
     if stale:
         lines.append("           stale: the template has changed since; the config still serves")
     lines += [f"           not current: {reason}; it serves (flashgen tune --reverify)" for reason in changed]
@@ -152,6 +191,12 @@ def _record_lines(served: Served, stale: bool, changed: tuple[str, ...], device:
         others = ", ".join(f"{baseline.impl} {baseline.median_ms:.4f} ms" for baseline in record.baselines)
         lines.append(f"           measured beside it: {others}")
     return lines
+
+
+def _why_another_config(workload: Workload, record: TuningRecord) -> str:
+    if record.workload.is_decode:
+        return "as it fits these sizes, the config above"
+    return _WITHOUT_PAGES if workload.page_size and record.workload.page_size is None else _WITHOUT_LSE
 
 
 def _changed(record: TuningRecord, device: Device) -> tuple[str, ...]:
@@ -175,6 +220,11 @@ def _by_decoding(
     ctas = sizes.batch * sizes.nheads_k
     why = f"by decoding: all SMs share the keys, of which a forward pass has {keys} for each of {ctas} CTAs"
     return served, why
+
+
+def _mixed(workload: Workload, spec: Specialization, device: Device, records: Records) -> str:
+    is_mixed = workload.is_packed and workload.page_size is not None and workload.lengths == MIXED
+    return str(launches(workload, spec, device, records)) if is_mixed else ""
 
 
 def explain(
@@ -215,6 +265,7 @@ def explain(
         served=served,
         forward=forward,
         few_queries=few_queries,
+        mixed=_mixed(workload, spec, device, records),
         families=tuple(reasons(spec, device).items()),
         faster=None if generated_only or decoded else faster_backend(workload, spec, served),
         # a record's is of the kernel that it was measured with, whatever this call's tensors are

@@ -6,7 +6,8 @@ It never searches, and never fails on a workload that some family supports.
 2. the memo of this process (kept by `flashgen.runtime.ops.serve`, so a repeated shape never comes here)
 3. the user's databases, a measured record of exactly this workload on this device
 4. installed packages of records and the shipped databases, likewise
-5. the nearest measured record of the same specialization class on this device
+5. the nearest measured record of the same specialization class on this device, or, where a rule says so, the nearest
+   one with another config (`flashgen.runtime.lookup.rules`)
 6. the nearest measured record of the same class on another device of the same architecture
 7. a predicted record of this device, exact or nearest
 8. the default config of the first family that applies, as it fits the sizes of the call
@@ -46,6 +47,7 @@ from flashgen.core.rungs import RUNGS
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import PACKAGED, SHIPPED
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
+from flashgen.runtime.lookup.rules import Rule, answers
 
 FIRST_EXACT, LAST_EXACT = 3, 4
 """Records of these rungs, the user's and the shipped ones, were measured at the sizes of the call."""
@@ -61,7 +63,8 @@ TWIN_NOISE = 0.03
 class Served:
     """What the ladder answered: a config, the rung it came from, and why the rungs above did not serve.
 
-    `slower` is the workload's own record, where `record` is that of its faster deterministic twin.
+    `slower` is the workload's own record, where `record` is that of its faster deterministic twin. `rule` is that of
+    the class where rung 5 serves with a record of its own.
     """
 
     config: Config
@@ -70,6 +73,7 @@ class Served:
     layer: str | None = None
     skipped: tuple[str, ...] = ()
     slower: TuningRecord | None = None
+    rule: Rule | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -127,7 +131,10 @@ def _walked(
                 twin = _faster_twin(choices.same_bits.get(workload, ()), record, rung) if rung <= LAST_EXACT else None
                 if twin is not None:
                     return _by_twin(twin, record, skipped)
-                return Served(config=record.config, rung=rung, record=record, layer=layer, skipped=tuple(skipped))
+                rule = choices.rule if rung == NEAREST_HERE and any(one is candidate for one in choices.here) else None
+                return Served(
+                    config=record.config, rung=rung, record=record, layer=layer, skipped=tuple(skipped), rule=rule
+                )
             why_none = f"{record.config} cannot serve: {reason}"
         skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
     return Served(config=usual(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
@@ -137,7 +144,7 @@ def _rungs(workload: Workload, choices: Choices) -> Iterator[tuple[int, Iterable
     exact = choices.exact.get(workload, ())
     for rung in (FIRST_EXACT, LAST_EXACT):
         yield rung, (one for one in exact if _exact_rung(one) == rung)
-    yield NEAREST_HERE, itertools.chain(_nearest(workload, choices.here), _nearest(workload, choices.twins))
+    yield NEAREST_HERE, itertools.chain(_here(workload, choices), _nearest(workload, choices.twins))
     for rung, candidates in ((NEAREST_ELSEWHERE, choices.elsewhere), (PREDICTED, choices.predicted)):
         yield rung, _nearest(workload, candidates)
 
@@ -169,6 +176,22 @@ def _by_twin(twin: Candidate, own: TuningRecord, skipped: list[str]) -> Served:
     rung = _exact_rung(twin)
     above = tuple(skipped[: rung - FIRST_EXACT])
     return Served(config=twin.record.config, rung=rung, record=twin.record, layer=twin.layer, skipped=above, slower=own)
+
+
+def _here(workload: Workload, choices: Choices) -> Iterator[Candidate]:
+    """The records of the class, the nearest first; before that the nearest one with the config that a rule names.
+
+    A rule was made from what ships, so that it does not come before a record of the user that is nearer.
+    """
+    sizes = Sizes.of(workload)
+    leaf = None if choices.rule is None else choices.rule.leaf(answers(sizes))
+    if leaf is not None:
+        ranked = _nearest(workload, choices.here)
+        able = (one for one in ranked if one.reason is None and poor_at_sizes(one.record.config, sizes) is None)
+        nearest = next(able, None)
+        if nearest is not None and nearest.layer.startswith(SHIPPED):
+            yield from _nearest(workload, choices.with_config(leaf.config))
+    yield from _nearest(workload, choices.here)
 
 
 def _nearest(workload: Workload, candidates: tuple[Candidate, ...]) -> Iterator[Candidate]:

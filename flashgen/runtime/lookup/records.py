@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashgen.codegen.families import default_config, invalid, unconfirmed
+from flashgen.codegen.families import default_config, invalid, over_pages, unconfirmed
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Found, Layers
+from flashgen.runtime.lookup.rules import Rule, shipped_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One record of a class, with what every look-up asks of it."""
+    """One record of a class, with what every look-up asks of it.
+
+    `config` is the record's, or of one without pages what stands for it over pages.
+    """
 
     record: TuningRecord
     layer: str
-    reason: str | None  # why its config cannot serve here
+    config: Config
+    reason: str | None  # why that cannot serve here
     position: Position
     key: str
 
@@ -30,7 +35,8 @@ class Candidate:
 class Choices:
     """What can serve a specialization on a device: the records of its class by rung, and the default config.
 
-    `same_bits` has the records of deterministic backward passes by the workload that may sum in any order.
+    `same_bits` has the records of deterministic backward passes by the workload that may sum in any order. `rule` says
+    which of the records `here` serves at which sizes.
     """
 
     default: Config
@@ -40,10 +46,17 @@ class Choices:
     twins: tuple[Candidate, ...]
     elsewhere: tuple[Candidate, ...]
     predicted: tuple[Candidate, ...]
+    rule: Rule | None = None
 
     @classmethod
     def of(
-        cls, spec: Specialization, device: Device, default: Config, found: Iterable[Found], twins: Iterable[Found] = ()
+        cls,
+        spec: Specialization,
+        device: Device,
+        default: Config,
+        found: Iterable[Found],
+        twins: Iterable[Found] = (),
+        rule: Rule | None = None,
     ) -> Choices:
         """Check every record once, so that a look-up of another shape only compares positions."""
         own: dict[str, list[Candidate]] = {"measured": [], "predicted": []}
@@ -71,7 +84,12 @@ class Choices:
             twins=tuple(one for one in others if one.record.config.family == default.family),
             elsewhere=tuple(elsewhere),
             predicted=tuple(own["predicted"]),
+            rule=rule,
         )
+
+    def with_config(self, config: Config) -> tuple[Candidate, ...]:
+        """The records of this device that have a config."""
+        return tuple(one for one in self.here if one.record.config == config)
 
 
 def _grouped(candidates: Iterable[tuple[Workload, Candidate]]) -> dict[Workload, tuple[Candidate, ...]]:
@@ -82,13 +100,17 @@ def _grouped(candidates: Iterable[tuple[Workload, Candidate]]) -> dict[Workload,
 
 
 def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: Device) -> Candidate:
-    reason = invalid(record.config, spec, device)
+    config = record.config
+    if spec.page_size and record.workload.page_size is None:
+        config = over_pages(config, spec, device)
+    reason = invalid(config, spec, device)
     is_measured = record.provenance == "measured" and record.workload.varlen == spec.varlen
     if reason is None and not is_measured:
-        reason = unconfirmed(record.config, spec)
+        reason = unconfirmed(config, spec)
     return Candidate(
         record=record,
         layer=layer,
+        config=config,
         reason=reason,
         position=position(record.workload),
         key=record.workload.key,
@@ -96,30 +118,33 @@ def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: D
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DenseChoices:
-    """Records of calls without packed sequences whose configs may serve packed ones, of this device and of others."""
+class BesideChoices:
+    """Measured records of another class whose configs are valid for packed sequences, of this device and of others."""
 
-    here: tuple[Candidate, ...]
-    elsewhere: tuple[Candidate, ...]
+    here: tuple[Candidate, ...] = ()
+    elsewhere: tuple[Candidate, ...] = ()
 
 
 class Records:
     """The records of all layers by specialization class, read once a class and kept until `flashgen.reload`."""
 
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
+    def __init__(self, layers: Layers, rules: Callable[[Device], Mapping[str, Rule]] = shipped_rules) -> None:
+        self._layers, self._rules = layers, rules
         self._classes: dict[tuple[str, str], tuple[Found, ...]] = {}
         self._choices: dict[tuple[Specialization, Device], Choices] = {}
-        self._dense: dict[tuple[Specialization, Device], DenseChoices] = {}
+        self._plainer: dict[tuple[Specialization, Device], BesideChoices] = {}
+        self._other_pages: dict[tuple[Specialization, Device], BesideChoices] = {}
         self.steps: dict[tuple[Any, ...], Any] = {}
         """What `decode_ladder` and `packed_ladder` found before, by class of calls."""
 
     def of(self, spec: Specialization, device: Device) -> tuple[Found, ...]:
         """Every record of the class on any device of this architecture."""
-        key = (spec.workload_class, device.arch)
+        return self._of_class(spec.workload_class, device.arch)
+
+    def _of_class(self, name: str, arch: str) -> tuple[Found, ...]:
+        key = (name, arch)
         if key not in self._classes:
-            found = self._layers.records(arch=device.arch, specialization=spec.workload_class, hidden=True)
-            self._classes[key] = tuple(found)
+            self._classes[key] = tuple(self._layers.records(arch=arch, specialization=name, hidden=True))
         return self._classes[key]
 
     def choices(self, spec: Specialization, device: Device) -> Choices:
@@ -136,27 +161,40 @@ class Records:
             twins: tuple[Found, ...] = ()
             if spec.direction == "backward":
                 twins = self.of(replace(spec, deterministic=not spec.deterministic), device)
-            found = self._choices[spec, device] = Choices.of(spec, device, default, self.of(spec, device), twins)
+            rule = self._rules(device).get(spec.workload_class)
+            found = self._choices[spec, device] = Choices.of(spec, device, default, self.of(spec, device), twins, rule)
         return found
 
-    def dense(self, spec: Specialization, device: Device) -> DenseChoices:
-        """The dense records for a specialization of packed sequences: of its family, with configs that are valid.
+    def plainer(self, spec: Specialization, device: Device) -> BesideChoices:
+        """For packed sequences over pages the records of those without, for others dense ones of the default's family.
 
         Raises:
             UnsupportedError: as of `choices`.
         """
-        found = self._dense.get((spec, device))
+        found = self._plainer.get((spec, device))
         if found is None:
             family = self.choices(spec, device).default.family
-            candidates = [
-                _candidate(record, layer, spec, device)
-                for record, layer in self.of(replace(spec, varlen=False), device)
-                if record.provenance == "measured" and record.config.family == family
-            ]
-            able = [one for one in candidates if one.reason is None]
-            is_here = [device.may_use(one.record.device) for one in able]
-            found = self._dense[spec, device] = DenseChoices(
-                here=tuple(one for one, here in zip(able, is_here, strict=True) if here),
-                elsewhere=tuple(one for one, here in zip(able, is_here, strict=True) if not here),
-            )
+            plain = replace(spec, page_size=None) if spec.page_size else replace(spec, varlen=False)
+            beside = [one for one in self.of(plain, device) if one[0].config.family == family]
+            found = self._plainer[spec, device] = _beside(beside, spec, device)
         return found
+
+    def other_pages(self, spec: Specialization, device: Device) -> BesideChoices:
+        """For packed sequences over pages the records of those with pages of another class; else none."""
+        found = self._other_pages.get((spec, device))
+        if found is None:
+            others = [name for name in spec.page_classes if name != spec.workload_class]
+            beside = [one for name in others for one in self._of_class(name, device.arch)]
+            found = self._other_pages[spec, device] = _beside(beside, spec, device)
+        return found
+
+
+def _beside(found: Iterable[Found], spec: Specialization, device: Device) -> BesideChoices:
+    measured = [(record, layer) for record, layer in found if record.provenance == "measured"]
+    candidates = [_candidate(record, layer, spec, device) for record, layer in measured]
+    able = [one for one in candidates if one.reason is None]
+    is_here = [device.may_use(one.record.device) for one in able]
+    return BesideChoices(
+        here=tuple(one for one, here in zip(able, is_here, strict=True) if here),
+        elsewhere=tuple(one for one, here in zip(able, is_here, strict=True) if not here),
+    )

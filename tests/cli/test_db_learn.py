@@ -1,0 +1,90 @@
+"""`flashgen db learn`: what it prints and writes, and what it cannot learn from."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.search_synthetic import synthetic
+from flashgen.core.settings import settings
+from flashgen.core.workload import Workload
+from flashgen.db.log_files import write_log
+from flashgen.db.store import Store
+from flashgen.runtime.lookup.rules import read_rules
+from flashgen.tuning.seed_lists import read_lists
+from tests.cli.conftest import Invoke
+from tests.db.samples import H100, MEASURED
+
+WORKLOAD = Workload.parse("b4-h16-s4096-d256")
+
+
+def table(folder: Path) -> Path:
+    path = folder / f"{WORKLOAD.key}.jsonl.gz"
+    write_log(synthetic(WORKLOAD, H100, families=("hopper_forward",), most=30), path)
+    return path
+
+
+def records(count: int) -> None:
+    best = synthetic(WORKLOAD, H100, families=("hopper_forward",), most=30).trials
+    with Store.open(settings().db_layers[0]) as store:
+        for number in range(count):
+            rows = 1024 * (number + 1)
+            workload = WORKLOAD.with_shape(seqlen_q=rows, seqlen_k=rows)
+            config = best[number % 3].config
+            slow = tuple(50.0 * ms for ms in MEASURED.measurement.times_ms)  # type: ignore[union-attr]
+            measurement = replace(MEASURED.measurement, times_ms=slow)  # type: ignore[type-var]
+            store.put_record(
+                replace(MEASURED, workload=workload, device=H100, config=config, baselines=(), measurement=measurement)
+            )
+
+
+def test_files_are_written_that_searches_and_look_ups_read(invoke: Invoke, tmp_path: Path) -> None:
+    records(7)
+    out = tmp_path / "learned"
+    done = invoke("db", "learn", table(tmp_path), "-o", out, "--device", "h100", "--commit", "abc")
+    assert done.exit_code == 0, done.output
+    assert "fwd-16bit-d256-full" in done.stdout
+    assert "fwd-bf16-d256" in done.stdout
+    lists, (identity, rules) = read_lists(out / "seed_configs.json"), read_rules(out / "fallback.json", every=True)
+    assert lists.identity == identity == H100.identity
+    assert rules["fwd-bf16-d256"].nearest is not None
+    origin = json.loads((out / "seed_configs.json").read_text())["learned_from"]
+    assert (origin["commit"], origin["records"], origin["tables"][0]["configs"]) == ("abc", 7, 30)
+    rows = list(csv.DictReader((out / "seed_configs.csv").read_text().splitlines()))
+    assert {row["class"] for row in rows} == {"fwd-16bit-d256-full"}
+    assert sum(int(row["timed_configs"]) for row in rows) == 30
+    assert sorted(path.name for path in out.iterdir()) == [
+        "fallback.csv",
+        "fallback.json",
+        "seed_configs.csv",
+        "seed_configs.json",
+    ]
+    again = tmp_path / "again"
+    assert invoke("db", "learn", table(tmp_path), "-o", again, "--device", "h100", "--commit", "abc").exit_code == 0
+    for path in out.iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes()
+
+
+def test_figures_are_printed_for_machines(invoke: Invoke) -> None:
+    records(2)
+    done = invoke("db", "learn", "--device", "h100", "--json")
+    found = json.loads(done.stdout)
+    (one,) = found["lists"]
+    assert (one["class"], one["workloads"]) == ("fwd-16bit-d256-full", 2)
+    assert [each["class"] for each in found["rules"]] == ["fwd-bf16-d256"]
+
+
+def test_what_cannot_be_learned_from_is_an_error(invoke: Invoke, tmp_path: Path) -> None:
+    records(1)
+    several = invoke("db", "learn")
+    assert (several.exit_code, "--device names one of" in several.output) == (2, True)
+    other = invoke("db", "learn", table(tmp_path), "--device", "h200")
+    assert (other.exit_code, "tables to learn from are of" in other.output) == (1, True)
+    (tmp_path / "bad.jsonl.gz").write_bytes(b"no table")
+    assert invoke("db", "learn", tmp_path / "bad.jsonl.gz", "--device", "h100").exit_code == 1
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    done = invoke("db", "learn", table(tmp_path), "-o", blocked / "below", "--device", "h100")
+    assert (done.exit_code, "a place that can be written" in done.output) == (1, True)
