@@ -17,8 +17,8 @@ from flashgen.reference.stand_ins import lse_dtype, stand_in, stand_ins
 from flashgen.runtime.argument_types import check_types
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
 from flashgen.runtime.decode.contents import check_contents
+from flashgen.runtime.decode.plans import decode_workload
 from flashgen.runtime.decode.prefix import Prefix
-from flashgen.runtime.decode.runs import decode_workload
 from flashgen.runtime.decode.shared_keys import SharedKeys, check_shared
 from flashgen.runtime.ops import recording
 from flashgen.runtime.ops.outputs import empty_output

@@ -83,8 +83,9 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
     It trains: where autograd is on and q, k, v, bias or sinks require a gradient, `loss.backward()` runs kernels that
     are looked up, tuned and compiled like those of forward passes. Between the passes only q, k, v, the output and the
     LSE are kept, so memory grows with the lengths and never with their product. The backward pass computes the scores
-    again: 2.5 times the operations of a forward pass, for all of dq, dk and dv, whichever are asked for. Gradients of
-    ALiBi slopes, of aux tensors and of gradients are not computed; a score_mod is differentiated from its source.
+    again: 2.5 times the operations of a forward pass, for all of dq, dk and dv, whichever are asked for. A score_mod is
+    differentiated from its source, by the score and by what it loads from aux tensors that require a gradient.
+    Gradients of ALiBi slopes and of gradients are not computed.
 
     Any strides are taken without a copy, as long as the last dimension of q, k and v is contiguous. Under
     `torch.autocast`, q, k and v are cast to its dtype, as torch does it for SDPA. The forward kernels

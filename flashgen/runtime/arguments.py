@@ -19,7 +19,7 @@ from flashgen.runtime.argument_types import refuse_names
 from flashgen.runtime.ops.calls import check_offset
 from flashgen.runtime.ops.generated import features_function, requires_grad_function
 from flashgen.runtime.ops.keys import is_tracked
-from flashgen.runtime.ops.mods import UserCallable, handle_for
+from flashgen.runtime.ops.mods import UserCallable, handle_for, resolve
 from flashgen.runtime.ops.schemas import GRADIENT_FIELDS, differentiable_of
 
 LAYOUTS = ("bhsd", "bshd")
@@ -151,6 +151,7 @@ def requires_gradient(
         or k.requires_grad
         or v.requires_grad
         or _needs_gradient(features)
+        or any(tensor.requires_grad for tensor in features.aux)
         or (is_hidden and is_tracked((q, k, v, *differentiable_of(features))))
     )
     if features.mods:
@@ -160,7 +161,8 @@ def requires_gradient(
 
 def _check_functions(features: Features, *, trains: bool, is_hidden: bool) -> None:
     for number, tensor in enumerate(features.aux):
-        if tensor.requires_grad or (is_hidden and is_tracked((tensor,))):
+        is_learned = tensor.requires_grad and resolve(features.mods).score_mod is not None
+        if not is_learned and (tensor.requires_grad or (is_hidden and is_tracked((tensor,)))):
             raise UnsupportedError(f"{FUNCTIONS.no_gradient}, got aux[{number}] of shape {tuple(tensor.shape)}")
     if trains and features.block_mask is not None and not features.block_mask.trains:
         raise WorkloadError(

@@ -13,7 +13,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DeviceError
 from flashgen.core.workload import Specialization, Workload
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache, serve
 
 SHORT_QUERIES = 1024
 """From this query length on the default config is the same for all lengths."""
@@ -79,7 +79,7 @@ def warmup(
             found = _reachable(workload, spec, where, lengths)
             pairs |= {(spec, each) for config in found for each in (config, exact_sibling(config, spec))}
             pairs |= set(_by_decoding(workload, spec, where, lengths))
-    count = serve.warm(pairs, where, index)
+    count = kernel_cache.warm(pairs, where, index)
     if flag("helpers", helpers):
         beside = {helper for spec, _ in pairs for helper in usual_helpers(spec)}
         for helper in beside:
@@ -165,17 +165,18 @@ def _reachable_steps(workload: Workload, spec: Specialization, device: Device) -
 def _reachable_packed(workload: Workload, spec: Specialization, device: Device) -> set[Config]:
     """The configs of all classes of packed sequences that are not larger than this one; the bounds are of both sides.
 
-    What is nearest does not depend on the number of sequences, which tells records of one class from others alone.
+    What is nearest does not depend on the number of sequences, which tells records of one class from others alone. A
+    block table may have room for fewer keys than the queries that a sequence may have.
     """
     from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 
     records, most = serve.records(), PackedSizes.of(workload)
     choices = records.choices(spec, device)
-    found = {choices.default, *(one.record.config for one in choices.here if one.reason is None)}
+    found = {choices.default, *(one.config for one in choices.here if one.reason is None)}
     for rows in _powers_to(most.total_q):
         for seqlen_q in _powers_to(min(most.seqlen_q, rows)):
             for seqlen_k in _powers_to(most.seqlen_k):
-                if seqlen_k >= seqlen_q:
+                if seqlen_k >= seqlen_q or spec.page_size:
                     sizes = most._replace(batch=1, total_q=rows, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
                     found.add(served_packed(spec, sizes, device, records).config)
     return found

@@ -12,7 +12,7 @@ import torch
 from flashgen.codegen import build
 from flashgen.db import layers
 from flashgen.launch import binaries, nvml, plan
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache, serve
 from tests.db.samples import H200, MEASURED
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, MadeAnew
 from tests.runtime.ladders import Ladder
@@ -32,7 +32,7 @@ def ladder(tmp_path: Path, own_settings: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     serve.reload()
-    monkeypatch.setattr(serve, "_KERNELS", {})
+    monkeypatch.setattr(kernel_cache, "KERNELS", {})
     monkeypatch.setattr(serve, "_PLANS", {})
     yield
     serve.reload()

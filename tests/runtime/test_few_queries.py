@@ -21,7 +21,7 @@ from flashgen.core.errors import BuildError, LaunchError
 from flashgen.core.workload import Workload
 from flashgen.launch import decode_passes
 from flashgen.runtime.lookup.few_queries import decode_specialization, served_by_decoding
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache, serve
 from tests.fakes.driver import FakeDriver, Launched
 from tests.runtime.test_decode import gpu  # noqa: F401 - a fixture
 
@@ -109,7 +109,7 @@ def test_where_nothing_may_be_compiled_a_forward_family_serves(
         asked.append(config)
         raise BuildError("none")
 
-    monkeypatch.setattr(serve, "compiled", refuse)
+    monkeypatch.setattr(kernel_cache, "compiled", refuse)
     with pytest.raises(BuildError):
         run(gpu, PLAIN, made(PLAIN))
     assert [config.family for config in asked][:2] == ["portable_decode", "hopper_forward"]
@@ -200,7 +200,7 @@ def test_a_warm_up_has_what_serves_few_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warmed: set[Any] = set()
-    monkeypatch.setattr(serve, "warm", lambda pairs, *_: warmed.update(pairs) or len(pairs))
+    monkeypatch.setattr(kernel_cache, "warm", lambda pairs, *_: warmed.update(pairs) or len(pairs))
     spec = decode_specialization(PLAIN.specialization)
     for seqlens in (None, [600, 5000]):
         warmed.clear()

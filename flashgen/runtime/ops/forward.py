@@ -20,18 +20,18 @@ from flashgen.runtime.ops.backward_calls import BackwardCall
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.fakes import forward_fake
 from flashgen.runtime.ops.keys import (
-    ANY_GRADIENT,
     BSHD,
     CAUSAL,
     DETERMINISTIC,
     EXPLICIT_OFFSET,
     FLOAT32,
-    GRADIENT_BITS,
     OFFSET_TENSOR,
     TF32,
     TRAINS,
     WITH_LSE,
+    WITHOUT_TRAINING,
     allows_tf32,
+    asked_gradients,
     feature_key,
 )
 from flashgen.runtime.ops.open_packed import packed_open_key
@@ -152,7 +152,7 @@ def attention_features_kernel(
 def _prepared(
     key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, flags: int, features: Features | None = None
 ) -> Any:
-    alone = (flags & ~(TRAINS | DETERMINISTIC | ANY_GRADIENT), *key[1:]) if flags & TRAINS else key
+    alone = (flags & WITHOUT_TRAINING, *key[1:]) if flags & TRAINS else key
     part = () if features is None else packed_open_key(features)
     open_key = None if part is None else (alone[0], *key[7:13], q.shape[3:], k.shape[3:], v.shape[3:], *part)
     if open_key is not None and (alone is key or (flags, open_key) in serve.TRAINABLE):
@@ -189,8 +189,7 @@ def _check_backward(call: Call, flags: int) -> None:
 
     Then the forward pass fails, which the traceback of the user's own line shows, and not `loss.backward()`.
     """
-    asked = frozenset(field for field, bit in GRADIENT_BITS.items() if flags & bit)
-    backward = BackwardCall(forward=call, deterministic=bool(flags & DETERMINISTIC), gradients=asked)
+    backward = BackwardCall(forward=call, deterministic=bool(flags & DETERMINISTIC), gradients=asked_gradients(flags))
     spec = serve.check_support(backward)
     if call.open_key is not None and spec.aligned16:
         serve.TRAINABLE.add((flags, call.open_key))

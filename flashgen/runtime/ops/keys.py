@@ -28,6 +28,25 @@ GRADIENT_BITS = {gradient.field: 1 << 20 + number for number, gradient in enumer
 
 ANY_GRADIENT = sum(GRADIENT_BITS.values())
 
+AUX_GRADIENT_SHIFT = 32
+"""Above these: which aux tensors are to have a gradient, one bit each."""
+
+WITHOUT_TRAINING = (1 << AUX_GRADIENT_SHIFT) - 1 & ~(TRAINS | DETERMINISTIC | ANY_GRADIENT)
+"""What of the flags a forward pass has that is the same with and without gradients to come."""
+
+
+def asked_gradients(flags: int) -> frozenset[str]:
+    """The fields of features whose gradients are asked for, and the names of aux tensors (`aux_gradient`)."""
+    found = {field for field, bit in GRADIENT_BITS.items() if flags & bit}
+    numbers = range((flags >> AUX_GRADIENT_SHIFT).bit_length())
+    return frozenset(found | {aux_gradient(n) for n in numbers if flags >> AUX_GRADIENT_SHIFT + n & 1})
+
+
+def aux_gradient(number: int) -> str:
+    """How a call names the gradient of an aux tensor."""
+    return f"aux{number}"
+
+
 FLOAT32 = torch.float32
 
 

@@ -1,4 +1,4 @@
-"""From a call's tensors to a launch: the memo of plans, the slow path that fills it, and warm-up.
+"""From a call's tensors to a launch: the memo of plans, and the slow path that fills it.
 
 The memo's key is finer than every rule of the slow path: shapes, strides, dtypes, devices, the pointers' alignment and
 the arguments that choose code. A hit costs one dictionary look-up; no SQL, no environment, no log.
@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
-import warnings
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashgen.core.collection import CollectionPaused
 from flashgen.core.config import Config
 from flashgen.core.device import Device
-from flashgen.core.errors import BuildError, LaunchError, UnsupportedError
-from flashgen.core.quoting import printable
+from flashgen.core.errors import BuildError, UnsupportedError
 from flashgen.core.settings import settings
 from flashgen.core.workload import DECODE, Specialization, Workload
-from flashgen.runtime.ops import log, recording
+from flashgen.runtime.ops import kernel_cache, log, recording
 from flashgen.runtime.ops.backward_calls import BackwardCall, CheckedBackwardCall
 from flashgen.runtime.ops.calls import Call, CheckedCall
-
-T = TypeVar("T")
 
 AnyCall = Call | BackwardCall
 AnyCheckedCall = CheckedCall | CheckedBackwardCall
@@ -37,7 +32,6 @@ MEMO_LIMIT = 65536
 if TYPE_CHECKING:
     from flashgen.codegen.build import CompiledKernel
     from flashgen.launch.plan import OpenPlan
-    from flashgen.runtime.lookup.ladder import Served
     from flashgen.runtime.lookup.records import Records
     from flashgen.runtime.ops.backward_runs import BackwardRun
     from flashgen.runtime.ops.open_calls import OpenBackwardCall, OpenCall
@@ -50,7 +44,6 @@ MEMO: dict[tuple[Any, ...], Any] = {}
 Filled only after the slow path has succeeded, and never replaced, only cleared.
 """
 
-_KERNELS: dict[tuple[Specialization, Config, str], CompiledKernel] = {}
 _PLANS: dict[tuple[Specialization, Config, int], OpenPlan] = {}
 """What a kernel's launches have in common at all sizes, by what is compiled in, config and torch's index of the GPU."""
 
@@ -65,7 +58,6 @@ FORGETTING: list[Callable[[], None]] = []
 """What else forgets, where `reload` does: memos of calls that no database serves."""
 
 LOCK = threading.RLock()
-_STATE = threading.local()
 
 
 def remember(key: tuple[Any, ...], run: Run | FeatureRun | BackwardRun) -> None:
@@ -149,7 +141,7 @@ def _prepared(call: AnyCall) -> Any:
                 by = served if config == served.config else Served(config=config, rung=DEFAULT)
                 return recording.counted(_bound(problem, kernel, config, index), workload, device, by)
 
-            return built(problem.spec, served, device, index, bind)
+            return kernel_cache.built(problem.spec, served, device, index, bind)
     from flashgen.runtime.ops.runs import sdpa_run
 
     assert isinstance(call, Call)
@@ -175,7 +167,7 @@ def _decoded(problem: CheckedCall, device: Device, index: int) -> Any:
         return None
     config = served.config
     try:
-        run = _bound(problem, compiled(decode_specialization(spec), config, device, index), config, index)
+        run = _bound(problem, kernel_cache.compiled(decode_specialization(spec), config, device, index), config, index)
         return recording.counted(run, workload, device, served)
     except BuildError:
         return None
@@ -262,44 +254,6 @@ def placed(call: AnyCall) -> tuple[AnyCheckedCall, Device, int]:
     return problem, device, index
 
 
-def built(
-    spec: Specialization, served: Served, device: Device, index: int, bind: Callable[[CompiledKernel, Config, int], T]
-) -> T:
-    """What `bind` makes of the kernel that the ladder answered, or of the default one where that fails here.
-
-    A record may come from another Triton, under which its config still fitted.
-
-    Args:
-        spec: what is compiled in.
-        served: the ladder's answer.
-        device: the GPU.
-        index: torch's index of it.
-        bind: makes what the memo holds from a compiled kernel, its config and the index.
-
-    Raises:
-        BuildError: a compile is needed and the settings forbid it, or it failed.
-        LaunchError: the driver refuses the kernel, or a CUDA graph is being captured.
-    """
-    from flashgen.codegen.families import default_config
-    from flashgen.launch.plan import check_capture
-
-    try:
-        return bind(compiled(spec, served.config, device, index), served.config, index)
-    except (BuildError, LaunchError) as error:
-        check_capture(index, f"building the kernel for {spec.key}")
-        default = default_config(spec, device)
-        if served.record is None or settings().no_compile or default == served.config:
-            raise
-        # if this fails, too, it is not for the record
-        run = bind(compiled(spec, default, device, index), default, index)
-        message = (
-            f"the record {served.record.workload.key} of {served.layer} cannot serve here and the default config does; "
-            f"tune again with this Triton: {error}"
-        )
-        warnings.warn(printable(message, lines=True), stacklevel=2)
-        return run
-
-
 def _bound(problem: AnyCheckedCall, kernel: CompiledKernel, config: Config, index: int) -> Any:
     """What the memo holds for a compiled kernel."""
     launch = _open_plan(kernel, problem.spec, config, index).sized(problem.geometry)
@@ -322,37 +276,6 @@ def _open_plan(kernel: CompiledKernel, spec: Specialization, config: Config, ind
         is_decode = family(config.family).direction == DECODE
         made: Any = decode_passes.DecodePasses if is_decode else plan.OpenPlan
         found = _PLANS[key] = made(kernel, spec, config, index)
-    return found
-
-
-def compiled(spec: Specialization, config: Config, device: Device, index: int) -> CompiledKernel:
-    """The compiled kernel of a config: from this process, from an earlier one or built now.
-
-    Raises:
-        BuildError: FLASHGEN_NO_COMPILE forbids it outside `warmup`, or the compile failed.
-        LaunchError: a CUDA graph is being captured.
-    """
-    key = (spec, config, device.identity)
-    found = _KERNELS.get(key)
-    if found is None:
-        from flashgen.codegen import build
-        from flashgen.launch import binaries
-        from flashgen.launch.plan import check_capture
-
-        check_capture(index, f"building the kernel for {spec.key}")
-        found = binaries.read(spec, config, device)
-        if found is not None:
-            _KERNELS[key] = found
-            return found
-        if settings().no_compile and not getattr(_STATE, "warming", False):
-            raise BuildError(
-                f"FLASHGEN_NO_COMPILE forbids compiling outside warmup, and {config} for {spec.key} is not compiled; "
-                "add its shapes to the flashgen.warmup call"
-            )
-        started = time.perf_counter()
-        found = _KERNELS[key] = build.compile_kernel(spec, config, device)
-        log.compiled_in(time.perf_counter() - started, config, spec)
-        binaries.write(found, spec, config)
     return found
 
 
@@ -385,20 +308,3 @@ def records() -> Records:
 def not_on_gpu(workload: Workload, tensor: torch.Tensor) -> str:
     """The message of the error for tensors that are not on a GPU."""
     return f"no kernel family serves {workload.key} on {tensor.device}: all of them run on GPUs"
-
-
-def warm(calls: Iterable[tuple[Specialization, Config]], device: Device, index: int) -> int:
-    """Compile and load the kernels of these configs; returns how many there are."""
-    from flashgen.launch.decode_passes import endless
-    from flashgen.launch.plan import load
-
-    _STATE.warming = True
-    try:
-        pairs = set(calls)
-        for spec, config in pairs:
-            load(compiled(spec, config, device, index), index)
-        if any(spec.direction == DECODE for spec, _ in pairs):
-            endless(index)
-        return len(pairs)
-    finally:
-        _STATE.warming = False
