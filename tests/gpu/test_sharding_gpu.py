@@ -20,6 +20,7 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
     import torch.distributed as dist
     from torch.distributed.tensor import init_device_mesh
 
+    torch.cuda.set_device(0)  # a mesh asks that it was chosen
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     register_sharding_rules()
     yield init_device_mesh("cuda", (1,))

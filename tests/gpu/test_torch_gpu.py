@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from flashgen import reference
 from flashgen.integrations import torch as door
 
 pytestmark = pytest.mark.gpu
@@ -90,3 +91,24 @@ def test_torchs_flash_backend_and_varlen_attn() -> None:
     torch.testing.assert_close(found, own, **TOLERANCE)
     torch.testing.assert_close(mine, torch.autograd.grad(own.float().square().sum(), inputs), **TOLERANCE)
     torch.testing.assert_close((packed, *of_packed), (expected, *grads), **TOLERANCE)
+
+
+def test_dropout_of_torchs_flash_backend() -> None:
+    """The weights are dropped that the state of torch's generator says, forward and backward."""
+    inputs = tuple(randn(2, heads, 80, 64, seed=heads) for heads in (4, 4, 4))
+    door.register_flash_impl()
+    torch.nn.attention.activate_flash_attention_impl("flashgen")
+    try:
+        torch.manual_seed(5)
+        drawn = torch.randint(2**63 - 1, (2,), device="cuda")
+        torch.manual_seed(5)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            found = F.scaled_dot_product_attention(*inputs, dropout_p=0.3, is_causal=True)
+        mine = torch.autograd.grad(found.float().square().sum(), inputs)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    expected = reference.attention(*wide, causal=True, dropout_p=0.3, rng_state=drawn)
+    grads = torch.autograd.grad(expected.square().sum(), wide)
+    torch.testing.assert_close(found.float(), expected, **TOLERANCE)
+    torch.testing.assert_close([x.float() for x in mine], list(grads), atol=6e-2, rtol=6e-2)

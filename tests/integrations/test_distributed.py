@@ -1,4 +1,4 @@
-"""Two processes with gloo: a sequence in two parts, and calls with DTensors, against the whole ones in a process."""
+"""Two processes with gloo: calls with DTensors against the whole ones in a process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,12 @@ import pytest
 import torch
 
 import flashgen
-from flashgen import reference
-from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.errors import UnsupportedError
 from flashgen.integrations.torch import register_sharding_rules
-from flashgen.integrations.torch.context_parallel import context_parallel_attention
 from tests.integrations.ops_on_cpu import ops_on_cpu
 from tests.integrations.sharded import compare, compare_packed
 
 ROOT = Path(__file__).parents[2]
-CASES: list[dict[str, Any]] = [
-    {},
-    {"causal": True},
-    {"window": (3, 2), "softcap": 2.0},
-    {"causal": True, "window": (5, 0)},
-]
 
 
 def part(rank: int, folder: str) -> None:
@@ -34,27 +26,12 @@ def part(rank: int, folder: str) -> None:
 
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    kernels, flashgen.attention = flashgen.attention, reference.attention
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8))
-    whole = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
-    weights = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-    rows = slice(6 * rank, 6 * rank + 6)
-    for given in CASES:
-        expected = reference.attention(*whole, **given)
-        grads = torch.autograd.grad((expected * weights).sum(), whole)
-        mine = [x.detach()[:, :, rows].requires_grad_() for x in whole]
-        found = context_parallel_attention(*mine, dist.group.WORLD, **given)
-        torch.testing.assert_close(found, expected[:, :, rows], atol=1e-10, rtol=1e-10)
-        own = torch.autograd.grad((found * weights[:, :, rows]).sum(), mine)
-        torch.testing.assert_close(own, tuple(x[:, :, rows] for x in grads), atol=1e-10, rtol=1e-10)
-    flashgen.attention = kernels
     compare()
     compare_packed()
     dist.destroy_process_group()
 
 
-def test_parts_are_the_whole(tmp_path: Path) -> None:
+def test_sharded_calls_are_the_whole_ones(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     code = "import sys; from tests.integrations.test_distributed import part; part(int(sys.argv[1]), sys.argv[2])"
     command = [sys.executable, "-c", code]
@@ -64,14 +41,6 @@ def test_parts_are_the_whole(tmp_path: Path) -> None:
     ]
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
-
-
-def test_what_knows_one_part_alone_is_refused() -> None:
-    x = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(WorkloadError, match="takes no mask"):
-        context_parallel_attention(x, x, x, None, mask=x)
-    with pytest.raises(WorkloadError, match="of one length, got 4, 2 and 4"):
-        context_parallel_attention(x, x[:, :, :2], x, None)
 
 
 def test_a_torch_with_other_internals_has_no_sharding_rules(monkeypatch: pytest.MonkeyPatch) -> None:

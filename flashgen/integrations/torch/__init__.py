@@ -7,12 +7,14 @@
     print(calls)  # served, and passed on to torch with reasons
 
 `enable` and `disable` do the same for the whole process; `register_flash_impl` makes flashgen known to torch's registry
-of flash implementations, and `register_sharding_rules` to `torch.distributed.tensor`. See docs/torch.md.
+of flash implementations, `register_sharding_rules` to `torch.distributed.tensor`; `context_parallel_attention` is for
+sequences in parts on several ranks, as `split_sequence` cuts them. See docs/torch.md.
 """
 
 from flashgen.integrations.torch.context_parallel import context_parallel_attention
 from flashgen.integrations.torch.flash_impl import register_flash_impl
 from flashgen.integrations.torch.sdpa import Calls, disable, enable, route_sdpa
+from flashgen.integrations.torch.sequence_parts import join_sequence, split_sequence
 from flashgen.integrations.torch.sharding import register_sharding_rules
 
 __all__ = [
@@ -20,7 +22,9 @@ __all__ = [
     "context_parallel_attention",
     "disable",
     "enable",
+    "join_sequence",
     "register_flash_impl",
     "register_sharding_rules",
     "route_sdpa",
+    "split_sequence",
 ]

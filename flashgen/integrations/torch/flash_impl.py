@@ -16,6 +16,7 @@ import torch
 import flashgen
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.values import Features, Window
+from flashgen.runtime.arguments import drawn_state
 from flashgen.runtime.autograd.ops import attention_backward_op
 from flashgen.runtime.ops.backward import is_deterministic
 from flashgen.runtime.ops.schemas import DIFFERENTIATED
@@ -74,10 +75,22 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
 
 
-def _nothing_random(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The state of the generator, what is unused, and the mask for debugging, of a call without dropout."""
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
+def _random(query: Tensor, dropout_p: float) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor]]:
+    """What a call is given for its dropout, and what it returns of it: torch's numbers have no sign.
+
+    These are the seed and the offset in one tensor, what is unused, and the mask for debugging, which is empty.
+    """
+    state = drawn_state(dropout_p, None, query)
+    given = {} if state is None else {"dropout_p": dropout_p, "rng_state": state}
+    kept = torch.zeros(2, dtype=torch.int64, device=query.device) if state is None else state
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    return given, (kept.view(torch.uint64), unused, query.new_empty(0))
+
+
+def _features(window: Window, dropout_p: float, rng_state: Tensor) -> Features:
+    """Those of the backward pass of such a call."""
+    state = rng_state.view(torch.int64) if dropout_p else None
+    return Features(window=window, dropout_p=dropout_p, rng_state=state)
 
 
 @torch.no_grad()
@@ -101,24 +114,29 @@ def _forward(
     block_table: Optional = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """`aten::_flash_attention_forward`, dense in bshd order or packed; how work is split is flashgen's."""
-    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, block_table=block_table)
+    """`aten::_flash_attention_forward`, dense in bshd order or packed; how work is split is else flashgen's."""
+    _refuse(return_debug_mask=return_debug_mask)
     q, k, v = _rows(query, key, value)
+    dropout, random = _random(query, dropout_p)
     given: dict[str, Any] = {
         "causal": is_causal,
         "softmax_scale": scale,
         "window": _window(window_size_left, window_size_right),
         "alibi_slopes": alibi_slopes,
         "return_lse": True,
+        **dropout,
     }
     if cum_seq_q is None:
-        _refuse(seqused_k=seqused_k)
+        _refuse(seqused_k=seqused_k, block_table=block_table)
         out, lse = flashgen.attention(q, k, v, layout="bshd", **given)
     else:
         attend: Any = flashgen.attention_varlen  # whose overloads ask for a flag that is known
-        given |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k, "seqused_k": seqused_k}
+        given |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k, "seqused_k": seqused_k, "block_table": block_table}
+        given |= {"deterministic": True} if num_splits == 1 else {}  # torch promises the same bits in every batch
+        if block_table is not None and seqused_k is not None:
+            cum_seq_k = None  # torch asks for it beside pages, too, where it says nothing
         out, lse = attend(q, k, v, cum_seq_q, cum_seq_k, **given)
-    return out, lse, *_nothing_random(query)
+    return out, lse, *random
 
 
 def _forward_into(out: Tensor, *given: Any, **named: Any) -> Tensor:
@@ -150,9 +168,8 @@ def _backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """`aten::_flash_attention_backward`, dense in bshd order or packed."""
-    _refuse(dropout_p=dropout_p)
     tensors = _rows(grad_out, query, key, value, out)
-    features = Features(window=_window(window_size_left, window_size_right))
+    features = _features(_window(window_size_left, window_size_right), dropout_p, rng_state)
     is_packed = cum_seq_q is not None and cum_seq_q.numel() > 0
     if is_packed:
         features = packed_features(features, cum_seq_q, cum_seq_k, None, None, int(max_q), int(max_k))
@@ -174,10 +191,11 @@ def _sdpa_forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """`aten::_scaled_dot_product_flash_attention`, in bhsd order."""
-    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask)
+    _refuse(return_debug_mask=return_debug_mask)
     q, k, v = _rows(query, key, value)
-    out, lse = flashgen.attention(q, k, v, causal=is_causal, softmax_scale=scale, return_lse=True)
-    return out, lse, None, None, query.shape[2], key.shape[2], *_nothing_random(query)
+    dropout, random = _random(query, dropout_p)
+    out, lse = flashgen.attention(q, k, v, causal=is_causal, softmax_scale=scale, return_lse=True, **dropout)
+    return out, lse, None, None, query.shape[2], key.shape[2], *random
 
 
 @torch.no_grad()
@@ -200,8 +218,8 @@ def _sdpa_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """`aten::_scaled_dot_product_flash_attention_backward`, in bhsd order."""
-    _refuse(dropout_p=dropout_p)
-    return _gradients(_rows(grad_out, query, key, value, out), logsumexp, is_causal, scale, False, Features())
+    features = _features((None, None), dropout_p, philox_seed)
+    return _gradients(_rows(grad_out, query, key, value, out), logsumexp, is_causal, scale, False, features)
 
 
 def _gradients(
