@@ -16,6 +16,8 @@ from flashgen.core.features.values import Features
 from flashgen.reference.attend import attend
 from flashgen.reference.dense import rule_of
 from flashgen.reference.packed import attention_varlen
+from flashgen.reference.philox import Dropout
+from flashgen.reference.stand_ins import lse_dtype
 from flashgen.runtime import api
 from flashgen.runtime.autograd import ops, training
 from flashgen.runtime.ops.schemas import DIFFERENTIATED, GRADIENT_FIELDS, SERVED, TRAINED
@@ -57,8 +59,9 @@ def _wide(
         return _packed(q, k, v, causal, softmax_scale, features)
     offset = q_offset if q_offset_tensor is None else q_offset_tensor
     one, two, three = (x.transpose(1, 2) if bshd else x for x in (q, k, v))
-    rule = rule_of(one, two, features or Features(), causal=causal, q_offset=offset, softmax_scale=softmax_scale)
-    out, lse = attend(one, two, three, rule)
+    features = features or Features()
+    rule = rule_of(one, two, features, causal=causal, q_offset=offset, softmax_scale=softmax_scale)
+    out, lse = attend(one, two, three, rule, None, Dropout.of(features))
     return (out.transpose(1, 2) if bshd else out), lse
 
 
@@ -67,13 +70,18 @@ def _packed(
 ) -> tuple[Tensor, Tensor]:
     assert features.cu_seqlens_q is not None
     longest_q, longest_k = features.max_seqlens
+    is_paged = features.block_table is not None
     out, lse = attention_varlen(
-        *(x[0].double() for x in (q, k, v)),
+        q[0].double(),
+        *(x.double() if is_paged else x[0].double() for x in (k, v)),
         features.cu_seqlens_q,
-        features.cu_seqlens_k,
+        None if is_paged and features.seqused_k is not None else features.cu_seqlens_k,
         max_seqlen_q=longest_q,
         max_seqlen_k=longest_k,
         seqused_k=features.seqused_k,
+        block_table=features.block_table,
+        dropout_p=features.dropout_p,
+        rng_state=features.rng_state,
         window=features.window,
         causal=causal,
         softmax_scale=softmax_scale,
@@ -84,7 +92,7 @@ def _packed(
 
 def _forward(q: Tensor, *given: Any, features: Features | None = None) -> tuple[Tensor, Tensor]:
     out, lse = _wide(q, *given, features=features)
-    return out.to(q.dtype).contiguous(), lse.float()
+    return out.to(q.dtype).contiguous(), lse.to(lse_dtype(q))
 
 
 def _features(*given: Any) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,13 @@ ATTENTION_BACKEND_CHOICES = ["triton"]
 
 
 class AttentionBackend(ABC):
+    forward_metadata: Any = None
+
     @abstractmethod
     def init_forward_metadata(self, forward_batch: Any) -> None: ...
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:  # noqa: B027 - nothing, as in SGLang
+        pass
 
     def forward(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **given: Any

@@ -72,7 +72,8 @@ def layer(**others: Any) -> SimpleNamespace:
 
 
 def mode(name: str) -> SimpleNamespace:
-    return SimpleNamespace(is_idle=lambda: name == "idle", is_decode=lambda: name == "decode")
+    names = ("idle", "decode", "mixed")
+    return SimpleNamespace(**{f"is_{kind}": lambda kind=kind: name == kind for kind in names})
 
 
 def batch(made: SimpleNamespace, new: tuple[int, ...], requests: list[int], on_host: bool = True) -> SimpleNamespace:
@@ -88,7 +89,6 @@ def batch(made: SimpleNamespace, new: tuple[int, ...], requests: list[int], on_h
         extend_seq_lens=torch.tensor(new),
         extend_seq_lens_cpu=list(new),
         out_cache_loc=torch.cat(slots).long(),
-        token_to_kv_pool=made.token_to_kv_pool,
         spec_info=None,
     )
 
@@ -137,29 +137,49 @@ def test_a_batch_is_attention_of_each_request(name: str, new: tuple[int, ...], p
     torch.testing.assert_close(found.double(), torch.cat(expected).flatten(1), rtol=1e-3, atol=1e-3)
 
 
+def padded(requests: list[int], lengths: list[int], name: str = "decode", **others: Any) -> SimpleNamespace:
+    """What SGLang hands over before a graph is captured or replayed."""
+    given = {"req_pool_indices": torch.tensor(requests), "seq_lens": torch.tensor(lengths), "seq_lens_cpu": None}
+    return SimpleNamespace(**(given | {"forward_mode": mode(name), "spec_info": None} | others))
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["out_graph", "capture and replay"])
 @pytest.mark.usefixtures("on_reference")
-def test_a_graph_reads_what_a_replay_fills() -> None:
+def test_a_graph_reads_what_a_replay_fills(is_older: bool) -> None:
     made, (queries, keys, values) = runner(16), tensors()
     filled(made, (0, 0, 0, 0), keys, values)
     backend = ATTENTION_BACKENDS["flashgen"](made)
     backend.init_cuda_graph_state(4, 4)
-    padded = torch.full((2,), backend.get_cuda_graph_seq_len_fill_value())
-    backend.init_forward_metadata_capture_cuda_graph(2, 2, torch.zeros(2).long(), padded, None, mode("decode"), None)
-    captured = backend._metadata
-    for requests, lengths in (([2, 0], True), ([3, 1], False)):
-        given = batch(made, (1, 1), requests)
-        host = given.seq_lens_cpu if lengths else None
-        backend.init_forward_metadata_replay_cuda_graph(
-            2, given.req_pool_indices, given.seq_lens, 0, None, given.forward_mode, None, host
-        )
-        assert backend._metadata.table.data_ptr() == captured.table.data_ptr()
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    first = padded([0, 0], [fill, fill])
+
+    def prepare(given: SimpleNamespace, in_capture: bool) -> None:
+        if not is_older:
+            backend.init_forward_metadata_out_graph(given, in_capture=in_capture)
+            backend.init_forward_metadata_in_graph(given)
+            return
+        common = (None, given.forward_mode, given.spec_info)
+        if in_capture:
+            backend.init_forward_metadata_capture_cuda_graph(2, 2, given.req_pool_indices, given.seq_lens, *common)
+        else:
+            backend.init_forward_metadata_replay_cuda_graph(
+                2, given.req_pool_indices, given.seq_lens, 0, *common, given.seq_lens_cpu
+            )
+
+    prepare(first, in_capture=True)
+    captured = backend.forward_metadata
+    for requests, is_on_host in (([2, 0], True), ([3, 1], False)):
+        given = batch(made, (1, 1), requests, on_host=is_on_host)
+        prepare(given, in_capture=False)
+        assert backend.forward_metadata.table.data_ptr() == captured.table.data_ptr()
         assert captured.seq_lens.tolist() == [KEYS[r] for r in requests]
         q = torch.stack([queries[r][-1] for r in requests]).flatten(1)
         found = backend.forward(q, None, None, layer(), given, save_kv_cache=False)
         expected = [attention(queries[r][-1:], keys[r], values[r], 1, KEYS[r], {}) for r in requests]
         torch.testing.assert_close(found.double(), torch.cat(expected).flatten(1), rtol=1e-3, atol=1e-3)
-    with pytest.raises(UnsupportedError, match="CUDA graphs of anything but"):
-        backend.init_forward_metadata_capture_cuda_graph(2, 2, padded, padded, None, mode("verify"), None)
+    for other in (padded([0], [1], "verify"), padded([0], [1], spec_info=object())):
+        with pytest.raises(UnsupportedError, match="CUDA graphs of anything but"):
+            prepare(other, in_capture=True)
 
 
 def test_it_registers_itself_once() -> None:
@@ -178,7 +198,10 @@ def test_it_registers_itself_once() -> None:
         ({"server_args": SimpleNamespace(speculative_algorithm="EAGLE")}, "speculative decoding"),
         ({"model_config": SimpleNamespace(is_encoder_decoder=True, context_len=8)}, "encoders"),
         ({"kv_cache_dtype": torch.float8_e4m3fn}, "cache in torch.float8_e4m3fn"),
+        ({"server_args": SimpleNamespace(speculative_algorithm=None, dcp_size=2)}, "context parallelism"),
         ({"token_to_kv_pool": SimpleNamespace(full_to_swa_index_mapping=None)}, "disable-hybrid-swa-memory"),
+        ({"token_to_kv_pool": SimpleNamespace(requires_physical_write_loc=True)}, "other places than its buffers"),
+        ({"token_to_kv_pool": SimpleNamespace(kv_cache_layout="hnd")}, "a pool in the layout hnd"),
     ],
 )
 def test_servers_that_are_not_served_are_refused(given: dict[str, Any], reason: str) -> None:
@@ -192,7 +215,10 @@ def test_servers_that_are_not_served_are_refused(given: dict[str, Any], reason: 
         ({"is_cross_attention": True}, {}, "cross-attention"),
         ({"attn_type": "encoder_only"}, {}, "type encoder_only"),
         ({"use_irope": True}, {}, "use_irope"),
+        ({"xai_temperature_len": 1024}, {}, "xai_temperature_len"),
+        ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, {}, "capped by sigmoid"),
         ({}, {"q_rope": torch.ones(1)}, "q_rope"),
+        ({}, {"return_lse": True}, "return_lse"),
     ],
 )
 def test_layers_that_are_not_served_are_refused(of_layer: Any, of_call: Any, reason: str) -> None:

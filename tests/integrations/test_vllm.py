@@ -14,7 +14,13 @@ import torch
 
 import flashgen
 from flashgen.core.errors import UnsupportedError
-from tests.integrations.vllm_stand_in import OVERRIDES, AttentionBackendEnum, AttentionCGSupport, vllm_stand_in
+from tests.integrations.vllm_stand_in import (
+    OVERRIDES,
+    AttentionBackendEnum,
+    AttentionCGSupport,
+    MultipleOf,
+    vllm_stand_in,
+)
 
 Tensor = torch.Tensor
 
@@ -60,6 +66,12 @@ def test_what_is_declared_is_what_the_kernels_do() -> None:
     assert found.supports_compute_capability(SimpleNamespace(major=8, minor=0))
     assert not found.supports_compute_capability(SimpleNamespace(major=7, minor=5))
     assert found.get_builder_cls()._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
+    # vLLM asks for each kind of cache, too; and whether lengths of queries may be wrong on the host, where steps of
+    # decoding are counted
+    assert (
+        found.get_supported_kernel_block_sizes(object()) == found.get_supported_kernel_block_sizes() == [MultipleOf(16)]
+    )
+    assert not found.supports_device_cpu_query_lens_mismatch()
 
 
 def common(queries: tuple[int, ...], keys: tuple[int, ...], **others: Any) -> SimpleNamespace:
@@ -225,6 +237,14 @@ def test_a_step_makes_two_calls_and_its_views_once(monkeypatch: pytest.MonkeyPat
     assert torch.equal(output.view_as(query), query)
     layer.forward(None, query, new, new, cache.clone(), builder().build(0, batch), torch.empty_like(query))
     assert made[2][0][1].data_ptr() != cache.data_ptr(), "another cache has other pages"
+
+
+def test_values_of_another_width_lie_behind_their_keys() -> None:
+    cache = torch.arange(3 * BLOCK * HEADS_K * (DIM + 4)).view(3, BLOCK, HEADS_K, DIM + 4).transpose(1, 2)
+    keys, values = backend().get_impl_cls()(HEADS, DIM, 0.3, HEADS_K)._split(cache)
+    assert keys.shape == (3, BLOCK, HEADS_K, DIM)
+    assert values.shape == (3, BLOCK, HEADS_K, 4)
+    assert torch.equal(values[2, 5, 1], cache[2, 1, 5, DIM:])
 
 
 def test_a_layer_that_shares_a_cache_writes_none_and_a_profiling_run_is_0() -> None:

@@ -13,6 +13,12 @@ from flashgen.integrations.sglang.metadata import FlashgenMetadata, Tables, long
 
 Tensor = torch.Tensor
 
+NHD = "nhd"
+"""SGLang's name for keys and values in (slots, heads, head_dim)."""
+
+TANH = "tanh"
+"""How SGLang caps scores, unless a layer says otherwise."""
+
 PADDED_LENGTH = 1
 """Keys of a request that pads a CUDA graph; nobody reads what it gives."""
 
@@ -26,22 +32,28 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no 
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        arguments, config = model_runner.server_args, model_runner.model_config
+        arguments, config, pool = model_runner.server_args, model_runner.model_config, model_runner.token_to_kv_pool
         unknown = {
             "multi-head latent attention": getattr(model_runner, "use_mla_backend", False),
             "encoders and cross-attention": getattr(config, "is_encoder_decoder", False),
             "speculative decoding": getattr(arguments, "speculative_algorithm", None) is not None,
+            "context parallelism": any(getattr(arguments, name, 1) != 1 for name in ("dcp_size", "attn_cp_size")),
             "a cache in " + str(model_runner.kv_cache_dtype): model_runner.kv_cache_dtype
             not in (torch.bfloat16, torch.float16),
             "a pool of its own for sliding windows (start with --disable-hybrid-swa-memory)": hasattr(
-                model_runner.token_to_kv_pool, "full_to_swa_index_mapping"
+                pool, "full_to_swa_index_mapping"
             ),
+            "a pool whose slots have other places than its buffers": getattr(
+                pool, "requires_physical_write_loc", False
+            ),
+            f"a pool in the layout {getattr(pool, 'kv_cache_layout', NHD)}": getattr(pool, "kv_cache_layout", NHD)
+            != NHD,
         }
         for name, is_asked in unknown.items():
             _refuse(name, is_asked)
-        self._page = model_runner.page_size
+        self._page, self._pool = model_runner.page_size, pool
         self._tables = Tables(model_runner.req_to_token_pool.req_to_token, self._page, config.context_len)
-        self._metadata: FlashgenMetadata | None = None
+        self.forward_metadata: FlashgenMetadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Make the metadata of a batch that runs now: steps of decoding, or prompts behind what is cached of them."""
@@ -59,11 +71,23 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no 
                 query_starts=starts,
                 max_query_len=longest(batch.extend_seq_lens_cpu),
             )
-        self._metadata = made
+        self.forward_metadata = made
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *given: Any, **named: Any) -> None:
         """Make the tensors that all graphs read."""
         self._tables.keep(max_bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Fill what a graph reads, before it is captured and before each replay.
+
+        Raises:
+            UnsupportedError: it is no step of decoding of one token a request.
+        """
+        batch = forward_batch
+        is_step = batch.forward_mode.is_decode() and getattr(batch, "spec_info", None) is None
+        _refuse("CUDA graphs of anything but steps of decoding", not is_step)
+        lengths = None if in_capture else getattr(batch, "seq_lens_cpu", None)
+        self.forward_metadata = self._tables.kept(batch.req_pool_indices, batch.seq_lens, lengths)
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -75,13 +99,13 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no 
         forward_mode: Any,
         spec_info: Any,
     ) -> None:
-        """Make the metadata of a step that a graph captures.
+        """The same before a capture, for versions of SGLang that call this.
 
         Raises:
             UnsupportedError: it is no step of decoding of one token a request.
         """
         _refuse("CUDA graphs of anything but steps of decoding", not forward_mode.is_decode() or spec_info is not None)
-        self._metadata = self._tables.kept(req_pool_indices[:bs], seq_lens)
+        self.forward_metadata = self._tables.kept(req_pool_indices[:bs], seq_lens)
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -95,9 +119,9 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no 
         seq_lens_cpu: Tensor | None = None,
         **named: Any,
     ) -> None:
-        """Fill what the graph reads."""
+        """The same before a replay, for versions of SGLang that call this."""
         lengths = None if seq_lens_cpu is None else seq_lens_cpu[:bs]
-        self._metadata = self._tables.kept(req_pool_indices[:bs], seq_lens, lengths)
+        self.forward_metadata = self._tables.kept(req_pool_indices[:bs], seq_lens, lengths)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Keys of a request that pads a graph."""
@@ -153,11 +177,11 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no 
         return True
 
     def _made(self) -> FlashgenMetadata:
-        if self._metadata is None:
+        if self.forward_metadata is None:
             raise UnsupportedError(
                 "flashgen's SGLang backend attends after init_forward_metadata, and nobody called it"
             )
-        return self._metadata
+        return self.forward_metadata
 
     def _prepared(
         self,
@@ -174,9 +198,13 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no 
         _refuse(f"attention of type {kind}", kind != "decoder")
         _refuse("cross-attention", getattr(layer, "is_cross_attention", False))
         _refuse("attention in chunks (use_irope)", getattr(layer, "use_irope", False))
+        _refuse("scores by length (xai_temperature_len)", (getattr(layer, "xai_temperature_len", -1) or -1) > 0)
+        capping = getattr(layer, "logit_capping_method", TANH)
+        _refuse(f"scores capped by {capping}", bool(layer.logit_cap) and capping != TANH)
+        _refuse("an LSE beside the output", getattr(batch, "mha_return_lse", False) is True)
         for name, value in others.items():
-            _refuse(name, value is not None)
-        pool = batch.token_to_kv_pool
+            _refuse(name, value is not None and value is not False)
+        pool = self._pool
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         buffers = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)

@@ -41,8 +41,8 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no ty
         return FlashgenMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[object]:
-        """Pages of 16 slots and multiples: others work in flashgen, but no TMA loads them."""
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[object]:
+        """Pages of 16 slots and multiples, of any kind of cache: others work in flashgen, but no TMA loads them."""
         return [MultipleOf(16)]
 
     @staticmethod
@@ -89,6 +89,11 @@ class FlashgenBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no ty
     def supports_sliding_window(cls) -> bool:
         """Windows of any size."""
         return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: which sequences are steps of decoding is counted from the lengths of queries on the host."""
+        return False
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -118,11 +118,14 @@ class FlashgenImpl(AttentionImpl):  # type: ignore[misc]  # vLLM has no types he
     def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a cache as (num_blocks, block_size, num_kv_heads, head_size), made once for a cache.
 
-        It is (num_blocks, 2, block_size, num_kv_heads, head_size), or (num_blocks, num_kv_heads, block_size,
-        2 * head_size) where vLLM chooses.
+        It is (num_blocks, num_kv_heads, block_size, head_size + head_size_v) in any order of memory, or of versions
+        that let a backend choose (num_blocks, 2, block_size, num_kv_heads, head_size).
         """
         if self._pages is None or self._cache is not kv_cache:
-            packed = kv_cache.dim() == 4
-            halves = kv_cache.transpose(1, 2).chunk(2, -1) if packed else kv_cache.unbind(1)
-            self._cache, self._pages = kv_cache, (halves[0], halves[1])
+            if kv_cache.dim() == 4:
+                slots = kv_cache.transpose(1, 2)
+                self._pages = slots[..., : self.head_size], slots[..., self.head_size :]
+            else:
+                self._pages = kv_cache[:, 0], kv_cache[:, 1]
+            self._cache = kv_cache
         return self._pages
