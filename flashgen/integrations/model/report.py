@@ -23,7 +23,7 @@ from flashgen.integrations.model.routes import Route
 from flashgen.tuning.from_calls import Gain
 
 COLUMNS = ("layers", "workload", "calls", "rung", "served by", "ms", "share", "a miss costs")
-PROVEN = ("compared", "error", "own error", "allowed")
+PROVEN = ("compared", "error", "own error", "SDPA's error", "allowed")
 WORST = 5
 """Comparisons that text shows."""
 
@@ -280,7 +280,8 @@ def _worst(proof: Proof) -> list[tuple[str, ...]]:
 
 
 def _compared(one: Comparison) -> tuple[str, ...]:
-    return one.name, f"{one.error:.3g}", f"{one.plain_error:.3g}", f"{one.allowed:.3g}"
+    fused = "" if one.fused_error is None else f"{one.fused_error:.3g}"
+    return one.name, f"{one.error:.3g}", f"{one.plain_error:.3g}", fused, f"{one.allowed:.3g}"
 
 
 def _finite(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from flashgen.integrations.torch.sdpa import route_sdpa
 
-EAGER = "eager"
+EAGER, SDPA = "eager", "sdpa"
 """What transformers calls attention that is written out in its models."""
 
 
@@ -27,6 +27,9 @@ class Route(Protocol):
 
     def plain(self, model: torch.nn.Module) -> None:
         """Let a model, or a copy of it, attend as it would by itself, written out where it can."""
+
+    def fused(self, model: torch.nn.Module) -> bool:
+        """Let a model, or a copy of it, attend by SDPA where `plain` writes it out; False where that is not so."""
 
     def undo(self, model: torch.nn.Module) -> None:
         """Put back what was there before."""
@@ -76,6 +79,14 @@ class TransformersRoute:
         """Choose transformers' eager attention."""
         self._choose(model, EAGER)
 
+    def fused(self, model: torch.nn.Module) -> bool:
+        """Choose SDPA, which not all models have."""
+        try:
+            self._choose(model, SDPA)
+        except ValueError:
+            return False
+        return True
+
     def undo(self, model: torch.nn.Module) -> None:
         """Choose again what each of the models had."""
         for path, name in self.given.items():
@@ -109,6 +120,10 @@ class SdpaRoute:
     def plain(self, model: torch.nn.Module) -> None:
         """Leave the calls to torch, which is what they are without flashgen."""
         self.undo(model)
+
+    def fused(self, model: torch.nn.Module) -> bool:
+        """SDPA is what they are by themselves."""
+        return False
 
     def undo(self, model: torch.nn.Module) -> None:
         """Leave the calls to torch."""
