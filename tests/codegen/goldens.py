@@ -10,7 +10,7 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
-from scripts.crosscompile import ONE_WARPGROUP
+from scripts.crosscompile_jobs import ONE_WARPGROUP
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -22,7 +22,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
-from scripts.crosscompile import ONE_WARPGROUP
+from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")

@@ -48,7 +48,7 @@ def test_all_are_formatted_and_lint_finds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("helper", HELPERS, ids=named)
 def test_they_compile_without_spills(helper: HelperKernel) -> None:
-    """For one generation each, in turn; `scripts/crosscompile.py` has some for both."""
+    """For one generation each, in turn; `scripts/crosscompile_jobs.py` has some for both."""
     compiled = compile_helper(helper, find_device(("h200", "a100")[HELPERS.index(helper) % 2]))
     assert compiled.spills == 0
     assert trailing_pointers(compiled.handle.asm["ptx"], helper.parameters) == 2

@@ -116,8 +116,15 @@ def test_the_family_serves_packed_sequences_first() -> None:
     assert families.default_config(paged, H200).family == "portable_forward"
 
 
-def test_what_no_gpu_has_run_serves_nobody_unasked() -> None:
+def test_what_no_gpu_has_confirmed_serves_nobody_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = Specialization.parse("bwd-bf16-d128-varlen")
+    usual = [row.id.split("_")[0] for row in families.applicable(spec, H200)]
+    assert usual == ["hopper", "hopper", "portable", "portable"]
+    new = [
+        replace(row, unconfirmed=lambda spec: "not yet") if row.id.startswith("hopper_backward") else row
+        for row in families.FAMILIES
+    ]
+    monkeypatch.setattr(families, "FAMILIES", tuple(new))
     served = families.applicable(spec, H200)
     assert [row.id.split("_")[0] for row in served] == ["portable", "portable", "hopper", "hopper"]
     assert families.default_config(spec, H200, ["hopper_backward_fused"]).family == "hopper_backward_fused"

@@ -15,7 +15,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
-from scripts.crosscompile import ONE_WARPGROUP
+from scripts.crosscompile_jobs import ONE_WARPGROUP
 
 ROWS = tuple(row for row in FAMILIES if TANH in row.knobs)
 H200 = find_device("h200")

@@ -21,7 +21,7 @@ from flashgen.launch.binding import Binding
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.triton_plan import TritonForward
 from flashgen.measure.verify import check, oracle_of
-from flashgen.runtime.ops import serve
+from flashgen.runtime.ops import kernel_cache, serve
 
 pytestmark = pytest.mark.gpu
 
@@ -142,7 +142,7 @@ def test_nothing_to_attend_to() -> None:
 def test_200_random_shapes_need_one_binary_for_each_config_that_serves_them() -> None:
     generator, configs = random.Random(0), set()
     before = set(plan_module._FUNCTIONS)
-    kernels = len(serve._KERNELS)
+    kernels = len(kernel_cache.KERNELS)
     for _ in range(200):
         nheads_k, layout = generator.choice([1, 2, 4]), generator.choice(["bhsd", "bshd"])
         q, k, v = tensors(
@@ -160,7 +160,7 @@ def test_200_random_shapes_need_one_binary_for_each_config_that_serves_them() ->
     torch.cuda.synchronize()
     assert len(configs) < 20  # those of the nearest records of the class
     assert len(set(plan_module._FUNCTIONS) - before) <= len(configs)
-    assert len(serve._KERNELS) - kernels <= len(configs)
+    assert len(kernel_cache.KERNELS) - kernels <= len(configs)
 
 
 def all_features(q: torch.Tensor, k: torch.Tensor) -> Features:

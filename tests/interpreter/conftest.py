@@ -3,9 +3,9 @@
 On a GPU a read past the end of a tensor mostly goes unseen, and sometimes is an illegal access: it depends on what lies
 behind. Here numpy's addresses are the tensors' own, so each access is compared with the bounds of the arguments.
 
-Triton's interpreter spends half of its time on three things that change no result, which are replaced here: it patches
+Triton's interpreter spends most of its time on things that change no result, which are replaced here: it patches
 its language again for every call of a device function, it computes whether integers overflow, to drop the answer, and
-it builds its table of numpy's types again for every operation.
+it makes its types, and its table of those of numpy, again for every operation (`types_once`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.interpreter.types_once import make_types_once
+
 
 class Bounds:
     """First and last byte, exclusive, of every tensor that the kernel under way was given."""
 
     def __init__(self) -> None:
         self.spans: dict[int, int] = {}
+        self.edges: tuple[np.ndarray, np.ndarray] | None = None
+
+    def clear(self) -> None:
+        self.spans.clear()
+        self.edges = None
 
     def add(self, tensor: Any) -> None:
+        self.edges = None
         if tensor.numel():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             end = tensor.data_ptr() + (last + 1) * tensor.element_size()
@@ -36,10 +44,12 @@ class Bounds:
         used = addresses[np.broadcast_to(mask, addresses.shape)]
         if used.size == 0:
             return
-        starts = np.array(sorted(self.spans), dtype=np.uint64)
-        ends = np.array([self.spans[int(start)] for start in starts], dtype=np.uint64)
-        # a tensor may lie inside another one: as far as any that begins at or before reaches
-        reach = np.maximum.accumulate(ends)
+        if self.edges is None:
+            starts = np.array(sorted(self.spans), dtype=np.uint64)
+            ends = np.array([self.spans[int(start)] for start in starts], dtype=np.uint64)
+            # a tensor may lie inside another one: as far as any that begins at or before reaches
+            self.edges = starts, np.maximum.accumulate(ends)
+        starts, reach = self.edges
         place = np.searchsorted(starts, used, side="right").astype(np.int64) - 1
         outside = (place < 0) | (used + np.uint64(nbytes) > reach[np.maximum(place, 0)])
         if outside.any():
@@ -63,6 +73,11 @@ def before_each_launch(monkeypatch: pytest.MonkeyPatch, forget: Callable[[], obj
 
 
 known_dtype = functools.cache(interpreter._get_np_dtype)
+
+
+@pytest.fixture(autouse=True)
+def types_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_types_once(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +151,7 @@ def in_bounds(monkeypatch: pytest.MonkeyPatch) -> Bounds:
         bounds.check(ptr.data, mask.data, element(ptr), "an atomic")
         return rmw(self, op, ptr, value, mask, *rest)
 
-    before_each_launch(monkeypatch, bounds.spans.clear)
+    before_each_launch(monkeypatch, bounds.clear)
     monkeypatch.setattr(interpreter, "_implicit_cvt", implicit)
     monkeypatch.setattr(builder, "create_masked_load", checked_load)
     monkeypatch.setattr(builder, "create_masked_store", checked_store)

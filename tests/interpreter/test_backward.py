@@ -131,6 +131,24 @@ def test_a_sink_is_part_of_the_lse_alone(row: KernelFamily) -> None:
 
 
 @FAMILY
+def test_gradients_over_parts_of_the_keys_add_up_by_the_lse_over_all_of_them(row: KernelFamily) -> None:
+    """As context parallelism calls them: rows that see nothing of a part have a finite LSE all the same."""
+    spec = Specialization.parse("bwd-fp32-d16-causal")
+    q, k, v = tensors((1, 2, 1, 40, 70), 16, 16, torch.float32, "bshd")
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(5))
+    right = gradients(q, k, v, dout, None, Rules(causal=True, q_offset=30))
+    sums = right["out"].float(), right["lse"].float()
+    parts = [
+        run(row, spec, {}, q, k[:, :, keys], v[:, :, keys], *sums, dout, q_offset=30 - keys.start)
+        for keys in (slice(0, 35), slice(35, 70))
+    ]
+    (dq, dk, dv, _), others = parts[0], parts[1]
+    got = {"dq": dq + others[0], "dk": torch.cat([dk, others[1]], 2), "dv": torch.cat([dv, others[2]], 2)}
+    compare(got, right, TOLERANCE[torch.float32])
+    assert torch.all(others[0][:, :, :5] == 0)
+
+
+@FAMILY
 @pytest.mark.parametrize("seqlen_k", [33, 64])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of infinities that are not stored
 def test_scores_far_below_0_leave_no_infinity_behind_the_last_key(row: KernelFamily, seqlen_k: int) -> None:

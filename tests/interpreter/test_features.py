@@ -29,10 +29,15 @@ def check(key: str, shape: tuple[int, ...], loads: str, rules: Rules, *, split: 
     compare(got, attention(q, k, v, rules))
 
 
-@LOADS
-@pytest.mark.parametrize("window", [(0, 0), (5, 0), (0, 7), (31, 33), (64, None), (None, 3), (None, None)])
-@pytest.mark.parametrize("offset", [None, -25, 0, 200])
-def test_windows(loads: str, window: tuple[int | None, int | None], offset: int | None) -> None:
+WINDOWS = ((0, 0), (5, 0), (0, 7), (31, 33), (64, None), (None, 3), (None, None))
+OFFSETS = (None, -25, 0, 200)
+
+
+@pytest.mark.parametrize(("number", "window"), list(enumerate(WINDOWS)))
+@pytest.mark.parametrize(("place", "offset"), list(enumerate(OFFSETS)))
+def test_windows(number: int, window: tuple[int | None, int | None], place: int, offset: int | None) -> None:
+    """Every window with every offset, and each of both with both kinds of loads."""
+    loads = ("descriptor", "pointer")[(number + place) % 2]
     rules = Rules(window=window, q_offset=offset)
     check("fwd-fp16-d16-window", (1, 2, 1, 70, 150), loads, rules, window=window, q_offset=offset)
 
@@ -126,11 +131,13 @@ def padding_mask(names: list[str]) -> torch.Tensor:
 def test_masks_of_padding(loads: str, features: str, garbage: bool) -> None:
     """Each sequence padded in its own way, and infinity or NaN in what is padding."""
     spec = Specialization.parse(f"fwd-fp16-d16-{features}")
-    q, k, v = tensors((len(PADDINGS), 2, 1, 40, 200), 16, 16, torch.float16, "bhsd")
+    # a second head where heads differ, and a second block of queries where these see other keys
+    nheads, seqlen_q = 2 if spec.bias or spec.sink else 1, 40 if spec.causal or spec.window else 20
+    q, k, v = tensors((len(PADDINGS), nheads, 1, seqlen_q, 200), 16, 16, torch.float16, "bhsd")
     mask = padding_mask(list(PADDINGS))
     host: dict[str, object] = {"mask": mask}
     host |= {"window": (90, None if spec.causal else 31)} if spec.window else {}
-    host |= {"bias": torch.randn(1, 2, 40, 208).half()[..., :200]} if spec.bias else {}
+    host |= {"bias": torch.randn(1, nheads, seqlen_q, 208).half()[..., :200]} if spec.bias else {}
     host |= {"sinks": torch.tensor([0.5, -1.0])} if spec.sink else {}
     if garbage:
         hidden = ~mask[:, :, 0, :, None]
