@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ import pytest
 from flashgen.codegen import families
 from flashgen.codegen import render as rendering
 from flashgen.codegen.family import KernelFamily, Sizes
+from flashgen.core import settings
 from flashgen.core.device import find_device
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.workload import Specialization
 from flashgen.db.layout import SCHEMA_VERSION
+from flashgen.tuning.workloads import collect
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -77,6 +81,46 @@ def test_every_schema_revision_is_in_the_table_of_databases() -> None:
     assert listed == [f"{revision:04d}" for revision in range(1, int(SCHEMA_VERSION) + 1)]
 
 
+ANSWERS = ("faq", "coming-from", "deploying", "torch", "reference")
+NAMED = re.compile(r"`flashgen\.([a-z_]+(?:\.[a-z_]+)*)|`FLASHGEN_([A-Z_]+)")
+
+
+@pytest.mark.parametrize("page", ANSWERS)
+def test_answers_name_functions_and_variables_that_exist(page: str) -> None:
+    """`flashgen.attention(...)` and `FLASHGEN_DB`; commands and links have tests of their own."""
+    found = NAMED.findall((ROOT / f"docs/{page}.md").read_text(encoding="utf-8"))
+    for name, variable in found:
+        if variable:
+            assert f"FLASHGEN_{variable}" in (settings.__doc__ or ""), variable
+        else:
+            assert resolve_name(f"flashgen.{name}")
+    assert len(found) > 1
+
+
+SHIPPED = {
+    "docs/decoding.md": ("are shipped for all presets of serving", ["serving"]),
+    "docs/models.md": (
+        "| records that ship | for these layers, and",
+        ["llama-3.1-8b", "gemma-2-9b", "gemma-3-12b", "gpt-oss-20b", "deepseek-v3", "flux", "sdxl", "vit-l"],
+    ),
+}
+"""What a page says of shipped records, and the presets that it says it of."""
+
+
+@pytest.mark.parametrize("page", SHIPPED)
+def test_records_ship_for_the_presets_that_pages_name(page: str) -> None:
+    sentence, models = SHIPPED[page]
+    assert sentence in (ROOT / page).read_text(encoding="utf-8")
+    with (ROOT / "tuning_db/nvidia_h200/records.csv").open(encoding="utf-8", newline="") as file:
+        shipped = {row["workload"] for row in csv.DictReader(file)}
+    assert [workload.key for workload in collect(models=models) if workload.key not in shipped] == []
+
+
+def test_whole_models_of_transformers_are_said_to_be_unmeasured_while_they_are() -> None:
+    measured = any((ROOT / "benchmarks/results").glob("*/models_transformers.csv"))
+    assert ("**not measured**" in (ROOT / "docs/models.md").read_text(encoding="utf-8")) is not measured
+
+
 # --- CONTRIBUTING ---------------------------------------------------------------------------------------------------
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
@@ -89,7 +133,7 @@ SPECIALIZATIONS = (
     "fwd-bf16-d192-causal-softcap-alibi-sink-bias-mask-window-scattered",
     "fwd-fp16-d64-alibi-keybias-keymask-window-unaligned",
 )
-MODS_ONLY = re.compile(r"Aux\d|Q?(Partial|Full)(Counts|Indices)|num_[qk]_blocks|stride_block_[bh]")
+MODS_ONLY = re.compile(r"D?Aux\d|Q?(Partial|Full)(Counts|Indices)|num_[qk]_blocks|stride_block_[bh]")
 """Names of calls with functions of the caller, which no key can ask for."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import flashgen
 from benchmarks.markdown import RAW, REPOSITORY
 from flashgen.cli.main import app
 from flashgen.cli.tune import INTERRUPTED, NO_VALID_CANDIDATE
@@ -52,6 +54,12 @@ def test_example_is_on_the_first_screen() -> None:
     assert "pip install flashgen" in head
     assert "flashgen tune" in head
     assert len(example().splitlines()) <= 20
+
+
+def test_the_first_screen_has_one_line_for_an_existing_program() -> None:
+    first = README.splitlines()[:25]
+    (call,) = (found for line in first if (found := re.match(r"flashgen\.integrate\((.+)\)  #", line)))
+    inspect.signature(flashgen.integrate).bind(*call[1].split(", "))
 
 
 def test_example_without_a_gpu_says_why(tmp_path: Path) -> None:
