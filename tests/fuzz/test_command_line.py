@@ -40,6 +40,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "package": ("db", "package", "records", FILE),
     "report": ("report", FILE, "--output", "page.html"),
     "trials": ("db", "trials"),
+    "learn": ("db", "learn", "table.jsonl.gz"),
 }
 WRONG = (
     *(
