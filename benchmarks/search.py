@@ -28,8 +28,9 @@ from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.db.layers import Layers
 from flashgen.db.log_files import SUFFIX, read_log
+from flashgen.tuning.learned_cost import LearnedCost, is_installed
 
-TRIALS = (10, 25, 50, 100)
+TRIALS = (5, 10, 25, 50, 100)
 SECONDS = (5.0, 10.0, 20.0, 60.0)
 
 TABLES = Path(__file__).resolve().parents[1] / "tuning_db"
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("no table is named, and none ships; python -m benchmarks.replay_tables measures one")
     with Layers.open() as layers:
         records = [record for record, _ in layers.records(provenance="measured")]
-    found, absent = contestants(records)
+    found, absent = contestants(records, LearnedCost(map(read_log, known())) if is_installed() else None)
     chosen = {name: make for name, make in found.items() if fnmatch.fnmatch(name, options.only)}
     for name, reason in absent.items():
         print(f"{name} does not take part: {reason}", file=sys.stderr)
@@ -90,10 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def known() -> list[Path]:
+    """All tables that ship, those of matrices included: what a model learns from."""
+    return sorted(TABLES.glob(f"*/replays/*{SUFFIX}"))
+
+
 def shipped() -> list[Path]:
     """The tables that ship, but for those of a matrix: a few configs are no space to search."""
-    every = sorted(TABLES.glob(f"*/replays/*{SUFFIX}"))
-    return [path for path in every if not path.name.endswith(f"-{MATRIX}{SUFFIX}")]
+    return [path for path in known() if not path.name.endswith(f"-{MATRIX}{SUFFIX}")]
 
 
 def compare(

@@ -21,7 +21,8 @@ from benchmarks.search_replay import Asking, Outcome, Table
 from flashgen.core.config import Config
 from flashgen.core.record import Failure, TuningRecord
 from flashgen.tuning.lattice import FamilySpace, Lattice
-from flashgen.tuning.search import Search
+from flashgen.tuning.learned_cost import LearnedCost, is_installed
+from flashgen.tuning.search import Model, Search
 
 Maker = Callable[[Table, int], Asking]
 """Makes a contestant for a table and a seed."""
@@ -34,11 +35,12 @@ class Ours:
 
     ahead: int | None = None
 
-    def __init__(self, table: Table, seed: int, starts: Sequence[tuple[Config, str]]) -> None:
-        """Begin with `starts`."""
-        self._search = Search(
-            table.spaces, first=starts, scale_ms=table.best_ms, seed=seed, name=table.workload.specialization.key
-        )
+    def __init__(
+        self, table: Table, seed: int, starts: Sequence[tuple[Config, str]], model: Model | None = None
+    ) -> None:
+        """Begin with `starts`; `model` proposes most of the others."""
+        name = table.workload.specialization.key
+        self._search = Search(table.spaces, first=starts, scale_ms=table.best_ms, seed=seed, name=name, model=model)
 
     def ask(self) -> Config | None:
         """See `Asking`."""
@@ -152,28 +154,49 @@ SAMPLERS: dict[str, tuple[Callable[[int], optuna.samplers.BaseSampler], tuple[st
 ELSEWHERE = {"Helion": "its searches take a kernel of its own with its own knobs, and no table of others"}
 
 
-def contestants(records: Sequence[TuningRecord] = ()) -> tuple[dict[str, Maker], dict[str, str]]:
+WITH_MODEL = ("flashgen", "flashgen, model alone", "flashgen, from nothing")
+"""As it is; with neither lists nor records nor a default; with nothing that was measured on the device before."""
+
+
+def contestants(
+    records: Sequence[TuningRecord] = (), learned: LearnedCost | None = None
+) -> tuple[dict[str, Maker], dict[str, str]]:
     """Everybody who can take part, by name, and of the others why not.
 
     Args:
         records: known ones, for the search that is told of the nearest; a workload's own are left out.
+        learned: what the tables teach; what one teaches of its own workload is left out.
     """
 
-    def ours(starts: Starts) -> Maker:
-        return lambda table, seed: Ours(table, seed, starts(table))
+    def ours(starts: Starts, lessons: LearnedCost | None = None, *, without_device: bool = False) -> Maker:
+        def make(table: Table, seed: int) -> Ours:
+            model = lessons and lessons.of(
+                table.workload, table.device, seed=seed, without_workload=True, without_device=without_device
+            )
+            return Ours(table, seed, starts(table), model)
 
+        return make
+
+    full, alone, nothing = WITH_MODEL
     found: dict[str, Maker] = {
-        "flashgen, lists and records": ours(lambda table: table.starts(records)),
-        "flashgen, lists": ours(lambda table: table.starts()),
-        "flashgen, default alone": ours(lambda table: [start for start in table.starts() if start[1] == "default"]),
-        "flashgen, from nothing": ours(lambda table: ()),
+        full: ours(lambda table: table.starts(records), learned),
+        alone: ours(lambda table: (), learned),
+        nothing: ours(lambda table: (), learned, without_device=True),
+        "sampler, lists and records": ours(lambda table: table.starts(records)),
+        "sampler, lists": ours(lambda table: table.starts()),
+        "sampler, default alone": ours(lambda table: [start for start in table.starts() if start[1] == "default"]),
+        "sampler, from nothing": ours(lambda table: ()),
         "lists, then random": lambda table, seed: Chance(table, seed, table.starts()),
         "random": Chance,
     }
     absent: dict[str, str] = {}
+    if learned is None or not is_installed():
+        absent |= dict.fromkeys(WITH_MODEL, "no trials are known" if is_installed() else "sklearn is not installed")
+        for name in WITH_MODEL:
+            del found[name]
     if not records:
-        absent["flashgen, lists and records"] = "no records are known"
-        del found["flashgen, lists and records"]
+        absent["sampler, lists and records"] = "no records are known"
+        del found["sampler, lists and records"]
     for name, (sampler, needed) in SAMPLERS.items():
         missing = [package for package in needed if importlib.util.find_spec(package) is None]
         if missing:

@@ -17,6 +17,7 @@ from flashgen.tuning.budget import Budget
 from flashgen.tuning.compile_pool import Compiler
 from flashgen.tuning.events import OnEvent
 from flashgen.tuning.finals import Finals
+from flashgen.tuning.learned_cost import LearnedCost
 
 AnyStore = Store | ServerStore
 """Where a run resumes from and writes to: a file, or a database server that several runs share."""
@@ -44,8 +45,9 @@ class Options:
             search for none; None searches.
         until: end a search when going on is expected to save less than this share of the best time
             (`tuning.expected`); None ends it by its budget alone.
-        from_nothing: try no default, list, neighbour or model's choice first: what the search finds by itself. A
-            record of the own database is tried all the same, since no search replaces it unraced.
+        from_nothing: try no default, list, neighbour or model's choice first, and learn from no other trial of this
+            device: what the search finds by itself. A record of the own database is tried all the same, since no search
+            replaces it unraced.
     """
 
     seed: int = 0
@@ -79,7 +81,8 @@ class Context:
     """One run: its device, where results go, who compiles, what may be spent, and who is told.
 
     `run` is the id of the run and `host` the name of the machine that measures, for the history of its records.
-    `limits` are those of its card, as far as they are known.
+    `limits` are those of its card, as far as they are known. `learned` is what is known of other searches, whose model
+    proposes candidates; None leaves that to the sampler.
     """
 
     device: Device
@@ -94,6 +97,7 @@ class Context:
     run: str = ""
     host: str = ""
     limits: Limits = field(default_factory=Limits)
+    learned: LearnedCost | None = None
 
     def origin(self, runners_up: tuple[RunnerUp, ...] = ()) -> Origin:
         """Who makes a record in this run; `runners_up` are the other configs of its last race."""

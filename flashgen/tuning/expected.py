@@ -24,7 +24,7 @@ LEAST_TRIALS = 24
 LEAST_BELOW = 6
 """Trials below the threshold; of n there are about sqrt(n), so that it falls as the search goes on."""
 
-OWN = frozenset({"sampler", "random", "local"})
+OWN = frozenset({"learned", "sampler", "random", "local"})
 """Sources of trials that the search itself proposed."""
 
 

@@ -23,6 +23,7 @@ from flashgen.core.workload import Workload
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import AnyStore, Context, Neighbours, Options, lookahead
 from flashgen.tuning.events import Event, RunFinished, RunStarted, TrialFinished, Warned, WorkloadFinished
+from flashgen.tuning.learned_cost import LearnedCost
 from flashgen.tuning.stations import MOST_LOSSES, Handout, Station, StationLostError, Task
 from flashgen.tuning.tune import both_neighbours, ended, grouped, new_run, plain, tune_one
 
@@ -44,6 +45,7 @@ def tune_on_stations(
     budget: Budget,
     options: Options | None = None,
     neighbours: Neighbours | None = None,
+    learned: LearnedCost | None = None,
     on_event: OnStationEvent = lambda station, event: None,
     clock: Callable[[], float] = time.monotonic,
     limit_s: float | None = None,
@@ -57,6 +59,7 @@ def tune_on_stations(
         budget: for each workload.
         options: how to search; each station's number of compile processes decides how far it compiles ahead.
         neighbours: known records by `Specialization.workload_class`; the stores' if not given.
+        learned: what is known of other searches, to propose candidates by; None leaves that to the sampler.
         on_event: is told everything as it happens, in the calling thread.
         clock: seconds that only grow.
         limit_s: seconds for all workloads: none begins after them, and such a run counts as interrupted.
@@ -75,7 +78,7 @@ def tune_on_stations(
         _Fleet(stations=same, store=stores[identity], workloads=grouped(workloads), started=clock())
         for identity, same in kinds.items()
     ]
-    return _Run(fleets, budget, options or Options(), neighbours, on_event, clock, limit_s).run()
+    return _Run(fleets, budget, options or Options(), neighbours, learned, on_event, clock, limit_s).run()
 
 
 @dataclass(kw_only=True)
@@ -113,6 +116,7 @@ class _Run:
         budget: Budget,
         options: Options,
         neighbours: Neighbours | None,
+        learned: LearnedCost | None,
         on_event: OnStationEvent,
         clock: Callable[[], float],
         limit_s: float | None,
@@ -122,6 +126,7 @@ class _Run:
         self._budget = budget
         self._options = options
         self._neighbours = neighbours
+        self._learned = learned
         self._on_event = on_event
         self._clock = clock
         self._id = new_run()
@@ -265,6 +270,7 @@ class _Run:
             run=self._id,
             host=station.hostname,
             limits=Limits() if station.executor is None else Limits.of(station.executor.describe().state),
+            learned=self._learned,
         )
 
 

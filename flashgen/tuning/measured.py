@@ -23,6 +23,7 @@ from flashgen.tuning.events import TrialFinished, WorkloadFinished, WorkloadStar
 from flashgen.tuning.expected import Outlook
 from flashgen.tuning.finals import choose, confidence, near_best, runners_up, with_guards
 from flashgen.tuning.history import unfinished_trials
+from flashgen.tuning.learned_cost import WorkloadCost
 from flashgen.tuning.measured_workload import MeasuredWorkload
 from flashgen.tuning.notes import Evaluated, SearchNotes, not_measured
 from flashgen.tuning.search import Proposal, Search
@@ -64,6 +65,7 @@ class MeasuredSearch(MeasuredWorkload):
         ]
         self._notes = SearchNotes(context, workload)
         self._outlook = Outlook()
+        self._model = self._new_model()
         self._search = self._new_search()
 
     def warm_up(self) -> None:
@@ -88,7 +90,8 @@ class MeasuredSearch(MeasuredWorkload):
                 budget_s=context.budget.seconds,
             )
         )
-        self._notes.begin(self._candidates.count, self._executor.describe().state)
+        lessons = self._model.size if self._model else 0
+        self._notes.begin(self._candidates.count, self._executor.describe().state, lessons=lessons)
         self._search_within_budget()
         before_finals()
         decided = self._decide()
@@ -99,6 +102,14 @@ class MeasuredSearch(MeasuredWorkload):
         kept = self._incumbent is not None and record.config == self._incumbent.config
         reason = "the incumbent was not beaten by more than the noise" if kept else ""
         return self._ended("kept" if kept else "tuned", record, reason)
+
+    def _new_model(self) -> WorkloadCost | None:
+        context, options = self._context, self._context.options
+        if context.learned is None:
+            return None
+        return context.learned.of(
+            self._workload, context.device, seed=options.seed, without_device=options.from_nothing
+        )
 
     def _new_search(self) -> Search:
         options, device, served = self._context.options, self._context.device, self._incumbent
@@ -123,6 +134,7 @@ class MeasuredSearch(MeasuredWorkload):
         self._tally.resume()
         return Search(
             self._candidates.spaces,
+            model=self._model,
             first=first,
             seed=options.seed,
             name=self._spec.key,

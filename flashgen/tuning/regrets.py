@@ -94,6 +94,11 @@ def right_ms(log: SearchLog) -> dict[Config, float]:
     return _with_races(log, _times_ms({c: m for c, m in levelled(log).items() if isinstance(m, Measurement)}))
 
 
+def ratios_of(log: SearchLog) -> dict[Config, float]:
+    """The time of each config that was tried over that of the best one, `FAILED` without one; empty if none has any."""
+    return _over_best(_tried(log))
+
+
 def levelled(log: SearchLog) -> dict[Config, Measurement | Failure]:
     """What each config of a search gave, its times in the unit of the first evaluation's clock."""
     levels, places = Levels(), {}
@@ -146,5 +151,9 @@ def _ratios(times: Mapping[Config, float], winner: Config | None) -> dict[Config
     """Empty where the best of so few configs may be far from the best there is."""
     if len(times) < LEAST_CONFIGS and times.get(winner, FAILED) == FAILED:  # type: ignore[arg-type]
         return {}
+    return _over_best(times)
+
+
+def _over_best(times: Mapping[Config, float]) -> dict[Config, float]:
     best = min(times.values(), default=FAILED)
     return {config: time / best for config, time in times.items()} if best < FAILED else {}

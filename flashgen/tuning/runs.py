@@ -18,6 +18,7 @@ from flashgen.measure.protocol import Executor
 from flashgen.tuning.compile_pool import CompilePool
 from flashgen.tuning.context import AnyStore
 from flashgen.tuning.events import Event, OnEvent, RunFinished
+from flashgen.tuning.known_searches import learned_from
 from flashgen.tuning.request import Request
 from flashgen.tuning.studies import Mirror
 from flashgen.tuning.tune import tune
@@ -60,6 +61,7 @@ def run_here(request: Request, on_event: OnEvent) -> RunFinished:
             options=request.options,
             versions=None if executor is not None else _versions_here(),
             neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
+            learned=None if executor is None else learned_from(layers),
             on_event=tell,
             limit_s=request.limit_s,
         )
@@ -97,6 +99,7 @@ def run_on_cluster(request: Request, address: str, on_event: OnStationEvent) -> 
             budget=request.budget,
             options=request.options,
             neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
+            learned=None if request.target is not None else learned_from(layers),
             on_event=tell,
             limit_s=request.limit_s,
         )

@@ -4,6 +4,11 @@ The sampler is a multivariate TPE over categorical knobs whose proposal is snapp
 enumerated valid set; a share of the points is random and every third one is an unseen neighbour of a config among the
 best. Replayed on brute-forced spaces this mix did as well as any sampler alone and was not trapped on the rugged one.
 
+Where a cost model that learns is given, it proposes most points: the best by what it expects of the unseen configs of
+all families, from other searches and from the trials of this one. Every EXPLORE_EVERY-th point is one of the mix, which
+does not depend on the model's being right. Replayed on tables of an H200, a model of other workloads came within 1% of
+the best in 5 trials, where the mix took 50; without any other workload it was ahead of the mix from 10 trials on.
+
 Families of kernels have different knobs, and TPE does not model knobs that exist only under one choice of family, so
 each family has a study of its own and the families share the budget. A family that stays far behind gets little of it.
 """
@@ -16,6 +21,7 @@ import random
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import optuna
 
@@ -39,18 +45,43 @@ BEHIND_EVERY = 10
 """A family whose best of BEHIND_AFTER configs or more is so far (log of times) from the best of all does not catch up
 in a budget of seconds: no more than every BEHIND_EVERY-th point is its own."""
 
+EXPLORE_EVERY = 5
+REFIT_EVERY = 5
+"""Trials until a model learns again: a forest and what it expects of a space take some tenths of a second."""
+
+MODEL_POOL = 1500
+"""Unseen configs of each family that a model is asked about, and the neighbours of the best beside them."""
+
 FAILED_VALUE = 30.0
 """Objective of a failed candidate: log(time / ideal time) of a kernel 1e13 times too slow, far beyond any real one."""
+
+FIXED = ("default", "incumbent")
+"""Sources of what is tried first, whatever a model expects."""
 
 _CONSTRAINT = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A config to try and where it came from: default, neighbour, model, sampler, random, local."""
+    """A config to try and where it came from: one of `core.record.SOURCES`."""
 
     config: Config
     source: str
+
+
+class Model(Protocol):
+    """What candidates are expected to take."""
+
+    def expected(
+        self, configs: Sequence[Config], told: Sequence[tuple[Config, float | None]]
+    ) -> Sequence[float] | None:
+        """The logarithm of the time of each config over that of the best one; None while too little is known.
+
+        Args:
+            configs: candidates.
+            told: trials, each with the logarithm of its time in some unit; None where it failed.
+        """
+        ...
 
 
 class Search:
@@ -66,6 +97,8 @@ class Search:
         seed: chooses the sequence; equal seeds give equal sequences.
         name: the specialization's key, so that its workloads share one order of random points.
         trials: earlier trials of the same workload, which are told and never asked again.
+        model: proposes most points; None leaves all to the sampler. A model that knows enough before the first trial
+            also puts `first` in order, behind the default and the incumbent.
 
     Raises:
         TuningError: there is no candidate at all, or `scale_ms` is not a positive number.
@@ -80,6 +113,7 @@ class Search:
         seed: int = 0,
         name: str = "",
         trials: Iterable[Trial] = (),
+        model: Model | None = None,
     ) -> None:
         if not any(space.configs for space in spaces):
             raise TuningError(f"a search needs at least one candidate, got none for {name or 'the workload'}")
@@ -96,11 +130,16 @@ class Search:
             for config, source in first
             if config.family in self._families and self._families[config.family].has(config)
         ]
+        self._model = model
+        self._told: list[tuple[Config, float | None]] = []
+        self._liked: list[Config] = []
+        self._learned_from = -1
+        self._first = self._in_order(self._first)
         for trial in trials:
             family = self._families.get(trial.config.family)
             if family is not None and family.is_unseen(trial.config):
                 family.add(trial.config)
-                family.tell(trial.config, self._value(trial.outcome))
+                self.tell(trial.config, trial.outcome)
 
     @property
     def size(self) -> int:
@@ -122,6 +161,11 @@ class Search:
                 family.add(proposal.config)
                 del self._first[position]
                 return proposal
+        if self._model is not None and sum(family.asked for family in self._families.values()) % EXPLORE_EVERY:
+            liked = self._most_liked(self._model)
+            if liked is not None:
+                self._families[liked.family].add(liked)
+                return Proposal(config=liked, source="learned")
         chosen = self._next_family()
         return chosen.propose() if chosen else None
 
@@ -134,7 +178,40 @@ class Search:
         family = self._families.get(config.family)
         if family is None or not family.is_pending(config):
             raise TuningError(f"only a candidate that was asked can be told, and once, got {config}")
-        family.tell(config, self._value(outcome))
+        value = self._value(outcome)
+        family.tell(config, value)
+        self._told.append((config, value))
+
+    def _in_order(self, first: list[Proposal]) -> list[Proposal]:
+        """The default and the incumbent, then what the model expects to be best; as given where it knows nothing."""
+        fixed = [proposal for proposal in first if proposal.source in FIXED]
+        others = [proposal for proposal in first if proposal.source not in FIXED]
+        expected = self._model.expected([each.config for each in others], ()) if self._model else None
+        if expected is None:
+            return first
+        ranked = sorted(range(len(others)), key=lambda place: (expected[place], place))
+        return [*fixed, *(others[place] for place in ranked)]
+
+    def _most_liked(self, model: Model) -> Config | None:
+        """The unseen config that the model expects most of, or None while it expects nothing.
+
+        It has learned from a multiple of REFIT_EVERY trials, so that a resumed search knows as much as the stopped one.
+        """
+        known = len(self._told) // REFIT_EVERY * REFIT_EVERY
+        if known != self._learned_from or not self._liked:
+            self._learned_from = known
+            told = self._told[:known]
+            times = sorted((value, place) for place, (_, value) in enumerate(told) if value is not None)
+            best = [told[place][0] for _, place in times]
+            pool = [config for family in self._families.values() for config in family.pool(best, MODEL_POOL)]
+            expected = model.expected(pool, told)
+            ranked = [] if expected is None else sorted(range(len(pool)), key=lambda place: (expected[place], place))
+            self._liked = [pool[place] for place in reversed(ranked)]
+        while self._liked:
+            config = self._liked.pop()
+            if self._families[config.family].is_unseen(config):
+                return config
+        return None
 
     def _value(self, outcome: Measurement | Failure) -> float | None:
         return None if isinstance(outcome, Failure) else math.log(outcome.median_ms / self._scale_ms)
@@ -226,12 +303,17 @@ class _FamilyStudy:
         turn = self.asked
         chance = random.Random(self._seed + turn)  # of this turn alone, so that a resumed search draws the same
         if turn % LOCAL_EVERY == LOCAL_EVERY - 1:
-            neighbours = self._unseen_neighbours_of_best()
+            neighbours = self._unseen_near(config for _, _, config in sorted(self._told)[:LOCAL_POOL])
             if neighbours:
                 return self._proposed(chance.choice(neighbours), "local")
         if len(self._told) < STARTUP_POINTS or chance.random() < RANDOM_SHARE:
             return self._proposed(next(iter(self._unseen)), "random")
         return self._sampled(self._seed + turn)
+
+    def pool(self, best: Iterable[Config], most: int) -> list[Config]:
+        """Unseen configs: neighbours of the best ones of this family, and others in random order, as many as `most`."""
+        own = [config for config in best if config.family == self._family]
+        return list(dict.fromkeys([*self._unseen_near(own[:LOCAL_POOL]), *itertools.islice(self._unseen, most)]))
 
     def _sampled(self, seed: int) -> Proposal:
         with Quiet():
@@ -244,8 +326,7 @@ class _FamilyStudy:
         self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # only a wish: nothing ran
         return self._proposed(self._lattice.nearest(wanted, self._unseen), "sampler")
 
-    def _unseen_neighbours_of_best(self) -> list[Config]:
-        best = [config for _, _, config in sorted(self._told)[:LOCAL_POOL]]
+    def _unseen_near(self, best: Iterable[Config]) -> list[Config]:
         near = dict.fromkeys(itertools.chain.from_iterable(self._lattice.neighbours(config) for config in best))
         return [config for config in near if config in self._unseen]
 

@@ -23,6 +23,7 @@ from flashgen.tuning.context import AnyStore, Context, Neighbours, Options
 from flashgen.tuning.events import OnEvent, RunFinished, RunStarted, Warned, WorkloadFinished
 from flashgen.tuning.from_calls import LEAST_S, exact_record
 from flashgen.tuning.history import current_record
+from flashgen.tuning.learned_cost import LearnedCost
 from flashgen.tuning.measured import MeasuredSearch
 from flashgen.tuning.predicted import PredictedSearch, what_is_not_ranked
 from flashgen.tuning.reverify import Reverification
@@ -45,6 +46,7 @@ def tune(
     options: Options | None = None,
     versions: Versions | None = None,
     neighbours: Neighbours | None = None,
+    learned: LearnedCost | None = None,
     on_event: OnEvent = lambda event: None,
     clock: Callable[[], float] = time.monotonic,
     run: str | None = None,
@@ -66,6 +68,7 @@ def tune(
         options: how to search.
         versions: what to write into predicted records; measured ones have the executor's.
         neighbours: known records by `Specialization.workload_class`; the store's if not given.
+        learned: what is known of other searches, to propose candidates by; None leaves that to the sampler.
         on_event: is told everything as it happens, in the calling thread.
         clock: seconds that only grow.
         run: the id of the run in the history of its records, where several calls are one run; a new one by default.
@@ -94,6 +97,7 @@ def tune(
         run=run or new_run(),
         host=socket.gethostname() if executor is None else executor.describe().hostname,
         limits=Limits() if executor is None else Limits.of(executor.describe().state),
+        learned=learned,
     )
     ordered = grouped(workloads) if limit_s is None else tuple(dict.fromkeys(workloads))
     started = clock()
