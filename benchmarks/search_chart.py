@@ -32,7 +32,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         for name, (color, marker) in zip(names, LOOKS, strict=False):
             own = [run for run in runs if run.contestant == name]
             looks = {"color": color, "marker": marker, "markersize": 5, "label": name}
-            most = min(len(run.steps) for run in own)
+            most = max(len(run.steps) for run in own)
             trials = [count for count in MARKS if count <= most]
             left.plot(trials, [_mean(after_trials(run.steps, count) for run in own) for count in trials], **looks)
             found = {mark: [after_seconds(run.steps, mark) for run in own] for mark in MARKS}

@@ -13,9 +13,10 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from flashgen.codegen.families import family
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import distance, position
@@ -54,10 +55,11 @@ class Lesson:
         """None where nobody wrote down what was searched for, or no config has a time."""
         if log.search is None:
             return None
-        ratios = ratios_of(log)
+        workload, device = log.search.workload, log.search.device
+        trials = tuple(t for t in log.trials if family(t.config.family).direction == workload.direction)
+        ratios = ratios_of(replace(log, trials=trials))  # a file may hold trials that no search makes
         if not ratios:
             return None
-        workload, device = log.search.workload, log.search.device
         return cls(
             workload=workload,
             device=device,

@@ -163,6 +163,15 @@ def test_a_search_without_a_time_or_a_name_teaches_nothing() -> None:
     assert LearnedCost([dataclasses.replace(log(), search=None)]).lessons == ()
 
 
+def test_trials_that_no_search_makes_teach_nothing() -> None:
+    """A file of others may have a config of a backward family in a search for a forward pass."""
+    backward = Candidates.of(Workload.parse("bwd-b4-h16-s2048-d128"), H200).default
+    strange = dataclasses.replace(log().trials[0], config=backward)
+    (lesson,) = LearnedCost([dataclasses.replace(log(), trials=(strange, *log().trials))]).lessons
+    assert len(lesson.rows) == len(log().trials)
+    assert LearnedCost([dataclasses.replace(log(), trials=(strange,))]).lessons == ()
+
+
 def test_the_nearest_workloads_are_learned_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     far, near = log(Workload.parse("b1-h1-s64-d128")), log(Workload.parse("b4-h16-s2176-d128"))
     monkeypatch.setattr(learned_cost, "MOST_ROWS", len(near.trials))
