@@ -145,7 +145,7 @@ class Checks:
                 return False
             ways = Ways.of(workload, device, ruled, unruled)
             winner = self._tuned(workload)
-            write(self.path, self._raced(workload, ways, winner))
+            add_rows(self.path, COLUMNS, self._raced(workload, ways, winner))
             self.say(f"{workload.key}: done")
         return True
 
@@ -189,7 +189,7 @@ class Checks:
                 workload.direction,
                 way,
                 f"{statistics.median(times[config]):.5f}" if measured else "",
-                f"{_ratio(times[config], list(times.values())):.4f}" if measured else "",
+                f"{ratio(times[config], list(times.values())):.4f}" if measured else "",
                 served.rung if served else "",
                 served.record.workload.key if served and served.record else "",
                 _expected(served, workload),
@@ -210,7 +210,7 @@ def _expected(served: Served | None, workload: Workload) -> str:
     return f"{expected.mean:.4f}" if expected else ""
 
 
-def _ratio(own: Sequence[float], every: Sequence[Sequence[float]]) -> float:
+def ratio(own: Sequence[float], every: Sequence[Sequence[float]]) -> float:
     """The time over that of the best of the race: the median over rounds of the ratio to the fastest config."""
     best = min(every, key=statistics.median)
     return statistics.median(a / b for a, b in zip(own, best, strict=True))
@@ -224,11 +224,11 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Add all rows of a shape at once."""
+def add_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
+    """Add all rows of a workload at once."""
     is_new = not path.is_file()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if is_new:
             writer.writeheader()
         writer.writerows(rows)
@@ -246,12 +246,13 @@ def page(rows: Sequence[dict[str, str]]) -> str:
     for name, directions in (("forward", ("forward",)), ("backward", ("backward",)), ("all", ("forward", "backward"))):
         own = [row for row in rows if row["direction"] in directions and row["ratio"]]
         shapes = len({row["workload"] for row in own})
-        cells = [_cell([float(row["ratio"]) for row in own if row["way"] == way]) for way in WAYS]
+        cells = [cell([float(row["ratio"]) for row in own if row["way"] == way]) for way in WAYS]
         lines.append(table_row([name, str(shapes), *cells]))
     return "\n".join(lines) + "\n"
 
 
-def _cell(ratios: Sequence[float]) -> str:
+def cell(ratios: Sequence[float]) -> str:
+    """Geometric mean and worst."""
     return f"{statistics.geometric_mean(ratios):.3f} ({max(ratios):.3f})" if ratios else "-"
 
 

@@ -1,6 +1,6 @@
 """What a search is worth: ours and others on replay tables, without a GPU.
 
-python -m benchmarks.search [TABLE.jsonl.gz ...] [--seeds 5] [--only 'flashgen*'] [--out FOLDER]
+python -m benchmarks.search [TABLE.jsonl.gz ...] [--seeds 5] [--only 'flashgen*'] [--jobs 2] [--out FOLDER]
 
 The tables of `tuning_db/*/replays/` if none is named; `--synthetic` takes made-up ones, to try the bench itself. Prints
 a table of how much longer the best config takes that a search has tried than the best of the table, after so many
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import csv
 import fnmatch
+import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,26 +71,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        tables = [Table.of(read_log(path)) for path in options.tables or shipped()]
+        tables = _tables(options.tables, options.synthetic)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
-    if options.synthetic:
-        device = find_device("h200")
-        tables += [Table.of(synthetic(Workload.parse(key), device, families=names)) for key, names in SYNTHETIC]
     if not tables:
         parser.error("no table is named, and none ships; python -m benchmarks.replay_tables measures one")
-    with Layers.open() as layers:
-        records = [record for record, _ in layers.records(provenance="measured")]
-    found, absent = contestants(records, LearnedCost(map(read_log, known())) if is_installed() else None)
-    chosen = {name: make for name, make in found.items() if fnmatch.fnmatch(name, options.only)}
+    found, absent = _everybody()
+    patterns = options.only or ["*"]
+    chosen = [name for name in found if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     for name, reason in absent.items():
         print(f"{name} does not take part: {reason}", file=sys.stderr)
-    runs = compare(tables, chosen, seeds=range(options.seeds), trials=options.trials, say=_say)
+    if options.jobs == 1:
+        makers = {name: found[name] for name in chosen}
+        runs = compare(tables, makers, seeds=range(options.seeds), trials=options.trials, say=_say)
+    else:
+        asked = [(name, options.tables, options.synthetic, options.seeds, options.trials) for name in chosen]
+        with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            runs = [run for own in pool.map(_alone, *zip(*asked, strict=True)) for run in own]
     text = page(runs, tables)
     print(text)
     if options.out:
         write(runs, text, options.out)
     return 0
+
+
+def _tables(paths: Sequence[Path], with_synthetic: bool) -> list[Table]:
+    tables = [Table.of(read_log(path)) for path in paths or shipped()]
+    if with_synthetic:
+        device = find_device("h200")
+        tables += [Table.of(synthetic(Workload.parse(key), device, families=names)) for key, names in SYNTHETIC]
+    return tables
+
+
+def _everybody() -> tuple[dict[str, Maker], dict[str, str]]:
+    with Layers.open() as layers:
+        records = [record for record, _ in layers.records(provenance="measured")]
+    return contestants(records, LearnedCost(map(read_log, known())) if is_installed() else None)
+
+
+def _alone(name: str, paths: Sequence[Path], with_synthetic: bool, seeds: int, trials: int) -> list[Run]:
+    """One contestant, in a process that knows nothing yet."""
+    makers = {name: _everybody()[0][name]}
+    return compare(_tables(paths, with_synthetic), makers, seeds=range(seeds), trials=trials, say=_say)
 
 
 def known() -> list[Path]:
@@ -209,7 +233,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--synthetic", action="store_true", help="made-up tables as well")
     parser.add_argument("--seeds", type=int, default=5, help="of each (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=max(TRIALS), help="the most of each (default: %(default)s)")
-    parser.add_argument("--only", default="*", help="contestants with such a name (default: %(default)s)")
+    parser.add_argument("--only", action="append", metavar="NAME", help="contestants with such a name; repeatable")
+    parser.add_argument("--jobs", type=int, default=1, help="contestants side by side (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for search.md, search.csv and search.png")
     return parser
 

@@ -6,8 +6,7 @@ best. Replayed on brute-forced spaces this mix did as well as any sampler alone 
 
 Where a cost model that learns is given, it proposes most points: the best by what it expects of the unseen configs of
 all families, from other searches and from the trials of this one. Every EXPLORE_EVERY-th point is one of the mix, which
-needs no model to be right. Replayed on tables of an H200, a model of other workloads came within 1% of
-the best in 5 trials, where the mix took 50; without any other workload it was ahead of the mix from 10 trials on.
+needs no model to be right. docs/searches.md has what that is worth on replay tables.
 
 Families of kernels have different knobs, and TPE does not model knobs that exist only under one choice of family, so
 each family has a study of its own and the families share the budget. A family that stays far behind gets little of it.

@@ -247,6 +247,18 @@ def test_the_command_writes_a_table_a_file_and_a_chart(tmp_path: Path, capsys: p
     assert (tmp_path / "out/search.png").stat().st_size > 10_000
 
 
+def test_contestants_side_by_side_do_what_they_do_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "table.jsonl.gz"
+    write_log(synthetic(BACKWARD, H200, families=FUSED, most=30), path)
+    common = [str(path), "--seeds", "1", "--trials", "8", "--only", "random", "--only", "sampler, lists"]
+    assert search.main(common) == 0
+    alone = capsys.readouterr().out
+    assert search.main([*common, "--jobs", "2"]) == 0
+    assert capsys.readouterr().out == alone
+    assert "| random |" in alone
+    assert "| sampler, lists |" in alone
+
+
 def test_a_score_is_of_the_worst_table_and_of_none_that_ended_early() -> None:
     one, other = table(0), table(1)
     runs = compare([one, other], {"random": contestants()[0]["random"]}, seeds=range(2), trials=9)

@@ -11,6 +11,7 @@ import pytest
 from flashgen.codegen.families import default_config
 from flashgen.core.record import Measurement
 from flashgen.core.workload import Workload
+from flashgen.db.layers import Layers
 from flashgen.db.past import past_of
 from flashgen.db.store import Store
 from flashgen.measure.executor import LocalExecutor
@@ -19,6 +20,7 @@ from flashgen.measure.sequential import LEAST_ROUNDS, Rule, beats, confidence
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.compile_pool import CompilePool
 from flashgen.tuning.context import Options
+from flashgen.tuning.known_searches import learned_from
 from flashgen.tuning.tune import tune
 
 pytestmark = pytest.mark.gpu
@@ -70,3 +72,18 @@ def test_a_record_of_another_triton_is_timed_again(tmp_path: Path) -> None:
             assert outcome.status in ("kept", "tuned")
             assert tune([WORKLOAD], **again).outcomes[0].status == "skipped"  # type: ignore[arg-type]
         assert old in [each.record for each in past_of(store.reader, WORKLOAD).replaced]
+
+
+def test_a_model_that_learned_elsewhere_proposes_candidates(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    with LocalExecutor() as executor, Store.open(tmp_path / "user.sqlite3") as store, Layers.open() as layers:
+        device, learned = executor.describe().device, learned_from(layers)
+        with CompilePool(device, jobs=8) as compiler:
+            shared = {"device": device, "store": store, "compiler": compiler, "executor": executor, "learned": learned}
+            (made,) = tune([WORKLOAD], budget=Budget(trials=40), **shared).outcomes  # type: ignore[arg-type]
+        trials = store.trials(WORKLOAD, device)
+    assert made.record is not None
+    by_model = [trial for trial in trials if trial.source == "learned"]
+    assert len(by_model) > 10
+    right = [trial for trial in by_model if isinstance(trial.outcome, Measurement)]
+    assert len(right) > len(by_model) // 2, "most of what it proposes works"

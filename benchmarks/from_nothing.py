@@ -1,0 +1,240 @@
+"""What a search finds on a GPU that nobody has seen, beside the records that ship: no list, record, default or lesson.
+
+python -m benchmarks.from_nothing --out FOLDER [--workload KEY] [--seconds 180] [--mark 20 --mark 60]
+
+Each workload of `HELD_OUT` has a shipped record of this GPU. It is searched for with `--from-nothing` in a database of
+its own, once, for the most seconds; then the best config that was known after each mark, the winner and the record race
+each other. So a mark counts seconds of searching, without finals: `flashgen tune --budget 20s` keeps some for these.
+
+Rows go to `FOLDER/from_nothing.csv` when a workload is done, so that the same command goes on where it stopped; it ends
+with 3 as long as something is left, and prints how far each is behind the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.exit_codes import STOPPED
+from benchmarks.fallback import AFTER_S, ROUNDS, WARM_S, WINDOW_S, add_rows, cell, ratio, read
+from benchmarks.markdown import table_row
+from flashgen.core.config import Config
+from flashgen.core.errors import FlashgenError
+from flashgen.core.record import Failure, Measurement, Trial, TuningRecord
+from flashgen.core.search_log import SearchLog
+from flashgen.core.workload import Workload
+from flashgen.db.layers import Layers
+from flashgen.db.store import Store
+from flashgen.measure.protocol import Executor, RaceJob, specialization
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.compile_pool import Compiler, usable_cpus
+from flashgen.tuning.context import Context, Options
+from flashgen.tuning.known_searches import learned_from
+from flashgen.tuning.learned_cost import LearnedCost
+from flashgen.tuning.regrets import right_ms
+from flashgen.tuning.runs import make_compiler, make_executor
+from flashgen.tuning.tune import new_run, plain, tune_one
+
+RECORD, WINNER = "record", "winner"
+
+GOAL = 1.02
+
+COLUMNS = ("workload", "direction", "way", "trials", "ms", "ratio", "family", "knobs", "outcome")
+
+HELD_OUT = (
+    "b4-h16-s4096-d128-causal",
+    "b16-h32-s1024-d64",
+    "b2-h8-s8192-d256",
+    "b1-h16-s16384-d128-wl2047-causal",
+    "fp16-b8-h32-s2048-d64",
+    "bwd-b4-h16-s4096-d128-causal",
+    "bwd-b8-h32-s2048-d64",
+    "bwd-b2-h8-s8192-d256-causal",
+)
+"""Forward and backward, each width of heads, with and without a mask, a window, fp16."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searches:
+    """Searches for one workload after the other, races what was found, and writes what came out."""
+
+    path: Path
+    executor: Executor
+    compiler: Compiler
+    store: Store
+    layers: Layers
+    budget: Budget
+    marks: tuple[float, ...]
+    learned: LearnedCost | None
+    say: Say
+    options: Options = field(default_factory=lambda: Options(from_nothing=True))
+    clock: Callable[[], float] = time.monotonic
+
+    def run(self, workloads: Sequence[Workload], until: float) -> bool:
+        """Do what is not in the file yet; False if the clock came to `until` before all was.
+
+        Raises:
+            ValueError: a workload has no measured record of this GPU, beside which a search could be judged.
+        """
+        done = {row["workload"] for row in read(self.path)}
+        device = self.executor.describe().device
+        for workload in workloads:
+            if workload.key in done:
+                continue
+            found = self.layers.record(workload, device, provenance="measured")
+            if found is None:
+                raise ValueError(f"a search is judged by a record, and {device.name} has none of {workload.key}")
+            if self.clock() + (self.budget.seconds or 0.0) + AFTER_S > until:
+                return False
+            add_rows(self.path, COLUMNS, self._judged(workload, found[0]))
+            self.say(f"{workload.key}: done")
+        return True
+
+    def _judged(self, workload: Workload, record: TuningRecord) -> list[dict[str, object]]:
+        trials, winner = self._searched(workload)
+        known = {f"{mark:g} s": _best(trials, mark) for mark in self.marks}
+        by_way = {RECORD: record.config, **known, WINNER: winner}
+        tried = {f"{mark:g} s": len(_until(trials, mark)) for mark in self.marks} | {WINNER: len(trials)}
+        configs = tuple(dict.fromkeys(config for config in by_way.values() if config is not None))
+        outcomes = self._raced(workload, configs)
+        return [_row(workload, way, config, tried.get(way, ""), outcomes, record) for way, config in by_way.items()]
+
+    def _searched(self, workload: Workload) -> tuple[list[Trial], Config | None]:
+        host, run = self.executor.describe(), new_run()
+        context = Context(
+            device=host.device,
+            versions=plain(host.versions),
+            store=self.store,
+            compiler=self.compiler,
+            budget=self.budget,
+            options=self.options,
+            neighbours=lambda name: (),
+            emit=lambda event: None,
+            clock=self.clock,
+            run=run,
+            host=host.hostname,
+            learned=self.learned,
+        )
+        record = tune_one(context, self.executor, workload, ()).record
+        return self.store.trials(workload, host.device), record.config if record is not None else None
+
+    def _raced(self, workload: Workload, configs: tuple[Config, ...]) -> dict[Config, Measurement | Failure]:
+        for config in configs:
+            self.compiler.submit(specialization(workload), config)
+        for config in configs:
+            self.compiler.result(specialization(workload), config)
+        job = RaceJob(workload=workload, configs=configs, rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S, hard=True)
+        return dict(zip(configs, self.executor.race(job).outcomes, strict=True))
+
+
+def _until(trials: Sequence[Trial], seconds: float) -> list[Trial]:
+    return [trial for trial in trials if trial.elapsed_s is not None and trial.elapsed_s <= seconds]
+
+
+def _best(trials: Sequence[Trial], seconds: float) -> Config | None:
+    """The fastest config that was known after so many seconds, in the levelled times of short windows."""
+    times = right_ms(SearchLog(search=None, trials=tuple(_until(trials, seconds)), finalists=()))
+    return min(times, key=lambda config: times[config], default=None)
+
+
+def _row(
+    workload: Workload,
+    way: str,
+    config: Config | None,
+    tried: object,
+    outcomes: Mapping[Config, Measurement | Failure],
+    record: TuningRecord,
+) -> dict[str, object]:
+    found, base = (outcomes.get(each) if each is not None else None for each in (config, record.config))
+    own = found.times_ms if isinstance(found, Measurement) else ()
+    beside = base.times_ms if isinstance(base, Measurement) else ()
+    cells = (
+        workload.key,
+        workload.direction,
+        way,
+        tried,
+        f"{statistics.median(own):.5f}" if own else "",
+        f"{ratio(own, [beside]):.4f}" if own and beside else "",
+        config.family if config else "",
+        config.to_json() if config else "",
+        str(found) if isinstance(found, Failure) else "" if own else "nothing was found",
+    )
+    return dict(zip(COLUMNS, cells, strict=True))
+
+
+def page(rows: Sequence[dict[str, str]]) -> str:
+    """How far what a search found is behind the records, forward, backward and all, in Markdown."""
+    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != RECORD]
+    lines = [
+        f"Time over that of the shipped record, in one race: geometric mean and, in brackets, the worst. The goal is "
+        f"{GOAL}.",
+        "",
+        table_row(["pass", "workloads", *ways]),
+        table_row(["---"] * (2 + len(ways))),
+    ]
+    for name, directions in (("forward", ("forward",)), ("backward", ("backward",)), ("all", ("forward", "backward"))):
+        own = [row for row in rows if row["direction"] in directions]
+        cells = [cell([float(row["ratio"]) for row in own if row["way"] == way and row["ratio"]]) for way in ways]
+        lines.append(table_row([name, str(len({row["workload"] for row in own})), *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done, 3 stopped at the time limit."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    try:
+        workloads = [Workload.parse(key) for key in options.workload or HELD_OUT]
+        budget = Budget(seconds=options.seconds)
+    except FlashgenError as error:
+        parser.error(str(error))
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "from_nothing.csv"
+    with contextlib.ExitStack() as stack:
+        executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
+        device = executor.describe().device
+        layers = stack.enter_context(Layers.open())
+        searches = Searches(
+            path=path,
+            executor=executor,
+            compiler=stack.enter_context(make_compiler(device, options.jobs or usable_cpus())),
+            store=stack.enter_context(Store.open(options.out / "from_nothing.sqlite3")),
+            layers=layers,
+            budget=budget,
+            marks=tuple(options.mark or (20.0, 60.0)),
+            learned=None if options.sampler else learned_from(layers),
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        try:
+            done = searches.run(workloads, until=began + options.limit_seconds)
+        except ValueError as error:
+            parser.error(str(error))
+    print(page(read(path)))
+    return 0 if done else STOPPED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.from_nothing", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--workload", action="append", default=[], metavar="KEY", help="in place of the usual ones")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of each search (default: %(default)s)")
+    parser.add_argument("--mark", type=float, action="append", help="seconds to judge a search at (default: 20 and 60)")
+    parser.add_argument("--sampler", action="store_true", help="search without the model that learns")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all, the start included")
+    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
+    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="a folder; what is there is gone on with")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The race of what a search finds by itself: its workloads, that a stopped run goes on, and what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import from_nothing
+from benchmarks.exit_codes import STOPPED
+from benchmarks.fallback import read
+from benchmarks.from_nothing import HELD_OUT, RECORD, WINNER, Searches, page
+from flashgen.core.config import Config
+from flashgen.core.workload import Workload
+from flashgen.db.layers import Layers
+from flashgen.db.store import Store
+from flashgen.tuning.budget import Budget
+from flashgen.tuning.learned_cost import LearnedCost
+from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
+
+WORKLOADS = [Workload.parse(key) for key in HELD_OUT if key.startswith("bwd-")][:2]
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Iterator[Layers]:
+    with Layers.open([tmp_path / "none.sqlite3"]) as opened:
+        yield opened
+
+
+def searches(folder: Path, layers: Layers, store: Store, executor: FakeExecutor) -> Searches:
+    return Searches(
+        path=folder / "from_nothing.csv",
+        executor=executor,
+        compiler=FakeCompiler(failing=0.0, spilling=0.0),
+        store=store,
+        layers=layers,
+        budget=Budget(trials=30),
+        marks=(2.0, 5.0),
+        learned=LearnedCost(),
+        say=lambda line: None,
+        clock=executor.clock,
+    )
+
+
+def test_each_workload_has_a_record_of_both_passes_and_all_widths(layers: Layers) -> None:
+    workloads = [Workload.parse(key) for key in HELD_OUT]
+    assert all(layers.record(workload, H200, provenance="measured") for workload in workloads)
+    assert len(set(workloads)) == 8
+    assert sum(workload.direction == "backward" for workload in workloads) >= 3
+    assert {workload.head_dim for workload in workloads} == {64, 128, 256}
+
+
+def test_what_was_known_at_each_mark_races_the_record_and_a_stopped_run_goes_on(layers: Layers, tmp_path: Path) -> None:
+    executor = FakeExecutor(clock=Clock())
+    with Store.open(tmp_path / "own.sqlite3") as store:
+        assert not searches(tmp_path, layers, store, executor).run(WORKLOADS, until=13.0), "room for one of them"
+        first = read(tmp_path / "from_nothing.csv")
+        assert {row["workload"] for row in first} == {WORKLOADS[0].key}
+        assert searches(tmp_path, layers, store, executor).run(WORKLOADS, until=1e6)
+        sources = {trial.source for trial in store.trials(WORKLOADS[0], H200)}
+        trials = store.trials(WORKLOADS[0], H200)
+    rows = read(tmp_path / "from_nothing.csv")
+    assert rows[: len(first)] == first
+    assert [row["way"] for row in rows] == [RECORD, "2 s", "5 s", WINNER] * 2
+    assert sources <= {"learned", "random", "local", "sampler"}
+    assert "learned" in sources
+    found = {row["way"]: row for row in first}
+    record = layers.record(WORKLOADS[0], H200)
+    assert record is not None
+    assert Config.from_json(found[RECORD]["family"], found[RECORD]["knobs"]) == record[0].config
+    assert float(found[RECORD]["ratio"]) == 1
+    counts = [int(found[way]["trials"]) for way in ("2 s", "5 s", WINNER)]
+    assert counts == [sum((t.elapsed_s or 0) <= mark for t in trials) for mark in (2, 5)] + [30]
+    assert 0 < counts[0] < counts[1]
+    text = page(rows)
+    assert "| backward | 2 |" in text
+    assert "| forward | 0 | - | - | - |" in text
+
+
+def test_a_workload_without_a_record_is_refused(layers: Layers, tmp_path: Path) -> None:
+    executor = FakeExecutor(clock=Clock())
+    with (
+        Store.open(tmp_path / "own.sqlite3") as store,
+        pytest.raises(ValueError, match=r"has none of fwd-bf16-b1-h1-hk1-sq7-sk7-d64"),
+    ):
+        searches(tmp_path, layers, store, executor).run([Workload.parse("b1-h1-s7-d64")], until=1e6)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    executor = FakeExecutor(clock=Clock())
+    monkeypatch.setattr(from_nothing, "make_executor", lambda index: executor)
+    monkeypatch.setattr(from_nothing, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+    common = ["--out", str(tmp_path / "out"), "--workload", WORKLOADS[0].key, "--seconds", "1", "--sampler"]
+    assert from_nothing.main([*common, "--limit-seconds", "0"]) == STOPPED
+    assert from_nothing.main([*common, "--mark", "0.5"]) == 0
+    assert "| pass | workloads | 0.5 s | winner |" in capsys.readouterr().out
+    for wrong in (["--workload", "b1"], ["--seconds", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            from_nothing.main([*common, *wrong])
+    assert "a budget" in capsys.readouterr().err
