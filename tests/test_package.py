@@ -188,8 +188,9 @@ def test_every_package_that_is_imported_is_declared() -> None:
     found -= {"sglang", "vllm"}  # an engine pins its own torch: flashgen is installed beside it, and no extra brings it
     assert {"torch", "pynvml"} <= found
     needed = {owner.lower() for name in found for owner in owners.get(name, [name])}
-    extras = set(re.findall(r'^(?:bundles|diffusers|ray|signatures|transformers) = \["([a-z]+)', text, re.MULTILINE))
-    assert len(extras) == 5
+    optional = r'^(?:bundles|diffusers|model|ray|signatures|transformers) = \["([a-z-]+)'
+    extras = set(re.findall(optional, text, re.MULTILINE))
+    assert len(extras) == 6
     assert needed - extras <= declared, "what is imported where it is used is an extra"
     assert not {*declared, *extras} - needed, "nothing imports these"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -126,6 +128,40 @@ def test_its_gradients_are_computed_by_kernels_that_read_the_call(gpu: FakeDrive
         )  # key heads, blocks of sequences, one of the rest
         assert launches[0].values["seqlen_q"] == 47
     assert launches[2].grid[0] == 3 * (min(47 // 128 + 3, 3 * 1) + 1)
+
+
+def test_autograd_sees_one_node_and_what_is_written_over(gpu: FakeDriver) -> None:
+    """No views around it, which would cost as much as a launch; saved tensors are watched, though they are views."""
+    packed = make(replace(GOOD, options={"causal": True}))
+    differentiated(gpu, packed)  # so that the kernels of both passes are there
+    q, k, v = (tensor.detach().clone().requires_grad_() for tensor in (packed.q, packed.k, packed.v))
+    out, lse = flashgen.attention_varlen(q, k, v, **packed.named, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, (q.shape[1], q.shape[0]))
+    assert out.grad_fn is lse.grad_fn is not None
+    owners = [node for node, _ in out.grad_fn.next_functions if node is not None]
+    assert [node.variable for node in owners] == [q, k, v]  # type: ignore[attr-defined]
+    for number in range(2):
+        out = flashgen.attention_varlen(q, k, v, **packed.named)
+        with torch.no_grad():
+            (out, q)[number].mul_(2)
+        with pytest.raises(RuntimeError, match="inplace"):
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+def test_nothing_is_left_of_a_call_that_was_not_differentiated(gpu: FakeDriver) -> None:
+    """The output is a view, and its memory is kept for a backward pass: no circle may hold both."""
+    packed = make(replace(GOOD, options={"causal": True}))
+    differentiated(gpu, packed)
+    q = packed.q.detach().requires_grad_()
+    out = flashgen.attention_varlen(q, packed.k, packed.v, **packed.named)
+    kept = [weakref.ref(tensor) for tensor in (out, out._base) if tensor is not None]
+    storages = [weakref.ref(out.untyped_storage())]
+    gc.disable()
+    try:
+        del out
+        assert [ref() for ref in (*kept, *storages)] == [None] * len((*kept, *storages))
+    finally:
+        gc.enable()
 
 
 def test_hopper_gradients_lie_in_whole_blocks_of_each_sequence(

@@ -78,6 +78,24 @@ def direct_features(
     return found
 
 
+def direct_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: tuple[Any, ...],
+    features: Features,
+    deterministic: bool,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same of packed sequences, in and out as (rows, heads, columns), the LSE as (heads, rows).
+
+    They become one batch element where autograd does not look: four views that it sees cost as much as a launch.
+    """
+    found: Tensor | tuple[Tensor, Tensor]
+    found = _apply_packed(q, k, v, options, features, deterministic, return_lse, *differentiable_of(features))
+    return found
+
+
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], deterministic: bool, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -146,18 +164,49 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        _, _, _, _, _, _, _, *needs = ctx.needs_input_grad
-        saved = ctx.saved_tensors
-        q, k, v, *_ = saved
-        is_plain = not torch.is_grad_enabled() and can_bypass_dispatcher(q, k, v)
-        backward = differentiate if is_plain else differentiate_by_op
-        dq, dk, dv, *others = backward(saved, ctx.numbers, (dout, dlse), tuple(needs))
-        given = (gradient if needed else None for gradient, needed in zip(others, needs, strict=True))
-        return dq, dk, dv, None, None, None, None, *given
+        return _gradients(ctx, dout, dlse)
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: tuple[Any, ...],
+        features: Features,
+        deterministic: bool,
+        return_lse: bool,
+        *differentiable: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+        out, lse = train(q, k, v, options, features, deterministic)
+        save(ctx, (q, k, v), (out, lse), options, features, deterministic)
+        return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        one, one_lse = (None if each is None else each.unsqueeze(0) for each in (dout, dlse))
+        dq, dk, dv, *others = _gradients(ctx, one, one_lse)
+        return *(None if each is None else each.squeeze(0) for each in (dq, dk, dv)), *others
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Those of q, k, v, of four arguments that have none, and of features."""
+    _, _, _, _, _, _, _, *needs = ctx.needs_input_grad
+    saved = ctx.saved_tensors
+    q, k, v, *_ = saved
+    is_plain = not torch.is_grad_enabled() and can_bypass_dispatcher(q, k, v)
+    backward = differentiate if is_plain else differentiate_by_op
+    dq, dk, dv, *others = backward(saved, ctx.numbers, (dout, dlse), tuple(needs))
+    given = (gradient if needed else None for gradient, needed in zip(others, needs, strict=True))
+    return dq, dk, dv, None, None, None, None, *given
 
 
 direct_attention: Any = super(torch.autograd.Function, _Plain).apply
 """`plain_attention` for calls that bypass the dispatcher."""
 
 _apply: Any = super(torch.autograd.Function, _Attention).apply
+_apply_packed: Any = super(torch.autograd.Function, _Packed).apply
 """`apply` without the questions about transforms, to which `can_bypass_dispatcher` has the answers."""

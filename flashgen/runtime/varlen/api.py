@@ -20,7 +20,7 @@ from flashgen.runtime.ops import forward as ops
 from flashgen.runtime.ops.keys import WITH_LSE, are_plain, can_bypass_dispatcher, tensors_of
 from flashgen.runtime.ops.mods import UserCallable
 from flashgen.runtime.ops.schemas import SERVED
-from flashgen.runtime.varlen.arguments import one_batch_element, packed_features
+from flashgen.runtime.varlen.arguments import check_rows, one_batch_element, packed_features
 from flashgen.runtime.varlen.contents import check_contents
 from flashgen.runtime.varlen.mixed import attend_mixed, attend_mixed_by_op
 
@@ -204,19 +204,25 @@ def attention_varlen(
         is_invariant = bool(deterministic) or are_deterministic_algorithms_enabled()
         page_size = k.shape[1] if paged and k.dim() == 4 else 0
         features = packed_features(scores, *lengths, is_invariant, block_table, page_size)
-        one_q, one_k, one_v = one_batch_element(q, k, v, paged=paged)
         bypasses_dispatcher = (
             not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))
         )
         options: tuple[bool, float | None, bool, None, None] = (causal, softmax_scale, True, None, None)
         found: Any
-        if torch.is_grad_enabled() and requires_gradient(
+        trains = torch.is_grad_enabled() and requires_gradient(
             q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
-        ):
-            if paged:
-                raise UnsupportedError(PAGES.no_gradient)
-            train = training.direct_features if bypasses_dispatcher else training.features_attention
-            found = train(one_q, one_k, one_v, options, features, deterministic, return_lse)
+        )
+        if trains and paged:
+            raise UnsupportedError(PAGES.no_gradient)
+        if trains and bypasses_dispatcher:
+            check_rows(q, k, v)
+            rows = training.direct_packed(q, k, v, options, features, deterministic, return_lse)
+            if settings().checks:
+                check_contents(q, k, features, num_decodes)
+            return rows
+        one_q, one_k, one_v = one_batch_element(q, k, v, paged=paged)
+        if trains:
+            found = training.features_attention(one_q, one_k, one_v, options, features, deterministic, return_lse)
         elif num_decodes != 0:
             mixed = attend_mixed if bypasses_dispatcher else attend_mixed_by_op
             found = mixed(one_q, one_k, one_v, causal, softmax_scale, num_decodes, return_lse, features)

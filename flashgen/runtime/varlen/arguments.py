@@ -60,13 +60,11 @@ def packed_features(
     return _with_sequences(scores, *given)
 
 
-def one_batch_element(*tensors: torch.Tensor, paged: bool = False) -> list[torch.Tensor]:
-    """q, k and v as the one batch element that they are, in (batch, sequence, head, head_dim) order.
-
-    Keys and values in pages have such an order already: pages are their batch.
+def check_rows(*tensors: torch.Tensor, paged: bool = False) -> None:
+    """Check that q, k and v are rows of heads, or that keys and values are pages of such.
 
     Raises:
-        WorkloadError: one has not three dimensions, or of pages not four.
+        WorkloadError: one has not three dimensions, or of pages not four, or there are too many rows.
     """
     for name, tensor in zip("qkv", tensors, strict=True):
         if paged and name != "q":
@@ -78,6 +76,17 @@ def one_batch_element(*tensors: torch.Tensor, paged: bool = False) -> list[torch
             )
         if tensor.shape[0] >= MAX_ROWS:
             raise WorkloadError(f"packed sequences have less than {MAX_ROWS} rows, got {tensor.shape[0]} of {name}")
+
+
+def one_batch_element(*tensors: torch.Tensor, paged: bool = False) -> list[torch.Tensor]:
+    """q, k and v as the one batch element that they are, in (batch, sequence, head, head_dim) order.
+
+    Keys and values in pages have such an order already: pages are their batch.
+
+    Raises:
+        WorkloadError: as `check_rows`.
+    """
+    check_rows(*tensors, paged=paged)
     return [tensor if paged and number else tensor.unsqueeze(0) for number, tensor in enumerate(tensors)]
 
 
