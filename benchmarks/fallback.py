@@ -19,7 +19,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Measurement
+from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
@@ -172,13 +172,7 @@ class Checks:
         by_way = {RULE: ways.rule.config, NEAREST: ways.nearest.config, DEFAULT: ways.default}
         if winner is not None:
             by_way[TUNED] = winner
-        configs = tuple(dict.fromkeys(by_way.values()))
-        for config in configs:
-            self.compiler.submit(specialization(workload), config)
-        for config in configs:
-            self.compiler.result(specialization(workload), config)
-        job = RaceJob(workload=workload, configs=configs, rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S)
-        outcomes = dict(zip(configs, self.executor.race(job).outcomes, strict=True))
+        outcomes = raced(self.executor, self.compiler, workload, by_way.values())
         times = {config: each.times_ms for config, each in outcomes.items() if isinstance(each, Measurement)}
         found = []
         for way, config in by_way.items():
@@ -199,6 +193,19 @@ class Checks:
             )
             found.append(dict(zip(COLUMNS, cells, strict=True)))
         return found
+
+
+def raced(
+    executor: Executor, compiler: Compiler, workload: Workload, configs: Iterable[Config], *, hard: bool = False
+) -> dict[Config, Measurement | Failure]:
+    """What each config did in one race of all of them, for which they are compiled first; `hard` as of `RaceJob`."""
+    different = tuple(dict.fromkeys(configs))
+    for config in different:
+        compiler.submit(specialization(workload), config)
+    for config in different:
+        compiler.result(specialization(workload), config)
+    job = RaceJob(workload=workload, configs=different, rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S, hard=hard)
+    return dict(zip(different, executor.race(job).outcomes, strict=True))
 
 
 def _expected(served: Served | None, workload: Workload) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
-from benchmarks.fallback import AFTER_S, ROUNDS, WARM_S, WINDOW_S, add_rows, cell, ratio, read
+from benchmarks.fallback import AFTER_S, add_rows, cell, raced, ratio, read
 from benchmarks.markdown import table_row
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError
@@ -32,7 +32,7 @@ from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
-from flashgen.measure.protocol import Executor, RaceJob, specialization
+from flashgen.measure.protocol import Executor
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.compile_pool import Compiler, usable_cpus
 from flashgen.tuning.context import Context, Options
@@ -104,8 +104,8 @@ class Searches:
         known = {f"{mark:g} s": _best(trials, mark) for mark in self.marks}
         by_way = {RECORD: record.config, **known, WINNER: winner}
         tried = {f"{mark:g} s": len(_until(trials, mark)) for mark in self.marks} | {WINNER: len(trials)}
-        configs = tuple(dict.fromkeys(config for config in by_way.values() if config is not None))
-        outcomes = self._raced(workload, configs)
+        configs = [config for config in by_way.values() if config is not None]
+        outcomes = raced(self.executor, self.compiler, workload, configs, hard=True)
         return [_row(workload, way, config, tried.get(way, ""), outcomes, record) for way, config in by_way.items()]
 
     def _searched(self, workload: Workload) -> tuple[list[Trial], Config | None]:
@@ -126,14 +126,6 @@ class Searches:
         )
         record = tune_one(context, self.executor, workload, ()).record
         return self.store.trials(workload, host.device), record.config if record is not None else None
-
-    def _raced(self, workload: Workload, configs: tuple[Config, ...]) -> dict[Config, Measurement | Failure]:
-        for config in configs:
-            self.compiler.submit(specialization(workload), config)
-        for config in configs:
-            self.compiler.result(specialization(workload), config)
-        job = RaceJob(workload=workload, configs=configs, rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S, hard=True)
-        return dict(zip(configs, self.executor.race(job).outcomes, strict=True))
 
 
 def _until(trials: Sequence[Trial], seconds: float) -> list[Trial]:

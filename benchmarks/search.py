@@ -30,6 +30,7 @@ from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.db.layers import Layers
 from flashgen.db.log_files import SUFFIX, read_log
+from flashgen.tuning.known_searches import shipped_tables
 from flashgen.tuning.learned_cost import LearnedCost, is_installed
 
 TRIALS = (5, 10, 25, 50, 100)
@@ -106,7 +107,7 @@ def _tables(paths: Sequence[Path], with_synthetic: bool) -> list[Table]:
 def _everybody() -> tuple[dict[str, Maker], dict[str, str]]:
     with Layers.open() as layers:
         records = [record for record, _ in layers.records(provenance="measured")]
-    return contestants(records, LearnedCost(map(read_log, known())) if is_installed() else None)
+    return contestants(records, LearnedCost(shipped_tables()) if is_installed() else None)
 
 
 def _alone(name: str, paths: Sequence[Path], with_synthetic: bool, seeds: int, trials: int) -> list[Run]:
@@ -115,14 +116,10 @@ def _alone(name: str, paths: Sequence[Path], with_synthetic: bool, seeds: int, t
     return compare(_tables(paths, with_synthetic), makers, seeds=range(seeds), trials=trials, say=_say)
 
 
-def known() -> list[Path]:
-    """All tables that ship, those of matrices included: what a model learns from."""
-    return sorted(TABLES.glob(f"*/replays/*{SUFFIX}"))
-
-
 def shipped() -> list[Path]:
     """The tables that ship, but for those of a matrix: a few configs are no space to search."""
-    return [path for path in known() if not path.name.endswith(f"-{MATRIX}{SUFFIX}")]
+    every = sorted(TABLES.glob(f"*/replays/*{SUFFIX}"))
+    return [path for path in every if not path.name.endswith(f"-{MATRIX}{SUFFIX}")]
 
 
 def compare(

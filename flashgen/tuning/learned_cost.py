@@ -121,6 +121,7 @@ class WorkloadCost:
         self._rows = [row for lesson in lessons for row in lesson.rows][:MOST_ROWS]
         self._behind = [behind for lesson in lessons for behind in lesson.behind][:MOST_ROWS]
         self._own: dict[Config, Row] = {}
+        self._forest: tuple[tuple[Told, ...], Any] | None = None
 
     @property
     def size(self) -> int:
@@ -134,11 +135,15 @@ class WorkloadCost:
             configs: candidates.
             told: the search's own trials.
         """
-        times = [value for _, value in told if value is not None]
-        own = list(told) if times else []
+        own = tuple(told) if any(value is not None for _, value in told) else ()
         if not configs or len(self._rows) + len(own) < LEAST_ROWS:
             return None
-        best = min(times, default=0.0)
+        if self._forest is None or self._forest[0] != own:  # a search asks about its starts, then about its space
+            self._forest = own, self._learned(own)
+        return [float(value) for value in self._forest[1].predict(self._of(configs))]
+
+    def _learned(self, own: Sequence[Told]) -> Any:
+        best = min((value for _, value in own if value is not None), default=0.0)
         behind = [FAILED if value is None else min(value - best, FAILED) for _, value in own]
         forest = _forest(self._seed)
         forest.fit(
@@ -146,7 +151,7 @@ class WorkloadCost:
             [*self._behind, *behind],
             sample_weight=[1.0] * len(self._rows) + [OWN_WEIGHT] * len(own),
         )
-        return [float(value) for value in forest.predict(self._of(configs))]
+        return forest
 
     def _of(self, configs: Sequence[Config]) -> list[Row]:
         new = [config for config in configs if config not in self._own]

@@ -24,6 +24,7 @@ from flashgen.tuning.studies import Mirror
 from flashgen.tuning.tune import tune
 
 if TYPE_CHECKING:
+    from flashgen.tuning.learned_cost import LearnedCost
     from flashgen.tuning.many import OnStationEvent
     from flashgen.tuning.stations import Station
 
@@ -61,7 +62,7 @@ def run_here(request: Request, on_event: OnEvent) -> RunFinished:
             options=request.options,
             versions=None if executor is not None else _versions_here(),
             neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
-            learned=None if executor is None else learned_from(layers),
+            learned=_learned(request, layers),
             on_event=tell,
             limit_s=request.limit_s,
         )
@@ -99,10 +100,16 @@ def run_on_cluster(request: Request, address: str, on_event: OnStationEvent) -> 
             budget=request.budget,
             options=request.options,
             neighbours=lambda name: [record for record, _ in layers.records(specialization=name)],
-            learned=None if request.target is not None else learned_from(layers),
+            learned=_learned(request, layers),
             on_event=tell,
             limit_s=request.limit_s,
         )
+
+
+def _learned(request: Request, layers: Layers) -> LearnedCost | None:
+    """What a model learns from; nothing is read where candidates are ranked alone, or records timed again."""
+    searches = request.target is None and request.options.reverify is None
+    return learned_from(layers) if searches else None
 
 
 def _asked(request: Request, layers: Layers, devices: Iterable[Device]) -> tuple[Workload, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import search, search_kernel_tuner
-from benchmarks.search import compare, known, page, score, scores, shipped
+from benchmarks.search import compare, page, score, scores, shipped
 from benchmarks.search_contestants import WITH_MODEL, contestants
 from benchmarks.search_replay import Outcome, Table, after_seconds, after_trials, replay
 from benchmarks.search_synthetic import synthetic
@@ -22,6 +22,7 @@ from flashgen.core.record import Failure, Measurement
 from flashgen.core.search_log import Finalist, SearchLog
 from flashgen.core.workload import Workload
 from flashgen.db.log_files import SUFFIX, read_log, write_log
+from flashgen.tuning.known_searches import shipped_tables
 from flashgen.tuning.learned_cost import LearnedCost
 from tests.db.samples import MEASURED
 from tests.tuning.fakes import H200
@@ -80,7 +81,7 @@ def test_a_model_of_other_workloads_is_ahead_of_the_lists_and_chance_on_tables_t
     """What was measured on an H200, and left out of what the model learns."""
     tables = [Table.of(read_log(path)) for path in shipped() if path.name.removesuffix(SUFFIX) in SHIPPED]
     assert len(tables) == len(SHIPPED)
-    found, _ = contestants((), LearnedCost(map(read_log, known())))
+    found, _ = contestants((), LearnedCost(shipped_tables()))
     alone, nothing = "flashgen, model alone", "flashgen, from nothing"
 
     def held(name: str, trials: int) -> float:
