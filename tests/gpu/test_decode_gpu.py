@@ -116,7 +116,7 @@ def test_configs_that_no_rule_takes_are_right(name: str, knobs: str) -> None:
     split = 256 if name == "queries of 4" else None
     call = replace(make(CASES[name], "cuda"), fixed_split_size=split, return_lse=True)
     checked, device = CheckedDecode.of(call, torch.empty_like(call.q)), current_device(0)
-    config = decode_config(checked.spec, checked.shape.sizes, device).replace(**SMALL, **OTHERS[knobs])
+    config = decode_config(checked.spec, checked.shape.sizes, device).replace(**{**SMALL, **OTHERS[knobs]})
     assert invalid(config, checked.spec, device) is None
     out, lse = runs.run(call, config)
     assert lse is not None

@@ -152,7 +152,10 @@ def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
     for b, (block, slot) in enumerate(zip(chosen, [14, 0, 3, 5], strict=True)):
         assert torch.equal(whole[block, 0, slot : slot + 2], k[b])
         assert torch.equal(whole[block, 1, slot : slot + 2], v[b])
-    assert int(whole.count_nonzero()) == int(k.count_nonzero() + v.count_nonzero())
+    counts = [
+        int(part.count_nonzero()) for part in whole.split(10_000)
+    ]  # at once it takes memory of 8 bytes an element
+    assert sum(counts) == int(k.count_nonzero() + v.count_nonzero())
 
 
 def test_one_graph_serves_all_lengths(no_sync: None) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.errors import WorkloadError
 from flashgen.core.settings import settings
 from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
@@ -190,12 +190,6 @@ def test_contents_are_checked_where_the_setting_asks(monkeypatch: pytest.MonkeyP
     run(packed)
     with pytest.raises(WorkloadError, match="max_seqlen_q"):
         run(packed, max_seqlen_q=300)
-
-
-def test_a_gradient_through_functions_is_refused() -> None:
-    packed = make(Case(queries=(200, 330), mod=document, **WIDE), "cuda")
-    with pytest.raises(UnsupportedError, match="functions"):
-        run(replace(packed, q=packed.q.clone().requires_grad_()))
 
 
 def test_torch_compile_gives_the_same() -> None:

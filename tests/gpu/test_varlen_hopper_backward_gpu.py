@@ -71,6 +71,7 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """What has a config of a family serve every backward call that it can, without a record."""
     monkeypatch.setenv("FLASHGEN_QUIET", "1")
     monkeypatch.setattr(records.Records, "of", lambda *_: ())
+    monkeypatch.setattr(kernel_cache, "KERNELS", {})  # other tests of this process have kernels of other families there
 
     def serve_by(row: KernelFamily = FUSED, **changes: KnobValue) -> None:
         def default(spec: Specialization, device: Device, only: tuple[str, ...] = ()) -> Config:

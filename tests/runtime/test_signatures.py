@@ -13,6 +13,9 @@ import torch
 
 import flashgen
 import flashgen.runtime.autograd.ops  # which defines those of training
+import flashgen.runtime.decode.op
+import flashgen.runtime.ops.append
+import flashgen.runtime.varlen.mixed
 from flashgen import reference
 from flashgen.core.features import table
 from flashgen.core.features.functions import LISTS, QUERY_LISTS
@@ -61,6 +64,15 @@ SCHEMAS = {
 def test_the_schema_of_an_op_is_what_programs_were_exported_with(name: str) -> None:
     op = getattr(torch.ops.flashgen, name).default
     assert str(op._schema) == f"flashgen::{name}{SCHEMAS[name]}"
+
+
+def test_the_arguments_of_an_op_have_names_of_their_own() -> None:
+    """What torch.compile normalizes a call by, when its kernels are chosen."""
+    own = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("flashgen::")]
+    assert {"flashgen::attention_decode", "flashgen::append_kv", "flashgen::attention_mixed"} < {s.name for s in own}
+    for schema in own:
+        names = [argument.name for argument in schema.arguments]
+        assert len(set(names)) == len(names), schema
 
 
 def test_types_and_signature_of_the_call_agree() -> None:

@@ -12,13 +12,12 @@ from flashgen.core.checks import instance
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
-from flashgen.runtime.decode.op import OP
+from flashgen.runtime.decode.op import FEATURES, OP
 from flashgen.runtime.decode.open_calls import OPEN
 from flashgen.runtime.decode.prefix import Prefix, attend_with_prefix, flat
 from flashgen.runtime.decode.recent import NOTHING, RECENT, with_others
 from flashgen.runtime.decode.runs import attend
 from flashgen.runtime.ops.keys import can_bypass_dispatcher
-from flashgen.runtime.ops.schemas import SERVED
 
 
 @overload
@@ -159,7 +158,7 @@ def attention_decode(
         options = (leftpad, batch_idx, fixed_split_size, return_lse)
         if is_traced or not can_bypass_dispatcher(q, k_cache, v_cache):
             given = (block_table, causal, softmax_scale, *options, *flat(prefix))
-            both: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *SERVED.flat(features))
+            both: tuple[torch.Tensor, torch.Tensor] = OP(q, k_cache, v_cache, seqlens, *given, *FEATURES.flat(features))
             return both if return_lse else both[0]
         serving = partial(attend, kind=kind) if prefix is None else partial(attend_with_prefix, prefix)
         out, lse = serving(q, k_cache, v_cache, seqlens, block_table, causal, softmax_scale, features, *options)

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from flashgen.core.features import table
 from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.decode.prefix import PREFIX_OPTIONS, Prefix, restored, run_with_prefix
 from flashgen.runtime.decode.runs import run
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
-from flashgen.runtime.ops.schemas import SERVED
+from flashgen.runtime.ops.schemas import FlatArguments
 
 _TENSORS = ("q", "k_cache", "v_cache", "seqlens")
 _OPTIONS = {
@@ -26,15 +27,20 @@ _NAMES = (*_TENSORS, *_OPTIONS)
 _FLAT = tuple(f"{kind} {name}" for name, kind in {**_OPTIONS, **PREFIX_OPTIONS}.items())
 _SCHEMA = ", ".join([*("Tensor " + name for name in _TENSORS), *_FLAT])
 
+FEATURES = FlatArguments.of(
+    tuple(value for value in table.values() if value.name in ("window", "softcap", "alibi_slopes", "sinks"))
+)
+"""Those of decode calls alone: the others have arguments of the same names, and a graph needs each name once."""
+
 LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
-LIBRARY.define(f"attention_decode({_SCHEMA}, {SERVED.schema}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
+LIBRARY.define(f"attention_decode({_SCHEMA}, {FEATURES.schema}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
 OP: Any = torch.ops.flashgen.attention_decode.default
 """The output and the LSE, which is empty where it is not asked for."""
 
 
 def _call_of(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[DecodeCall, Prefix | None]:
     arguments = dict(zip(_NAMES, given, strict=False))
-    features, *_ = SERVED.restored(*given[len(_NAMES) + len(PREFIX_OPTIONS) :], **named)
+    features, *_ = FEATURES.restored(*given[len(_NAMES) + len(PREFIX_OPTIONS) :], **named)
     prefix = restored(*given[len(_NAMES) : len(_NAMES) + len(PREFIX_OPTIONS)])
     return DecodeCall(**arguments, features=features), prefix
 

@@ -61,7 +61,10 @@ def flat_arguments(
 def restore_function(
     values: tuple[Value, ...], arguments: list[OpArgument], beside: tuple[OpArgument, ...]
 ) -> Callable[..., tuple[Any, ...]]:
-    """What makes `Features` from their flat arguments, and hands on those beside them; all have their defaults."""
+    """What makes `Features` from their flat arguments, and hands on those beside them; all have their defaults.
+
+    Numbers that have no argument are absent.
+    """
     known = {f"default_{each.name}": each.default for each in arguments}
     fields = {value.name: _restored(value) for value in values}
     absent = [_is_absent(each.name, each.default) for v in values if v.name not in _NUMBERS for each in v.op]
@@ -71,10 +74,11 @@ def restore_function(
         ", ".join(f"{each.name}=default_{each.name}" for each in arguments),
         [
             f"if {' and '.join(absent)}:",
-            f"    return (of_numbers({', '.join(fields[name] for name in _NUMBERS)}), {rest})",
+            f"    return (of_numbers({', '.join(fields.get(name, f'absent_{name}') for name in _NUMBERS)}), {rest})",
             f"return (Features({', '.join(f'{name}={made}' for name, made in fields.items())}), {rest})",
         ],
         **known,
+        **{f"absent_{value.name}": value.default for value in table.values()},
         **{f"restore_{value.name}": value.restore for value in values},
     )
     return found
