@@ -40,7 +40,7 @@ from flashgen.runtime.lookup.records import Records
 from flashgen.runtime.lookup.rules import Rule, answers, read_rules, shipped_rules
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.compile_pool import Compiler, usable_cpus
-from flashgen.tuning.context import Context, Options
+from flashgen.tuning.context import Context, Options, lookahead
 from flashgen.tuning.runs import make_compiler, make_executor
 from flashgen.tuning.tune import new_run, plain, tune_one
 
@@ -276,18 +276,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "fallback.csv"
+    jobs = options.jobs or usable_cpus()
     with contextlib.ExitStack() as stack:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
         device = executor.describe().device
         checks = Checks(
             path=path,
             executor=executor,
-            compiler=stack.enter_context(make_compiler(device, options.jobs or usable_cpus())),
+            compiler=stack.enter_context(make_compiler(device, jobs)),
             store=stack.enter_context(Store.open(options.out / "fallback.sqlite3")),
             layers=stack.enter_context(Layers.open()),
             rules=rules,
             budget=budget,
             say=_say,
+            options=Options(lookahead=lookahead(jobs)),
         )
         try:
             done = checks.run(workloads, until=began + options.limit_seconds)

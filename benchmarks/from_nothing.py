@@ -35,7 +35,7 @@ from flashgen.db.store import Store
 from flashgen.measure.protocol import Executor
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.compile_pool import Compiler, usable_cpus
-from flashgen.tuning.context import Context, Options
+from flashgen.tuning.context import Context, Options, lookahead
 from flashgen.tuning.known_searches import learned_from
 from flashgen.tuning.learned_cost import LearnedCost
 from flashgen.tuning.regrets import right_ms
@@ -192,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "from_nothing.csv"
+    jobs = options.jobs or usable_cpus()
     with contextlib.ExitStack() as stack:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
         device = executor.describe().device
@@ -199,13 +200,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         searches = Searches(
             path=path,
             executor=executor,
-            compiler=stack.enter_context(make_compiler(device, options.jobs or usable_cpus())),
+            compiler=stack.enter_context(make_compiler(device, jobs)),
             store=stack.enter_context(Store.open(options.out / "from_nothing.sqlite3")),
             layers=layers,
             budget=budget,
             marks=tuple(options.mark or (20.0, 60.0)),
             learned=None if options.sampler else learned_from(layers),
             say=lambda line: print(line, file=sys.stderr, flush=True),
+            options=Options(from_nothing=True, lookahead=lookahead(jobs)),
         )
         try:
             done = searches.run(workloads, until=began + options.limit_seconds)
