@@ -13,7 +13,7 @@ from flashgen.core.features.declaration import OpArgument, Value
 from flashgen.core.features.positions import CAUSAL, Q_OFFSET
 from flashgen.core.features.promises import DETERMINISTIC
 from flashgen.core.features.values import Features
-from flashgen.runtime.ops.generated import flat_arguments, of_numbers, restore_function
+from flashgen.runtime.ops.generated import features_from_function, flat_arguments, of_numbers, restore_function
 from flashgen.runtime.ops.keys import fields_reader
 
 
@@ -96,6 +96,7 @@ _NUMBER_FIELDS = tuple(value.name for value in table.values(trains=True) if valu
 _SEVERAL = tuple(value for value in table.values(trains=True) if value.chooses_code == "tensors")
 _FIELDS = (*TENSOR_FIELDS, *_NUMBER_FIELDS)
 _tensors, _numbers = fields_reader(TENSOR_FIELDS), fields_reader(_NUMBER_FIELDS)
+_of_fields = features_from_function(_FIELDS)
 
 Numbers = tuple[Any, ...]
 
@@ -128,7 +129,7 @@ def joined(tensors: Sequence[torch.Tensor | None], numbers: Numbers) -> Features
         return _joined_with_several(tensors, numbers)
     for tensor in tensors:
         if tensor is not None:
-            return Features(**dict(zip(_FIELDS, (*tensors, *numbers), strict=True)))
+            return _of_fields(*tensors, *numbers)
     return of_numbers(*numbers)
 
 

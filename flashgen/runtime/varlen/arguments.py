@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.checks import whole_number
 from flashgen.core.errors import WorkloadError
@@ -10,7 +11,7 @@ from flashgen.core.features.values import Features
 from flashgen.runtime.argument_types import check_tensor
 from flashgen.runtime.ops.generated import with_sequences_function
 
-_with_sequences = with_sequences_function()
+_with_sequences, _traced_with_sequences = with_sequences_function(), with_sequences_function(is_traced=True)
 
 MAX_ROWS = 2**30
 """Of all sequences together, exclusive: ends of blocks and widths of windows stay within 32 bits."""
@@ -55,9 +56,9 @@ def packed_features(
         max_seqlen_k = whole_number("max_seqlen_k", max_seqlen_k, 0)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
+    add = _traced_with_sequences if is_dynamo_compiling() else _with_sequences
     lengths = (max_seqlen_q, max_seqlen_k)
-    given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, lengths, batch_invariant, block_table)
-    return _with_sequences(scores, *given)
+    return add(scores, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, lengths, batch_invariant, block_table)
 
 
 def check_rows(*tensors: torch.Tensor, paged: bool = False) -> None:
