@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -69,15 +69,28 @@ def is_tensor(name: str) -> bool:
 
 def tensor_of(name: str) -> Callable[[Features], torch.Tensor]:
     """What finds the tensor of a parameter in the features of a call, or raises `LaunchError`."""
+    find = finder(name)
+
+    def tensor(features: Features) -> torch.Tensor:
+        found = find(features)
+        return refuse(name) if found is None else found
+
+    return tensor
+
+
+def finder(name: str) -> Callable[[Features], torch.Tensor | None]:
+    """The same for a launch, which saves a call of a function: None where the features have no such tensor."""
     place = _aux_place(name)
+    return TENSORS[name] if place is None else lambda features: next(iter(features.aux[place:]), None)
 
-    def find(features: Features) -> torch.Tensor:
-        found = TENSORS[name](features) if place is None else next(iter(features.aux[place:]), None)
-        if found is None:
-            raise LaunchError(f"the kernel reads {name}, and the features of the call have none")
-        return found
 
-    return find
+def refuse(name: str) -> NoReturn:
+    """Refuse a call without the tensor of a parameter.
+
+    Raises:
+        LaunchError: always.
+    """
+    raise LaunchError(f"the kernel reads {name}, and the features of the call have none")
 
 
 def _aux_place(name: str) -> int | None:

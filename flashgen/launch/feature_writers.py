@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from flashgen.core.features.declaration import KernelNumbers
 from flashgen.core.features.values import Features
 from flashgen.launch import feature_arguments
@@ -36,13 +34,21 @@ def features_writer(
     """
     groups = (numbers for numbers in feature_arguments.NUMBERS if any(name in slots for name in numbers.names))
     writers = [_number_writer(numbers, slots, scalars, causal=causal) for numbers in groups]
-    writers += _tensor_writers(slots, describe or {})
-    if not writers:
+    tensors = {name: slot for name, slot in slots.items() if feature_arguments.is_tensor(name)}
+    described = describe or {}
+    writers += [_describing_writer(tensors[name], name, described[name]) for name in tensors if name in described]
+    plain = [(slot, feature_arguments.finder(name), name) for name, slot in tensors.items() if name not in described]
+    if not writers and not plain:
         return None
 
     def write(features: Features, scale: float) -> None:
         for writer in writers:
             writer(features, scale)
+        for slot, find, name in plain:
+            tensor = find(features)
+            if tensor is None:
+                feature_arguments.refuse(name)
+            slot.value = tensor.data_ptr()
 
     return write
 
@@ -67,25 +73,13 @@ def _number_writer(
     return write
 
 
-def _tensor_writers(slots: Mapping[str, Any], describe: Mapping[str, Describe]) -> list[WriteFeatures]:
-    def describing(slot: Any, find: Callable[[Features], torch.Tensor], point_to: Describe) -> WriteFeatures:
-        def write(features: Features, scale: float) -> None:
-            pointer = find(features).data_ptr()
-            point_to(pointer)
-            slot.value = pointer
+def _describing_writer(slot: Any, name: str, point_to: Describe) -> WriteFeatures:
+    """Writes the pointer to a tensor that also has descriptors."""
+    find = feature_arguments.tensor_of(name)
 
-        return write
+    def write(features: Features, scale: float) -> None:
+        pointer = find(features).data_ptr()
+        point_to(pointer)
+        slot.value = pointer
 
-    def writer(slot: Any, find: Callable[[Features], torch.Tensor]) -> WriteFeatures:
-        def write(features: Features, scale: float) -> None:
-            slot.value = find(features).data_ptr()
-
-        return write
-
-    named = [(name, slot) for name, slot in slots.items() if feature_arguments.is_tensor(name)]
-    return [
-        describing(slot, feature_arguments.tensor_of(name), describe[name])
-        if name in describe
-        else writer(slot, feature_arguments.tensor_of(name))
-        for name, slot in named
-    ]
+    return write

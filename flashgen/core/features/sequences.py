@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from flashgen.core.checks import whole_number
@@ -76,18 +77,13 @@ def _workload(features: Features, facts: CallFacts) -> dict[str, Any]:
     return {"varlen": True, "batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
 
 
-def _ends(name: str) -> Callable[[Features], torch.Tensor | None]:
-    return lambda features: getattr(features, name)
-
-
-def _used(name: str, ends: str) -> Callable[[Features], torch.Tensor | None]:
+def _used_q(features: Features) -> torch.Tensor | None:
     """Where all rows are used, a pointer that is not null and that no kernel reads."""
+    return features.cu_seqlens_q if features.seqused_q is None else features.seqused_q
 
-    def find(features: Features) -> torch.Tensor | None:
-        found: torch.Tensor | None = getattr(features, name)
-        return getattr(features, ends) if found is None else found
 
-    return find
+def _used_k(features: Features) -> torch.Tensor | None:
+    return features.cu_seqlens_k if features.seqused_k is None else features.seqused_k
 
 
 def _which_are_used(features: Features, scale: float, sizes: Mapping[str, int], causal: bool) -> tuple[int, int]:
@@ -128,10 +124,10 @@ VARLEN = Feature(
     workload=_workload,
     tokens=(Token(text="varlen", field="varlen", value=True),),
     tensors=(
-        KernelTensor(name="CuSeqlensQ", of=_ends("cu_seqlens_q")),
-        KernelTensor(name="CuSeqlensK", of=_ends("cu_seqlens_k")),
-        KernelTensor(name="SeqUsedQ", of=_used("seqused_q", "cu_seqlens_q")),
-        KernelTensor(name="SeqUsedK", of=_used("seqused_k", "cu_seqlens_k")),
+        KernelTensor(name="CuSeqlensQ", of=attrgetter("cu_seqlens_q")),
+        KernelTensor(name="CuSeqlensK", of=attrgetter("cu_seqlens_k")),
+        KernelTensor(name="SeqUsedQ", of=_used_q),
+        KernelTensor(name="SeqUsedK", of=_used_k),
     ),
     numbers=(
         KernelNumbers(
