@@ -19,7 +19,7 @@ from flashgen.reference.packed import attention_varlen
 from flashgen.reference.philox import Dropout
 from flashgen.reference.stand_ins import lse_dtype
 from flashgen.runtime import api
-from flashgen.runtime.autograd import ops, training
+from flashgen.runtime.autograd import functions, ops
 from flashgen.runtime.ops.schemas import DIFFERENTIATED, GRADIENT_FIELDS, SERVED, TRAINED
 from flashgen.runtime.varlen import api as varlen
 
@@ -36,7 +36,7 @@ def ops_on_cpu() -> Iterator[None]:
             library.impl(name, function, "CPU", allow_override=True)
     try:
         with ExitStack() as stack:
-            for module in (api, varlen, training):
+            for module in (api, varlen, functions):
                 stack.enter_context(patch.object(module, "can_bypass_dispatcher", lambda *tensors: False))
             yield
     finally:

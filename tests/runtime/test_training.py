@@ -173,7 +173,7 @@ def test_the_ops_have_the_same_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", ["plain", "offset tensor", "everything"])
 def test_a_plain_call_saves_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashgen.runtime.autograd.training.attention_train_op", None)
-    monkeypatch.setattr("flashgen.runtime.autograd.training.attention_backward_op", None)
+    monkeypatch.setattr("flashgen.runtime.autograd.functions.attention_backward_op", None)
     for lse in (False, True):
         assert_gradients(qkv(), FEATURES[name](), lse=lse)
 

@@ -14,13 +14,11 @@ from torch.compiler import is_dynamo_compiling
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.functions import FUNCTIONS
 from flashgen.core.features.values import Features
-from flashgen.runtime.autograd.ops import NO_DOUBLE_BACKWARD, differentiate, save, train
+from flashgen.runtime.autograd import functions
 from flashgen.runtime.ops.keys import are_plain, is_transformed
 from flashgen.runtime.ops.schemas import differentiable_of
 
 Tensor = torch.Tensor
-_FIXED = 7
-"""Arguments of the function before those of features that have a gradient."""
 
 
 def learned_attention(
@@ -46,34 +44,7 @@ def learned_attention(
     ):
         raise UnsupportedError(FUNCTIONS.no_gradient)
     found: Tensor | tuple[Tensor, Tensor]
-    found = _Learned.apply(  # type: ignore[no-untyped-call]
+    found = functions.Learned.apply(  # type: ignore[no-untyped-call]
         q, k, v, options, features, deterministic, return_lse, *tensors
     )
     return found
-
-
-class _Learned(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: tuple[Any, ...],
-        features: Features,
-        deterministic: bool,
-        return_lse: bool,
-        *tensors: Tensor | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        outputs = train(q, k, v, options, features, deterministic)
-        save(ctx, (q, k, v), outputs, options, features, deterministic)
-        return outputs if return_lse else outputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(NO_DOUBLE_BACKWARD)
-        needs = ctx.needs_input_grad[_FIXED:]
-        dq, dk, dv, *others = differentiate(ctx.saved_tensors, ctx.numbers, (dout, dlse), tuple(needs))
-        given = (gradient if needed else None for gradient, needed in zip(others, needs, strict=True))
-        return dq, dk, dv, *[None] * (_FIXED - 3), *given

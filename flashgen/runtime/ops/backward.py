@@ -104,12 +104,12 @@ def attention_backward_kernel(
     )
     run = _remembered(key)
     if run is None:
-        run = _prepared(key, (q, k, v), out, dout, (lse, dlse), flags, features)
+        run = prepared(key, (q, k, v), out, dout, (lse, dlse), flags, features)
     found: tuple[Tensor | None, ...] = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, features)
     return found
 
 
-def _prepared(
+def prepared(
     key: tuple[Any, ...],
     inputs: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
@@ -118,6 +118,7 @@ def _prepared(
     flags: int,
     features: Features | None,
 ) -> Any:
+    """The slow path of a key, whose first parts are those of the key above, for tensors of four dimensions."""
     q, k, v = inputs
     part = () if features is None else packed_open_key(features)
     open_key = None if part is None else (flags, *key[10:17], q.shape[3:], k.shape[3:], v.shape[3:], *part)

@@ -36,15 +36,14 @@ Tensors are in the layout of the call: a launch uses only their memory.
 
 def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
     """Allocate the gradients, launch the kernels of a config, and add what needs no kernel."""
-    if problem.call.forward.features is None:
-        forward = problem.call.forward
-        allocators = tuple(_allocator(tensor) for tensor in (forward.q, forward.k, forward.v))
-        return plain_run(launch, allocators, copies_dout=problem.copies_dout)
     copies_dout, copies_bias, rule = problem.copies_dout, problem.copies_bias, problem.bias_rule
-    sizes = problem.geometry.sizes
+    sizes, forward = problem.geometry.sizes, problem.call.forward
     formulas = {name: FORMULAS[name] for name in problem.call.gradients if name in FORMULAS}
     per_key = (sizes.batch, sizes.nheads, sizes.seqlen_k)
     learned = problem.spec.mods.aux_grads if problem.spec.mods else ()
+    if not (rule or formulas or learned):
+        allocators = tuple(_allocator(tensor) for tensor in (forward.q, forward.k, forward.v))
+        return plain_run(launch, allocators, copies_dout=copies_dout)
 
     def run(
         dout: Tensor,
@@ -94,7 +93,9 @@ def _of_aux(features: Features, sums: dict[int, Tensor]) -> list[Tensor | None]:
 
 
 def plain_run(launch: BackwardLaunch, allocators: tuple[Allocator, ...], *, copies_dout: bool) -> BackwardRun:
-    """The same without features, or with packed sequences alone: no more than a training step of most models needs.
+    """The same where features have no gradient: no more than a training step of most models needs.
+
+    Packed sequences may come as (rows, heads, columns), too.
 
     Args:
         launch: of the kernels.

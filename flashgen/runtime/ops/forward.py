@@ -95,7 +95,7 @@ def attention_kernel(
     )
     run: Run | None = _remembered(key)
     if run is None:
-        run = _prepared(key, q, k, v, flags)
+        run = prepared(key, q, k, v, flags)
     return run(q, k, v, softmax_scale, offset)
 
 
@@ -145,13 +145,14 @@ def attention_features_kernel(
     )
     run = _remembered(key)
     if run is None:
-        run = _prepared(key, q, k, v, flags, features)
+        run = prepared(key, q, k, v, flags, features)
     return run(q, k, v, softmax_scale, offset, features)
 
 
-def _prepared(
+def prepared(
     key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, flags: int, features: Features | None = None
 ) -> Any:
+    """The slow path of a key, whose first parts are those of the keys above, for tensors of four dimensions."""
     alone = (flags & WITHOUT_TRAINING, *key[1:]) if flags & TRAINS else key
     part = () if features is None else packed_open_key(features)
     open_key = None if part is None else (alone[0], *key[7:13], q.shape[3:], k.shape[3:], v.shape[3:], *part)

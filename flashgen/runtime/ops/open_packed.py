@@ -26,7 +26,7 @@ from flashgen.runtime.ops.backward_runs import BackwardRun, plain_run
 from flashgen.runtime.ops.keys import fields_reader
 from flashgen.runtime.ops.open_calls import BACKWARD, is_aligned, sizes_of, view
 from flashgen.runtime.ops.outputs import empty_output
-from flashgen.runtime.ops.runs import FeatureRun, feature_run
+from flashgen.runtime.ops.runs import FeatureRun, feature_run, packed_run
 
 if TYPE_CHECKING:
     from flashgen.core.config import Config
@@ -114,7 +114,9 @@ class OpenPackedCall(_OpenPacked):
     def __init__(self, problem: CheckedCall, *others: Any) -> None:
         """As of an `_OpenPacked`."""
         super().__init__(problem, *others)
-        self._with_lse, self._bshd = problem.call.with_lse, problem.call.bshd
+        call = problem.call
+        self._with_lse, self._bshd = call.with_lse, call.bshd
+        self._same_head_dim = call.q.shape[-1] == call.v.shape[-1]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, features: Features) -> FeatureRun | None:
         """What serves the calls of these shapes and strides, or None where the slow path has to be asked."""
@@ -124,7 +126,10 @@ class OpenPackedCall(_OpenPacked):
             return None
         views = {"q": view(q, bshd), "k": view(k, bshd), "v": view(v, bshd), "o": out}
         launch = self._planned(views, q, features, with_lse=self._with_lse)
-        return None if launch is None else feature_run(launch, bshd=bshd, with_lse=self._with_lse)
+        if launch is None or not bshd:
+            return None if launch is None else feature_run(launch, bshd=bshd, with_lse=self._with_lse)
+        shape = views["q"][0][1:3] if self._with_lse else None
+        return packed_run(launch, same_head_dim=self._same_head_dim, lse_shape=shape)
 
 
 class OpenPackedBackwardCall(_OpenPacked):

@@ -9,6 +9,8 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashgen.core.features.pages import is_paged
+from flashgen.core.features.sequences import is_packed
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 
 if TYPE_CHECKING:
@@ -27,9 +29,12 @@ FeatureRun = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, O
 def forward_run(launch: Launch, problem: CheckedCall) -> Run | FeatureRun:
     """What serves the calls of a key by a generated kernel."""
     call = problem.call
+    same_head_dim = call.q.shape[-1] == call.v.shape[-1]
+    if is_packed(call.features) and not is_paged(call.features) and call.bshd:
+        shape = problem.geometry.q_shape[1:3] if call.with_lse else None
+        return packed_run(launch, same_head_dim=same_head_dim, lse_shape=shape)
     if call.features is not None:
         return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
-    same_head_dim = call.q.shape[-1] == call.v.shape[-1]
     if call.with_lse:
         lse_shape = problem.geometry.q_shape[:3]
         return kernel_lse_run(launch, bshd=call.bshd, same_head_dim=same_head_dim, lse_shape=lse_shape)
@@ -77,6 +82,30 @@ def feature_run(launch: Launch, *, bshd: bool, with_lse: bool) -> FeatureRun:
         launch(q, k, v, out, lse, scale, offset, features)
         return out, lse
 
+    return run
+
+
+def packed_run(launch: Launch, *, same_head_dim: bool, lse_shape: tuple[int, ...] | None) -> FeatureRun:
+    """The same of packed sequences in bshd order, as (rows, heads, columns) or as one batch element of them.
+
+    Args:
+        launch: of the kernel.
+        same_head_dim: whether rows of the output are as long as those of q.
+        lse_shape: nheads and rows, where an LSE is asked for.
+    """
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset, features: Features
+    ) -> Any:
+        out = empty_like(q) if same_head_dim else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        if lse_shape is None:
+            launch(q, k, v, out, None, scale, offset, features)
+            return out
+        lse = q.new_empty(lse_shape if q.dim() == 3 else (1, *lse_shape), dtype=fp32)
+        launch(q, k, v, out, lse, scale, offset, features)
+        return out, lse
+
+    empty_like, fp32 = torch.empty_like, torch.float32
     return run
 
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import are_deterministic_algorithms_enabled
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.checks import whole_number
-from flashgen.core.errors import UnsupportedError
-from flashgen.core.features.pages import PAGES
-from flashgen.core.features.values import Window
+from flashgen.core.features.values import Features, Window
 from flashgen.core.settings import settings
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
-from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast, requires_gradient
-from flashgen.runtime.autograd import training
-from flashgen.runtime.ops import forward as ops
-from flashgen.runtime.ops.keys import WITH_LSE, are_plain, can_bypass_dispatcher, tensors_of
+from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast
+from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher, tensors_of
 from flashgen.runtime.ops.mods import UserCallable
-from flashgen.runtime.ops.schemas import SERVED
-from flashgen.runtime.varlen.arguments import check_rows, one_batch_element, packed_features
+from flashgen.runtime.varlen.arguments import packed_features
 from flashgen.runtime.varlen.contents import check_contents
-from flashgen.runtime.varlen.mixed import attend_mixed, attend_mixed_by_op
+from flashgen.runtime.varlen.featured import attend_featured
+from flashgen.runtime.varlen.rows import attend_rows
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+NO_FEATURES = Features()
 
 
 @overload
@@ -176,27 +173,40 @@ def attention_varlen(
             `block_table` or an operation of a score_mod that is not derived.
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
     """
+    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     try:
         if softmax_scale is not None:
             check_scale(softmax_scale)
         is_traced = is_dynamo_compiling()
         if is_traced or _is_any_autocast_enabled():
             q, k, v, sinks = in_autocast(q, k, v, sinks)
-        scores = features_of(
-            window=window,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            bias=None,
-            mask=None,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            aux=aux,
-            block_mask=None,
-            dropout_p=dropout_p,
-            rng_state=drawn_state(dropout_p, rng_state, q),
-            is_traced=is_traced,
+        has_numbers_alone = not (
+            is_traced
+            or dropout_p != 0.0
+            or alibi_slopes is not None
+            or sinks is not None
+            or score_mod is not None
+            or mask_mod is not None
+            or aux
         )
+        if has_numbers_alone and softcap == 0.0 and window == (None, None):
+            scores = NO_FEATURES
+        else:
+            scores = features_of(
+                window=window,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                bias=None,
+                mask=None,
+                score_mod=score_mod,
+                mask_mod=mask_mod,
+                aux=aux,
+                block_mask=None,
+                dropout_p=dropout_p,
+                rng_state=drawn_state(dropout_p, rng_state, q),
+                is_traced=is_traced,
+            )
         if type(num_decodes) is not int:
             num_decodes = whole_number("num_decodes", num_decodes, 0)
         paged = block_table is not None
@@ -207,35 +217,14 @@ def attention_varlen(
         bypasses_dispatcher = (
             not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))
         )
-        options: tuple[bool, float | None, bool, None, None] = (causal, softmax_scale, True, None, None)
-        found: Any
-        trains = torch.is_grad_enabled() and requires_gradient(
-            q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
-        )
-        if trains and paged:
-            raise UnsupportedError(PAGES.no_gradient)
-        if trains and bypasses_dispatcher:
-            check_rows(q, k, v)
-            rows = training.direct_packed(q, k, v, options, features, deterministic, return_lse)
-            if settings().checks:
-                check_contents(q, k, features, num_decodes)
-            return rows
-        one_q, one_k, one_v = one_batch_element(q, k, v, paged=paged)
-        if trains:
-            found = training.features_attention(one_q, one_k, one_v, options, features, deterministic, return_lse)
-        elif num_decodes != 0:
-            mixed = attend_mixed if bypasses_dispatcher else attend_mixed_by_op
-            found = mixed(one_q, one_k, one_v, causal, softmax_scale, num_decodes, return_lse, features)
-        elif bypasses_dispatcher:
-            found = ops.attention_features_kernel(
-                one_q, one_k, one_v, *options, features, WITH_LSE if return_lse else 0
-            )
+        if bypasses_dispatcher and has_numbers_alone and not paged and num_decodes == 0:
+            found = attend_rows(q, k, v, causal, softmax_scale, deterministic, return_lse, features)
         else:
-            op: Any = ops.attention_features_lse_op if return_lse else ops.attention_features_op
-            found = op(one_q, one_k, one_v, *options, *SERVED.flat(features))
+            options = (causal, softmax_scale, num_decodes, deterministic, return_lse)
+            found = attend_featured(q, k, v, *options, features, bypasses_dispatcher, is_traced)
         if not is_traced and settings().checks:
             check_contents(q, k, features, num_decodes)
-        return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)
+        return found
     except UNEXPECTED as error:
         explain_failure(error, locals())
         raise

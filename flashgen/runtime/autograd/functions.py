@@ -1,0 +1,199 @@
+"""The functions of autograd: what each kind of call keeps, and which kernels compute its gradients.
+
+All of them are asked with as few arguments as their kind needs, and keep every tensor by way of torch's hooks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashgen.core.errors import UnsupportedError
+from flashgen.core.features.values import Features
+from flashgen.runtime.autograd.ops import (
+    NO_DOUBLE_BACKWARD,
+    asked_of,
+    attention_backward_op,
+    differentiate,
+    differentiate_by_op,
+    save,
+    train,
+)
+from flashgen.runtime.ops.backward import attention_backward_kernel
+from flashgen.runtime.ops.forward import attention_kernel
+from flashgen.runtime.ops.keys import can_bypass_dispatcher
+from flashgen.runtime.ops.rows import features_of_rows, rows_backward
+from flashgen.runtime.ops.runs import FeatureRun
+from flashgen.runtime.ops.schemas import DIFFERENTIATED
+
+Tensor = torch.Tensor
+Gradients = tuple[Tensor | None, ...]
+_NO_FLAT_FEATURES = DIFFERENTIATED.flat(Features())
+_FIXED = 7
+"""Arguments of a function of calls with features before those that have a gradient of their own."""
+
+
+class Plain(torch.autograd.Function):
+    """Without features: what most models train with has fewer tensors to keep and arguments to pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: tuple[Any, ...],
+        deterministic: bool,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Output, and LSE where it is asked for."""
+        causal, scale, bshd, offset, offset_tensor = options
+        asked = asked_of(deterministic)
+        out, lse = attention_kernel(q, k, v, causal, scale, bshd, offset, offset_tensor, asked)
+        if return_lse:
+            ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, offset_tensor)
+        ctx.numbers = causal, scale, bshd, offset, deterministic
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Gradients:
+        """Gradients of the arguments."""
+        q, k, v, out, lse, offset_tensor = ctx.saved_tensors
+        causal, scale, bshd, offset, deterministic = ctx.numbers
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if torch.is_grad_enabled() or not can_bypass_dispatcher(
+            q, k, v
+        ):  # the op says that there is no second derivative
+            options = (causal, scale, bshd, offset, offset_tensor)
+            dq, dk, dv, *_ = attention_backward_op(
+                dout, dlse, q, k, v, out, lse, *options, *_NO_FLAT_FEATURES, deterministic
+            )
+        else:
+            dq, dk, dv, *_ = attention_backward_kernel(
+                dout, dlse, q, k, v, out, lse, causal, scale, bshd, offset, offset_tensor, deterministic
+            )
+        return dq, dk, dv, None, None, None
+
+
+class Rows(torch.autograd.Function):
+    """Packed sequences and features without a gradient of their own, as (rows, heads, columns)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        run: FeatureRun,
+        features: Features,
+        causal: bool,
+        scale: float | None,
+        deterministic: bool,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The same; `run` is that of the call's key, of an output and an LSE."""
+        out, lse = run(q, k, v, scale, None, features)
+        if return_lse:
+            ctx.set_materialize_grads(False)
+        f = features
+        ctx.save_for_backward(q, k, v, out, lse, f.cu_seqlens_q, f.cu_seqlens_k, f.seqused_q, f.seqused_k)
+        ctx.numbers = causal, scale, deterministic, f.window, f.softcap, f.max_seqlens, f.batch_invariant
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Gradients:
+        """Gradients of the arguments."""
+        q, k, v, out, lse, *lengths = ctx.saved_tensors
+        causal, scale, deterministic, *numbers = ctx.numbers
+        features = features_of_rows(*lengths, *numbers)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if torch.is_grad_enabled() or not can_bypass_dispatcher(q, k, v):
+            given = (None if each is None else each.unsqueeze(0) for each in (dout, dlse, q, k, v, out, lse))
+            flat = DIFFERENTIATED.flat(features, deterministic)
+            dq, dk, dv, *_ = attention_backward_op(*given, causal, scale, True, None, None, *flat)
+            dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
+        else:
+            dq, dk, dv = rows_backward(dout, dlse, q, k, v, out, lse, causal, scale, deterministic, features)
+        return dq, dk, dv, None, None, None, None, None, None
+
+
+class Featured(torch.autograd.Function):
+    """With any features; tensors that may have a gradient come last."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: tuple[Any, ...],
+        features: Features,
+        deterministic: bool,
+        return_lse: bool,
+        *differentiable: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Output, and LSE where it is asked for."""
+        outputs = train(q, k, v, options, features, deterministic)
+        save(ctx, (q, k, v), outputs, options, features, deterministic)
+        return outputs if return_lse else outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Gradients:
+        """Gradients of the arguments."""
+        return _gradients(ctx, dout, dlse)
+
+
+class Learned(Featured):
+    """With aux tensors that have a gradient, too: for them there is no op."""
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Gradients:
+        """Gradients of the arguments."""
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_DOUBLE_BACKWARD)
+        return _gradients(ctx, dout, dlse, has_op=False)
+
+
+class Packed(Featured):
+    """Packed sequences with any features: one batch element where autograd does not look."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: tuple[Any, ...],
+        features: Features,
+        deterministic: bool,
+        return_lse: bool,
+        *differentiable: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Output, and LSE where it is asked for."""
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+        out, lse = train(q, k, v, options, features, deterministic)
+        save(ctx, (q, k, v), (out, lse), options, features, deterministic)
+        return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Gradients:
+        """Gradients of the arguments."""
+        one, one_lse = (None if each is None else each.unsqueeze(0) for each in (dout, dlse))
+        dq, dk, dv, *others = _gradients(ctx, one, one_lse)
+        return *(None if each is None else each.squeeze(0) for each in (dq, dk, dv)), *others
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *, has_op: bool = True) -> Gradients:
+    """Those of q, k, v, of four arguments that have none, and of features."""
+    needs = ctx.needs_input_grad[_FIXED:]
+    saved = ctx.saved_tensors
+    q, k, v, *_ = saved
+    is_plain = not has_op or (not torch.is_grad_enabled() and can_bypass_dispatcher(q, k, v))
+    backward = differentiate if is_plain else differentiate_by_op
+    dq, dk, dv, *others = backward(saved, ctx.numbers, (dout, dlse), needs)
+    given = (gradient if needed else None for gradient, needed in zip(others, needs, strict=True))
+    return dq, dk, dv, *[None] * (_FIXED - 3), *given
