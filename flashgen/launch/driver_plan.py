@@ -6,7 +6,6 @@ handles of the kernels. A new geometry costs what depends on it: sizes, strides,
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from flashgen.launch.counters import Counters
 from flashgen.launch.feature_arguments import has_arguments
 from flashgen.launch.feature_writers import WriteFeatures, features_writer
 from flashgen.launch.geometry import Geometry, scalars
-from flashgen.launch.parameters import C_TYPES, WORD_BYTES, Layout
+from flashgen.launch.parameters import WORD_BYTES, Layout
 from flashgen.launch.plan_layout import STREAM_WORD, PlanLayout, PlanMemory
 from flashgen.launch.scratch import ScratchPlan
 
@@ -77,11 +76,19 @@ class DriverPlan:
             (kernel.counter, Counters(device_index)) for kernel in self.layout.kernels if kernel.counter is not None
         ]
         self._kind = _kind(binding.geometry, binding.scratch)
-        self._has_features = has_arguments(binding.names)
         entries: dict[str, list[tuple[int, int]]] = {}
         for number, one in enumerate(self.layout.described):
             entries.setdefault(one.subject, []).extend((number, entry) for entry in one.entries)
         self.entries = entries
+        self._described_features = {subject.capitalize(): subject for subject in ("bias", "mask") if subject in entries}
+        places = {name: self.layout.places[name] for name in self.layout.formats if name in self.layout.places}
+        self._write_features = (
+            features_writer(
+                places, self.layout.formats, causal=binding.spec.causal, described=tuple(self._described_features)
+            )
+            if has_arguments(binding.names)
+            else None
+        )
 
     def sized(self, geometry: Geometry) -> SizedPlan | None:
         """The plan at a geometry, or None if it is of another kind than the first one.
@@ -132,17 +139,12 @@ class DriverPlan:
 
     def features_writer(self, sized: SizedPlan) -> WriteFeatures | None:
         """What writes the arguments of features; None where the kernels have none."""
-        if not self._has_features:
+        if self._write_features is None:
             return None
-        memory, layout = sized.memory, self.layout
-        slots = {
-            name: C_TYPES.get(form, ctypes.c_uint64).from_buffer(memory.words, WORD_BYTES * layout.places[name])
-            for name, form in layout.formats.items()
-            if name in layout.places
-        }
-        described = {name: self.describer(name, memory) for name in ("bias", "mask")}
-        describe = {name.capitalize(): point_to for name, point_to in described.items() if point_to is not None}
-        return features_writer(slots, sized.scalars, causal=self.binding.spec.causal, describe=describe)
+        memory = sized.memory
+        found = {name: self.describer(subject, memory) for name, subject in self._described_features.items()}
+        describe = {name: point_to for name, point_to in found.items() if point_to is not None}
+        return self._write_features(memory.words, sized.scalars, describe)
 
     def point_counters(self, words: Any, stream: int) -> list[torch.Tensor]:
         """Point each kernel with a counter to that of a stream; returns the counters, to be kept until the launch."""

@@ -10,11 +10,9 @@ the plan launches through Triton's own `CompiledKernel` instead.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from flashgen.codegen.family import Parameter
 from flashgen.launch.driver import TENSOR_MAP_BYTES
@@ -31,13 +29,6 @@ WORD_BYTES = 8
 
 WORD_FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
 """How a number lies in such a word, as `struct` packs it."""
-
-C_TYPES: dict[str, Any] = {
-    WORD_FORMATS["i32"]: ctypes.c_int32,
-    WORD_FORMATS["i64"]: ctypes.c_int64,
-    WORD_FORMATS["fp32"]: ctypes.c_float,
-}
-"""The same as `ctypes` writes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
