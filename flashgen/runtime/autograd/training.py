@@ -17,7 +17,6 @@ from flashgen.runtime.autograd import functions, transforms
 from flashgen.runtime.autograd.learned import learned_attention
 from flashgen.runtime.autograd.ops import attention_train_op
 from flashgen.runtime.ops.keys import is_transformed
-from flashgen.runtime.ops.runs import FeatureRun
 from flashgen.runtime.ops.schemas import TRAINED, differentiable_of
 
 Tensor = torch.Tensor
@@ -86,23 +85,6 @@ def direct_packed(
     return found
 
 
-def direct_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    run: FeatureRun,
-    features: Features,
-    causal: bool,
-    scale: float | None,
-    deterministic: bool,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The same of packed sequences and numbers; `run` is what the memo has for the call, with an LSE."""
-    found: Tensor | tuple[Tensor, Tensor]
-    found = _apply_rows(q, k, v, run, features, causal, scale, deterministic, return_lse)
-    return found
-
-
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], deterministic: bool, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -113,7 +95,10 @@ def plain_attention(
 direct_attention: Any = super(torch.autograd.Function, functions.Plain).apply
 """`plain_attention` for calls that bypass the dispatcher."""
 
+direct_rows: Any = super(torch.autograd.Function, functions.Rows).apply
+"""The same of packed sequences and numbers: `(q, k, v, run, features, causal, softmax_scale, deterministic,
+return_lse)`, where `run` is what the memo has for the call, with an LSE."""
+
 _apply: Any = super(torch.autograd.Function, functions.Featured).apply
-_apply_rows: Any = super(torch.autograd.Function, functions.Rows).apply
 _apply_packed: Any = super(torch.autograd.Function, functions.Packed).apply
 """`apply` without the questions about transforms, to which `can_bypass_dispatcher` has the answers."""

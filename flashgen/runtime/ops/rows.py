@@ -3,7 +3,8 @@
 The slow path sees one batch element, as all that is below does. What it leaves launches on memory alone, so a later
 call brings its tensors as they are: the four views of a forward pass and the eight of a backward pass cost as much as
 two launches. Keys have the places of those of `flashgen.runtime.ops.forward` and `flashgen.runtime.ops.backward`, and
-shapes of three dimensions, which no other key has.
+shapes of three dimensions, which no other key has. Outputs and gradients are allocated like rows in place of like a
+batch element, which torch lays out alike, as a test holds for all strides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import torch
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops import backward, forward, serve
 from flashgen.runtime.ops.generated import features_from_function
-from flashgen.runtime.ops.gradients import META
 from flashgen.runtime.ops.keys import (
     BACKWARD,
     BSHD,
@@ -24,11 +24,9 @@ from flashgen.runtime.ops.keys import (
     DOUT_SHIFT,
     FLOAT32,
     TF32,
-    TRAINS,
-    WITH_LSE,
     allows_tf32,
 )
-from flashgen.runtime.ops.runs import FeatureRun, Offset
+from flashgen.runtime.ops.runs import FeatureRun
 
 Tensor = torch.Tensor
 
@@ -74,17 +72,9 @@ def prepared_rows(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, feature
     Raises:
         WorkloadError, UnsupportedError, BuildError, LaunchError: as `flashgen.runtime.ops.serve.prepare`.
     """
-    if _allocates_alike(q):
-        run: FeatureRun = forward.prepared(key, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), key[0], features)
-        return run
-    causal, asked = bool(key[0] & CAUSAL), key[0] & (WITH_LSE | TRAINS | DETERMINISTIC)
-
-    def by_views(q: Tensor, k: Tensor, v: Tensor, scale: float | None, offset: Offset, features: Features) -> Any:
-        one = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-        found = forward.attention_features_kernel(*one, causal, scale, True, None, None, features, asked)
-        return tuple(each.squeeze(0) for each in found) if asked & WITH_LSE else found.squeeze(0)
-
-    return by_views
+    one = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    run: FeatureRun = forward.prepared(key, *one, key[0], features)
+    return run
 
 
 def rows_backward(
@@ -135,11 +125,6 @@ def rows_backward(
         one = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         one_out, one_dout, one_lse = out.unsqueeze(0), dout.unsqueeze(0), lse.unsqueeze(0)
         one_dlse = None if dlse is None else dlse.unsqueeze(0)
-        if not (_allocates_alike(q) and _allocates_alike(k) and _allocates_alike(v)):
-            given: tuple[Any, ...] = (causal, softmax_scale, True, None, None, deterministic, features)
-            found = backward.attention_backward_kernel(one_dout, one_dlse, *one, one_out, one_lse, *given)
-            dq, dk, dv = (None if each is None else each.squeeze(0) for each in found[:3])
-            return dq, dk, dv
         run = backward.prepared(key, one, one_out, one_dout, (one_lse, one_dlse), flags, features)
     dq, dk, dv, *_ = run(dout, dlse, q, k, v, out, lse, softmax_scale, None, features)
     return dq, dk, dv
@@ -167,14 +152,3 @@ def _sequences_key(features: Features) -> tuple[Any, ...]:
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
-
-
-def _allocates_alike(tensor: Tensor) -> bool:
-    """Whether what is allocated like these rows lies as what is allocated like one batch element of them.
-
-    So it does but where dimensions are expanded, whose strides have no order.
-    """
-    if tensor.is_contiguous():
-        return True
-    one = torch.empty_like(tensor.unsqueeze(0), device=META)
-    return one.stride()[1:] == torch.empty_like(tensor, device=META).stride()

@@ -1,0 +1,112 @@
+"""Packed training beside dense training: the same operations of torch, and hardly more calls of functions."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.launch import counters
+from flashgen.runtime.ops import serve
+from flashgen.runtime.ops.helpers import used_strides
+from tests.fakes.driver import FakeDriver
+from tests.packing import Case, make
+from tests.runtime.test_varlen import gpu  # noqa: F401 - a fixture
+
+Step = Callable[[], object]
+Steps = Callable[..., tuple[Step, Step]]
+
+ALLOCATING = ("empty_like", "new_empty", "new_zeros", "zeros_like", "empty", "zeros", "clone", "contiguous")
+VIEWING = ("unsqueeze", "squeeze", "view", "reshape", "transpose", "as_strided", "detach")
+MOST = 1.35
+"""How many calls of functions packed training may take for each of dense training: with views and checks it was 1.8."""
+
+
+def calls_of(step: Step) -> Counter[str]:
+    """The functions that a step calls, in Python or C: the fewest of some steps, as new pointers take descriptors."""
+
+    def counted() -> Counter[str]:
+        found: Counter[str] = Counter()
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            if event in ("call", "c_call"):
+                found[frame.f_code.co_qualname if event == "call" else argument.__name__] += 1
+
+        sys.setprofile(note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+        return found
+
+    return min((counted() for _ in range(10)), key=Counter.total)
+
+
+@pytest.fixture
+def steps(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Steps:  # noqa: F811
+    """What makes a step of training with packed sequences, and one of as many rows in a batch."""
+    monkeypatch.setattr(gpu, "cuLaunchKernelEx", lambda *given: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(counters, "_FREE", {0: iter(torch.zeros(99, 1, dtype=torch.int32).unbind())})
+    return _steps
+
+
+def _steps(**options: Any) -> tuple[Step, Step]:
+    packed = make(Case(queries=(64, 64), nheads=2, nheads_k=2, head_dim=64, dtype=torch.bfloat16))
+    rows = [tensor.requires_grad_() for tensor in (packed.q, packed.k, packed.v)]
+    batch = [tensor.detach().view(2, 64, 2, 64).requires_grad_() for tensor in rows]
+    given, dense_given = torch.ones_like(rows[0]), torch.ones_like(batch[0])
+
+    def packed_step() -> object:
+        return torch.autograd.grad(flashgen.attention_varlen(*rows, **packed.named, **options), rows, given)
+
+    def dense_step() -> object:
+        return torch.autograd.grad(flashgen.attention(*batch, layout="bshd", **options), batch, dense_given)
+
+    for step in (packed_step, dense_step):
+        for _ in range(12):
+            step()
+    return packed_step, dense_step
+
+
+def test_packed_training_costs_hardly_more_than_dense_training(steps: Steps) -> None:
+    packed, dense = map(calls_of, steps(causal=True))
+    for name in (*ALLOCATING, *VIEWING):
+        assert packed[name] == dense[name], name
+    assert not any(dense[name] for name in VIEWING)
+    assert dense["empty_like"] + dense["new_empty"] == 6  # output and LSE, scratch memory and three gradients
+    assert packed.total() <= MOST * dense.total()
+
+
+def test_a_window_and_a_softcap_are_numbers_too(steps: Steps) -> None:
+    packed, _ = map(calls_of, steps(causal=True, window=(20, 0), softcap=30.0))
+    assert not any(packed[name] for name in VIEWING)
+
+
+def test_a_step_that_is_known_takes_no_slow_path(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = steps(causal=True)
+    known = len(serve.MEMO)
+    monkeypatch.setattr(serve, "prepare", None)
+    packed()
+    assert len(serve.MEMO) == known
+
+
+def test_torch_lays_out_rows_as_it_lays_out_one_batch_element_of_them() -> None:
+    """Of any strides but those of an axis of one: kernels write outputs and gradients with those of the element."""
+    seen = set()
+    for order in itertools.permutations(range(3)):
+        for shape in itertools.product((1, 2, 3), (1, 2, 3), (1, 4)):
+            for expanded, room in itertools.product(itertools.product((False, True), repeat=3), (1, 2)):
+                own = [1 if expanded[axis] else room * shape[axis] for axis in order]
+                back = [order.index(axis) for axis in range(3)]
+                whole = torch.empty(own, device="meta").permute(back)
+                rows = whole[: shape[0], : shape[1], : shape[2]].expand(shape)
+                seen.add((rows.shape, rows.stride()))
+                assert used_strides(torch.empty_like(rows)) == used_strides(torch.empty_like(rows.unsqueeze(0)))[1:]
+    assert len(seen) > 300
