@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.core.errors import UnsupportedError
 from flashgen.launch import counters
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.helpers import used_strides
@@ -95,6 +96,16 @@ def test_a_step_that_is_known_takes_no_slow_path(steps: Steps, monkeypatch: pyte
     monkeypatch.setattr(serve, "prepare", None)
     packed()
     assert len(serve.MEMO) == known
+
+
+def test_a_second_derivative_is_refused(steps: Steps) -> None:
+    steps(causal=True)
+    packed = make(Case(queries=(64, 64), nheads=2, nheads_k=2, head_dim=64, dtype=torch.bfloat16))
+    q = packed.q.requires_grad_()
+    out = flashgen.attention_varlen(q, packed.k, packed.v, **packed.named, causal=True)
+    (dq,) = torch.autograd.grad(out, q, torch.ones_like(out), create_graph=True)
+    with pytest.raises(UnsupportedError, match="first derivatives only"):
+        torch.autograd.grad(dq, q, torch.ones_like(dq))
 
 
 def test_torch_lays_out_rows_as_it_lays_out_one_batch_element_of_them() -> None:
