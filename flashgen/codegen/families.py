@@ -136,12 +136,17 @@ def fitted(config: Config, spec: Specialization, sizes: Sizes, device: Device) -
 def usual(default: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:
     """A family's default as it serves sizes without any record: of most families as any config fits them."""
     row = family(default.family)
-    return (row.usual or row.fitted)(spec, default, sizes, device)
+    return row.balanced(spec, (row.usual or row.fitted)(spec, default, sizes, device), sizes, device)
 
 
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     """The reason why a valid config that was not measured at these sizes is far from the best there, or None."""
     return family(config.family).poor_at_sizes(config, sizes)
+
+
+def balanced(config: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:
+    """A config that was measured at other sizes, with a tile whose CTAs fill the SMs better at these."""
+    return family(config.family).balanced(spec, config, sizes, device)
 
 
 def over_pages(config: Config, spec: Specialization, device: Device) -> Config:

@@ -206,6 +206,7 @@ class KernelFamily:
         fitted: a valid config as it is best at the sizes of a workload, which a specialization does not know.
         usual: the default at such sizes, where a rule chooses more of it than what follows from them; None is `fitted`.
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
+        balanced: a config that was measured at other sizes, with a tile whose CTAs fill the SMs better at these.
         over_pages: of a config that was measured without pages, the one most like it for a specialization that has them
             (whether valid or not).
         successor: of a config that the family offered once and no more, the one most like it that it offers today
@@ -236,6 +237,7 @@ class KernelFamily:
     fitted: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     usual: Callable[[Specialization, Config, Sizes, Device], Config] | None = None
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
+    balanced: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     over_pages: Callable[[Specialization, Config, Device], Config] = _unchanged
     successor: Callable[[Specialization, Config], Config] = _itself
     exact_sibling: Callable[[Specialization, Config], Config] = _itself

@@ -10,7 +10,7 @@ from flashgen.codegen.common_softcap import TANH, exact_sibling
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob, KnobRows
-from flashgen.codegen.hopper_forward import defaults, resources, rules
+from flashgen.codegen.hopper_forward import defaults, resources, rules, tile_choice
 from flashgen.codegen.hopper_forward import template_context as text
 from flashgen.codegen.hopper_forward.cost_model import COST_MODEL
 from flashgen.core.device import Device
@@ -162,6 +162,7 @@ HOPPER_FORWARD = KernelFamily(
     knob_rows=_knob_rows,
     fitted=defaults.fitted,
     poor_at_sizes=defaults.poor_at_sizes,
+    balanced=tile_choice.balanced,
     successor=resources.successor,
     exact_sibling=exact_sibling,
     tolerated_spills=resources.TOLERATED_SPILLS,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 
-from flashgen.codegen.families import exact_sibling, poor_at_sizes, usual
+from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -81,7 +81,9 @@ class SizesLookup:
                 candidate = self._by_rule(candidate, here, sizes)
             if candidate is not None:
                 goes_to_torch = not generated_only and self._hands_over(candidate, rung, sizes)
-                return None if goes_to_torch else candidate.record.config
+                if goes_to_torch:
+                    return None
+                return balanced(candidate.record.config, self._spec, sizes, self._device)
         return usual(self._default, self._spec, sizes, self._device)
 
     def _by_rule(self, nearest: Candidate, here: Position, sizes: Sizes) -> Candidate:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.codegen.families import family, reasons
+from flashgen.codegen.families import balanced, family, reasons
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render, source_digest
 from flashgen.core.config import Config
@@ -24,7 +24,7 @@ from flashgen.launch.gpu import current_device
 from flashgen.runtime.lookup.decode_ladder import served_step
 from flashgen.runtime.lookup.few_queries import decode_specialization, keys_seen, served_by_decoding
 from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
-from flashgen.runtime.lookup.ladder import Served
+from flashgen.runtime.lookup.ladder import LAST_EXACT, Served
 from flashgen.runtime.lookup.mixed import launches
 from flashgen.runtime.lookup.packed_ladder import served_pass
 from flashgen.runtime.lookup.records import Records
@@ -142,7 +142,9 @@ class Explanation:
             *([f"           {self.faster}"] if self.faster else []),
             f"config     {self.served.config}",
         ]
-        lines += _record_lines(self.served, self.workload, self.is_stale, self.changed, self.device)
+        lines += _record_lines(
+            self.served, self.workload, self.specialization, self.is_stale, self.changed, self.device
+        )
         lines += [f"chosen     {self.chosen_by}"] if self.chosen_by else []
         lines += [f"expected   {self.expected}"] if self.expected else []
         lines += [f"queries    {self.few_queries}"] if self.few_queries else []
@@ -157,11 +159,12 @@ class Explanation:
 
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
+_WITH_OTHER_TILE = "with another tile, whose CTAs leave fewer SMs without work at these sizes: the config above"
 _WITHOUT_PAGES = "measured without pages, over which the config above serves"
 
 
 def _record_lines(
-    served: Served, workload: Workload, stale: bool, changed: tuple[str, ...], device: Device
+    served: Served, workload: Workload, spec: Specialization, stale: bool, changed: tuple[str, ...], device: Device
 ) -> list[str]:
     record = served.record
     if record is None:
@@ -178,7 +181,10 @@ def _record_lines(
     versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
     lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
     if served.config != record.config:
-        lines.append(f"           {_why_another_config(workload, record)}")
+        has_other_tile = (
+            served.rung > LAST_EXACT and balanced(record.config, spec, Sizes.of(workload), device) != record.config
+        )
+        lines.append(f"           {_WITH_OTHER_TILE if has_other_tile else _why_another_config(workload, record)}")
     if stale:
         lines.append("           stale: the template has changed since; the config still serves")
     lines += [f"           not current: {reason}; it serves (flashgen tune --reverify)" for reason in changed]

@@ -21,7 +21,8 @@ time is right for both. A shipped twin does not come before a record of the user
 Every config that a rung offers is checked again against the families' restrictions; one that cannot serve (a tensor
 descriptor for unaligned tensors, say) leaves the call to the next candidate. So does one of rungs 5 to 7 that does not
 fit the sizes of the call: that packs heads of a group into a tile where there are none, or does not where that would
-save most of the work.
+save most of the work. Where they serve, the tile is another one than the record's if that fills the SMs better
+(`flashgen.codegen.family.KernelFamily.balanced`).
 A call that asks for the LSE, or trains, is served by the exact sibling of a config whose LSE is not exact.
 "Nearest" is what `flashgen.core.nearest` says. A call with a user's score functions is served from the records of its
 class without them, none of which is exact.
@@ -36,7 +37,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import exact_sibling, invalid, poor_at_sizes, usual, validate
+from flashgen.codegen.families import balanced, exact_sibling, invalid, poor_at_sizes, usual, validate
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -132,9 +133,9 @@ def _walked(
                 if twin is not None:
                     return _by_twin(twin, record, skipped)
                 rule = choices.rule if rung == NEAREST_HERE and any(one is candidate for one in choices.here) else None
-                return Served(
-                    config=record.config, rung=rung, record=record, layer=layer, skipped=tuple(skipped), rule=rule
-                )
+                own = record.config
+                served = own if rung <= LAST_EXACT else balanced(own, spec, sizes, device)
+                return Served(config=served, rung=rung, record=record, layer=layer, skipped=tuple(skipped), rule=rule)
             why_none = f"{record.config} cannot serve: {reason}"
         skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
     return Served(config=usual(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))

@@ -1,0 +1,201 @@
+"""Tiles that fill the SMs: which of the tiles of a class serves sizes that nobody measured.
+
+Where a launch has few CTAs for each SM, the last wave of them decides: 156 tiles of 128 rows are two waves on 132 SMs,
+108 of 192 rows are one. A nearby record says nothing of that, so a config that was measured at other sizes keeps its
+tile only where no other one promises to be faster by a margin. The estimate is the time of the waves: steps over the
+keys and an overhead for each CTA, CTAs of one SM side by side, and, where queries see fewer keys the earlier they are,
+the longest CTA or an equal share of all work with some of a CTA behind it, whichever is more.
+
+What a step takes was fitted to 80 shapes on an H200 (bf16, 8 to 64 heads, 700 to 10240 queries), each tile by itself.
+On these, the tile that this chooses took 1.006 of the best one's time in the geometric mean and 1.08 at most, where
+the nearest record's took 1.065 and 1.48; docs/experiments/waves.md has shapes that nothing was fitted to. Under a
+causal mask heads of 128 columns have no table: tiles of 128 queries are the best ones at all sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashgen.codegen.family import Sizes
+from flashgen.codegen.hopper_forward import resources, rules
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+MARGINS = {"bf16": 0.01, "fp16": 0.1}
+"""By which another tile has to promise to be faster, by dtype. No tile was timed in float16, whose softmax differs."""
+
+
+_first = operator.itemgetter(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tile:
+    """One kind of tile of a class.
+
+    Attributes:
+        warpgroups: of 64 query rows each.
+        block_n: keys of a step.
+        blocks_per_sm: CTAs side by side.
+        knobs: what else its config has.
+        step: what a step takes, in a unit of its class.
+        overhead: what a CTA takes beside its steps, in steps.
+        lone: the share of its time that a CTA takes which has an SM to itself.
+        tail: under a causal mask, how much of a mean CTA comes behind an equal share of all work.
+    """
+
+    warpgroups: int
+    block_n: int
+    blocks_per_sm: int = 1
+    knobs: tuple[tuple[str, KnobValue], ...]
+    step: float
+    overhead: float
+    lone: float = 1.0
+    tail: float = 0.0
+
+    def time(self, sizes: Sizes, sm_count: int, *, causal: bool) -> float:
+        """What the CTAs of these sizes are expected to take."""
+        rows, heads = 64 * self.warpgroups, sizes.batch * sizes.nheads
+        tiles, slots = -(-sizes.seqlen_q // rows), sm_count * self.blocks_per_sm
+        longest = -(-sizes.seqlen_k // self.block_n) + self.overhead
+        if causal:
+            before = max(sizes.seqlen_k - sizes.seqlen_q, 0)  # keys that the first query sees
+            seen = before + min((tiles + 1) * rows, 2 * sizes.seqlen_q) / 2
+            mean = min(seen, sizes.seqlen_k) / self.block_n + 0.5 + self.overhead
+            behind = self.tail * mean if tiles * heads > slots else 0.0
+            return self.step * max(self.lone * longest, mean * tiles * heads / slots + behind)
+        waves, rest = divmod(tiles * heads, slots)
+        last = 0.0
+        if rest:
+            beside = -(-rest // sm_count)
+            last = self.lone + (1 - self.lone) * (beside - 1) / max(self.blocks_per_sm - 1, 1)
+        return self.step * longest * (waves + last)
+
+
+def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    """A config that was measured at other sizes, with another tile where that fills the SMs better at these."""
+    tiles = TILES.get(_plain(spec))
+    if tiles is None or resources.packed_heads(config) > 1:
+        return config
+    own = next((tile for tile in tiles if _is_of(config, tile)), None)
+    if own is None:
+        return config
+    times = [(tile.time(sizes, device.num_sms, causal=spec.causal), tile) for tile in tiles]
+    least, best = min(times, key=_first)
+    if best is own or least > (1 - MARGINS[spec.dtype]) * next(time for time, tile in times if tile is own):
+        return config
+    return _with_tile(spec, config, best, device)
+
+
+def _is_of(config: Config, tile: Tile) -> bool:
+    return config.integer("warpgroups") == tile.warpgroups and config.integer("block_n") == tile.block_n
+
+
+@functools.lru_cache(maxsize=256)
+def _plain(spec: Specialization) -> tuple[int, bool] | None:
+    """The head dimension and whether it is causal, of a specialization without any feature that changes its work."""
+    plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
+    return (spec.head_dim, spec.causal) if spec.workload_class == plain and spec.dtype in MARGINS else None
+
+
+@functools.lru_cache(maxsize=256)
+def _with_tile(spec: Specialization, config: Config, tile: Tile, device: Device) -> Config:
+    found = config.replace(
+        **{
+            **dict(tile.knobs),
+            "warpgroups": tile.warpgroups,
+            "block_n": tile.block_n,
+            "blocks_per_sm": tile.blocks_per_sm,
+        }
+    )
+    return found if rules.invalid(spec, found, device) is None else config
+
+
+_USUAL: dict[str, KnobValue] = {
+    "barriers": "named",
+    "conditional_rescale": True,
+    "early_settle": False,
+    "exp_order": "data",
+    "heads_per_group": 1,
+    "hidden_blocks": "computed",
+    "k_release": "own",
+    "masked_blocks": "one",
+    "max_chains": 1,
+    "ping_pong": True,
+    "q_stages": 1,
+    "qk_prefetch": "block",
+    "softmax_reference": "row_sums",
+    "split_d": False,
+    "v_stages": 3,
+}
+_FREE: dict[str, KnobValue] = {"barriers": "mbarrier", "exp_order": "free"}
+_SKIPPING: dict[str, KnobValue] = {"hidden_blocks": "skipped", "masked_blocks": "branch", "heads_per_group": 8}
+
+
+def _knobs(changes: Mapping[str, KnobValue], **others: KnobValue) -> tuple[tuple[str, KnobValue], ...]:
+    return tuple({**_USUAL, **changes, **others}.items())
+
+
+TILES: Mapping[tuple[int, bool] | None, tuple[Tile, ...]] = {
+    (128, False): (
+        Tile(warpgroups=2, block_n=128, step=1.218, overhead=4, knobs=_knobs({}, v_stages=2)),
+        Tile(warpgroups=3, block_n=64, step=0.981, overhead=5, knobs=_knobs({})),
+    ),
+    (64, False): (
+        Tile(
+            warpgroups=1,
+            block_n=64,
+            blocks_per_sm=3,
+            step=0.839,
+            overhead=4,
+            lone=0.7,
+            knobs=_knobs({}, ping_pong=False, softmax_reference="running"),
+        ),
+        Tile(warpgroups=2, block_n=128, step=1.085, overhead=3, knobs=_knobs({}, softmax_reference="running")),
+        Tile(warpgroups=3, block_n=128, step=1.314, overhead=4, knobs=_knobs(_FREE)),
+        Tile(warpgroups=4, block_n=64, step=0.841, overhead=6, knobs=_knobs(_FREE, k_release="with_v")),
+    ),
+    (64, True): (
+        Tile(
+            warpgroups=1,
+            block_n=64,
+            blocks_per_sm=4,
+            step=1.086,
+            overhead=4,
+            lone=0.7,
+            knobs=_knobs(_FREE, ping_pong=False, qk_prefetch="none", heads_per_group=32, v_stages=2),
+        ),
+        Tile(
+            warpgroups=1,
+            block_n=128,
+            blocks_per_sm=2,
+            step=1.219,
+            overhead=2,
+            lone=0.8,
+            knobs=_knobs(
+                _FREE,
+                ping_pong=False,
+                max_chains=4,
+                conditional_rescale=False,
+                softmax_reference="running",
+                heads_per_group=32,
+                v_stages=2,
+            ),
+        ),
+        Tile(
+            warpgroups=3,
+            block_n=128,
+            step=1.426,
+            overhead=4,
+            tail=0.25,
+            knobs=_knobs({**_FREE, **_SKIPPING}, q_stages=2),
+        ),
+        Tile(
+            warpgroups=4, block_n=64, step=0.945, overhead=4, tail=0.5, knobs=_knobs({**_FREE, **_SKIPPING}, q_stages=2)
+        ),
+    ),
+}
+"""By head dimension and whether it is causal: the tiles with which searches won, each with the rest of its config."""

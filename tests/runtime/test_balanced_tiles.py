@@ -1,0 +1,75 @@
+"""Which tile serves beside a record: its own at its own sizes, at others one that fills the SMs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.codegen.families import balanced, default_config
+from flashgen.codegen.family import Sizes
+from flashgen.core.config import Config
+from flashgen.core.workload import Workload
+from flashgen.db.layers import Layers
+from flashgen.measure.protocol import specialization
+from flashgen.runtime.lookup.by_sizes import SizesLookup
+from flashgen.runtime.lookup.explanation import explain
+from tests.db.samples import H200
+from tests.runtime.ladders import Ladder, measured
+
+FULL = Workload.parse("b4-h16-s4096-d128")
+ONE_WAVE = Workload.parse("b1-h12-s1664-d128")
+"""Of tiles of 192 queries; tiles of 128 are two."""
+
+DEFAULT = default_config(FULL.specialization, H200)
+
+
+def warpgroups(config: Config) -> int:
+    return config.integer("warpgroups")
+
+
+def test_sizes_of_one_wave_change_the_tile_of_a_record_and_not_that_of_their_own(ladder: Ladder) -> None:
+    ladder.user(measured(FULL, config=DEFAULT))
+    found = ladder.resolve(ONE_WAVE)
+    assert (found.rung, warpgroups(DEFAULT), warpgroups(found.config)) == (5, 2, 3)
+    assert ladder.resolve(FULL).config == DEFAULT
+    ladder.user(measured(ONE_WAVE, config=DEFAULT))
+    assert ladder.resolve(ONE_WAVE).config == DEFAULT
+
+
+def test_the_default_is_chosen_alike(ladder: Ladder) -> None:
+    found = ladder.resolve(ONE_WAVE)
+    assert (found.rung, warpgroups(found.config)) == (8, 3)
+
+
+def test_explain_says_why_the_record_s_config_does_not_serve(ladder: Ladder) -> None:
+    ladder.user(measured(FULL, config=DEFAULT))
+    text = str(explain(ONE_WAVE, ONE_WAVE.specialization, H200, ladder.records()))
+    assert "another tile, whose CTAs leave fewer SMs without work at these sizes" in text
+    far = replace(FULL, seqlen_q=4000, seqlen_k=4000)
+    assert "another tile" not in str(explain(far, far.specialization, H200, ladder.records()))
+
+
+def test_calls_of_new_lengths_get_what_the_ladder_says(ladder: Ladder) -> None:
+    ladder.user(measured(FULL, config=DEFAULT))
+    records, spec = ladder.records(), FULL.specialization
+    lookup = SizesLookup(records.choices(spec, H200), FULL, spec, H200, records)
+    sizes = Sizes.of(ONE_WAVE)
+    assert lookup.config(sizes, generated_only=True) == ladder.resolve(ONE_WAVE).config
+    assert warpgroups(ladder.resolve(ONE_WAVE).config) == 3
+
+
+def test_most_shipped_winners_keep_their_tile_by_the_estimate() -> None:
+    """Searches compared all tiles at these sizes, so that an estimate that is good agrees with them."""
+    with Layers.open() as layers:
+        records = [one for one, _ in layers.records(device=H200) if one.config.family == "hopper_forward"]
+    kept = [
+        balanced(one.config, specialization(one.workload), Sizes.of(one.workload), H200) == one.config
+        for one in records
+        if specialization(one.workload).workload_class in ("fwd-bf16-d64", "fwd-bf16-d64-causal", "fwd-bf16-d128")
+    ]
+    assert len(kept) >= 40
+    assert sum(kept) >= 0.85 * len(kept)
+
+
+def test_a_record_of_another_family_keeps_its_config(ladder: Ladder) -> None:
+    ladder.user(measured(FULL))
+    assert ladder.resolve(ONE_WAVE).config.family == "portable_forward"
