@@ -87,7 +87,7 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     least, best = min(times, key=_first)
     if best is own or least > (1 - MARGINS[spec.dtype]) * next(time for time, tile in times if tile is own):
         return config
-    return _with_tile(spec, config, best, device)
+    return with_tile(spec, config, best, device)
 
 
 def _is_of(config: Config, tile: Tile) -> bool:
@@ -102,7 +102,8 @@ def _plain(spec: Specialization) -> tuple[int, bool] | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _with_tile(spec: Specialization, config: Config, tile: Tile, device: Device) -> Config:
+def with_tile(spec: Specialization, config: Config, tile: Tile, device: Device) -> Config:
+    """A config with another tile and what goes with it; as it is where that is not valid."""
     found = config.replace(
         **{
             **dict(tile.knobs),

@@ -1,0 +1,209 @@
+"""What tiles of the Hopper forward family take at sizes of few waves, and the constants of the estimate that follow.
+
+python -m benchmarks.tiles FILE.csv [--limit-seconds 300]     races every tile of `tile_choice.TILES` on a GPU
+python -m benchmarks.tiles FILE.csv --fit                     from such a file, without a GPU
+
+Rows are added when a shape is done, and a shape that has rows is not raced again. `--fit` prints the constants of each
+tile, how far off they are, and, with each shape left out of them, what the tile that is chosen takes over the best one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.exit_codes import STOPPED
+from benchmarks.fallback import add_rows, read
+from flashgen.codegen.families import family
+from flashgen.codegen.family import Sizes
+from flashgen.codegen.hopper_forward.tile_choice import TILES, Tile, with_tile
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.record import Failure, Measurement
+from flashgen.core.workload import Workload
+from flashgen.measure.protocol import Executor, RaceJob, specialization
+from flashgen.tuning.compile_pool import Compiler, usable_cpus
+from flashgen.tuning.runs import make_compiler, make_executor
+
+SHAPES = (
+    "b1-h8-s2048",
+    "b1-h8-s4096",
+    "b1-h12-s1664",
+    "b1-h12-s2816",
+    "b1-h12-s10240",
+    "b1-h16-s1024",
+    "b1-h16-s2048",
+    "b1-h20-s6144",
+    "b1-h24-s1536",
+    "b1-h24-s3584",
+    "b1-h24-s4250",
+    "b1-h32-s1024",
+    "b1-h32-s3000",
+    "b1-h40-s2048",
+    "b1-h64-s1100",
+    "b2-h16-s1536",
+    "b2-h24-s3072",
+    "b3-h16-sq700-sk5000",
+    "b4-h16-s700",
+    "b8-h16-s1152",
+)
+"""Of each class: most have one to three waves of CTAs on 132 SMs."""
+
+ROUNDS, WINDOW_S, WARM_S = 3, 0.03, 0.01
+COLUMNS = ("workload", "warpgroups", "block_n", "ms")
+
+OVERHEADS = tuple(float(steps) for steps in range(9))
+LONE = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+TAILS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Constants that are tried."""
+
+Shape = tuple[int, int]
+"""Warpgroups and keys of a step."""
+
+Times = Mapping[Workload, Mapping[Shape, float]]
+
+
+def workloads() -> Iterator[Workload]:
+    """Every shape of every class."""
+    for key, shape in itertools.product((key for key in TILES if key is not None), SHAPES):
+        head_dim, causal = key
+        yield Workload.parse(f"{shape}-d{head_dim}" + ("-causal" if causal else ""))
+
+
+def configs(workload: Workload, device: Device) -> dict[Shape, Config]:
+    """One config for each tile of the class of a workload."""
+    spec = specialization(workload)
+    default = family("hopper_forward").default(spec, device)
+    tiles = TILES[workload.head_dim, workload.causal]
+    return {(tile.warpgroups, tile.block_n): with_tile(spec, default, tile, device) for tile in tiles}
+
+
+def race(executor: Executor, compiler: Compiler, workload: Workload) -> list[dict[str, object]]:
+    """One race of all tiles; a tile that fails has no row."""
+    ours = configs(workload, executor.describe().device)
+    for config in ours.values():
+        compiler.submit(specialization(workload), config)
+    able = {
+        shape: config
+        for shape, config in ours.items()
+        if not isinstance(compiler.result(specialization(workload), config), Failure)
+    }
+    job = RaceJob(workload=workload, configs=tuple(able.values()), rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S)
+    outcomes = zip(able, executor.race(job).outcomes, strict=True)
+    return [
+        dict(zip(COLUMNS, (workload.key, *shape, f"{outcome.median_ms:.5f}"), strict=True))
+        for shape, outcome in outcomes
+        if isinstance(outcome, Measurement)
+    ]
+
+
+def times_of(rows: Iterable[Mapping[str, str]]) -> dict[tuple[int, bool], dict[Workload, dict[Shape, float]]]:
+    """The times of a file by class."""
+    found: dict[tuple[int, bool], dict[Workload, dict[Shape, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        workload = Workload.parse(row["workload"])
+        shape = int(row["warpgroups"]), int(row["block_n"])
+        found[workload.head_dim, workload.causal][workload][shape] = float(row["ms"])
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A tile with constants of its own, and the standard deviation of the log of measured over estimated times."""
+
+    tile: Tile
+    off_by: float
+
+    @classmethod
+    def of(cls, tile: Tile, times: Times, sm_count: int, *, causal: bool) -> Fit:
+        """The constants with which a tile's times are the least off; its step is in us of one CTA."""
+        shape = (tile.warpgroups, tile.block_n)
+        known = [(Sizes.of(workload), of[shape]) for workload, of in times.items() if shape in of]
+        best: Fit | None = None
+        for overhead, lone, tail in itertools.product(
+            OVERHEADS, LONE if tile.blocks_per_sm > 1 else (1.0,), TAILS if causal else (0.0,)
+        ):
+            tried = replace(tile, step=1.0, overhead=overhead, lone=lone, tail=tail)
+            logs = [math.log(ms / tried.time(sizes, sm_count, causal=causal)) for sizes, ms in known]
+            off_by = statistics.pstdev(logs)
+            if best is None or off_by < best.off_by:
+                best = cls(tile=replace(tried, step=1e3 * math.exp(statistics.mean(logs))), off_by=off_by)
+        assert best is not None
+        return best
+
+
+def left_out(tiles: Sequence[Tile], times: Times, sm_count: int, *, causal: bool) -> list[float]:
+    """For each shape the time of the tile that constants choose which were fitted without it, over the best one's."""
+    found = []
+    for workload, by_shape in times.items():
+        others = {other: of for other, of in times.items() if other != workload}
+        fits = [Fit.of(tile, others, sm_count, causal=causal).tile for tile in tiles]
+        able = [tile for tile in fits if (tile.warpgroups, tile.block_n) in by_shape]
+        sizes = Sizes.of(workload)
+        chosen = min(able, key=lambda tile: tile.time(sizes, sm_count, causal=causal))
+        found.append(by_shape[chosen.warpgroups, chosen.block_n] / min(by_shape.values()))
+    return found
+
+
+def report(rows: Iterable[Mapping[str, str]], sm_count: int) -> str:
+    """The constants of every class, and what they are worth."""
+    lines = []
+    for (head_dim, causal), times in times_of(rows).items():
+        tiles = TILES.get((head_dim, causal), ())
+        if not tiles:
+            continue
+        for tile in tiles:
+            fit = Fit.of(tile, times, sm_count, causal=causal)
+            made = fit.tile
+            lines.append(
+                f"d{head_dim} {'causal' if causal else 'full':6} {64 * tile.warpgroups:3} x {tile.block_n:3}: "
+                f"step={made.step:.3f}, overhead={made.overhead:g}, lone={made.lone:g}, tail={made.tail:g}, "
+                f"off by {fit.off_by:.1%}"
+            )
+        ratios = left_out(tiles, times, sm_count, causal=causal)
+        lines.append(f"  left out: {math.exp(statistics.mean(map(math.log, ratios))):.3f}, at most {max(ratios):.3f}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 is done, 3 stopped at the time limit."""
+    options = _parser().parse_args(arguments)
+    if options.fit:
+        print(report(read(options.file), options.sms))
+        return 0
+    began, done = time.monotonic(), {row["workload"] for row in read(options.file)}
+    with contextlib.ExitStack() as stack:
+        executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
+        compiler = stack.enter_context(make_compiler(executor.describe().device, options.jobs or usable_cpus()))
+        for workload in workloads():
+            if workload.key in done:
+                continue
+            if time.monotonic() - began > options.limit_seconds:
+                return STOPPED
+            add_rows(options.file, COLUMNS, race(executor, compiler, workload))
+            print(f"{workload.key}: done", file=sys.stderr, flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.tiles", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("file", type=Path, help="a CSV; what is there is gone on with")
+    parser.add_argument("--fit", action="store_true", help="print constants instead")
+    parser.add_argument("--sms", type=int, default=132, help="SMs of the GPU of the file (default: %(default)s)")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all races, the start included")
+    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
+    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

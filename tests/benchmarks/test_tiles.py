@@ -1,0 +1,56 @@
+"""The races of tiles, and that the constants of the estimate are those that the committed times make."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tiles
+from benchmarks.fallback import read
+from benchmarks.tiles import Fit, configs, times_of
+from flashgen.codegen.families import invalid
+from flashgen.codegen.hopper_forward.tile_choice import TILES
+from flashgen.measure.protocol import specialization
+from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
+
+TIMES = Path(__file__).parents[1] / "codegen/tiles_nvidia_h200.csv"
+
+
+@pytest.mark.parametrize("key", [key for key in TILES if key is not None])
+def test_the_constants_are_what_the_times_make(key: tuple[int, bool]) -> None:
+    times = times_of(read(TIMES))[key]
+    for tile in TILES[key]:
+        found = Fit.of(tile, times, 132, causal=key[1])
+        assert found.off_by < 0.14
+        made = found.tile
+        assert (tile.overhead, tile.lone, tile.tail) == (made.overhead, made.lone, made.tail), tile
+        assert tile.step == pytest.approx(made.step, abs=5e-4)
+
+
+def test_every_tile_of_every_class_races_and_a_shape_is_raced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor = FakeExecutor(clock=Clock())
+    monkeypatch.setattr(tiles, "SHAPES", ("b1-h8-s2048", "b1-h12-s1664"))
+    monkeypatch.setattr(tiles, "make_executor", lambda gpu: executor)
+    monkeypatch.setattr(tiles, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler(failing=0.0)))
+    path = tmp_path / "tiles.csv"
+    assert tiles.main([str(path)]) == 0
+    rows = read(path)
+    assert len(rows) == 2 * sum(len(each) for key, each in TILES.items() if key is not None)
+    assert all(float(row["ms"]) > 0 for row in rows)
+    assert tiles.main([str(path)]) == 0
+    assert read(path) == rows
+    assert tiles.main([str(path), "--fit"]) == 0
+    assert capsys.readouterr().out.count("left out:") == len(TILES)
+
+
+def test_the_configs_of_a_shape_are_valid_and_differ() -> None:
+    for workload in tiles.workloads():
+        ours = configs(workload, H200)
+        assert len(set(ours.values())) == len(ours)
+        for shape, config in ours.items():
+            assert shape == (config.integer("warpgroups"), config.integer("block_n"))
+            assert invalid(config, specialization(workload), H200) is None
