@@ -78,8 +78,8 @@ def import_kernels(path: Path) -> None:
 
 
 def jobs_of(records: Iterable[TuningRecord]) -> list[Job]:
-    """What the calls of these records load: each once, with and without an LSE."""
-    from flashgen.codegen.families import exact_sibling
+    """What the calls of these records load, and calls of other sizes by them: each once, with and without an LSE."""
+    from flashgen.codegen.families import beside, exact_sibling
     from flashgen.runtime.warmup import variants
 
     jobs = [
@@ -87,7 +87,8 @@ def jobs_of(records: Iterable[TuningRecord]) -> list[Job]:
         for record in records
         if record.device.is_nvidia
         for spec in variants(record.workload, offset_tensor=False)
-        for config in (record.config, exact_sibling(record.config, spec))
+        for own in (record.config, *beside(record.config, spec, record.device))
+        for config in (own, exact_sibling(own, spec))
     ]
     unique = {(spec, config, device.arch): (spec, config, device) for spec, config, device in jobs}
     return list(unique.values())

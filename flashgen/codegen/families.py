@@ -149,6 +149,11 @@ def balanced(config: Config, spec: Specialization, sizes: Sizes, device: Device)
     return family(config.family).balanced(spec, config, sizes, device)
 
 
+def beside(config: Config, spec: Specialization, device: Device) -> tuple[Config, ...]:
+    """What `balanced` may serve in the place of a config at one size or another."""
+    return family(config.family).beside(spec, config, device)
+
+
 def over_pages(config: Config, spec: Specialization, device: Device) -> Config:
     """The config most like one that was measured without pages for a specialization that has them; may be invalid."""
     return family(config.family).over_pages(spec, config, device)

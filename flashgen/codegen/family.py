@@ -173,6 +173,10 @@ def _unchanged(spec: Specialization, config: Config, device: Device) -> Config:
     return config
 
 
+def _nothing_else(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
+    return ()
+
+
 def _always_fit(config: Config, sizes: Sizes) -> str | None:
     return None
 
@@ -207,6 +211,7 @@ class KernelFamily:
         usual: the default at such sizes, where a rule chooses more of it than what follows from them; None is `fitted`.
         poor_at_sizes: the reason why a valid config is far from the best at some sizes, or None.
         balanced: a config that was measured at other sizes, with a tile whose CTAs fill the SMs better at these.
+        beside: what `balanced` may serve in the place of a config at one size or another.
         over_pages: of a config that was measured without pages, the one most like it for a specialization that has them
             (whether valid or not).
         successor: of a config that the family offered once and no more, the one most like it that it offers today
@@ -238,6 +243,7 @@ class KernelFamily:
     usual: Callable[[Specialization, Config, Sizes, Device], Config] | None = None
     poor_at_sizes: Callable[[Config, Sizes], str | None] = _always_fit
     balanced: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
+    beside: Callable[[Specialization, Config, Device], tuple[Config, ...]] = _nothing_else
     over_pages: Callable[[Specialization, Config, Device], Config] = _unchanged
     successor: Callable[[Specialization, Config], Config] = _itself
     exact_sibling: Callable[[Specialization, Config], Config] = _itself

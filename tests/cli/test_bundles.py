@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ import pytest
 
 from flashgen.cli import arguments
 from flashgen.cli import bundles as commands
-from flashgen.codegen.families import default_config
+from flashgen.cli.bundles import jobs_of
+from flashgen.codegen.families import balanced, default_config
+from flashgen.codegen.family import Sizes
 from flashgen.codegen.helper import HelperKernel
 from flashgen.codegen.usual_helpers import usual_helpers
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import BuildError
 from flashgen.core.settings import settings
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import Specialization, Workload
 from flashgen.db.store import Store
 from flashgen.launch import binaries, bundles
 from tests.cli.conftest import Invoke
-from tests.db.samples import MEASURED, SHORT, timed
+from tests.db.samples import H200, MEASURED, SHORT, timed
 
 pytest.importorskip("zstandard")
 
@@ -117,3 +120,13 @@ def test_helpers_travel_where_they_are_asked_for(
     assert asked == [(helper, "sm80") for helper in usual_helpers(Specialization.of(SHORT))]
     assert "8 kernels for sm80 by Triton" in done.stdout
     assert "left out: merge_states for " in done.stdout
+
+
+def test_tiles_that_other_sizes_get_are_in_a_bundle() -> None:
+    full = Workload.parse("b4-h16-s4096-d128")
+    one_wave = Workload.parse("b1-h12-s1664-d128")
+    config = default_config(full.specialization, H200)
+    record = replace(MEASURED, workload=full, device=H200, config=config, baselines=())
+    served = balanced(config, one_wave.specialization, Sizes.of(one_wave), H200)
+    assert served != config
+    assert {config, served} <= {each for _, each, _ in jobs_of([record])}

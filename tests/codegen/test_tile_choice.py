@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.codegen.families import balanced, default_config, family, invalid
+from flashgen.codegen.families import balanced, beside, default_config, family, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tile_choice import TILES, Tile
 from flashgen.core.config import Config
@@ -96,3 +96,15 @@ def test_heads_packed_into_a_tile_and_other_families_stay() -> None:
     portable = default_config(spec, A100)
     assert portable.family == "portable_forward"
     assert balanced(portable, spec, sizes, A100) == portable
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), CLASSES)
+def test_what_may_serve_beside_a_config_is_all_that_sizes_choose(head_dim: int, causal: bool) -> None:
+    spec = spec_of(head_dim, causal)
+    for tile in CLASSES[head_dim, causal]:
+        config = config_of(spec, tile)
+        able = {config, *beside(config, spec, H200)}
+        assert len(able) == len(CLASSES[head_dim, causal])
+        chosen = {balanced(config, specialization(w), Sizes.of(w), H200) for w in measured(head_dim, causal)}
+        assert len(chosen) > 1
+        assert chosen <= able

@@ -163,6 +163,7 @@ HOPPER_FORWARD = KernelFamily(
     fitted=defaults.fitted,
     poor_at_sizes=defaults.poor_at_sizes,
     balanced=tile_choice.balanced,
+    beside=tile_choice.others,
     successor=resources.successor,
     exact_sibling=exact_sibling,
     tolerated_spills=resources.TOLERATED_SPILLS,

@@ -90,6 +90,15 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     return with_tile(spec, config, best, device)
 
 
+def others(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
+    """What `balanced` may serve in the place of a config at one size or another."""
+    tiles = TILES.get(_plain(spec), ())
+    if resources.packed_heads(config) > 1 or not any(_is_of(config, tile) for tile in tiles):
+        return ()
+    found = (with_tile(spec, config, tile, device) for tile in tiles if not _is_of(config, tile))
+    return tuple(other for other in found if other != config)
+
+
 def _is_of(config: Config, tile: Tile) -> bool:
     return config.integer("warpgroups") == tile.warpgroups and config.integer("block_n") == tile.block_n
 
