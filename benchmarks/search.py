@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.markdown import table_row
 from benchmarks.replay_plan import MATRIX
 from benchmarks.search_contestants import Maker, contestants
-from benchmarks.search_replay import Step, Table, after_seconds, after_trials, replay
+from benchmarks.search_replay import JOBS, Step, Table, after_seconds, after_trials, replay
 from benchmarks.search_synthetic import synthetic
 from flashgen.core.device import find_device
 from flashgen.core.errors import FlashgenError
@@ -128,6 +128,7 @@ def compare(
     *,
     seeds: Iterable[int],
     trials: int = max(TRIALS),
+    jobs: int = JOBS,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Run]:
     """Every contestant on every table with every seed; one that cannot take a table is left out of all."""
@@ -135,7 +136,7 @@ def compare(
     wanted = tuple(seeds)
     for name, make in makers.items():
         try:
-            own = [_run(name, make, table, seed, trials) for table in tables for seed in wanted]
+            own = [_run(name, make, table, seed, trials, jobs) for table in tables for seed in wanted]
         except ValueError as error:
             say(f"{name} does not take part: {error}")
             continue
@@ -144,8 +145,8 @@ def compare(
     return runs
 
 
-def _run(name: str, make: Maker, table: Table, seed: int, trials: int) -> Run:
-    steps = replay(table, make(table, seed), trials=min(trials, len(table.answers)))
+def _run(name: str, make: Maker, table: Table, seed: int, trials: int, jobs: int) -> Run:
+    steps = replay(table, make(table, seed), trials=min(trials, len(table.answers)), jobs=jobs)
     return Run(contestant=name, table=table.name, seed=seed, steps=tuple(steps))
 
 

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from flashgen.codegen.families import default_config, invalid, successor
+from flashgen.codegen.families import default_config, invalid, successor, usual
+from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.peak import least_ms
 from flashgen.core.record import Measurement, Trial, timestamp
@@ -20,15 +21,20 @@ from tests.tuning.runs import CAUSAL, FINALS, PLAIN, chosen, run, willing
 HOPPER = ("hopper_forward",)
 
 
+def usual_default(workload: Workload) -> Config:
+    spec = workload.specialization
+    return usual(default_config(spec, H200), spec, Sizes.of(workload), H200)
+
+
 def uneven_executor(hard_factor: float = 2.0) -> FakeExecutor:
     """The default is the best by 3% on normal data, and alone takes `hard_factor` times as long on hard data."""
 
     def time_ms(workload: Workload, config: Config) -> float:
-        default = default_config(workload.specialization, H200)
+        default = usual_default(workload)
         differing = len(set(config.knobs) - set(default.knobs))
         return workload.flops / 500e9 * (1 + 0.004 * differing) * (1.0 if differing else 0.97)
 
-    defaults = {default_config(workload.specialization, H200) for workload in (CAUSAL, PLAIN)}
+    defaults = {usual_default(workload) for workload in (CAUSAL, PLAIN)}
     return FakeExecutor(time_ms=time_ms, hard_factor=lambda c: hard_factor if c in defaults else 1.02)
 
 
@@ -37,7 +43,7 @@ def uneven_executor(hard_factor: float = 2.0) -> FakeExecutor:
 def test_no_record_wins_by_ignoring_hard_data(store: Store, workload: Workload, hard_factor: float) -> None:
     executor = uneven_executor(hard_factor)
     (outcome,) = run(store, workload, executor=executor, compiler=willing(), families=HOPPER).outcomes
-    record, default = chosen(store, workload), default_config(workload.specialization, H200)
+    record, default = chosen(store, workload), usual_default(workload)
     assert min(executor.evaluated, key=lambda job: executor.time_ms(*job))[1] == default, "on normal data alone it wins"
     if hard_factor == 1.0:
         assert record.config == default
