@@ -22,9 +22,9 @@ from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 
 TARGETS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx1200")
-FEW_TARGETS = ("sm80", "sm100", "gfx942", "sm90")
-"""The targets of `--few`: one of each kind, and sm100 for its matrix products alone: a target with every feature of it
-would take as long as two others."""
+FEW_TARGETS = ("sm100", "sm80", "gfx942", "sm90")
+"""The targets of `--few`: one of each kind, and sm100 for its matrix products alone, of the first of SHAPES, which
+compiles in a third of the time of the second one."""
 
 Shape = tuple[str, int, bool]
 """dtype, head_dim, causal."""
@@ -92,7 +92,9 @@ SMALL_TILES = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
 SMALL_TILES |= {f"dq_{name}": most for name, most in SMALL_TILES.items()}
 """The most of these knobs with which the other families compile in half the time.
 
-`--few` has features with both: a text is accepted or not, whatever the sizes of its tiles. SHAPES have the defaults.
+`--few` has features, other loads and short queries with both, and all jobs have features and functions with the second
+where products are the same instructions in tiles of any size: a text is accepted or not, whatever the sizes of its
+tiles. SHAPES have the defaults.
 """
 
 FEW_FEATURE_TARGETS = ("sm80", "sm90", "gfx942")
@@ -173,10 +175,10 @@ def jobs(rows: Rows, targets: list[str]) -> list[Job]:
     for number, device in enumerate(map(find_device, targets)):
         forward = WGMMA_SHAPES if device.has_wgmma else (SHAPES[1], SHAPES[number % 2 * 2])
         found += with_shapes(rows, device, number, forward, shapes_in_turn(device, number))
-        found += with_functions(rows, device) if device.arch in FUNCTION_TARGETS else []
+        found += map(in_cheap_tiles, with_functions(rows, device)) if device.arch in FUNCTION_TARGETS else []
         found += with_steps(rows, device) if device.has_wgmma else []
     found += fullest(rows) if FULLEST[0] in targets else []
-    return found + with_features(rows, [find_device(target) for target in targets])
+    return [*found, *map(in_cheap_tiles, with_features(rows, [find_device(target) for target in targets]))]
 
 
 def few_jobs(rows: Rows) -> list[Job]:
@@ -184,7 +186,8 @@ def few_jobs(rows: Rows) -> list[Job]:
     found = []
     for number, device in enumerate(map(find_device, FEW_TARGETS)):
         backward = SHAPES[1:2] if device.has_wgmma else shapes_in_turn(device, number)
-        found += with_shapes(rows, device, number, shapes_in_turn(device, number), backward)
+        of_shapes = with_shapes(rows, device, number, shapes_in_turn(device, number), backward)
+        found += [in_small_tiles(job) if job.may_spill else job for job in of_shapes]
     sm80, sm90, _ = devices = [find_device(target) for target in FEW_FEATURE_TARGETS]
     for device in devices:
         found += map(in_small_tiles, with_functions(rows, device))
@@ -194,6 +197,11 @@ def few_jobs(rows: Rows) -> list[Job]:
             device = devices[number % len(devices)] if row in on_sm80 else sm90
             found.append(in_small_tiles(variants(row.default(spec, device), spec, device)[-1]))
     return found + fullest(rows)
+
+
+def in_cheap_tiles(job: Job) -> Job:
+    """The same features with SMALL_TILES, but for targets of which a small tile has products of an older kind."""
+    return job if job.device.has_warpgroup_mma else in_small_tiles(job)
 
 
 def in_small_tiles(job: Job) -> Job:
