@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.core.settings import settings
+from tests.remembered import remember
 
 with contextlib.suppress(ModuleNotFoundError):  # the GPU tests do without it
     import hypothesis
@@ -35,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish() -> None:
     """What is loaded by now stays: searching it for garbage again and again took a sixth of the time of the tests."""
+    remember()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -1,0 +1,79 @@
+"""What searches compute again and again from the same values, computed once in a process of the tests.
+
+A test of a search enumerates the space of a workload, asks the analytic model about all of it, and reads the tables that
+ship, as the tests before it did: a fifth of their time. Each is a function of values alone, and remembered where the
+modules of tuning call it. Tests of these functions call the originals, from the modules that define them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TABLES = Path(__file__).resolve().parents[1] / "tuning_db"
+
+SPACES = 48
+"""Spaces that are kept: one has some thousand configs, which are some megabytes."""
+
+MODELLED = 96
+
+
+def remember() -> None:
+    """Remember from now on, in the modules that are loaded."""
+    for name, modules, wrapped in (
+        ("search_space", ("lattice",), _search_space),
+        ("predict_all", ("candidates", "cost_inputs"), _predict_all),
+        ("read_log", ("known_searches",), _read_log),
+    ):
+        for module in filter(None, (sys.modules.get(f"flashgen.tuning.{each}") for each in modules)):
+            setattr(module, name, wrapped(getattr(module, name)))
+    learned_cost = sys.modules.get("flashgen.tuning.learned_cost")
+    if learned_cost is not None:
+        learned_cost.Lesson.of = _lesson(learned_cost.Lesson.of)
+
+
+def _search_space(original: Any) -> Any:
+    return functools.lru_cache(maxsize=SPACES)(original)
+
+
+def _predict_all(original: Any) -> Any:
+    from flashgen.codegen import families
+
+    # the model of a config is that of its family's row, and a test may have other rows
+    @functools.lru_cache(maxsize=MODELLED)
+    def predicted(workload: Any, configs: tuple[Any, ...], device: Any, rows: tuple[Any, ...]) -> Any:
+        return original(workload, configs, device)
+
+    def copied(workload: Any, configs: Sequence[Any], device: Any) -> Any:
+        return dict(predicted(workload, tuple(configs), device, families.FAMILIES))
+
+    return copied
+
+
+LOGS: dict[Path, Any] = {}
+LESSONS: dict[int, Any] = {}
+
+
+def _read_log(original: Any) -> Any:
+    def read(path: Path) -> Any:
+        if not path.is_relative_to(TABLES):
+            return original(path)
+        if path not in LOGS:
+            LOGS[path] = original(path)
+        return LOGS[path]
+
+    return read
+
+
+def _lesson(original: Any) -> Any:
+    def of(log: Any) -> Any:
+        if not any(log is known for known in LOGS.values()):
+            return original(log)
+        if id(log) not in LESSONS:  # it lives as long as LOGS
+            LESSONS[id(log)] = original(log)
+        return LESSONS[id(log)]
+
+    return of
