@@ -1,8 +1,8 @@
 """What searches compute again and again from the same values, computed once in a process of the tests.
 
-A test of a search enumerates the space of a workload, asks the analytic model about all of it, and reads the tables that
-ship, as the tests before it did: a fifth of their time. Each is a function of values alone, and remembered where the
-modules of tuning call it. Tests of these functions call the originals, from the modules that define them.
+A test of a search enumerates the space of a workload, asks the analytic model about all of it, and reads the tables
+that ship, as the tests before it did: a fifth of their time. Each is a function of values alone, and remembered where
+the modules of tuning call it. Tests of these functions call the originals, from the modules that define them.
 """
 
 from __future__ import annotations
