@@ -6,6 +6,7 @@ millions. The same cases serve the GPU (`forward_cases()`) and, with smaller val
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,13 +46,21 @@ def _row(
 ) -> dict[str, Value]:
     """A row with the pair `start`, whose other values, in random order, each complete most missing pairs."""
     row = dict(start)
-    names, rest = list(factors), [name for name in factors if name not in row]
+    place = {name: number for number, name in enumerate(factors)}
+    rest = [name for name in factors if name not in row]
     generator.shuffle(rest)
+
+    def completed(name: str, value: Value) -> int:
+        """Of the pairs with this value alone: all others are there whatever it is."""
+        here = (name, value)
+        pairs = ((here, other) if place[name] < place[other[0]] else (other, here) for other in row.items())
+        return sum(pair in missing for pair in pairs)
+
     for name in rest:
         values = list(factors[name])
         generator.shuffle(values)
-        row[name] = max(values, key=lambda value: len(missing & set(_pairs({**row, name: value}, names))))
-    return {name: row[name] for name in names}
+        row[name] = max(values, key=functools.partial(completed, name))
+    return {name: row[name] for name in factors}
 
 
 def _pairs(row: Mapping[str, Value], names: list[str]) -> Iterator[Pair]:

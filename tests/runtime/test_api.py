@@ -450,8 +450,10 @@ def test_torch_compile_finds_one_graph_with_features(name: str, with_lse: bool) 
         return found[0] + 1 if isinstance(found, tuple) else found + 1
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    torch.testing.assert_close(compiled(*numbers()), model(*numbers()))
+    # torch begins anew for each number that it first took for a variable, which one set of features is enough for
+    with torch._dynamo.config.patch(specialize_float=name != "heads"):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        torch.testing.assert_close(compiled(*numbers()), model(*numbers()))
 
 
 @pytest.mark.usefixtures("on_cpu")

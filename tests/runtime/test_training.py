@@ -470,6 +470,9 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch._dynamo.config.patch(
+    specialize_float=True
+)  # else torch begins anew for each number: test_api has calls for that
 def test_torch_compile_trains_in_one_graph(dynamic: bool, emulated: EmulatedGpu) -> None:
     torch.manual_seed(0)
     model = Block() if dynamic else torch.nn.Sequential(Block(), Block())
