@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +28,15 @@ from flashgen.measure.verify import KernelFactory, LaunchFunction
 from tests.fakes.attention import Emulated
 
 SMALL = Workload.parse("bf16-b1-h2-s96-d16-causal")
+
+ODD_PROBLEMS = functools.cache(directions.DIRECTIONS["forward"].odd_problems)
+
+
+@pytest.fixture(autouse=True)
+def odd_problems_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right answers of the odd shapes, which no kernel writes to, are computed once and not for each judge."""
+    forward = replace(directions.DIRECTIONS["forward"], odd_problems=ODD_PROBLEMS)
+    monkeypatch.setitem(directions.DIRECTIONS, "forward", forward)
 
 
 def config(**knobs: int | str | bool) -> Config:

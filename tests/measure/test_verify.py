@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -22,6 +23,10 @@ def problem(workload: Workload, layout: str = "bhsd") -> VerificationCase:
     expected = oracle_of(q, k, v, causal=workload.causal, q_offset=offset, softmax_scale=scale)
     return VerificationCase(inputs=inputs, expected=expected, softmax_scale=scale, q_offset=offset)
 
+
+ODD_SHAPES_OF = functools.cache(lambda spec: odd_problems(spec, "cpu"))
+ODD = pytest.mark.xdist_group("odd shapes")
+"""Of tests with the odd shapes of one specialization: one process computes the right answers, once."""
 
 PLAIN = Workload.parse("fwd-bf16-b2-h4-hk2-s512-d64")
 CAUSAL = Workload.parse("fwd-bf16-b1-h2-s512-d64-causal")
@@ -64,21 +69,24 @@ def test_an_accumulator_in_bf16_is_rejected() -> None:
     assert isinstance(verdict, Failure)
 
 
+@ODD
 def test_the_wrong_corner_of_the_causal_mask_is_rejected() -> None:
     """Top left instead of bottom right, where the sequences differ."""
-    found = odd_problems(LONG.specialization, "cpu")
+    found = ODD_SHAPES_OF(LONG.specialization)
     verdict = check_odd(Emulated(causal=True, ignore_offset=True).factory, found)
     assert isinstance(verdict, Failure)
     assert "q_offset" in verdict.reason
 
 
+@ODD
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_correct_kernel_passes_all_odd_shapes(dtype: str, causal: bool) -> None:
     spec = Workload.parse(f"{dtype}-b1-h1-s1-d64{'-causal' if causal else ''}").specialization
-    assert check_odd(Emulated(causal=causal, block_n=128).factory, odd_problems(spec, "cpu")) is None
+    assert check_odd(Emulated(causal=causal, block_n=128).factory, ODD_SHAPES_OF(spec)) is None
 
 
+@ODD
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -93,7 +101,7 @@ def test_a_correct_kernel_passes_all_odd_shapes(dtype: str, causal: bool) -> Non
 )
 def test_the_odd_shapes_reject(mistake: dict[str, object]) -> None:
     kernel = Emulated(causal=True, **mistake)  # type: ignore[arg-type]
-    verdict = check_odd(kernel.factory, odd_problems(CAUSAL.specialization, "cpu"))
+    verdict = check_odd(kernel.factory, ODD_SHAPES_OF(CAUSAL.specialization))
     assert isinstance(verdict, Failure)
     assert verdict.reason.startswith("at ")
 
