@@ -59,24 +59,29 @@ ONLY_ASKED_FOR = ("flashgen.flash_attn", "flashgen.integrations", "flashgen.refe
 IMPORT_LIMIT_MS = 50
 
 USUAL_LOOP_MS = 12.0
-"""200000 steps of a loop, where the import takes 36 ms: a machine that is slower just now has so much more time."""
+"""200000 steps of a loop, where the import takes 36 ms: a machine that is slower just now has so much more time.
+
+Both are time of the processor: what it does for other processes meanwhile is not counted.
+"""
 
 IMPORT_PROBE = """
 import json, sys, time
 import torch
 
 def loop_ms():
-    started, total = time.perf_counter(), 0
+    started, total = time.process_time(), 0
     for number in range(200_000):
         total += number * number
-    return (time.perf_counter() - started) * 1e3
+    return (time.process_time() - started) * 1e3
 
-loop = min(loop_ms() for _ in range(3))
 before = set(sys.modules)
-started = time.perf_counter()
+loops = [loop_ms()]
+started = time.process_time()
 import flashgen
-elapsed_ms = (time.perf_counter() - started) * 1e3
-print(json.dumps({"elapsed_ms": elapsed_ms, "loop_ms": loop, "loaded": sorted(set(sys.modules) - before)}))
+import_ms = (time.process_time() - started) * 1e3
+loaded = sorted(set(sys.modules) - before)
+loops.append(loop_ms())  # beside the import: a processor that is shared may be slower a moment later
+print(json.dumps({"import_ms": import_ms, "loop_ms": sum(loops) / 2, "loaded": loaded}))
 """
 
 LOOK_UP_PROBE = """
@@ -140,8 +145,8 @@ def test_import_loads_nothing_heavy_and_is_quick() -> None:
         roots = {str(name).split(".")[0] for name in seen["loaded"]}
         assert not roots & set(HEAVY)
         assert not [name for name in seen["loaded"] if name.startswith(ONLY_ASKED_FOR)]
-        elapsed_ms, loop_ms = float(str(seen["elapsed_ms"])), float(str(seen["loop_ms"]))
-        times.append(elapsed_ms / max(loop_ms / USUAL_LOOP_MS, 1.0))
+        import_ms, loop_ms = float(str(seen["import_ms"])), float(str(seen["loop_ms"]))
+        times.append(import_ms / max(loop_ms / USUAL_LOOP_MS, 1.0))
         if times[-1] < IMPORT_LIMIT_MS:
             return
     pytest.fail(f"`import flashgen` after torch must take less than {IMPORT_LIMIT_MS} ms, took {times}")

@@ -106,9 +106,11 @@ def test_both_kernels_read_the_call(gpu: FakeDriver) -> None:
 
 def test_a_second_call_finds_its_launch_and_other_pointers_are_written(gpu: FakeDriver) -> None:
     case = Case(lens=(300, 0, 64), page=16)
-    (first, _), (again, _) = run(gpu, make(case)), run(gpu, other := make(case, seed=3))
+    one, other = make(case), make(case, seed=3)  # both live at once: else their tensors may have the same addresses
+    (first, _), (again, _) = run(gpu, one), run(gpu, other)
     assert len(runs.MEMO) == 1
     assert first.values["PartO"] == again.values["PartO"]  # memory that the stream's calls share
+    assert first.values["Q"] == one.q.data_ptr()
     assert again.values["Q"] == other.q.data_ptr() != first.values["Q"]
     run(gpu, make(replace(case, lens=(300, 2))))
     assert len(runs.MEMO) == 2
