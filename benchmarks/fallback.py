@@ -196,15 +196,23 @@ class Checks:
 
 
 def raced(
-    executor: Executor, compiler: Compiler, workload: Workload, configs: Iterable[Config], *, hard: bool = False
+    executor: Executor,
+    compiler: Compiler,
+    workload: Workload,
+    configs: Iterable[Config],
+    *,
+    rounds: int = ROUNDS,
+    window_s: float = WINDOW_S,
+    warm_s: float = WARM_S,
+    hard: bool = False,
 ) -> dict[Config, Measurement | Failure]:
-    """What each config did in one race of all of them, for which they are compiled first; `hard` as of `RaceJob`."""
+    """What each config did in one race of all of them, for which they are compiled first; the rest as of `RaceJob`."""
     different = tuple(dict.fromkeys(configs))
     for config in different:
         compiler.submit(specialization(workload), config)
     for config in different:
         compiler.result(specialization(workload), config)
-    job = RaceJob(workload=workload, configs=different, rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S, hard=hard)
+    job = RaceJob(workload=workload, configs=different, rounds=rounds, window_s=window_s, warm_s=warm_s, hard=hard)
     return dict(zip(different, executor.race(job).outcomes, strict=True))
 
 

@@ -22,15 +22,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
-from benchmarks.fallback import add_rows, read
+from benchmarks.fallback import add_rows, raced, read
 from flashgen.codegen.families import family
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward.tile_choice import TILES, Tile, with_tile
 from flashgen.core.config import Config
 from flashgen.core.device import Device
-from flashgen.core.record import Failure, Measurement
+from flashgen.core.record import Measurement
 from flashgen.core.workload import Workload
-from flashgen.measure.protocol import Executor, RaceJob, specialization
+from flashgen.measure.protocol import Executor, specialization
 from flashgen.tuning.compile_pool import Compiler, usable_cpus
 from flashgen.tuning.runs import make_compiler, make_executor
 
@@ -74,8 +74,7 @@ Times = Mapping[Workload, Mapping[Shape, float]]
 
 def workloads() -> Iterator[Workload]:
     """Every shape of every class."""
-    for key, shape in itertools.product((key for key in TILES if key is not None), SHAPES):
-        head_dim, causal = key
+    for (head_dim, causal), shape in itertools.product(TILES, SHAPES):
         yield Workload.parse(f"{shape}-d{head_dim}" + ("-causal" if causal else ""))
 
 
@@ -90,19 +89,11 @@ def configs(workload: Workload, device: Device) -> dict[Shape, Config]:
 def race(executor: Executor, compiler: Compiler, workload: Workload) -> list[dict[str, object]]:
     """One race of all tiles; a tile that fails has no row."""
     ours = configs(workload, executor.describe().device)
-    for config in ours.values():
-        compiler.submit(specialization(workload), config)
-    able = {
-        shape: config
-        for shape, config in ours.items()
-        if not isinstance(compiler.result(specialization(workload), config), Failure)
-    }
-    job = RaceJob(workload=workload, configs=tuple(able.values()), rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S)
-    outcomes = zip(able, executor.race(job).outcomes, strict=True)
+    outcomes = raced(executor, compiler, workload, ours.values(), rounds=ROUNDS, window_s=WINDOW_S, warm_s=WARM_S)
     return [
         dict(zip(COLUMNS, (workload.key, *shape, f"{outcome.median_ms:.5f}"), strict=True))
-        for shape, outcome in outcomes
-        if isinstance(outcome, Measurement)
+        for shape, config in ours.items()
+        if isinstance(outcome := outcomes[config], Measurement)
     ]
 
 

@@ -23,7 +23,6 @@ from flashgen.measure.protocol import specialization
 
 A100, H200 = find_device("a100"), find_device("h200")
 
-CLASSES = {key: tiles for key, tiles in TILES.items() if key is not None}
 MEAN, WORST = 1.02, 1.09
 """Time over that of the best tile; with the nearest record's tile it is 1.10 and 1.48 under a causal mask."""
 
@@ -51,19 +50,19 @@ def tile_of(config: Config) -> tuple[int, int]:
     return config.integer("warpgroups"), config.integer("block_n")
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), CLASSES)
+@pytest.mark.parametrize(("head_dim", "causal"), TILES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_every_tile_is_a_valid_config(head_dim: int, causal: bool, dtype: str) -> None:
     spec = spec_of(head_dim, causal, dtype)
-    for tile in CLASSES[head_dim, causal]:
+    for tile in TILES[head_dim, causal]:
         assert invalid(config_of(spec, tile), spec, H200) is None, tile
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), CLASSES)
+@pytest.mark.parametrize(("head_dim", "causal"), TILES)
 def test_the_tile_that_serves_is_nearly_the_best_one_wherever_it_comes_from(head_dim: int, causal: bool) -> None:
     spec, times = spec_of(head_dim, causal), measured(head_dim, causal)
     assert len(times) == 20
-    for tile in CLASSES[head_dim, causal]:
+    for tile in TILES[head_dim, causal]:
         losses = []
         for workload, by_tile in times.items():
             chosen = balanced(config_of(spec, tile), specialization(workload), Sizes.of(workload), H200)
@@ -98,13 +97,13 @@ def test_heads_packed_into_a_tile_and_other_families_stay() -> None:
     assert balanced(portable, spec, sizes, A100) == portable
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), CLASSES)
+@pytest.mark.parametrize(("head_dim", "causal"), TILES)
 def test_what_may_serve_beside_a_config_is_all_that_sizes_choose(head_dim: int, causal: bool) -> None:
     spec = spec_of(head_dim, causal)
-    for tile in CLASSES[head_dim, causal]:
+    for tile in TILES[head_dim, causal]:
         config = config_of(spec, tile)
         able = {config, *beside(config, spec, H200)}
-        assert len(able) == len(CLASSES[head_dim, causal])
+        assert len(able) == len(TILES[head_dim, causal])
         chosen = {balanced(config, specialization(w), Sizes.of(w), H200) for w in measured(head_dim, causal)}
         assert len(chosen) > 1
         assert chosen <= able

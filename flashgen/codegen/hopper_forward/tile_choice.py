@@ -9,14 +9,13 @@ the longest CTA or an equal share of all work with some of a CTA behind it, whic
 What a step takes was fitted to 80 shapes on an H200 (bf16, 8 to 64 heads, 700 to 10240 queries), each tile by itself.
 On these, the tile that this chooses took 1.006 of the best one's time in the geometric mean and 1.08 at most, where
 the nearest record's took 1.065 and 1.48; docs/experiments/waves.md has shapes that nothing was fitted to. Under a
-causal mask heads of 128 columns have no table: tiles of 128 queries are the best ones at all sizes.
+causal mask heads of 128 columns have no table: at 19 of the 20 shapes a tile of 128 queries is the best one.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashgen.codegen.family import Sizes
@@ -26,10 +25,10 @@ from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
 MARGINS = {"bf16": 0.01, "fp16": 0.1}
-"""By which another tile has to promise to be faster, by dtype. No tile was timed in float16, whose softmax differs."""
+"""By which another tile has to promise to be faster, by dtype.
 
-
-_first = operator.itemgetter(0)
+These tiles were not timed in float16, whose softmax differs.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,37 +76,42 @@ class Tile:
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config that was measured at other sizes, with another tile where that fills the SMs better at these."""
-    tiles = TILES.get(_plain(spec))
-    if tiles is None or resources.packed_heads(config) > 1:
-        return config
-    own = next((tile for tile in tiles if _is_of(config, tile)), None)
+    tiles = _tiles(spec)
+    own = _own(tiles, config)
     if own is None:
         return config
-    times = [(tile.time(sizes, device.num_sms, causal=spec.causal), tile) for tile in tiles]
-    least, best = min(times, key=_first)
-    if best is own or least > (1 - MARGINS[spec.dtype]) * next(time for time, tile in times if tile is own):
+    times = [tile.time(sizes, device.num_sms, causal=spec.causal) for tile in tiles]
+    least = min(times)
+    if least > (1 - MARGINS[spec.dtype]) * times[own]:
         return config
-    return with_tile(spec, config, best, device)
+    return with_tile(spec, config, tiles[times.index(least)], device)
 
 
 def others(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
     """What `balanced` may serve in the place of a config at one size or another."""
-    tiles = TILES.get(_plain(spec), ())
-    if resources.packed_heads(config) > 1 or not any(_is_of(config, tile) for tile in tiles):
+    tiles = _tiles(spec)
+    own = _own(tiles, config)
+    if own is None:
         return ()
-    found = (with_tile(spec, config, tile, device) for tile in tiles if not _is_of(config, tile))
+    found = (with_tile(spec, config, tile, device) for number, tile in enumerate(tiles) if number != own)
     return tuple(other for other in found if other != config)
 
 
-def _is_of(config: Config, tile: Tile) -> bool:
-    return config.integer("warpgroups") == tile.warpgroups and config.integer("block_n") == tile.block_n
-
-
 @functools.lru_cache(maxsize=256)
-def _plain(spec: Specialization) -> tuple[int, bool] | None:
-    """The head dimension and whether it is causal, of a specialization without any feature that changes its work."""
+def _tiles(spec: Specialization) -> tuple[Tile, ...]:
+    """Those of a specialization without any feature that changes its work; none of one without a table."""
     plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
-    return (spec.head_dim, spec.causal) if spec.workload_class == plain and spec.dtype in MARGINS else None
+    if spec.workload_class != plain or spec.dtype not in MARGINS:
+        return ()
+    return TILES.get((spec.head_dim, spec.causal), ())
+
+
+def _own(tiles: Sequence[Tile], config: Config) -> int | None:
+    """The place of a config's tile among these, if it is there and has no heads side by side."""
+    if not tiles or resources.packed_heads(config) > 1:
+        return None
+    shape = config.integer("warpgroups"), config.integer("block_n")
+    return next((number for number, tile in enumerate(tiles) if (tile.warpgroups, tile.block_n) == shape), None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,7 +153,7 @@ def _knobs(changes: Mapping[str, KnobValue], **others: KnobValue) -> tuple[tuple
     return tuple({**_USUAL, **changes, **others}.items())
 
 
-TILES: Mapping[tuple[int, bool] | None, tuple[Tile, ...]] = {
+TILES: Mapping[tuple[int, bool], tuple[Tile, ...]] = {
     (128, False): (
         Tile(warpgroups=2, block_n=128, step=1.218, overhead=4, knobs=_knobs({}, v_stages=2)),
         Tile(warpgroups=3, block_n=64, step=0.981, overhead=5, knobs=_knobs({})),
