@@ -1,9 +1,9 @@
 """Which record serves a call that has none: a small decision tree for each class where that beats the nearest record.
 
 A class is `Specialization.workload_class`, since records of no other serve. A tree asks for sizes and names, in each
-leaf, the config of one of the class's records: the one with which the workloads there lose least, where losses above
-`WITHIN` count `DEAR` times. What a config takes on a workload is its measured time where a table has it; else it is
-estimated from the number of knobs in which it differs from the winner.
+leaf, the config of one of the class's records (`flashgen.tuning.fallback_trees`). What a config takes on a workload is
+its measured time where a table has it; else it is estimated from the number of knobs in which it differs from the
+winner.
 
 Everything is judged by leaving one workload out, its record and its table; how deep a tree is was chosen without it,
 too. A tree serves a class only if it is then better than the nearest record in the mean by `GAIN`, no worse in the
@@ -12,10 +12,9 @@ worst case nor on any workload whose times are known, and better on so many more
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashgen.codegen.families import default_config, invalid, poor_at_sizes, usual
@@ -38,6 +37,7 @@ from flashgen.runtime.lookup.rules import (
     Split,
     answers,
 )
+from flashgen.tuning.fallback_trees import Rows, best_depth, text_of, tree_of
 from flashgen.tuning.regrets import Known
 
 LEAST_WORKLOADS = 6
@@ -46,25 +46,10 @@ LEAST_WORKLOADS = 6
 LEAST_TIMED = 1
 """Of them with a table."""
 
-LEAST_GAIN = 0.01
-"""What a question has to save of the losses of all workloads together, as they are felt."""
-
-LEAST_LEAF = 2
-"""Workloads of a leaf."""
-
-DEPTHS = (0, 1, 2)
-"""Of trees that are tried: without a question, which is the config that suits the class best, up to two."""
-
-NOTHING_EXPECTED = Expected(mean=1.0, worst=1.0, workloads=0, timed=0)
-"""Of a leaf that nothing was tried with yet."""
-
 PER_KNOB, MOST_KNOBS, OTHER_FAMILY = 0.032, 4, 0.3
 """What is taken for the log of a config's time over the winner's where nobody timed it: so much for each knob in which
 they differ, up to so many, or for another family. Fitted to 174 pairs of winners in tables of 47 workloads on an H200,
 where it is off by 0.091 in the mean; a price for each knob is off by 0.089, and trees made with it were worse."""
-
-WITHIN, DEAR = 0.03, 4.0
-"""Losses above this share count so many times more: the worst cases are the point."""
 
 GAIN = 0.003
 """Share of the time by which a tree has to be better in the mean, which is less than two races differ by."""
@@ -128,10 +113,6 @@ class Case:
         if found is None and winner is not None:
             found = math.exp(estimated(config, winner)) * (self.known.regret(winner) or 1.0)
         return math.log(min(NOT_SERVED, found or NOT_SERVED))
-
-
-Losses = Mapping[Config, Sequence[float]]
-"""For each config its loss on each workload of a class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +179,7 @@ def _learned(name: str, cases: Sequence[Case]) -> LearnedRule:
     """Judge every way to choose without each workload in turn, then make the rule from all of them."""
     picked: dict[str, list[Config]] = {way: [] for way in (TREE, NEAREST, FREQUENT, DEFAULT)}
     can_learn = len(cases) >= LEAST_WORKLOADS
-    whole = _Rows.of(cases)
+    whole = Rows.of(cases)
     for number, case in enumerate(cases):
         others = [*cases[:number], *cases[number + 1 :]]
         picked[NEAREST].append(nearest(case, others))
@@ -206,7 +187,7 @@ def _learned(name: str, cases: Sequence[Case]) -> LearnedRule:
         picked[DEFAULT].append(case.default)
         if can_learn:
             rows = whole.without(number)
-            leaf = Rule(tree=_tree(rows, _depth(rows)), nearest=None, why="").leaf(case.answers)
+            leaf = Rule(tree=tree_of(rows, best_depth(rows)), nearest=None, why="").leaf(case.answers)
             picked[TREE].append(leaf.config if leaf and case.can_serve(leaf.config) else picked[NEAREST][-1])
     outcomes = {
         way: Outcome(ratios=tuple(math.exp(case.loss(c)) for case, c in zip(cases, configs, strict=True)))
@@ -215,7 +196,7 @@ def _learned(name: str, cases: Sequence[Case]) -> LearnedRule:
     }
     timed = tuple(all(case.is_timed(picked[way][number]) for way in outcomes) for number, case in enumerate(cases))
     why, serves = _verdict(outcomes, timed)
-    tree = _tree(whole, _depth(whole)) if TREE in outcomes else None
+    tree = tree_of(whole, best_depth(whole)) if TREE in outcomes else None
     return LearnedRule(
         name=name,
         rule=Rule(
@@ -264,117 +245,8 @@ def nearest(case: Case, others: Iterable[Case]) -> Config:
 def frequent(case: Case, others: Iterable[Case]) -> Config:
     """What most of the other records have that can serve, else the default."""
     wins = Counter(each.known.served for each in others if each.known.served is not None)
-    ranked = sorted(wins, key=lambda config: (-wins[config], _text(config)))
+    ranked = sorted(wins, key=lambda config: (-wins[config], text_of(config)))
     return next((config for config in ranked if case.can_serve(config)), case.default)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """The workloads that a tree is made from, and what each config of their records costs on each of them."""
-
-    cases: Sequence[Case]
-    losses: Losses
-    wins: Mapping[Config, int]
-
-    @classmethod
-    def of(cls, cases: Sequence[Case]) -> _Rows:
-        wins = Counter(case.known.served for case in cases if case.known.served is not None)
-        losses = {config: [_felt(case.loss(config)) for case in cases] for config in sorted(wins, key=_text)}
-        return cls(cases=cases, losses=losses, wins=wins)
-
-    def best(self, numbers: Sequence[int]) -> tuple[float, Config]:
-        """The config that loses least on some workloads, and what it loses."""
-        sums = {config: math.fsum(row[number] for number in numbers) for config, row in self.losses.items()}
-        found = min(sums, key=lambda config: (round(sums[config], 9), -self.wins[config]))
-        return sums[found], found
-
-    def without(self, number: int) -> _Rows:
-        losses = {config: [*row[:number], *row[number + 1 :]] for config, row in self.losses.items()}
-        own = self.cases[number].known.served
-        if own is not None and self.wins[own] == 1:
-            del losses[own]
-        wins = {config: count - (config == own) for config, count in self.wins.items()}
-        return _Rows(cases=[*self.cases[:number], *self.cases[number + 1 :]], losses=losses, wins=wins)
-
-
-def _felt(loss: float) -> float:
-    return loss + (DEAR - 1) * max(0.0, loss - WITHIN)
-
-
-def _depth(rows: _Rows) -> int:
-    """How many questions deep a tree is best on a workload that it was not made from."""
-    felt = dict.fromkeys(DEPTHS, 0.0)
-    for number, case in enumerate(rows.cases):
-        others = rows.without(number)
-        if others.losses:
-            for depth, config in enumerate(_grown(others, range(len(others.cases))).path(case.answers)):
-                felt[depth] += rows.losses[config][number]
-    return min(DEPTHS, key=lambda depth: (round(felt[depth], 9), depth))
-
-
-def _tree(rows: _Rows, depth: int) -> Node:
-    return _grown(rows, range(len(rows.cases))).cut(depth)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grown:
-    """A tree as deep as it may be: the best config without any further question, and the question with both ways."""
-
-    config: Config
-    place: int = 0
-    most: int = 0
-    ways: tuple[_Grown, _Grown] | None = None
-
-    def path(self, asked: Answers) -> list[Config]:
-        """What serves after each number of questions."""
-        found, node = [self.config], self
-        for _ in DEPTHS[1:]:
-            node = node if node.ways is None else node.ways[asked[node.place] > node.most]
-            found.append(node.config)
-        return found
-
-    def cut(self, depth: int) -> Node:
-        """The tree with so many questions at most, and none whose answer makes no difference."""
-        leaf = Leaf(config=self.config, expected=NOTHING_EXPECTED)
-        if self.ways is None or not depth:
-            return leaf
-        below, above = (way.cut(depth - 1) for way in self.ways)
-        if below == above:
-            return below
-        return Split(question=QUESTIONS[self.place], most=self.most, below=below, above=above)
-
-
-def _grown(rows: _Rows, numbers: Sequence[int], depth: int = max(DEPTHS)) -> _Grown:
-    loss, config = rows.best(numbers)
-    found = min(_splits(rows, numbers), default=None) if depth and loss > 0 else None
-    if found is None or found[0] > loss - LEAST_GAIN:
-        return _Grown(config=config)
-    _, place, most = found
-    sides: tuple[list[int], list[int]] = ([], [])
-    for number in numbers:
-        sides[rows.cases[number].answers[place] > most].append(number)
-    below, above = (_grown(rows, side, depth - 1) for side in sides)
-    return _Grown(config=config, place=place, most=most, ways=(below, above))
-
-
-def _splits(rows: _Rows, numbers: Sequence[int]) -> Iterator[tuple[float, int, int]]:
-    """What both sides of each split lose with one config each; its question, and the largest answer below.
-
-    A limit lies in the middle of two answers, in factors.
-    """
-    for place in range(len(QUESTIONS)):
-        ordered = sorted(numbers, key=lambda number: rows.cases[number].answers[place])
-        values = [rows.cases[number].answers[place] for number in ordered]
-        least_below, least_above = ([math.inf] * (len(ordered) + 1) for _ in "ba")
-        for row in rows.losses.values():
-            below = list(itertools.accumulate((row[number] for number in ordered), initial=0.0))
-            for count, total in enumerate(below):
-                least_below[count] = min(least_below[count], total)
-                least_above[count] = min(least_above[count], below[-1] - total)
-        for count in range(LEAST_LEAF, len(ordered) - LEAST_LEAF + 1):
-            low, high = values[count - 1], values[count]
-            if low < high:
-                yield round(least_below[count] + least_above[count], 9), place, max(low, math.isqrt(low * high))
 
 
 def _expecting(node: Node, cases: Sequence[Case], ratios: Sequence[float], timed: Sequence[bool]) -> Node:
@@ -395,7 +267,3 @@ def _expecting(node: Node, cases: Sequence[Case], ratios: Sequence[float], timed
 def _expected(ratios: Sequence[float], timed: Sequence[bool]) -> Expected:
     found = Outcome(ratios=tuple(ratios))
     return Expected(mean=found.mean, worst=found.worst, workloads=len(ratios), timed=sum(timed))
-
-
-def _text(config: Config) -> str:
-    return f"{config.family} {config.to_json()}"
