@@ -221,8 +221,8 @@ def _now(name: str, knobs: Sequence[Knob]) -> str:
 
 def _value(family_id: str, knob: Knob, text: str) -> KnobValue:
     """The declared value that is written as `text`."""
-    for value in knob.values:
-        if text.lower() == str(value).lower():
-            return value
+    value = knob.read(text)
+    if value is not None:
+        return value
     likely = meant(text, [value for value in knob.values if isinstance(value, str)])
     raise ConfigError(f"knob {knob.name} of {family_id} is one of {knob.values}, got {text!r}{likely}")

@@ -190,6 +190,15 @@ def tune(
         int | None,
         typer.Option("--top", help="With --reverify, so many configs a record: 3.", metavar="K", min=1),
     ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            help="With --reverify, also time each record's config with these knobs changed, of current ones too: what "
+            "a new knob gains; repeatable.",
+            metavar="KNOB=VALUE,...",
+        ),
+    ] = None,
     limit: Annotated[
         float | None,
         typer.Option(
@@ -221,6 +230,7 @@ def tune(
     from flashgen.tuning.finals import Finals
     from flashgen.tuning.request import Request, check_alone, check_cluster
     from flashgen.tuning.shards import Shard
+    from flashgen.tuning.variations import Variation
 
     if list_models:
         print_models(as_json=as_json)
@@ -231,6 +241,8 @@ def tune(
         )
     if top is not None and not reverify:
         raise CommandLineError("--top says how many configs --reverify times; without --reverify a search decides")
+    if vary and not reverify:
+        raise CommandLineError("--vary changes knobs of records that --reverify times; a search varies all knobs")
     if reverify and dry_run:
         raise CommandLineError("--dry-run says what a search would do, and --reverify searches for nothing")
     if limit is not None and from_calls is not None:
@@ -250,6 +262,7 @@ def tune(
             families=searched,
             from_nothing=from_nothing,
             reverify=(top or TOP) if reverify else None,
+            vary=tuple(Variation.parse(each) for each in vary or []),
             until=None if until is None else parse_share(until),
         )
         each, limit_s = (spent, limit) if from_calls is None else tune_calls.limits(spent)

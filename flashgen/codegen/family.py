@@ -34,6 +34,10 @@ class Knob:
         """Whether `value` is declared; True is not 1 here."""
         return any(value == known and type(value) is type(known) for known in self.values)
 
+    def read(self, text: str) -> KnobValue | None:
+        """The declared value that people write as `text`, in letters of any case; None if there is none."""
+        return next((value for value in self.values if text.lower() == str(value).lower()), None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:

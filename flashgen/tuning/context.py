@@ -18,6 +18,7 @@ from flashgen.tuning.compile_pool import Compiler
 from flashgen.tuning.events import OnEvent
 from flashgen.tuning.finals import Finals
 from flashgen.tuning.learned_cost import LearnedCost
+from flashgen.tuning.variations import Variation
 
 AnyStore = Store | ServerStore
 """Where a run resumes from and writes to: a file, or a database server that several runs share."""
@@ -44,6 +45,8 @@ class Options:
         families: the kernel families that are searched; none named means all.
         reverify: time so many configs of a record again that is not current, its own and the best known rivals, and
             search for none; None searches.
+        vary: what is changed in the config of a record that is timed again: the results take part, before its rivals.
+            A record that has met all of them is left alone.
         until: end a search when going on is expected to save less than this share of the best time
             (`tuning.expected`); None ends it by its budget alone.
         from_nothing: try no default, list, neighbour or model's choice first, and learn from no other trial of this
@@ -60,6 +63,7 @@ class Options:
     families: tuple[str, ...] = ()
     from_nothing: bool = False
     reverify: int | None = None
+    vary: tuple[Variation, ...] = ()
     until: float | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +77,10 @@ class Options:
             raise TuningError(f"a search ends by itself below a share of the time between 0 and 1, got {self.until}")
         if self.reverify is not None and self.reverify < 1:
             raise TuningError(f"at least 1 config of a record is timed again, got {self.reverify}")
+        for variation in items("variations", self.vary, TuningError):
+            instance("a variation", variation, Variation, TuningError)
+        if self.vary and self.reverify is None:
+            raise TuningError("configs of records are varied where records are timed again; a search varies all knobs")
         if min(self.neighbours, self.seed_configs) < 0:
             raise TuningError(f"counts of an options value are at least 0, got {self}")
 

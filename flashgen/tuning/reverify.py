@@ -2,7 +2,8 @@
 
 A search is not needed to know whether what won still wins. The record's config meets those that were close to it when
 it was made, in short windows, and the record of today takes the place of the old one, which the history keeps. What is
-current is left alone, so that the same command goes on where it was stopped.
+current is left alone, so that the same command goes on where it was stopped. With variations, each record meets its own
+config with some knobs changed: what a new knob gains is known in seconds a record.
 
 What it costs on one GPU, from measured parts: a config is verified in 0.5 s and compiled ahead in 1 s of another core;
 inputs and right answers of a workload take about 2 s; a round of three configs and three backends of torch on two kinds
@@ -46,11 +47,15 @@ class Reverification(MeasuredWorkload):
     def __init__(self, context: Context, executor: Executor, workload: Workload) -> None:
         super().__init__(context, executor, workload)
         self._why = why_not_current(self._incumbent, context.versions, context.limits) if self._incumbent else ()
+        self._varied = self._variations(self._incumbent) if self._incumbent else ()
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is a record that is not current, or any at all where the run is told to repeat them."""
-        return self._incumbent is not None and (bool(self._why) or self._context.options.retune)
+        """Whether a record is not current, or has not met a variation; any is where the run is told to repeat them."""
+        if self._incumbent is None:
+            return False
+        options = self._context.options
+        return bool(self._varied) if options.vary and not options.retune else bool(self._why) or options.retune
 
     def warm_up(self) -> None:
         """Have the configs compiled, while the GPU still works for another workload."""
@@ -64,7 +69,8 @@ class Reverification(MeasuredWorkload):
         if record is None:
             return self._finished("skipped", None, "there is no measured record to time again")
         if not self.is_needed:
-            return self._finished("skipped", record, "the record is current")
+            varied = "no variation is valid that the record has not met"
+            return self._finished("skipped", record, varied if self._context.options.vary else "the record is current")
         configs = self._configs(record)
         counts = {"candidates": len(configs), "resumed_trials": 0, "budget_trials": len(configs)}
         self._context.emit(WorkloadStarted(workload=self._workload, budget_s=None, **counts))
@@ -82,7 +88,7 @@ class Reverification(MeasuredWorkload):
         return self._stored(configs[0], results, answer)
 
     def _configs(self, record: TuningRecord) -> tuple[Config, ...]:
-        """The record's own first, then those that came close to it, then the default and the nearest records'."""
+        """The record's own first, then what is varied in it, those that came close, the default, the nearest ones'."""
         context, workload = self._context, self._workload
         times = {
             trial.config: trial.outcome.median_ms
@@ -91,6 +97,7 @@ class Reverification(MeasuredWorkload):
         }
         known = context.neighbours(workload.specialization.workload_class)
         rivals = [
+            *self._varied,
             *self._rivals_of(record),
             *sorted(times, key=lambda config: times[config]),
             Candidates.of(workload, context.device, context.options.families).default,
@@ -99,6 +106,12 @@ class Reverification(MeasuredWorkload):
         every = dict.fromkeys(successor(config, self._spec) for config in (record.config, *rivals))
         able = [config for config in every if invalid(config, self._spec, context.device) is None]
         return tuple(able[: context.options.reverify])
+
+    def _variations(self, record: TuningRecord) -> tuple[Config, ...]:
+        """The variations of its config that it has not met in its last race."""
+        met = {record.config, *self._rivals_of(record)}
+        varied = (each.of(record.config, self._spec, self._context.device) for each in self._context.options.vary)
+        return tuple(config for config in varied if config is not None and config not in met)
 
     def _rivals_of(self, record: TuningRecord) -> list[Config]:
         """The other configs of its last race, where the run's own file has them."""
@@ -113,7 +126,7 @@ class Reverification(MeasuredWorkload):
         found = replace(results[winner], confidence=confidence(results, winner))
         record = self._record(winner, found, answer.baselines)
         self._store(record, runners_up(results, winner), "retime")
-        why = "; ".join(self._why) or "it was asked for"
+        why = "; ".join(self._why) or (f"{len(self._varied)} varied" if self._varied else "it was asked for")
         if winner == champion:
             return self._finished("kept", record, f"none of {len(results) - 1} rivals beat it again ({why})")
         return self._finished("tuned", record, f"{champion} is beaten today ({why})")

@@ -213,6 +213,8 @@ def test_a_shard_without_workloads_has_nothing_to_do(invoke: Invoke, measure: Me
         (("--shape", SHAPE, "--family", "abacus"), "a kernel family is one of"),
         (("--shape", SHAPE, "--until", "soon"), "a share is like 1%"),
         (("--shape", SHAPE, "--top", "3"), "without --reverify a search decides"),
+        (("--shape", SHAPE, "--vary", "block_n=64"), "a search varies all knobs"),
+        (("--reverify", "--vary", "block_n"), "a variation is knob=value"),
         (("--reverify", "--dry-run"), "--reverify searches for nothing"),
         (("--reverify", "--target", "h100"), "no target"),
         (("--shape", SHAPE, "--deterministic"), "only a backward pass is asked for the same bits"),

@@ -15,6 +15,7 @@ from flashgen.db.store import Store
 from flashgen.tuning.context import Options
 from flashgen.tuning.plan import plan
 from flashgen.tuning.request import Request
+from flashgen.tuning.variations import Variation
 from tests.tuning.fakes import H200, FakeExecutor, true_ms
 from tests.tuning.runs import CAUSAL, LONGER, PLAIN, Budget, chosen, run
 
@@ -78,6 +79,45 @@ def test_a_rival_that_became_faster_takes_the_place(store: Store) -> None:
     assert chosen(store).config != before
 
 
+def test_a_new_value_of_a_knob_meets_every_record_that_has_not_met_it(store: Store) -> None:
+    run(store, CAUSAL, LONGER, **OPTIONS)
+    before = chosen(store).config
+    other = 128 if before["block_n"] == 64 else 64
+    vary = (Variation.parse(f"block_n={other}"), Variation.parse("early_settle=true"))
+    changed = before.replace(block_n=other)
+
+    def time_ms(workload: Workload, config: Config) -> float:
+        return true_ms(workload, config) if config != changed else 0.5 * true_ms(workload, before)
+
+    executor = FakeExecutor(time_ms=time_ms)
+    (outcome,) = run(store, executor=executor, reverify=2, vary=vary, **OPTIONS).outcomes
+    assert outcome.status == "tuned", "though the record was current"
+    assert [job.configs for job in executor.races] == [(before, changed)], "another family's knob changes nothing"
+    assert chosen(store).config == changed
+    loser = (Variation.parse("block_n=32"),)
+    first, second = (run(store, executor=executor, reverify=2, vary=loser, **OPTIONS).outcomes[0] for _ in range(2))
+    assert (first.status, second.status) == ("kept", "skipped"), "so that a stopped command goes on"
+    assert "has not met" in second.reason
+    assert run(store, executor=newer(), reverify=2, vary=loser, **OPTIONS).outcomes[0].status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("block_n", "knob=value"),
+        ("block_n=", "knob=value"),
+        ("block_n=64,block_n=32", "each knob once"),
+        ("block_n=65", "no kernel family has"),
+        ("early_settel=true", "did you mean early_settle"),
+        ("early_settle=true,loads=descriptor", "no kernel family has all"),
+    ],
+)
+def test_a_variation_names_knobs_and_values_of_one_family(text: str, words: str) -> None:
+    with pytest.raises(TuningError, match=words):
+        Variation.parse(text)
+    assert str(Variation.parse(" early_settle = TRUE , exp_order=data")) == "early_settle=TRUE,exp_order=data"
+
+
 def test_what_does_not_run_any_more_keeps_its_record(store: Store) -> None:
     run(store, **OPTIONS)
     before = chosen(store)
@@ -105,6 +145,8 @@ def test_a_search_begins_again_where_triton_is_another_one(store: Store) -> None
 def test_what_makes_no_sense_beside_it_is_refused() -> None:
     with pytest.raises(TuningError, match="at least 1"):
         Options(reverify=0)
+    with pytest.raises(TuningError, match="a search varies all"):
+        Options(vary=(Variation.parse("block_n=64"),))
     with pytest.raises(TuningError, match="no target"):
         Request.of(options=Options(reverify=3), target="h100", budget=Budget(trials=1))
     assert Request.of(options=Options(reverify=3), budget=Budget(trials=1)).workloads == ()
