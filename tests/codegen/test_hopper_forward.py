@@ -185,6 +185,7 @@ def test_the_registers_of_the_roles_are_what_was_measured() -> None:
         ({"split_d": True}, "no smaller"),
         ({"early_settle": True, "softmax_reference": "running"}, "where references follow them"),
         ({"early_settle": True, "exp_order": "free", "barriers": "mbarrier"}, "ptxas computes wrong sums"),
+        ({"early_settle": True, "exp_order": "data", "barriers": "named"}, "never faster"),
     ],
 )
 def test_restrictions_name_their_reason(change: dict[str, int | str | bool], reason: str) -> None:

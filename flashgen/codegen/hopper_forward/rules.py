@@ -101,6 +101,12 @@ maximum multiplies the sum. On an H200 10 of 10 such configs failed the gate, an
 exponentials or another way to mask."""
 
 
+SETTLES_LATE = (
+    "without packed sequences, weights that settle ahead of the output were never faster, and mostly 1 to 5% slower"
+)
+"""In balanced races of 90 records with and without on an H200 (docs/experiments/row-sums.md)."""
+
+
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
     if is_split(config) and (reason := why_not_split(spec)):
         return reason
@@ -119,6 +125,8 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "sums settle early beside a product, where references follow them"
     if resources.early_settle(config) and config["masked_blocks"] == "branch" and config["exp_order"] == "free":
         return LOSES_SUMS
+    if resources.early_settle(config) and not spec.varlen:
+        return SETTLES_LATE
     if config["hidden_blocks"] == "skipped" and not hides_whole_blocks(spec, config):
         return "every warpgroup sees keys of every block that its tile sees"
     return None
@@ -202,7 +210,7 @@ def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,), TANH.name: tanh_values(spec)}
     refused = {"first_block": why_not_first_block(spec), "row_sums": why_not_row_sums(spec)}
     found["softmax_reference"] = ("running", *(kind for kind, reason in refused.items() if reason is None))
-    if refused["row_sums"]:
+    if refused["row_sums"] or not spec.varlen:
         found["early_settle"] = (False,)
     if why_not_split(spec):
         found["split_d"] = (False,)
