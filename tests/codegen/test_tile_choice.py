@@ -88,6 +88,34 @@ def test_what_was_not_measured_keeps_its_tile(key: str) -> None:
     assert balanced(config, spec, sizes, H200) == config
 
 
+@pytest.mark.parametrize(("head_dim", "causal"), TILES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_tile_may_serve_packed_sequences(head_dim: int, causal: bool, dtype: str) -> None:
+    spec = Specialization.parse(f"fwd-{dtype}-d{head_dim}{'-causal' if causal else ''}-varlen")
+    config = family("hopper_forward").default(spec, H200)
+    able = {config, *beside(config, spec, H200)}
+    assert {tile_of(each) for each in able} == {(tile.warpgroups, tile.block_n) for tile in TILES[head_dim, causal]}
+    assert all(invalid(each, spec, H200) is None for each in able)
+
+
+def packed(rows: int, longest: int, nheads: int = 32) -> Sizes:
+    return Sizes(
+        batch=1, nheads=nheads, nheads_k=nheads, seqlen_q=rows, seqlen_k=rows,
+        sequences=rows // longest, max_seqlen_q=longest, max_seqlen_k=longest,
+    )  # fmt: skip
+
+
+def test_short_packed_sequences_get_small_tiles_and_long_ones_tall_tiles_wherever_a_config_comes_from() -> None:
+    spec = Specialization.parse("fwd-bf16-d64-causal-varlen")
+    usual = family("hopper_forward").default(spec, H200)
+    for config in (usual, *beside(usual, spec, H200)):
+        assert tile_of(balanced(config, spec, packed(16384, 16384), H200))[0] >= 3
+        assert tile_of(balanced(config, spec, packed(16384, 512), H200))[0] <= 2
+    # what is known of lengths is a bound: a tile that is little better on paper serves neither
+    assert balanced(usual, spec, packed(16384, 16384, nheads=12), H200) == usual
+    assert balanced(usual, spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=0, seqlen_k=0, sequences=1), H200)
+
+
 def test_heads_packed_into_a_tile_and_other_families_stay() -> None:
     spec, sizes = spec_of(128, False), Sizes(batch=1, nheads=12, nheads_k=3, seqlen_q=1664, seqlen_k=1664)
     packed = default_config(spec, H200).replace(packed_heads=4)

@@ -18,11 +18,15 @@ import torch
 
 import flashgen
 from flashgen.codegen import families
+from flashgen.codegen.families import beside
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
+from flashgen.codegen.hopper_forward.tile_choice import TILES
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
-from flashgen.runtime.lookup import records
+from flashgen.launch.dtypes import TORCH_DTYPES
+from flashgen.launch.gpu import current_device
+from flashgen.runtime.lookup import packed_ladder, records
 from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
 from tests.gpu.packed_cases import BF16, KEYS, WIDE, case_of
@@ -96,6 +100,8 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
             return found if HOPPER_FORWARD.invalid(spec, found, device) is None else usual
 
         monkeypatch.setattr(records, "default_config", default)
+        if changes:
+            monkeypatch.setattr(packed_ladder, "balanced", lambda config, *_: config)
         flashgen.reload()
 
     serve_by()
@@ -119,6 +125,20 @@ def test_every_pair_of_features_is_right(number: int, served_by: Serve) -> None:
     assert torch.equal(out.nan_to_num(), again.nan_to_num())
     assert torch.equal(lse.nan_to_num(), lse_again.nan_to_num())
     assert all(config.family == "hopper_forward" for _, config, _ in kernel_cache.KERNELS)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("head_dim", "causal"), TILES)
+def test_every_tile_that_sizes_may_choose_is_right(head_dim: int, causal: bool, dtype: str, served_by: Serve) -> None:
+    spec = Specialization.parse(f"fwd-{dtype}-d{head_dim}{'-causal' if causal else ''}-varlen")
+    usual = HOPPER_FORWARD.default(spec, current_device())
+    lengths = (700, 0, 1, 64, 65, 2000, 300)
+    heads: dict[str, Any] = {"nheads": 3, "nheads_k": 3, "head_dim": head_dim}
+    case = Case(queries=lengths, dtype=TORCH_DTYPES[dtype], options={"causal": causal}, **heads)
+    for config in (usual, *beside(usual, spec, current_device())):
+        served_by(**dict(config.knobs))
+        out, lse = run(packed := make(case, "cuda"), return_lse=True)
+        assert_right(packed, out, lse)
 
 
 @pytest.mark.usefixtures("served_by")

@@ -12,6 +12,7 @@ from flashgen.db.layers import Layers
 from flashgen.measure.protocol import specialization
 from flashgen.runtime.lookup.by_sizes import SizesLookup
 from flashgen.runtime.lookup.explanation import explain
+from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 from tests.db.samples import H200
 from tests.runtime.ladders import Ladder, measured
 
@@ -55,6 +56,22 @@ def test_calls_of_new_lengths_get_what_the_ladder_says(ladder: Ladder) -> None:
     sizes = Sizes.of(ONE_WAVE)
     assert lookup.config(sizes, generated_only=True) == ladder.resolve(ONE_WAVE).config
     assert warpgroups(ladder.resolve(ONE_WAVE).config) == 3
+
+
+def test_packed_sequences_get_the_tile_of_their_bounds_where_no_record_is_of_their_class(ladder: Ladder) -> None:
+    short = Workload.parse("fwd-bf16-b32-h32-tq16384-s512-d64-causal-varlen")
+    long = replace(short, batch=1, seqlen_q=16384, seqlen_k=16384)
+    spec = short.specialization
+    tall = default_config(spec, H200)
+    for workload, expected in ((short, 1), (long, 3)):
+        found = served_packed(spec, PackedSizes.of(workload), H200, ladder.records())
+        assert (found.rung, warpgroups(found.config)) == (8, expected)
+    ladder.user(measured(long, config=tall))
+    found = served_packed(spec, PackedSizes.of(short), H200, ladder.records())
+    assert (found.rung, warpgroups(found.config)) == (5, 1)
+    assert "another tile" in str(explain(short, spec, H200, ladder.records()))
+    ladder.user(measured(short, config=tall))
+    assert served_packed(spec, PackedSizes.of(short), H200, ladder.records()).config == tall
 
 
 def test_most_shipped_winners_keep_their_tile_by_the_estimate() -> None:

@@ -10,13 +10,16 @@ What a step takes was fitted to 80 shapes on an H200 (bf16, 8 to 64 heads, 700 t
 On these, the tile that this chooses took 1.006 of the best one's time in the geometric mean and 1.08 at most, where
 the nearest record's took 1.065 and 1.48; docs/experiments/waves.md has shapes that nothing was fitted to. Under a
 causal mask heads of 128 columns have no table: at 19 of the 20 shapes a tile of 128 queries is the best one.
+
+Packed sequences have the same tiles, and a wider margin: all that a host knows is how long each may be.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
@@ -29,6 +32,9 @@ MARGINS = {"bf16": 0.01, "fp16": 0.1}
 
 These tiles were not timed in float16, whose softmax differs.
 """
+
+PACKED_MARGIN = 0.05
+"""The same of packed sequences, of whose lengths a bound is all that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,9 +86,10 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     own = _own(tiles, config)
     if own is None:
         return config
-    times = [tile.time(sizes, device.num_sms, causal=spec.causal) for tile in tiles]
-    least = min(times)
-    if least > (1 - MARGINS[spec.dtype]) * times[own]:
+    shapes = _packed(sizes) if spec.varlen else (sizes,)
+    times = [math.prod(tile.time(each, device.num_sms, causal=spec.causal) for each in shapes) for tile in tiles]
+    least, margin = min(times), PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype]
+    if not shapes or least > (1 - margin) ** len(shapes) * times[own]:
         return config
     return with_tile(spec, config, tiles[times.index(least)], device)
 
@@ -97,10 +104,26 @@ def others(spec: Specialization, config: Config, device: Device) -> tuple[Config
     return tuple(other for other in found if other != config)
 
 
+def _packed(sizes: Sizes) -> tuple[Sizes, ...]:
+    """Batches like packed sequences of which a host knows bounds: all as long as they can be, and half as long."""
+    if not sizes.sequences:
+        return ()
+    return tuple(
+        replace(
+            sizes,
+            batch=max(1, sizes.seqlen_q // queries),
+            seqlen_q=queries,
+            seqlen_k=max(1, sizes.max_seqlen_k * queries // max(1, sizes.max_seqlen_q)),
+        )
+        for queries in (max(1, sizes.max_seqlen_q), max(1, sizes.max_seqlen_q // 2))
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def _tiles(spec: Specialization) -> tuple[Tile, ...]:
     """Those of a specialization without any feature that changes its work; none of one without a table."""
     plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
+    plain += "-varlen" if spec.varlen else ""
     if spec.workload_class != plain or spec.dtype not in MARGINS:
         return ()
     return TILES.get((spec.head_dim, spec.causal), ())
@@ -117,14 +140,11 @@ def _own(tiles: Sequence[Tile], config: Config) -> int | None:
 @functools.lru_cache(maxsize=256)
 def with_tile(spec: Specialization, config: Config, tile: Tile, device: Device) -> Config:
     """A config with another tile and what goes with it; as it is where that is not valid."""
-    found = config.replace(
-        **{
-            **dict(tile.knobs),
-            "warpgroups": tile.warpgroups,
-            "block_n": tile.block_n,
-            "blocks_per_sm": tile.blocks_per_sm,
-        }
-    )
+    knobs = dict(tile.knobs)
+    if spec.varlen and spec.causal:
+        knobs["masked_blocks"] = "branch"  # each sequence has a diagonal of its own, which no one block holds
+    shape = {"warpgroups": tile.warpgroups, "block_n": tile.block_n, "blocks_per_sm": tile.blocks_per_sm}
+    found = config.replace(**{**knobs, **shape})
     return found if rules.invalid(spec, found, device) is None else config
 
 

@@ -26,7 +26,7 @@ from flashgen.runtime.lookup.few_queries import decode_specialization, keys_seen
 from flashgen.runtime.lookup.handover import FasterBackend, faster_backend
 from flashgen.runtime.lookup.ladder import LAST_EXACT, Served
 from flashgen.runtime.lookup.mixed import launches
-from flashgen.runtime.lookup.packed_ladder import served_pass
+from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_pass
 from flashgen.runtime.lookup.records import Records
 from flashgen.runtime.lookup.rules import Expected, Leaf, answers
 
@@ -181,9 +181,8 @@ def _record_lines(
     versions = f"triton {record.versions.triton or '?'}, torch {record.versions.torch or '?'}"
     lines = [f"record     {record.workload.key} in {served.layer}: {time}", f"           {made}, {versions}"]
     if served.config != record.config:
-        has_other_tile = (
-            served.rung > LAST_EXACT and balanced(record.config, spec, Sizes.of(workload), device) != record.config
-        )
+        sizes = PackedSizes.of(workload).largest.packed if workload.is_packed else Sizes.of(workload)
+        has_other_tile = served.rung > LAST_EXACT and balanced(record.config, spec, sizes, device) != record.config
         lines.append(f"           {_WITH_OTHER_TILE if has_other_tile else _why_another_config(workload, record)}")
     if stale:
         lines.append("           stale: the template has changed since; the config still serves")

@@ -11,6 +11,9 @@ class have one config, which is found once:
 7. the nearest predicted record
 8. the default config of the first family that applies, as it fits the class
 
+What serves from rung 5 on has the tile that fills the SMs best at the bounds of the class
+(`flashgen.codegen.family.KernelFamily.balanced`).
+
 A dense record serves where its config is valid for packed sequences and of the family whose default would serve: it was
 tuned for the same kernel, while a record of another family may be slower. Likewise one without pages serves a call over
 pages, with page ids read as the default reads them. Dense records do not: they were tuned for neither. A call whose
@@ -22,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from flashgen.codegen.families import exact_sibling, poor_at_sizes, usual
+from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import power_of_two
 from flashgen.core.config import Config
@@ -96,6 +99,21 @@ class PackedSizes(NamedTuple):
             nheads_k=self.nheads_k,
             seqlen_q=self.seqlen_q,
             seqlen_k=self.seqlen_k,
+        )
+
+    @property
+    def packed(self) -> Sizes:
+        """What a tile is chosen for: rows of all sequences, and no more of one than it can have."""
+        queries, keys = max(self.seqlen_q, 1), self.seqlen_k
+        return Sizes(
+            batch=1,
+            nheads=self.nheads,
+            nheads_k=self.nheads_k,
+            seqlen_q=self.total_q,
+            seqlen_k=self.total_q * keys // queries,
+            sequences=self.batch,
+            max_seqlen_q=queries,
+            max_seqlen_k=keys,
         )
 
 
@@ -172,11 +190,14 @@ def _walked(spec: Specialization, sizes: PackedSizes | None, device: Device, rec
             if reason is None and rung > LAST_EXACT:
                 reason = poor_at_sizes(candidate.config, sizes.sizes)
             if reason is None:
-                skipped = tuple(skipped_rungs)
-                return Served(config=candidate.config, rung=rung, record=record, layer=candidate.layer, skipped=skipped)
+                skipped, config = tuple(skipped_rungs), candidate.config
+                if rung > LAST_EXACT:
+                    config = balanced(config, spec, sizes.packed, device)
+                return Served(config=config, rung=rung, record=record, layer=candidate.layer, skipped=skipped)
             why_none = f"{candidate.config} cannot serve: {reason}"
         skipped_rungs.append(f"{rung}. {RUNGS[rung]}: {why_none}")
-    return Served(config=usual(choices.default, spec, sizes.sizes, device), rung=8, skipped=tuple(skipped_rungs))
+    config = balanced(usual(choices.default, spec, sizes.sizes, device), spec, sizes.packed, device)
+    return Served(config=config, rung=8, skipped=tuple(skipped_rungs))
 
 
 def _rungs(
