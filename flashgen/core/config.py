@@ -51,6 +51,14 @@ class Config:
         return cls(family=family, knobs=in_order)
 
     @classmethod
+    def of_declared(cls, family: str, knobs: tuple[tuple[str, KnobValue], ...]) -> Config:
+        """One of the thousands of a search space, whose names are sorted and whose values declared: not looked at."""
+        config = object.__new__(cls)
+        for name, value in (("family", family), ("knobs", knobs), ("_values", dict(knobs))):
+            object.__setattr__(config, name, value)
+        return config
+
+    @classmethod
     def from_json(cls, family: str, text: str) -> Config:
         """Read knob values from a JSON object.
 

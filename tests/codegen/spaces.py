@@ -1,4 +1,4 @@
-"""Some configs of a search space, drawn without enumerating it: a space has thousands, and takes half a second."""
+"""Some configs of a search space, drawn from all declared ones: by asking about each, as no enumeration does."""
 
 from __future__ import annotations
 

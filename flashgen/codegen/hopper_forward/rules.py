@@ -18,13 +18,14 @@ from flashgen.core.workload import Specialization
 def invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     """The reason why a config of declared values cannot work, or was never the fastest; None if it is worth a try."""
     return (
-        _why_not_together(dict(config.knobs))
+        _why_not_together(config)
         or _why_meaningless(spec, config)
         or why_not_tanh(spec, config, device)
         or _why_not_packed(spec, config)
         or why_impossible_mask(spec, config)
         or why_too_large(spec, config, device)
         or _why_pointless(spec, config, device)
+        or _why_not_in_groups(spec, config)
     )
 
 
@@ -55,7 +56,7 @@ TOGETHER = (
 """Knobs of a program's warps and their order. Of 18432 combinations of their values 342 are worth a try."""
 
 
-def _why_not_together(values: Mapping[str, KnobValue]) -> str | None:
+def _why_not_together(values: Mapping[str, KnobValue] | Config) -> str | None:
     """What makes no sense, and then what was never the fastest on an H200, whatever is computed."""
     named = values["barriers"] == "named"
     if values["ping_pong"] and values["warpgroups"] == 1:
@@ -110,10 +111,6 @@ SETTLES_LATE = (
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
     if is_split(config) and (reason := why_not_split(spec)):
         return reason
-    if spec.causal and not spec.window and config["heads_per_group"] == 1:
-        return "tiles with the most keys start first, and only groups of heads have an order for that"
-    if not spec.causal and config["heads_per_group"] != 1:
-        return "without a causal mask all tiles are equally heavy"
     if resources.qk_prefetch(config) != "block" and resources.score_tiles(spec):
         return "tiles of bias and mask are taken to registers while the product is computed, and need all that are free"
     kind = resources.softmax_reference(config)
@@ -202,6 +199,15 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
         and why_too_large(spec, config.replace(block_n=128, v_stages=2), device) is None
     ):
         return "steps of 128 keys fit, and have half as many waits"
+    return None
+
+
+def _why_not_in_groups(spec: Specialization, config: Config) -> str | None:
+    """Asked last: an enumeration is the shorter, the fewer rules are behind a knob that they do not look at."""
+    if spec.causal and not spec.window and config["heads_per_group"] == 1:
+        return "tiles with the most keys start first, and only groups of heads have an order for that"
+    if not spec.causal and config["heads_per_group"] != 1:
+        return "without a causal mask all tiles are equally heavy"
     return None
 
 

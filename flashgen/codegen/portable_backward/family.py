@@ -126,12 +126,13 @@ def _why_no_aux_gradients(spec: Specialization, mods: ScoreMods) -> str | None:
 
 
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    found, by_cores = loops(spec, config), uses_tensor_cores(spec, config)
-    return (
-        _why_meaningless(spec, config, device)
-        or next(filter(None, (_why_loop(loop, device, by_cores=by_cores) for loop in found)), None)
-        or next(filter(None, (_why_pointless(loop, device) for loop in found)), None)
-    )
+    by_cores = uses_tensor_cores(spec, config)
+
+    def why_not(loop: Loop) -> str | None:
+        return _why_loop(loop, device, by_cores=by_cores) or _why_pointless(loop, device)
+
+    # one loop after the other: of an enumeration's configs with one that cannot work, the other is not looked at
+    return _why_meaningless(spec, config, device) or next(filter(None, map(why_not, loops(spec, config))), None)
 
 
 def _seed_configs_fused(spec: Specialization, device: Device) -> tuple[Config, ...]:

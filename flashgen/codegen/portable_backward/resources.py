@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashgen.codegen.common_mods import has_blocks
@@ -88,8 +89,8 @@ class Loop:
         return self.own * self.columns * self.element_bytes
 
 
-def loops(spec: Specialization, config: Config) -> tuple[Loop, ...]:
-    """The kernels of a config that are worth counting: that of dK and dV, and that of dQ where there is one."""
+def loops(spec: Specialization, config: Config) -> Iterator[Loop]:
+    """The kernels of a config that are worth counting: that of dK and dV, then that of dQ where there is one."""
     split = is_split(config)
     d, dv = padded(spec.head_dim, split), padded(spec.head_dim_v, split)
 
@@ -105,9 +106,9 @@ def loops(spec: Specialization, config: Config) -> tuple[Loop, ...]:
             stages=config.integer(f"{prefix}num_stages"),
         )
 
-    if is_fused(config):
-        return (loop("block_n", "block_m", "", d + dv, d),)
-    return loop("block_n", "block_m", "", d + dv, 0), loop("dq_block_m", "dq_block_n", "dq_", d, 0)
+    yield loop("block_n", "block_m", "", d + dv, d if is_fused(config) else 0)
+    if not is_fused(config):
+        yield loop("dq_block_m", "dq_block_n", "dq_", d, 0)
 
 
 def why_too_wide(spec: Specialization, device: Device, *, fused: bool) -> str | None:
