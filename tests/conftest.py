@@ -26,12 +26,19 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).resolve().parents[1
 # the same machine code in nine tenths of the time: which line of a text it comes from is for debuggers alone
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 
+GPU_TESTS = Path(__file__).parent / "gpu"
+
 # Triton decides when a kernel is defined whether it is interpreted, so a process does either one or the other.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what is rendered now")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Each process would import 40 modules to leave out all that they have: tests/test_gpu_tests.py does it once."""
+    return True if collection_path == GPU_TESTS and "not gpu" in config.option.markexpr else None
 
 
 def pytest_collection_finish() -> None:
