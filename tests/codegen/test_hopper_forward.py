@@ -404,7 +404,7 @@ WIDE = {"warpgroups": 3, "block_n": 128, "v_stages": 2, "barriers": "mbarrier", 
         ("d128-causal", {**WIDE, "qk_prefetch": "half", "masked_blocks": "branch", "softmax_reference": "running"}),
         ("d96", {**WIDE, "qk_prefetch": "none", "split_d": True}),
         ("d96-causal-keymask", {**SHORT, "split_d": True}),
-        ("d192-dv128-causal", {"split_d": True, "block_n": 128}),
+        ("d192-dv128-causal", {"split_d": True, **ONE_WARPGROUP}),
         ("d64-mask", {**ONE_WARPGROUP, "barriers": "mbarrier"}),
     ],
 )

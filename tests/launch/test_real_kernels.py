@@ -27,8 +27,8 @@ from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import tensors
 
-EVERYTHING = "fwd-bf16-d96-causal-softcap-alibi-sink-bias-mask-window-bias_fp32-sink_bf16"
-SMALL = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
+EVERYTHING = "fwd-bf16-d48-causal-softcap-alibi-sink-bias-mask-window-bias_fp32-sink_bf16"
+SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
 # specialization, family, device, knobs that differ from the default
 KERNELS = {
     "features, descriptors": (EVERYTHING, PORTABLE_FORWARD, "h200", {**SMALL, "loads": "descriptor"}),

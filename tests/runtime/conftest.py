@@ -66,6 +66,18 @@ def _installed(fake: AnyGpu, monkeypatch: pytest.MonkeyPatch) -> AnyGpu:
 
 
 @pytest.fixture(autouse=True)
+def compiled_quickly() -> Iterator[None]:
+    """Without LLVM's optimizations, a sixth of a compile: calls are about what kernels are given.
+
+    Parameters and shared memory are the same, and nothing here looks at machine code, registers or spills. Triton's
+    cache keeps the two apart.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISABLE_LLVM_OPT", "1")
+        yield
+
+
+@pytest.fixture(autouse=True)
 def versions_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The software here is that of the records in tests, whatever is installed: nothing is out of date by chance."""
     monkeypatch.setattr(nvml, "versions", lambda: MEASURED.versions)

@@ -20,6 +20,9 @@ from tests.fakes.driver import FakeDriver
 from tests.packing import Case, make
 from tests.runtime.test_varlen import gpu  # noqa: F401 - a fixture
 
+# dense and packed training have the same kernels in most of these: one process compiles them, once
+pytestmark = pytest.mark.xdist_group("rows")
+
 Step = Callable[[], object]
 Steps = Callable[..., tuple[Step, Step]]
 
