@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Each process would import 40 modules to leave out all that they have: tests/test_gpu_tests.py does it once."""
     return True if collection_path == GPU_TESTS and "not gpu" in config.option.markexpr else None
+
+
+class Backwards(pytest.Dir):
+    """A folder whose last file comes first."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        return reversed(list(super().collect()))
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Every other process begins at the end, where it finds no file that another one has rewritten the asserts of.
+
+    Of a clean checkout each would do so with all files at the same time as the others: half of what it takes to begin.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    return Backwards.from_parent(parent, path=path) if int(worker) % 2 else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In one order, from wherever a process began: that of folders."""
+    items.sort(key=lambda item: item.path)
 
 
 def pytest_collection_finish() -> None:
