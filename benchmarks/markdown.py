@@ -46,8 +46,13 @@ def provenance(rows: Sequence[Row]) -> str:
     for impl, name in VERSIONED:
         version = listed(row.version for row in rows if row.impl == impl)
         parts += [f"{name} {version}"] if version else []
-    parts += [f"commit {listed(row.commit for row in rows)}", listed(row.date for row in rows)]
+    parts += [f"commit {listed(row.commit for row in rows)}", _days(rows)]
     return f"Measured on {rows[0].device} with {', '.join(parts)}.{_timing(rows)}"
+
+
+def _days(rows: Sequence[Row]) -> str:
+    first, last = min(row.date for row in rows), max(row.date for row in rows)
+    return first if first == last else f"{first} to {last}"
 
 
 def _timing(rows: Sequence[Row]) -> str:
