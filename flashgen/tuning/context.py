@@ -77,9 +77,10 @@ class Options:
             raise TuningError(f"a search ends by itself below a share of the time between 0 and 1, got {self.until}")
         if self.reverify is not None and self.reverify < 1:
             raise TuningError(f"at least 1 config of a record is timed again, got {self.reverify}")
-        for variation in items("variations", self.vary, TuningError):
+        variations = items("variations", self.vary, TuningError)
+        for variation in variations:
             instance("a variation", variation, Variation, TuningError)
-        if self.vary and self.reverify is None:
+        if variations and self.reverify is None:
             raise TuningError("configs of records are varied where records are timed again; a search varies all knobs")
         if min(self.neighbours, self.seed_configs) < 0:
             raise TuningError(f"counts of an options value are at least 0, got {self}")

@@ -22,12 +22,12 @@ WORKLOAD = Workload.parse("b4-h16-s4096-d256")
 
 def table(folder: Path) -> Path:
     path = folder / f"{WORKLOAD.key}.jsonl.gz"
-    write_log(synthetic(WORKLOAD, H100, families=("hopper_forward",), most=30), path)
+    write_log(synthetic(WORKLOAD, H100, families=("hopper_forward",), most=20), path)
     return path
 
 
 def records(count: int) -> None:
-    best = synthetic(WORKLOAD, H100, families=("hopper_forward",), most=30).trials
+    best = synthetic(WORKLOAD, H100, families=("hopper_forward",), most=20).trials
     with Store.open(settings().db_layers[0]) as store:
         for number in range(count):
             rows = 1024 * (number + 1)
@@ -51,10 +51,10 @@ def test_files_are_written_that_searches_and_look_ups_read(invoke: Invoke, tmp_p
     assert lists.identity == identity == H100.identity
     assert rules["fwd-bf16-d256"].nearest is not None
     origin = json.loads((out / "seed_configs.json").read_text())["learned_from"]
-    assert (origin["commit"], origin["records"], origin["tables"][0]["configs"]) == ("abc", 7, 30)
+    assert (origin["commit"], origin["records"], origin["tables"][0]["configs"]) == ("abc", 7, 20)
     rows = list(csv.DictReader((out / "seed_configs.csv").read_text().splitlines()))
     assert {row["class"] for row in rows} == {"fwd-16bit-d256-full"}
-    assert sum(int(row["timed_configs"]) for row in rows) == 30
+    assert sum(int(row["timed_configs"]) for row in rows) == 20
     assert sorted(path.name for path in out.iterdir()) == [
         "fallback.csv",
         "fallback.json",
