@@ -31,6 +31,9 @@ from benchmarks.suites import (
     window_grid,
 )
 from benchmarks.training_tasks import TASKS
+from benchmarks.varlen_cases import PACKS
+from benchmarks.varlen_cases import SUITE as PACKED_SUITE
+from benchmarks.varlen_cases import TRAINING_SUITE as PACKED_TRAINING_SUITE
 from flashgen.core.workload import Workload
 from flashgen.measure.data_kinds import DATA_KINDS
 
@@ -38,6 +41,11 @@ from flashgen.measure.data_kinds import DATA_KINDS
 def training_workloads(suite: str) -> tuple[Workload, ...]:
     """Those of the tasks of a suite, one for each length that GPT-2 is trained with."""
     return tuple(task.workload for task in TASKS.values() if suite in task.suites.values())
+
+
+def packed_workloads(suite: str) -> tuple[Workload, ...]:
+    """The batches of packed sequences of a suite, each on a profile of lengths."""
+    return tuple(pack.workload for pack in PACKS if pack.suite == suite)
 
 
 GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
@@ -51,6 +59,7 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     MEMORY_SUITE: memory_grid,
     TRAINING_SUITE: training_grid,
     SPEEDUP_SUITE: speedup_grid,
+    **{suite: partial(packed_workloads, suite) for suite in (PACKED_SUITE, PACKED_TRAINING_SUITE)},
     **{
         suite: partial(training_workloads, suite)
         for suite in dict.fromkeys(suite for task in TASKS.values() for suite in task.suites.values())
@@ -60,7 +69,8 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
 taken as it is."""
 
 KINDS: Mapping[str, Sequence[str]] = {DATA_SUITE: tuple(DATA_KINDS)}
-"""The kinds of data of a suite that has each of its workloads on several; the rows of all others name none."""
+"""The kinds of data of a suite that has each of its workloads on several. Rows of packed sequences name the profile of
+their workload, and those of all others nothing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,7 +140,7 @@ def _refuse_several(what: str, values: Iterable[str]) -> None:
 def _refuse_missing(name: str, rows: Sequence[Row]) -> None:
     for suite in {row.suite for row in rows} & GRIDS.keys():
         there = {(row.workload, row.data) for row in rows if row.suite == suite}
-        wanted = ((key, kind) for key in _keys(suite) for kind in KINDS.get(suite, ("",)))
+        wanted = ((each.key, kind) for each in GRIDS[suite]() for kind in KINDS.get(suite, (each.lengths,)))
         missing = [f"{key} {kind}".rstrip() for key, kind in wanted if (key, kind) not in there]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

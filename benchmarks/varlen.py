@@ -1,6 +1,6 @@
 """Packed sequences beside other implementations: writes `results/<device>/varlen.csv`.
 
-python -m benchmarks.varlen [--only 'bwd-*'] [--impls flashgen,fa3] [--append]
+python -m benchmarks.varlen [--only 'bwd-*'] [--impls flashgen,fa3] [--append] [--shard 0/2]
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import gc
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.exit_codes import MISSING
+from benchmarks.exit_codes import MISSING, STOPPED
+from benchmarks.forward import add_shard_argument
 from benchmarks.impls import results_of
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import GRAPH_BELOW_MS
@@ -28,6 +30,7 @@ from flashgen.core.errors import FlashgenError
 from flashgen.measure import gpu
 from flashgen.measure.reference import oracle
 from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, interleave, make_unit
+from flashgen.tuning.shards import Shard
 
 TOLERANCE = 2e-2
 """Of the largest output: two roundings of bfloat16 for the weights and the result."""
@@ -37,25 +40,29 @@ NO_GRAPHS_MS = 0.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if flashgen has no row where it should have one."""
+    """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
     names = [name for name in options.impls.split(",") if name]
     try:
-        provenance = Provenance.here(options.commit)
+        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
         path = options.results / provenance.slug / "varlen.csv"
         file = ResultsFile(path, DATA_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     impls = [impl for impl in IMPLS if not names or impl.name in names]
-    missing = 0
+    missing, started, longest = 0, time.monotonic(), 0.0
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
         stopwatch, done = CudaStopwatch(gpu.sm_clock_mhz), file.done(provenance.commit)
-        for pack in selected(options.only):
+        for pack in selected(options.only)[shard.index :: shard.count]:
             key, profile = pack.workload.key, pack.workload.lengths
             if any(subject_of(pack.suite, key, impl.name, profile) in done for impl in impls):
                 continue
+            begun = time.monotonic()
+            if begun - started + longest > options.limit_seconds:
+                print("stopped at the time limit: run again with --append")
+                return STOPPED
             print(f"{key}", flush=True)
             with no_grad_of[pack.trains]():
                 found = race(pack, impls, stopwatch, window_ms=1e3 * options.window, rounds=options.rounds)
@@ -65,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 missing += impl.name == "flashgen" and isinstance(ms, str)
             gc.collect()
             torch.cuda.empty_cache()
+            longest = max(longest, time.monotonic() - begun)
     print(f"{file.path}: {len(file.rows)} rows")
     return MISSING if missing else 0
 
@@ -154,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--db", type=Path, help="a tuning database above the shipped ones")
     parser.add_argument("--window", type=float, default=0.1, help="seconds of a window (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="windows of each (default: %(default)s)")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
+    add_shard_argument(parser)
     add_arguments(parser)
     return parser
 

@@ -13,6 +13,9 @@ from benchmarks.merge import GRIDS, KINDS, main, merge
 from benchmarks.results import DATA_COLUMNS, RACE_COLUMNS, RESULTS, TRAINING_COLUMNS, ResultsFile, Row, read_rows
 from benchmarks.suites import DATA_SUITE, data_grid, paper_grid
 from benchmarks.training_tasks import EAGER_SUITE
+from benchmarks.varlen import row_of as packed_row
+from benchmarks.varlen_cases import PACKS
+from benchmarks.varlen_impls import IMPLS
 from flashgen.measure.data_kinds import DATA_KINDS
 from tests.benchmarks.rows import SHARED, row, training_row
 
@@ -85,6 +88,15 @@ def test_kinds_of_data_are_merged_however_they_were_shared(by: str, tmp_path: Pa
     ]
     (path,) = merge(folders[::-1], tmp_path / "into")
     assert [each.subject for each in read_rows(path, DATA_COLUMNS)] == [each.subject for each in rows]
+
+
+def test_batches_of_packed_sequences_are_merged_and_all_there(tmp_path: Path) -> None:
+    rows, name = [packed_row(pack, IMPLS[0], 0.5, SHARED) for pack in PACKS], f"{SHARED.slug}/varlen.csv"
+    halves = [write(tmp_path / str(part), rows[part::2], name, DATA_COLUMNS) for part in range(2)]
+    (path,) = merge(halves[::-1], tmp_path / "into")
+    assert [each.subject for each in read_rows(path, DATA_COLUMNS)] == [each.subject for each in rows]
+    with pytest.raises(ValueError, match=r"no folder has .*-varlen-(\w+) \1 and \d more"):
+        merge(halves[:1], tmp_path / "into")
 
 
 def test_a_kind_of_data_that_nobody_has_is_refused(tmp_path: Path) -> None:
@@ -161,5 +173,5 @@ def test_committed_files_have_every_workload_of_their_suites() -> None:
         rows = read_rows(path)
         for suite in {each.suite for each in rows} & GRIDS.keys():
             there = {(each.workload, each.data) for each in rows if each.suite == suite}
-            wanted = {(workload.key, kind) for workload in GRIDS[suite]() for kind in KINDS.get(suite, ("",))}
+            wanted = {(each.key, kind) for each in GRIDS[suite]() for kind in KINDS.get(suite, (each.lengths,))}
             assert there == wanted, f"{path}, {suite}"

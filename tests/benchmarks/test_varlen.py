@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 
 import flashgen
 from benchmarks import packed_training, varlen
+from benchmarks.exit_codes import STOPPED
 from benchmarks.impls import results_of
 from benchmarks.packed_training import packed_gpt2
 from benchmarks.provenance import Provenance
 from benchmarks.results import TRAINING_COLUMNS, read_rows
 from benchmarks.varlen_cases import PACKS, Pack, padded, tensors_of, unpadded
-from benchmarks.varlen_impls import IMPLS
+from benchmarks.varlen_impls import IMPLS, VarlenImpl
 from benchmarks.varlen_tables import varlen_parts
 from flashgen import reference
 from flashgen.core.workload import Workload
@@ -40,6 +42,27 @@ def test_batches_are_told_apart_and_of_16k_rows_at_least_in_training() -> None:
     assert all((pack.workload.total_q or 0) >= 16384 for pack in PACKS if pack.trains)
     assert {pack.workload.lengths for pack in PACKS} == {"same", "ramp", "tail", "mixed"}
     assert [pack.suite for pack in varlen.selected(["bwd-*-h12-*"])] == ["varlen_training"] * 2
+
+
+def test_a_run_does_its_part_until_its_time_is_over_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen.Provenance, "here", lambda commit: SHARED)
+    monkeypatch.setattr(varlen, "serve_generated", lambda *given: None)
+    raced: list[Pack] = []
+    now = iter(range(0, 10_000, 10))
+
+    def race(pack: Pack, impls: Sequence[VarlenImpl], *given: object, **more: object) -> list[tuple[VarlenImpl, float]]:
+        raced.append(pack)
+        return [(impls[0], 0.5)]
+
+    monkeypatch.setattr(varlen, "race", race)
+    monkeypatch.setattr(varlen, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    command = ["--results", str(tmp_path), "--append", "--shard", "1/2"]
+    assert varlen.main([*command, "--limit-seconds", "45"]) == STOPPED
+    assert 0 < len(raced) < len(PACKS[1::2])
+    assert varlen.main(command) == 0
+    assert raced == list(PACKS[1::2])
 
 
 @pytest.mark.parametrize("pack", [pack for pack in PACKS if pack.is_self_attention], ids=lambda pack: pack.workload.key)
