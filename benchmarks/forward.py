@@ -25,6 +25,7 @@ from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import Pace, Result, race
 from benchmarks.results import RACE_COLUMNS, ResultsFile, Row, Subject, subject_of
 from benchmarks.suites import FP16_SUITE, SUITES, select, work_of
+from benchmarks.time_limit import TimeLimit
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.launch.gpu import current_device
@@ -154,16 +155,15 @@ def run_jobs(
     come from one race. No new race starts if the longest one so far would end after `limit_s` seconds. With `reasons`,
     an implementation that has no time has a row as well.
     """
-    started, longest, missing, stopped = clock(), 0.0, 0, False
+    limit, missing, stopped = TimeLimit(limit_s, clock), 0, False
     done = file.done(provenance.commit)
     jobs = [job for job in jobs if not any(job.subject(impl.name) in done for impl in impls)]
     for number, job in enumerate(jobs):
-        begun = clock()
-        if begun - started + longest > limit_s:
+        if not limit.has_room():
             say(f"stopped at the time limit, {len(jobs) - number} workloads left: run again with --append")
             stopped = True
             break
-        say(f"[{number + 1}/{len(jobs)}] {job}  ({begun - started:.0f} s)")
+        say(f"[{number + 1}/{len(jobs)}] {job}  ({limit.elapsed_s:.0f} s)")
         results = racer(job, impls)
         file.write(_row(provenance, job, each) for each in results if reasons or each.reason is None)
         for result in results:
@@ -171,7 +171,7 @@ def run_jobs(
             for trial in result.trials:
                 say(f"    {trial}")
             missing += result.impl.name == "flashgen" and result.reason is not None
-        longest = max(longest, clock() - begun)
+        limit.part_ended()
     say(f"{file.path}: {len(file.rows)} rows")
     return MISSING if missing else STOPPED if stopped else 0
 

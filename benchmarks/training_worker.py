@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.time_limit import TimeLimit
 from benchmarks.training_tasks import BERT_SUITE, COMPILED, EAGER, EAGER_SUITE, LONG_SUITE, PADDED_SUITE, TASKS, Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -49,15 +50,14 @@ def main(
     No run starts if the longest one so far would end after `--limit-seconds`.
     """
     options = _parser().parse_args(arguments)
-    started, longest = clock(), 0.0
+    limit = TimeLimit(options.limit_seconds, clock)
     for name in options.runs:
-        begun = clock()
-        if begun - started + longest > options.limit_seconds:
+        if not limit.has_room():
             break
         with _compiled_as_written(name):
             _report(train(run_of(name, options, _memory_bytes()), say=_say))
         _forget()
-        longest = max(longest, clock() - begun)
+        limit.part_ended()
     return 0
 
 

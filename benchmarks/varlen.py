@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from benchmarks.impls import results_of
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.race import GRAPH_BELOW_MS
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row, subject_of
+from benchmarks.time_limit import TimeLimit
 from benchmarks.varlen_cases import PACKS, Pack, PackTensors, tensors_of
 from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl, no_grad_of
 from flashgen.core.errors import FlashgenError
@@ -39,7 +40,7 @@ NO_GRAPHS_MS = 0.0
 """Both passes are queued: autograd's own streams and the peers' scratch memory are no part of a graph."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     impls = [impl for impl in IMPLS if not names or impl.name in names]
-    missing, started, longest = 0, time.monotonic(), 0.0
+    limit, missing = TimeLimit(options.limit_seconds, clock), 0
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
         stopwatch, done = CudaStopwatch(gpu.sm_clock_mhz), file.done(provenance.commit)
@@ -59,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             key, profile = pack.workload.key, pack.workload.lengths
             if any(subject_of(pack.suite, key, impl.name, profile) in done for impl in impls):
                 continue
-            begun = time.monotonic()
-            if begun - started + longest > options.limit_seconds:
+            if not limit.has_room():
                 print("stopped at the time limit: run again with --append")
                 return STOPPED
             print(f"{key}", flush=True)
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 missing += impl.name == "flashgen" and isinstance(ms, str)
             gc.collect()
             torch.cuda.empty_cache()
-            longest = max(longest, time.monotonic() - begun)
+            limit.part_ended()
     print(f"{file.path}: {len(file.rows)} rows")
     return MISSING if missing else 0
 

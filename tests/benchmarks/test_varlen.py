@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,16 +50,15 @@ def test_a_run_does_its_part_until_its_time_is_over_and_the_next_one_goes_on(
     monkeypatch.setattr(varlen.Provenance, "here", lambda commit: SHARED)
     monkeypatch.setattr(varlen, "serve_generated", lambda *given: None)
     raced: list[Pack] = []
-    now = iter(range(0, 10_000, 10))
+    ticks = itertools.count(0.0, 10.0)
 
     def race(pack: Pack, impls: Sequence[VarlenImpl], *given: object, **more: object) -> list[tuple[VarlenImpl, float]]:
         raced.append(pack)
         return [(impls[0], 0.5)]
 
     monkeypatch.setattr(varlen, "race", race)
-    monkeypatch.setattr(varlen, "time", SimpleNamespace(monotonic=lambda: next(now)))
     command = ["--results", str(tmp_path), "--append", "--shard", "1/2"]
-    assert varlen.main([*command, "--limit-seconds", "45"]) == STOPPED
+    assert varlen.main([*command, "--limit-seconds", "45"], clock=lambda: next(ticks)) == STOPPED
     assert 0 < len(raced) < len(PACKS[1::2])
     assert varlen.main(command) == 0
     assert raced == list(PACKS[1::2])
