@@ -76,8 +76,8 @@ SHIPPED = (
     "bwd-bf16-b8-h32-hk32-sq2048-sk2048-d64-causal",
     "fwd-bf16-b4-h16-hk4-sq4096-sk4096-d128-causal",
 )
-HELD_AFTER_5, HELD_AFTER_10, HELD_FROM_NOTHING_AFTER_25 = 1.01, 1.005, 1.015
-"""1.0005, 1.0000 and 1.0116 when these were written (scikit-learn 1.9.1, optuna 5.0.0)."""
+HELD_AFTER_5, HELD_AFTER_10, HELD_FROM_NOTHING_AFTER_25 = 1.01, 1.005, 1.01
+"""1.0005, 1.0000 and 1.0086 when these were written (scikit-learn 1.9.1, optuna 5.0.0)."""
 
 
 def test_a_model_of_other_workloads_is_ahead_of_the_lists_and_chance_on_tables_that_ship() -> None:
@@ -95,7 +95,7 @@ def test_a_model_of_other_workloads_is_ahead_of_the_lists_and_chance_on_tables_t
     assert held(alone, 10) < HELD_AFTER_10
     assert held("random", 10) > HELD_AFTER_10 + 0.01
     # its first trials are chance, of which two seeds say little
-    assert held(nothing, 25, seeds=10) < HELD_FROM_NOTHING_AFTER_25
+    assert held(nothing, 25, seeds=40) < HELD_FROM_NOTHING_AFTER_25
 
 
 # --- replays ---------------------------------------------------------------------------------------------------------
