@@ -108,9 +108,10 @@ class Reverification(MeasuredWorkload):
 
     def _variations(self, record: TuningRecord) -> tuple[Config, ...]:
         """The variations of its config that it has not met in its last race."""
-        met = {record.config, *self._rivals_of(record)}
-        varied = (each.of(record.config, self._spec, self._context.device) for each in self._context.options.vary)
-        return tuple(config for config in varied if config is not None and config not in met)
+        asked = (each.of(record.config, self._spec, self._context.device) for each in self._context.options.vary)
+        varied = [config for config in asked if config is not None]
+        met = self._rivals_of(record) if varied else []
+        return tuple(config for config in varied if config not in met)
 
     def _rivals_of(self, record: TuningRecord) -> list[Config]:
         """The other configs of its last race, where the run's own file has them."""

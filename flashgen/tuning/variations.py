@@ -29,10 +29,10 @@ class Variation:
             TuningError: the text is of another form, or no kernel family declares these knobs with these values.
         """
         text = checks.text("a variation", given, TuningError)
-        pairs = [tuple(word.strip() for word in part.partition("=")[::2]) for part in text.split(",")]
-        found = cls(changes=tuple((name, value) for name, value in pairs))
+        parts = (part.partition("=") for part in text.split(","))
+        found = cls(changes=tuple((name.strip(), value.strip()) for name, _, value in parts))
         names = [name for name, _ in found.changes]
-        if "" in (*names, *(value for _, value in found.changes)) or len(set(names)) < len(names):
+        if not all(name and value for name, value in found.changes) or len(set(names)) < len(names):
             raise TuningError(f"a variation is knob=value,... with each knob once, got {shown(text)}")
         rows = (*FAMILIES, *DECODE_FAMILIES)
         if not any(found._values(row.knobs) for row in rows):

@@ -114,7 +114,7 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     best = found[1]
     if resources.softmax_reference(served) != "running":
         found.append(usual.replace(softmax_reference="running"))
-    if resources.softmax_reference(served) == "row_sums" and spec.varlen:
+    if resources.softmax_reference(served) == "row_sums":
         found.append(usual.replace(early_settle=True))
     if spec.window:
         # a tile of a few steps waits for its Q longest

@@ -105,7 +105,7 @@ exponentials or another way to mask."""
 SETTLES_LATE = (
     "without packed sequences, weights that settle ahead of the output were never faster, and mostly 1 to 5% slower"
 )
-"""In balanced races of 90 records with and without on an H200 (docs/experiments/row-sums.md)."""
+"""In balanced races of 91 records with and without on an H200 (docs/experiments/row-sums.md)."""
 
 
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:

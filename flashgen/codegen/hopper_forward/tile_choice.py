@@ -84,12 +84,12 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
     """A config that was measured at other sizes, with another tile where that fills the SMs better at these."""
     tiles = _tiles(spec)
     own = _own(tiles, config)
-    if own is None:
+    if own is None or (spec.varlen and not sizes.sequences):
         return config
     shapes = _packed(sizes) if spec.varlen else (sizes,)
     times = [math.prod(tile.time(each, device.num_sms, causal=spec.causal) for each in shapes) for tile in tiles]
     least, margin = min(times), PACKED_MARGIN if spec.varlen else MARGINS[spec.dtype]
-    if not shapes or least > (1 - margin) ** len(shapes) * times[own]:
+    if least > (1 - margin) ** len(shapes) * times[own]:
         return config
     return with_tile(spec, config, tiles[times.index(least)], device)
 
@@ -106,8 +106,6 @@ def others(spec: Specialization, config: Config, device: Device) -> tuple[Config
 
 def _packed(sizes: Sizes) -> tuple[Sizes, ...]:
     """Batches like packed sequences of which a host knows bounds: all as long as they can be, and half as long."""
-    if not sizes.sequences:
-        return ()
     return tuple(
         replace(
             sizes,
