@@ -1,13 +1,11 @@
 """Steps of decoding beside other implementations: writes `results/<device>/decode.csv`.
 
-python -m benchmarks.decode [--only '*-page16-*'] [--impls flashgen,sdpa-cudnn] [--append]
+python -m benchmarks.decode [--only '*-page16-*'] [--impls flashgen,sdpa-cudnn] [--append] [--shard 0/2]
 """
 
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import gc
 import statistics
 import sys
 import tempfile
@@ -17,14 +15,16 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cases import Ahead, add_case_arguments, limit_of, selected
 from benchmarks.decode_cases import IMPLS, STEPS, Caches, DecodeImpl, Step, caches
 from benchmarks.impls import Call
-from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.race import GRAPH_BELOW_MS
-from benchmarks.results import DATA_COLUMNS, ResultsFile, Row, subject_of
+from benchmarks.provenance import Provenance, serve_generated
+from benchmarks.race import GRAPH_BELOW_MS, attempt
+from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
 from flashgen.core.errors import FlashgenError
 from flashgen.measure import gpu
 from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, Window, interleave, make_unit
+from flashgen.tuning.shards import Shard
 
 SUITE = "decode"
 TOLERANCE = 2e-2
@@ -32,44 +32,32 @@ TOLERANCE = 2e-2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 is done, 1 if flashgen has no row where it should have one."""
+    """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
     names = [name for name in options.impls.split(",") if name]
     try:
-        provenance = Provenance.here(options.commit)
+        shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
         path = options.results / provenance.slug / "decode.csv"
         file = ResultsFile(path, DATA_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     impls = [impl for impl in IMPLS if not names or impl.name in names]
-    missing = 0
+    ahead = Ahead(file, provenance.commit, [impl.name for impl in impls], shard, limit_of(options))
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(None, Path(scratch))
-        stopwatch, done = CudaStopwatch(gpu.sm_clock_mhz), file.done(provenance.commit)
-        for step in selected(options.only):
-            key = step.workload.key
-            if any(subject_of(SUITE, key, impl.name, step.profile) in done for impl in impls):
-                continue
-            print(f"{key} {step.profile}", flush=True)
+        stopwatch = CudaStopwatch(gpu.sm_clock_mhz)
+
+        def one(step: Step) -> bool:
             found = race(step, impls, stopwatch, window_ms=1e3 * options.window, rounds=options.rounds)
             file.write(
                 row_of(step, impl, windows, provenance) for impl, windows in found if not isinstance(windows, str)
             )
             for impl, windows in found:
                 print(f"  {line_of(step, impl, windows)}", flush=True)
-                missing += impl.name == "flashgen" and isinstance(windows, str)
-            gc.collect()
-            torch.cuda.empty_cache()
-    print(f"{file.path}: {len(file.rows)} rows")
-    return 1 if missing else 0
+            return not any(impl.name == "flashgen" and isinstance(windows, str) for impl, windows in found)
 
-
-def selected(patterns: Sequence[str]) -> list[Step]:
-    """The steps whose keys one of the patterns fits, all without patterns."""
-    return [
-        step for step in STEPS if not patterns or any(fnmatch.fnmatch(step.workload.key, each) for each in patterns)
-    ]
+        return ahead.race(selected(STEPS, options.only), lambda _: SUITE, one)
 
 
 def race(
@@ -90,13 +78,14 @@ def _unit(impl: DecodeImpl, step: Step, found: Caches, expected: torch.Tensor, s
     reason = impl.unsupported(step)
     if reason is not None:
         return reason
-    try:
+
+    def made() -> Unit | str:
         call = impl.prepare(step, found)
         if (why := _why_wrong(call, expected)) is not None:
             return why
         return make_unit(call.run, step.copies, stopwatch, call.context, graph_below_ms=GRAPH_BELOW_MS)
-    except (FlashgenError, RuntimeError, TypeError, AssertionError) as error:  # what peers raise for what they lack
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+    return attempt(made)
 
 
 def _why_wrong(call: Call, expected: torch.Tensor) -> str | None:
@@ -149,11 +138,7 @@ def line_of(step: Step, impl: DecodeImpl, windows: Sequence[Window] | str) -> st
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workload keys; repeatable")
-    parser.add_argument("--impls", default="", help="names, separated by commas (default: all)")
-    parser.add_argument("--window", type=float, default=0.1, help="seconds of a window (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="windows of each (default: %(default)s)")
-    add_arguments(parser)
+    add_case_arguments(parser)
     return parser
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashgen
+from benchmarks import fa4
 from benchmarks.decode_vllm import vllm_call, vllm_version, why_not_vllm
 from benchmarks.impls import FA3_MODULE, Call, cudnn_version, fa3_version, torch_version
 from flashgen.core.lengths import RAMP, SAME, TAIL
@@ -187,6 +188,24 @@ def _fa3(step: Step, found: Caches) -> Call:
     return Call(run=run, context=contextlib.nullcontext)
 
 
+def _why_not_fa4(step: Step) -> str | None:
+    return fa4.limits(step.workload)
+
+
+def _fa4(step: Step, found: Caches) -> Call:
+    function, w = importlib.import_module(fa4.MODULE).flash_attn_varlen_func, step.workload
+    options: dict[str, Any] = {"seqused_k": found.lens, "causal": w.causal, "page_table": found.table}
+    options["learnable_sink"] = found.sinks
+    if w.window_left is not None:
+        options["window_size"] = (w.window_left, 0)
+
+    def run(n: int) -> torch.Tensor:
+        out: torch.Tensor = function(found.q[n], found.k[n], found.v[n], **options)[0]
+        return out
+
+    return Call(run=run)
+
+
 IMPLS: tuple[DecodeImpl, ...] = (
     DecodeImpl(name="flashgen", version=lambda: flashgen.__version__, unsupported=_everything, prepare=_flashgen),
     DecodeImpl(
@@ -208,5 +227,6 @@ IMPLS: tuple[DecodeImpl, ...] = (
         prepare=partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     ),
     DecodeImpl(name="fa3", version=fa3_version, unsupported=_why_not_fa3, prepare=_fa3),
+    DecodeImpl(name="fa4", version=fa4.version, unsupported=_why_not_fa4, prepare=_fa4),
     DecodeImpl(name="vllm", version=vllm_version, unsupported=why_not_vllm, prepare=vllm_call),
 )

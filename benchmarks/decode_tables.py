@@ -15,6 +15,7 @@ TITLES = {
     "sdpa-cudnn": "SDPA cuDNN",
     "sdpa-flash": "SDPA flash",
     "fa3": "FA3",
+    "fa4": "FA4",
     "vllm": "vLLM Triton",
 }
 PROFILES = {"same": "", "ramp": "1 to ", "tail": "one of ", "one_long": "one of "}
@@ -37,7 +38,7 @@ def by_step(rows: Sequence[Row]) -> list[tuple[Workload, str, dict[str, Row]]]:
 
 def _text(used: Sequence[Row]) -> str:
     said = []
-    for impl in ("sdpa-cudnn", "fa3", "vllm"):
+    for impl in ("sdpa-cudnn", "fa3", "fa4", "vllm"):
         ratios = [
             by_impl[impl].median_ms / by_impl["flashgen"].median_ms  # type: ignore[operator]
             for _, _, by_impl in by_step(used)

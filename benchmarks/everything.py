@@ -72,7 +72,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _race("forward_backward", 640),
     _race("features", 600),
     _race("models", 400, "--rounds", "2"),
-    Benchmark(name="decode", module="decode", seconds=90),
+    Benchmark(name="decode", module="decode", seconds=160, is_sharded=True, has_limit=True),
     Benchmark(name="packed_training", module="packed_training", seconds=120),
     Benchmark(name="overhead", module="overhead", seconds=160),
     Benchmark(name="memory", module="memory", seconds=90),

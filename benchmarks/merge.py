@@ -15,6 +15,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from benchmarks import curves
+from benchmarks.decode_cases import STEPS
+from benchmarks.decode_tables import DECODE_SUITE
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE, memory_grid, training_grid
 from benchmarks.results import RESULTS, ResultsFile, Row, Subject, header_of, read_rows
 from benchmarks.speedup import SPEEDUP_SUITE, speedup_grid
@@ -56,6 +58,7 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     "features": features_grid,
     "window": window_grid,
     DATA_SUITE: data_grid,
+    DECODE_SUITE: lambda: [step.workload for step in STEPS],
     MEMORY_SUITE: memory_grid,
     TRAINING_SUITE: training_grid,
     SPEEDUP_SUITE: speedup_grid,
@@ -69,8 +72,8 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
 taken as it is."""
 
 KINDS: Mapping[str, Sequence[str]] = {DATA_SUITE: tuple(DATA_KINDS)}
-"""The kinds of data of a suite that has each of its workloads on several. Rows of packed sequences name the profile of
-their workload, and those of all others nothing."""
+"""The kinds of data of a suite that has each of its workloads on several. Rows of packed sequences
+and of decoding name the profile of their workload, and those of all others nothing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

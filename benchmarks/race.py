@@ -135,7 +135,7 @@ def _race(
     windows: dict[str, list[Window]] = {impl.name: [] for impl in runners}
     for order in orders(len(runners), pace.rounds):
         for impl in (runners[turn] for turn in order if runners[turn].name not in reasons):
-            seen = _attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))
+            seen = attempt(partial(_visit, impl, entries[impl.name].unit, stopwatch, pace))
             if isinstance(seen, Window):
                 windows[impl.name].append(seen)
             else:
@@ -160,8 +160,8 @@ def _entrant(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopw
     return fastest(
         impl,
         workload,
-        enter=lambda each: _attempt(partial(_entry, each, workload, task, stopwatch)),
-        trial=lambda each, entry: _attempt(partial(_trial_ms, each, entry.unit, stopwatch)),
+        enter=lambda each: attempt(partial(_entry, each, workload, task, stopwatch)),
+        trial=lambda each, entry: attempt(partial(_trial_ms, each, entry.unit, stopwatch)),
     )
 
 
@@ -183,7 +183,7 @@ def _entry(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwat
 
 def _timed(call: Call, copies: int, stopwatch: RaceStopwatch) -> _Entry | str:
     """How the device's time of a call is measured, or why it cannot be told from the host's."""
-    unit = _attempt(lambda: make_unit(call.run, copies, stopwatch, call.context, graph_below_ms=GRAPH_BELOW_MS))
+    unit = attempt(lambda: make_unit(call.run, copies, stopwatch, call.context, graph_below_ms=GRAPH_BELOW_MS))
     because = None if isinstance(unit, Unit) else f"it cannot be recorded into a CUDA graph ({unit})"
     if not isinstance(unit, Unit):
         unit = make_unit(call.run, copies, stopwatch, call.context, graph_below_ms=0.0)
@@ -209,7 +209,7 @@ def _why_wrong(call: Call, task: Problem) -> str | None:
     return None
 
 
-def _attempt(work: Callable[[], T | str]) -> T | str:
+def attempt(work: Callable[[], T | str]) -> T | str:
     """An implementation that fails costs its own row only."""
     try:
         return work()

@@ -6,25 +6,21 @@ python -m benchmarks.varlen [--only 'bwd-*'] [--impls flashgen,fa3] [--append] [
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import gc
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.exit_codes import MISSING, STOPPED
-from benchmarks.forward import add_shard_argument
+from benchmarks.cases import Ahead, Clock, add_case_arguments, limit_of, selected
 from benchmarks.impls import results_of
-from benchmarks.provenance import Provenance, add_arguments, serve_generated
-from benchmarks.race import GRAPH_BELOW_MS
-from benchmarks.results import DATA_COLUMNS, ResultsFile, Row, subject_of
-from benchmarks.time_limit import TimeLimit
+from benchmarks.provenance import Provenance, serve_generated
+from benchmarks.race import GRAPH_BELOW_MS, attempt
+from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
 from benchmarks.varlen_cases import PACKS, Pack, PackTensors, tensors_of
 from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl, no_grad_of
 from flashgen.core.errors import FlashgenError
@@ -40,7 +36,7 @@ NO_GRAPHS_MS = 0.0
 """Both passes are queued: autograd's own streams and the peers' scratch memory are no part of a graph."""
 
 
-def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
+def main(arguments: Sequence[str] | None = None, clock: Clock = time.monotonic) -> int:
     """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -52,36 +48,20 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     impls = [impl for impl in IMPLS if not names or impl.name in names]
-    limit, missing = TimeLimit(options.limit_seconds, clock), 0
+    ahead = Ahead(file, provenance.commit, [impl.name for impl in impls], shard, limit_of(options, clock))
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
-        stopwatch, done = CudaStopwatch(gpu.sm_clock_mhz), file.done(provenance.commit)
-        for pack in selected(options.only)[shard.index :: shard.count]:
-            key, profile = pack.workload.key, pack.workload.lengths
-            if any(subject_of(pack.suite, key, impl.name, profile) in done for impl in impls):
-                continue
-            if not limit.has_room():
-                print("stopped at the time limit: run again with --append")
-                return STOPPED
-            print(f"{key}", flush=True)
+        stopwatch = CudaStopwatch(gpu.sm_clock_mhz)
+
+        def one(pack: Pack) -> bool:
             with no_grad_of[pack.trains]():
                 found = race(pack, impls, stopwatch, window_ms=1e3 * options.window, rounds=options.rounds)
             file.write(row_of(pack, impl, ms, provenance) for impl, ms in found if not isinstance(ms, str))
             for impl, ms in found:
                 print(f"  {line_of(pack, impl, ms)}", flush=True)
-                missing += impl.name == "flashgen" and isinstance(ms, str)
-            gc.collect()
-            torch.cuda.empty_cache()
-            limit.part_ended()
-    print(f"{file.path}: {len(file.rows)} rows")
-    return MISSING if missing else 0
+            return not any(impl.name == "flashgen" and isinstance(ms, str) for impl, ms in found)
 
-
-def selected(patterns: Sequence[str]) -> list[Pack]:
-    """The batches whose keys one of the patterns fits, all without patterns."""
-    return [
-        pack for pack in PACKS if not patterns or any(fnmatch.fnmatch(pack.workload.key, each) for each in patterns)
-    ]
+        return ahead.race(selected(PACKS, options.only), lambda pack: pack.suite, one)
 
 
 def race(
@@ -108,14 +88,15 @@ def _unit(
     reason = impl.unsupported(pack)
     if reason is not None:
         return reason
-    try:
+
+    def made() -> tuple[Unit, float] | str:
         ready = impl.prepare(pack, tensors)
         if (why := why_wrong(ready, expected)) is not None:
             return why
         call, limit = ready.call, NO_GRAPHS_MS if pack.trains else GRAPH_BELOW_MS
         return make_unit(call.run, pack.copies, stopwatch, call.context, graph_below_ms=limit), ready.share
-    except (FlashgenError, RuntimeError, TypeError, AssertionError) as error:  # what peers raise for what they lack
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+    return attempt(made)
 
 
 def why_wrong(ready: Ready, expected: torch.Tensor) -> str | None:
@@ -157,14 +138,8 @@ def line_of(pack: Pack, impl: VarlenImpl, ms: float | str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.varlen", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workload keys; repeatable")
-    parser.add_argument("--impls", default="", help="names, separated by commas (default: all)")
     parser.add_argument("--db", type=Path, help="a tuning database above the shipped ones")
-    parser.add_argument("--window", type=float, default=0.1, help="seconds of a window (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="windows of each (default: %(default)s)")
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
-    add_shard_argument(parser)
-    add_arguments(parser)
+    add_case_arguments(parser)
     return parser
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks import decode
+from benchmarks import decode, fa4
+from benchmarks.cases import selected
 from benchmarks.decode_cases import IMPLS, STEPS, Step, caches, flashgen_options
 from benchmarks.decode_tables import decode_parts
 from benchmarks.decode_vllm import vllm_call, vllm_version, why_not_vllm
@@ -65,7 +67,7 @@ def test_peers_say_what_they_lack() -> None:
     assert reasons["flashgen"] is None
     assert "no lengths" in str(reasons["sdpa-cudnn"])
     assert "longer" in str(reasons["flashgen-fixed"])
-    assert [each.workload.page_size for each in decode.selected(["*-page16-*"])].count(16) > 3
+    assert [each.workload.page_size for each in selected(STEPS, ["*-page16-*"])].count(16) > 3
 
 
 PAGED = step("dec-b3-sk100-h4-hk2-sq2-d48-causal-sink-page16-wl20-ramp")
@@ -124,3 +126,27 @@ def test_the_table_has_a_line_for_each_step() -> None:
         "| 64 x 1 to 8192 | 32/8 | 128 | pages of 16 | - | 20.0 | - | 53687 |",
     ]
     assert decode_parts([]) == []
+
+
+def test_flash_attention_4_is_called_with_what_a_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    (impl,) = (each for each in IMPLS if each.name == "fa4")
+    monkeypatch.setattr(fa4, "is_installed", lambda: False)
+    assert "not installed" in str(impl.unsupported(PAGED))
+    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    assert impl.unsupported(PAGED) is None
+    calls: list[dict[str, object]] = []
+
+    def flash_attn_varlen_func(q: torch.Tensor, *rest: torch.Tensor, **given: object) -> tuple[torch.Tensor, None]:
+        calls.append(given)
+        return torch.zeros_like(q), None
+
+    module = ModuleType(fa4.MODULE)
+    vars(module)["flash_attn_varlen_func"] = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, fa4.MODULE, module)
+    found = caches(PAGED, CPU)
+    assert impl.prepare(PAGED, found).run(0).shape == found.q[0].shape
+    (given,) = calls
+    assert (given["causal"], given["window_size"]) == (True, (20, 0))
+    assert given["seqused_k"] is found.lens
+    assert given["page_table"] is found.table
+    assert given["learnable_sink"] is found.sinks

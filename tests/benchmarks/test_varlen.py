@@ -13,6 +13,7 @@ import torch
 
 import flashgen
 from benchmarks import packed_training, varlen
+from benchmarks.cases import selected
 from benchmarks.exit_codes import STOPPED
 from benchmarks.impls import results_of
 from benchmarks.packed_training import packed_gpt2
@@ -41,7 +42,7 @@ def test_batches_are_told_apart_and_of_16k_rows_at_least_in_training() -> None:
     assert all(pack.workload == Workload.parse(pack.workload.key) and pack.workload.lengths for pack in PACKS)
     assert all((pack.workload.total_q or 0) >= 16384 for pack in PACKS if pack.trains)
     assert {pack.workload.lengths for pack in PACKS} == {"same", "ramp", "tail", "mixed"}
-    assert [pack.suite for pack in varlen.selected(["bwd-*-h12-*"])] == ["varlen_training"] * 2
+    assert [pack.suite for pack in selected(PACKS, ["bwd-*-h12-*"])] == ["varlen_training"] * 2
 
 
 def test_a_run_does_its_part_until_its_time_is_over_and_the_next_one_goes_on(
