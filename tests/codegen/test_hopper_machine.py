@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -57,8 +58,10 @@ def storage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
-def launched(packed: Packed, changes: dict[str, KnobValue], programs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE, as so many CTAs compute them."""
+def launched(
+    packed: Packed, changes: dict[str, KnobValue], programs: int, products: list[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE, as so many CTAs compute them; `products` gets the rows of each product."""
     problem = checked(packed)
     spec, named = problem.spec, packed.named
     config = HOPPER_FORWARD.default(spec, H200).replace(**changes)
@@ -105,7 +108,13 @@ def launched(packed: Packed, changes: dict[str, KnobValue], programs: int) -> tu
         else:
             arguments.append(values[parameter.name])
     machine = Machine(programs)
-    instead = SETTLED if changes["softmax_reference"] == "row_sums" else {}
+    instead: dict[str, Callable[..., Any]] = SETTLED if changes["softmax_reference"] == "row_sums" else {}
+    if products is not None:
+        multiply = machine.names()["warpgroup_mma"]
+        instead = {
+            **instead,
+            "warpgroup_mma": lambda a, *rest, **flags: (products.append(1), multiply(a, *rest, **flags))[1],
+        }
     machine.run(kernel_of(render(spec, config).text, HOPPER_FORWARD.id, machine, **instead), arguments)
     assert int(counter) == 0
     return out, lse
@@ -142,3 +151,13 @@ def test_packed_sequences_are_right(name: str) -> None:
         packed.q.mul_(60.0)
     out, lse = launched(packed, changes, programs=3)
     assert_right(packed, out, lse)
+
+
+@pytest.mark.parametrize("changes", [PLAIN, SETTLES], ids=["running", "row_sums"])
+def test_a_warpgroup_that_a_sequence_has_no_row_for_multiplies_nothing(changes: dict[str, KnobValue]) -> None:
+    counts = []
+    for rows in (128, 65, 64, 1):
+        packed, products = make(Case(queries=(rows,), keys=(300,), **LENGTHS)), list[int]()
+        assert_right(packed, *launched(packed, changes, programs=2, products=products))
+        counts.append(len(products))
+    assert counts[0] == counts[1] == 2 * counts[2] == 2 * counts[3] > 0

@@ -113,6 +113,8 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         **hopper_scores.values(spec, aligned=aligned),
         "schedule_arguments": _schedule_arguments(config, aligned=aligned),
         **_sequences(spec),
+        # whether the last tile of a sequence may have no row for a warpgroup
+        "passes_over": spec.varlen and config.integer("warpgroups") > 1,
     }
 
 
