@@ -108,13 +108,13 @@ def _stand_ins(package: Path) -> dict[str, ModuleType]:
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
         found[name] = ModuleType(name)
         found[name].__path__ = [str(package.joinpath(*name.split(".")[1:]))]
-    quantization = enum.IntEnum(
-        "KVQuantMode", ["NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"], start=0
-    )
+    modes = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD")
+    quantization = enum.IntEnum("KVQuantMode", modes, start=0)
+    hopper = SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn, is_device_capability_family=lambda family: False)
     values: dict[str, dict[str, object]] = {
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.logger": {"init_logger": logging.getLogger},
-        "vllm.platforms": {"current_platform": SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn)},
+        "vllm.platforms": {"current_platform": hopper},
         "vllm.triton_utils": {"triton": triton, "tl": tl},
         "vllm.v1.kv_cache_interface": {"KVQuantMode": quantization},
     }
