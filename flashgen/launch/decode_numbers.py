@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from flashgen.codegen.decode_splits import split_counts
@@ -12,6 +13,9 @@ from flashgen.launch.feature_arguments import LOG2E
 
 MANY_ROWS = 64
 """As many as a tile of queries has at most."""
+
+LEFT_OUT = 1 / 32
+"""Part of the programs that a device has room for which a launch may leave out: 4 of 132."""
 
 Strides = tuple[int, int, int]
 """In elements: of a sequence or a page, of a query or a slot, of a head."""
@@ -150,7 +154,7 @@ SIZED = (
 )
 """Numbers that follow from sizes and strides."""
 
-_SHARES = ("batch", "grid", "most_pairs", "pair_units")
+_SHARES = ("batch", "groups", "beside", "most_pairs", "pair_units")
 _GRID = ("slots", "least_splits", "most_splits")
 
 
@@ -169,16 +173,30 @@ class _Work(NamedTuple):
 
 
 def _shares(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> _Work:
-    pairs = shape.batch * shape.nheads_k * m_blocks
-    grid = device.num_sms * config.integer("per_sm")
-    slots, splits, most = 2 * grid, grid, config.integer("block_n")
+    heads = shape.nheads_k * m_blocks
+    groups, beside = side_by_side(heads, device.num_sms * config.integer("per_sm"))
+    blocks, programs = shape.batch * heads // beside, groups * beside
+    slots, splits, most = 2 * programs, programs, config.integer("block_n")
     if shape.split_size:
-        slots, splits, most = pairs * -(-shape.seqlen_k // shape.split_size), pairs, shape.split_size
+        splits, most = shape.batch * heads, shape.split_size
+        slots = splits * -(-shape.seqlen_k // shape.split_size)
     # programs that have no more than one pair have no reason to weigh the beginning of another one
-    weighs = pairs > grid and shape.seqlen_k > most and not shape.split_size
-    own = (shape.batch, grid, -(-pairs // grid), config.integer("overhead") if weighs else 0)
+    weighs = blocks > groups and shape.seqlen_k > most and not shape.split_size
+    own = (shape.batch, groups, beside, -(-blocks // groups), config.integer("overhead") if weighs else 0)
     merged = (splits, 1) if shape.seqlen_k > most else None
-    return _Work(grid=(grid, 1, 1), slots=slots, splits=splits, merged=merged, own=own)
+    return _Work(grid=(beside, groups, 1), slots=slots, splits=splits, merged=merged, own=own)
+
+
+@functools.lru_cache(maxsize=256)
+def side_by_side(heads: int, programs: int) -> tuple[int, int]:
+    """Groups of programs, and the programs of each, which have heads of one sequence and read the same keys in step.
+
+    Heads of a key are neighbours in most caches, and DRAM gives what lies side by side faster. As many of the heads
+    share a group as divide them and leave no more than a part of the programs out (`LEFT_OUT`).
+    """
+    whole = [each for each in range(1, heads + 1) if heads % each == 0]
+    beside = max(each for each in whole if programs % each <= LEFT_OUT * programs or each == 1)
+    return max(programs // beside, 1), beside
 
 
 def _grid(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> _Work:

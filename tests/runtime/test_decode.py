@@ -98,8 +98,10 @@ def test_both_kernels_read_the_call(gpu: FakeDriver) -> None:
     assert (first.values["window_right"], first.values["lse_rows"], first.values["has_leftpad"]) == (0, 3, 0)
     assert first.values["stride_table"] == 6
     assert [first.values[f"stride_k{axis}"] for axis in "psh"] == list(call.k_cache.stride()[:3])
-    assert first.values["grid"] == first.grid[0] == 2 * H200.num_sms
-    assert second.grid == (6, first.grid[0], 1)
+    heads = call.k_cache.shape[2]
+    assert first.grid == (first.values["beside"], first.values["groups"], 1) == (heads, 2 * H200.num_sms // heads, 1)
+    assert second.grid == (6, 2 * H200.num_sms, 1)
+    assert second.values["beside"] == heads
     assert {one.stream for one in (first, second)} == {7}
     assert (first.attributes, second.attributes) == ([], [(6, 1)])
 
