@@ -109,14 +109,12 @@ class DecodeNumbers(NamedTuple):
         sized: the others, in the order of `SIZED` and then of the names that the schedule has.
         grids: programs of the first kernel and of the merge; the second is None where nothing can be split.
         part_rows: rows of partial results.
-        splits: groups of four numbers that say what was split.
     """
 
     fixed: dict[str, int | float]
     sized: tuple[int, ...]
     grids: tuple[Grid, Grid | None]
     part_rows: int
-    splits: int
 
     @classmethod
     def of(
@@ -132,7 +130,7 @@ class DecodeNumbers(NamedTuple):
         window = (shape.seqlen_k, shape.window_left, shape.window_right, shape.table_stride)
         strides = (*shape.q_strides, *shape.k_strides, *shape.v_strides, *shape.o_strides)
         grids = (work.grid, (tile_rows, *work.merged) if work.merged else None)
-        return cls(fixed, (*window, *strides, *work.own), grids, work.slots * tile_rows, work.splits)
+        return cls(fixed, (*window, *strides, *work.own), grids, work.slots * tile_rows)
 
     @staticmethod
     def names(config: Config) -> tuple[str, ...]:
@@ -167,7 +165,6 @@ class _Work(NamedTuple):
 
     grid: Grid
     slots: int
-    splits: int
     merged: tuple[int, int] | None
     own: tuple[int, ...]
 
@@ -176,15 +173,15 @@ def _shares(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -
     heads = shape.nheads_k * m_blocks
     groups, beside = side_by_side(heads, device.num_sms * config.integer("per_sm"))
     blocks, programs = shape.batch * heads // beside, groups * beside
-    slots, splits, most = 2 * programs, programs, config.integer("block_n")
+    slots, axes, most = 2 * programs, (beside, groups), config.integer("block_n")
     if shape.split_size:
-        splits, most = shape.batch * heads, shape.split_size
-        slots = splits * -(-shape.seqlen_k // shape.split_size)
+        axes, most = (heads, shape.batch), shape.split_size
+        slots = shape.batch * heads * -(-shape.seqlen_k // shape.split_size)
     # programs that have no more than one pair have no reason to weigh the beginning of another one
     weighs = blocks > groups and shape.seqlen_k > most and not shape.split_size
     own = (shape.batch, groups, beside, -(-blocks // groups), config.integer("overhead") if weighs else 0)
-    merged = (splits, 1) if shape.seqlen_k > most else None
-    return _Work(grid=(beside, groups, 1), slots=slots, splits=splits, merged=merged, own=own)
+    merged = axes if shape.seqlen_k > most else None
+    return _Work(grid=(beside, groups, 1), slots=slots, merged=merged, own=own)
 
 
 @functools.lru_cache(maxsize=256)
@@ -212,7 +209,6 @@ def _grid(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> 
     return _Work(
         grid=(heads, shape.batch, counts.most),
         slots=pairs * counts.slots if is_merged else 0,
-        splits=0,
         merged=(heads, shape.batch) if is_merged else None,
         own=own,
     )

@@ -30,9 +30,7 @@ NUMBERS_OF_HEADS = ("Sinks", "AlibiSlopes")
 POINTERS = ("O", "LSE", "Q", "K", "V", "Lens", "Table", "Leftpad", "BatchIdx", "OwnLens", *NUMBERS_OF_HEADS)
 """Parameters that a call writes, in the order in which it gives those that it has; the others are null."""
 
-SCRATCH = ("PartO", "PartLse", "Splits")
-SPLIT_NUMBERS = 4
-"""Numbers that say what was split of a program's share."""
+SCRATCH = ("PartO", "PartLse")
 
 PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: a kernel need not wait for the end of the one before it."""
@@ -170,22 +168,20 @@ LARGEST_SHARED = 2**23
 
 
 class Pieces(NamedTuple):
-    """Where in the memory that both kernels share its pieces begin, in fp32 numbers, and how large it is."""
+    """Where in the memory that both kernels share the second piece begins, in fp32 numbers, and how large it is."""
 
     second: int
-    third: int
     total: int
 
     @classmethod
     def of(cls, numbers: DecodeNumbers, head_dim_v: int) -> Pieces:
         """Those of `SCRATCH`, one behind the other."""
         second = numbers.part_rows * head_dim_v
-        third = second + numbers.part_rows
-        return cls(second, third, third + SPLIT_NUMBERS * numbers.splits)
+        return cls(second, second + numbers.part_rows)
 
-    def addresses(self, start: int) -> tuple[int, int, int]:
+    def addresses(self, start: int) -> tuple[int, int]:
         """Of the pieces of memory that begins at an address."""
-        return start, start + 4 * self.second, start + 4 * self.third
+        return start, start + 4 * self.second
 
     def shared(self, beside: torch.Tensor, index: int, stream: int) -> Memory:
         """What the calls on a stream of a GPU share."""

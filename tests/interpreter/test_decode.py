@@ -15,7 +15,7 @@ from flashgen.codegen.portable_decode.defaults import ONLY_SHARES
 from flashgen.codegen.render import render
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
-from flashgen.launch.decode_numbers import DecodeNumbers
+from flashgen.launch.decode_numbers import DecodeNumbers, side_by_side
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from tests.decoding import Case, assert_right, make, only
@@ -69,7 +69,7 @@ def launched(
     known |= beside
     known |= {"AlibiSlopes": call.features.alibi_slopes, "PartLse": torch.full((numbers.part_rows,), math.nan)}
     known |= {"PartO": torch.full((numbers.part_rows, checked.shape.head_dim_v), math.nan)}
-    known |= {"Splits": torch.full((numbers.splits, 4), 2**31 - 1, dtype=torch.int32), **numbers.values(config)}
+    known |= numbers.values(config)
     for name, grid in zip(("", "_reduce"), numbers.grids, strict=True):
         kernel = getattr(module, config.family + name)
         if grid:
@@ -183,6 +183,15 @@ def test_fixed_splits_are_right() -> None:
             )
         )
         assert_right(call, *interpreted(call, **knobs))
+
+
+@pytest.mark.parametrize("split", [None, 128], ids=["shares", "fixed splits"])
+def test_a_part_of_the_heads_side_by_side_is_right(split: int | None) -> None:
+    """Six programs, of which four heads make three groups of two: a sequence has two pairs for each."""
+    call = make(Case(lens=(190, 0, 128, 133), nheads=4, nheads_k=4, head_dim=16, options={"fixed_split_size": split}))
+    assert side_by_side(4, 6) == (3, 2)
+    for knobs in ({"per_sm": 2}, {"per_sm": 2, "slack": 16}, {"per_sm": 2, "overhead": 8}):
+        assert_right(call, *interpreted(call, block_n=32, **knobs))
 
 
 def test_whole_pairs_and_shares_of_several_tiles_are_right() -> None:

@@ -92,7 +92,7 @@ def test_both_kernels_read_the_call(gpu: FakeDriver) -> None:
     for name, tensor in {**tensors, "Sinks": call.features.sinks}.items():
         assert tensor is not None
         assert first.values[name] == tensor.data_ptr()
-    for name in ("O", "LSE", "PartO", "PartLse", "Splits", "Sinks", "group_size", "tile_rows", "m_blocks", "lse_rows"):
+    for name in ("O", "LSE", "PartO", "PartLse", "Lens", "Sinks", "group_size", "tile_rows", "m_blocks", "lse_rows"):
         assert first.values[name] == second.values[name]
     assert (first.values["batch"], first.values["seqlen_q"], first.values["seqlen_k"]) == (3, 3, 6 * 64)
     assert (first.values["window_right"], first.values["lse_rows"], first.values["has_leftpad"]) == (0, 3, 0)
@@ -100,7 +100,7 @@ def test_both_kernels_read_the_call(gpu: FakeDriver) -> None:
     assert [first.values[f"stride_k{axis}"] for axis in "psh"] == list(call.k_cache.stride()[:3])
     heads = call.k_cache.shape[2]
     assert first.grid == (first.values["beside"], first.values["groups"], 1) == (heads, 2 * H200.num_sms // heads, 1)
-    assert second.grid == (6, 2 * H200.num_sms, 1)
+    assert second.grid == (6, heads, first.grid[1])
     assert second.values["beside"] == heads
     assert {one.stream for one in (first, second)} == {7}
     assert (first.attributes, second.attributes) == ([], [(6, 1)])
@@ -207,7 +207,7 @@ def test_pointers_that_a_call_writes_are_those_of_the_kernels() -> None:
     config = decode_config(spec, Sizes(batch=1, nheads=1, nheads_k=1, seqlen_q=1, seqlen_k=1), H200)
     kernels = family(config.family).kernels(spec, config)
     named = {p.name for kernel in kernels for p in kernel.parameters if p.type.startswith("*")}
-    assert named - {"PartO", "PartLse", "Splits"} == set(POINTERS) - {"BatchIdx"}
+    assert named - {"PartO", "PartLse"} == set(POINTERS) - {"BatchIdx"}
 
 
 GOOD = Case(lens=(40, 7), page=16)

@@ -165,7 +165,6 @@ def _strides(*names: str) -> list[Parameter]:
 
 
 PARTS = (Parameter(name="PartO", type="*fp32", aligned16=True), Parameter(name="PartLse", type="*fp32"))
-SPLITS = Parameter(name="Splits", type="*i32")
 GRID_NUMBERS = ("slots", "least_splits", "most_splits")
 SHARES_NUMBERS = ("groups", "beside", "most_pairs", "pair_units")
 
@@ -182,7 +181,7 @@ def _main_parameters(spec: Specialization, config: Config) -> tuple[Parameter, .
     pages = [Parameter(name="Table" if spec.page_size else "BatchIdx", type="*i32")]
     pages += [Parameter(name="OwnLens", type="*i32")] if spec.offset_tensor else []
     found = [*_pointers(spec, "QKVO"), Parameter(name="LSE", type="*fp32"), *_lengths(), *pages, *_sinks(spec), *PARTS]
-    found += [*([] if _is_grid(config) else [SPLITS]), *_scores(spec)]
+    found += _scores(spec)
     found += _integers("nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "split_tiles")
     found += _integers("window_left", "window_right", "has_leftpad", "lse_rows")
     found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", *SHARES_NUMBERS)))
@@ -192,12 +191,10 @@ def _main_parameters(spec: Specialization, config: Config) -> tuple[Parameter, .
 
 
 def _reduce_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
-    found = [*_pointers(spec, "O"), Parameter(name="LSE", type="*fp32"), *_sinks(spec), *PARTS]
-    found += _lengths() if _is_grid(config) else [SPLITS]
+    found = [*_pointers(spec, "O"), Parameter(name="LSE", type="*fp32"), *_sinks(spec), *PARTS, *_lengths()]
     found += _integers("nheads_k", "group_size", "seqlen_q", "m_blocks", "tile_rows", "split_tiles", "lse_rows")
-    found += (
-        _integers("seqlen_k", "window_left", "has_leftpad", *GRID_NUMBERS) if _is_grid(config) else _integers("beside")
-    )
+    found += _integers("seqlen_k", "window_left", "has_leftpad")
+    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", *SHARES_NUMBERS)))
     found += _integers("members") if spec.offset_tensor else []
     return (*found, *_strides("ob", "os", "oh"))
 
