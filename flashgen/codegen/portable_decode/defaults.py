@@ -80,6 +80,8 @@ OTHERS: tuple[dict[str, KnobValue], ...] = (
     {**USUAL, **GRID, "num_stages": 4, "per_sm": 1, "late_sums": True},
     {**FIXED, "num_stages": 3, "per_sm": 3},
     {**USUAL, "late_sums": True},
+    {**WIDE, "num_stages": 2, "per_sm": 2, "late_sums": True, **HALF},
+    {**USUAL, "num_warps": 2, "num_stages": 2, "per_sm": 4, **HALF},
 )
 """What won on an H200, or nearly, where no rule takes it."""
 
