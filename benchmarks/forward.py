@@ -173,7 +173,7 @@ def run_jobs(
             missing += result.impl.name == "flashgen" and result.reason is not None
         limit.part_ended()
     say(f"{file.path}: {len(file.rows)} rows")
-    return MISSING if missing else STOPPED if stopped else 0
+    return STOPPED if stopped else MISSING if missing else 0
 
 
 def _row(provenance: Provenance, job: Job, result: Result) -> Row:

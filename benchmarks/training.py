@@ -170,7 +170,7 @@ def run(
     if left:
         say(f"stopped at the time limit, {len(left)} runs left: run again with --append")
     say(f"{file.path}: {len(file.rows)} rows")
-    return MISSING if missing else STOPPED if left else 0
+    return STOPPED if left else MISSING if missing else 0
 
 
 def prepare(jobs: Sequence[Job], processes: int, say: Say) -> None:

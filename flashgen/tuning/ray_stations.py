@@ -138,7 +138,7 @@ class RayStation:
             StationLostError: it does not answer until then (seconds of `time.monotonic`), or cannot measure.
             MeasureError: it has another version of flashgen.
         """
-        theirs = self._get(self._actor.hello.remote(), max(0.0, until - time.monotonic()))
+        theirs = self._get(self._call("hello"), max(0.0, until - time.monotonic()))
         if theirs != __version__:
             raise MeasureError(
                 f"all nodes have the flashgen of the coordinator, {__version__}; {self._node.name} has {theirs}"
@@ -186,7 +186,7 @@ class RayStation:
 
     def submit(self, spec: Specialization, config: Config) -> None:
         """See `tuning.compile_pool.Compiler.submit`; if it is lost, the next question says so."""
-        self._actor.submit.remote(spec, config)
+        self._call("submit", spec, config)
 
     def result(self, spec: Specialization, config: Config) -> Compiled | Failure:
         """See `tuning.compile_pool.Compiler.result`."""
@@ -218,10 +218,26 @@ class RayStation:
 
     def _ask(self, method: str, *arguments: object) -> Any:
         """The answer to a question, however long it takes, as long as there are signs of life."""
-        answer = getattr(self._actor, method).remote(*arguments)
-        while not self._ray.wait([answer], timeout=PING_EVERY_S)[0]:
-            self._get(self._actor.ping.remote(), PING_S)
+        answer = self._call(method, *arguments)
+        while not self._wait(answer, PING_EVERY_S):
+            self._get(self._call("ping"), PING_S)
         return self._get(answer, PING_S)
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        """What an answer is asked for by; behind the end of a run, Ray would start a cluster of its own for it."""
+        if not self._ray.is_initialized():
+            raise StationLostError("the run has ended")
+        try:
+            return getattr(self._actor, method).remote(*arguments)
+        except self._ray.exceptions.RayError as error:
+            raise StationLostError(_reason(error)) from error
+
+    def _wait(self, answer: Any, timeout_s: float) -> bool:
+        """Whether an answer is there in time."""
+        try:
+            return bool(self._ray.wait([answer], timeout=timeout_s)[0])
+        except self._ray.exceptions.RayError as error:
+            raise StationLostError(_reason(error)) from error
 
     def _get(self, answer: Any, timeout_s: float) -> Any:
         errors = self._ray.exceptions
@@ -239,6 +255,7 @@ def _connected(address: str) -> Any:
     """The module ray, connected to a cluster."""
     # a cluster that does not answer costs seconds and not minutes; one that is started here is nobody else's
     set_unless_given(RAY_NUM_REDIS_GET_RETRIES="3", RAY_py_gcs_connect_timeout_s="5")
+    set_unless_given(RAY_ENABLE_AUTO_CONNECT="0")  # a question behind the end of a run would start a cluster
     set_unless_given(RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")  # what it will be, and says so at each start
     if address == LOCAL:
         set_unless_given(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -30,6 +31,7 @@ from flashgen.tuning.budget import Budget
 from flashgen.tuning.events import Event, TrialFinished, Warned, WorkloadStarted
 from flashgen.tuning.many import tune_on_stations
 from flashgen.tuning.ray_stations import Services, stations
+from flashgen.tuning.stations import StationLostError
 from tests.cli.conftest import ROOT, Invoke
 from tests.tuning.ray_processes import OPTIONS, SERVICES, WORKLOADS
 from tests.tuning.ray_services import GPUS, LARGE, SMALL
@@ -158,6 +160,10 @@ def test_a_mixed_cluster_survives_a_killed_actor(
     assert lost.endswith("The actor is dead because its worker process has died.")
     assert not capfd.readouterr().out  # which is ours, and may be JSON
     assert trials_told(told) == 2 * TRIALS * len(WORKLOADS)  # nothing that was told is measured again
+    # and a question behind the end of a run, as threads of an interrupted one ask, does not start a cluster
+    with pytest.raises(StationLostError, match="the run has ended"):
+        opened[0].describe()
+    assert not importlib.import_module("ray").is_initialized()
 
 
 def test_a_killed_driver_and_ctrl_c_leave_nothing_behind_and_the_next_one_goes_on(
