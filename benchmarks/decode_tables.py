@@ -51,7 +51,8 @@ def _text(used: Sequence[Row]) -> str:
         "One step of decoding in bf16 over caches, microseconds of the device from CUDA graphs whose calls find no key "
         "in the L2 cache, and the GB/s of keys and values. `1 to` is a batch of lengths in equal steps, `one of` a "
         "batch of which one sequence is that long and all others a 64th of it. The shipped records serve, those of "
-        f"near workloads, too, and a rule where splits have a fixed size.{compared} {provenance(used)}"
+        "near workloads, too, and a rule where splits have a fixed size. FA4 does not split the keys of a sequence on "
+        f"Hopper.{compared} {provenance(used)}"
     )
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from flashgen.core.errors import WorkloadError
 from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.ops.contents import refuse
 
 
 def check_contents(call: DecodeCall, first_keys: torch.Tensor | None = None) -> None:
@@ -26,13 +26,13 @@ def check_contents(call: DecodeCall, first_keys: torch.Tensor | None = None) -> 
     rows, slots = call.k_cache.shape[:2]
     keys = slots if call.block_table is None else slots * call.block_table.shape[1]
     lens = call.seqlens.long()
-    _refuse((lens < 0) | (lens > keys), f"seqlens are 0 to {keys}, as many keys as there is room for", lens)
+    refuse((lens < 0) | (lens > keys), f"seqlens are 0 to {keys}, as many keys as there is room for", lens)
     if call.leftpad is not None:
         pads = call.leftpad.long()
-        _refuse((pads < 0) | (pads > lens), "leftpad is 0 to the length of its sequence", pads)
+        refuse((pads < 0) | (pads > lens), "leftpad is 0 to the length of its sequence", pads)
     if call.batch_idx is not None:
         ids = call.batch_idx.long()
-        _refuse((ids < 0) | (ids >= rows), f"batch_idx is 0 to {rows - 1}, a row of the caches", ids)
+        refuse((ids < 0) | (ids >= rows), f"batch_idx is 0 to {rows - 1}, a row of the caches", ids)
     if call.block_table is not None:
         pages = call.block_table.long()
         left = keys if call.features.window[0] is None else call.features.window[0]
@@ -42,10 +42,4 @@ def check_contents(call: DecodeCall, first_keys: torch.Tensor | None = None) -> 
         used = (place < lens[:, None]) & (place + slots > first[:, None])
         wrong = used & ((pages < 0) | (pages >= rows))
         worst = pages.gather(1, wrong.int().argmax(1, keepdim=True))[:, 0]
-        _refuse(wrong.any(1), f"page ids of keys that are visible are 0 to {rows - 1}", worst)
-
-
-def _refuse(wrong: torch.Tensor, rule: str, values: torch.Tensor) -> None:
-    if bool(wrong.any()):
-        b = int(wrong.int().argmax())
-        raise WorkloadError(f"{rule}; got {int(values[b])} for sequence {b}")
+        refuse(wrong.any(1), f"page ids of keys that are visible are 0 to {rows - 1}", worst)

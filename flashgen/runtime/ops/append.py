@@ -13,6 +13,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from flashgen.codegen.append_kv import AppendSpec, append_kernel
+from flashgen.core.settings import settings
+from flashgen.runtime.ops.append_contents import check_contents
 from flashgen.runtime.ops.append_rules import AppendArguments, check, check_apart, check_memory
 from flashgen.runtime.ops.calls import DTYPES
 from flashgen.runtime.ops.forward import LIBRARY
@@ -96,6 +98,8 @@ def append(given: AppendArguments) -> Tensor | None:
     if run is None:
         run = _prepared(given, aligned=not addresses & 15)
         remember(_MEMO, key, run)
+    if settings().checks:
+        check_contents(given)
     return run(given)
 
 

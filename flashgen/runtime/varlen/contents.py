@@ -10,6 +10,7 @@ import torch
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.values import Features
+from flashgen.runtime.ops.contents import refuse
 
 
 def check_contents(q: torch.Tensor, k: torch.Tensor, features: Features, num_decodes: int = 0) -> None:
@@ -35,7 +36,7 @@ def check_contents(q: torch.Tensor, k: torch.Tensor, features: Features, num_dec
     if num_decodes:
         assert features.cu_seqlens_q is not None
         lengths = features.cu_seqlens_q.long().diff()[:num_decodes]
-        _refuse(lengths != 1, f"the first num_decodes sequences, {num_decodes}, have one query each", lengths)
+        refuse(lengths != 1, f"the first num_decodes sequences, {num_decodes}, have one query each", lengths)
 
 
 def _check_pages(k: torch.Tensor, features: Features, table: torch.Tensor) -> None:
@@ -49,7 +50,7 @@ def _check_pages(k: torch.Tensor, features: Features, table: torch.Tensor) -> No
     lengths, room = keys.long(), table.shape[1] * page_size
     most = min(room, features.max_seqlens[1])
     rule = f"keys of a sequence are 0 to {most}, by max_seqlen_k and as the block_table has room for {room}"
-    _refuse((lengths < 0) | (lengths > most), rule, lengths)
+    refuse((lengths < 0) | (lengths > most), rule, lengths)
     rows = queries.long().diff() if features.seqused_q is None else features.seqused_q.long()
     left = features.window[0]
     first = torch.zeros_like(lengths) if left is None else (lengths - rows - left).clamp(min=0)
@@ -59,7 +60,7 @@ def _check_pages(k: torch.Tensor, features: Features, table: torch.Tensor) -> No
     wrong = used & ((ids < 0) | (ids >= pages))
     if table.shape[1]:
         worst = ids.gather(1, wrong.int().argmax(1, keepdim=True))[:, 0]
-        _refuse(wrong.any(1), f"page ids of keys that are visible are 0 to {pages - 1}", worst)
+        refuse(wrong.any(1), f"page ids of keys that are visible are 0 to {pages - 1}", worst)
 
 
 def _check_side(side: str, rows: int, ends: torch.Tensor | None, used: torch.Tensor | None, most: int) -> None:
@@ -71,14 +72,8 @@ def _check_side(side: str, rows: int, ends: torch.Tensor | None, used: torch.Ten
             f"cu_seqlens_{side} begins with 0 and ends at most at the {rows} rows of {side}, got {first} and {last}"
         )
     lengths = places.diff()
-    _refuse(lengths < 0, f"cu_seqlens_{side} never falls: a length is at least 0", lengths)
-    _refuse(lengths > most, f"no sequence is longer than max_seqlen_{side}, {most}", lengths)
+    refuse(lengths < 0, f"cu_seqlens_{side} never falls: a length is at least 0", lengths)
+    refuse(lengths > most, f"no sequence is longer than max_seqlen_{side}, {most}", lengths)
     if used is not None:
         counts = used.long()
-        _refuse((counts < 0) | (counts > lengths), f"seqused_{side} is 0 to the length of its sequence", counts)
-
-
-def _refuse(wrong: torch.Tensor, rule: str, values: torch.Tensor) -> None:
-    if bool(wrong.any()):
-        b = int(wrong.int().argmax())
-        raise WorkloadError(f"{rule}; got {int(values[b])} for sequence {b}")
+        refuse((counts < 0) | (counts > lengths), f"seqused_{side} is 0 to the length of its sequence", counts)
