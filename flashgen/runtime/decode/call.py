@@ -74,11 +74,8 @@ class CheckedDecode:
             WorkloadError: shapes, dtypes, strides or arguments break a rule; the message names the rule and the value.
             UnsupportedError: a gradient is asked for.
         """
-        check_decode_tensors(call)
-        seqlen_k = keys_of_a_sequence(call)
-        batch, seqlen_q, nheads, head_dim = call.q.shape
-        facts = CallFacts(q=call.q, sizes=(batch, nheads, seqlen_q, seqlen_k))
-        features, table = _checked_features(call.features, facts), call.block_table
+        facts, features = check_call(call)
+        (batch, nheads, seqlen_q, seqlen_k), head_dim, table = facts.sizes, call.q.shape[3], call.block_table
         asked = {**workload_fields(features, facts), **specialization_fields(features)}
         spec = Specialization(
             direction=DECODE,
@@ -115,6 +112,20 @@ class CheckedDecode:
             has_lse=flag("return_lse", call.return_lse),
         )
         return cls(spec=spec, shape=shape)
+
+
+def check_call(call: DecodeCall) -> tuple[CallFacts, Features]:
+    """Its sizes and features, once every rule holds that can be asked of tensors without memory, too.
+
+    Raises:
+        WorkloadError, UnsupportedError: as `CheckedDecode.of`.
+    """
+    check_decode_tensors(call)
+    batch, seqlen_q, nheads, head_dim = call.q.shape
+    facts = CallFacts(q=call.q, sizes=(batch, nheads, seqlen_q, keys_of_a_sequence(call)))
+    _checked_split(call.fixed_split_size)
+    _checked_scale(call.softmax_scale, head_dim)
+    return facts, _checked_features(call.features, facts)
 
 
 def check_decode_tensors(call: DecodeCall) -> None:
@@ -187,10 +198,15 @@ def _check_pages(name: str, cache: torch.Tensor) -> None:
 def _check_integers(name: str, tensor: Any, q: torch.Tensor) -> None:
     check_tensor(name, tensor)
     dims = 2 if name == "block_table" else 1
-    if tensor.dtype != torch.int32 or tensor.device != q.device or tensor.dim() != dims or len(tensor) != len(q):
+    if (
+        tensor.dtype != torch.int32
+        or tensor.device != q.device
+        or tensor.dim() != dims
+        or tensor.shape[0] != q.shape[0]
+    ):
         shape = "(batch, pages)" if dims == 2 else "(batch,)"
         raise WorkloadError(
-            f"{name} is int32 {shape} on the device of q, with batch {len(q)} on {q.device}; "
+            f"{name} is int32 {shape} on the device of q, with batch {q.shape[0]} on {q.device}; "
             f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
         )
     if tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:

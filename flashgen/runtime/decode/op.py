@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from flashgen.core.features import table
-from flashgen.runtime.decode.call import DecodeCall
-from flashgen.runtime.decode.prefix import PREFIX_OPTIONS, Prefix, restored, run_with_prefix
+from flashgen.runtime.decode.call import DecodeCall, check_call
+from flashgen.runtime.decode.prefix import PREFIX_OPTIONS, Prefix, check_prefix, restored, run_with_prefix
 from flashgen.runtime.decode.runs import run
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from flashgen.runtime.ops.schemas import FlatArguments
@@ -52,7 +52,10 @@ def _run(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call, _ = _call_of(given, named)
+    call, prefix = _call_of(given, named)
+    check_call(call)
+    if prefix is not None:
+        check_prefix(call, prefix)
     q = call.q
     lse = empty_lse(q, bshd=True) if call.return_lse else q.new_empty(0, dtype=torch.float32)
     return empty_output(q, call.v_cache, bshd=True), lse

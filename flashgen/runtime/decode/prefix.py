@@ -16,7 +16,7 @@ from flashgen.core.checks import items, whole_number
 from flashgen.core.errors import WorkloadError
 from flashgen.core.settings import settings
 from flashgen.runtime.argument_types import check_tensor
-from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.decode.call import DecodeCall, check_call
 from flashgen.runtime.decode.runs import call_of, run
 from flashgen.runtime.decode.shared_keys import SharedKeys, attend_shared, check_shared
 from flashgen.runtime.ops.merging import merge
@@ -94,8 +94,7 @@ def run_with_prefix(call: DecodeCall, prefix: Prefix, *, keeps: bool = True) -> 
     Raises:
         WorkloadError, UnsupportedError, BuildError, LaunchError: as `flashgen.attention_decode`.
     """
-    if call.leftpad is not None:
-        raise WorkloadError("keys behind a prefix begin at their first slot: a call with a prefix has no leftpad")
+    _refuse_leftpad(call)
     out, lse = run(replace(call, return_lse=True), keeps=keeps)
     assert lse is not None
     if not out.numel():
@@ -107,6 +106,28 @@ def run_with_prefix(call: DecodeCall, prefix: Prefix, *, keeps: bool = True) -> 
     attend_shared(call, shared, shared_out, shared_lse, keeps=keeps)
     merged, merged_lse = merge((shared_out, out), (shared_lse, lse), "bshd")
     return merged, merged_lse if call.return_lse else None
+
+
+def check_prefix(call: DecodeCall, prefix: Prefix) -> None:
+    """Refuse tensors of a prefix that no call may have: what can be asked of tensors without memory, too.
+
+    Raises:
+        WorkloadError: a dtype, device or shape breaks a rule, or the call has a leftpad.
+    """
+    _refuse_leftpad(call)
+    shared = prefix.shared_keys(call.k_cache, call.v_cache)
+    prefixes = shared.seqlens.shape[:1]
+    one_each = call.q.new_empty((*prefixes, *call.q.shape[1:]) if prefixes else call.q.shape)
+    check_call(
+        DecodeCall(
+            q=one_each, k_cache=shared.k, v_cache=shared.v, seqlens=shared.seqlens, block_table=shared.block_table
+        )
+    )
+
+
+def _refuse_leftpad(call: DecodeCall) -> None:
+    if call.leftpad is not None:
+        raise WorkloadError("keys behind a prefix begin at their first slot: a call with a prefix has no leftpad")
 
 
 def flat(prefix: Prefix | None) -> tuple[Any, ...]:
