@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 
+MOST_IN_TURN = 4
+"""Splits of fixed size that a program takes one after the other, where a sequence may have many: of a ragged batch all
+others wait for the longest one."""
+
+MOST_PROGRAMS = 64
+"""Times as many programs as run at a time; those of short sequences have nothing to do, and end at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCounts:
@@ -23,7 +30,9 @@ class SplitCounts:
     slots: int
 
 
-def split_counts(config: Config, device: Device, *, pairs: int, seqlen_k: int, split_size: int) -> SplitCounts:
+def split_counts(
+    config: Config, device: Device, *, pairs: int, seqlen_k: int, split_size: int, is_batch: bool = False
+) -> SplitCounts:
     """The counts of a launch.
 
     Args:
@@ -32,11 +41,15 @@ def split_counts(config: Config, device: Device, *, pairs: int, seqlen_k: int, s
         pairs: of sequence, key head and block of query rows.
         seqlen_k: keys that a sequence has at most.
         split_size: keys of a split where bits depend on nothing else; 0 lets the config choose.
+        is_batch: whether there are several sequences, which may have different lengths.
     """
     programs = device.num_sms * config.integer("per_sm")
     if split_size:
         slots = -(-seqlen_k // split_size)
-        return SplitCounts(least=1, most=_even(slots, pairs, programs), slots=slots)
+        most = _even(slots, pairs, programs)
+        if is_batch:
+            most = max(most, min(-(-slots // MOST_IN_TURN), MOST_PROGRAMS * programs // pairs))
+        return SplitCounts(least=1, most=most, slots=slots)
     worth = max(-(-seqlen_k // (config.integer("block_n") * config.integer("min_tiles"))), 1)
     least, chunk = min(max(programs // pairs, 1), worth), config.integer("chunk")
     most = min(max(least, -(-seqlen_k // chunk)), worth) if chunk else least

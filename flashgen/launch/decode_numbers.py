@@ -203,7 +203,9 @@ def _grid(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -> 
     if not shape.members:
         # those of a window begin anywhere in a tile
         keys = min(keys, shape.window_left + shape.seqlen_q + config.integer("block_n") - 1)
-    counts = split_counts(config, device, pairs=pairs, seqlen_k=keys, split_size=shape.split_size)
+    counts = split_counts(
+        config, device, pairs=pairs, seqlen_k=keys, split_size=shape.split_size, is_batch=shape.batch > 1
+    )
     own = (counts.slots, counts.least, counts.most)
     is_merged = counts.slots > 1
     return _Work(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.decode_splits import SplitCounts, split_counts
+from flashgen.codegen.decode_splits import MOST_PROGRAMS, SplitCounts, split_counts
 from flashgen.codegen.families import decode_config, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.portable_decode.defaults import ONLY_GRID, ONLY_SHARES, seed_configs
@@ -27,8 +27,10 @@ def config(schedule: str = "grid", **knobs: int | bool) -> Config:
     return found.replace(**{"schedule": schedule, **usual, **ONLY_SHARES, **ONLY_GRID, **knobs})
 
 
-def counts(pairs: int, seqlen_k: int, split_size: int = 0, **knobs: int) -> tuple[int, int, int]:
-    found: SplitCounts = split_counts(config(**knobs), H200, pairs=pairs, seqlen_k=seqlen_k, split_size=split_size)
+def counts(pairs: int, seqlen_k: int, split_size: int = 0, *, is_batch: bool = False, **knobs: int) -> tuple[int, ...]:
+    found: SplitCounts = split_counts(
+        config(**knobs), H200, pairs=pairs, seqlen_k=seqlen_k, split_size=split_size, is_batch=is_batch
+    )
     return found.least, found.most, found.slots
 
 
@@ -53,6 +55,15 @@ def test_fixed_splits_have_a_slot_each_and_as_many_programs_as_sms_ask_for() -> 
     assert counts(128, 8192, 1024, per_sm=2) == (1, 2, 8)  # 3 for each would have every third program wait for others
     assert counts(512, 131072, 1024, chunk=1024) == (1, 1, 128)
     assert counts(512, 1024, 1024) == (1, 1, 1)
+
+
+def test_one_long_sequence_of_a_batch_keeps_no_program_for_more_than_a_few_fixed_splits() -> None:
+    assert counts(512, 65536, 1024, is_batch=True, per_sm=2) == (1, 16, 64)  # one program would take 64 in turn
+    assert counts(512, 4096, 1024, is_batch=True) == (1, 1, 4)
+    assert counts(128, 8192, 1024, is_batch=True, per_sm=2) == (1, 2, 8)
+    least, most, slots = counts(8192, 2**27, 1024, is_batch=True, per_sm=2)
+    assert (least, slots) == (1, 2**17)
+    assert most == MOST_PROGRAMS * 264 // 8192  # an axis of a launch has 65535 programs at most
 
 
 @pytest.mark.parametrize(
