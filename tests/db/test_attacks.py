@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -425,13 +427,28 @@ def test_a_damaged_file_is_not_imported(tmp_path: Path, path: Path) -> None:
 # --- who may write is said at opening --------------------------------------------------------------------------------
 
 
-def test_a_wal_file_that_cannot_be_written_says_so_at_opening(tmp_path: Path) -> None:
-    path = tmp_path / "wal.sqlite3"
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder that this process may write to, even as root without what makes it root: others' files it may not."""
+    with tempfile.TemporaryDirectory() as name:  # the one of pytest lets nobody else in
+        folder = Path(name)
+        folder.chmod(0o777)
+        root = os.geteuid() == 0
+        if root:
+            os.seteuid(65534)
+        try:
+            yield folder
+        finally:
+            if root:
+                os.seteuid(0)
+
+
+def test_a_wal_file_that_cannot_be_written_says_so_at_opening(unprivileged: Path) -> None:
+    path = unprivileged / "wal.sqlite3"
     with Store.open(path) as store:
         store.put_record(MEASURED)
     path.chmod(0o444)
-    if os.access(path, os.W_OK):
-        pytest.skip("root writes to any file")
+    assert not os.access(path, os.W_OK, effective_ids=True)
     with pytest.raises(DatabaseError, match="readonly"):
         Store.open(path)
     with Store.open(path, read_only=True) as store:
