@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from flashgen.core.errors import DatabaseError
+from flashgen.core.folders import DRAFT_SUFFIX, remove_abandoned
 from flashgen.core.history import Replaced
 from flashgen.core.record import Measurement, TuningRecord, moment
 from flashgen.core.staleness import why_stale
@@ -28,6 +29,9 @@ NOISE = 0.02
 
 EVEN_SHARE = 0.1
 """What a time that does not depend on the data may cost on normal data: 7% is the most that was measured for it."""
+
+SCRATCH_PREFIX = ".flashgen-export-"
+"""Of the folder of an unfinished export beside its target; the next export there deletes those of killed ones."""
 
 CLOCK_TOLERANCE = timedelta(days=1)
 """How far the clocks of two machines may be apart."""
@@ -79,7 +83,9 @@ def export_records(
     ordered = sorted(records, key=lambda record: record.identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        # in a folder of the user's only what an export of ours has left is cleared away
+        remove_abandoned(path.parent, lambda name: name.startswith(SCRATCH_PREFIX) and name.endswith(DRAFT_SUFFIX))
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=SCRATCH_PREFIX, suffix=DRAFT_SUFFIX) as scratch:
             draft, packed = Path(scratch) / "draft.sqlite3", Path(scratch) / "packed.sqlite3"
             with Store.open(draft) as store:
                 store.put_records(ordered, Incoming(origins=origins or {}))

@@ -22,7 +22,7 @@ from flashgen.codegen.build_key import bundle_key, helper_bundle_key, triton_ver
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
-from flashgen.core.folders import DRAFT_SUFFIX, write_whole
+from flashgen.core.folders import DRAFT_SUFFIX, remove_abandoned, write_whole
 from flashgen.core.settings import cache_folder, settings
 from flashgen.core.workload import Specialization
 from flashgen.launch import binaries
@@ -163,6 +163,7 @@ def _installed(name: Path, path: Path, kept_in: str, target: str | None) -> Cont
         for _ in entries:  # all is well, or nothing is written
             pass
         folder = cache_folder(kept_in)
+        remove_abandoned(folder)  # drafts of an import that was killed
         for entry in _opened(path)[1]:
             write_whole(binaries.path_of(kept_in, entry.key), entry.content)
         (folder / f"{found.triton}{binaries.VERSION_SUFFIX}").touch()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import os
 import sqlite3
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashgen.core.errors import DatabaseError
+from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.core.record import Baseline, Measurement, TuningRecord
-from flashgen.db.exchange import CSV_COLUMNS, better, export_records, import_records, to_csv
+from flashgen.db.exchange import CSV_COLUMNS, SCRATCH_PREFIX, better, export_records, import_records, to_csv
 from flashgen.db.store import Store
 from flashgen.db.writing import Merged
 from tests.db.samples import CAUSAL, H100, H200, HARD_TIMES, MEASURED, PREDICTED, SHORT, TRIAL, WIDE, hard, timed
@@ -67,6 +70,20 @@ def test_times_on_hard_data_travel_with_a_record(tmp_path: Path) -> None:
     with path.with_suffix(".csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert (row["median_ms"], row["hard_ms"]) == ("1.25", "2.4")
+
+
+def test_drafts_of_killed_exports_are_cleared_away(tmp_path: Path) -> None:
+    old, new, foreign = (
+        tmp_path / f"{name}.tmp" for name in (f"{SCRATCH_PREFIX}old", f"{SCRATCH_PREFIX}new", "tmpold")
+    )
+    long_ago = time.time() - 2 * ABANDONED_SECONDS
+    for folder in (old, new, foreign):
+        folder.mkdir()
+        (folder / "draft.sqlite3").write_bytes(b"half")
+        if folder is not new:
+            os.utime(folder, (long_ago, long_ago))
+    export_records(RECORDS, tmp_path / "out.sqlite3")
+    assert (old.exists(), new.exists(), foreign.exists()) == (False, True, True)
 
 
 @pytest.mark.parametrize("name", ["out.txt", "."])

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from flashgen.codegen import build_key as keys
 from flashgen.codegen.families import default_config
 from flashgen.core.device import find_device
 from flashgen.core.errors import DatabaseError, SettingError
+from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
@@ -278,6 +280,17 @@ def test_a_made_up_bundle_is_refused_whole(bundle: Path, change: Callable[..., N
     with pytest.raises(DatabaseError, match=rule):
         bundles.install(bundle)
     assert kept() == []
+
+
+def test_drafts_of_killed_imports_are_cleared_away(bundle: Path) -> None:
+    bundles.install(bundle)
+    old, new = (settings().cache_dir / binaries.BUNDLES / f"{name}.tmp" for name in ("old", "new"))
+    for draft in (old, new):
+        draft.write_bytes(b"half")
+    long_ago = time.time() - 2 * ABANDONED_SECONDS
+    os.utime(old, (long_ago, long_ago))
+    bundles.install(bundle)
+    assert (old.exists(), new.exists()) == (False, True)
 
 
 def test_special_files_are_refused(tmp_path: Path) -> None:
