@@ -7,6 +7,7 @@
 # make databases  tuning_db/ again, after a schema revision
 # make site       the documentation as a site in build/site
 # make release    checks what a release needs, builds the archives, prints the command for the tag
+# make bundle     the kernels of the H200's records, compiled, in dist/nvidia_h200.kernels: a file of a release
 # make lint       formatting, lint, types and import contracts       make format   rewrite files in the one format
 #
 # Without a GPU, make tune ranks for TARGET, of whose architecture no record ships: what is found is what serves.
@@ -29,7 +30,7 @@ OLDEST := $(firstword $(TRITONS))
 unexport PYTHONDONTWRITEBYTECODE
 
 .PRECIOUS: .venvs/triton-%/.stamp
-.PHONY: venv tune test docs site release databases lint format pytest interpreter crosscompile gpu-test fuzz sanitize clean
+.PHONY: venv tune test docs site release bundle databases lint format pytest interpreter crosscompile gpu-test fuzz sanitize clean
 
 venv: $(VENV)/.stamp
 
@@ -56,6 +57,13 @@ site: venv
 
 release: venv
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/release.py
+
+# By the oldest Triton. Under a variable of the compiler no kernel could be given away.
+bundle: venv .venvs/triton-$(OLDEST)/.stamp
+	mkdir -p dist
+	env -u TRITON_DISABLE_LINE_INFO FLASHGEN_DB=dist/none.sqlite3 \
+		PYTHONPATH=$$(echo .venvs/triton-$(OLDEST)/lib/python3.*/site-packages):$(CURDIR) \
+		$(BIN)/python -m flashgen db export dist/nvidia_h200.sqlite3 --device h200 --all --with-binaries
 
 databases: venv
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/databases.py
