@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
 from tests.db.samples import CAUSAL, H200, MEASURED, SHORT, WIDE, timed
 
-ROOT = Path(__file__).parents[2]
 PACKAGED = timed(MEASURED, 1.4)
 
 
@@ -143,34 +140,3 @@ def test_nothing_is_packaged_of_a_file_without_valid_records(tmp_path: Path) -> 
     with pytest.raises(DatabaseError, match="needs records"):
         write_project("demo", source, tmp_path / "project")
     assert not (tmp_path / "project").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("packaging")
-def test_a_wheel_of_records_is_installed_and_serves(tmp_path: Path) -> None:
-    source = tmp_path / "mine.sqlite3"
-    with Store.open(source) as store:
-        store.put_record(PACKAGED)
-    folder = write_project("demo", source, tmp_path / "project")
-    environment = {**os.environ, "FLASHGEN_DB": str(tmp_path / "none.sqlite3")}
-
-    def run(*arguments: str, **extra: str) -> str:
-        command = [sys.executable, "-m", *arguments]
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**environment, **extra},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    run("build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(folder))
-    (wheel,) = (tmp_path / "dist").glob("flashgen_records_demo-1.0.0-*.whl")
-    site = tmp_path / "site"
-    run("pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site), str(wheel))
-    shown = run("flashgen", "explain", CAUSAL.key, "--target", "h200", PYTHONPATH=f"{ROOT}{os.pathsep}{site}")
-    assert "packaged/demo" in shown

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 import flashgen
+from flashgen.db.exchange import export_records
 from scripts import release
+from tests.db.samples import CAUSAL, MEASURED, SHORT, timed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "b1-h32-hk8-s1024-d128-causal"
@@ -88,11 +90,11 @@ def pip_of(folder: Path) -> list[str]:
     return [sys.executable, "-m", "pip", "--python", str(folder / "python"), "--disable-pip-version-check"]
 
 
-def run(*command: str, cwd: Path) -> str:
+def run(*command: str, cwd: Path, **variables: str) -> str:
     """Standard output of a command that must succeed, away from the checkout and its import path."""
     # what the first import compiles is kept for the next ones
     left_out = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    env = {name: value for name, value in os.environ.items() if name not in left_out} | variables
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -158,3 +160,69 @@ def test_installed_db_list_reads_the_shipped_databases(installed: Path) -> None:
 def test_installed_explain_names_the_rung_that_serves(installed: Path) -> None:
     explained = run(str(installed / "flashgen"), "explain", SHAPE, "--target", "h100", cwd=installed)
     assert "portable_forward" in explained
+
+
+COMMANDS = """
+import json, shlex, sys
+from flashgen.cli.main import main
+for line in sys.argv[1:]:
+    sys.argv = ["flashgen", *shlex.split(line)]
+    print("$", line, flush=True)
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    print("=", code, flush=True)
+"""
+"""Runs commands in one process: each start costs as much as most of them."""
+
+
+def test_installed_commands_of_databases_do_their_work(installed: Path, tmp_path: Path) -> None:
+    export_records([MEASURED, replace(MEASURED, workload=SHORT)], tmp_path / "a.sqlite3")
+    export_records([timed(MEASURED, 0.9)], tmp_path / "b.sqlite3")
+    expected = {
+        "db verify a.sqlite3 b.sqlite3": "2 records",
+        "db diff a.sqlite3 b.sqlite3": SHORT.key,
+        "db merge a.sqlite3 b.sqlite3 -o c.sqlite3 --no-measure": "1 B",
+        "db import a.sqlite3": "2 added, 0 replaced",
+        f"db history {CAUSAL.key} --device h200": "own.sqlite3",
+        "db export d.sqlite3": "2 records written to d.sqlite3",
+        f"tune --target h100 --shard 1/2 --budget 1 --shape {SHORT.key} --dry-run": SHORT.key,
+        "doctor": flashgen.__version__,
+    }
+    done = run(
+        str(installed / "python"),
+        "-c",
+        COMMANDS,
+        *expected,
+        cwd=tmp_path,
+        FLASHGEN_DB=str(tmp_path / "own.sqlite3"),
+        FLASHGEN_CACHE_DIR=str(tmp_path / "cache"),
+        COLUMNS="300",
+    )
+    parts = dict(part.split("\n", 1) for part in done.split("$ ")[1:])
+    assert list(parts) == list(expected)
+    for command, words in expected.items():
+        assert parts[command].endswith("= 0\n"), parts[command]
+        assert words in parts[command], parts[command]
+    assert {f"{name}.{kind}" for name in "cd" for kind in ("sqlite3", "csv")} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+
+
+def test_a_package_of_records_is_installed_beside_the_wheel_and_serves(installed: Path, tmp_path: Path) -> None:
+    export_records([timed(MEASURED, 1.4)], tmp_path / "mine.sqlite3")
+    run(str(installed / "flashgen"), "db", "package", "demo", "mine.sqlite3", cwd=tmp_path)
+    run(
+        *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", "flashgen-records-demo"),
+        cwd=tmp_path,
+    )
+    (wheel,) = (tmp_path / "dist").glob("flashgen_records_demo-1.0.0-*.whl")
+    run(*pip_of(installed), "install", "--quiet", "--no-index", "--no-deps", str(wheel), cwd=tmp_path)
+    explained = run(
+        *(str(installed / "flashgen"), "explain", CAUSAL.key, "--target", "h200"),
+        cwd=tmp_path,
+        FLASHGEN_DB=str(tmp_path / "none.sqlite3"),
+    )
+    assert "packaged/demo" in explained
