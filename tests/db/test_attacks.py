@@ -27,6 +27,7 @@ from flashgen.db.exchange import better, export_records, import_records
 from flashgen.db.layers import Layers
 from flashgen.db.reader import Reader
 from flashgen.db.store import Store
+from tests.db.privileges import no_privileges
 from tests.db.samples import CAUSAL, FAILED, H100, H200, MEASURED, PREDICTED, PREDICTION, SHORT, TRIAL, hard, timed
 
 OTHER = replace(MEASURED, workload=SHORT)
@@ -433,14 +434,8 @@ def unprivileged() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:  # the one of pytest lets nobody else in
         folder = Path(name)
         folder.chmod(0o777)
-        root = os.geteuid() == 0
-        if root:
-            os.seteuid(65534)
-        try:
+        with no_privileges():
             yield folder
-        finally:
-            if root:
-                os.seteuid(0)
 
 
 def test_a_wal_file_that_cannot_be_written_says_so_at_opening(unprivileged: Path) -> None:

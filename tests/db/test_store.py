@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from flashgen.core.record import Baseline
 from flashgen.core.workload import BROADCASTS, DTYPE_BYTES, Workload
 from flashgen.db.layout import APPLICATION_ID, SCHEMA_VERSION
 from flashgen.db.store import Store
+from tests.db.privileges import no_privileges
 from tests.db.samples import (
     CAUSAL,
     CONFIG,
@@ -333,14 +333,10 @@ def unprivileged() -> Iterator[Path]:
         for path in folder.iterdir():
             path.chmod(0o444)
         folder.chmod(0o555)
-        root = os.geteuid() == 0
-        if root:
-            os.seteuid(65534)
         try:
-            yield folder
+            with no_privileges():
+                yield folder
         finally:
-            if root:
-                os.seteuid(0)
             folder.chmod(0o755)
 
 
