@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -19,8 +18,6 @@ from benchmarks.results import ResultsFile, subject_of
 from benchmarks.time_limit import TimeLimit
 from flashgen.core.workload import Workload
 from flashgen.tuning.shards import Shard
-
-Clock = Callable[[], float]
 
 
 class Case(Protocol):
@@ -75,11 +72,6 @@ def selected(cases: Sequence[C], patterns: Sequence[str]) -> list[C]:
     return [
         case for case in cases if not patterns or any(fnmatch.fnmatch(case.workload.key, each) for each in patterns)
     ]
-
-
-def limit_of(options: argparse.Namespace, clock: Clock = time.monotonic) -> TimeLimit:
-    """The time limit of a command line, from now on."""
-    return TimeLimit(options.limit_seconds, clock)
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:

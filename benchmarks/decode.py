@@ -9,18 +9,20 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.cases import Ahead, add_case_arguments, limit_of, selected
+from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.decode_cases import IMPLS, STEPS, Caches, DecodeImpl, Step, caches
 from benchmarks.impls import Call
 from benchmarks.provenance import Provenance, serve_generated
 from benchmarks.race import GRAPH_BELOW_MS, attempt
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
+from benchmarks.time_limit import TimeLimit
 from flashgen.core.errors import FlashgenError
 from flashgen.measure import gpu
 from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, Window, interleave, make_unit
@@ -43,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     impls = [impl for impl in IMPLS if not names or impl.name in names]
-    ahead = Ahead(file, provenance.commit, [impl.name for impl in impls], shard, limit_of(options))
+    ahead = Ahead(
+        file, provenance.commit, [impl.name for impl in impls], shard, TimeLimit(options.limit_seconds, time.monotonic)
+    )
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         serve_generated(None, Path(scratch))
         stopwatch = CudaStopwatch(gpu.sm_clock_mhz)

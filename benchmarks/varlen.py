@@ -10,17 +10,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.cases import Ahead, Clock, add_case_arguments, limit_of, selected
+from benchmarks.cases import Ahead, add_case_arguments, selected
 from benchmarks.impls import results_of
 from benchmarks.provenance import Provenance, serve_generated
 from benchmarks.race import GRAPH_BELOW_MS, attempt
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
+from benchmarks.time_limit import TimeLimit
 from benchmarks.varlen_cases import PACKS, Pack, PackTensors, tensors_of
 from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl, no_grad_of
 from flashgen.core.errors import FlashgenError
@@ -36,7 +37,7 @@ NO_GRAPHS_MS = 0.0
 """Both passes are queued: autograd's own streams and the peers' scratch memory are no part of a graph."""
 
 
-def main(arguments: Sequence[str] | None = None, clock: Clock = time.monotonic) -> int:
+def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -48,7 +49,9 @@ def main(arguments: Sequence[str] | None = None, clock: Clock = time.monotonic) 
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     impls = [impl for impl in IMPLS if not names or impl.name in names]
-    ahead = Ahead(file, provenance.commit, [impl.name for impl in impls], shard, limit_of(options, clock))
+    ahead = Ahead(
+        file, provenance.commit, [impl.name for impl in impls], shard, TimeLimit(options.limit_seconds, clock)
+    )
     with tempfile.TemporaryDirectory() as scratch:
         serve_generated(options.db, Path(scratch))
         stopwatch = CudaStopwatch(gpu.sm_clock_mhz)

@@ -74,7 +74,7 @@ class CheckedDecode:
             WorkloadError: shapes, dtypes, strides or arguments break a rule; the message names the rule and the value.
             UnsupportedError: a gradient is asked for.
         """
-        facts, features = check_call(call)
+        facts, features, split_size, softmax_scale = check_call(call)
         (batch, nheads, seqlen_q, seqlen_k), head_dim, table = facts.sizes, call.q.shape[3], call.block_table
         asked = {**workload_fields(features, facts), **specialization_fields(features)}
         spec = Specialization(
@@ -103,8 +103,8 @@ class CheckedDecode:
             table_stride=0 if table is None else table.stride(0),
             window_left=left,
             window_right=right,
-            split_size=_checked_split(call.fixed_split_size),
-            softmax_scale=_checked_scale(call.softmax_scale, head_dim),
+            split_size=split_size,
+            softmax_scale=softmax_scale,
             softcap=features.softcap,
             alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             has_leftpad=call.leftpad is not None,
@@ -114,8 +114,10 @@ class CheckedDecode:
         return cls(spec=spec, shape=shape)
 
 
-def check_call(call: DecodeCall) -> tuple[CallFacts, Features]:
-    """Its sizes and features, once every rule holds that can be asked of tensors without memory, too.
+def check_call(call: DecodeCall) -> tuple[CallFacts, Features, int, float]:
+    """Sizes, features, keys of a fixed split (0 is none) and scale of a call that breaks no rule.
+
+    Asks every rule that needs no memory, so it serves fake tensors, too.
 
     Raises:
         WorkloadError, UnsupportedError: as `CheckedDecode.of`.
@@ -123,9 +125,8 @@ def check_call(call: DecodeCall) -> tuple[CallFacts, Features]:
     check_decode_tensors(call)
     batch, seqlen_q, nheads, head_dim = call.q.shape
     facts = CallFacts(q=call.q, sizes=(batch, nheads, seqlen_q, keys_of_a_sequence(call)))
-    _checked_split(call.fixed_split_size)
-    _checked_scale(call.softmax_scale, head_dim)
-    return facts, _checked_features(call.features, facts)
+    split_size, scale = _checked_split(call.fixed_split_size), _checked_scale(call.softmax_scale, head_dim)
+    return facts, _checked_features(call.features, facts), split_size, scale
 
 
 def check_decode_tensors(call: DecodeCall) -> None:

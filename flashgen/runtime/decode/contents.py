@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from flashgen.runtime.decode.call import DecodeCall
-from flashgen.runtime.ops.contents import refuse
+from flashgen.runtime.ops.contents import refuse, refuse_pages
 
 
 def check_contents(call: DecodeCall, first_keys: torch.Tensor | None = None) -> None:
@@ -34,12 +34,10 @@ def check_contents(call: DecodeCall, first_keys: torch.Tensor | None = None) -> 
         ids = call.batch_idx.long()
         refuse((ids < 0) | (ids >= rows), f"batch_idx is 0 to {rows - 1}, a row of the caches", ids)
     if call.block_table is not None:
-        pages = call.block_table.long()
+        table = call.block_table
         left = keys if call.features.window[0] is None else call.features.window[0]
         first = (lens - call.q.shape[1] - left).clamp(min=0)
         first = first if first_keys is None else torch.maximum(first, first_keys)
-        place = torch.arange(pages.shape[1], device=pages.device) * slots
+        place = torch.arange(table.shape[1], device=table.device) * slots
         used = (place < lens[:, None]) & (place + slots > first[:, None])
-        wrong = used & ((pages < 0) | (pages >= rows))
-        worst = pages.gather(1, wrong.int().argmax(1, keepdim=True))[:, 0]
-        refuse(wrong.any(1), f"page ids of keys that are visible are 0 to {rows - 1}", worst)
+        refuse_pages(used, table, rows, "keys that are visible")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from flashgen.runtime.ops.append_rules import AppendArguments
-from flashgen.runtime.ops.contents import refuse
+from flashgen.runtime.ops.contents import refuse, refuse_pages
 
 
 def check_contents(given: AppendArguments) -> None:
@@ -55,11 +55,9 @@ def _check_rows(given: AppendArguments, lens: torch.Tensor) -> None:
     if given.batch_idx is not None:
         ids = given.batch_idx.long()
         refuse((ids < 0) | (ids >= rows), f"batch_idx is 0 to {rows - 1}, a row of the caches", ids)
-    if given.block_table is not None and given.seqlen_new and given.num_pages:
-        ids, place = given.block_table.long(), torch.arange(given.num_pages, device=lens.device)
+    if given.block_table is not None and given.seqlen_new:
+        place = torch.arange(given.num_pages, device=lens.device)
         written = (place >= (lens // given.page_size)[:, None]) & (
             place <= ((lens + given.seqlen_new - 1) // given.page_size)[:, None]
         )
-        wrong = written & ((ids < 0) | (ids >= rows))
-        worst = ids.gather(1, wrong.int().argmax(1, keepdim=True))[:, 0]
-        refuse(wrong.any(1), f"page ids of new keys are 0 to {rows - 1}", worst)
+        refuse_pages(written, given.block_table, rows, "new keys")

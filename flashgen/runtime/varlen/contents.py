@@ -10,7 +10,7 @@ import torch
 
 from flashgen.core.errors import WorkloadError
 from flashgen.core.features.values import Features
-from flashgen.runtime.ops.contents import refuse
+from flashgen.runtime.ops.contents import refuse, refuse_pages
 
 
 def check_contents(q: torch.Tensor, k: torch.Tensor, features: Features, num_decodes: int = 0) -> None:
@@ -56,11 +56,7 @@ def _check_pages(k: torch.Tensor, features: Features, table: torch.Tensor) -> No
     first = torch.zeros_like(lengths) if left is None else (lengths - rows - left).clamp(min=0)
     place = torch.arange(table.shape[1], device=table.device) * page_size
     used = (place < lengths[:, None]) & (place + page_size > first[:, None]) & (rows > 0)[:, None]
-    ids = table.long()
-    wrong = used & ((ids < 0) | (ids >= pages))
-    if table.shape[1]:
-        worst = ids.gather(1, wrong.int().argmax(1, keepdim=True))[:, 0]
-        refuse(wrong.any(1), f"page ids of keys that are visible are 0 to {pages - 1}", worst)
+    refuse_pages(used, table, pages, "keys that are visible")
 
 
 def _check_side(side: str, rows: int, ends: torch.Tensor | None, used: torch.Tensor | None, most: int) -> None:
