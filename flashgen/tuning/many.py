@@ -23,6 +23,7 @@ from flashgen.core.workload import Workload
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import AnyStore, Context, Neighbours, Options, lookahead
 from flashgen.tuning.events import Event, RunFinished, RunStarted, TrialFinished, Warned, WorkloadFinished
+from flashgen.tuning.from_calls import LEAST_S
 from flashgen.tuning.learned_cost import LearnedCost
 from flashgen.tuning.stations import MOST_LOSSES, Handout, Station, StationLostError, Task
 from flashgen.tuning.tune import both_neighbours, ended, grouped, new_run, plain, tune_one
@@ -62,7 +63,8 @@ def tune_on_stations(
         learned: what is known of other searches, to propose candidates by; None leaves that to the sampler.
         on_event: is told everything as it happens, in the calling thread.
         clock: seconds that only grow.
-        limit_s: seconds for all workloads: none begins after them, and such a run counts as interrupted.
+        limit_s: seconds for all workloads: the last ones have what is left, no search begins once less than
+            `from_calls.LEAST_S` are, and such a run counts as interrupted.
 
     Returns:
         One for each kind of device, in the order of the stations; all are `interrupted` by a KeyboardInterrupt.
@@ -156,7 +158,7 @@ class _Run:
         finished = tuple(fleet.finished(self._clock(), interrupted=interrupted) for fleet in self._fleets)
         for each in finished:
             self._on_event("", each)
-        if not interrupted and self._clock() < self._ends:
+        if not interrupted and self._left_s() >= LEAST_S:
             self._check_nothing_is_left()
         return finished
 
@@ -209,12 +211,16 @@ class _Run:
         """The thread of a station."""
         last = None
         try:
-            while self._clock() < self._ends and (task := fleet.handout.take(station.name, last)) is not None:
+            while self._left_s() >= LEAST_S and (task := fleet.handout.take(station.name, last)) is not None:
                 last = task.workload.specialization
                 if not self._tune(fleet, station, task):
                     return
         except BaseException as error:  # noqa: BLE001 - what ends the run is raised in the thread of its caller
             self._inbox.put(error)
+
+    def _left_s(self) -> float:
+        """Seconds of the limit for all workloads."""
+        return self._ends - self._clock()
 
     def _tune(self, fleet: _Fleet, station: Station, task: Task) -> bool:
         """Tune one workload; whether the station can take another."""
@@ -262,7 +268,7 @@ class _Run:
             versions=plain(station.versions),
             store=fleet.store,
             compiler=station.compiler,
-            budget=_rest(self._budget, task.spent_s),
+            budget=_rest(self._budget, task.spent_s, self._left_s()),
             options=dataclasses.replace(self._options, lookahead=lookahead(station.jobs)),
             neighbours=both_neighbours(fleet.store, self._neighbours),
             emit=emit,
@@ -274,8 +280,8 @@ class _Run:
         )
 
 
-def _rest(budget: Budget, spent_s: float) -> Budget:
-    """What is left after `spent_s` seconds; one in trials counts those that are stored."""
+def _rest(budget: Budget, spent_s: float, left_s: float) -> Budget:
+    """What is left after `spent_s` seconds, in a run that has `left_s`; one in trials counts those that are stored."""
     if budget.seconds is None:
         return budget
-    return Budget(seconds=max(budget.seconds - spent_s, LEAST_SHARE * budget.seconds))
+    return Budget(seconds=max(min(budget.seconds - spent_s, left_s), LEAST_SHARE * budget.seconds))

@@ -11,8 +11,6 @@ import pytest
 from benchmarks.results import RESULTS
 
 FILES = sorted(RESULTS.glob("*/*.csv"))
-EXCUSED = {"backward.csv", "forward_backward.csv"}
-"""Files with rows of several commits that are still to be measured anew. This only ever gets shorter."""
 
 
 def faults(path: Path) -> list[str]:
@@ -26,14 +24,7 @@ def faults(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_file_has_rows_of_one_clean_commit(path: Path) -> None:
     """A commit with `-dirty` behind it is none that anybody could measure again."""
-    if path.name in EXCUSED:
-        assert faults(path), f"{path.name} needs no excuse any more: take it out of EXCUSED"
-    else:
-        assert not faults(path)
-
-
-def test_only_files_that_exist_are_excused() -> None:
-    assert {path.name for path in FILES} >= EXCUSED
+    assert not faults(path)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_a_ring_of_kernels_is_as_exact_as_one_call(order: str, given: dict[str, 
 def test_two_gpus_with_nccl(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     line = [sys.executable, "-m", "tests.gpu.ranks", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    paths = os.pathsep.join([str(root), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(line, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -121,12 +121,6 @@ VARIANTS = (
     ("fwd-bf16-d128-causal", {"softmax_reference": "running"}),
     ("fwd-bf16-d128", {"softmax_reference": "running", "conditional_rescale": False}),
     ("fwd-bf16-d64-causal", {"softmax_reference": "running"}),
-    ("fwd-fp16-d256-causal", {"early_settle": True}),
-    ("fwd-bf16-d128-causal", {"early_settle": True, "masked_blocks": "one"}),
-    ("fwd-fp16-d96-causal", {"early_settle": True, "split_d": True, "masked_blocks": "one"}),
-    ("fwd-fp16-d64", {"early_settle": True, "warpgroups": 4, "block_n": 64, "exp_order": "free"}),
-    ("fwd-bf16-d64-causal-window", {"early_settle": True}),
-    ("fwd-bf16-d128-keymask", {"early_settle": True}),
     ("fwd-bf16-d128", WIDE),
     ("fwd-fp16-d128", WIDE),
     ("fwd-fp16-d64", {"warpgroups": 4, "block_n": 64, "barriers": "mbarrier", "exp_order": "free"}),
@@ -163,6 +157,15 @@ def row_sums(key: str, changes: dict[str, int | str | bool]) -> Config:
     changes = {**changes, "softmax_reference": "row_sums", "conditional_rescale": True, "max_chains": 1}
     return HOPPER_FORWARD.default(Specialization.parse(key), H200).replace(**changes)
 
+
+def refused(key: str, changes: dict[str, int | str | bool]) -> str | None:
+    """Why the default with these changes is no config of today."""
+    spec = Specialization.parse(key)
+    return invalid(HOPPER_FORWARD.default(spec, H200).replace(**changes), spec, H200)
+
+
+STALE = [(key, changes, refused(key, changes)) for key, changes in VARIANTS if refused(key, changes)]
+assert not STALE, STALE  # where tests are only collected, since no GPU is there to run them
 
 ROW_SUMS = tuple(
     (key, changes) for key, changes in VARIANTS if not invalid(row_sums(key, changes), Specialization.parse(key), H200)
@@ -217,14 +220,13 @@ def hard_data(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("kind", ["std-8", "std-20", "std-100", "sink-60", "sink-400", "ramp-200", "ramp-4000"])
-@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
     "key", ["fwd-bf16-d64-causal", "fwd-bf16-d128", "fwd-fp16-d128-causal", "fwd-fp16-d256", "fwd-bf16-d96-causal"]
 )
-def test_scores_that_grow_are_right_and_repeat(key: str, early: bool, kind: str) -> None:
+def test_scores_that_grow_are_right_and_repeat(key: str, kind: str) -> None:
     """Where rows grow a little at each step, a lot at once, or by more than fp32 holds and their tile is recomputed."""
     spec = Specialization.parse(key)
-    config = row_sums(key, {"split_d": "d96" in key, "early_settle": early})
+    config = row_sums(key, {"split_d": "d96" in key})
     shape, dtype = (2, 3, 1500, spec.head_dim), torch.float16 if spec.dtype == "fp16" else torch.bfloat16
     q, k, v = hard_data(kind, shape, dtype)
     out, again, lse = torch.empty_like(q), torch.empty_like(q), torch.empty(shape[:3], device="cuda")

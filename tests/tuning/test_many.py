@@ -166,6 +166,25 @@ def test_a_limit_for_all_workloads_ends_a_run_which_the_same_call_goes_on_with(s
     assert all(store.record(workload, H200) for workload in EVERY)
 
 
+@pytest.mark.parametrize(("limit_s", "seconds"), [(1e9, 400.0), (250.0, 250.0)])
+def test_a_workload_has_what_is_left_of_the_limit(store: Store, limit_s: float, seconds: float) -> None:
+    now = iter(range(0, 10**9, 5))
+    found: list[Event] = []
+    tune_on_stations(
+        (CAUSAL,),
+        stations=[FakeStation(name="node:0")],
+        stores={H200.identity: store},
+        budget=Budget(seconds=400.0),
+        options=Options(finals=FINALS, families=("portable_forward",), seed_configs=1),
+        clock=lambda: float(next(now)),
+        on_event=lambda station, event: found.append(event),
+        limit_s=limit_s,
+    )
+    given = [event.budget_s for event in found if isinstance(event, WorkloadStarted)]
+    assert len(given) == 1
+    assert given[0] == pytest.approx(seconds, rel=0.2)
+
+
 def test_a_mixed_cluster_tunes_everything_for_each_kind(store: Store, tmp_path: Path) -> None:
     with Store.open(tmp_path / "h100.sqlite3") as other:
         stations = [FakeStation(name="a:0"), FakeStation(name="a:1", device=H100), FakeStation(name="b:0")]

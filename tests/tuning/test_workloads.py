@@ -116,7 +116,7 @@ def test_serving_stands_for_all_steps_of_decoding() -> None:
     assert found == tuple(w for w in collect(models=["all"]) if w.direction == "decode")
     assert collect(models=["serving"], direction="both") == found, "which have no passes"
     assert {w.page_size for w in found} == {None, 16, 64}
-    assert {w.seqlen_q for w in found} == {1, 4, 8}
+    assert {w.seqlen_q for w in found} == {1, 4, 8, 16}
 
 
 @pytest.mark.parametrize("name", HEADS)
