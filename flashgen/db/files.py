@@ -6,7 +6,9 @@ does without them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
 import sqlite3
 import stat
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.core.errors import DatabaseError, FlashgenError
-from flashgen.core.folders import DRAFT_SUFFIX, is_own, remove_abandoned
+from flashgen.core.folders import DRAFT_SUFFIX, is_draft, is_own, remove_abandoned
 from flashgen.core.settings import cache_folder
 from flashgen.db.connection import Access, use
 from flashgen.db.inspection import version_of
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
 MIGRATIONS = Path(__file__).parent / "migrations"
+
+SCRATCH_PREFIX = ".flashgen-new-"
+"""Of the folder of an unfinished file beside its place; who makes the next one there deletes those of killed ones."""
 
 
 def prepare(path: Path, access: Access) -> Path:
@@ -88,10 +93,30 @@ def pack(source: Path, target: Path) -> None:
 
 def _prepare_writable(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if read_version(path, "write") != SCHEMA_VERSION:
+    # what a deleted file has left is no part of a new one, and SQLite clears it away where it makes the file itself
+    is_missing = not any(path.with_name(path.name + end).exists() for end in ("", "-wal", "-journal"))
+    is_new = is_missing and _placed_new(path)
+    if not is_new and read_version(path, "write") != SCHEMA_VERSION:
         use(path, "write", lambda connection: _upgrade(connection, path))
     use(path, "write", _become_writer)
     return path
+
+
+def _placed_new(path: Path) -> bool:
+    """Make a file elsewhere and link it to its place, so that no reader opens one that has no tables yet.
+
+    False where another process was faster, or where files cannot be made or linked; the file itself says which.
+    """
+    remove_abandoned(path.parent, lambda name: name.startswith(SCRATCH_PREFIX) and is_draft(name))
+    with (
+        contextlib.suppress(OSError),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=SCRATCH_PREFIX, suffix=DRAFT_SUFFIX) as scratch,
+    ):
+        draft = Path(scratch) / path.name
+        use(draft, "write", lambda connection: _upgrade(connection, path))
+        os.link(draft, path)
+        return True
+    return False
 
 
 def _become_writer(connection: sqlite3.Connection) -> None:

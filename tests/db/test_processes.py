@@ -63,6 +63,38 @@ IMPORTER = """
             import_records(store, theirs)
 """
 
+CREATOR = """
+    import sys, time
+    from pathlib import Path
+    from flashgen.db.store import Store
+
+    folder, rounds, readers = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    for number in range(rounds):
+        while len(list(folder.glob(f"ready-{number}-*"))) < readers:
+            time.sleep(0.001)
+        Store.open(folder / f"{number}.sqlite3").close()
+"""
+
+EARLY_READER = """
+    import sys, time, warnings
+    from pathlib import Path
+    from flashgen.db.layers import Layers
+    from tests.db.samples import CAUSAL, H200
+
+    warnings.simplefilter("ignore")  # the others wait for this process, which counts what it had to leave out
+    folder, rounds, name, lost = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], []
+    for number in range(rounds):
+        path = folder / f"{number}.sqlite3"
+        (folder / f"ready-{number}-{name}").touch()
+        while not path.exists():
+            time.sleep(0)
+        with Layers.open([path]) as layers:
+            layers.record(CAUSAL, H200)
+            if layers.layers[0].name != str(path):
+                lost.append(number)
+    assert not lost, lost
+"""
+
 FLEET = """
     # [script, its arguments, its input] of many processes: forks of one that has imported what they need
     import io, json, os, sys, traceback
@@ -203,6 +235,16 @@ def test_writers_importers_and_readers_at_once_lose_nothing(tmp_path: Path) -> N
     assert found == written | theirs_too
     assert trials == set(range(1, writes + 1))
     assert intact(path)
+
+
+def test_who_opens_a_file_at_the_moment_it_is_made_keeps_it(tmp_path: Path) -> None:
+    rounds, readers = 40, 3
+    everyone = [(CREATOR, [tmp_path, rounds, readers], "")] * 2
+    everyone += [(EARLY_READER, [tmp_path, rounds, name], "") for name in range(readers)]
+    fleet = [(textwrap.dedent(script), list(map(str, arguments)), lines) for script, arguments, lines in everyone]
+    finish(start(FLEET, json.dumps(fleet)))
+    assert all(intact(tmp_path / f"{number}.sqlite3") for number in range(rounds))
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 def test_a_full_disk_loses_no_acknowledged_record(tmp_path: Path) -> None:

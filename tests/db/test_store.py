@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +17,11 @@ from hypothesis import strategies as st
 
 from flashgen.core.config import Config
 from flashgen.core.errors import ConfigError, DatabaseError
+from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.core.peak import least_ms
 from flashgen.core.record import Baseline
 from flashgen.core.workload import BROADCASTS, DTYPE_BYTES, Workload
+from flashgen.db import files
 from flashgen.db.layout import APPLICATION_ID, SCHEMA_VERSION
 from flashgen.db.store import Store
 from tests.db.privileges import no_privileges
@@ -253,6 +257,41 @@ def test_a_missing_file_is_refused_for_reading(tmp_path: Path) -> None:
     for flags in ({"read_only": True}, {"shipped": True}):
         refused(tmp_path / "missing.sqlite3", "must exist", **flags)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_deleted_file_has_left_is_no_part_of_a_new_one(tmp_path: Path) -> None:
+    path, wal = tmp_path / "tuning.sqlite3", tmp_path / "tuning.sqlite3-wal"
+    with Store.open(path) as store:
+        store.put_record(MEASURED)
+        content = wal.read_bytes()
+    path.unlink()
+    wal.write_bytes(content)
+    with Store.open(path) as store:
+        assert store.records() == []
+        store.put_record(MEASURED)
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    connection.close()
+
+
+def test_where_files_cannot_be_linked_one_is_made_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", unknown)
+    path = tmp_path / "tuning.sqlite3"
+    with Store.open(path) as store:
+        store.put_record(MEASURED)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_new_files_of_killed_processes_are_deleted(tmp_path: Path) -> None:
+    for name in ("old", "busy"):
+        (tmp_path / f"{files.SCRATCH_PREFIX}{name}.tmp").mkdir()
+    then = time.time() - 2 * ABANDONED_SECONDS
+    os.utime(tmp_path / f"{files.SCRATCH_PREFIX}old.tmp", (then, then))
+    Store.open(tmp_path / "tuning.sqlite3").close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"{files.SCRATCH_PREFIX}busy.tmp", "tuning.sqlite3"]
 
 
 def test_an_empty_file_is_filled_but_not_read(tmp_path: Path) -> None:
