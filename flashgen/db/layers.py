@@ -142,13 +142,8 @@ class Layers:
         arch: str | None = None,
         specialization: str | None = None,
         provenance: str | None = None,
-        hidden: bool = False,
     ) -> list[Found]:
-        """The records of all layers, narrowed as in `Reader.records`; an earlier layer's record hides a later one's.
-
-        With `hidden` those are listed too, after the ones that hide them: a look-up needs them where the first cannot
-        serve.
-        """
+        """The records of all layers, narrowed as in `Reader.records`; an earlier layer's record hides a later one's."""
         found: dict[tuple[str, ...], Found] = {}
         for layer in tuple(self._layers):
             records = self._ask(
@@ -158,14 +153,19 @@ class Layers:
                 ),
             )
             for record in records or ():
-                identity = (
-                    record.workload.key,
-                    record.device.identity,
-                    record.provenance,
-                    layer.name if hidden else "",
-                )
-                found.setdefault(identity, (record, layer.name))
+                found.setdefault(record.identity, (record, layer.name))
         return list(found.values())
+
+    def of_class(self, specialization: str, device: Device) -> list[Found]:
+        """`Reader.of_class` of each layer, first to last.
+
+        None hides another one: a look-up needs those of later layers where the first cannot serve.
+        """
+        answers = {
+            layer.name: self._ask(layer, lambda reader: reader.of_class(specialization, device))
+            for layer in tuple(self._layers)
+        }
+        return [(record, name) for name, records in answers.items() for record in records or ()]
 
     def tried(self, workload: Workload, device: Device) -> tuple[list[Trial], list[Prediction]]:
         """The trials and the predictions of a workload on a device identity, of all layers."""

@@ -74,6 +74,14 @@ def columns(names: Sequence[str], *, limited: bool) -> str:
 _ROW = select_row(limited=HAS_LIMITS)
 _BASELINES = f"SELECT substr(impl, 1, {MAX_TEXT + 1}), median_ms FROM anchors WHERE record_id = ? ORDER BY id LIMIT ?"
 
+MOST_OF_A_CLASS = 2000
+"""Records of one class that a look-up reads of a file: about 0.6 s, once a process. All of 100,000 took 26 s."""
+
+_PREFERRED = (
+    "ORDER BY devices.identity NOT IN (?, ?), records.provenance <> 'measured', records.id DESC "
+    f"LIMIT {MOST_OF_A_CLASS}"
+)
+
 WHOLE_FILE_S = 600.0
 """Processor time for all records of a file: somebody asked for it, and no call waits. 100,000 took 19 s."""
 
@@ -141,6 +149,23 @@ class Reader:
             "records.provenance": provenance,
         }
         return self._records(asked)
+
+    def of_class(self, specialization: str, device: Device) -> list[TuningRecord]:
+        """The records of a `Specialization.workload_class` on the architecture of a device, for look-ups.
+
+        Of very many, `MOST_OF_A_CLASS` are read, those of the device, measured and written last before others.
+        """
+        where = f"WHERE devices.arch = ? AND workloads.specialization = ? {_PREFERRED}"
+        values = (device.arch, specialization, device.identity, device.usual_identity)
+        bad: list[BadRow] = []
+        found = retry(self.path, lambda: self._read(where, values, bad))
+        self.report(bad)
+        if len(found) + len(bad) == MOST_OF_A_CLASS:
+            message = (
+                f"{self.path}: look-ups use {MOST_OF_A_CLASS} records of {specialization}, which has as many or more"
+            )
+            warnings.warn(printable(message), stacklevel=2)
+        return sorted(found, key=lambda record: record.identity)
 
     def all_records(self) -> list[TuningRecord]:
         """Every record, or an error if one breaks a rule: for imports, which take all or nothing.

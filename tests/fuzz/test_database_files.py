@@ -253,7 +253,7 @@ def looked_up(path: Path) -> None:
         warnings.simplefilter("always")
         with Layers.open([path]) as layers:
             hit = layers.record(CAUSAL, H200, provenance="measured")
-            found = layers.records(hidden=True)
+            found = [*layers.of_class(SHIPPED.workload.specialization.workload_class, H200), *layers.records()]
             trials, predictions = layers.tried(CAUSAL, H200)
             past = [each for each, _ in layers.past(CAUSAL)]
     assert hit is not None

@@ -321,15 +321,15 @@ def test_the_ladder_never_fails_on_a_workload_that_a_family_supports(
     assert served.config == safe or served.record is not None
 
 
-def test_records_of_a_class_are_read_once(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_a_class_are_read_once_for_a_device(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    original = Layers.records
-    monkeypatch.setattr(Layers, "records", lambda self, **given: asked.append(given) or original(self, **given))
+    original = Layers.of_class
+    monkeypatch.setattr(Layers, "of_class", lambda self, *given: asked.append(given) or original(self, *given))
     records = ladder.records()
     for workload in (CAUSAL, NEAR, FAR):
         assert resolve(workload, workload.specialization, H200, records).rung == 8
         assert resolve(workload, replace(workload.specialization, aligned16=False), H100, records).rung == 8
-    assert asked == [{"arch": "sm90", "specialization": "fwd-bf16-d128-causal", "hidden": True}]
+    assert asked == [("fwd-bf16-d128-causal", H200), ("fwd-bf16-d128-causal", H100)]
     ladder.user(measured())
     assert resolve(CAUSAL, CAUSAL.specialization, H200, records).rung == 8
     assert ladder.resolve().rung == 3

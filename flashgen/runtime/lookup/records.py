@@ -126,11 +126,11 @@ class BesideChoices:
 
 
 class Records:
-    """The records of all layers by specialization class, read once a class and kept until `flashgen.reload`."""
+    """The records of all layers by specialization class, read once for a device and kept until `flashgen.reload`."""
 
     def __init__(self, layers: Layers, rules: Callable[[Device], Mapping[str, Rule]] = shipped_rules) -> None:
         self._layers, self._rules = layers, rules
-        self._classes: dict[tuple[str, str], tuple[Found, ...]] = {}
+        self._classes: dict[tuple[str, Device], tuple[Found, ...]] = {}
         self._choices: dict[tuple[Specialization, Device], Choices] = {}
         self._plainer: dict[tuple[Specialization, Device], BesideChoices] = {}
         self._other_pages: dict[tuple[Specialization, Device], BesideChoices] = {}
@@ -139,12 +139,12 @@ class Records:
 
     def of(self, spec: Specialization, device: Device) -> tuple[Found, ...]:
         """Every record of the class on any device of this architecture."""
-        return self._of_class(spec.workload_class, device.arch)
+        return self._of_class(spec.workload_class, device)
 
-    def _of_class(self, name: str, arch: str) -> tuple[Found, ...]:
-        key = (name, arch)
+    def _of_class(self, name: str, device: Device) -> tuple[Found, ...]:
+        key = (name, device)
         if key not in self._classes:
-            self._classes[key] = tuple(self._layers.records(arch=arch, specialization=name, hidden=True))
+            self._classes[key] = tuple(self._layers.of_class(name, device))
         return self._classes[key]
 
     def choices(self, spec: Specialization, device: Device) -> Choices:
@@ -184,7 +184,7 @@ class Records:
         found = self._other_pages.get((spec, device))
         if found is None:
             others = [name for name in spec.page_classes if name != spec.workload_class]
-            beside = [one for name in others for one in self._of_class(name, device.arch)]
+            beside = [one for name in others for one in self._of_class(name, device)]
             found = self._other_pages[spec, device] = _beside(beside, spec, device)
         return found
 
