@@ -1,7 +1,7 @@
 # make venv       the environment that all targets use (.venv); built once, rebuilt when its pins change
 # make tune       the main job: tune one model preset on a short budget, then show what serves a call, and its kernel
 # make test       every check that runs without a GPU; CI runs this and nothing else
-# make gpu-test   the tests that need a GPU
+# make gpu-test   the tests that need a GPU, GPU_JOBS (4) at a time on all GPUs, then those that look at a clock
 # make fuzz       random files for the database and random calls, other ones each time, CASES of them (10000)
 # make docs       docs/supported.md again, from the table of kernel families
 # make databases  tuning_db/ again, after a schema revision
@@ -20,6 +20,7 @@ BUDGET ?= 30s
 SAMPLE ?= b1-h12-s1024-d64-causal
 TARGET ?= a100
 CASES ?= 10000
+GPU_JOBS ?= 4
 
 BIN := $(VENV)/bin
 TRITONS := 3.6 3.9
@@ -102,8 +103,12 @@ fuzz: venv
 	OMP_NUM_THREADS=1 FUZZ_CASES=$(CASES) FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
 		$(BIN)/python -m pytest -n auto --maxprocesses 8 tests/fuzz
 
+# Both parts in any case: what fails in the first is no reason not to know of the second.
 gpu-test: venv
-	$(BIN)/python -m pytest -m gpu tests/gpu tests/test_readme.py
+	@status=0; \
+		$(BIN)/python -m pytest -m "gpu and not alone" -n $(GPU_JOBS) tests/gpu tests/test_readme.py || status=1; \
+		$(BIN)/python -m pytest -m alone tests/gpu || status=1; \
+		exit $$status
 
 # The decode kernels under compute-sanitizer, which comes with the CUDA toolkit.
 sanitize: venv

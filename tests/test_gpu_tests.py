@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.conftest import in_turns
+
 FOLDER = Path(__file__).parent / "gpu"
 
 
@@ -31,3 +33,17 @@ def test_the_tests_of_a_gpu_are_collected() -> None:
     pytest.main(["--collect-only", "-m", "gpu", "-o", f"addopts={plain}", *without, str(FOLDER)], plugins=[found])
     assert found.errors == []
     assert found.modules == {path.name for path in FOLDER.glob("test_*.py")}
+
+
+@pytest.mark.parametrize(
+    ("worker", "gpus", "visible"),
+    [
+        ("gw0", ["0", "1", "2"], "0,1,2"),
+        ("gw1", ["0", "1", "2"], "1,2,0"),
+        ("gw5", ["0", "1", "2"], "2,0,1"),
+        ("gw7", ["GPU-5a", "GPU-6b"], "GPU-6b,GPU-5a"),
+        ("gw3", ["4"], "4"),
+    ],
+)
+def test_workers_take_turns_in_having_a_gpu_first(worker: str, gpus: list[str], visible: str) -> None:
+    assert in_turns(worker, gpus) == visible

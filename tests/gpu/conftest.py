@@ -1,16 +1,33 @@
-"""What GPU tests leave behind in their process: a mode of torch's, and after a fault no CUDA context at all."""
+"""Where GPU tests run, and what they leave behind in their process: a mode of torch's, or no CUDA context at all."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 REPORT_S = 1.0
 """What a worker needs to send the report of its last test."""
+
+
+def in_turns(worker: str, gpus: Sequence[str]) -> str:
+    """`CUDA_VISIBLE_DEVICES` of a worker of pytest-xdist: all GPUs, so that workers take turns in having one first."""
+    first = int(worker.removeprefix("gw")) % len(gpus)
+    return ",".join([*gpus[first:], *gpus[:first]])
+
+
+def _use_all_gpus() -> None:
+    """Before CUDA is up, which reads the variable once; this asks the driver alone for the number of GPUs."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    if worker and visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = in_turns(worker, visible.split(","))
+
+
+_use_all_gpus()
 
 
 @pytest.fixture(autouse=True)

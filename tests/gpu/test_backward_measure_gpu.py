@@ -126,6 +126,7 @@ def test_torchs_backends_compute_the_same_gradients_and_pass_the_gate(key: str, 
             assert 0 < verdict.mean_error < verdict.max_error < 0.1
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("impl", ["sdpa-flash", "sdpa-cudnn"])
 @pytest.mark.parametrize("key", ["bf16-b1-h4-s256-d64", "bf16-b1-h16-s4096-d128-causal"])
 def test_torchs_backends_are_timed_without_the_host(impl: str, key: str) -> None:
@@ -200,6 +201,7 @@ def test_every_family_that_applies_is_measured(executor: LocalExecutor, key: str
         assert found.reference_ms is not None
 
 
+@pytest.mark.alone
 def test_a_race_with_baselines(executor: LocalExecutor) -> None:
     workload = Workload.parse("bwd-bf16-b1-h16-s4096-d128-causal")
     config = default_config(specialization(workload), executor.describe().device)
@@ -214,6 +216,7 @@ def test_a_race_with_baselines(executor: LocalExecutor) -> None:
     assert first.reference_ms == times["sdpa-flash"]
 
 
+@pytest.mark.alone
 def test_verifying_another_candidate_is_cheap(bench: Bench) -> None:
     workload = Workload.parse("bwd-bf16-b2-h16-hk4-s4096-d128-causal")
     started = time.perf_counter()

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.gpu
 WORKLOAD = Workload.parse("b2-h8-hk2-s2048-d64-causal")
 
 
+@pytest.mark.alone
 def test_a_race_ends_when_it_is_sure_and_keeps_an_equal_champion() -> None:
     with LocalExecutor() as executor:
         device = executor.describe().device

@@ -127,6 +127,7 @@ def test_a_recorded_graph_keeps_its_workspace() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.alone
 def test_verifying_another_candidate_is_cheap(bench: Bench) -> None:
     workload = Workload.parse("bf16-b4-h32-hk8-s4096-d128-causal")
     state = bench.state(workload)
@@ -146,6 +147,7 @@ def test_verifying_another_candidate_is_cheap(bench: Bench) -> None:
     assert statistics.median(everything) < 0.2
 
 
+@pytest.mark.alone
 def test_a_short_kernel_is_timed_without_the_host() -> None:
     """One element takes a few us on any GPU; the same call through Python takes longer."""
     stopwatch = CudaStopwatch()
@@ -162,6 +164,7 @@ def test_a_short_kernel_is_timed_without_the_host() -> None:
     assert 0.001 < window.ms < 0.015  # 5 kernels of 1 to 3 us
 
 
+@pytest.mark.alone
 def test_a_long_kernel_is_timed_as_a_plain_loop_would() -> None:
     stopwatch = CudaStopwatch()
     a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -186,6 +189,7 @@ def test_inputs_are_rotated_over_twice_the_cache(bench: Bench) -> None:
     assert len(pointers) == state.problem.inputs.copies
 
 
+@pytest.mark.alone
 def test_the_same_config_twice_in_one_race_gets_the_same_time(executor: LocalExecutor) -> None:
     workload = Workload.parse("bf16-b1-h16-s4096-d128")
     config = default_config(specialization(workload), executor.describe().device)

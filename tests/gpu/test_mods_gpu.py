@@ -273,6 +273,7 @@ def test_under_torch_compile_and_in_a_graph() -> None:
     assert not torch.equal(out, expected)
 
 
+@pytest.mark.alone
 def test_time_follows_the_blocks_of_the_mask() -> None:
     length, documents = 8192, 8
     q, k, v = tensors(2, 16, 16, length, length, 128)

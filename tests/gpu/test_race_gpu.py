@@ -47,6 +47,7 @@ def flash(name: str, before: Callable[[], object]) -> Impl:
     return Impl(name=name, version=lambda: "1", unsupported=lambda workload: None, prepare=prepare)
 
 
+@pytest.mark.alone
 def test_a_slow_host_costs_an_implementation_nothing() -> None:
     flag = torch.ones(1, device="cuda")
     quick, slow, waiting = raced(

@@ -39,6 +39,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.alone
 def test_a_winner_is_as_fast_on_hard_data(tmp_path: Path) -> None:
     """Of a workload whose default on Hopper takes twice as long there."""
     database = tmp_path / "user.sqlite3"

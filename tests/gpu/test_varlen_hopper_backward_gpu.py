@@ -217,6 +217,7 @@ def test_ends_that_lead_out_of_the_tensors_do_not(row: KernelFamily, served_by: 
         torch.testing.assert_close(one, two, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("length", [1024, 4096])
 @pytest.mark.parametrize("head_dim", [64, 128])
