@@ -28,7 +28,7 @@ from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.tuning import ray_stations, runs
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.events import Event, TrialFinished, Warned, WorkloadStarted
+from flashgen.tuning.events import CandidateRanked, Event, TrialFinished, Warned, WorkloadStarted
 from flashgen.tuning.many import tune_on_stations
 from flashgen.tuning.ray_stations import Services, stations
 from flashgen.tuning.stations import StationLostError
@@ -131,15 +131,22 @@ def trials_told(told: Told) -> int:
     return sum(isinstance(event, TrialFinished) for _, event in told)
 
 
-def test_a_mixed_cluster_survives_a_killed_actor(
-    cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_mixed_cluster_survives_a_killed_actor_and_a_silent_one(
+    cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ray_stations, "PING_EVERY_S", 0.5)
+    monkeypatch.setattr(ray_stations, "PING_S", 2.0)
     told: Told = []
+    harmed: dict[int, tuple[str, int]] = {}
 
     def hear(station: str, event: Event) -> None:
+        """The first station that has two trials loses its actor at once, the other one's stays and says nothing."""
         told.append((station, event))
-        if isinstance(event, TrialFinished) and trials_told(told) == 7:
-            os.kill(hosts(told)[0], signal.SIGKILL)
+        mine = [each for each in told if each[0] == station]
+        if trials_told(mine) == 2 and station not in [name for name, _ in harmed.values()]:
+            sign = signal.SIGSTOP if harmed else signal.SIGKILL
+            harmed[sign] = (station, hosts(mine)[0])
+            os.kill(harmed[sign][1], sign)
 
     with stations(cluster.address, jobs=1, services=SERVICES) as opened, stores(tmp_path) as found:
         assert len(opened) == GPUS
@@ -156,14 +163,34 @@ def test_a_mixed_cluster_survives_a_killed_actor(
                 trials = store.trials(workload, device)
                 assert len(trials) == TRIALS
                 assert not any(isinstance(trial.outcome, Failure) for trial in trials)
-    (lost,) = [event.message for _, event in told if isinstance(event, Warned) and "was lost while" in event.message]
-    assert lost.endswith("The actor is dead because its worker process has died.")
+    for sign, said in (
+        (signal.SIGKILL, "The actor is dead because its worker process has died."),
+        (signal.SIGSTOP, "no sign of life within 2 s"),
+    ):
+        station, pid = harmed[sign]
+        lost = [event.message for name, event in told if name == station and isinstance(event, Warned)]
+        assert any("was lost while" in message and message.endswith(said) for message in lost)
+        await_end(pid)
     assert not capfd.readouterr().out  # which is ours, and may be JSON
     assert trials_told(told) == 2 * TRIALS * len(WORKLOADS)  # nothing that was told is measured again
     # and a question behind the end of a run, as threads of an interrupted one ask, does not start a cluster
     with pytest.raises(StationLostError, match="the run has ended"):
         opened[0].describe()
     assert not importlib.import_module("ray").is_initialized()
+
+
+def killed_after_trials(driver: subprocess.Popen[str], store: Store, cluster: Cluster) -> list[int]:
+    """Kill a driver that has stored some trials, and wait for the end of the processes of its hosts, which they are."""
+    until = time.monotonic() + 60
+    while store.counts()["trials"] < 4:
+        assert driver.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    running = cluster.processes()
+    driver.kill()
+    driver.wait()
+    await_end(*running)
+    return running
 
 
 def test_a_killed_driver_and_ctrl_c_leave_nothing_behind_and_the_next_one_goes_on(
@@ -178,18 +205,10 @@ def test_a_killed_driver_and_ctrl_c_leave_nothing_behind_and_the_next_one_goes_o
             raise KeyboardInterrupt
 
     driver = _python("driver", cluster.address, tmp_path)
-    until = time.monotonic() + 60
     with stores(tmp_path) as found:
         store = found[LARGE.identity]
-        while store.counts()["trials"] < 4:
-            assert driver.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        running = cluster.processes()
+        running = killed_after_trials(driver, store, cluster)
         assert len(running) == 3 * GPUS  # each with an executor's worker and a compiler
-        driver.kill()
-        driver.wait()
-        await_end(*running)
         before, every = store.counts()["trials"], sum(each.counts()["trials"] for each in found.values())
         running.clear()
         with stations(cluster.address, jobs=1, services=SERVICES) as opened:
@@ -207,6 +226,36 @@ def test_a_killed_driver_and_ctrl_c_leave_nothing_behind_and_the_next_one_goes_o
         resumed = [event.resumed_trials for _, event in told if isinstance(event, WorkloadStarted)]
         assert before in resumed
         assert sum(each.counts()["trials"] for each in found.values()) >= every + 3
+
+
+def test_a_killed_driver_of_a_run_that_compiles_alone_leaves_nothing_behind_and_the_next_one_goes_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    told: Told = []
+
+    def interrupt(station: str, event: Event) -> None:
+        told.append((station, event))
+        if isinstance(event, CandidateRanked):
+            raise KeyboardInterrupt
+
+    driver = _python("compiling_driver", cluster.address, tmp_path)
+    with stores(tmp_path) as found:
+        store = found[SMALL.identity]
+        running = killed_after_trials(driver, store, cluster)
+        assert len(running) == 2  # a host and a compiler
+        before = store.counts()["trials"]
+        with stations(cluster.address, target=SMALL, jobs=1, services=SERVICES) as opened:
+            (finished,) = tune_on_stations(
+                WORKLOADS,
+                stations=opened,
+                stores=found,
+                budget=Budget(trials=1000),
+                options=OPTIONS,
+                on_event=interrupt,
+            )
+        assert finished.interrupted
+        assert [event.resumed_trials for _, event in told if isinstance(event, WorkloadStarted)] == [before]
+        assert store.counts()["trials"] > before
 
 
 def test_the_command_compiles_on_the_nodes_and_ranks(cluster: Cluster, invoke: Invoke) -> None:

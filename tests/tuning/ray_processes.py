@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from flashgen.core.device import Device
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
@@ -32,6 +33,7 @@ def cluster() -> None:
         logging_level="ERROR",
         object_store_memory=2**27,
         _temp_dir=sys.argv[1],
+        _system_config={"kill_worker_timeout_milliseconds": 500},  # what is stopped would have 5 s to end by itself
     )
     print(found.address_info["gcs_address"], flush=True)
     sys.stdin.read()
@@ -39,9 +41,18 @@ def cluster() -> None:
 
 def driver() -> None:
     """A run that is to be killed: address and a folder for databases as arguments."""
+    _tune(None)
+
+
+def compiling_driver() -> None:
+    """The same of a run that compiles and measures nothing."""
+    _tune(SMALL)
+
+
+def _tune(target: Device | None) -> None:
     folder = Path(sys.argv[2])
     with (
-        stations(sys.argv[1], jobs=1, services=SERVICES) as opened,
+        stations(sys.argv[1], target=target, jobs=1, services=SERVICES) as opened,
         Store.open(folder / "large.sqlite3") as large,
         Store.open(folder / "small.sqlite3") as small,
     ):
