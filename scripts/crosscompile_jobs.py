@@ -144,7 +144,7 @@ HELPER_TARGETS = ("sm80", "sm90")
 
 
 FUNCTION_TARGETS = ("sm86", "sm90", "sm100", "gfx1200")
-"""Of the oldest Triton; tests/codegen compiles functions for the others."""
+"""Of the oldest Triton; the newest or tests/codegen compile functions for the others, but for sm89, sm86's twin."""
 
 DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
 STEPS = (("dec-bf16-d128-page16", 64),)

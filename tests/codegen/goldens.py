@@ -148,6 +148,34 @@ OTHERS = {
 Most are kernels of which other tests look at the machine code: Triton's cache has them compiled once for all.
 """
 
+COMPILED_BY_OTHERS = {
+    "portable_forward_causal": "fwd-bf16-d128-causal",
+    "portable_backward_split_causal": "bwd-bf16-d128-causal",
+    "forward_d128_causal_4090": "fwd-bf16-d128-causal",
+    "forward_d64_causal_a100_offset": "fwd-fp32-d64-softcap-unaligned-offset-dropout",
+    "forward_d80_unaligned_h200": "fwd-fp32-d64-softcap-unaligned-offset-dropout",
+    "forward_d192_dv128_causal_h200": "fwd-bf16-d192-dv128-causal",
+    "forward_d192_dv128_split_h200": "fwd-bf16-d192-dv128-causal",
+    "forward_d80_split_a100": "fwd-bf16-d80",
+    "forward_d256_gemma_h200": "fwd-bf16-d256-causal-softcap-window",
+    "forward_d64_bias_h200": "fwd-fp16-d64-bias",
+    "forward_d128_keymask_h200": "fwd-fp32-d64-keymask",
+    "backward_split_bias_softcap_window_4090": "bwd-fp16-d128-alibi-bias-dbias",
+}
+"""Those whose branches `make crosscompile` compiles with the oldest and with the newest Triton, and where it does.
+
+Of the Triton in between they are formatted and looked at, but not compiled once more.
+"""
+
+COMPILED_HERE = {
+    "forward_d64_fp32_h200": "test_build.py has the same head_dim and mask in IEEE products for other targets",
+    "forward_d128_mi300x": "test_build.py compiles that default for its own target",
+    "mods_d64_a100": "test_portable_mods.py compiles the same function by the same loads",
+    "hopper_d96_bias_mask": "test_hopper_forward.py has both tensors in one kernel, and heads of 96 in two parts",
+    "hopper_d64_short": "test_hopper_forward.py has three programs side by side among its knobs",
+}
+"""Those whose branches other tests of this folder compile."""
+
 
 def kernel(name: str) -> tuple[Specialization, Config]:
     """What a golden or one of the others is rendered from."""

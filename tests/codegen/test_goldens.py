@@ -11,7 +11,8 @@ from flashgen.codegen.families import FAMILIES, family
 from flashgen.codegen.render import render, render_standalone
 from flashgen.core.device import find_device
 from flashgen.launch.parameters import trailing_pointers
-from tests.codegen.goldens import GOLDEN, GOLDENS, OTHERS, kernel
+from scripts.crosscompile_jobs import TARGETS, few_jobs, jobs
+from tests.codegen.goldens import COMPILED_BY_OTHERS, COMPILED_HERE, GOLDEN, GOLDENS, OTHERS, kernel
 from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")
@@ -43,7 +44,25 @@ def test_all_are_formatted(tmp_path: Path) -> None:
     assert_passes(tmp_path, *FORMAT)
 
 
-@pytest.mark.parametrize("name", [*GOLDENS, *OTHERS])
+LEFT_OUT = COMPILED_BY_OTHERS.keys() | COMPILED_HERE.keys()
+
+
+def test_what_is_not_compiled_here_is_compiled_under_the_oldest_and_the_newest_triton() -> None:
+    found = [
+        {(job.config.family, job.spec.key) for job in each}
+        for each in (jobs(FAMILIES, list(TARGETS)), few_jobs(FAMILIES))
+    ]
+    for name, key in COMPILED_BY_OTHERS.items():
+        _, config = kernel(name)
+        assert all((config.family, key) in each for each in found), name
+
+
+def test_of_every_family_one_is_compiled() -> None:
+    compiled = {kernel(name)[1].family for name in {*GOLDENS, *OTHERS} - LEFT_OUT}
+    assert compiled == {row.id for row in FAMILIES}
+
+
+@pytest.mark.parametrize("name", [name for name in (*GOLDENS, *OTHERS) if name not in LEFT_OUT])
 def test_all_compile_for_sm90(name: str) -> None:
     """Whatever device they are the default of: sm90 has the loads and the products of the others, too."""
     spec, config = kernel(name)

@@ -58,13 +58,12 @@ def test_every_variant_is_formatted(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.py"))) == 32
 
 
-# each function alone with one kind of loads, and both, over the lists of a block mask, with either
+# each function alone with one kind of loads; the lists of a block mask with either, by tensor maps with both functions
 @pytest.mark.parametrize(
     ("loads", "name"),
     [
         ("pointer", "mask"),
         ("pointer", "blocks"),
-        ("pointer", "both"),
         ("descriptor", "score"),
         ("descriptor", "both"),
     ],
@@ -78,8 +77,12 @@ def test_compiles_for_sm90_with_a_pipeline(name: str, loads: str) -> None:
     assert compiled.shared_bytes >= compile_kernel(PLAIN, config, H200).shared_bytes
 
 
-@pytest.mark.parametrize("target", ["a100", "rtx 4090", "mi300x", "sm120"])
+@pytest.mark.parametrize("target", ["mi300x", "sm120"])
 def test_compiles_elsewhere(target: str) -> None:
+    """What `scripts/crosscompile_jobs.py` has for no target, or with the smallest tiles alone.
+
+    It compiles functions for sm86, of which sm89 is the twin, and for sm80 with the newest Triton.
+    """
     device = find_device(target)
     spec = replace(PLAIN, mods=MODS["both"])
     assert compile_kernel(spec, default_config(spec, device), device).spills <= TOLERATED_SPILLS
