@@ -3,6 +3,9 @@
 A test of a search enumerates the space of a workload, asks the analytic model about all of it, and reads the tables
 that ship, as the tests before it did: a fifth of their time. Each is a function of values alone, and remembered where
 the modules of tuning call it. Tests of these functions call the originals, from the modules that define them.
+
+The command line, which a test of a command in this process reads from its functions, is made once, too: that took ten
+times as long as most commands.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ def remember() -> None:
     learned_cost = sys.modules.get("flashgen.tuning.learned_cost")
     if learned_cost is not None:
         learned_cost.Lesson.of = _lesson(learned_cost.Lesson.of)
+    testing = sys.modules.get("typer.testing")
+    if testing is not None:
+        testing._get_command = functools.cache(testing._get_command)  # type: ignore[attr-defined]
 
 
 def _search_space(original: Any) -> Any:
