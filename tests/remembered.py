@@ -4,8 +4,9 @@ A test of a search enumerates the space of a workload, asks the analytic model a
 that ship, as the tests before it did: a fifth of their time. Each is a function of values alone, and remembered where
 the modules of tuning call it. Tests of these functions call the originals, from the modules that define them.
 
-The command line, which a test of a command in this process reads from its functions, is made once, too: that took ten
-times as long as most commands.
+The statements that make the tables of a new database, which SQLAlchemy writes from the schema, are run as they were for
+the first one of a process. The command line, which a test of a command in this process reads from its functions, is
+made once, too: that took ten times as long as most commands.
 """
 
 from __future__ import annotations
@@ -36,9 +37,31 @@ def remember() -> None:
     learned_cost = sys.modules.get("flashgen.tuning.learned_cost")
     if learned_cost is not None:
         learned_cost.Lesson.of = _lesson(learned_cost.Lesson.of)
+    files = sys.modules.get("flashgen.db.files")
+    if files is not None:
+        files._create = _create(files._create)  # type: ignore[attr-defined]
     testing = sys.modules.get("typer.testing")
     if testing is not None:
         testing._get_command = functools.cache(testing._get_command)  # type: ignore[attr-defined]
+
+
+def _create(original: Any) -> Any:
+    made: list[str] = []
+
+    def create(bound: Any) -> None:
+        if made:
+            for statement in made:
+                bound.exec_driver_sql(statement)
+            return
+        original(bound)
+        tables = bound.exec_driver_sql("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid")
+        made.extend(sql for (sql,) in tables)
+        application, version = bound.exec_driver_sql(
+            "SELECT application_id, version_num FROM pragma_application_id, alembic_version"
+        ).one()
+        made.extend([f"PRAGMA application_id = {application}", f"INSERT INTO alembic_version VALUES ('{version}')"])
+
+    return create
 
 
 def _search_space(original: Any) -> Any:
