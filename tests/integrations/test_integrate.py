@@ -28,6 +28,7 @@ from flashgen.integrations import transformers as door
 from flashgen.integrations.model import Integration, LayerRow, integrate
 from flashgen.integrations.model.layers import LayerRecorder
 from flashgen.integrations.model.misses import Misses, served_on
+from flashgen.integrations.model.proof import compared
 from flashgen.integrations.model.report import named
 from flashgen.integrations.torch import sdpa_arguments
 from flashgen.runtime.ops import recording, serve
@@ -144,6 +145,24 @@ def test_a_model_that_is_not_as_exact_is_put_back(monkeypatch: pytest.MonkeyPatc
     assert "forward" not in vars(model)
     monkeypatch.setattr(reference, "attention", lambda *given, **named: exact(*given, **named) * float("nan"))
     assert integrate(small(), example(), reference=True).proof.status == "differs"
+
+
+def test_the_error_of_a_single_number_is_judged_by_those_of_all_others() -> None:
+    """A sum that its own attention happens to round to nearly nothing says little of what rounding may do."""
+    exact = {"weight": torch.ones(9, dtype=torch.float64), "scale": torch.tensor(2.0, dtype=torch.float64)}
+
+    def off(weight: float, scale: float) -> dict[str, torch.Tensor]:
+        return {"weight": exact["weight"] + weight, "scale": exact["scale"] + scale}
+
+    def allowed(plain: dict[str, torch.Tensor], **asked: dict[str, torch.Tensor]) -> dict[str, float]:
+        found = compared(off(0.0, 0.0), plain, {}, asked.get("exact", exact), torch.float32, 3)
+        return {one.name: one.allowed for one in found}
+
+    rounding = 2 * torch.finfo(torch.float32).eps
+    assert allowed(off(1e-4, 0.0)) == pytest.approx({"weight": 3e-4 + rounding, "scale": 6e-4})
+    assert allowed(off(1e-4, 1e-3)) == pytest.approx({"weight": 3e-4 + rounding, "scale": 3e-3 + 2 * rounding})
+    alone = {"scale": exact["scale"]}
+    assert allowed(off(1e-4, 0.0), exact=alone) == pytest.approx({"scale": 2 * rounding})
 
 
 def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,18 @@ own dtype, of gradients three times, and two units in the last place of the larg
 FlashAttention (Dao et al., 2022) takes the sum of a row's dout * out from the rounded output, in place of the sum of
 its weights' gradients: where these nearly cancel, gradients of queries and keys err several times more than written
 out, in every fused kernel. So that of torch's fused attention counts, too, where a model can be run with it.
+
+What has a single number (SigLIP's `logit_scale`) has a single error, which is as small as chance has it: the relative
+error that its own attention has in the median of all others counts there, where that is larger.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,8 +106,8 @@ def prove(model: torch.nn.Module, examples: Examples, route: Route, *, training:
     except (RuntimeError, TypeError, ValueError) as error:
         return Proof(status=NOT_RUN, reason=_said("a copy of the model does not run", error))
     fused = _fused_gradients(model, examples, route) if training else {}
-    outputs = _compared(found.outputs, plain.outputs, {}, results.outputs, dtype, FACTOR)
-    gradients = _compared(found.gradients, plain.gradients, fused, results.gradients, dtype, GRADIENT_FACTOR)
+    outputs = compared(found.outputs, plain.outputs, {}, results.outputs, dtype, FACTOR)
+    gradients = compared(found.gradients, plain.gradients, fused, results.gradients, dtype, GRADIENT_FACTOR)
     return Proof(
         status=EQUAL if all(one.holds for one in (*outputs, *gradients)) else DIFFERS,
         exact_dtype=str(used).removeprefix("torch."),
@@ -184,7 +188,7 @@ def _results(
     return _Results(outputs=outputs, gradients=gradients)
 
 
-def _compared(
+def compared(
     found: dict[str, Tensor],
     plain: dict[str, Tensor],
     fused: dict[str, Tensor],
@@ -192,11 +196,16 @@ def _compared(
     dtype: torch.dtype,
     factor: int,
 ) -> tuple[Comparison, ...]:
+    """Every tensor of the exact model by the rule of this module, the one nearest to its limit first."""
     rows = [
         _comparison(name, found.get(name), plain.get(name), fused.get(name), value, dtype, factor)
         for name, value in exact.items()
         if value.numel()
     ]
+    usual = [one.plain_error / one.largest for one in rows if exact[one.name].numel() > 1 and one.largest]
+    if usual:
+        least = factor * statistics.median(usual)
+        rows = [one if exact[one.name].numel() > 1 else _of_a_number(one, least) for one in rows]
     return tuple(sorted(rows, key=lambda one: (one.holds, -one.error / one.allowed if one.allowed else 0.0, one.name)))
 
 
@@ -223,6 +232,11 @@ def _comparison(
         largest=largest,
         fused_error=fused_error,
     )
+
+
+def _of_a_number(one: Comparison, least: float) -> Comparison:
+    """With a relative error of `least` allowed at least, where there is something to compare."""
+    return replace(one, allowed=max(one.allowed, least * one.largest)) if one.allowed else one
 
 
 def _error(found: Tensor, exact: Tensor) -> float:
