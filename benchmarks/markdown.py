@@ -40,14 +40,14 @@ def mean(ratios: Sequence[float]) -> str:
     return f"{statistics.geometric_mean(ratios):.2f}" if ratios else "-"
 
 
-def provenance(rows: Sequence[Row]) -> str:
-    """Where and with what these rows were measured."""
+def provenance(rows: Sequence[Row], *, timing: bool = True) -> str:
+    """Where and with what these rows were measured; `timing` adds how the times of races were taken."""
     parts = [f"torch {listed(row.torch for row in rows)}", f"Triton {listed(row.triton for row in rows)}"]
     for impl, name in VERSIONED:
         version = listed(row.version for row in rows if row.impl == impl)
         parts += [f"{name} {version}"] if version else []
     parts += [f"commit {listed(row.commit for row in rows)}", _days(rows)]
-    return f"Measured on {rows[0].device} with {', '.join(parts)}.{_timing(rows)}"
+    return f"Measured on {rows[0].device} with {', '.join(parts)}.{_timing(rows) if timing else ''}"
 
 
 def _days(rows: Sequence[Row]) -> str:

@@ -84,7 +84,7 @@ def summary(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> 
         _table(found),
         _standing(found),
         *data_sentence(rows),
-        provenance([row for row in rows if row.suite in suites]),
+        provenance([row for row in rows if row.suite in suites], timing=False),
     ]
     return "\n\n".join(parts) + "\n"
 
