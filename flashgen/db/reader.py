@@ -156,16 +156,14 @@ class Reader:
         Of very many, `MOST_OF_A_CLASS` are read, those of the device, measured and written last before others.
         """
         where = f"WHERE devices.arch = ? AND workloads.specialization = ? {_PREFERRED}"
-        values = (device.arch, specialization, device.identity, device.usual_identity)
-        bad: list[BadRow] = []
-        found = retry(self.path, lambda: self._read(where, values, bad))
+        found, bad = self._found(where, (device.arch, specialization, device.identity, device.usual_identity))
         self.report(bad)
         if len(found) + len(bad) == MOST_OF_A_CLASS:
             message = (
                 f"{self.path}: look-ups use {MOST_OF_A_CLASS} records of {specialization}, which has as many or more"
             )
             warnings.warn(printable(message), stacklevel=2)
-        return sorted(found, key=lambda record: record.identity)
+        return found
 
     def all_records(self) -> list[TuningRecord]:
         """Every record, or an error if one breaks a rule: for imports, which take all or nothing.
@@ -181,9 +179,7 @@ class Reader:
         Raises:
             DatabaseError: the file cannot be read.
         """
-        bad: list[BadRow] = []
-        values = retry(self.path, lambda: self._read("", (), bad))
-        return sorted(values, key=lambda record: record.identity), bad
+        return self._found("", ())
 
     def built(
         self, rows: Iterable[tuple[str, int | None, Any]], build: Callable[[Any], V], bad: list[BadRow]
@@ -228,10 +224,15 @@ class Reader:
     def _records(self, asked: dict[str, str | None], *, strict: bool = False) -> list[TuningRecord]:
         given = {column: value for column, value in asked.items() if value is not None}
         where = f"WHERE {' AND '.join(f'{column} = ?' for column in given)}" if given else ""
-        bad: list[BadRow] = []
-        values = retry(self.path, lambda: self._read(where, tuple(given.values()), bad))
+        found, bad = self._found(where, tuple(given.values()))
         self.report(bad, strict=strict)
-        return sorted(values, key=lambda record: record.identity)
+        return found
+
+    def _found(self, where: str, values: tuple[str, ...]) -> tuple[list[TuningRecord], list[BadRow]]:
+        """The records that a condition finds, in a fixed order, and the rows that break a rule."""
+        bad: list[BadRow] = []
+        found = retry(self.path, lambda: self._read(where, values, bad))
+        return sorted(found, key=lambda record: record.identity), bad
 
     def _read(self, where: str, values: tuple[str, ...], bad: list[BadRow]) -> list[TuningRecord]:
         bad.clear()

@@ -27,13 +27,11 @@ from flashgen.core.settings import child_environment, settings
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.tuning import ray_stations, runs
-from flashgen.tuning.budget import Budget
 from flashgen.tuning.events import CandidateRanked, Event, TrialFinished, Warned, WorkloadStarted
-from flashgen.tuning.many import tune_on_stations
 from flashgen.tuning.ray_stations import Services, stations
 from flashgen.tuning.stations import StationLostError
 from tests.cli.conftest import ROOT, Invoke
-from tests.tuning.ray_processes import OPTIONS, SERVICES, WORKLOADS
+from tests.tuning.ray_processes import ENDLESS, SERVICES, WORKLOADS, stores, tuned
 from tests.tuning.ray_services import GPUS, LARGE, SMALL
 
 pytestmark = [
@@ -115,12 +113,6 @@ def _python(function: str, *arguments: object, **how: object) -> subprocess.Pope
     )
 
 
-@contextlib.contextmanager
-def stores(folder: Path) -> Iterator[dict[str, Store]]:
-    with Store.open(folder / "large.sqlite3") as large, Store.open(folder / "small.sqlite3") as small:
-        yield {LARGE.identity: large, SMALL.identity: small}
-
-
 def hosts(told: Told) -> list[int]:
     """The processes of the actors, which the fake GPUs tell of."""
     lines = [event.message for _, event in told if isinstance(event, Warned)]
@@ -150,9 +142,7 @@ def test_a_mixed_cluster_survives_a_killed_actor_and_a_silent_one(
 
     with stations(cluster.address, jobs=1, services=SERVICES) as opened, stores(tmp_path) as found:
         assert len(opened) == GPUS
-        finished = tune_on_stations(
-            WORKLOADS, stations=opened, stores=found, budget=Budget(trials=TRIALS), options=OPTIONS, on_event=hear
-        )
+        finished = tuned(opened, found, hear, trials=TRIALS)
         assert {each.device for each in finished} == {LARGE, SMALL}
         assert not any(each.failed or each.interrupted for each in finished)
         for device in (LARGE, SMALL):
@@ -212,14 +202,7 @@ def test_a_killed_driver_and_ctrl_c_leave_nothing_behind_and_the_next_one_goes_o
         before, every = store.counts()["trials"], sum(each.counts()["trials"] for each in found.values())
         running.clear()
         with stations(cluster.address, jobs=1, services=SERVICES) as opened:
-            finished = tune_on_stations(
-                WORKLOADS,
-                stations=opened,
-                stores=found,
-                budget=Budget(trials=1000),
-                options=OPTIONS,
-                on_event=interrupt,
-            )
+            finished = tuned(opened, found, interrupt, trials=ENDLESS)
         assert all(each.interrupted for each in finished)
         await_end(*running)
         assert len(running) == 3 * GPUS
@@ -245,14 +228,7 @@ def test_a_killed_driver_of_a_run_that_compiles_alone_leaves_nothing_behind_and_
         assert len(running) == 2  # a host and a compiler
         before = store.counts()["trials"]
         with stations(cluster.address, target=SMALL, jobs=1, services=SERVICES) as opened:
-            (finished,) = tune_on_stations(
-                WORKLOADS,
-                stations=opened,
-                stores=found,
-                budget=Budget(trials=1000),
-                options=OPTIONS,
-                on_event=interrupt,
-            )
+            (finished,) = tuned(opened, found, interrupt, trials=ENDLESS)
         assert finished.interrupted
         assert [event.resumed_trials for _, event in told if isinstance(event, WorkloadStarted)] == [before]
         assert store.counts()["trials"] > before

@@ -138,7 +138,7 @@ class Records:
         """What `decode_ladder` and `packed_ladder` found before, by class of calls."""
 
     def of(self, spec: Specialization, device: Device) -> tuple[Found, ...]:
-        """Every record of the class on any device of this architecture."""
+        """The records of the class on any device of this architecture, as `Layers.of_class` has them."""
         return self._of_class(spec.workload_class, device)
 
     def _of_class(self, name: str, device: Device) -> tuple[Found, ...]:
