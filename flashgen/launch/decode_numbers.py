@@ -152,7 +152,7 @@ SIZED = (
 )
 """Numbers that follow from sizes and strides."""
 
-_SHARES = ("batch", "groups", "beside", "most_pairs", "pair_units")
+_SHARES = ("batch", "groups", "beside", "most_pairs", "most_parts", "pair_units")
 _GRID = ("slots", "least_splits", "most_splits")
 
 
@@ -179,7 +179,8 @@ def _shares(shape: DecodeShape, config: Config, device: Device, m_blocks: int) -
         slots = shape.batch * heads * -(-shape.seqlen_k // shape.split_size)
     # programs that have no more than one pair have no reason to weigh the beginning of another one
     weighs = blocks > groups and shape.seqlen_k > most and not shape.split_size
-    own = (shape.batch, groups, beside, -(-blocks // groups), config.integer("overhead") if weighs else 0)
+    most_pairs, most_parts = -(-blocks // groups), max(groups // blocks, 1)
+    own = (shape.batch, groups, beside, most_pairs, most_parts, config.integer("overhead") if weighs else 0)
     merged = axes if shape.seqlen_k > most else None
     return _Work(grid=(beside, groups, 1), slots=slots, merged=merged, own=own)
 

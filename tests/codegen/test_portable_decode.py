@@ -11,8 +11,8 @@ from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.decode_splits import MOST_PROGRAMS, SplitCounts, split_counts
 from flashgen.codegen.families import decode_config, invalid
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.portable_decode.defaults import ONLY_GRID, ONLY_SHARES, seed_configs
-from flashgen.codegen.portable_decode.resources import register_limit
+from flashgen.codegen.portable_decode.defaults import ONLY_GRID, ONLY_SHARES, fitted, poor_at_sizes, seed_configs
+from flashgen.codegen.portable_decode.resources import register_limit, smem_needed
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
@@ -98,13 +98,46 @@ def test_programs_of_an_sm_have_registers_side_by_side() -> None:
     assert register_limit(config("shares", per_sm=2, num_warps=4, maxnreg=168)) == 168
 
 
-def test_the_rule_for_many_sequences_over_small_pages_fits_twice() -> None:
+def test_as_many_programs_of_the_rule_for_small_pages_fit_as_it_wants() -> None:
     spec = replace(SPEC, page_size=16)
     sizes = Sizes(batch=64, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
     found = decode_config(spec, sizes, H200)
     compiled = compile_kernel(spec, found, H200)
     assert compiled.occupancy(H200) >= found.integer("per_sm")
     assert compiled.spills == 0
+
+
+def test_most_steps_compare_no_key() -> None:
+    """Scores of a step are compared with what is seen in a branch that the middle of a sequence passes by."""
+    for page in (None, 16):
+        text = compile_kernel(replace(SPEC, page_size=page), config("shares"), H200).main.handle.asm["ttgir"]
+        loop = next(loop for loop in text.split("scf.for")[1:] if "async_wait" in loop)
+        step, branch = loop.split("scf.if", 1)
+        comparison = r"arith\.cmpi s[gl]e, [^\n]*: tensor<\d+x\d+xi32"
+        assert re.search(comparison, branch)
+        assert not re.search(comparison, step)
+
+
+def test_programs_of_a_warpgroup_fit_as_they_are_counted() -> None:
+    spec = replace(SPEC, page_size=64)
+    rows = config("shares").replace(block_m=64, block_n=64, num_warps=4, num_stages=3, per_sm=2)
+    padded = rows.replace(padded_rows=True)
+    for found in (rows, padded):
+        assert invalid(found, spec, H200) is None
+        compiled = compile_kernel(spec, found, H200)
+        assert compiled.shared_bytes <= smem_needed(spec, found) <= compiled.shared_bytes + 1024
+        assert compiled.occupancy(H200) == 2
+
+
+def test_padded_rows_serve_any_number_of_them_and_are_for_warpgroups() -> None:
+    padded = config("shares").replace(padded_rows=True, block_m=64, num_warps=4)
+    sizes = Sizes(batch=4, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
+    assert fitted(SPEC, padded, sizes, H200)["block_m"] == 64
+    assert poor_at_sizes(padded, sizes) is None
+    assert "has 128" in str(poor_at_sizes(padded, replace(sizes, seqlen_q=32)))
+    for wrong in ({"block_m": 16}, {"num_warps": 2}, {"warp_keys": True}):
+        assert "warpgroups" in str(invalid(padded.replace(**wrong), SPEC, H200))
+    assert "sm90 only" in str(invalid(padded.replace(pdl=False), SPEC, find_device("sm80")))
 
 
 def test_where_bits_follow_from_a_sequence_alone_there_is_one_order_of_sums() -> None:
@@ -142,7 +175,8 @@ def mainloop(page_size: int | None, **knobs: KnobValue) -> tuple[set[str], list[
 def test_page_ids_of_the_next_step_leave_the_pipeline_its_depth() -> None:
     """A Triton that makes a stage of them would keep less of K and V under way."""
     depth, none = mainloop(None)
-    assert (depth, none) == ({"2"}, [])
+    # keys of a step are waited for before its values
+    assert (depth, none) == ({"3", "2"}, [])
     assert mainloop(16) == (depth, ["64"])
     assert mainloop(16, ids_per="page", ids_ahead=True) == (depth, ["4"])
     assert mainloop(64, ids_ahead=True) == (depth, [""])

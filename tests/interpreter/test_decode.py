@@ -122,6 +122,49 @@ def test_other_schedules_and_keys_of_warps_are_right(name: str) -> None:
     assert_right(call, *interpreted(call, **KNOBS[name]))
 
 
+ALIKE = {
+    "cut alike": Case(lens=(97, 97), nheads=2, nheads_k=1),
+    "cut alike, some with fewer parts": Case(lens=(160, 1, 150, 0), nheads=2, nheads_k=1, page=16),
+    "one with all parts": Case(lens=(230,), nheads=3, nheads_k=3, sinks=True),
+    "one without keys": Case(lens=(0,), nheads=2, nheads_k=1),
+    "whole, several for each program": Case(lens=(33, 32, 31, 33, 20), nheads=6, nheads_k=3),
+    "whole in a window": Case(lens=(90, 64, 70), page=16, options={"window": (20, 0)}),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("per_sm", [1, 4])
+def test_sequences_of_about_one_length_are_cut_alike(name: str, per_sm: int) -> None:
+    call = make(ALIKE[name])
+    assert_right(call, *interpreted(call, per_sm=per_sm, slack=4))
+
+
+def parts_of(lens: tuple[int, ...], groups: int) -> list[tuple[int, int]]:
+    """Sequence and tiles of what each group of programs read, where a head has one block of rows."""
+    call = make(Case(lens=lens, nheads=1, nheads_k=1, head_dim=16))
+    out, lse = results(call)
+    checked = CheckedDecode.of(call, out)
+    config = small_config(checked, per_sm=1)
+    module = load_module(render(checked.spec, config))
+    device = replace(DEVICE, num_sms=groups)
+    numbers = DecodeNumbers.of(checked.shape, config, device)
+    part_lse = torch.full((numbers.part_rows,), math.nan)
+    known = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "O": out, "LSE": lse, "Lens": call.seqlens}
+    known |= {"Leftpad": torch.zeros(1, dtype=torch.int32), "BatchIdx": torch.zeros(1, dtype=torch.int32)}
+    known |= {"PartLse": part_lse, "PartO": torch.full((numbers.part_rows, 16), math.nan), **numbers.values(config)}
+    kernel = getattr(module, config.family)
+    kernel[numbers.grids[0]](*[known[one] for one in kernel.arg_names])
+    return [tuple((~part_lse.view(groups, 2)[group].isnan()).long().tolist()) for group in range(groups)]
+
+
+def test_sequences_of_one_length_have_one_piece_a_program() -> None:
+    """By equal shares of 38 tiles, the fifth program had the end of one sequence and the beginning of the next."""
+    first, other, idle = (0, 1), (1, 0), (0, 0)
+    assert parts_of((304, 304), groups=9) == [first, other, other, other, first, other, other, other, idle]
+    # unequal ones have equal shares, of 3 or 4 tiles
+    assert parts_of((304, 160), groups=9)[5] == (1, 1)
+
+
 PAGES: dict[str, dict[str, KnobValue]] = {
     "pages of 16": {"ids_per": "page", "ids_ahead": True, "block_n": 64},
     "pages of 32": {"ids_ahead": True},

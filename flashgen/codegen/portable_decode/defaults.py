@@ -22,6 +22,9 @@ FEWEST_ROWS = 8
 """Query rows of a tile of half a product: the other half of its rows is the first one again."""
 
 BLOCK_MS = (16, 32, 64)
+FEWEST_PARTIALS = 8
+"""Partial results of a step of the merge where rows are many or sequences alike: its programs are small, and more of
+them have room beside the first kernel. A long sequence among short ones is merged faster with more."""
 CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
 ONLY_SHARES: dict[str, int] = {"slack": 0, "slack_percent": 0, "overhead": 0}
 ONLY_GRID: dict[str, int] = {"chunk": CHUNKS[0]}
@@ -35,7 +38,7 @@ USUAL = {"block_n": 64, "num_warps": 4, "num_stages": 3, "per_sm": 2, "slack": 4
 MANY = {**USUAL, "slack": 16}
 SCATTERED_ONE = {"block_n": 32, "num_warps": 4, "num_stages": 4, "per_sm": 2, "slack": 4}
 SCATTERED_FEW = {**SCATTERED_ONE, "per_sm": 3}
-SCATTERED_MANY = {"block_n": 64, "num_warps": 8, "num_stages": 3, "per_sm": 2, "slack": 16}
+SCATTERED_MANY = {"block_n": 32, "num_warps": 2, "num_stages": 3, "per_sm": 4, "slack": 4}
 BRIEF = {"block_n": 32, "num_warps": 2, "num_stages": 3, "per_sm": 4, "slack": 4}
 NARROW_MANY = {**USUAL, "num_stages": 4, "slack": 16}
 NARROW_PAGES = {**USUAL, "per_sm": 3, "slack": 16}
@@ -53,6 +56,12 @@ GRID: dict[str, KnobValue] = {"schedule": "grid", **ONLY_SHARES, **ONLY_GRID}
 HALF: dict[str, KnobValue] = {"block_m": FEWEST_ROWS}
 """Where a key head has so few query rows."""
 
+PADDED: dict[str, KnobValue] = {"padded_rows": True, "block_m": BLOCK_MS[-1]}
+"""Warpgroups read keys from shared memory where warps move them to registers first: it pays where most of what they
+multiply is padding, too."""
+
+FEW_PARTIALS: dict[str, KnobValue] = {"partials": FEWEST_PARTIALS}
+
 FIXED: dict[str, KnobValue] = {"block_n": 64, "num_warps": 4, "num_stages": 4, "per_sm": 2, **APART, **GRID, **HALF}
 """Near the best with and without pages, for few and many sequences: where the bits of a sequence follow from itself
 alone, there is one order of sums for all of these. Ids of pages are read for each row: steps begin at the same keys."""
@@ -62,6 +71,17 @@ ONE: dict[str, KnobValue] = {**WIDE, **GRID, "late_sums": True, **HALF}
 ONE_SCATTERED: dict[str, KnobValue] = {**WIDE, **GRID, "ids_per": "page"}
 ONE_IN_PAGES: dict[str, KnobValue] = {**USUAL, **GRID}
 """Of one sequence nothing is uneven: over a contiguous cache, pages that steps are cut from, and all others."""
+
+PARTED_MANY: dict[str, KnobValue] = {
+    **USUAL,
+    "num_warps": 2,
+    "num_stages": 2,
+    "per_sm": 4,
+    "ids_per": "page",
+    "ids_ahead": True,
+    "late_sums": True,
+}
+"""Many sequences over small pages, of which a step has several."""
 
 BRIEF_AND_NARROW: dict[str, KnobValue] = {**ONE_WARP, **GRID, **HALF}
 """Windows of 128 keys over heads of 64: nothing is split, and nothing is merged."""
@@ -82,8 +102,18 @@ OTHERS: tuple[dict[str, KnobValue], ...] = (
     {**USUAL, "late_sums": True},
     {**WIDE, "num_stages": 2, "per_sm": 2, "late_sums": True, **HALF},
     {**USUAL, "num_warps": 2, "num_stages": 2, "per_sm": 4, **HALF},
+    {**USUAL, "num_warps": 2, "num_stages": 2, "per_sm": 4, **HALF, **FEW_PARTIALS},
+    {**USUAL, "block_n": 32, "num_warps": 2, "per_sm": 3, **HALF},
+    {**USUAL, "late_sums": True, **FEW_PARTIALS},
+    {**WIDE, **GRID, "late_sums": True, "early": True, **HALF},
 )
 """What won on an H200, or nearly, where no rule takes it."""
+
+OTHERS_PADDED: tuple[dict[str, KnobValue], ...] = (
+    {**USUAL, **GRID, **PADDED, **FEW_PARTIALS},
+    {**USUAL, **PADDED, **FEW_PARTIALS},
+)
+"""The same, with rows padded for warpgroups."""
 
 SHORT = 256
 """Keys up to which a sequence is so short that small tiles waste least."""
@@ -97,6 +127,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "warp_keys": False,
         "late_sums": False,
         "block_m": BLOCK_MS[0],
+        "padded_rows": False,
         "min_tiles": 1,
         "batch_pad": BATCH_PADS[-1],
         "chunk": CHUNKS[0],
@@ -143,6 +174,8 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     block_m = _block_m(spec, sizes)
     if config["block_m"] == FEWEST_ROWS and _rows(sizes) <= FEWEST_ROWS:
         block_m = FEWEST_ROWS
+    if config["padded_rows"]:
+        block_m = BLOCK_MS[-1]
     config = config.replace(block_m=block_m, batch_pad=batch_pad, pdl=device.has_dependent_launch)
     return _fitting(spec, config, device)
 
@@ -150,7 +183,8 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     """The reason why a config that was measured for other query rows is far from the best for these, or None."""
     rows, block_m = _rows(sizes), config.integer("block_m")
-    if rows > block_m or (block_m > BLOCK_MS[0] and rows <= block_m // 2):
+    is_wide = block_m > BLOCK_MS[0] and rows <= block_m // 2
+    if rows > block_m or (is_wide and not config["padded_rows"]):
         return f"its tiles have {block_m} query rows, and a key head has {rows}"
     return None
 
@@ -162,6 +196,8 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     if device.is_nvidia:
         ids = [_page_ids(spec, tiles) for tiles in OTHERS]
         every = [*(tiles | one for tiles, one in zip(OTHERS, ids, strict=True)), *OTHERS[: 2 if spec.page_size else 0]]
+    if device.has_wgmma and BLOCK_MS[-1] * _width(spec) <= MAX_TILE:
+        every += OTHERS_PADDED
     return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in (*every, *TILES))
 
 
@@ -193,7 +229,7 @@ def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device:
     if block_m == BLOCK_MS[-1] and width > 128:
         return HIGH
     if block_m > BLOCK_MS[0]:
-        return USUAL
+        return {**USUAL, **FEW_PARTIALS}
     if not sizes.seqlen_k:
         return FIXED if device.is_nvidia else SCATTERED_MANY
     is_many, is_scattered = pairs > device.num_sms, bool(page and page % USUAL["block_n"])
@@ -204,6 +240,8 @@ def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device:
         return ONE_SCATTERED if parted else ONE_IN_PAGES if page else ONE
     if width <= 128:
         return USUAL if not is_many else NARROW_PAGES if page else NARROW_MANY
+    if is_scattered and is_many and has_parted_tiles(spec, PARTED_MANY["block_n"]) and device.is_nvidia:
+        return PARTED_MANY
     if is_scattered:
         return SCATTERED_MANY if is_many else SCATTERED_FEW if 4 * pairs > device.num_sms else SCATTERED_ONE
     if page:

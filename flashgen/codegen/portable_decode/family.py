@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES
 from flashgen.codegen.decode_splits import split_counts
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows, Parameter, Sizes
@@ -11,6 +12,7 @@ from flashgen.codegen.portable_decode.defaults import (
     BLOCK_MS,
     CHUNKS,
     FAMILY_ID,
+    FEWEST_PARTIALS,
     FEWEST_ROWS,
     ONLY_GRID,
     ONLY_SHARES,
@@ -22,7 +24,7 @@ from flashgen.codegen.portable_decode.defaults import (
     seed_configs,
     usual,
 )
-from flashgen.codegen.portable_decode.resources import register_limit, why_too_large
+from flashgen.codegen.portable_decode.resources import register_limit, uses_wgmma, why_too_large
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -35,6 +37,13 @@ MIN_WARP_KEYS = 16
 KNOBS = (
     Knob(name="schedule", values=("shares", "grid"), meaning="equal shares of all keys, or programs for each sequence"),
     Knob(name="block_m", values=(FEWEST_ROWS, *BLOCK_MS), meaning="query rows of a program"),
+    Knob(
+        name="padded_rows",
+        values=(False, True),
+        meaning="query rows padded to those that a warpgroup multiplies: it reads keys from shared memory",
+        default=False,
+        implied=True,
+    ),
     Knob(name="block_n", values=(16, 32, 64, 128), meaning="keys of a step"),
     Knob(name="num_warps", values=(1, 2, 4, 8), meaning="warps of a program"),
     Knob(name="num_stages", values=(1, 2, 3, 4, 5, 6), meaning="depth of the software pipeline over K and V"),
@@ -125,6 +134,8 @@ def _invalid(spec: Specialization, config: Config, device: Device) -> str | None
         return f"each warp multiplies {MIN_WARP_KEYS} keys at least"
     if (config["pdl"] or config["early"]) and not device.has_dependent_launch:
         return f"no kernel of {device.arch} is scheduled before the one in front of it has ended"
+    if config["padded_rows"] and not (device.has_wgmma and uses_wgmma(config)):
+        return f"rows are padded for warpgroups, which multiply {MIN_WARPGROUP_ROWS} at once and exist on sm90 only"
     if config["block_m"] == FEWEST_ROWS and not device.is_nvidia:
         return "half a product is NVIDIA's"
     if config["page_ids"] == "asm" and not device.is_nvidia:
@@ -166,7 +177,7 @@ def _strides(*names: str) -> list[Parameter]:
 
 PARTS = (Parameter(name="PartO", type="*fp32", aligned16=True), Parameter(name="PartLse", type="*fp32"))
 GRID_NUMBERS = ("slots", "least_splits", "most_splits")
-SHARES_NUMBERS = ("groups", "beside", "most_pairs", "pair_units")
+SHARES_NUMBERS = ("groups", "beside", "most_pairs", "most_parts", "pair_units")
 
 
 def _is_grid(config: Config) -> bool:
@@ -236,16 +247,17 @@ def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     ids: tuple[KnobValue, ...] = ("asm", "load") if spec.page_size else ("asm",)
     return {
         "block_m": (FEWEST_ROWS, BLOCK_MS[0]),
+        "padded_rows": (False, True),
         "num_stages": (2, 3, 4),
         "per_sm": (1, 2, 3, 4),
         "min_tiles": (1, 4),
         "batch_pad": BATCH_PADS[:1],
-        "partials": (default_partials(spec),),
+        "partials": (FEWEST_PARTIALS, default_partials(spec)),
         "reduce_warps": (1,),
         "page_ids": ids,
         "ids_per": ("row", "page") if spec.page_size else ("row",),
         "ids_ahead": (False, True) if spec.page_size else (False,),
-        "early": (False,),
+        "early": (False, True),
         "pdl": (False,),
         "maxnreg": (0,),
     }
@@ -267,7 +279,16 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
     tensors = ("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh")
     scales = ["softcap_rate", "softcap_scale_log2"] if spec.softcap else ["softmax_scale_log2"]
     bases = ["q", "k_base", "v_base", *(["table", "num_pages"] if page else ["cache_row"])]
-    scores = ["first", "end", "low", "limit", *(["position", "slope"] if spec.alibi else []), *scales]
+    scores = [
+        "first",
+        "end",
+        "low",
+        "limit",
+        "whole_low",
+        "whole_limit",
+        *(["position", "slope"] if spec.alibi else []),
+        *scales,
+    ]
     rows = ["stride_kp", "stride_ks", "stride_vp", "stride_vs"]
     step = ["acc", "l_i", "m_i", *(["ids"] if config["ids_ahead"] else []), *bases, "tile", *scores, *rows]
     owner = "sequence" if spec.offset_tensor else "b"

@@ -12,25 +12,29 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 NVIDIA_WARP, NVIDIA_REGISTERS, REGISTER_STEP = 32, 65536, 8
 """Threads of a warp, registers of an SM, and in what numbers threads get them; other vendors know no limit."""
 
+WARPGROUP_WARPS = 4
+
 OTHER_SMEM = 8192
-"""Bytes of shared memory beside the stages, for p between the products and for sums over warps: 6144 were found."""
+"""Bytes of shared memory beside the stages, for p between the products and for sums over warps: 6144 were found. One
+warpgroup needs none: a row of its products lies in one warp."""
+
+
+def uses_wgmma(config: Config) -> bool:
+    """Whether warpgroups multiply, on sm90: elsewhere what is said of their memory is above the need."""
+    is_large = config.integer("block_m") >= MIN_WARPGROUP_ROWS and config.integer("num_warps") % WARPGROUP_WARPS == 0
+    return is_large and not config["warp_keys"]
 
 
 def smem_needed(spec: Specialization, config: Config) -> int:
     """The shared memory of a program in bytes: a buffer of K and V for each stage but the one that is computed."""
     row = tile_side(spec.head_dim) + tile_side(spec.head_dim_v)
-    buffers, queries = max(config.integer("num_stages") - 1, 1), 0
-    if _uses_wgmma(config):
+    buffers, queries, other = max(config.integer("num_stages") - 1, 1), 0, 0 if config["warp_keys"] else OTHER_SMEM
+    if uses_wgmma(config):
         # what is multiplied while the next step is copied has a buffer more, and queries lie there, too
         buffers, queries = config.integer("num_stages"), config.integer("block_m") * tile_side(spec.head_dim)
+        other = 0 if config["num_warps"] == WARPGROUP_WARPS else OTHER_SMEM
     elements = buffers * config.integer("block_n") * row + queries
-    return elements * DTYPE_BYTES[spec.dtype] + (0 if config["warp_keys"] else OTHER_SMEM)
-
-
-def _uses_wgmma(config: Config) -> bool:
-    # on sm90: elsewhere the estimate is above the need
-    is_large = config.integer("block_m") >= MIN_WARPGROUP_ROWS and config.integer("num_warps") % 4 == 0
-    return is_large and not config["warp_keys"]
+    return elements * DTYPE_BYTES[spec.dtype] + other
 
 
 def _tile_words(spec: Specialization, config: Config) -> int:
