@@ -93,19 +93,20 @@ TILES: tuple[dict[str, int], ...] = (
 
 OTHERS: tuple[dict[str, KnobValue], ...] = (
     ONE,
+    {**USUAL, "num_warps": 2, "num_stages": 2, "per_sm": 4, **HALF, **FEW_PARTIALS},
+    {**USUAL, "late_sums": True, **FEW_PARTIALS},
+    {**USUAL, "block_n": 32, "num_warps": 2, "per_sm": 3, **HALF},
+    {**ONE_IN_PAGES, **HALF},
+    {**ONE, "early": True},
+    {**USUAL, "num_warps": 2, "num_stages": 2, "per_sm": 4, **HALF},
+    {**USUAL, "late_sums": True},
     FIXED,
     {**USUAL, **APART, "per_sm": 3, "slack_percent": 8, **HALF},
     {**USUAL, **GRID, "num_stages": 5, "per_sm": 1, "late_sums": True, **HALF},
     {**WIDE, "late_sums": True, "slack_percent": 8, **HALF},
     {**USUAL, **GRID, "num_stages": 4, "per_sm": 1, "late_sums": True},
     {**FIXED, "num_stages": 3, "per_sm": 3},
-    {**USUAL, "late_sums": True},
     {**WIDE, "num_stages": 2, "per_sm": 2, "late_sums": True, **HALF},
-    {**USUAL, "num_warps": 2, "num_stages": 2, "per_sm": 4, **HALF},
-    {**USUAL, "num_warps": 2, "num_stages": 2, "per_sm": 4, **HALF, **FEW_PARTIALS},
-    {**USUAL, "block_n": 32, "num_warps": 2, "per_sm": 3, **HALF},
-    {**USUAL, "late_sums": True, **FEW_PARTIALS},
-    {**WIDE, **GRID, "late_sums": True, "early": True, **HALF},
 )
 """What won on an H200, or nearly, where no rule takes it."""
 
@@ -193,11 +194,12 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     """What won among many configs, over pages with and without their ids read ahead, and every tile of the rule."""
     default = default_config(spec, device)
     every: list[Mapping[str, KnobValue]] = []
-    if device.is_nvidia:
-        ids = [_page_ids(spec, tiles) for tiles in OTHERS]
-        every = [*(tiles | one for tiles, one in zip(OTHERS, ids, strict=True)), *OTHERS[: 2 if spec.page_size else 0]]
     if device.has_wgmma and BLOCK_MS[-1] * _width(spec) <= MAX_TILE:
         every += OTHERS_PADDED
+    if device.is_nvidia:
+        ids = [_page_ids(spec, tiles) for tiles in OTHERS]
+        every += [tiles | one for tiles, one in zip(OTHERS, ids, strict=True)]
+        every += OTHERS[: 2 if spec.page_size else 0]
     return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in (*every, *TILES))
 
 

@@ -12,7 +12,6 @@ from flashgen.codegen.portable_decode.defaults import (
     BLOCK_MS,
     CHUNKS,
     FAMILY_ID,
-    FEWEST_PARTIALS,
     FEWEST_ROWS,
     ONLY_GRID,
     ONLY_SHARES,
@@ -242,22 +241,24 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
 def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """What a search looks at: what decides how keys stream in.
 
-    What follows from sizes or from the device is left to `fitted`; of the rest the default is as good as any.
+    What follows from sizes or from the device is left to `fitted`. Of the rest the default is as good as any, but where
+    a list that the search begins with says otherwise: with each value more a search has as many candidates again to
+    rank, which took it longer than trying them.
     """
     ids: tuple[KnobValue, ...] = ("asm", "load") if spec.page_size else ("asm",)
     return {
         "block_m": (FEWEST_ROWS, BLOCK_MS[0]),
-        "padded_rows": (False, True),
+        "padded_rows": (False,),
         "num_stages": (2, 3, 4),
         "per_sm": (1, 2, 3, 4),
-        "min_tiles": (1, 4),
+        "min_tiles": (1,),
         "batch_pad": BATCH_PADS[:1],
-        "partials": (FEWEST_PARTIALS, default_partials(spec)),
+        "partials": (default_partials(spec),),
         "reduce_warps": (1,),
         "page_ids": ids,
         "ids_per": ("row", "page") if spec.page_size else ("row",),
         "ids_ahead": (False, True) if spec.page_size else (False,),
-        "early": (False, True),
+        "early": (False,),
         "pdl": (False,),
         "maxnreg": (0,),
     }
