@@ -62,20 +62,6 @@ def library() -> Any:
     cuda.cuModuleGetFunction.argtypes = (POINTER(c_void_p), c_void_p, ctypes.c_char_p)
     cuda.cuFuncSetAttribute.argtypes = (c_void_p, c_int, c_int)
     cuda.cuFuncSetCacheConfig.argtypes = (c_void_p, c_int)
-    cuda.cuTensorMapEncodeTiled.argtypes = (
-        c_void_p,
-        c_int,
-        c_uint32,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_int,
-        c_int,
-        c_int,
-        c_int,
-    )
     return cuda
 
 
@@ -182,13 +168,17 @@ class Encoding:
         element_bytes: bytes of one element.
     """
 
-    __slots__ = ("_boxes", "_dtype", "_encode", "_swizzle", "element_bytes", "rank")
+    __slots__ = ("_box", "_boxes", "_dtype", "_encode", "_kind", "_steps", "_swizzle", "element_bytes", "rank")
 
     def __init__(self, *, dtype: str, rank: int, box: tuple[int, ...], swizzle: int, element_bytes: int) -> None:
         """Describe what one copy takes: `box` elements of each axis."""
         self._dtype, self._swizzle, self.rank, self.element_bytes = dtype, swizzle, rank, element_bytes
+        self._kind = TENSOR_MAP_DTYPES[dtype]
         self._boxes = (c_uint32 * (2 * rank))(*box[::-1], *[1] * rank)
-        self._encode = library().cuTensorMapEncodeTiled
+        boxes = ctypes.addressof(self._boxes)
+        self._box, self._steps = c_void_p.from_param(boxes), c_void_p.from_param(boxes + 4 * rank)
+        # without `argtypes`, which would look at each of 12 arguments: what is no address is an int or an enum
+        self._encode = library()["cuTensorMapEncodeTiled"]
 
     def encode(self, address: int, pointer: int, sizes: int) -> None:
         """Have the driver encode a descriptor at `address` of the tensor at `pointer`.
@@ -198,16 +188,16 @@ class Encoding:
         Raises:
             LaunchError: the driver refuses, e.g. for an address or a stride that is not a multiple of 16 bytes.
         """
-        rank, boxes = self.rank, ctypes.addressof(self._boxes)
+        rank, pointer_to = self.rank, c_void_p.from_param
         code = self._encode(
-            address,
-            TENSOR_MAP_DTYPES[self._dtype],
+            pointer_to(address),
+            self._kind,
             rank,
-            pointer,
-            sizes,
-            sizes + 8 * rank,
-            boxes,
-            boxes + 4 * rank,
+            pointer_to(pointer),
+            pointer_to(sizes),
+            pointer_to(sizes + 8 * rank),
+            self._box,
+            self._steps,
             0,
             self._swizzle,
             L2_PROMOTION_128B,
@@ -247,12 +237,16 @@ class TensorMaps:
         Raises:
             LaunchError: the driver refuses, e.g. for an address or a stride that is not a multiple of 16 bytes.
         """
-        found = self.known.get(pointer)
-        return self._described(pointer) if found is None else found
+        return self.known.get(pointer) or self.describe(pointer)
 
-    def _described(self, pointer: int) -> int:
+    def describe(self, pointer: int) -> int:
+        """The same for a pointer that is not `known`.
+
+        Raises:
+            LaunchError: likewise.
+        """
         if not self.known:
-            address = self._room()
+            address = self._spare
             self._encoding.encode(address, pointer, self._sizes)
         else:
             first, pattern = next(iter(self.known.items()))

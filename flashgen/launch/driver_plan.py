@@ -130,10 +130,10 @@ class DriverPlan:
             word = self.layout.places[pointer] if pointer in self.layout.formats else None
             return _all_describer([(maps[number], entry) for number, entry in entries], words, word)
         ((number, entry),) = entries
-        known, at = maps[number].known.get, maps[number].at
+        known, describe = maps[number].known.get, maps[number].describe
 
         def point_to(pointer: int) -> None:
-            words[entry] = known(pointer) or at(pointer)
+            words[entry] = known(pointer) or describe(pointer)
 
         return point_to
 

@@ -136,7 +136,7 @@ def pointers_writer(plan: DriverPlan) -> Callable[[SizedPlan], Callable[[tuple[i
         pieces, memory, rows = sized.scratch.pieces, sized.memory, sized.geometry.q_shape[2]
         offsets, words, maps = [piece.offset_bytes for piece in pieces.values()], memory.words, memory.maps
         described = [
-            (number, 0 if number else pieces[name].offset_bytes, maps[one].known.get, maps[one].at, entry)
+            (number, 0 if number else pieces[name].offset_bytes, maps[one].known.get, maps[one].describe, entry)
             for number, name, one, entry in entries
         ]
 
@@ -145,9 +145,9 @@ def pointers_writer(plan: DriverPlan) -> Callable[[SizedPlan], Callable[[tuple[i
             write_all(words, 0, *pointers, *[scratch + offset for offset in offsets])
             for number, word in optional:
                 words[word] = rows if pointers[number] else 0
-            for number, offset, known, at, entry in described:
+            for number, offset, known, describe, entry in described:
                 pointer = pointers[number] + offset
-                words[entry] = known(pointer) or at(pointer)
+                words[entry] = known(pointer) or describe(pointer)
 
         return write
 

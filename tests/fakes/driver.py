@@ -115,10 +115,10 @@ class FakeDriver:
 
     def cuTensorMapEncodeTiled(
         self,
-        address: int,
+        address: Any,
         dtype: int,
         rank: int,
-        pointer: int,
+        pointer: Any,
         shape: Any,
         byte_strides: Any,
         box: Any,
@@ -128,6 +128,9 @@ class FakeDriver:
         promotion: int,
         fill: int,
     ) -> int:
+        address, pointer, shape, byte_strides, box, steps = map(
+            _number, (address, pointer, shape, byte_strides, box, steps)
+        )
         shape, byte_strides = (
             (ctypes.c_uint64 * rank).from_address(shape),
             (ctypes.c_uint64 * (rank - 1)).from_address(byte_strides),
