@@ -31,16 +31,19 @@ DECODE_FAMILIES: tuple[KernelFamily, ...] = (PORTABLE_DECODE,)
 """Those of decoding over caches, which end without a launcher."""
 
 
+_BY_ID = {row.id: row for row in (*FAMILIES, *DECODE_FAMILIES)}
+
+
 def family(family_id: str) -> KernelFamily:
     """The family with this id.
 
     Raises:
         ConfigError: there is none.
     """
-    for row in (*FAMILIES, *DECODE_FAMILIES):
-        if row.id == family_id:
-            return row
-    known = [row.id for row in (*FAMILIES, *DECODE_FAMILIES)]
+    row = _BY_ID.get(family_id)
+    if row is not None:
+        return row
+    known = [*_BY_ID]
     raise ConfigError(f"a kernel family is one of {', '.join(known)}, got {family_id!r}{meant(family_id, known)}")
 
 

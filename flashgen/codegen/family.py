@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashgen.codegen.cost import CostModel
 from flashgen.core.config import Config, KnobValue
@@ -70,8 +71,7 @@ class CompileOptions:
     maxnreg: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The sizes of a launch that grids and scratch memory depend on.
 
     Packed sequences are one batch element: `seqlen_q` and `seqlen_k` are the rows of all of them, and what is known of

@@ -44,7 +44,8 @@ def packing(sizes: Sizes, rows: int) -> int:
 
 def poor_at_sizes(sizes: Sizes, rows: int, packed_heads: int) -> str | None:
     """The reason why another packing takes much less work at these sizes, or None."""
-    own, best = (tiles(sizes, rows, heads) for heads in (packed_heads, packing(sizes, rows)))
+    own, heads = tiles(sizes, rows, packed_heads), packing(sizes, rows)
+    best = own if heads == packed_heads else tiles(sizes, rows, heads)
     if own < MUCH * best:
         return None
     return f"with {packed_heads} of the heads that share keys in a tile it computes {own} tiles, where {best} would do"

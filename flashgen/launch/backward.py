@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -80,8 +79,7 @@ def backward_geometry(tensors: BackwardTensors, features: Features | None = None
         if flat is not None and not flat.is_contiguous():
             raise LaunchError(f"{name} is contiguous, got shape {tuple(flat.shape)} and strides {flat.stride()}")
     dbias = tensors.dbias
-    return replace(
-        forward,
+    return forward._replace(
         tensors=forward.tensors | {name: (tuple(tensor.shape), tensor.stride()) for name, tensor in given.items()},
         dbias_shape=tuple(dbias.shape) if dbias is not None and dbias.dim() == 4 else None,  # type: ignore[arg-type]
     )

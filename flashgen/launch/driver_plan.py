@@ -17,7 +17,7 @@ from flashgen.launch.binding import Binding
 from flashgen.launch.counters import Counters
 from flashgen.launch.feature_arguments import has_arguments
 from flashgen.launch.feature_writers import WriteFeatures, features_writer
-from flashgen.launch.geometry import Geometry, scalars
+from flashgen.launch.geometry import Q_OFFSET, Geometry, scalar_values, scalars
 from flashgen.launch.parameters import WORD_BYTES, Layout
 from flashgen.launch.plan_layout import STREAM_WORD, PlanLayout, PlanMemory
 from flashgen.launch.scratch import ScratchPlan
@@ -35,15 +35,15 @@ class SizedPlan:
     Attributes:
         geometry: shapes and strides of every call.
         scratch: the memory that the kernels share.
-        scalars: the numbers that follow from the geometry.
+        q_offset: the query offset by default.
         memory: what the driver reads.
     """
 
-    __slots__ = ("geometry", "memory", "scalars", "scratch")
+    __slots__ = ("geometry", "memory", "q_offset", "scratch")
 
-    def __init__(self, geometry: Geometry, scratch: ScratchPlan, scalars: dict[str, int], memory: PlanMemory) -> None:
+    def __init__(self, geometry: Geometry, scratch: ScratchPlan, q_offset: int, memory: PlanMemory) -> None:
         """Hold them."""
-        self.geometry, self.scratch, self.scalars, self.memory = geometry, scratch, scalars, memory
+        self.geometry, self.scratch, self.q_offset, self.memory = geometry, scratch, q_offset, memory
 
 
 class DriverPlan:
@@ -97,17 +97,16 @@ class DriverPlan:
             LaunchError: a backward pass cannot have this geometry.
         """
         binding = self.binding
-        if geometry is binding.geometry:
-            scratch, found = binding.scratch, binding.scalars
-        else:
+        scratch = binding.scratch
+        if geometry is not binding.geometry:
             spec, config = binding.spec, binding.config
             scratch = ScratchPlan.of(spec, config, geometry.sizes, first=NEG_DELTA)
             if _kind(geometry, scratch) != self._kind:
                 return None
             if spec.direction == "backward":
                 check_backward(spec, config.family, geometry, scratch)
-            found = scalars(geometry)
-        return SizedPlan(geometry, scratch, found, self.layout.filled(geometry, scratch, found))
+        values = scalar_values(geometry)
+        return SizedPlan(geometry, scratch, values[Q_OFFSET], self.layout.filled(geometry, scratch, values))
 
     def calls(self, memory: PlanMemory) -> list[Call]:
         """What the driver is called with for each kernel."""
@@ -144,7 +143,7 @@ class DriverPlan:
         memory = sized.memory
         found = {name: self.describer(subject, memory) for name, subject in self._described_features.items()}
         describe = {name: point_to for name, point_to in found.items() if point_to is not None}
-        return self._write_features(memory.words, sized.scalars, describe)
+        return self._write_features(memory.words, scalars(sized.geometry), describe)
 
     def point_counters(self, words: Any, stream: int) -> list[torch.Tensor]:
         """Point each kernel with a counter to that of a stream; returns the counters, to be kept until the launch."""
@@ -186,5 +185,5 @@ def _all_describer(placed: list[tuple[driver.TensorMaps, int]], words: Any, word
 
 def _kind(geometry: Geometry, scratch: ScratchPlan) -> tuple[object, ...]:
     """What of a geometry decides where parameters lie and what they may be: its tensors, and the pieces by rank."""
-    pieces = tuple((name, len(piece.scratch.shape)) for name, piece in scratch.pieces.items())
-    return (*geometry.tensors, geometry.dbias_shape is None, pieces)
+    pieces = [(name, len(piece.scratch.shape)) for name, piece in scratch.pieces.items()] if scratch.pieces else []
+    return (*geometry.tensors, geometry.dbias_shape is None, *pieces)

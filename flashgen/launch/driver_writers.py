@@ -115,7 +115,7 @@ def offset_writer(plan: DriverPlan) -> OffsetWriter:
                 check(q_offset)
             return max(low, min(q_offset, high))  # type: ignore[return-value, type-var]
 
-        return sized.scalars["q_offset"], clamped, write
+        return sized.q_offset, clamped, write
 
     return at_sizes
 

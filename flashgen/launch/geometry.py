@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -64,8 +65,7 @@ class PackedGrid:
         return replace(found, table_keys=keys_of_a_table(features, page_size), table_stride=table.stride(0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Shapes and strides of a call's tensors: whatever else its calls bring, a plan for them can be launched.
 
     Attributes:
@@ -77,7 +77,7 @@ class Geometry:
         packed: of packed sequences, all of which are one batch element.
     """
 
-    tensors: dict[str, View4] = field(hash=False)
+    tensors: dict[str, View4]
     alibi_batch_stride: int = 0
     blocks: BlockGrid | None = None
     dbias_shape: Shape4 | None = None
@@ -116,20 +116,27 @@ class Geometry:
     @property
     def sizes(self) -> Sizes:
         """What grids and scratch memory depend on."""
-        batch, nheads, seqlen_q, _ = self.q_shape
-        _, nheads_k, seqlen_k, _ = self.k_shape
-        found = Sizes(batch=batch, nheads=nheads, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        packed = self.packed
+        tensors, packed = self.tensors, self.packed
+        (batch, nheads, seqlen_q, _), (_, nheads_k, seqlen_k, _) = tensors["q"][0], tensors["k"][0]
         if packed is None:
-            return found
-        lengths = {"max_seqlen_q": packed.max_seqlen_q, "max_seqlen_k": packed.max_seqlen_k}
-        return replace(found, sequences=packed.sequences, **lengths)
+            return Sizes(batch, nheads, nheads_k, seqlen_q, seqlen_k)
+        return Sizes(
+            batch=batch,
+            nheads=nheads,
+            nheads_k=nheads_k,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            sequences=packed.sequences,
+            max_seqlen_q=packed.max_seqlen_q,
+            max_seqlen_k=packed.max_seqlen_k,
+        )
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute: no query row, or no key at all."""
-        is_without_pages = self.packed is not None and self.packed.table_keys == 0
-        return 0 in self.q_shape or 0 in self.k_shape or is_without_pages
+        tensors, packed = self.tensors, self.packed
+        is_without_pages = packed is not None and packed.table_keys == 0
+        return 0 in tensors["q"][0] or 0 in tensors["k"][0] or is_without_pages
 
     def tensor(self, name: str) -> View4:
         """Shape and strides of a tensor by its id.
@@ -193,6 +200,20 @@ def has_aligned_strides(shape: Shape4, strides: Shape4, element_bytes: int) -> b
 
 def scalars(geometry: Geometry) -> dict[str, int]:
     """The integer arguments of the launch vocabulary that a geometry fixes, and `q_offset` by default."""
+    return dict(zip(scalar_names(geometry), scalar_values(geometry), strict=True))
+
+
+def scalar_names(geometry: Geometry) -> tuple[str, ...]:
+    """The names of these, the same of all geometries that have the same tensors."""
+    return _scalar_names(tuple(geometry.tensors))
+
+
+Q_OFFSET = 5
+"""The place of `q_offset` among them."""
+
+
+def scalar_values(geometry: Geometry) -> list[int]:
+    """The numbers themselves, in that order."""
     tensors, blocks, packed = geometry.tensors, geometry.blocks, geometry.packed
     (batch, nheads, seqlen_q, _), (pages, nheads_k, seqlen_k, _) = tensors["q"][0], tensors["k"][0]
     table = (0, 0, 0)
@@ -205,41 +226,39 @@ def scalars(geometry: Geometry) -> dict[str, int]:
     else:
         values += (blocks.query_blocks, blocks.key_blocks, blocks.stride_b, blocks.stride_h)
     values += (0 if packed is None else packed.sequences, seqlen_q, seqlen_k, *table)
-    names = tuple(tensors)
-    for name in names:
-        values += tensors[name][1][: 3 if name in _STRIDES else 4]
-    found = dict(zip(_scalar_names(names), values, strict=True))
-    for name, absent in _ABSENT_SCORES.items():
+    for name, (_, strides) in tensors.items():
+        values += strides[:3] if name in _STRIDES else strides
+    for name in _SCORE_STRIDES:
         if name not in tensors:
-            found |= absent
-    return found | _dbias_scalars(geometry) if "dq" in tensors else found
+            values += (0, 0, 0, 0)
+    if "dq" in tensors:
+        values += _dbias_scalars(geometry)
+    return values
 
 
 @functools.cache
 def _scalar_names(tensors: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of `scalars` for these tensors, in the order of its values."""
-    strides = (stride for name in tensors for stride in _STRIDES.get(name) or _SCORE_STRIDES[name])
+    given = (stride for name in tensors for stride in _STRIDES.get(name) or _SCORE_STRIDES[name])
+    absent = (stride for name, strides in _SCORE_STRIDES.items() if name not in tensors for stride in strides)
     sizes = ("batch", "nheads", "group_size", "seqlen_q", "seqlen_k", "q_offset", "stride_alibi_b")
     blocks = ("num_q_blocks", "num_k_blocks", "stride_block_b", "stride_block_h")
     packed = ("sequences", "total_q", "total_k", "num_pages", "table_keys", "stride_table")
-    return (*sizes, *blocks, *packed, *strides)
+    return (*sizes, *blocks, *packed, *given, *absent, *(_DBIAS_SCALARS if "dq" in tensors else ()))
 
 
 _STRIDES = {name: tuple(f"stride_{name}{axis}" for axis in "bhs") for name in STRIDED}
 _SCORE_STRIDES = {name: tuple(f"stride_{name}_{axis}" for axis in "bhqk") for name in ("bias", "mask")}
-_ABSENT_SCORES = {name: dict.fromkeys(names, 0) for name, names in _SCORE_STRIDES.items()}
+_DBIAS_SCALARS = ("stride_dbias_b", "stride_dbias_h", "stride_dbias_q", "bias_batch", "bias_heads")
 
 
-def _dbias_scalars(geometry: Geometry) -> dict[str, int]:
+def _dbias_scalars(geometry: Geometry) -> tuple[int, int, int, int, int]:
     """Of the gradient of a bias; of kind "keys" it has a row for every head, where there is a gradient at all."""
     if geometry.dbias_shape is None:
-        batch, heads, keys = geometry.sizes.batch, geometry.sizes.nheads, geometry.sizes.seqlen_k
-        steps = (heads * keys, keys, 0)
-    else:
-        batch, heads, rows, keys = geometry.dbias_shape
-        steps = (heads * rows * keys if batch > 1 else 0, rows * keys if heads > 1 else 0, keys if rows > 1 else 0)
-    strides = dict(zip(("stride_dbias_b", "stride_dbias_h", "stride_dbias_q"), steps, strict=True))
-    return strides | {"bias_batch": batch, "bias_heads": heads}
+        (batch, heads, _, _), keys = geometry.q_shape, geometry.k_shape[2]
+        return heads * keys, keys, 0, batch, heads
+    batch, heads, rows, keys = geometry.dbias_shape
+    steps = (heads * rows * keys if batch > 1 else 0, rows * keys if heads > 1 else 0, keys if rows > 1 else 0)
+    return *steps, batch, heads
 
 
 def clamp_offset(q_offset: int, geometry: Geometry, *, is_far: bool = False) -> int:

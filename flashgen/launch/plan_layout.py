@@ -20,7 +20,6 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 from flashgen.codegen.build import CompiledPart
@@ -29,8 +28,9 @@ from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES
 from flashgen.launch import driver
 from flashgen.launch.binding import Binding, view_of
+from flashgen.launch.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from flashgen.launch.feature_arguments import LOG2E
-from flashgen.launch.geometry import Geometry
+from flashgen.launch.geometry import Geometry, scalar_names
 from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS, Layout, block_of, element_of, is_descriptor
 from flashgen.launch.scratch import ScratchPlan
 from flashgen.launch.vocabulary import COUNTER, OFFSET_TENSOR
@@ -143,33 +143,34 @@ class PlanLayout:
         described = self._place_descriptors(words, binding, layouts)
         self._place_kernels(words, binding.compiled.parts, layouts, named, described)
         self._maps_at = WORD_BYTES * len(words.values)
-        room = len(self.described) * driver.TENSOR_MAP_BYTES + driver.TENSOR_MAP_ALIGNMENT if self.described else 0
+        room = len(self.described) * TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT if self.described else 0
         self._constants = struct.pack("<" + "".join(words.formats), *words.values) + bytes(room)
         self._copy: Any = (ctypes.c_uint64 * (len(self._constants) // WORD_BYTES)).from_buffer_copy
 
-    def filled(self, geometry: Geometry, scratch: ScratchPlan, scalars: Mapping[str, int]) -> PlanMemory:
+    def filled(self, geometry: Geometry, scratch: ScratchPlan, scalars: Sequence[int]) -> PlanMemory:
         """The memory of a geometry, with everything but what launches write.
 
         Args:
             geometry: one of the kind that the parameters were placed for.
             scratch: its scratch memory.
-            scalars: the numbers that follow from the geometry.
+            scalars: the `scalar_values` of the geometry.
         """
         words = self._copy(self._constants)
         start = ctypes.addressof(words)
-        numbers = [scalars["q_offset"], *self._pick(scalars)]
+        numbers = [scalars[place] for place in self._scalars]
         maps, at = list[driver.TensorMaps](), start + self._maps_at
-        at += -at % driver.TENSOR_MAP_ALIGNMENT
-        tensors, last = geometry.tensors, None
+        at += -at % TENSOR_MAP_ALIGNMENT
+        tensors, last, tensor_maps = geometry.tensors, None, driver.TensorMaps
         for one in self.described:
             encoding, subject = one.encoding, one.subject
-            described = (tensors.get(subject), encoding.rank, encoding.element_bytes)
+            rank, element_bytes = encoding.rank, encoding.element_bytes
+            described = tensors.get(subject), rank, element_bytes
             if described != last or described[0] is None:  # q, k, v and the output are often alike
-                last, view = described, view_of(subject, encoding.rank, geometry, scratch)
-                found = _view_numbers(*view, encoding.element_bytes)
+                last, (shape, strides) = described, view_of(subject, rank, geometry, scratch)
+                found = (*shape, *strides, *shape[::-1], *[stride * element_bytes for stride in strides[-2::-1]])
             numbers += found
-            maps.append(driver.TensorMaps(encoding, start + one.driver_sizes, at))
-            at += driver.TENSOR_MAP_BYTES
+            maps.append(tensor_maps(encoding, start + one.driver_sizes, at))
+            at += TENSOR_MAP_BYTES
         self._pack_sizes(words, self._sizes_at, *numbers)
         for kernel in self.kernels:
             words[kernel.config] = kernel.programs(self._device, scratch.sizes) | HIGH
@@ -192,7 +193,9 @@ class PlanLayout:
         written["q_offset"] = WORD_FORMATS["i32"]  # the last, since a geometry says what it begins with
         known = dict(zip(SCALES, (binding.default_scale, binding.default_scale * LOG2E), strict=True))
         self.places = {name: words.one(form, known.get(name, 0)) for name, form in written.items()}
-        scalars, self._pick = words.add(self.formats[name] for name in fixed), _picker(fixed)
+        known_scalars = scalar_names(binding.geometry)
+        self._scalars = tuple(known_scalars.index(name) for name in ("q_offset", *fixed))
+        scalars = words.add(self.formats[name] for name in fixed)
         return self.places | dict(zip(fixed, range(scalars.start, scalars.stop), strict=True))
 
     def _place_descriptors(
@@ -271,17 +274,7 @@ def _described(
     )
 
 
-def _view_numbers(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
-    """Shape and strides for kernels, then for the driver: innermost first, strides in bytes and without that of 1."""
-    return (*shape, *strides, *shape[::-1], *[stride * element_bytes for stride in strides[-2::-1]])
-
-
 def _place_config(words: _Words, metadata: Any) -> int:
     """A `driver.LaunchConfig` of blocks that a geometry says, on the default stream."""
     threads = metadata.num_warps * 32  # of all partitions, where a kernel specialises its warps
     return int(words.add([POINTER] * CONFIG_WORDS, [HIGH, 1 | threads * HIGH, 1 | HIGH, metadata.shared]).start)
-
-
-def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, int]], Iterable[int]]:
-    """What reads these scalars, in order."""
-    return itemgetter(*names) if len(names) > 1 else lambda scalars: [scalars[name] for name in names]

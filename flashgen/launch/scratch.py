@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -49,8 +50,7 @@ class Piece:
         return raw.view(TORCH_DTYPES[scratch.dtype]).view(scratch.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScratchPlan:
+class ScratchPlan(NamedTuple):
     """All pieces of a call side by side; none for kernels that share nothing.
 
     Attributes:

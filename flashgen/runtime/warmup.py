@@ -137,7 +137,7 @@ def _reachable(
     known |= {resolve(exact, spec, device, records).config for exact in choices.same_bits}
     default, sizes = default_config(spec, device), Sizes.of(workload)
     rows = {sizes.seqlen_q, *range(1, min(sizes.seqlen_q, SHORT_QUERIES))}
-    defaults = {usual(default, spec, replace(sizes, seqlen_q=n), device) for n in rows}
+    defaults = {usual(default, spec, sizes._replace(seqlen_q=n), device) for n in rows}
     return defaults | {config for config in known if invalid(config, spec, device) is None}
 
 
@@ -196,7 +196,7 @@ def _by_decoding(
 
     sizes = Sizes.of(workload)
     for seqlen_k in (workload.seqlen_k, *(ALL_LENGTHS if lengths is None else lengths)):
-        at = replace(sizes, seqlen_k=seqlen_k)
+        at = sizes._replace(seqlen_k=seqlen_k)
         served = served_by_decoding(spec, at, keys_seen(at, workload.window_left), device, serve.records())
         if not isinstance(served, str):
             yield decode_specialization(spec), served.config

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
@@ -107,8 +107,7 @@ def others(spec: Specialization, config: Config, device: Device) -> tuple[Config
 def _packed(sizes: Sizes) -> tuple[Sizes, ...]:
     """Batches like packed sequences of which a host knows bounds: all as long as they can be, and half as long."""
     return tuple(
-        replace(
-            sizes,
+        sizes._replace(
             batch=max(1, sizes.seqlen_q // queries),
             seqlen_q=queries,
             seqlen_k=max(1, sizes.max_seqlen_k * queries // max(1, sizes.max_seqlen_q)),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, distance, position_of
 from flashgen.core.workload import Specialization, Workload
@@ -43,7 +44,7 @@ class SizesLookup:
         self._records = records
         self._workload, self._spec, self._device, self._default = workload, spec, device, choices.default
         able = (workload for workload, exact in choices.exact.items() if any(one.reason is None for one in exact))
-        self._exact = frozenset(_key(Sizes.of(workload)) for workload in able)
+        self._exact = frozenset(Sizes.of(workload) for workload in able)
         rungs = (
             (NEAREST_HERE, choices.here),
             (NEAREST_HERE, choices.twins),
@@ -68,10 +69,11 @@ class SizesLookup:
         return exact_sibling(found, self._spec) if with_lse and found is not None else found
 
     def _found(self, sizes: Sizes, *, generated_only: bool) -> Config | None:
-        decoding = served_by_decoding(self._spec, sizes, sizes.seqlen_k, self._device, self._records)
-        if not isinstance(decoding, str):
-            return decoding.config
-        if _key(sizes) in self._exact:
+        if sizes.seqlen_q <= MAX_SEQLEN_Q:  # with more queries there is only a reason to be put into words
+            decoding = served_by_decoding(self._spec, sizes, sizes.seqlen_k, self._device, self._records)
+            if not isinstance(decoding, str):
+                return decoding.config
+        if sizes in self._exact:
             return None
         heads, group = sizes.batch * sizes.nheads, sizes.nheads // sizes.nheads_k
         here = position_of(sizes.seqlen_q, sizes.seqlen_k, heads, group)
@@ -110,11 +112,6 @@ class SizesLookup:
             seqlen_k=sizes.seqlen_k,
         )
         return sdpa_backend(workload, self._spec, served) is not None
-
-
-def _key(sizes: Sizes) -> tuple[int, ...]:
-    """What is hashed in a third of the time."""
-    return (sizes.seqlen_q, sizes.seqlen_k, sizes.nheads, sizes.nheads_k, sizes.batch)
 
 
 class NearestRecords:

@@ -86,6 +86,6 @@ def served_by_decoding(spec: Specialization, sizes: Sizes, keys: int, device: De
     if reason is not None:
         return reason
     try:
-        return served_step(decode_specialization(spec), replace(sizes, seqlen_k=keys), device, records)
+        return served_step(decode_specialization(spec), sizes._replace(seqlen_k=keys), device, records)
     except UnsupportedError as error:
         return str(error)

@@ -62,9 +62,7 @@ class OpenCall:
         sizes = sizes_of(*inputs, self._step)
         if sizes is None:
             return None
-        # of a contiguous tensor, what is like it has the same strides
-        is_like_q = self._same_head_dim and q.is_contiguous()
-        out = inputs[0] if is_like_q else view(empty_output(q, v, bshd=bshd), bshd)
+        out = like(q, bshd) if self._same_head_dim else view(empty_output(q, v, bshd=bshd), bshd)
         if not is_aligned(out, self._step):
             return None
         with_lse = self._with_lse
@@ -73,10 +71,10 @@ class OpenCall:
         if plan is None:
             return None
         try:
-            launch = plan.sized(Geometry(tensors=dict(zip("qkvo", (*inputs, out), strict=True))))
+            launch = plan.sized(Geometry({"q": inputs[0], "k": inputs[1], "v": inputs[2], "o": out}))
         except LaunchError:
             return None
-        if self._with_lse:
+        if with_lse:
             shape = inputs[0][0][:3]
             return kernel_lse_run(launch, bshd=bshd, same_head_dim=self._same_head_dim, lse_shape=shape)
         return kernel_run(launch, bshd=bshd, same_head_dim=self._same_head_dim)
@@ -102,8 +100,7 @@ class OpenBackwardCall:
         sizes = sizes_of(views[0], views[1], views[2], self._step)
         if sizes is None:
             return None
-        likes = [tensor if tensor.is_contiguous() else torch.empty_like(tensor) for tensor in inputs]
-        gradients = tuple(view(tensor, bshd) for tensor in likes)
+        gradients = [like(tensor, bshd) for tensor in inputs]
         if not all(is_aligned(view, self._step) for view in (*views[3:], *gradients)):
             return None
         config = self._lookup.config(sizes, generated_only=True)
@@ -111,7 +108,7 @@ class OpenBackwardCall:
         if plan is None:
             return None
         try:
-            launch = plan.sized(Geometry(tensors=dict(zip(BACKWARD, (*views, *gradients), strict=True))))
+            launch = plan.sized(Geometry(dict(zip(BACKWARD, (*views, *gradients), strict=True))))
         except LaunchError:
             return None
         return plain_run(launch, (torch.empty_like,) * 3, copies_dout=False)
@@ -127,10 +124,29 @@ def view(tensor: Tensor, bshd: bool) -> View4:
     return ((a, c, b, d), (e, g, f, h)) if bshd else ((a, b, c, d), (e, f, g, h))
 
 
+def like(tensor: Tensor, bshd: bool) -> View4:
+    """Those of `torch.empty_like`, most often without allocating any.
+
+    It keeps the strides of a tensor without holes, and gives others no holes in the order that theirs have.
+    """
+    if tensor.is_contiguous():
+        return view(tensor, bshd)
+    a, b, c, d = tensor.shape
+    e, f, g, h = tensor.stride()
+    if e > f > g > h:
+        e, f, g, h = b * c * d, c * d, d, 1
+    else:
+        e, f, g, h = torch.empty_like(tensor).stride()
+    return ((a, c, b, d), (e, g, f, h)) if bshd else ((a, b, c, d), (e, f, g, h))
+
+
 def is_aligned(view: View4, step: int) -> bool:
-    """Whether the last dimension is contiguous and all other strides are multiples of `step`, those not in use, too."""
+    """Whether the last dimension is contiguous and all other strides are multiples of `step`, those not in use, too.
+
+    `step` is a power of 2.
+    """
     batch, heads, rows, last = view[1]
-    return last == 1 and rows < MAX_ROW_STRIDE and not (batch % step or heads % step or rows % step)
+    return last == 1 and rows < MAX_ROW_STRIDE and not (batch | heads | rows) % step
 
 
 def sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
@@ -143,4 +159,4 @@ def sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
         return None
     if not (is_aligned(q, step) and is_aligned(k, step) and is_aligned(v, step)):
         return None
-    return Sizes(batch=batch, nheads=nheads, nheads_k=nheads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return Sizes(batch, nheads, nheads_k, seqlen_q, seqlen_k)

@@ -202,12 +202,15 @@ def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device
     spec = problem.spec
     kind: Any
     is_backward = isinstance(problem, CheckedBackwardCall)
-    plans: dict[Config, OpenPlan] = {}
+    plans: dict[int, tuple[Config, OpenPlan]] = {}  # by config: a look-up of it costs less than its hash
 
     def plan_of(config: Config) -> OpenPlan | None:
-        found = plans.get(config) or _PLANS.get((spec, config, index))
+        known = plans.get(id(config))
+        if known is not None:
+            return known[1]
+        found = _PLANS.get((spec, config, index))
         if found is not None:
-            plans[config] = found
+            plans[id(config)] = config, found
         return found
 
     if problem.workload.is_packed:
