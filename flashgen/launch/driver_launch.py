@@ -30,6 +30,7 @@ from flashgen.launch.driver_writers import (
     stream_setter,
 )
 from flashgen.launch.feature_arguments import NO_FEATURES
+from flashgen.launch.geometry import offset_range
 
 
 def launcher(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., Any]]:
@@ -44,20 +45,26 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
     word_rows, write_scales = layout.places["lse_rows"], scales_writer(layout)
     index, only_device = plan.device_index, torch.cuda.device_count() == 1
     default_scale, set_stream, is_capturing = binding.default_scale, *stream_setter(plan)
-    has_scratch, describer = bool(binding.scratch.pieces), plan.describer
-    launch_kernel, offsets_at = driver.library().cuLaunchKernelEx, offset_writer(plan)
+    has_scratch, has_features, is_far = bool(binding.scratch.pieces), plan.has_features, binding.is_far
+    describer_q, describer_k = plan.describer("q", "Q"), plan.describer("k", "K")
+    describer_v, describer_o = plan.describer("v", "V"), plan.describer("o", "O")
+    launch_kernel, (offset_of, write_offset) = driver.library().cuLaunchKernelEx, offset_writer(plan)
+    takes_tensor = binding.spec.offset_tensor
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def at_sizes(sized: SizedPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
-        memory = sized.memory
+        memory, geometry = sized.memory, sized.geometry
         words, calls = memory.words, plan.calls(memory)
-        describe_q, describe_k = describer("q", memory, "Q"), describer("k", memory, "K")
-        describe_v, describe_o = describer("v", memory, "V"), describer("o", memory, "O")
-        rows, lock, (config, function, parameters, _) = sized.geometry.q_shape[2], threading.Lock(), calls[0]
+        describe_q = None if describer_q is None else describer_q(memory)
+        describe_k = None if describer_k is None else describer_k(memory)
+        describe_v = None if describer_v is None else describer_v(memory)
+        describe_o = None if describer_o is None else describer_o(memory)
+        rows, lock, (config, function, parameters, _) = geometry.q_shape[2], threading.Lock(), calls[0]
         run = launch_kernel if len(calls) == 1 else runner(launch_kernel, calls)
         new_scratch = scratch_maker(plan, sized) if has_scratch else None
-        write_features = plan.features_writer(sized)
-        default_offset, offset_of, write_offset = offsets_at(sized)
+        write_features = plan.features_writer(sized) if has_features else None
+        default_offset = None if takes_tensor else sized.q_offset
+        low, high = offset_range(geometry, is_far=is_far)
         last_q = last_k = last_v = last_o = last_rows = 0
         last_scale, last_stream = default_scale, -1
         last_offset: int | None = default_offset or 0
@@ -78,7 +85,7 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
                     return launch(q, k, v, out, lse, softmax_scale, q_offset, features)
             new_q, new_k, new_v, new_o = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
             scale = default_scale if softmax_scale is None else softmax_scale
-            offset = default_offset if q_offset is None else offset_of(q_offset)
+            offset = default_offset if q_offset is None else offset_of(q_offset, low, high)
             try:
                 with lock:
                     if new_q != last_q:
@@ -148,7 +155,8 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
     write_scales, index, only_device = scales_writer(layout), plan.device_index, torch.cuda.device_count() == 1
     default_scale, set_stream, is_capturing = binding.default_scale, *stream_setter(plan)
     launch_kernel, pointers_at = driver.library().cuLaunchKernelEx, pointers_writer(plan)
-    offsets_at = offset_writer(plan)
+    offset_of, write_offset = offset_writer(plan)
+    takes_tensor, is_far, has_features = binding.spec.offset_tensor, binding.is_far, plan.has_features
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def at_sizes(sized: SizedPlan) -> Callable[..., torch.Tensor]:  # noqa: C901
@@ -156,8 +164,9 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
         words, calls, write_pointers = memory.words, plan.calls(memory), pointers_at(sized)
         lock, (config, function, parameters, _) = threading.Lock(), calls[0]
         run = launch_kernel if len(calls) == 1 else runner(launch_kernel, calls)
-        write_features = plan.features_writer(sized)
-        default_offset, offset_of, write_offset = offsets_at(sized)
+        write_features = plan.features_writer(sized) if has_features else None
+        default_offset = None if takes_tensor else sized.q_offset
+        low, high = offset_range(sized.geometry, is_far=is_far)
         last_pointers: tuple[int, ...] = ()
         last_scale, last_stream = default_scale, -1
         last_offset: int | None = default_offset or 0
@@ -190,7 +199,7 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
                 0 if dbias is None else dbias.data_ptr(),
             )
             scale = default_scale if softmax_scale is None else softmax_scale
-            offset = default_offset if q_offset is None else offset_of(q_offset)
+            offset = default_offset if q_offset is None else offset_of(q_offset, low, high)
             try:
                 with lock:
                     if pointers != last_pointers:

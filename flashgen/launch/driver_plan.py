@@ -68,9 +68,12 @@ class DriverPlan:
             device_index: torch's index of the GPU.
         """
         self.binding, self.device_index = binding, device_index
-        self._functions = functions
         self._context = driver.use_context(device_index)
         self.layout = PlanLayout(binding, layouts)
+        self._calls = [
+            (WORD_BYTES * kernel.config, function, WORD_BYTES * kernel.addresses)
+            for kernel, function in zip(self.layout.kernels, functions, strict=True)
+        ]
         self.streams = [kernel.config + STREAM_WORD for kernel in self.layout.kernels]
         self.counters = [
             (kernel.counter, Counters(device_index)) for kernel in self.layout.kernels if kernel.counter is not None
@@ -111,38 +114,44 @@ class DriverPlan:
     def calls(self, memory: PlanMemory) -> list[Call]:
         """What the driver is called with for each kernel."""
         start = memory.start
-        return [
-            (start + WORD_BYTES * kernel.config, function, start + WORD_BYTES * kernel.addresses, None)
-            for kernel, function in zip(self.layout.kernels, self._functions, strict=True)
-        ]
+        return [(start + config, function, start + addresses, None) for config, function, addresses in self._calls]
 
-    def describer(self, subject: str, memory: PlanMemory, pointer: str = "") -> PointTo | None:
-        """What makes the descriptors of a tensor or a piece point to its memory; None where it has none.
+    def describer(self, subject: str, pointer: str = "") -> Callable[[PlanMemory], PointTo] | None:
+        """What makes the descriptors of a tensor or a piece point to its memory, of each; None where it has none.
 
         And the parameter `pointer`, where a kernel has that as well.
         """
-        entries = self.entries.get(subject)
+        entries, layout = self.entries.get(subject), self.layout
         if entries is None:
             return None
-        words, maps = memory.words, memory.maps
-        if len(entries) > 1 or pointer in self.layout.formats:
-            word = self.layout.places[pointer] if pointer in self.layout.formats else None
-            return _all_describer([(maps[number], entry) for number, entry in entries], words, word)
+        if len(entries) > 1 or pointer in layout.formats:
+            word = layout.places[pointer] if pointer in layout.formats else None
+            return lambda memory: _all_describer(entries, memory, word)
         ((number, entry),) = entries
-        known, describe = maps[number].known.get, maps[number].describe
 
-        def point_to(pointer: int) -> None:
-            words[entry] = known(pointer) or describe(pointer)
+        def of_one(memory: PlanMemory) -> PointTo:
+            words, maps = memory.words, memory.maps[number]
+            known, describe = maps.known.get, maps.describe
 
-        return point_to
+            def point_to(pointer: int) -> None:
+                words[entry] = known(pointer) or describe(pointer)
+
+            return point_to
+
+        return of_one
+
+    @property
+    def has_features(self) -> bool:
+        """Whether the kernels have arguments of features."""
+        return self._write_features is not None
 
     def features_writer(self, sized: SizedPlan) -> WriteFeatures | None:
         """What writes the arguments of features; None where the kernels have none."""
         if self._write_features is None:
             return None
         memory = sized.memory
-        found = {name: self.describer(subject, memory) for name, subject in self._described_features.items()}
-        describe = {name: point_to for name, point_to in found.items() if point_to is not None}
+        found = {name: self.describer(subject) for name, subject in self._described_features.items()}
+        describe = {name: describer(memory) for name, describer in found.items() if describer is not None}
         return self._write_features(memory.words, scalars(sized.geometry), describe)
 
     def point_counters(self, words: Any, stream: int) -> list[torch.Tensor]:
@@ -172,7 +181,9 @@ class DriverPlan:
         driver.check(code, f"launch {config.grid_x} blocks of {config.block_x} threads of {kernel.entry}")
 
 
-def _all_describer(placed: list[tuple[driver.TensorMaps, int]], words: Any, word: int | None) -> PointTo:
+def _all_describer(entries: Sequence[tuple[int, int]], memory: PlanMemory, word: int | None) -> PointTo:
+    words, placed = memory.words, [(memory.maps[number], entry) for number, entry in entries]
+
     def point_all_to(pointer: int) -> None:
         found = [maps.at(pointer) for maps, _ in placed]  # all or, where one is refused, none
         for (_, entry), address in zip(placed, found, strict=True):

@@ -13,7 +13,6 @@ import torch
 
 from flashgen.launch.driver_plan import Call, DriverPlan, SizedPlan
 from flashgen.launch.feature_arguments import LOG2E
-from flashgen.launch.geometry import offset_range
 from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS
 from flashgen.launch.plan_layout import SCALES, PlanLayout
 from flashgen.launch.vocabulary import OFFSET_TENSOR
@@ -66,58 +65,53 @@ def stream_setter(plan: DriverPlan) -> tuple[Callable[[Any, int], list[torch.Ten
 
 def scratch_maker(plan: DriverPlan, sized: SizedPlan) -> Callable[[torch.Tensor], torch.Tensor]:
     """Allocates scratch memory beside a tensor and points parameters to its pieces, one by one."""
-    scratch, words = sized.scratch, sized.memory.words
+    scratch, memory, words = sized.scratch, sized.memory, sized.memory.words
+    described = {name: plan.describer(name) for name in scratch.pieces}
+    describers = {name: None if describer is None else describer(memory) for name, describer in described.items()}
     pieces = [
-        (plan.describer(name, sized.memory), plan.layout.places[piece.pointer], piece.offset_bytes)
+        (describers[name], plan.layout.places[piece.pointer], piece.offset_bytes)
         for name, piece in scratch.pieces.items()
     ]
 
     def new_scratch(beside: torch.Tensor) -> torch.Tensor:
-        memory = scratch.allocate(beside)
-        start = memory.data_ptr()
+        allocated = scratch.allocate(beside)
+        start = allocated.data_ptr()
         for describe, word, offset in pieces:
             if describe is not None:
                 describe(start + offset)
             words[word] = start + offset
-        return memory
+        return allocated
 
     return new_scratch
 
 
-OffsetWriter = Callable[[SizedPlan], tuple[int | None, Callable[[Offset], int], Callable[[Any, int | None], None]]]
-"""Of a geometry: the query offset by default (None for a tensor, which has none), its value for a call, what writes it.
+OffsetOf = Callable[[Offset, int, int], int]
+"""The value of a query offset that a call names, between the two numbers beyond which nothing changes.
 
-The second raises LaunchError for the other kind than what is compiled in, and the third for None.
+It raises LaunchError for the other kind than what is compiled in.
 """
 
 
-def offset_writer(plan: DriverPlan) -> OffsetWriter:
-    """What writes query offsets."""
+def offset_writer(plan: DriverPlan) -> tuple[OffsetOf, Callable[[Any, int | None], None]]:
+    """What reads the query offset of a call, and what writes it; the second raises LaunchError for a missing tensor."""
     binding = plan.binding
-    check, is_far, is_tensor = binding.check_offset, binding.is_far, binding.spec.offset_tensor
+    check, is_tensor = binding.check_offset, binding.spec.offset_tensor
     word = plan.layout.places[OFFSET_TENSOR if is_tensor else "q_offset"]
 
-    def address(q_offset: Offset) -> int:
+    def address(q_offset: Offset, low: int = 0, high: int = 0) -> int:
         if not isinstance(q_offset, torch.Tensor):
             check(q_offset)
         return q_offset.data_ptr()  # type: ignore[union-attr]
 
+    def clamped(q_offset: Offset, low: int, high: int) -> int:
+        if isinstance(q_offset, torch.Tensor):
+            check(q_offset)
+        return max(low, min(q_offset, high))  # type: ignore[return-value, type-var]
+
     def write(words: Any, offset: int | None) -> None:
         words[word] = address(None) if offset is None else offset
 
-    def at_sizes(sized: SizedPlan) -> Any:
-        if is_tensor:
-            return None, address, write
-        low, high = offset_range(sized.geometry, is_far=is_far)
-
-        def clamped(q_offset: Offset) -> int:
-            if isinstance(q_offset, torch.Tensor):
-                check(q_offset)
-            return max(low, min(q_offset, high))  # type: ignore[return-value, type-var]
-
-        return sized.q_offset, clamped, write
-
-    return at_sizes
+    return address if is_tensor else clamped, write
 
 
 def pointers_writer(plan: DriverPlan) -> Callable[[SizedPlan], Callable[[tuple[int, ...]], None]]:

@@ -272,7 +272,8 @@ def offset_range(geometry: Geometry, *, is_far: bool) -> tuple[int, int]:
 
     `is_far` is for kernels with a window or ALiBi, whose scores go on changing.
     """
-    return (-MAX_OFFSET, MAX_OFFSET) if is_far else (-geometry.q_shape[2], geometry.k_shape[2])
+    tensors = geometry.tensors
+    return (-MAX_OFFSET, MAX_OFFSET) if is_far else (-tensors["q"][0][2], tensors["k"][0][2])
 
 
 CLIPPED_ROWS = 1 << 30

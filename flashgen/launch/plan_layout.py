@@ -6,8 +6,9 @@ All of it lies in one piece of memory, in words of 8 bytes, one for each number:
 |---|---|
 | scratch memory, the tensors of the direction in their order, pieces of scratch memory | by launches |
 | other pointers and numbers of a call, and a counter of each kernel | by launches, where they change |
+| the launch configuration of each kernel | of its blocks for a geometry, of its stream by launches |
 | sizes and strides; those of each different descriptor, for the kernels and as the driver takes them | for a geometry |
-| the launch configuration of each kernel, and the addresses of all its parameters | likewise |
+| the addresses of all parameters of each kernel | likewise |
 | the first CUtensorMap of each descriptor | by launches |
 
 What differs between launches is the same in all kernels, so all of them point to one place for it, which a launch
@@ -25,6 +26,7 @@ from typing import Any
 from flashgen.codegen.build import CompiledPart
 from flashgen.codegen.family import Sizes
 from flashgen.core.device import Device
+from flashgen.core.features.score_tensors import ALIGNMENT_BYTES, Shape4
 from flashgen.core.workload import DTYPE_BYTES
 from flashgen.launch import driver
 from flashgen.launch.binding import Binding, view_of
@@ -70,7 +72,7 @@ class DescribedTensor:
     entries: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class KernelPlace:
     """The first words of a kernel's launch configuration and of its addresses, and the word of its counter, if any.
 
@@ -80,8 +82,8 @@ class KernelPlace:
     entry: str
     programs: Callable[[Device, Sizes], int]
     config: int
-    addresses: int
     counter: int | None
+    addresses: int = 0
 
 
 class PlanMemory:
@@ -141,7 +143,7 @@ class PlanLayout:
         self.kernels = list[KernelPlace]()
         named = self._place_plain(words, binding, layouts)
         described = self._place_descriptors(words, binding, layouts)
-        self._place_kernels(words, binding.compiled.parts, layouts, named, described)
+        self._place_addresses(words, layouts, named, described)
         self._maps_at = WORD_BYTES * len(words.values)
         room = len(self.described) * TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT if self.described else 0
         self._constants = struct.pack("<" + "".join(words.formats), *words.values) + bytes(room)
@@ -160,22 +162,23 @@ class PlanLayout:
         numbers = [scalars[place] for place in self._scalars]
         maps, at = list[driver.TensorMaps](), start + self._maps_at
         at += -at % TENSOR_MAP_ALIGNMENT
-        tensors, last, tensor_maps = geometry.tensors, None, driver.TensorMaps
+        tensors, tensor_maps, last, width = geometry.tensors, driver.TensorMaps, None, 0
         for one in self.described:
             encoding, subject = one.encoding, one.subject
             rank, element_bytes = encoding.rank, encoding.element_bytes
-            described = tensors.get(subject), rank, element_bytes
-            if described != last or described[0] is None:  # q, k, v and the output are often alike
-                last, (shape, strides) = described, view_of(subject, rank, geometry, scratch)
-                found = (*shape, *strides, *shape[::-1], *[stride * element_bytes for stride in strides[-2::-1]])
-            numbers += found
+            view = tensors.get(subject)
+            if view is None or rank != 4:
+                numbers += _view_numbers(*view_of(subject, rank, geometry, scratch), element_bytes)
+            else:
+                if view != last or element_bytes != width:  # q, k, v and the output are often alike
+                    last, width, found = view, element_bytes, _tensor_numbers(*view, element_bytes)
+                numbers += found
             maps.append(tensor_maps(encoding, start + one.driver_sizes, at))
             at += TENSOR_MAP_BYTES
-        self._pack_sizes(words, self._sizes_at, *numbers)
+        addresses = (start * self._ones + self._offsets).to_bytes(self._addresses_bytes, "little")
+        self._pack(words, self._sizes_at, *numbers, addresses)
         for kernel in self.kernels:
             words[kernel.config] = kernel.programs(self._device, scratch.sizes) | HIGH
-        addresses = (start * self._ones + self._offsets).to_bytes(self._addresses_bytes, "little")
-        ctypes.memmove(start + self._addresses_at, addresses, self._addresses_bytes)
         return PlanMemory(words, start, maps)
 
     def _place_plain(self, words: _Words, binding: Binding, layouts: Sequence[Layout]) -> dict[str, int]:
@@ -190,9 +193,10 @@ class PlanLayout:
         written |= dict.fromkeys(SCALES, WORD_FORMATS["fp32"])
         written |= dict.fromkeys(binding.direction.rows, WORD_FORMATS["i32"])
         written |= {name: form for name, form in self.formats.items() if name not in (*fixed, "q_offset")}
-        written["q_offset"] = WORD_FORMATS["i32"]  # the last, since a geometry says what it begins with
         known = dict(zip(SCALES, (binding.default_scale, binding.default_scale * LOG2E), strict=True))
         self.places = {name: words.one(form, known.get(name, 0)) for name, form in written.items()}
+        self._place_kernels(words, binding.compiled.parts)
+        self.places["q_offset"] = words.one(WORD_FORMATS["i32"])  # with the sizes: a geometry says what it begins with
         known_scalars = scalar_names(binding.geometry)
         self._scalars = tuple(known_scalars.index(name) for name in ("q_offset", *fixed))
         scalars = words.add(self.formats[name] for name in fixed)
@@ -217,51 +221,47 @@ class PlanLayout:
                 own[parameter.name] = known[key]
             found.append(own)
         self.described = tuple(known.values())
-        first = self.places["q_offset"]
-        self._sizes_at, self._pack_sizes = (
-            WORD_BYTES * first,
-            struct.Struct("<" + "".join(words.formats[first:])).pack_into,
-        )
         return found
 
-    def _place_kernels(
+    def _place_kernels(self, words: _Words, parts: Sequence[CompiledPart]) -> None:
+        """Place what each kernel has of its own but the addresses, and a null pointer."""
+        self._null = words.one()
+        for part in parts:
+            kernel, config = part.kernel, _place_config(words, part.handle.metadata)
+            counter = words.one() if COUNTER in kernel.names else None
+            self.kernels.append(
+                KernelPlace(entry=kernel.entry, programs=kernel.programs, config=config, counter=counter)
+            )
+
+    def _place_addresses(
         self,
         words: _Words,
-        parts: Sequence[CompiledPart],
         layouts: Sequence[Layout],
         named: Mapping[str, int],
         described: Sequence[Mapping[str, DescribedTensor]],
     ) -> None:
-        """Place what each kernel has of its own, and the addresses of its parameters."""
-        null, configs = words.one(), [_place_config(words, part.handle.metadata) for part in parts]
-        counters = [words.one() if COUNTER in part.kernel.names else None for part in parts]
+        """Place the addresses of the parameters of each kernel."""
         first, offsets = len(words.values), list[int]()
-        for part, layout, own, config, counter in zip(parts, layouts, described, configs, counters, strict=True):
-            kernel = part.kernel
-            self.kernels.append(
-                KernelPlace(
-                    entry=kernel.entry,
-                    programs=kernel.programs,
-                    config=config,
-                    addresses=first + len(offsets),
-                    counter=counter,
-                )
-            )
+        for kernel, layout, own in zip(self.kernels, layouts, described, strict=True):
+            kernel.addresses = first + len(offsets)
             for parameter in layout.parameters:
                 one = own.get(parameter.name)
                 if one is None:
-                    read = [counter if parameter.name == COUNTER else named[parameter.name]]
+                    read = [kernel.counter if parameter.name == COUNTER else named[parameter.name]]
                 else:
                     one.entries.append(first + len(offsets))
                     read = [0, *range(one.sizes.start, one.sizes.start + 2 * one.encoding.rank)]
                 offsets += [WORD_BYTES * word for word in read if word is not None]
-            offsets += [WORD_BYTES * null] * layout.trailing
+            offsets += [WORD_BYTES * self._null] * layout.trailing
         words.add([POINTER] * len(offsets))
+        self._addresses_bytes = WORD_BYTES * len(offsets)
+        sizes_from = self.places["q_offset"]
+        formats = "".join([*words.formats[sizes_from:first], f"{self._addresses_bytes}s"])
+        self._sizes_at, self._pack = WORD_BYTES * sizes_from, struct.Struct("<" + formats).pack_into
         # one number with an address in each 64 bits: a start is added to all of them at once
         self._offsets, self._ones = (
             sum(one << 64 * n for n, one in enumerate(each)) for each in (offsets, [1] * len(offsets))
         )
-        self._addresses_at, self._addresses_bytes = WORD_BYTES * first, WORD_BYTES * len(offsets)
 
 
 def _described(
@@ -272,6 +272,23 @@ def _described(
     return DescribedTensor(
         subject=subject, encoding=encoding, sizes=sizes, driver_sizes=WORD_BYTES * (sizes.start + 2 * rank)
     )
+
+
+def _view_numbers(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
+    """Shape and strides for kernels, then for the driver: innermost first, strides in bytes and without that of 1."""
+    return (*shape, *strides, *shape[::-1], *[stride * element_bytes for stride in strides[-2::-1]])
+
+
+def _tensor_numbers(shape: Shape4, strides: Shape4, element_bytes: int) -> tuple[int, ...]:
+    """The same of a tensor as it is described in its own four axes, written out (`legal_strides`)."""
+    (a, b, c, d), (e, f, g, _) = shape, strides
+    if a < 2:
+        e = ALIGNMENT_BYTES
+    if b < 2:
+        f = ALIGNMENT_BYTES
+    if c < 2:
+        g = ALIGNMENT_BYTES
+    return a, b, c, d, e, f, g, 1, d, c, b, a, g * element_bytes, f * element_bytes, e * element_bytes
 
 
 def _place_config(words: _Words, metadata: Any) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -46,7 +44,7 @@ def test_heads_that_share_keys_have_an_axis_of_their_own() -> None:
 
 def with_strides(geometry: Geometry, **strides: tuple[int, ...]) -> Geometry:
     changed = {name: (geometry.tensor(name)[0], given) for name, given in strides.items()}
-    return replace(geometry, tensors=geometry.tensors | changed)  # type: ignore[operator]
+    return geometry._replace(tensors=geometry.tensors | changed)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -102,7 +100,7 @@ def test_an_aligned_tensor_has_legal_strides_that_address_the_same_elements(
 ) -> None:
     steps = tuple(8 * step if size > 1 else step for size, step in zip(shape, steps, strict=True))  # type: ignore[assignment]
     tensors = {"q": ((*shape, 64), (*steps, 1)), "o": ((*shape, 64), (*[64] * 3, 1))}
-    geometry = replace(contiguous(), tensors=contiguous().tensors | tensors)
+    geometry = contiguous()._replace(tensors=contiguous().tensors | tensors)
     assert aligned16(geometry, 0, 2)
     legal = legal_strides(*geometry.tensor("q"))
     assert all(step * 2 % 16 == 0 for step in legal[:3])
