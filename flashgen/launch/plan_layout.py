@@ -160,7 +160,8 @@ class PlanLayout:
         words = self._copy(self._constants)
         start = ctypes.addressof(words)
         numbers = [scalars[place] for place in self._scalars]
-        maps, at = list[driver.TensorMaps](), start + self._maps_at
+        maps: list[driver.TensorMaps] = []
+        at = start + self._maps_at
         at += -at % TENSOR_MAP_ALIGNMENT
         tensors, tensor_maps, last, width = geometry.tensors, driver.TensorMaps, None, 0
         for one in self.described:

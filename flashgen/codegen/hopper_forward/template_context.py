@@ -227,13 +227,18 @@ def _options(config: Config) -> CompileOptions:
 
 def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     """The one kernel of a config, with the programs of a launch: no more than tiles, nor than run side by side."""
+    rows, packed_heads, side_by_side = (
+        resources.tile_rows(config),
+        resources.packed_heads(config),
+        config.integer("blocks_per_sm"),
+    )
 
     def programs(device: Device, sizes: Sizes) -> int:
         if spec.varlen:
-            tiles = query_blocks(sizes, resources.tile_rows(config)) * sizes.nheads
+            tiles = query_blocks(sizes, rows) * sizes.nheads
         else:
-            tiles = head_packing.tiles(sizes, resources.tile_rows(config), resources.packed_heads(config))
-        return min(tiles, device.num_sms * config.integer("blocks_per_sm"))
+            tiles = head_packing.tiles(sizes, rows, packed_heads)
+        return min(tiles, device.num_sms * side_by_side)
 
     parameters, options = _parameters(spec, config), _options(config)
     return (KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs, language="gluon"),)

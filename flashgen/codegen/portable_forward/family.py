@@ -173,10 +173,12 @@ def _options(config: Config) -> CompileOptions:
 
 
 def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
+    block_m = config.integer("block_m")
+
     def programs(device: Device, sizes: Sizes) -> int:
         if spec.varlen:
-            return query_blocks(sizes, config.integer("block_m")) * sizes.nheads
-        return -(-sizes.seqlen_q // config.integer("block_m")) * sizes.batch * sizes.nheads
+            return query_blocks(sizes, block_m) * sizes.nheads
+        return -(-sizes.seqlen_q // block_m) * sizes.batch * sizes.nheads
 
     parameters, options = _parameters(spec, config), _options(config)
     return (KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs),)

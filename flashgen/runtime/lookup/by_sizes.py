@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 
-from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
+from flashgen.codegen.families import balanced, beside, exact_sibling, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
@@ -55,7 +55,9 @@ class SizesLookup:
         self._rule = choices.rule if choices.rule is not None and choices.here else None
         named = {leaf.config for leaf in leaves(self._rule.tree if self._rule else None)}
         self._named = {config: NearestRecords(choices.with_config(config)) for config in named}
-        self._faster_beside: dict[int, bool] = {}  # by candidate: a look-up of it costs less than its workload's hash
+        # by candidate: a look-up of it costs less than its workload's hash
+        self._faster_beside: dict[int, bool] = {}
+        self._has_others: dict[int, bool] = {}
 
     def config(self, sizes: Sizes, *, generated_only: bool, with_lse: bool = False) -> Config | None:
         """The config that the generated kernel is served with, or None where the ladder has to be asked.
@@ -85,8 +87,15 @@ class SizesLookup:
                 goes_to_torch = not generated_only and self._hands_over(candidate, rung, sizes)
                 if goes_to_torch:
                     return None
-                return balanced(candidate.record.config, self._spec, sizes, self._device)
+                return self._balanced(candidate, sizes)
         return usual(self._default, self._spec, sizes, self._device)
+
+    def _balanced(self, candidate: Candidate, sizes: Sizes) -> Config:
+        """A candidate's config with the tile that fills the SMs best, where its family has any to choose from."""
+        config, found = candidate.record.config, self._has_others.get(id(candidate))
+        if found is None:
+            found = self._has_others[id(candidate)] = bool(beside(config, self._spec, self._device))
+        return balanced(config, self._spec, sizes, self._device) if found else config
 
     def _by_rule(self, nearest: Candidate, here: Position, sizes: Sizes) -> Candidate:
         """The record that the rule of the class prefers to the nearest one, which is of this device; as the ladder."""
