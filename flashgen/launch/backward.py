@@ -114,9 +114,9 @@ def _check_neg_delta(family_id: str, scratch: ScratchPlan) -> None:
 
 def _check_dbias(spec: Specialization, geometry: Geometry) -> None:
     """The gradient of a full bias has an axis of the scores, or 1 where the bias broadcasts."""
-    shape, sizes = geometry.dbias_shape, geometry.sizes
     if not spec.bias_grad or spec.bias != "full":
         return
+    shape, sizes = geometry.dbias_shape, geometry.sizes
     scores = (sizes.batch, sizes.nheads, sizes.seqlen_q, sizes.seqlen_k)
     if shape is None or shape[3] != scores[3] or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
         raise LaunchError(
