@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ from flashgen.runtime.lookup.few_queries import served_by_decoding
 from flashgen.runtime.lookup.handover import sdpa_backend
 from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
+from flashgen.runtime.ops.open_calls import like, view
 from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, qkv, tensor
 from tests.runtime.ladders import Ladder, config, measured
@@ -161,6 +163,18 @@ def test_records_read_again_serve_new_lengths(ladder: Ladder, gpu: FakeGpu) -> N
     for rows in (48, 64):
         attend(gpu, rows, 64, causal=True)
     assert served() == tuned
+
+
+def test_the_strides_of_what_is_like_a_tensor_are_those_that_torch_gives_it() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        shape = [draw.choice((1, 2, 3, 8)) for _ in range(4)]
+        room = [size + draw.choice((0, 0, 1)) for size in shape]
+        order = draw.choice(list(itertools.permutations(range(4))))
+        cut = torch.empty(room)[tuple(slice(size) for size in shape)].permute(order)
+        for one in (cut, cut.contiguous(), cut[:1].expand(2, -1, -1, -1)):
+            for bshd in (False, True):
+                assert like(one, bshd) == view(torch.empty_like(one), bshd)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
