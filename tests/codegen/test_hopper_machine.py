@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def launched(
     q, k, v = (x.transpose(0, 1)[None] for x in (packed.q, packed.k, packed.v))
     out, lse = torch.full((*packed.q.shape[:2], packed.v.shape[2]), math.nan).to(q.dtype), torch.empty(0)
     lse = torch.full((q.shape[1], q.shape[2]), math.nan)
-    geometry = replace(problem.geometry, tensors=Geometry.of(q, k, v, out.transpose(0, 1)[None]).tensors)
+    geometry = problem.geometry._replace(tensors=Geometry.of(q, k, v, out.transpose(0, 1)[None]).tensors)
     sizes: Sizes = geometry.sizes
     scale, cap = float(q.shape[3] ** -0.5), named.get("softcap", 0.0)
     counter = torch.zeros(1, dtype=torch.int64)
