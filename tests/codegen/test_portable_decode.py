@@ -134,7 +134,7 @@ def test_padded_rows_serve_any_number_of_them_and_are_for_warpgroups() -> None:
     sizes = Sizes(batch=4, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
     assert fitted(SPEC, padded, sizes, H200)["block_m"] == 64
     assert poor_at_sizes(padded, sizes) is None
-    assert "has 128" in str(poor_at_sizes(padded, replace(sizes, seqlen_q=32)))
+    assert "has 128" in str(poor_at_sizes(padded, sizes._replace(seqlen_q=32)))
     for wrong in ({"block_m": 16}, {"num_warps": 2}, {"warp_keys": True}):
         assert "warpgroups" in str(invalid(padded.replace(**wrong), SPEC, H200))
     assert "sm90 only" in str(invalid(padded.replace(pdl=False), SPEC, find_device("sm80")))
