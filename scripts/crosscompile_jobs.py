@@ -285,7 +285,7 @@ def with_steps(rows: Rows, device: Device) -> list[Job]:
     for key, batch in STEPS:
         spec = Specialization.parse(key)
         if serving(rows, spec, device):
-            config = decode_config(spec, replace(DECODE, batch=batch), device)
+            config = decode_config(spec, DECODE._replace(batch=batch), device)
             found.append(Job(spec=spec, config=config, device=device, may_spill=False))
     return found
 

@@ -20,6 +20,7 @@ from flashgen.core.workload import Specialization
 from flashgen.launch.geometry import CLIPPED_ROWS, clipped
 from scripts.machine_loops import disassembled, local_accesses
 from tests.codegen.gluon_stub import Numbers, functions
+from tests.families import use_families
 
 H200 = find_device("h200")
 PARTS = ("_add", "_blocks_of", "_count_blocks", "_find_sequence", "_rows_of", "_locate")
@@ -124,7 +125,7 @@ def test_what_no_gpu_has_confirmed_serves_nobody_unasked(monkeypatch: pytest.Mon
         replace(row, unconfirmed=lambda spec: "not yet") if row.id.startswith("hopper_backward") else row
         for row in families.FAMILIES
     ]
-    monkeypatch.setattr(families, "FAMILIES", tuple(new))
+    use_families(monkeypatch, new)
     served = families.applicable(spec, H200)
     assert [row.id.split("_")[0] for row in served] == ["portable", "portable", "hopper", "hopper"]
     assert families.default_config(spec, H200, ["hopper_backward_fused"]).family == "hopper_backward_fused"

@@ -15,6 +15,7 @@ from flashgen.core.errors import ConfigError
 from flashgen.db.exchange import export_records, import_records
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL, CONFIG, H200, MEASURED, TRIAL
+from tests.families import use_families
 
 COMPLETE = CONFIG.replace(later=2)
 
@@ -34,7 +35,7 @@ def _later(before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The family gets a knob more."""
     knob = Knob(name="later", values=(1, 2), meaning="a test", default=2)
     rows = [replace(row, knobs=(*row.knobs, knob)) if row.id == CONFIG.family else row for row in families.FAMILIES]
-    monkeypatch.setattr(families, "FAMILIES", tuple(rows))
+    use_families(monkeypatch, rows)
 
 
 def stored(path: Path, table: str) -> list[Config]:

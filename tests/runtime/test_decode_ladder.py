@@ -32,10 +32,10 @@ def rule(workload: Workload = STEP) -> Config:
 
 
 def tuned(workload: Workload = STEP, min_tiles: int = 4, device: Device = H200) -> TuningRecord:
-    """A record whose config is the rule's but for one knob, which tells it from others."""
+    """A record with the config of the rule but for one knob, which tells it from others; it may serve any pages."""
     others = () if workload.lengths or workload.batch == 1 else (("ramp", (5.0, 5.1)),)
     times = Measurement(times_ms=(9.0, 9.1), reference_ms=9.0, profile_times_ms=others)
-    config = rule(workload).replace(min_tiles=min_tiles)
+    config = rule(workload).replace(min_tiles=min_tiles, ids_per="row")
     return replace(MEASURED, workload=workload, device=device, config=config, baselines=(), measurement=times)
 
 

@@ -22,6 +22,7 @@ from flashgen.tuning.context import Options
 from flashgen.tuning.events import CandidateRanked, Event, Warned, WorkloadStarted
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import tune
+from tests.families import use_families
 from tests.tuning.fakes import H200, FakeCompiler
 from tests.tuning.runs import CAUSAL, PLAIN, TWO_FAMILIES, Killed, chosen, predicted, run
 
@@ -162,7 +163,7 @@ def test_a_small_prediction_budget_meets_different_tiles() -> None:
 
 def without_cost_models(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
     rows = [dataclasses.replace(row, cost_model=None) if row.id in ids else row for row in families.FAMILIES]
-    monkeypatch.setattr(families, "FAMILIES", tuple(rows))
+    use_families(monkeypatch, rows)
 
 
 def test_a_family_without_a_cost_model_is_tried_in_knob_order(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
