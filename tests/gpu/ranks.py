@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ if __name__ == "__main__":
     started = [multiprocessing.get_context("spawn").Process(target=main, args=(n, sys.argv[1])) for n in range(RANKS)]
     for process in started:
         process.start()
+    # the other one would wait for a rank that has failed
+    wait([process.sentinel for process in started])
     for process in started:
-        process.join()
+        process.join(None if all(not each.exitcode for each in started) else 5)
+        process.kill()
     sys.exit(max(abs(process.exitcode or 0) for process in started))

@@ -87,6 +87,7 @@ def test_the_right_answer_passes_and_a_disturbed_one_does_not() -> None:
     assert "batch 1, head 3, query 2000" in failure.reason
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "key",
     [

@@ -65,6 +65,7 @@ def test_a_slow_host_costs_an_implementation_nothing() -> None:
     assert "the host takes" in waiting.reason
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("impls", [BACKWARD, FORWARD_BACKWARD], ids=["backward", "both"])
 def test_backward_passes_are_recorded(impls: tuple[Impl, ...]) -> None:
     """Standard attention goes through autograd, which runs an op where its forward op ran."""

@@ -219,6 +219,7 @@ def times(calls: list[Callable[[], Any]]) -> list[float]:
     return [median(windows) for windows in found]
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("served_by")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("length", [1024, 4096])
