@@ -19,6 +19,8 @@ from flashgen import reference
 from flashgen.integrations.torch import context_parallel_attention, split_sequence
 
 RANKS, S = 2, 1024
+ROUNDING = 2**-9
+"""Of a bfloat16, relative."""
 CASES: list[dict[str, Any]] = [{"causal": True}, {"window": (200, 100)}]
 
 
@@ -39,9 +41,15 @@ def compare(rank: int, given: dict[str, Any], **named: Any) -> None:
     mine = [split_sequence(x.detach(), rank, RANKS, order=order).requires_grad_() for x in whole]
     found = context_parallel_attention(*mine, dist.group.WORLD, **given, **named)
     grads = torch.autograd.grad(found, mine, split_sequence(dout, rank, RANKS, order=order).contiguous())
-    for part, one, other in zip((found.detach(), *grads), single, exact_all, strict=True):
+    for name, part, one, other in zip(
+        ("out", "dq", "dk", "dv"), (found.detach(), *grads), single, exact_all, strict=True
+    ):
         bound = 2 * float((one.double() - other).abs().max()) + 1e-3
-        assert float((part.double() - split_sequence(other, rank, RANKS, order=order)).abs().max()) <= bound, named
+        if named["method"] == "ring" or name in ("dk", "dv"):
+            # parts are rounded before they are summed, and the sum is
+            bound += (RANKS + 1) * ROUNDING * float(other.abs().max())
+        error = float((part.double() - split_sequence(other, rank, RANKS, order=order)).abs().max())
+        assert error <= bound, f"rank {rank}, {given}, {named}: {name} is {error} off, {bound} at most"
 
 
 def main(rank: int, folder: str) -> None:

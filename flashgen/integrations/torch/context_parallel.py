@@ -54,7 +54,9 @@ def context_parallel_attention(
         v: its values, (batch, nheads_k, seqlen, head_dim_v).
         group: a process group of `torch.distributed`. All of its ranks make the same calls, backward passes included.
         causal: key j is visible to query i iff `j <= i`, in places of the whole sequence.
-        method: "all_gather" has K and V of the whole sequence on every rank; "ring" passes them on, part by part.
+        method: "all_gather" has K and V of the whole sequence on every rank; "ring" passes them on, part by part. What
+            ranks add to the gradients of k and v is rounded to their dtype before it is summed, in a ring also what
+            blocks add to the output and the gradient of q.
         order: which rows a part has, as `split_sequence` makes parts. In "consecutive" order a causal mask gives the
             last rank most to do; in "zigzag" order all ranks have as much.
         arguments: window, softmax_scale, softcap, sinks and deterministic of `flashgen.attention`.
