@@ -110,7 +110,9 @@ def test_as_many_programs_of_the_rule_for_small_pages_fit_as_it_wants() -> None:
 def test_most_steps_compare_no_key() -> None:
     """Scores of a step are compared with what is seen in a branch that the middle of a sequence passes by."""
     for page in (None, 16):
-        text = compile_kernel(replace(SPEC, page_size=page), config("shares"), H200).main.handle.asm["ttgir"]
+        text = compile_kernel(replace(SPEC, page_size=page), config("shares").replace(per_sm=2), H200).main.handle.asm[
+            "ttgir"
+        ]
         loop = next(loop for loop in text.split("scf.for")[1:] if "async_wait" in loop)
         step, branch = loop.split("scf.if", 1)
         comparison = r"arith\.cmpi s[gl]e, [^\n]*: tensor<\d+x\d+xi32"
