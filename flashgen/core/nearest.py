@@ -37,13 +37,12 @@ def position(workload: Workload) -> Position:
 
 def position_of(seqlen_q: int, seqlen_k: int, heads: int, group: int, visible_keys: int = 0) -> Position:
     """The same by sizes: `heads` of all batch elements together, 0 visible keys where there is no window."""
-    log2 = math.log2  # written out, too
     return (
-        log2(seqlen_q or 1),
-        log2(seqlen_k or 1),
-        log2(heads or 1) * HEADS_WEIGHT,
-        log2(group or 1) * GROUPS_WEIGHT,
-        log2(visible_keys or 1),
+        _log(seqlen_q),
+        _log(seqlen_k),
+        _log(heads) * HEADS_WEIGHT,
+        _log(group) * GROUPS_WEIGHT,
+        _log(visible_keys),
     )
 
 

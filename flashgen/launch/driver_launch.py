@@ -45,7 +45,7 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
     word_rows, write_scales = layout.places["lse_rows"], scales_writer(layout)
     index, only_device = plan.device_index, torch.cuda.device_count() == 1
     default_scale, set_stream, is_capturing = binding.default_scale, *stream_setter(plan)
-    has_scratch, has_features, is_far = bool(binding.scratch.pieces), plan.has_features, binding.is_far
+    has_scratch, is_far = bool(binding.scratch.pieces), binding.is_far
     describer_q, describer_k = plan.describer("q", "Q"), plan.describer("k", "K")
     describer_v, describer_o = plan.describer("v", "V"), plan.describer("o", "O")
     launch_kernel, (offset_of, write_offset) = driver.library().cuLaunchKernelEx, offset_writer(plan)
@@ -55,14 +55,12 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
     def at_sizes(sized: SizedPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
         memory, geometry = sized.memory, sized.geometry
         words, calls = memory.words, plan.calls(memory)
-        describe_q = None if describer_q is None else describer_q(memory)
-        describe_k = None if describer_k is None else describer_k(memory)
-        describe_v = None if describer_v is None else describer_v(memory)
-        describe_o = None if describer_o is None else describer_o(memory)
+        describe_q, describe_k = describer_q(memory), describer_k(memory)
+        describe_v, describe_o = describer_v(memory), describer_o(memory)
         rows, lock, (config, function, parameters, _) = geometry.q_shape[2], threading.Lock(), calls[0]
         run = launch_kernel if len(calls) == 1 else runner(launch_kernel, calls)
         new_scratch = scratch_maker(plan, sized) if has_scratch else None
-        write_features = plan.features_writer(sized) if has_features else None
+        write_features = plan.features_writer(sized)
         default_offset = None if takes_tensor else sized.q_offset
         low, high = offset_range(geometry, is_far=is_far)
         last_q = last_k = last_v = last_o = last_rows = 0
@@ -156,7 +154,7 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
     default_scale, set_stream, is_capturing = binding.default_scale, *stream_setter(plan)
     launch_kernel, pointers_at = driver.library().cuLaunchKernelEx, pointers_writer(plan)
     offset_of, write_offset = offset_writer(plan)
-    takes_tensor, is_far, has_features = binding.spec.offset_tensor, binding.is_far, plan.has_features
+    takes_tensor, is_far = binding.spec.offset_tensor, binding.is_far
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def at_sizes(sized: SizedPlan) -> Callable[..., torch.Tensor]:  # noqa: C901
@@ -164,7 +162,7 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
         words, calls, write_pointers = memory.words, plan.calls(memory), pointers_at(sized)
         lock, (config, function, parameters, _) = threading.Lock(), calls[0]
         run = launch_kernel if len(calls) == 1 else runner(launch_kernel, calls)
-        write_features = plan.features_writer(sized) if has_features else None
+        write_features = plan.features_writer(sized)
         default_offset = None if takes_tensor else sized.q_offset
         low, high = offset_range(sized.geometry, is_far=is_far)
         last_pointers: tuple[int, ...] = ()

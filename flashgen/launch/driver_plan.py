@@ -17,7 +17,7 @@ from flashgen.launch.binding import Binding
 from flashgen.launch.counters import Counters
 from flashgen.launch.feature_arguments import has_arguments
 from flashgen.launch.feature_writers import WriteFeatures, features_writer
-from flashgen.launch.geometry import Q_OFFSET, Geometry, scalar_values, scalars
+from flashgen.launch.geometry import Q_OFFSET_PLACE, Geometry, scalar_values, scalars
 from flashgen.launch.parameters import WORD_BYTES, Layout
 from flashgen.launch.plan_layout import STREAM_WORD, PlanLayout, PlanMemory
 from flashgen.launch.scratch import ScratchPlan
@@ -109,21 +109,21 @@ class DriverPlan:
             if spec.direction == "backward":
                 check_backward(spec, config.family, geometry, scratch)
         values = scalar_values(geometry)
-        return SizedPlan(geometry, scratch, values[Q_OFFSET], self.layout.filled(geometry, scratch, values))
+        return SizedPlan(geometry, scratch, values[Q_OFFSET_PLACE], self.layout.filled(geometry, scratch, values))
 
     def calls(self, memory: PlanMemory) -> list[Call]:
         """What the driver is called with for each kernel."""
         start = memory.start
         return [(start + config, function, start + addresses, None) for config, function, addresses in self._calls]
 
-    def describer(self, subject: str, pointer: str = "") -> Callable[[PlanMemory], PointTo] | None:
-        """What makes the descriptors of a tensor or a piece point to its memory, of each; None where it has none.
+    def describer(self, subject: str, pointer: str = "") -> Callable[[PlanMemory], PointTo | None]:
+        """Of a plan's memory, what makes the descriptors of a tensor or a piece point to it; None where it has none.
 
         And the parameter `pointer`, where a kernel has that as well.
         """
         entries, layout = self.entries.get(subject), self.layout
         if entries is None:
-            return None
+            return lambda memory: None
         if len(entries) > 1 or pointer in layout.formats:
             word = layout.places[pointer] if pointer in layout.formats else None
             return lambda memory: _all_describer(entries, memory, word)
@@ -140,18 +140,13 @@ class DriverPlan:
 
         return of_one
 
-    @property
-    def has_features(self) -> bool:
-        """Whether the kernels have arguments of features."""
-        return self._write_features is not None
-
     def features_writer(self, sized: SizedPlan) -> WriteFeatures | None:
         """What writes the arguments of features; None where the kernels have none."""
         if self._write_features is None:
             return None
         memory = sized.memory
-        found = {name: self.describer(subject) for name, subject in self._described_features.items()}
-        describe = {name: describer(memory) for name, describer in found.items() if describer is not None}
+        found = {name: self.describer(subject)(memory) for name, subject in self._described_features.items()}
+        describe = {name: point_to for name, point_to in found.items() if point_to is not None}
         return self._write_features(memory.words, scalars(sized.geometry), describe)
 
     def point_counters(self, words: Any, stream: int) -> list[torch.Tensor]:

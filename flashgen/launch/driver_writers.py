@@ -65,22 +65,20 @@ def stream_setter(plan: DriverPlan) -> tuple[Callable[[Any, int], list[torch.Ten
 
 def scratch_maker(plan: DriverPlan, sized: SizedPlan) -> Callable[[torch.Tensor], torch.Tensor]:
     """Allocates scratch memory beside a tensor and points parameters to its pieces, one by one."""
-    scratch, memory, words = sized.scratch, sized.memory, sized.memory.words
-    described = {name: plan.describer(name) for name in scratch.pieces}
-    describers = {name: None if describer is None else describer(memory) for name, describer in described.items()}
+    scratch, words = sized.scratch, sized.memory.words
     pieces = [
-        (describers[name], plan.layout.places[piece.pointer], piece.offset_bytes)
+        (plan.describer(name)(sized.memory), plan.layout.places[piece.pointer], piece.offset_bytes)
         for name, piece in scratch.pieces.items()
     ]
 
     def new_scratch(beside: torch.Tensor) -> torch.Tensor:
-        allocated = scratch.allocate(beside)
-        start = allocated.data_ptr()
+        memory = scratch.allocate(beside)
+        start = memory.data_ptr()
         for describe, word, offset in pieces:
             if describe is not None:
                 describe(start + offset)
             words[word] = start + offset
-        return allocated
+        return memory
 
     return new_scratch
 

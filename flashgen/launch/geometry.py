@@ -208,10 +208,6 @@ def scalar_names(geometry: Geometry) -> tuple[str, ...]:
     return _scalar_names(tuple(geometry.tensors))
 
 
-Q_OFFSET = 5
-"""The place of `q_offset` among them."""
-
-
 def scalar_values(geometry: Geometry) -> list[int]:
     """The numbers themselves, in that order."""
     tensors, blocks, packed = geometry.tensors, geometry.blocks, geometry.packed
@@ -249,6 +245,9 @@ def _scalar_names(tensors: tuple[str, ...]) -> tuple[str, ...]:
 _STRIDES = {name: tuple(f"stride_{name}{axis}" for axis in "bhs") for name in STRIDED}
 _SCORE_STRIDES = {name: tuple(f"stride_{name}_{axis}" for axis in "bhqk") for name in ("bias", "mask")}
 _DBIAS_SCALARS = ("stride_dbias_b", "stride_dbias_h", "stride_dbias_q", "bias_batch", "bias_heads")
+
+Q_OFFSET_PLACE = _scalar_names(()).index("q_offset")
+"""Where `q_offset` is among `scalar_values`, whatever tensors there are."""
 
 
 def _dbias_scalars(geometry: Geometry) -> tuple[int, int, int, int, int]:

@@ -66,10 +66,9 @@ def launched(
     known = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "O": out, "LSE": lse, "Lens": call.seqlens}
     known |= {"Leftpad": none if call.leftpad is None else call.leftpad, "Table": call.block_table}
     known |= {"BatchIdx": none if call.batch_idx is None else call.batch_idx, "Sinks": call.features.sinks}
-    known |= beside
     known |= {"AlibiSlopes": call.features.alibi_slopes, "PartLse": torch.full((numbers.part_rows,), math.nan)}
     known |= {"PartO": torch.full((numbers.part_rows, checked.shape.head_dim_v), math.nan)}
-    known |= numbers.values(config)
+    known |= numbers.values(config) | beside
     for name, grid in zip(("", "_reduce"), numbers.grids, strict=True):
         kernel = getattr(module, config.family + name)
         if grid:
@@ -139,30 +138,22 @@ def test_sequences_of_about_one_length_are_cut_alike(name: str, per_sm: int) -> 
     assert_right(call, *interpreted(call, per_sm=per_sm, slack=4))
 
 
-def parts_of(lens: tuple[int, ...], groups: int) -> list[tuple[int, int]]:
-    """Sequence and tiles of what each group of programs read, where a head has one block of rows."""
+def parts_of(*lens: int) -> list[tuple[int, int]]:
+    """What each of nine programs has of one head: ends of sequences that began in others, and beginnings."""
     call = make(Case(lens=lens, nheads=1, nheads_k=1, head_dim=16))
     out, lse = results(call)
     checked = CheckedDecode.of(call, out)
-    config = small_config(checked, per_sm=1)
-    module = load_module(render(checked.spec, config))
-    device = replace(DEVICE, num_sms=groups)
-    numbers = DecodeNumbers.of(checked.shape, config, device)
-    part_lse = torch.full((numbers.part_rows,), math.nan)
-    known = {"Q": call.q, "K": call.k_cache, "V": call.v_cache, "O": out, "LSE": lse, "Lens": call.seqlens}
-    known |= {"Leftpad": torch.zeros(1, dtype=torch.int32), "BatchIdx": torch.zeros(1, dtype=torch.int32)}
-    known |= {"PartLse": part_lse, "PartO": torch.full((numbers.part_rows, 16), math.nan), **numbers.values(config)}
-    kernel = getattr(module, config.family)
-    kernel[numbers.grids[0]](*[known[one] for one in kernel.arg_names])
-    return [tuple((~part_lse.view(groups, 2)[group].isnan()).long().tolist()) for group in range(groups)]
+    part_lse = torch.full((2 * 9,), math.nan)  # of one row
+    launched(call, checked, small_config(checked, per_sm=3), out, lse, PartLse=part_lse)
+    return [(int(end), int(beginning)) for end, beginning in ~part_lse.view(9, 2).isnan()]
 
 
 def test_sequences_of_one_length_have_one_piece_a_program() -> None:
     """By equal shares of 38 tiles, the fifth program had the end of one sequence and the beginning of the next."""
     first, other, idle = (0, 1), (1, 0), (0, 0)
-    assert parts_of((304, 304), groups=9) == [first, other, other, other, first, other, other, other, idle]
+    assert parts_of(304, 304) == [first, other, other, other, first, other, other, other, idle]
     # unequal ones have equal shares, of 3 or 4 tiles
-    assert parts_of((304, 160), groups=9)[5] == (1, 1)
+    assert parts_of(304, 160)[5] == (1, 1)
 
 
 PAGES: dict[str, dict[str, KnobValue]] = {

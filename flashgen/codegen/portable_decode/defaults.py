@@ -22,10 +22,12 @@ FEWEST_ROWS = 8
 """Query rows of a tile of half a product: the other half of its rows is the first one again."""
 
 BLOCK_MS = (16, 32, 64)
+CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
+
 FEWEST_PARTIALS = 8
 """Partial results of a step of the merge where rows are many or sequences alike: its programs are small, and more of
 them have room beside the first kernel. A long sequence among short ones is merged faster with more."""
-CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
+
 ONLY_SHARES: dict[str, int] = {"slack": 0, "slack_percent": 0, "overhead": 0}
 ONLY_GRID: dict[str, int] = {"chunk": CHUNKS[0]}
 """Knobs that one schedule reads, and what they are with the other one."""
@@ -38,8 +40,9 @@ USUAL = {"block_n": 64, "num_warps": 4, "num_stages": 3, "per_sm": 2, "slack": 4
 MANY = {**USUAL, "slack": 16}
 SCATTERED_ONE = {"block_n": 32, "num_warps": 4, "num_stages": 4, "per_sm": 2, "slack": 4}
 SCATTERED_FEW = {**SCATTERED_ONE, "per_sm": 3}
-SCATTERED_MANY = {"block_n": 32, "num_warps": 2, "num_stages": 3, "per_sm": 4, "slack": 4}
 BRIEF = {"block_n": 32, "num_warps": 2, "num_stages": 3, "per_sm": 4, "slack": 4}
+SCATTERED_MANY = BRIEF
+TWO_WARPS = {"block_n": 64, "num_warps": 2, "num_stages": 2, "per_sm": 4, "slack": 4}
 NARROW_MANY = {**USUAL, "num_stages": 4, "slack": 16}
 NARROW_PAGES = {**USUAL, "per_sm": 3, "slack": 16}
 HIGH = {"block_n": 32, "num_warps": 4, "num_stages": 3, "per_sm": 2, "slack": 4}
@@ -72,33 +75,25 @@ ONE_SCATTERED: dict[str, KnobValue] = {**WIDE, **GRID, "ids_per": "page"}
 ONE_IN_PAGES: dict[str, KnobValue] = {**USUAL, **GRID}
 """Of one sequence nothing is uneven: over a contiguous cache, pages that steps are cut from, and all others."""
 
-PARTED_MANY: dict[str, KnobValue] = {
-    **USUAL,
-    "num_warps": 2,
-    "num_stages": 2,
-    "per_sm": 4,
-    "ids_per": "page",
-    "ids_ahead": True,
-    "late_sums": True,
-}
+PARTED_MANY: dict[str, KnobValue] = {**TWO_WARPS, "ids_per": "page", "ids_ahead": True, "late_sums": True}
 """Many sequences over small pages, of which a step has several."""
 
 BRIEF_AND_NARROW: dict[str, KnobValue] = {**ONE_WARP, **GRID, **HALF}
 """Windows of 128 keys over heads of 64: nothing is split, and nothing is merged."""
 
 TILES: tuple[dict[str, int], ...] = (
-    *(WIDE, USUAL, MANY, SCATTERED_ONE, SCATTERED_FEW, SCATTERED_MANY),
+    *(WIDE, USUAL, MANY, SCATTERED_ONE, SCATTERED_FEW),
     *(BRIEF, NARROW_MANY, NARROW_PAGES, HIGH, HIGH_AND_WIDE),
 )
 
 OTHERS: tuple[dict[str, KnobValue], ...] = (
     ONE,
-    {**USUAL, "num_warps": 2, "num_stages": 2, "per_sm": 4, **HALF, **FEW_PARTIALS},
+    {**TWO_WARPS, **HALF, **FEW_PARTIALS},
     {**USUAL, "late_sums": True, **FEW_PARTIALS},
     {**USUAL, "block_n": 32, "num_warps": 2, "per_sm": 3, **HALF},
     {**ONE_IN_PAGES, **HALF},
     {**ONE, "early": True},
-    {**USUAL, "num_warps": 2, "num_stages": 2, "per_sm": 4, **HALF},
+    {**TWO_WARPS, **HALF},
     {**USUAL, "late_sums": True},
     FIXED,
     {**USUAL, **APART, "per_sm": 3, "slack_percent": 8, **HALF},

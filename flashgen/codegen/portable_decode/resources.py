@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD, MIN_WARPGROUP_ROWS, OTHER_REGS
+from flashgen.codegen.common_wgmma import THREADS_PER_WARPGROUP
 from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.inspect import RESERVED_SMEM
 from flashgen.core.config import Config
@@ -12,7 +13,7 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 NVIDIA_WARP, NVIDIA_REGISTERS, REGISTER_STEP = 32, 65536, 8
 """Threads of a warp, registers of an SM, and in what numbers threads get them; other vendors know no limit."""
 
-WARPGROUP_WARPS = 4
+WARPGROUP_WARPS = THREADS_PER_WARPGROUP // NVIDIA_WARP
 
 OTHER_SMEM = 8192
 """Bytes of shared memory beside the stages, for p between the products and for sums over warps: 6144 were found. One
