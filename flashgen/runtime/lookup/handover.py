@@ -143,5 +143,5 @@ def _sdpa_is_the_same(workload: Workload, spec: Specialization, impl: str) -> bo
         # one of them is `attn_mask`, with nothing beside it; rows that see no key are 0 in this backend alone
         alone = not (spec.bias and spec.mask) and not spec.causal and workload.nheads == workload.nheads_k
         return alone and impl == SDPA_MASKED and not spec.bias_dtype and spec.aligned_scores
-    # top-left and bottom-right alignment agree
-    return not (workload.causal and workload.seqlen_q != workload.seqlen_k)
+    # top-left and bottom-right alignment agree, or the one query sees every key and the call has no mask
+    return not (workload.causal and workload.seqlen_q not in (1, workload.seqlen_k))

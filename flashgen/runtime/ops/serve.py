@@ -145,7 +145,8 @@ def _prepared(call: AnyCall) -> Any:
     from flashgen.runtime.ops.runs import sdpa_run
 
     assert isinstance(call, Call)
-    run = sdpa_run(backend, causal=workload.causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
+    causal = workload.causal and workload.seqlen_q > 1  # torch's mask is to the top left; one query sees every key
+    run = sdpa_run(backend, causal=causal, bshd=call.bshd, gqa=workload.nheads != workload.nheads_k)
     return recording.counted(run, workload, device, served, backend)
 
 
