@@ -41,3 +41,10 @@ def why_not_packed(spec: Specialization) -> str | None:
     if spec.mods is not None and spec.mods.block_mask:
         return "packed sequences have no block mask"
     return "query offsets of packed sequences follow from their lengths" if spec.offset_tensor else None
+
+
+def why_not_in_pages(spec: Specialization) -> str | None:
+    """What no forward family computes over pages: the reason, or None."""
+    if spec.page_size and not spec.varlen:
+        return "it reads no paged keys but those of packed sequences"
+    return None

@@ -255,6 +255,8 @@ def test_under_a_softcap_no_tile_is_recomputed() -> None:
         ("fwd-bf16-d128-keybias-mask-scattered", "h200", "1 along the keys"),
         ("fwd-bf16-d256-bias-mask-bias_fp32", "h200", "do not fit"),
         ("fwd-bf16-d128-page16", "h200", "paged"),
+        ("fwd-bf16-d128-varlen-page12", "h200", "from whole pages of a multiple of 8"),
+        ("fwd-bf16-d128-varlen-page24", "h200", "got 24"),
     ],
 )
 def test_the_portable_family_serves_the_rest(key: str, device: str, reason: str) -> None:

@@ -16,8 +16,10 @@ from flashgen.core.config import KnobValue
 from flashgen.core.device import find_device
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import block_of, is_descriptor
+from tests import paging
 from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of
 from tests.packing import Case, Packed, assert_right, checked, make
+from tests.paging import Paged
 
 H200 = find_device("h200")
 LOG2E = math.log2(math.e)
@@ -58,14 +60,17 @@ def storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def launched(
-    packed: Packed, changes: dict[str, KnobValue], programs: int, products: list[int] | None = None
+    call: Packed | Paged, changes: dict[str, KnobValue], programs: int, products: list[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE, as so many CTAs compute them; `products` gets the rows of each product."""
-    problem = checked(packed)
-    spec, named = problem.spec, packed.named
+    paged = isinstance(call, Paged)
+    packed = call.packed if isinstance(call, Paged) else call
+    problem = paging.checked(call) if isinstance(call, Paged) else checked(call)
+    spec, named = problem.spec, call.named
     config = HOPPER_FORWARD.default(spec, H200).replace(**changes)
     assert HOPPER_FORWARD.unsupported(spec, H200) is None
-    q, k, v = (x.transpose(0, 1)[None] for x in (packed.q, packed.k, packed.v))
+    q = packed.q.transpose(0, 1)[None]
+    k, v = (x.transpose(1, 2) if paged else x.transpose(0, 1)[None] for x in (call.k, call.v))
     out, lse = torch.full((*packed.q.shape[:2], packed.v.shape[2]), math.nan).to(q.dtype), torch.empty(0)
     lse = torch.full((q.shape[1], q.shape[2]), math.nan)
     geometry = problem.geometry._replace(tensors=Geometry.of(q, k, v, out.transpose(0, 1)[None]).tensors)
@@ -90,19 +95,25 @@ def launched(
         "Counter": Pointer(memory=counter),
         "has_seqused_q": "seqused_q" in named,
         "has_seqused_k": "seqused_k" in named,
+        "table_keys": geometry.packed and geometry.packed.table_keys,
+        "stride_table": geometry.packed and geometry.packed.table_stride,
     }
     ends_q = named["cu_seqlens_q"]
     ends_k = named.get("cu_seqlens_k", ends_q)
     pointers = {"CuSeqlensQ": ends_q, "CuSeqlensK": ends_k, "Sinks": named.get("sinks", ends_q)}
     pointers |= {"SeqUsedQ": named.get("seqused_q", ends_q), "SeqUsedK": named.get("seqused_k", ends_k)}
     values |= {name: Pointer(memory=x if name == "Sinks" else x.long()) for name, x in pointers.items()}
-    tensors = {"q": packed.q, "k": packed.k, "v": packed.v, "o": out}
+    if paged:
+        table = named["block_table"]
+        values["Table"] = Pointer(memory=storage(table).long(), place=table.storage_offset())
+    tensors = {"q": packed.q, "k": k, "v": v, "o": out}
     arguments = []
     for parameter in HOPPER_FORWARD.parameters(spec, config):
         if is_descriptor(parameter):
             name, block = parameter.name[0], block_of(parameter)
             shape, strides = geometry.described(name, len(block))
             memory = storage(tensors[name])
+            memory = memory[tensors[name].storage_offset() :]
             arguments.append(Descriptor(memory=memory, shape=shape, strides=strides, block=block))
         else:
             arguments.append(values[parameter.name])
@@ -160,3 +171,57 @@ def test_a_warpgroup_that_a_sequence_has_no_row_for_multiplies_nothing(changes: 
         assert_right(packed, *launched(packed, changes, programs=2, products=products))
         counts.append(len(products))
     assert counts[0] == counts[1] == 2 * counts[2] == 2 * counts[3] > 0
+
+
+PAGED: dict[str, tuple[Case, dict[str, KnobValue], int, str]] = {
+    "a block in one page": (
+        Case(queries=(130, 0, 7), keys=(300, 20, 128), **LENGTHS),
+        PLAIN,
+        256,
+        "nhd",
+    ),
+    "two pages of a block, causal": (
+        Case(queries=(70, 200, 1, 0), keys=(300, 5, 129, 9), options={"causal": True}, sinks=True, **LENGTHS),
+        SKIPPED | {"block_n": 128, "heads_per_group": 2, "masked_blocks": "branch", "hidden_blocks": "computed"},
+        64,
+        "hnd",
+    ),
+    "eight pages of a block, queries not all used": (
+        Case(
+            queries=(200, 3, 90), keys=(210, 3, 65), used_q=(130, 0, 90), spare=1, options={"causal": True}, **LENGTHS
+        ),
+        SMALL | {"heads_per_group": 1, "masked_blocks": "branch"},
+        8,
+        "halves",
+    ),
+    "a window": (
+        Case(queries=(90, 9), keys=(300, 140), options={"window": (100, 30), "softcap": 5.0}, **LENGTHS),
+        SMALL | {"masked_blocks": "branch"},
+        16,
+        "interleaved",
+    ),
+    "computed again": (
+        Case(queries=(140, 60, 150), keys=(150, 60, 290), options={"causal": True}, **LENGTHS),
+        SETTLES | {"heads_per_group": 4, "masked_blocks": "branch"},
+        32,
+        "nhd",
+    ),
+    "heads in parts": (
+        Case(queries=(100, 30), keys=(190, 30), nheads=2, nheads_k=1, head_dim=96, dtype=torch.bfloat16),
+        PLAIN | {"split_d": True},
+        16,
+        "hnd",
+    ),
+}
+
+
+@pytest.mark.parametrize("by_ends", [False, True], ids=["lengths", "ends"])
+@pytest.mark.parametrize("name", PAGED)
+def test_sequences_over_pages_are_right(name: str, by_ends: bool) -> None:
+    """Pages are full of NaN where nobody may look, and entries of the table that no visible key needs are stale."""
+    case, changes, page, layout = PAGED[name]
+    call = paging.paged(case, page, layout, order=3, by_ends=by_ends)
+    if name == "computed again":
+        call.packed.q.mul_(60.0)
+    out, lse = launched(call, changes, programs=3)
+    assert_right(call.packed, out, lse)

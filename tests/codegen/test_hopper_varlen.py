@@ -113,8 +113,20 @@ def test_the_family_serves_packed_sequences_first() -> None:
         assert [row.id for row in families.applicable(spec, H200)] == ["hopper_forward", "portable_forward"]
         assert families.confirmed(spec, H200) == ("hopper_forward", "portable_forward")
         assert families.default_config(spec, H200).family == "hopper_forward"
-    paged = replace(Specialization.parse("fwd-bf16-d128-causal-varlen"), page_size=64)
-    assert families.default_config(paged, H200).family == "portable_forward"
+    for page, family, block_n in (
+        (8, "hopper_forward", 128),
+        (64, "hopper_forward", 128),
+        (256, "hopper_forward", 128),
+        (192, "hopper_forward", 64),  # three steps of a page each
+        (4, "portable_forward", 128),
+        (24, "portable_forward", 128),
+    ):
+        paged = replace(Specialization.parse("fwd-bf16-d128-causal-varlen"), page_size=page)
+        config = families.default_config(paged, H200)
+        assert config.family == family
+        assert family == "portable_forward" or config["block_n"] == block_n
+        for each in HOPPER_FORWARD.seed_configs(paged, H200) if family == "hopper_forward" else ():
+            assert HOPPER_FORWARD.invalid(paged, each, H200) is None
 
 
 def test_what_no_gpu_has_confirmed_serves_nobody_unasked(monkeypatch: pytest.MonkeyPatch) -> None:

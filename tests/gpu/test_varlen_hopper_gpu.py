@@ -88,7 +88,7 @@ Serve = Callable[..., None]
 def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """What has a config of the family serve every forward call, without a record."""
     monkeypatch.setenv("FLASHGEN_QUIET", "1")
-    monkeypatch.setattr(records.Records, "of", lambda *_: ())
+    monkeypatch.setattr(records.Records, "_of_class", lambda *_: ())
     monkeypatch.setattr(kernel_cache, "KERNELS", {})  # other tests of this process have kernels of other families there
 
     def serve_by(**changes: KnobValue) -> None:

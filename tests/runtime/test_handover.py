@@ -127,8 +127,8 @@ def test_cudnn_gets_only_what_it_was_measured_on(ladder: Ladder) -> None:
 
 
 def test_a_record_of_another_corner_of_the_mask_says_nothing(ladder: Ladder) -> None:
-    """Decode with a causal mask is a call of its own: torch's mask begins at the top left."""
-    decode = CAUSAL.with_shape(seqlen_q=1)
+    """Few queries with a causal mask are a call of their own: torch's mask begins at the top left."""
+    decode = CAUSAL.with_shape(seqlen_q=2)
     ladder.user(replace(of_hopper(decode, packed_heads=4), baselines=faster("sdpa-flash", 0.1)))
     square = CAUSAL.with_shape(seqlen_q=4, seqlen_k=4)
     assert ladder.resolve(square).rung == 5
@@ -300,3 +300,18 @@ def test_warmup_compiles_what_a_twin_may_serve_with(gpu: FakeGpu, ladder: Ladder
     flashgen.warmup([PLAIN_GRADIENT])
     compiled = {each[1] for each in gpu.compiled}
     assert {gradient(PLAIN_GRADIENT, 4, 1.0).config, gradient(SAME_BITS, 8, 0.9).config} <= compiled
+
+
+def test_one_query_under_a_causal_mask_goes_to_torch_without_the_mask(
+    gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees every key, while torch's mask begins at the top left."""
+    one = CAUSAL.with_shape(batch=64, seqlen_q=1)
+    ladder.user(replace(of_hopper(one, packed_heads=4), baselines=faster("sdpa-flash", 0.1)))
+    assert found(ladder, one).obstacle is None
+    used: list[object] = []
+    monkeypatch.setattr(runs, "sdpa_run", lambda impl, **given: used.append(given) or (lambda *call: call[0]))
+    q, k, v = (tensor(64, h, rows, 128) for h, rows in ((32, 1), (8, one.seqlen_k), (8, one.seqlen_k)))
+    flashgen.attention(q, k, v, causal=True)
+    flashgen.attention(q, k, v, causal=True, q_offset=0)
+    assert (used, len(gpu.launched)) == ([{"causal": False, "bshd": False, "gqa": True}], 1)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.codegen import families
 from flashgen.codegen.families import default_config
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.core.config import Config
 from flashgen.core.record import SPLIT, Baseline, TuningRecord
 from flashgen.core.workload import Workload
@@ -18,11 +20,22 @@ from flashgen.runtime.lookup.mixed import Launches, launches
 from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 from tests.db.samples import H100, H200
 from tests.fakes.gpu import FakeGpu, OnGpu
+from tests.families import use_families
 from tests.runtime.ladders import Ladder
 from tests.runtime.test_packed_ladder import tuned
 
 PAGED = Workload.parse("b8-h32-hk8-tq8192-sq2048-sk16384-d128-causal-varlen-page16")
 SIZES = PackedSizes.of(PAGED)
+
+
+FAMILIES = families.FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def _one_family_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Portable kernels read pages of any size: with these alone configs of one family stand for all pages."""
+    without = replace(HOPPER_FORWARD, features=HOPPER_FORWARD.features - {"pages"})
+    use_families(monkeypatch, [without if row.id == without.id else row for row in FAMILIES])
 
 
 def with_pages(page_size: int | None, workload: Workload = PAGED) -> Workload:
@@ -33,7 +46,8 @@ def config(number: int) -> Config:
     """One that reads pages of any size, and that is told from the default and from others by its order of programs."""
     orders = ((8, False), (1, True), (32, True), (0, True), (1, False), (32, False))
     heads_per_group, heavy_first = orders[number]
-    return default_config(PAGED.specialization, H200).replace(heads_per_group=heads_per_group, heavy_first=heavy_first)
+    portable = default_config(PAGED.specialization, H200, ["portable_forward"])
+    return portable.replace(heads_per_group=heads_per_group, heavy_first=heavy_first)
 
 
 def plain(number: int) -> Config:
@@ -73,7 +87,7 @@ def test_a_record_without_pages_comes_before_those_with_pages_that_are_far(ladde
 
 
 def test_configs_that_cannot_read_the_pages_leave_the_call_to_the_next(ladder: Ladder) -> None:
-    """TMA loads whole tiles of a page of 64 keys, and the Hopper family none."""
+    """TMA loads whole tiles of a page of 64 keys, and here the Hopper family none."""
     by_tma = default_config(with_pages(64).specialization, H200)
     assert by_tma["loads"] == "descriptor"
     hopper = default_config(with_pages(None).specialization, H200)
@@ -181,3 +195,25 @@ def test_explain_says_what_was_measured(ladder: Ladder) -> None:
     assert f"mixed      {why}" in str(found)
     assert found.to_dict()["mixed"] == why
     assert explain(PAGED, PAGED.specialization, H200, ladder.records()).mixed == ""
+
+
+def test_the_hopper_family_reads_the_pages_that_tma_can_fill_its_steps_from(
+    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records without pages serve these, with smaller steps where pages ask for it; others the portable one."""
+    use_families(monkeypatch, FAMILIES)
+    default = default_config(with_pages(None).specialization, H200)
+    assert default.family == "hopper_forward"
+    ladder.ship(tuned(with_pages(None), config=default.replace(v_stages=2, heads_per_group=8)))
+    for page_size, rung, family, block_n in (
+        (8, 5, "hopper_forward", 128),
+        (16, 5, "hopper_forward", 128),
+        (128, 5, "hopper_forward", 128),
+        (192, 5, "hopper_forward", 64),
+        (24, 8, "portable_forward", 128),
+    ):
+        served = served_packed(with_pages(page_size).specialization, SIZES, H200, ladder.records())
+        assert (served.rung, served.config.family, served.config["block_n"]) == (rung, family, block_n), page_size
+    ladder.ship(tuned(with_pages(64), config=config(1)))
+    served = served_packed(with_pages(16).specialization, SIZES, H200, ladder.records())
+    assert (served.rung, served.config) == (5, config(1)), "measured over pages, if of another size"

@@ -75,6 +75,7 @@ def default(spec: Specialization, device: Device) -> Config:
     if width == 64 and spec.window:
         # the windows of such models are as short as a block
         config = config.replace(warpgroups=2, block_n=64, **NAMED_BARRIERS)
+    config = _over_pages(spec, config)
     if spec.softcap:
         # three times as many exponentials must not wait for the product
         config = config.replace(**NAMED_BARRIERS)
@@ -95,8 +96,20 @@ def _in_parts(spec: Specialization, config: Config, device: Device) -> Config:
     if _width(spec) == LEAST_COLUMNS or why_not_split(spec):
         return config
     parts = config.replace(split_d=True)
-    wide = parts.replace(block_n=128, v_stages=2)
+    wide = _over_pages(spec, parts.replace(block_n=128, v_stages=2))
     return wide if rules.why_too_large(spec, wide, device) is None else parts
+
+
+def _over_pages(spec: Specialization, config: Config) -> Config:
+    """`config` with steps of as many keys as TMA can fill from the pages."""
+    if resources.why_not_pages(spec.page_size, config.integer("block_n")) is None:
+        return config
+    return config.replace(block_n=64)
+
+
+def over_pages(spec: Specialization, config: Config, device: Device) -> Config:
+    """A config that was measured without pages, with steps that pages can fill."""
+    return _tidy(spec, _over_pages(spec, config), device)
 
 
 def smallest(spec: Specialization, device: Device) -> Config:
@@ -130,7 +143,8 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
         found += [config.replace(**change) for config in (usual, best) for change in SPLIT_HEADS]
     if HARDWARE in tanh_values(spec):
         found = [each for config in (served, *found) for each in (config.replace(tanh=HARDWARE), config)]
-    others = (config for config in dict.fromkeys(_tidy(spec, each, device) for each in found) if config != served)
+    tidy = (_tidy(spec, _over_pages(spec, each), device) for each in found)
+    others = (config for config in dict.fromkeys(tidy) if config != served)
     return tuple(config for config in others if rules.invalid(spec, config, device) is None)
 
 

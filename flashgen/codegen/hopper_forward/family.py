@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen import head_packing
-from flashgen.codegen.common_sequences import why_not_packed
+from flashgen.codegen.common_sequences import why_not_in_pages, why_not_packed
 from flashgen.codegen.common_softcap import TANH, exact_sibling
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import why_not_head_dim, why_not_wgmma
@@ -119,13 +119,15 @@ KNOBS = (
 
 
 FEATURES = frozenset(
-    {"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "varlen", "deterministic"}
+    {"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "varlen", "pages", "deterministic"}
 )
 
 
 def _why_not(spec: Specialization, device: Device) -> str | None:
-    if reason := why_not_wgmma(device) or why_not_packed(spec):
+    if reason := why_not_wgmma(device) or why_not_packed(spec) or why_not_in_pages(spec):
         return reason
+    if spec.page_size and not rules.allowed_values(spec)["block_n"]:
+        return resources.why_not_pages(spec.page_size, 64)
     if resources.score_tiles(spec) and not spec.aligned_scores:
         return "TMA needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
     if spec.dtype not in GL_DTYPES:
@@ -139,7 +141,6 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
     return None
 
 
-@functools.cache
 @functools.cache
 def _knob_rows() -> KnobRows:
     return KnobRows(names=rules.TOGETHER, rows=rules.knob_rows(KNOBS))
@@ -161,6 +162,7 @@ HOPPER_FORWARD = KernelFamily(
     allowed_values=rules.allowed_values,
     knob_rows=_knob_rows,
     fitted=defaults.fitted,
+    over_pages=defaults.over_pages,
     poor_at_sizes=defaults.poor_at_sizes,
     balanced=tile_choice.balanced,
     beside=tile_choice.others,

@@ -34,6 +34,9 @@ unused: what spills is around the mainloop and under its branch of masked blocks
 DEFAULT_SPILLS = 240
 """Of defaults of plain shapes: up to 40 under Triton 3.6, and up to this under 3.9."""
 
+SWIZZLED_ROWS = 8
+"""Rows after which the swizzle of a tile in shared memory repeats: a box may begin at any multiple of them."""
+
 OVERFLOW_FLAG_BYTES = 512
 """Where a tile may be recomputed: the flags of a warpgroup for two tiles. Masks of single scores need as much again as
 barriers for the rest."""
@@ -64,6 +67,18 @@ CAPPED_BITS = 160
 """How far apart a softcap may let two scores be for no tile to be recomputed, an exponent of two: caps up to 80 ln 2 =
 55, Gemma's 50 among them. A row's first keys may be at the lower end and later ones at the upper: weights come to
 2**(160 - 64) and sums of a hundred thousand of them leave V 2**14, at a cap of 50 2**30."""
+
+
+def page_box(spec: Specialization, block_n: int) -> int:
+    """Keys of what TMA loads at once: a block, or the page that it lies in where that is smaller."""
+    return min(spec.page_size or block_n, block_n)
+
+
+def why_not_pages(page_size: int | None, block_n: int) -> str | None:
+    """Why TMA cannot fill blocks of `block_n` keys from pages, or None."""
+    if not page_size or page_size % block_n == 0 or (block_n % page_size == 0 and page_size % SWIZZLED_ROWS == 0):
+        return None
+    return f"TMA fills {block_n} keys from whole pages of a multiple of {SWIZZLED_ROWS}, or from one: got {page_size}"
 
 
 def parts(head_dim: int, config: Config) -> tuple[HeadPart, ...]:

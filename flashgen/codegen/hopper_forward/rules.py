@@ -22,6 +22,7 @@ def invalid(spec: Specialization, config: Config, device: Device) -> str | None:
         or _why_meaningless(spec, config)
         or why_not_tanh(spec, config, device)
         or _why_not_packed(spec, config)
+        or resources.why_not_pages(spec.page_size, config.integer("block_n"))
         or why_impossible_mask(spec, config)
         or why_too_large(spec, config, device)
         or _why_pointless(spec, config, device)
@@ -195,6 +196,7 @@ def _why_pointless(spec: Specialization, config: Config, device: Device) -> str 
     if (
         config["block_n"] == 64
         and not spec.window
+        and not spec.page_size  # of which a tile of 64 keys may be one, and 128 two
         and not resources.score_tiles(spec)  # smaller tiles of them leave registers, and the output a place of its own
         and why_too_large(spec, config.replace(block_n=128, v_stages=2), device) is None
     ):
@@ -220,6 +222,8 @@ def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
         found["early_settle"] = (False,)
     if why_not_split(spec):
         found["split_d"] = (False,)
+    if spec.page_size:
+        found["block_n"] = tuple(n for n in (64, 128) if resources.why_not_pages(spec.page_size, n) is None)
     if not spec.causal:
         found["heads_per_group"] = (1,)
     if not (spec.causal or spec.window):

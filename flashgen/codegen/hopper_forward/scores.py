@@ -42,8 +42,8 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "aligned": aligned,
         # a row may see no key of a block, or of any
         "guards": hides or bool(spec.bias or spec.mask) or spec.varlen,
-        # keys that no query sees; those of a packed sequence end where its queries see the last one
-        "clears_hidden": spec.window or (spec.causal and not spec.varlen),
+        # keys that no query sees; those of a packed sequence end with what its queries see, unless a page goes on
+        "clears_hidden": spec.window or (spec.causal and not spec.varlen) or bool(spec.page_size),
         "clears_together": clears_together(spec),
         "offset_tensor": spec.offset_tensor,
         "offset_name": offset,

@@ -113,6 +113,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         **hopper_scores.values(spec, aligned=aligned),
         "schedule_arguments": _schedule_arguments(config, aligned=aligned),
         **_sequences(spec),
+        "paged": bool(spec.page_size),
+        "page_size": spec.page_size or 0,
+        "page_box": resources.page_box(spec, config.integer("block_n")),
         # whether the last tile of a sequence may have no row for a warpgroup
         "passes_over": spec.varlen and config.integer("warpgroups") > 1,
     }
@@ -120,10 +123,16 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
 
 def _sequences(spec: Specialization) -> dict[str, object]:
     """What roles are told of packed sequences: their lengths, where a tile lies, and what of it loads depend on."""
-    place = ["tile_row", "h", "b", "q_start", "q_rows", "seqlen_q", "k_start", "seqlen_k"] if spec.varlen else []
-    loads = ["tile_row", "h", "q_start", "seqlen_q", "k_start", "seqlen_k"]
-    lengths = [*SEQUENCE_POINTERS, *SEQUENCE_FLAGS, *SEQUENCE_SIZES]
+    keys = ["seqlen_k"] if spec.page_size else ["k_start", "seqlen_k"]
+    place = ["tile_row", "h", "b", "q_start", "q_rows", "seqlen_q", *keys] if spec.varlen else []
+    loads = ["tile_row", "h", *(["b"] if spec.page_size else []), "q_start", "seqlen_q", *keys]
+    lengths = [*SEQUENCE_POINTERS, *SEQUENCE_FLAGS, *_sequence_sizes(spec)]
     return {"varlen": spec.varlen, "lengths": lengths, "place": place, "loaded_from": loads}
+
+
+def _sequence_sizes(spec: Specialization) -> tuple[str, ...]:
+    """Sequences and rows of all of them; of keys in pages how many a row of the block table has pages for."""
+    return (*SEQUENCE_SIZES[:-1], "table_keys") if spec.page_size else SEQUENCE_SIZES
 
 
 def _pieces(v_parts: tuple[HeadPart, ...], config: Config) -> dict[str, object]:
@@ -192,20 +201,21 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     found += [Parameter(name="LSE", type="*fp32"), Parameter(name="Counter", type="*i32")]
     found += score_parameters(spec)
     found += sequence_parameters(spec)
-    lengths = SEQUENCE_SIZES if spec.varlen else ("seqlen_q", "seqlen_k")
+    lengths = _sequence_sizes(spec) if spec.varlen else ("seqlen_q", "seqlen_k")
     names = (*(() if spec.varlen else ("batch",)), "nheads", "group_size", *lengths, "lse_rows")
     found += [Parameter(name=name, type="i32") for name in names]
-    return (*found, *(Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if aligned else ())))
+    strides = (*(OUTPUT_STRIDES if aligned else ()), *(("stride_table",) if spec.page_size else ()))
+    return (*found, *(Parameter(name=name, type="i64") for name in strides))
 
 
 def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
     block_n = config.integer("block_n")
     packed = resources.packed_heads(config)
     query_rows: tuple[int, ...] = (ROWS,) if packed == 1 else (packed, ROWS // packed)
-    key_rows: tuple[int, ...] = (block_n,)
+    key_rows: tuple[int, ...] = (resources.page_box(spec, block_n) if spec.page_size else block_n,)
     if spec.varlen:
-        # one axis more says where a sequence ends
-        query_rows, key_rows = (1, *query_rows), (1, *key_rows)
+        # one axis more says where a sequence ends; in pages it does not end with a box
+        query_rows, key_rows = (1, *query_rows), key_rows if spec.page_size else (1, *key_rows)
     boxes = {
         "q": (query_rows, spec.head_dim),
         "k": (key_rows, spec.head_dim),

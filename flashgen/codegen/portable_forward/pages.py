@@ -72,10 +72,3 @@ def why_not_paged(spec: Specialization, config: Config, device: Device) -> str |
     if spec.page_size and config["loads"] == "descriptor" and not holds_tiles(spec, config.integer("block_n")):
         return f"TMA loads tiles of one page, and pages of {spec.page_size} keys do not hold those of block_n"
     return None
-
-
-def why_not_in_pages(spec: Specialization) -> str | None:
-    """What the family does not compute over pages: the reason, or None."""
-    if spec.page_size and not spec.varlen:
-        return "it reads no paged keys but those of packed sequences"
-    return None
