@@ -152,6 +152,8 @@ def test_where_bits_follow_from_a_sequence_alone_there_is_one_order_of_sums() ->
     ]
     for name in ("block_m", "block_n", "num_warps", "warp_keys", "late_sums", "partials", "ids_per"):
         assert len({each[name] for each in found}) == 1, name
+    assert all(each["aligned_steps"] for each in found)
+    assert "begin with a page" in str(invalid(found[-1].replace(ids_per="page"), replace(SPEC, page_size=16), H200))
 
 
 def test_what_a_search_tries_first_fits_and_knows_the_pages() -> None:

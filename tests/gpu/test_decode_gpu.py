@@ -183,6 +183,21 @@ def test_the_bits_of_a_sequence_follow_from_itself_alone() -> None:
     assert not torch.equal(run(shares)[[1]], run(only(shares, [1])))
 
 
+@pytest.mark.parametrize("heads", ["groups of 4", "wide heads"])
+def test_windows_over_pages_of_any_size_have_the_same_bits(heads: str) -> None:
+    """Heads of 256 are served by a config of the other schedule."""
+    sizes = WIDE if heads == "groups of 4" else {"nheads": 8, "nheads_k": 4, "head_dim": 256, "dtype": BF16}
+    options = {"fixed_split_size": 128, "window": (150, 0)}
+    case = Case(lens=(400, 3000, 1290, 7, 151, 0), options=options, **sizes)
+    call = make(case, "cuda")
+    out, lse = run(call, return_lse=True)
+    assert_right(call, out, lse)
+    for page in (1, 16, 64, 128):
+        same, same_lse = run(make(replace(case, page=page), "cuda"), return_lse=True)
+        assert torch.equal(out, same), page
+        assert torch.equal(lse, same_lse), page
+
+
 def test_caches_of_more_than_two_billion_elements() -> None:
     page, heads, dim = 16, 8, 128
     pages = 2**31 // (page * heads * dim) + 64

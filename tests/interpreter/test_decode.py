@@ -253,6 +253,64 @@ def test_the_bits_of_a_sequence_follow_from_itself_alone(knobs: dict[str, KnobVa
     assert not torch.equal(interpreted(shares, **knobs)[1][1:2], interpreted(only(shares, [1]), per_sm=2, **knobs)[1])
 
 
+def by_the_rule(call: DecodeCall, **knobs: KnobValue) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `interpreted`, by the config that serves such calls; what only a compiler understands is left out."""
+    checked = CheckedDecode.of(call, results(call)[0])
+    config = decode_config(checked.spec, checked.shape.sizes, DEVICE)
+    given = {**dict(config.knobs), "page_ids": "load", "pdl": False, **knobs}
+    return interpreted(call, **given)
+
+
+WINDOWED = Case(
+    lens=(300, 151, 152, 7, 0, 215), nheads=2, nheads_k=1, options={"window": (150, 0), "fixed_split_size": 128}
+)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("knobs", [{}, {"schedule": "shares", "overhead": 4}], ids=["grid", "shares"])
+def test_windows_over_pages_of_any_size_have_the_same_bits(knobs: dict[str, KnobValue], seqlen_q: int) -> None:
+    """A window begins within a step; steps of pages that hold whole ones can begin nowhere but at their multiples."""
+    case = replace(WINDOWED, seqlen_q=seqlen_q)
+    call = make(case)
+    out, lse = by_the_rule(call, **knobs)
+    assert_right(call, out, lse)
+    for page in (1, 16, 24, 64, 128):
+        over_pages = make(replace(case, page=page))
+        same, same_lse = by_the_rule(over_pages, **knobs)
+        assert torch.equal(out, same), page
+        assert torch.equal(lse, same_lse), page
+
+
+@pytest.mark.parametrize("window", [None, (150, 0)], ids=["all keys", "window"])
+def test_keys_behind_left_padding_have_the_bits_of_keys_without_it(window: tuple[int, int] | None) -> None:
+    """Padding follows from the longest sequence of a batch."""
+    pads = (3, 64, 100, 0, 77, 5)
+    options = {"fixed_split_size": 128, **({"window": window} if window else {})}
+    call = make(replace(WINDOWED, options=options))
+    out, lse = by_the_rule(call)
+    room = call.k_cache.shape[1] + max(pads)
+    caches = {}
+    for name in ("k_cache", "v_cache"):
+        cache = getattr(call, name)
+        caches[name] = cache.new_full((len(pads), room, *cache.shape[2:]), math.nan)
+        for b, pad in enumerate(pads):
+            caches[name][b, pad : pad + cache.shape[1]] = cache[b]
+    leftpad = torch.tensor(pads, dtype=torch.int32)
+    for knobs in ({}, {"schedule": "shares", "overhead": 4}):
+        padded = by_the_rule(replace(call, **caches, seqlens=call.seqlens + leftpad, leftpad=leftpad), **knobs)
+        assert torch.equal(out, padded[0])
+        assert torch.equal(lse, padded[1])
+
+
+def test_left_padding_behind_a_length_or_the_cache_leaves_no_keys() -> None:
+    call = make(replace(WINDOWED, lens=(200, 200, 200), options={"fixed_split_size": 128}))
+    call = replace(call, leftpad=torch.tensor([200, 2**31 - 1, -5], dtype=torch.int32))
+    out, lse = by_the_rule(call)
+    assert not out[:2].any()
+    assert (lse[:2] == -math.inf).all()
+    assert torch.equal(out[2:], by_the_rule(replace(call, leftpad=None))[0][2:])
+
+
 def test_layouts_of_the_caches_give_the_same_bits() -> None:
     found = [interpreted(make(Case(lens=(33, 60), page=16, layout=one))) for one in ("nhd", "hnd", "halves")]
     assert all(torch.equal(found[0][0], out) and torch.equal(found[0][1], lse) for out, lse in found[1:])

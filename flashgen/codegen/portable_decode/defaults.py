@@ -67,7 +67,7 @@ FEW_PARTIALS: dict[str, KnobValue] = {"partials": FEWEST_PARTIALS}
 
 FIXED: dict[str, KnobValue] = {"block_n": 64, "num_warps": 4, "num_stages": 4, "per_sm": 2, **APART, **GRID, **HALF}
 """Near the best with and without pages, for few and many sequences: where the bits of a sequence follow from itself
-alone, there is one order of sums for all of these. Ids of pages are read for each row: steps begin at the same keys."""
+alone, there is one order of sums for all of these."""
 
 ONE_WARP = {"block_n": 16, "num_warps": 1, "num_stages": 3, "per_sm": 2}
 ONE: dict[str, KnobValue] = {**WIDE, **GRID, "late_sums": True, **HALF}
@@ -134,6 +134,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "page_ids": "asm" if device.is_nvidia else "load",
         "ids_per": "row",
         "ids_ahead": False,
+        "aligned_steps": False,
         "early": False,
         "pdl": device.has_dependent_launch,
         "maxnreg": 0,
@@ -154,7 +155,8 @@ def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) ->
     block_m = _block_m(spec, sizes)
     pairs = sizes.batch * sizes.nheads_k * -(-_rows(sizes) // block_m)
     tiles: Mapping[str, KnobValue] = _tiles(spec, block_m, pairs, sizes, device)
-    return fitted(spec, config.replace(**tiles), sizes, device)
+    config = config.replace(**tiles, aligned_steps=not sizes.seqlen_k)
+    return fitted(spec, config, sizes, device)
 
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:

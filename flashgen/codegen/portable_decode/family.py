@@ -107,6 +107,13 @@ KNOBS = (
         default=False,
         implied=True,
     ),
+    Knob(
+        name="aligned_steps",
+        values=(False, True),
+        meaning="steps begin at multiples of their keys, or at the first visible key unless they lie in one page",
+        default=False,
+        implied=True,
+    ),
     Knob(name="early", values=(False, True), meaning="the first kernel is scheduled before those in front have ended"),
     Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended"),
     Knob(name="maxnreg", values=(0, 128, 168), meaning="register limit of a thread; 0 is what per_sm programs leave"),
@@ -139,8 +146,8 @@ def _invalid(spec: Specialization, config: Config, device: Device) -> str | None
         return "half a product is NVIDIA's"
     if config["page_ids"] == "asm" and not device.is_nvidia:
         return "inline assembly is NVIDIA's"
-    if config["ids_per"] == "page" and not has_parted_tiles(spec, config["block_n"]):
-        return "steps have several pages where an id serves the rows of each"
+    if config["ids_per"] == "page" and (config["aligned_steps"] or not has_parted_tiles(spec, config["block_n"])):
+        return "steps have several pages where an id serves the rows of each, and begin with a page"
     if config["ids_ahead"] and not spec.page_size:
         return "a contiguous cache has no page ids"
     if config["maxnreg"] and not device.is_nvidia:
@@ -258,6 +265,7 @@ def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
         "page_ids": ids,
         "ids_per": ("row", "page") if spec.page_size else ("row",),
         "ids_ahead": (False, True) if spec.page_size else (False,),
+        "aligned_steps": (False,),
         "early": (False,),
         "pdl": (False,),
         "maxnreg": (0,),
@@ -305,6 +313,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "page_size": page,
         "hidden_ids": bool(page) and config["page_ids"] == "asm",
         "whole_pages": bool(page) and page % config.integer("block_n") == 0,
+        "rebased": config["aligned_steps"] and not page and not spec.offset_tensor,
         "parted_tiles": config["ids_per"] == "page",
         "given_pages": config["ids_per"] == "page" or config["ids_ahead"],
         "softcap": spec.softcap,
