@@ -18,7 +18,7 @@ def usual_helpers(spec: Specialization) -> tuple[HelperKernel, ...]:
     Of aligned tensors: every place of a token, without a rotary embedding and, where lengths say positions, with both
     kinds over whole heads and tables in the type of keys; states in one tensor, and two of them.
     """
-    if spec.direction != "forward":
+    if spec.direction == "backward":
         return ()
     dtype = storage(spec)
 
@@ -39,5 +39,14 @@ def usual_helpers(spec: Specialization) -> tuple[HelperKernel, ...]:
     found = [appending(place) for place in PLACES]
     if spec.head_dim >= ROTARY_STEP:
         found += [appending(place, rotary) for place in ("rows", "pages") for rotary in ("halves", "interleaved")]
-    states = (MergeSpec(dtype=dtype, out_dtype=dtype, head_dim=spec.head_dim_v, separate=count) for count in (0, 2))
-    return (*found, *map(merge_kernel, states))
+    return (*found, _merging(spec, separate=0), _merging(spec, separate=2))
+
+
+def prefix_merge(spec: Specialization) -> HelperKernel:
+    """What merges the pass of a decode call over shared keys with the one over its own."""
+    return _merging(spec, separate=2)
+
+
+def _merging(spec: Specialization, separate: int) -> HelperKernel:
+    dtype = storage(spec)
+    return merge_kernel(MergeSpec(dtype=dtype, out_dtype=dtype, head_dim=spec.head_dim_v, separate=separate))

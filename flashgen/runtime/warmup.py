@@ -32,6 +32,7 @@ def warmup(
     training: bool = False,
     dropout: bool = False,
     helpers: bool = False,
+    prefix: bool = False,
 ) -> int:
     """Compile and load every kernel that the ladder can return for these workloads, so that serving never compiles.
 
@@ -46,12 +47,14 @@ def warmup(
             and the default one, which covers any length.
         device: GPU index, None the current one. Tensors are taken to be aligned to 16 bytes, as torch's allocator
             gives them; others have kernels of their own, which their first call compiles.
-        offset_tensor: also the kernels that read the query offset from a tensor.
+        offset_tensor: also the kernels that read the query offset from a tensor; steps of decoding have none.
         training: also the backward pass of every workload of a forward pass; deterministic while
             `torch.use_deterministic_algorithms(True)` is on.
         dropout: also the kernels of the same passes with dropout.
         helpers: also what `append_kv` and `merge_states` launch for the types and head dimensions of the workloads,
             with and without rotary embeddings of whole heads; other forms are compiled by their first call.
+        prefix: also what steps of decoding launch for a `Prefix` in a cache like their own, with as many keys as they
+            have at most, whichever of their sequences share one: the pass over these keys, and the merge.
 
     Returns:
         The number of kernels that are ready.
@@ -63,7 +66,7 @@ def warmup(
         BuildError: a kernel does not compile.
     """
     from flashgen.codegen.families import exact_sibling
-    from flashgen.codegen.usual_helpers import usual_helpers
+    from flashgen.codegen.usual_helpers import prefix_merge, usual_helpers
     from flashgen.runtime.ops.helpers import warm as warm_helper
 
     if device is None:
@@ -71,21 +74,23 @@ def warmup(
     index = whole_number("the index of a GPU", device, 0, error=DeviceError)
     where = serve.device_at(index)
     offset_tensor, training = flag("offset_tensor", offset_tensor), flag("training", training)
-    dropout = flag("dropout", dropout)
+    dropout, prefix = flag("dropout", dropout), flag("prefix", prefix)
     lengths = None if seqlens is None else _lengths(seqlens)
-    pairs = set()
+    pairs, beside = set(), set()
     for workload in _asked(workloads, training=training):
         for spec in variants(workload, offset_tensor=offset_tensor, dropout=dropout):
             found = _reachable(workload, spec, where, lengths)
             pairs |= {(spec, each) for config in found for each in (config, exact_sibling(config, spec))}
             pairs |= set(_by_decoding(workload, spec, where, lengths))
+        if prefix and workload.is_decode:
+            pairs |= set(_over_prefixes(workload, where))
+            beside.add(prefix_merge(workload.specialization))
     count = kernel_cache.warm(pairs, where, index)
     if flag("helpers", helpers):
-        beside = {helper for spec, _ in pairs for helper in usual_helpers(spec)}
-        for helper in beside:
-            warm_helper(helper, index)
-        count += len(beside)
-    return count
+        beside |= {helper for spec, _ in pairs for helper in usual_helpers(spec)}
+    for helper in beside:
+        warm_helper(helper, index)
+    return count + len(beside)
 
 
 def _lengths(seqlens: Iterable[int]) -> tuple[int, ...]:
@@ -104,7 +109,7 @@ def _asked(workloads: Iterable[Workload | str], *, training: bool) -> Iterator[W
 def variants(workload: Workload, *, offset_tensor: bool, dropout: bool = False) -> Iterator[Specialization]:
     """What of the same workload is compiled by itself: a bias may have a gradient or not."""
     dropouts = (False, True) if dropout and not workload.is_decode else (False,)
-    offsets = (False, True) if offset_tensor and _has_positions(workload) else (False,)
+    offsets = (False, True) if offset_tensor and not workload.is_decode and _has_positions(workload) else (False,)
     bias_grads = (False, True) if workload.direction == "backward" and workload.bias else (False,)
     for variant, bias_grad, drops in itertools.product(offsets, bias_grads, dropouts):
         yield Specialization.of(workload, offset_tensor=variant, bias_grad=bias_grad, dropout=drops)
@@ -160,6 +165,33 @@ def _reachable_steps(workload: Workload, spec: Specialization, device: Device) -
                 )
                 found.add(served_step(spec, sizes, device, records).config)
     return found
+
+
+def _over_prefixes(workload: Workload, device: Device) -> Iterator[tuple[Specialization, Config]]:
+    """The configs of all passes over keys that sequences of such steps share: of some groups, so many queries of each.
+
+    Sinks count with the own keys. With fixed splits a pass is chosen by the most query rows that a tile has.
+    """
+    from flashgen.codegen.family import Sizes
+    from flashgen.launch.decode_numbers import MANY_ROWS
+    from flashgen.runtime.lookup.decode_ladder import served_step
+
+    spec, records = Specialization.of(replace(workload, sink=False), offset_tensor=True), serve.records()
+    for groups in _powers_to(workload.batch):
+        for queries in _powers_to(workload.batch * workload.seqlen_q):
+            # the smallest groups of these classes
+            members = -(-(queries // 2 + 1) // workload.seqlen_q)
+            if (groups // 2 + 1) * members > workload.batch:
+                continue
+            for keys in (0, *_powers_to(workload.keys_reached)):
+                sizes = Sizes(
+                    batch=groups,
+                    nheads=workload.nheads,
+                    nheads_k=workload.nheads_k,
+                    seqlen_q=queries if keys else max(queries, MANY_ROWS),
+                    seqlen_k=keys,
+                )
+                yield spec, served_step(spec, sizes, device, records).config
 
 
 def _reachable_packed(workload: Workload, spec: Specialization, device: Device) -> set[Config]:

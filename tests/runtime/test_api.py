@@ -19,6 +19,7 @@ import flashgen
 from flashgen.core.config import Config
 from flashgen.core.errors import DeviceError, UnsupportedError, WorkloadError
 from flashgen.core.workload import Specialization, Workload
+from flashgen.launch import decode_passes
 from flashgen.runtime.ops import forward as ops
 from flashgen.runtime.ops import helpers, outputs, runs, serve
 from flashgen.runtime.ops.calls import Call
@@ -159,6 +160,10 @@ def test_warmup_compiles_helpers_where_they_are_asked_for(gpu: FakeGpu, monkeypa
     assert flashgen.warmup([KEY], training=True, helpers=True) > count
     assert sorted(set(warmed)) == ["append_kv", "merge_states"]
     assert len(warmed) == 9
+    warmed.clear()
+    monkeypatch.setattr(decode_passes, "endless", lambda index: None)
+    flashgen.warmup(["dec-b2-h4-hk2-sk64-d128"], helpers=True)
+    assert len(warmed) == 9, "steps of decoding need them first of all"
 
 
 def test_a_warm_up_can_include_offset_tensors(gpu: FakeGpu) -> None:

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 import flashgen
 from flashgen.codegen.families import decode_config
@@ -16,12 +17,17 @@ from flashgen.core.errors import ConfigError, UnsupportedError
 from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch import decode_passes
+from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.decode.shared_keys import SharedKeys, passes
 from flashgen.runtime.lookup.decode_ladder import class_of, served_step
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.lookup.records import Records
+from flashgen.runtime.ops import helpers
 from tests.db.samples import H100, H200, MEASURED
 from tests.fakes.gpu import FakeGpu
 from tests.runtime.ladders import Ladder
+
+Asked = tuple[Specialization, Sizes]
 
 STEP = Workload.parse("dec-b64-h32-hk8-sk8192-d128-page16")
 SPEC = STEP.specialization
@@ -130,3 +136,40 @@ def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder, monkeypa
         keys = chance.choice([0, chance.randint(1, 8192)])
         asked = sizes(chance.randint(1, 64), keys, chance.randint(1, 4))
         assert (SPEC, served_step(SPEC, asked, H200, records).config) in ready, asked
+
+
+def shared_passes(batch: int, queries: int, keys: int, starts: tuple[int, ...], split: int | None) -> set[Asked]:
+    """What passes over shared keys of pages are looked up by: what is compiled in, and sizes."""
+    pages = torch.empty(4, 16, 8, 128, dtype=torch.bfloat16)
+    q = torch.empty(batch, queries, 32, 128, dtype=torch.bfloat16)
+    table, lens = torch.empty(batch, keys // 16, dtype=torch.int32), torch.empty(batch, dtype=torch.int32)
+    call = DecodeCall(
+        q=q, k_cache=pages, v_cache=pages, seqlens=lens, block_table=table, causal=True, fixed_split_size=split
+    )
+    groups = len(starts)
+    shared = SharedKeys(k=pages, v=pages, seqlens=lens[:groups], block_table=table[:groups], starts=starts)
+    return {(one.checked.spec, one.checked.shape.sizes) for one in passes(call, shared, q)}
+
+
+def test_nothing_compiles_for_a_prefix_after_a_warm_up_for_some(
+    gpu: FakeGpu, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups by chance, of up to all sequences, with the tiles of 64 rows that they make."""
+    merges: list[str] = []
+    monkeypatch.setattr(decode_passes, "endless", lambda index: None)
+    monkeypatch.setattr(helpers, "warm", lambda helper, index: merges.append(f"{helper.id} {helper.key}"))
+    ladder.user(tuned(), tuned(Workload.parse("dec-b4-h32-hk8-sk1024-d128-page16"), min_tiles=8))
+    keys = ["dec-b64-h32-hk8-sq4-sk8192-d128-page16-causal", "dec-b64-h32-hk8-sk8192-d128-page16-sink"]
+    without = flashgen.warmup(keys, offset_tensor=True)
+    assert not any(spec.offset_tensor for spec, _ in gpu.compiled)
+    count = flashgen.warmup(keys, prefix=True)
+    assert merges == ["merge_states bf16-d128-2-states"]
+    ready: set[tuple[Specialization, Config]] = set(gpu.compiled)
+    assert count == len(ready) + 1 > without
+    records, chance = ladder.records(), random.Random(7)
+    for _ in range(200):
+        batch, queries, room = chance.randint(1, 64), chance.randint(1, 4), 16 * chance.randint(1, 512)
+        others = chance.sample(range(1, batch), chance.randint(0, batch - 1))
+        starts = chance.choice([(0,), (0, *sorted(others)), tuple(range(batch))])
+        for spec, asked in shared_passes(batch, queries, room, starts, chance.choice([None, 128])):
+            assert (spec, served_step(spec, asked, H200, records).config) in ready, (starts, asked)
