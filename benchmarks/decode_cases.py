@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashgen
 from benchmarks import fa4
 from benchmarks.decode_vllm import vllm_call, vllm_version, why_not_vllm
-from benchmarks.impls import FA3_MODULE, Call, cudnn_version, fa3_version, torch_version
+from benchmarks.impls import FA3_MODULE, Call, cudnn_version, fa3_lacks, fa3_version, torch_version
 from flashgen.core.lengths import RAMP, SAME, TAIL
 from flashgen.core.workload import Workload
 
@@ -58,6 +58,7 @@ def _step(text: str, profile: str = SAME) -> Step:
 
 LLAMA = "h32-hk8-sq1-d128"
 GPT_OSS = "h64-hk8-sq1-d64-sink"
+MISTRAL = f"{LLAMA}-wl4095"
 
 STEPS: tuple[Step, ...] = (
     *(_step(f"b1-sk{keys}-{LLAMA}") for keys in (1024, 8192, 32768, 131072)),
@@ -66,15 +67,18 @@ STEPS: tuple[Step, ...] = (
     *(
         _step(f"b{batch}-sk{keys}-{LLAMA}-page{page}")
         for page in (64, 16)
-        for batch, keys in ((1, 8192), (16, 1024), (16, 8192), (64, 4096))
+        for batch, keys in ((1, 8192), (16, 1024), (16, 8192), (64, 4096), (16, 32768), (64, 32768))
     ),
     *(_step(f"b64-sk8192-{LLAMA}{pages}", RAMP) for pages in ("", "-page64", "-page16")),
+    *(_step(f"b64-sk8192-{MISTRAL}{pages}", RAMP) for pages in ("", "-page16")),
     *(_step(f"b64-sk65536-{LLAMA}{pages}", TAIL) for pages in ("", "-page16")),
     *(_step(f"b{batch}-sk8192-{GPT_OSS}{pages}") for batch in (1, 64) for pages in ("", "-page16")),
+    *(_step(f"b{batch}-sk8192-h64-hk8-sq1-d64") for batch in (1, 64)),
     *(_step(f"b64-sk8192-{GPT_OSS}-wl127{pages}") for pages in ("", "-page16")),
-    *(_step(f"b16-sk8192-h32-hk8-sq{rows}-d128-causal-page64") for rows in (4, 8, 16)),
+    *(_step(f"b16-sk8192-h32-hk8-sq{rows}-d128-causal{pages}") for pages in ("", "-page64") for rows in (4, 8, 16)),
 )
-"""Llama-3.1's heads over lengths, batches and pages, ragged batches, gpt-oss's two kinds of layers, and speculation."""
+"""Llama-3.1's heads over lengths, batches and pages, ragged batches with and without a window, gpt-oss's two kinds of
+layers and its heads without sinks, which more peers have, and speculation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +175,21 @@ def _why_not_fa3(step: Step) -> str | None:
         return "this build has no function for caches"
     if step.workload.sink:
         return "FlashAttention-3 has no sinks"
+    if step.workload.window_left is not None and fa3_lacks("LOCAL"):
+        return "this build has no windows"
     return None
 
 
 def _fa3(step: Step, found: Caches) -> Call:
-    function = importlib.import_module(FA3_MODULE).flash_attn_with_kvcache
-    options: dict[str, Any] = {"cache_seqlens": found.lens, "causal": step.workload.causal}
+    """Without lengths where all caches are full, as SDPA is called: it is faster then."""
+    function, w = importlib.import_module(FA3_MODULE).flash_attn_with_kvcache, step.workload
+    options: dict[str, Any] = {"causal": w.causal}
     if found.table is not None:
         options["page_table"] = found.table
+    if found.table is not None or step.profile != SAME:
+        options["cache_seqlens"] = found.lens
+    if w.window_left is not None:
+        options["window_size"] = (w.window_left, 0)
 
     def run(n: int) -> torch.Tensor:
         out = function(found.q[n], found.k[n], found.v[n], **options)

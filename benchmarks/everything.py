@@ -72,7 +72,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _race("forward_backward", 710),
     _race("features", 670),
     _race("models", 620, "--rounds", "2"),
-    Benchmark(name="decode", module="decode", seconds=220, is_sharded=True, has_limit=True),
+    Benchmark(name="decode", module="decode", seconds=300, is_sharded=True, has_limit=True),
     Benchmark(name="packed_training", module="packed_training", seconds=120),
     Benchmark(name="overhead", module="overhead", seconds=160),
     Benchmark(name="memory", module="memory", seconds=90),

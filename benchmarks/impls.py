@@ -168,14 +168,14 @@ def _why_not_fa3(workload: Workload) -> str | None:
         return "FlashAttention-3 has no ALiBi, sinks, bias or mask"
     if max(workload.head_dim, workload.head_dim_v) > FA3_MAX_HEAD_DIM:
         return f"its head_dim ends at {FA3_MAX_HEAD_DIM}"
-    if workload.dtype not in ("bf16", "fp16") or (workload.dtype == "fp16" and _fa3_lacks("FP16")):
+    if workload.dtype not in ("bf16", "fp16") or (workload.dtype == "fp16" and fa3_lacks("FP16")):
         return f"this build does not compute in {workload.dtype}"
-    if workload.softcap and _fa3_lacks("SOFTCAP"):
+    if workload.softcap and fa3_lacks("SOFTCAP"):
         return "this build has no softcap"
-    return "this build has no windows" if _window_hides(workload) and _fa3_lacks("LOCAL") else None
+    return "this build has no windows" if _window_hides(workload) and fa3_lacks("LOCAL") else None
 
 
-def _fa3_lacks(part: str) -> bool:
+def fa3_lacks(part: str) -> bool:
     """Whether the installed build left this part out to be smaller; one without a list of its parts has them all."""
     try:
         flags = importlib.import_module(FA3_CONFIG).CONFIG["build_flags"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks import decode, fa4
+from benchmarks import decode, decode_cases, fa4
 from benchmarks.cases import selected
 from benchmarks.decode_cases import IMPLS, STEPS, Step, caches, flashgen_options
 from benchmarks.decode_tables import decode_parts
@@ -115,7 +116,7 @@ def test_the_table_has_a_line_for_each_step() -> None:
     impls = [impl for impl in IMPLS if impl.name in times]
     rows = [
         decode.row_of(each, impl, [Window(ms=times[impl.name])], SHARED)
-        for each in (STEPS[1], STEPS[20])
+        for each in (STEPS[1], step("dec-b64-sk8192-h32-hk8-sq1-d128-page16-ramp"))
         for impl in impls[: 1 + (each is STEPS[1])]
     ]
     title, text, table = decode_parts(rows)
@@ -150,3 +151,42 @@ def test_flash_attention_4_is_called_with_what_a_step_has(monkeypatch: pytest.Mo
     assert given["seqused_k"] is found.lens
     assert given["page_table"] is found.table
     assert given["learnable_sink"] is found.sinks
+
+
+def test_flash_attention_3_has_lengths_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    (impl,) = (each for each in IMPLS if each.name == "fa3")
+    calls: list[dict[str, object]] = []
+
+    def flash_attn_with_kvcache(q: torch.Tensor, *rest: torch.Tensor, **given: object) -> torch.Tensor:
+        calls.append(given)
+        return torch.zeros_like(q)
+
+    module = ModuleType("fa3_stand_in")
+    module.__spec__ = ModuleSpec("fa3_stand_in", None)
+    vars(module)["flash_attn_with_kvcache"] = flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "fa3_stand_in", module)
+    monkeypatch.setattr(decode_cases, "FA3_MODULE", "fa3_stand_in")
+    for key, expected in (
+        ("sq1-d16-same", {"causal": False}),
+        ("sq4-d16-causal-same", {"causal": True}),
+        ("sq1-d16-ramp", {"causal": False, "cache_seqlens": None}),
+        ("sq1-d16-page16-same", {"causal": False, "cache_seqlens": None, "page_table": None}),
+        ("sq1-d16-wl20-ramp", {"causal": False, "cache_seqlens": None, "window_size": (20, 0)}),
+    ):
+        one = step(f"dec-b3-sk96-h4-hk2-{key}")
+        found = caches(one, CPU)
+        assert impl.prepare(one, found).run(0).shape == found.q[0].shape
+        tensors = {"cache_seqlens": found.lens, "page_table": found.table}
+        assert calls.pop() == {name: tensors.get(name, value) for name, value in expected.items()}
+    for lacks, reason in ((True, "this build has no windows"), (False, None)):
+        monkeypatch.setattr(decode_cases, "fa3_lacks", lambda part, lacks=lacks: lacks and part == "LOCAL")
+        assert impl.unsupported(step("dec-b3-sk96-h4-hk2-sq1-d16-wl20-ramp")) == reason
+
+
+def test_all_copies_of_the_largest_caches_fit_on_a_gpu() -> None:
+    bytes_of = [
+        each.copies * w.batch * w.seqlen_k * w.nheads_k * (w.head_dim + w.head_dim_v) * 2
+        for each in STEPS
+        for w in (each.workload,)
+    ]
+    assert max(bytes_of) <= 20e9
