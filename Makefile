@@ -110,7 +110,7 @@ gpu-test: venv
 		$(BIN)/python -m pytest -m alone tests/gpu || status=1; \
 		exit $$status
 
-# The decode kernels under compute-sanitizer, which comes with the CUDA toolkit.
+# The kernels of serving under compute-sanitizer, which comes with the CUDA toolkit.
 sanitize: venv
 	$(BIN)/python -m scripts.sanitize_decode
 

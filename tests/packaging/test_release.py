@@ -135,7 +135,7 @@ def test_workflows_call_make_targets_and_nothing_else() -> None:
     for path in (ROOT / ".github/workflows").glob("*.yml"):
         jobs = yaml.safe_load(path.read_text())["jobs"]
         commands += [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert sorted(commands) == ["make gpu-test", "make test"]
+    assert sorted(commands) == ["make gpu-test", "make sanitize", "make test"]
     for command in commands:
         assert re.search(rf"^{command.removeprefix('make ')}:", makefile, re.MULTILINE)
 
