@@ -198,8 +198,9 @@ def test_windows_over_pages_of_any_size_have_the_same_bits(heads: str) -> None:
         assert torch.equal(lse, same_lse), page
 
 
-def test_caches_of_more_than_two_billion_elements() -> None:
-    page, heads, dim = 16, 8, 128
+@pytest.mark.parametrize("page", [16, 128], ids=["a page for each row", "steps in one page"])
+def test_pages_of_more_than_two_billion_elements(page: int) -> None:
+    heads, dim = 8, 128
     pages = 2**31 // (page * heads * dim) + 64
     k, v = (torch.full((pages, page, heads, dim), math.nan, dtype=BF16, device="cuda") for _ in range(2))
     small = make(Case(lens=(300, 1000), page=page, **WIDE), "cuda")
@@ -208,7 +209,10 @@ def test_caches_of_more_than_two_billion_elements() -> None:
     assert small.block_table is not None
     table = torch.where(small.block_table < count, small.block_table + (pages - count), small.block_table)
     assert torch.equal(run(small), run(small, k_cache=k, v_cache=v, block_table=table))
-    del k, v
+
+
+def test_contiguous_caches_of_more_than_two_billion_elements() -> None:
+    heads, dim = 8, 128
     rows = 2**31 // (4096 * heads * dim) + 2
     k, v = (torch.full((rows, 4096, heads, dim), math.nan, dtype=BF16, device="cuda") for _ in range(2))
     case = make(Case(lens=(300, 4000), room=4096, **WIDE), "cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -103,26 +103,52 @@ def test_what_lies_in_outputs_and_shared_memory_before_makes_no_difference() -> 
         assert torch.equal(one, right)
 
 
-def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_new_sizes_compile_nothing_wait_for_nothing_and_allocate_their_output_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Once every class of sizes has been there: 200 random batches, tables and longest lengths."""
     pool = torch.randn(64, 16, 8, 128, dtype=BF16, device="cuda")
 
-    def step(batch: int, columns: int) -> None:
+    def step(batch: int, columns: int) -> int:
         table = torch.randint(64, (batch, columns), dtype=torch.int32, device="cuda")
         lens = torch.randint(16 * columns + 1, (batch,), dtype=torch.int32, device="cuda")
         q = torch.randn(batch, 1, 32, 128, dtype=BF16, device="cuda")
-        flashgen.attention_decode(q, pool, pool, lens, block_table=table)
+        before = Counts.now()
+        out = flashgen.attention_decode(q, pool, pool, lens, block_table=table)
+        after = Counts.now()
+        del out
+        assert Counts.now().active == before.active
+        return after.allocations - before.allocations
 
     for batch in (*(2**power for power in range(9)), 300):
         for columns in (2**power for power in range(9)):
             step(batch, columns)
+    for memory in decode_plan._SHARED.values():
+        memory[:] = decode_plan.Pieces(0, decode_plan.LARGEST_SHARED).new(pool)  # it grows with sizes, and stays
+    torch.cuda.synchronize()
     compiled: list[object] = []
     monkeypatch.setattr(build, "compile_kernel", lambda *given: compiled.append(given))
     draw = random.Random(0)
-    for _ in range(200):
-        step(draw.randint(1, 300), draw.randint(1, 256))
-    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(200):
+            assert step(draw.randint(1, 300), draw.randint(1, 256)) == 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert not compiled
+
+
+class Counts(NamedTuple):
+    """Of torch's allocator: allocations so far, and bytes in use."""
+
+    allocations: int
+    active: int
+
+    @classmethod
+    def now(cls) -> Counts:
+        stats = torch.cuda.memory_stats()
+        return cls(stats["allocation.all.allocated"], stats["active_bytes.all.current"])
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
