@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -15,6 +16,8 @@ from benchmarks.cases import selected
 from benchmarks.decode_cases import IMPLS, STEPS, Step, caches, flashgen_options
 from benchmarks.decode_tables import decode_parts
 from benchmarks.decode_vllm import vllm_call, vllm_version, why_not_vllm
+from benchmarks.report import load
+from benchmarks.results import RESULTS
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.launch.feature_arguments import NO_FEATURES
@@ -24,6 +27,7 @@ from tests import decoding
 from tests.benchmarks.rows import SHARED
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def step(key: str) -> Step:
@@ -190,3 +194,35 @@ def test_all_copies_of_the_largest_caches_fit_on_a_gpu() -> None:
         for w in (each.workload,)
     ]
     assert max(bytes_of) <= 20e9
+
+
+FIXED_COSTS = {
+    "{}% where 16 sequences or more of Llama's heads are equally long": r"b(16|64)-h32-hk8-sq1-.*-d128(-page64)?-same",
+    "({}% over pages of 16), 11": r"b(16|64)-h32-hk8-sq1-.*-d128-page16-same",
+    "{}% for 64 sequences of 1 to 8192 keys": r"b64-h32-hk8-sq1-.*-d128(-page64)?-ramp",
+    "keys ({}% over pages of 16)": r"b64-h32-hk8-sq1-.*-d128-page16-ramp",
+    "{}% for one sequence": r"b1-h32-.*",
+    "{}% in windows of 128 keys": r".*-wl127.*",
+}
+"""Parts of sentences of `docs/decoding.md`, and the steps that they are about."""
+
+
+def test_what_fixed_splits_cost_is_what_the_page_says() -> None:
+    text = " ".join((ROOT / "docs/decoding.md").read_text().split())
+    times: dict[str, dict[str, float]] = {}
+    for row in load(RESULTS)["nvidia_h200"]:
+        if row.suite == decode.SUITE and row.median_ms:
+            times.setdefault(row.workload.removeprefix("dec-bf16-"), {})[row.impl] = row.median_ms
+    times = {key: by_impl for key, by_impl in times.items() if "flashgen-fixed" in by_impl}
+    for words, keys in FIXED_COSTS.items():
+        costs = [
+            round(100 * (by_impl["flashgen-fixed"] / by_impl["flashgen"] - 1))
+            for key, by_impl in times.items()
+            if re.fullmatch(keys, key)
+        ]
+        least, most = min(costs), max(costs)
+        assert words.format(f"{least} to {most}" if least < most else least) in text
+    for pages, words in (("", "{} us in place of {} ("), ("-page16", "({} in place of {} over pages of 16)")):
+        by_impl = times[f"b64-h32-hk8-sq1-sk65536-d128{pages}-tail"]
+        fixed, shares = (round(1e3 * by_impl[impl]) for impl in ("flashgen-fixed", "flashgen"))
+        assert words.format(fixed, shares) in text

@@ -112,7 +112,8 @@ def attention_decode(
         sinks: one more score for each head, (nheads,) in float32 or the dtype of q, that every row sees and that has no
             value. The LSE includes it.
         leftpad: the first slot of each sequence that holds a key, int32 (batch,); of contiguous caches.
-        batch_idx: the row of the caches of each sequence, int32 (batch,); of contiguous caches.
+        batch_idx: the row of the caches of each sequence, int32 (batch,); of contiguous caches. Lengths and page ids
+            are bounded, rows are not: one that the caches do not have reads other memory. FLASHGEN_CHECKS=1 finds it.
         fixed_split_size: partial results are of this many keys, a multiple of 128, wherever they are computed. Then the
             bits of a sequence's output depend on its own keys and queries alone: not on the batch, its order, the
             other lengths or the pages. None shares the keys of all sequences equally, which is faster where few
