@@ -106,8 +106,9 @@ def test_a_call_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_with_fixed_splits_bits_follow_from_a_sequences_keys_alone() -> None:
-    case = Case(lens=(700, 1024, 3, 90, 200), page=16, options={"fixed_split_size": 256}, **WIDE)
+@pytest.mark.parametrize("window", [{}, {"window": (1500, 0)}], ids=["all keys", "window"])
+def test_with_fixed_splits_bits_follow_from_a_sequences_keys_alone(window: dict[str, Any]) -> None:
+    case = Case(lens=(700, 1024, 3, 90, 200), page=16, options={"fixed_split_size": 256, **window}, **WIDE)
     call, prefix = make(case, "cuda"), make_prefix(case, (2000,), page=64, device="cuda")
     out = run(call, prefix)
     for rows in ([1], [4, 0], [2, 1, 0, 3] * 20):

@@ -12,7 +12,7 @@ from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.decode.prefix import Prefix
 from flashgen.runtime.decode.shared_keys import passes
 from flashgen.runtime.ops.merging import merge
-from tests.decoding import Case, assert_right, make
+from tests.decoding import Case, assert_right, make, only
 from tests.interpreter.test_decode import GRID, WARPS, interpreted, launched, results, small_config
 from tests.prefixes import joined, make_prefix
 
@@ -61,3 +61,17 @@ def test_other_schedules_are_right(knobs: dict[str, KnobValue]) -> None:
     case, lens, starts = CASES["some queries"]
     call, prefix = make(case), make_prefix(case, lens, starts)
     assert_right(joined(call, prefix), *with_prefix(call, prefix, **knobs))
+
+
+@pytest.mark.parametrize("knobs", [{}, GRID, {**GRID, **WARPS, "partials": 8}], ids=["shares", "grid", "warps"])
+@pytest.mark.parametrize("page", [None, 16, 64])
+def test_with_fixed_splits_a_group_does_not_matter(page: int | None, knobs: dict[str, KnobValue]) -> None:
+    """In a window, either, where others of a group see shared keys in front of those that one sees."""
+    case = Case(lens=(90, 60, 0, 300, 401), page=16, options={"window": (400, 0), "fixed_split_size": 128})
+    call, prefix = make(case), make_prefix(case, (700,), page=page)
+    out, lse = with_prefix(call, prefix, **knobs)
+    assert_right(joined(call, prefix), out, lse)
+    for rows in ([0], [3], [1, 0], [4]):
+        alone, alone_lse = with_prefix(only(call, rows), prefix, **knobs)
+        assert torch.equal(out[rows], alone)
+        assert torch.equal(lse[rows], alone_lse)

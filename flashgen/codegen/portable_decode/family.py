@@ -314,6 +314,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "hidden_ids": bool(page) and config["page_ids"] == "asm",
         "whole_pages": bool(page) and page % config.integer("block_n") == 0,
         "rebased": config["aligned_steps"] and not page and not spec.offset_tensor,
+        "same_cuts": config["aligned_steps"] and spec.offset_tensor,
         "parted_tiles": config["ids_per"] == "page",
         "given_pages": config["ids_per"] == "page" or config["ids_ahead"],
         "softcap": spec.softcap,
