@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
-from flashgen.core.record import Failure, Measurement, TuningRecord, timestamp
+from flashgen.core.record import Failure, Limits, Measurement, TuningRecord, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.comparison import Pair
 from flashgen.measure.protocol import Executor, RaceJob
 from flashgen.measure.sequential import Rule, beats
-from flashgen.tuning.finals import Finals, round_times
+from flashgen.tuning.finals import Finals, confidence, round_times
 
 BROKEN_PROMISE = 0.1
 """How much slower than its record a kernel may be: two cards of one model differ by half of that."""
@@ -58,7 +58,8 @@ def boldest(records: Iterable[TuningRecord], most: int | None) -> list[TuningRec
 def race(executor: Executor, workload: Workload, configs: Sequence[Config]) -> Raced:
     """Time configs of one workload against each other and torch's attention, as the last race of a search does.
 
-    The first one is the champion of several; one alone has as many rounds as a search's usual last race.
+    The first one is the champion of several, and each has the confidence that no other one is faster by 2%; one alone
+    has as many rounds as a search's usual last race, and no confidence.
     """
     info = executor.describe()
     job = RaceJob(workload=workload, configs=tuple(configs), baselines=True, hard=True)
@@ -66,6 +67,8 @@ def race(executor: Executor, workload: Workload, configs: Sequence[Config]) -> R
         finals = Finals()
         job = replace(job, rounds=finals.rounds, rule=Rule(champion=0, limit_s=finals.limit_s))
     result = executor.race(job)
+    outcomes = dict(zip(job.configs, result.outcomes, strict=True))
+    timed = {config: outcome for config, outcome in outcomes.items() if isinstance(outcome, Measurement)}
     return {
         config: outcome
         if isinstance(outcome, Failure)
@@ -74,13 +77,14 @@ def race(executor: Executor, workload: Workload, configs: Sequence[Config]) -> R
             device=info.device,
             config=config,
             provenance="measured",
-            measurement=outcome,
+            measurement=replace(outcome, confidence=confidence(timed, config) if len(timed) > 1 else None),
             source_digest=source_digest(workload, config),
             versions=info.versions,
+            limits=Limits.of(info.state),
             baselines=result.baselines,
             created=timestamp(),
         )
-        for config, outcome in zip(job.configs, result.outcomes, strict=True)
+        for config, outcome in outcomes.items()
     }
 
 

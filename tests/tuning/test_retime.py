@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flashgen.core.config import Config
-from flashgen.core.record import Failure, TuningRecord
+from flashgen.core.record import Failure, Limits, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db.comparison import compare
 from flashgen.tuning.retime import Check, boldest, checks, decided, race
@@ -38,6 +38,21 @@ def test_a_race_decides_whatever_the_records_claim(second_ms: float, verdict: st
         assert after.taken.config == (OTHER if verdict == "second" else CONFIG)
         assert after.taken.time_ms == pytest.approx(second_ms if verdict == "second" else 2.0, rel=0.1)
         assert after.taken.versions.driver == "580", "as measured today"
+
+
+def test_records_of_a_race_say_what_those_of_a_search_say() -> None:
+    """What bounds the card, and how sure the race was: a merge stores them."""
+    gpu = executor(second_ms=2.5)
+    gpu.state = (("power_limit_w", 600.0), ("sm_clock_max_mhz", 1980.0))
+    (pair,) = compare([of(CONFIG, 2.0)], [of(OTHER, 1.0)])
+    taken = decided(gpu, pair).taken
+    assert taken.limits == Limits(power_limit_w=600.0, max_sm_clock_mhz=1980.0)
+    assert taken.measurement is not None
+    assert taken.measurement.confidence == pytest.approx(1.0, abs=0.05)
+    alone = race(gpu, CAUSAL, [CONFIG])[CONFIG]
+    assert isinstance(alone, TuningRecord)
+    assert alone.measurement is not None
+    assert (alone.limits, alone.measurement.confidence) == (taken.limits, None), "nobody was there to be faster"
 
 
 def test_what_does_not_run_here_wins_no_race() -> None:
