@@ -271,9 +271,10 @@ def _fields(record: TuningRecord) -> list[tuple[str, output.Cell]]:
 
 
 def _sure(measured: Measurement) -> str | None:
-    if measured.confidence is None:
+    if measured.verdict is None:
         return None
-    return f"{measured.confidence:.1%} that no rival of the last race is faster by 2%"
+    asked = "that no rival of the last race is faster by 2%"
+    return f"{measured.verdict} {asked}" if measured.is_decided else f"{measured.verdict}: not sure {asked}"
 
 
 def _limits(limits: Limits) -> str | None:
@@ -329,6 +330,7 @@ def record_json(record: TuningRecord) -> dict[str, object]:
         "reference_ms": measured.reference_ms if measured else None,
         "sm_clock_mhz": measured.sm_clock_mhz if measured else None,
         "confidence": measured.confidence if measured else None,
+        "decided": measured.is_decided if measured else None,
         **asdict(record.limits),
         "anchors": {baseline.impl: baseline.median_ms for baseline in record.baselines},
         "source_digest": record.source_digest,

@@ -9,7 +9,7 @@ import typer
 from flashgen.cli import output
 from flashgen.cli.arguments import CommandLineError, DeviceName, Json, Shape, named_device, reading
 from flashgen.core.errors import DatabaseError
-from flashgen.core.history import Origin, Replaced
+from flashgen.core.history import Origin, Replaced, RunnerUp
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Workload
 
@@ -76,13 +76,24 @@ def _facts(record: TuningRecord) -> tuple[output.Cell, ...]:
 
 
 def _details(record: TuningRecord, origin: Origin) -> tuple[output.Cell, ...]:
-    best = origin.runners_up[0] if origin.runners_up else None
-    rivals = f"{len(origin.runners_up)}, the best {best.median_ms:.4g} ms" if best else None
+    rivals = _rivals(record, origin)
     named = [f"{name} {getattr(record.versions, name)}" for name in VERSIONS if getattr(record.versions, name)]
     # numbers as texts: a seed of 1234 is not 1,234 of anything
     seed = None if origin.seed is None else str(origin.seed)
     about = (origin.run or None, origin.host or None, seed, origin.budget or None)
     return (str(record.config), *about, rivals, ", ".join(named) or None)
+
+
+def _rivals(record: TuningRecord, origin: Origin) -> str | None:
+    """How many, and how far behind the best of them was by all that the race was decided by."""
+    if not origin.runners_up:
+        return None
+    leads = [lead for rival in origin.runners_up if (lead := _over(rival, record)) is not None]
+    return f"{len(origin.runners_up)}, the best {min(leads):.3f}x" if leads else str(len(origin.runners_up))
+
+
+def _over(rival: RunnerUp, record: TuningRecord) -> float | None:
+    return None if record.measurement is None else rival.over(record.measurement)
 
 
 def _entries(past: Past, layer: str) -> list[dict[str, object]]:
@@ -104,6 +115,8 @@ def _json(record: TuningRecord, origin: Origin, layer: str) -> dict[str, object]
             "median_ms": rival.median_ms,
             "times_ms": list(rival.times_ms),
             "hard_times_ms": list(rival.hard_times_ms),
+            "profile_times_ms": {name: list(times_ms) for name, times_ms in rival.profile_times_ms},
+            "over_winner": _over(rival, record),
         }
         for rival in origin.runners_up
     ]

@@ -18,6 +18,9 @@ from flashgen.core.workload import Workload
 STAGES = ("build", "launch", "verify", "timeout", "memory", "resources")
 PROVENANCES = ("measured", "predicted")
 
+DECIDED = 0.5
+"""The least confidence of a race that could tell: below it the doubts of its rivals add up to more than a half."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -47,7 +50,8 @@ class Measurement:
     has those of the others.
 
     `confidence` is how sure the last race was, from 0 to 1, that nobody in it is faster by 2% or more; None where none
-    was run, or where nobody wrote it down.
+    was run, or where nobody wrote it down. It is 1 less the doubts of all rivals (`measure.sequential`), a lower bound:
+    below DECIDED it says that the race ended before it could tell, and not that a rival is faster.
     """
 
     times_ms: tuple[float, ...]
@@ -77,6 +81,18 @@ class Measurement:
                 )
             if len(times_ms) != len(self.times_ms):
                 raise MeasureError(f"times on {profile} are of the same rounds as {self.times_ms}, got {times_ms}")
+
+    @property
+    def is_decided(self) -> bool | None:
+        """Whether the last race could tell that nobody in it is faster by 2%; None where that is not known."""
+        return None if self.confidence is None else self.confidence >= DECIDED
+
+    @property
+    def verdict(self) -> str | None:
+        """The confidence in words, e.g. `97.0%` or `undecided, 12 rounds`; None where there is none."""
+        if self.confidence is None:
+            return None
+        return f"{self.confidence:.1%}" if self.is_decided else f"undecided, {len(self.times_ms)} rounds"
 
     @property
     def median_ms(self) -> float:

@@ -70,8 +70,7 @@ def _raced(stored: Pair, decided: Pair, run: str, host: str) -> Origin:
     measured = loser.measurement if loser and loser not in (stored.first, stored.second) else None
     if loser is None or measured is None:
         return Origin(run=run, host=host)
-    rival = RunnerUp(config=loser.config, times_ms=measured.times_ms, hard_times_ms=measured.hard_times_ms)
-    return Origin(run=run, host=host, runners_up=(rival,))
+    return Origin(run=run, host=host, runners_up=(RunnerUp.of(loser.config, measured),))
 
 
 def _together(replaced: Iterable[Replaced]) -> tuple[Replaced, ...]:

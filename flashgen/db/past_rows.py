@@ -46,15 +46,7 @@ def replaced_of(row: Any) -> Replaced:
 
 def origin_columns(origin: Origin) -> dict[str, Any]:
     """The columns of an origin; of more runners-up than a text may hold, the last ones are left out."""
-    rivals = [
-        {
-            "family": rival.config.family,
-            "knobs": dict(rival.config.knobs),
-            "times_ms": rival.times_ms,
-            "hard_times_ms": rival.hard_times_ms,
-        }
-        for rival in origin.runners_up
-    ]
+    rivals = [_as_json(rival) for rival in origin.runners_up]
     while len(text := json.dumps(rivals, separators=(",", ":"))) > MAX_TEXT:
         rivals.pop()
     names = {"run": name_of(origin.run), "host": name_of(origin.host), "budget": name_of(origin.budget)}
@@ -66,6 +58,17 @@ def name_of(text: str) -> str:
     return printable(text)[-MAX_NAME:]
 
 
+def _as_json(rival: RunnerUp) -> dict[str, object]:
+    """A runner-up in a row; one without profiles is written as it always was."""
+    found: dict[str, object] = {
+        "family": rival.config.family,
+        "knobs": dict(rival.config.knobs),
+        "times_ms": rival.times_ms,
+        "hard_times_ms": rival.hard_times_ms,
+    }
+    return {**found, "profile_times_ms": dict(rival.profile_times_ms)} if rival.profile_times_ms else found
+
+
 def _runners_up(value: object) -> tuple[RunnerUp, ...]:
     found = _parsed("runners_up", value)
     if not isinstance(found, list) or len(found) > MAX_RUNNERS_UP:
@@ -75,13 +78,17 @@ def _runners_up(value: object) -> tuple[RunnerUp, ...]:
 
 def _runner_up(value: Any) -> RunnerUp:
     names = {"family", "knobs", "times_ms", "hard_times_ms"}
-    if not isinstance(value, dict) or value.keys() != names or not isinstance(value["knobs"], dict):
+    profiles = value.get("profile_times_ms", {}) if isinstance(value, dict) else None
+    if not isinstance(value, dict) or value.keys() - {"profile_times_ms"} != names:
         raise DatabaseError(f"a runner-up has {', '.join(sorted(names))}, got {shown(value)}")
+    if not isinstance(value["knobs"], dict) or not isinstance(profiles, dict):
+        raise DatabaseError(f"knobs and times by profile of a runner-up are JSON objects, got {shown(value)}")
     knobs = typed("knobs", json.dumps(value["knobs"]), "str")
     return RunnerUp(
         config=Config.from_json(typed("family", value["family"], "str"), knobs),
         times_ms=_times(value["times_ms"]),
         hard_times_ms=_times(value["hard_times_ms"]),
+        profile_times_ms=tuple((name, _times(times_ms)) for name, times_ms in profiles.items()),
     )
 
 

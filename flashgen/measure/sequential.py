@@ -73,7 +73,11 @@ def beats(one: Times, other: Times, *, rivals: int = 1) -> bool:
 
 
 def confidence(winner: Times, others: Collection[Times]) -> float:
-    """How sure it is, from 0 to 1, that none of `others` is faster than the winner by GAIN or more."""
+    """How sure it is, from 0 to 1, that none of `others` is faster than the winner by GAIN or more.
+
+    A doubt is how many times as likely a rival's times are of one that is faster by GAIN as of one that is not faster.
+    Many small doubts, as of equals after three rounds, and one large one sum up to 0: the race could not tell.
+    """
     doubt = sum(1 / odds_no_gain(gains(other, winner)) for other in others)
     return max(0.0, 1.0 - doubt)
 

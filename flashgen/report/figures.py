@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flashgen.core.history import RunnerUp
 from flashgen.core.record import Measurement, TuningRecord
 from flashgen.report.contents import Contents, Entry, Search
 
@@ -82,39 +81,35 @@ class Reason:
 class Race:
     """The last race of a record's search: how many it met, and the next best one's time over its own.
 
-    A `lead` below 1 is a rival that was faster there, but not surely.
+    A `lead` below 1 is a rival that was faster there, but not surely. It is None where the times that decided were not
+    stored: decoding and packed sequences were raced on all profiles of lengths, of which rows from before have one.
     """
 
     record: TuningRecord
     rivals: int
-    lead: float
+    lead: float | None
     rounds: int
     confidence: float | None
+    verdict: str | None
 
 
 def races(entries: Iterable[Entry]) -> tuple[Race, ...]:
-    """Of each record whose rivals are stored, the closest race first."""
+    """Of each record whose rivals are stored, the closest race first and those without a lead behind."""
     found = []
     for entry in entries:
         measured, rivals = entry.record.measurement, entry.origin.runners_up
         if measured is not None and rivals:
+            leads = [lead for rival in rivals if (lead := rival.over(measured)) is not None]
             race = Race(
                 record=entry.record,
                 rivals=len(rivals),
-                lead=min(_over(rival, measured) for rival in rivals),
+                lead=min(leads, default=None),
                 rounds=len(measured.times_ms),
                 confidence=measured.confidence,
+                verdict=measured.verdict,
             )
             found.append(race)
-    return tuple(sorted(found, key=lambda race: (race.lead, race.record.workload.key)))
-
-
-def _over(rival: RunnerUp, winner: Measurement) -> float:
-    """A rival's time over the winner's, by the geometric mean of all data where both were timed on it."""
-    lead = rival.median_ms / winner.median_ms
-    if rival.hard_times_ms and winner.hard_ms:
-        lead = math.sqrt(lead * statistics.median(rival.hard_times_ms) / winner.hard_ms)
-    return lead
+    return tuple(sorted(found, key=lambda race: (race.lead or math.inf, race.record.workload.key)))
 
 
 def ratio_of(record: TuningRecord) -> float | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from flashgen.core.feature_words import describe
+from flashgen.core.record import DECIDED
 from flashgen.report import charts, figures
 from flashgen.report.about import device_section, runs_section, stale_section
 from flashgen.report.contents import Contents, Entry, Search
@@ -69,23 +70,12 @@ def races(contents: Contents) -> Section:
     if not found:
         why = "No record has the rivals of its last race stored with it."
         return Section(id="races", title="How sure winners are", lines=(why,))
-    close = sum(race.lead < figures.WITHIN for race in found)
-    known = [race.confidence for race in found if race.confidence is not None]
-    lines = [
-        f"Of {len(found)} records whose last race is stored, {close} had a rival within 2%: measured again, another "
-        "one of them may win, and little is lost by that."
-    ]
-    if known:
-        least = min(known)
-        lines.append(
-            f"{len(known)} races ended with a confidence that no rival is faster by 2%: median "
-            f"{statistics.median(known):.0%}, least {least:.0%}."
-        )
+    leads = [race.lead for race in found if race.lead is not None]
     return Section(
         id="races",
         title="How sure winners are",
-        lines=tuple(lines),
-        pictures=(charts.leads([race.lead for race in found]),),
+        lines=tuple(_sureness(found, leads)),
+        pictures=(charts.leads(leads),) if leads else (),
         tables=(
             Table(
                 title="Last races, the closest first",
@@ -93,13 +83,38 @@ def races(contents: Contents) -> Section:
                 rows=tuple(
                     (
                         *(race.record.workload.key, race.record.device.name, race.rivals, race.lead, race.rounds),
-                        None if race.confidence is None else f"{race.confidence:.0%}",
+                        race.verdict,
                     )
                     for race in found
                 ),
             ),
         ),
     )
+
+
+def _sureness(found: Sequence[figures.Race], leads: Sequence[float]) -> Iterator[str]:
+    close = sum(lead < figures.WITHIN for lead in leads)
+    yield (
+        f"Of {len(leads)} records whose last race is stored, {close} had a rival within 2%: measured again, another "
+        "one of them may win, and little is lost by that."
+    )
+    if len(leads) < len(found):
+        yield (
+            f"{len(found) - len(leads)} more were raced on several profiles of lengths, and of their rivals the times "
+            "on one of them are stored: who came how near is not known."
+        )
+    known = [race.confidence for race in found if race.confidence is not None]
+    sure = [confidence for confidence in known if confidence >= DECIDED]
+    if sure:
+        yield (
+            f"{len(sure)} of {len(known)} races ended with a confidence that no rival is faster by 2%: median "
+            f"{statistics.median(sure):.0%}, least {min(sure):.0%}."
+        )
+    if len(sure) < len(known):
+        yield (
+            f"{len(known) - len(sure)} ended undecided: their windows cannot tell whether a rival is faster by 2%, "
+            "which is not to say that one is."
+        )
 
 
 def convergence(searches: tuple[Search, ...]) -> Section:

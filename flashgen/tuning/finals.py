@@ -166,10 +166,7 @@ def runners_up(results: Mapping[Config, Measurement], winner: Config) -> tuple[R
     """The other configs of a race with their times, the fastest first."""
     times = round_times(results)
     others = sorted((each for each in results if each != winner), key=lambda each: _behind(times[each], times[winner]))
-    return tuple(
-        RunnerUp(config=each, times_ms=results[each].times_ms, hard_times_ms=results[each].hard_times_ms)
-        for each in others[:MAX_RUNNERS_UP]
-    )
+    return tuple(RunnerUp.of(each, results[each]) for each in others[:MAX_RUNNERS_UP])
 
 
 def complexity(config: Config, default: Config) -> tuple[object, ...]:

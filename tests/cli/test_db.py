@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,19 @@ def test_show_has_the_time_on_hard_data_where_it_was_measured(invoke: Invoke, tu
     assert "2.4 ms, 1.92 of that on normal data" in invoke(*asked).stdout
     measured, _ = own(invoke(*asked, "--json").stdout)
     assert (measured["hard_ms"], measured["hard_times_ms"]) == (2.4, list(HARD_TIMES))
+
+
+def test_show_says_how_sure_a_race_was_or_that_it_was_not(invoke: Invoke, tuned: Path) -> None:
+    asked = ("db", "show", CAUSAL.key, "--device", "h200")
+    for confidence, said, decided in (
+        (0.97, "97.0% that no rival of the last race is faster by 2%", True),
+        (0.0, "undecided, 3 rounds: not sure that no rival of the last race is faster by 2%", False),
+    ):
+        with Store.open(tuned) as store:
+            store.put_record(replace(MEASURED, measurement=replace(MEASURED.measurement, confidence=confidence)))  # type: ignore[type-var]
+        assert said in invoke(*asked).stdout
+        measured, _ = own(invoke(*asked, "--json").stdout)
+        assert (measured["confidence"], measured["decided"]) == (confidence, decided)
 
 
 def test_show_has_the_times_of_a_step_of_decoding_on_each_profile(invoke: Invoke, tuned: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_history_is_listed(invoke: Invoke, path: Path) -> None:
     shown = invoke("db", "history", CAUSAL.key, *HERE).stdout
     for text in (
         *(MEASURED.created, REPLACED.moment, "search", REPLACED.source, ORIGIN.run, REPLACED.origin.run, "gpu-7"),
-        *("20 s", "2, the best 1.31 ms", "triton 3.6.0, torch 2.11.0, driver 580.95.05", str(path)),
+        *("20 s", "2, the best 1.136x", "triton 3.6.0, torch 2.11.0, driver 580.95.05", str(path)),
     ):
         assert text in shown
     assert shown.index(MEASURED.created) < shown.index(REPLACED.moment)
@@ -44,6 +44,7 @@ def test_a_history_as_json(invoke: Invoke, path: Path) -> None:
     assert (now["origin"]["host"], now["origin"]["seed"], now["origin"]["budget"]) == ("gpu-7", 3, "20 s")
     (first, second) = now["origin"]["runners_up"]
     assert (first["median_ms"], first["times_ms"], first["hard_times_ms"]) == (1.31, [1.3, 1.31, 1.35], [2.5, 2.1, 2.4])
+    assert (first["over_winner"], second["over_winner"]) == (None, pytest.approx(1.1364, rel=1e-3))
     assert (first["knobs"]["num_warps"], second["knobs"]["num_stages"]) == (4, 2)
     assert (then["time_ms"], then["versions"]["torch"]) == (1.5, "2.11.0")
     assert then["replaced"] == {"moment": REPLACED.moment, "reason": "search", "source": REPLACED.source}

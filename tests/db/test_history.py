@@ -128,6 +128,24 @@ def test_a_reason_is_one_of_four() -> None:
         replace(REPLACED, reason="whim")
 
 
+def test_a_runner_up_is_as_far_behind_as_the_race_was_decided_by(path: Path) -> None:
+    """Faster on the first profile, slower on all of them together, which is what its race was decided by."""
+    profiled = replace(MEASURED.measurement, times_ms=(1.0, 1.2), profile_times_ms=(("ramp", (1.0, 1.2)),))  # type: ignore[type-var]
+    rival = RunnerUp(config=FASTER.config, times_ms=(0.9, 1.08, 1.0), profile_times_ms=(("ramp", (1.3, 1.56, 1.0)),))
+    assert rival.over(profiled) == pytest.approx(1.1)
+    assert replace(rival, profile_times_ms=()).over(profiled) is None, "it is from before, and one profile decides not"
+    hard = replace(MEASURED.measurement, times_ms=(1.0,), hard_times_ms=(2.0,))  # type: ignore[type-var]
+    both = RunnerUp(config=FASTER.config, times_ms=(1.21,), hard_times_ms=(2.0,))
+    assert (both.over(hard), both.over(profiled)) == (pytest.approx(1.1), None)
+    with Store.open(path) as store:
+        store.put_record(MEASURED, Origin(runners_up=(rival, both)))
+        ((_, origin),) = store.past(CAUSAL).records
+    assert origin.runners_up == (rival, both)
+    for profiles, rule in ((("noon", (1.0,) * 3),), "one of"), ((("ramp", (1.0,)),), "same rounds"):
+        with pytest.raises(MeasureError, match=rule):
+            replace(rival, profile_times_ms=profiles)
+
+
 def test_runners_up_are_bounded(path: Path) -> None:
     rival = RunnerUp(config=CONFIG, times_ms=(1.23456789012345,) * 100)
     with pytest.raises(MeasureError, match="at most 16 runners-up, got 17"):
@@ -317,6 +335,12 @@ ROWS = [
     ("history", "runners_up", "{}", "JSON list of at most 16"),
     ("history", "runners_up", f"[{','.join(['{}'] * 17)}]", "JSON list of at most 16"),
     ("history", "runners_up", '[{"family": "x"}]', "a runner-up has"),
+    (
+        "history",
+        "runners_up",
+        '[{"family":"x","knobs":{},"times_ms":[1],"hard_times_ms":[],"profile_times_ms":[]}]',
+        "JSON",
+    ),
     ("history", "device_id", 999, "point to its device"),
     ("history", "seed", "many", "seed must be of type int"),
     ("history", "host", b"\x00", "type str"),

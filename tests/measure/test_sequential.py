@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from flashgen.core.errors import MeasureError
+from flashgen.core.record import Measurement
 from flashgen.measure.sequential import (
     ANCHOR_ROUNDS,
     LEAST_ROUNDS,
@@ -82,6 +83,17 @@ def test_confidence_is_about_all_others() -> None:
     assert confidence(winner, [far]) > 0.99
     assert 0.0 < confidence(winner, [far, near]) < confidence(winner, [far])
     assert confidence(winner, [(0.9,) * 4] * 3) == 0.0
+
+
+def test_equals_that_three_rounds_cannot_tell_apart_are_no_confidence_and_no_defeat() -> None:
+    """Their doubts add up; more rounds of the same decide."""
+    winner = [1.0, 1.04, 0.97]
+    rivals = [[1.03, 0.99, 1.0], [0.98, 1.03, 1.01], [1.01, 1.02, 0.98]]
+    few, many = confidence(winner, rivals), confidence(winner * 8, [rival * 8 for rival in rivals])
+    assert not any(beats(rival, winner, rivals=3) for rival in rivals)
+    said = [Measurement(times_ms=(1.0,) * rounds, confidence=sure) for rounds, sure in ((3, few), (24, many))]
+    assert [(each.is_decided, each.verdict) for each in said] == [(False, "undecided, 3 rounds"), (True, f"{many:.1%}")]
+    assert (Measurement(times_ms=(1.0,)).is_decided, Measurement(times_ms=(1.0,)).verdict) == (None, None)
 
 
 def test_the_fastest_leads_where_nobody_has_a_place_to_defend() -> None:

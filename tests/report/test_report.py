@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,8 +13,8 @@ import pytest
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.search_log import SearchLog
-from flashgen.report import charts, figures, page
-from flashgen.report.contents import Search, read
+from flashgen.report import charts, figures, page, sections
+from flashgen.report.contents import Entry, Search, read
 from flashgen.report.drawing import Scale
 from flashgen.report.importance import LEAST_TRIALS, importances
 from tests.cli.conftest import Invoke
@@ -132,10 +133,35 @@ def test_times_of_trials_compare_beside_their_reference() -> None:
 
 
 def test_a_race_is_as_close_as_its_next_best(database: Path) -> None:
-    (race,) = figures.races(read([database]).entries)
-    assert (race.rivals, race.lead, race.rounds, race.confidence) == (2, pytest.approx(1.26 / 1.25), 3, 0.97)
+    contents = read([database])
+    (race,) = figures.races(contents.entries)
+    lead = 1.26 / math.prod((1.25, 1.2, 1.3)) ** (1 / 3)
+    assert (race.rivals, race.lead, race.rounds, race.verdict) == (2, pytest.approx(lead), 3, "97.0%")
+    said = " ".join(sections.races(contents).lines)
+    assert "Of 1 records whose last race is stored" in said
+    assert "1 of 1 races ended with a confidence" in said
+    assert "undecided" not in said
     counts = [label.text for label in charts.leads([0.99, 1.0, 1.019, 1.5, 9.0]).labels if label.kind == "value"]
     assert counts == ["1", "1", "1", "0", "0", "0", "2"]
+
+
+def test_a_race_that_could_not_tell_is_no_winner_with_0_percent(database: Path) -> None:
+    """And rivals of several profiles, of which one is stored, are in no figure of leads."""
+    entries = [entry for entry in read([database]).entries if entry.origin.runners_up]
+    open_race = [with_measurement(entry, confidence=0.0) for entry in entries]
+    section = sections.races(replace(read([database]), entries=tuple(open_race)))
+    assert "1 ended undecided" in " ".join(section.lines)
+    assert section.tables[0].rows[0][-1] == "undecided, 3 rounds"
+    profiled = [with_measurement(entry, profile_times_ms=(("ramp", (1.0,) * 3),)) for entry in entries]
+    section = sections.races(replace(read([database]), entries=tuple(profiled)))
+    assert (section.pictures, section.tables[0].rows[0][3]) == ((), None)
+    assert "Of 0 records" in section.lines[0]
+    assert "1 more were raced on several profiles" in section.lines[1]
+
+
+def with_measurement(entry: Entry, **changes: object) -> Entry:
+    measurement = replace(entry.record.measurement, **changes)  # type: ignore[arg-type,type-var]
+    return replace(entry, record=replace(entry.record, measurement=measurement))
 
 
 def test_the_knob_that_decides_is_the_important_one(database: Path) -> None:

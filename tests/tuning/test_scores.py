@@ -57,4 +57,7 @@ def test_a_config_that_is_good_on_all_profiles_wins() -> None:
     assert choose({each: MEASURED[each] for each in (EVEN, SLOW)}, default=SLOW, incumbent=SLOW) == EVEN
     both = {each: MEASURED[each] for each in (ONE_SIDED, EVEN)}
     assert choose(both, default=SLOW, incumbent=EVEN) == EVEN, "0.3 behind with ramp, and 0.05 ahead without"
-    assert [each.config for each in runners_up(MEASURED, EVEN)] == [ONE_SIDED, SLOW]
+    rivals = runners_up(MEASURED, EVEN)
+    assert [each.config for each in rivals] == [ONE_SIDED, SLOW]
+    assert rivals[0].median_ms < MEASURED[EVEN].median_ms, "on the first profile"
+    assert [each.over(MEASURED[EVEN]) for each in rivals] == pytest.approx([2.2 / 1.97, 2.45 / 1.97])
