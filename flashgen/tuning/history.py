@@ -67,13 +67,32 @@ def incumbent(context: Context, workload: Workload) -> TuningRecord | None:
 def unfinished_trials(context: Context, workload: Workload) -> list[Trial]:
     """The trials since the last measured record, oldest first: those of searches that did not come to their end.
 
-    Of several of one config the last one counts: it may have failed in finals that were stopped.
+    Of several of one config the last one counts: it may have failed in finals that were stopped. A search of some
+    families goes on from trials of these alone, and one from nothing from trials of searches from nothing.
     """
     record = context.store.record(workload, context.device)
     since = moment(record.created if record is not None and record.provenance == "measured" else "")
-    trials = [trial for trial in context.store.trials(workload, context.device) if moment(trial.created) > since]
+    families, runs = context.options.families, _from_nothing(context, workload)
+    trials = [
+        trial
+        for trial in context.store.trials(workload, context.device)
+        if moment(trial.created) > since
+        and (not families or trial.config.family in families)
+        and (runs is None or trial.run in runs)
+    ]
     last = {trial.config: trial for trial in sorted(trials, key=lambda trial: moment(trial.created))}
     return sorted(last.values(), key=lambda trial: moment(trial.created))
+
+
+def _from_nothing(context: Context, workload: Workload) -> frozenset[str] | None:
+    """The runs that a search from nothing may go on from; None where any may be.
+
+    Those that lists or records began are not, nor those of which it is not known.
+    """
+    if not context.options.from_nothing:
+        return None
+    searches = context.store.searches(workload, context.device)
+    return frozenset(each.run for each in searches if dict(each.settings).get("from_nothing") is True)
 
 
 def unfinished_predictions(context: Context, workload: Workload) -> list[Prediction]:

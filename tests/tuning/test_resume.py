@@ -17,7 +17,7 @@ from flashgen.core.settings import child_environment
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from tests.tuning.fakes import H200, FakeExecutor
-from tests.tuning.runs import CAUSAL, PLAIN, Killed, chosen, run
+from tests.tuning.runs import CAUSAL, PLAIN, Killed, chosen, run, willing
 
 
 @pytest.mark.parametrize("after", [1, 12, 20])
@@ -36,6 +36,46 @@ def test_a_killed_run_loses_the_trial_in_flight_alone(store: Store, after: int) 
     assert len(store.trials(CAUSAL, H200)) == 30
     assert not {t.config for t in kept} & {config for _, config in executor.evaluated}
     assert chosen(store).provenance == "measured"
+
+
+def test_a_search_from_nothing_goes_on_from_none_that_lists_began(store: Store) -> None:
+    def stopped(from_nothing: bool, after: int) -> None:
+        def kill(number: int) -> None:
+            if number == after:
+                raise Killed
+
+        with pytest.raises(Killed):
+            run(store, executor=FakeExecutor(on_evaluate=kill), compiler=willing(), from_nothing=from_nothing)
+
+    stopped(from_nothing=False, after=12)
+    ordinary = {trial.config for trial in store.trials(CAUSAL, H200)}
+    stopped(from_nothing=True, after=8)
+    assert {trial.source for trial in store.trials(CAUSAL, H200)[12:]} <= {"random", "local", "sampler", "learned"}
+    own = {trial.config for trial in store.trials(CAUSAL, H200)[12:]}
+    executor = FakeExecutor()
+    run(store, executor=executor, compiler=willing(), from_nothing=True)
+    evaluated = {config for _, config in executor.evaluated}
+    assert (len(own), len(evaluated)) == (8, 22), "of 30 it had 8, and of the ordinary search none"
+    assert not own & evaluated
+    assert default_config(CAUSAL.specialization, H200) in ordinary - evaluated
+
+
+def test_a_search_of_one_family_goes_on_from_its_own_trials(store: Store) -> None:
+    """Those of another one that are faster must not win it."""
+
+    def kill(number: int) -> None:
+        if number == 12:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(store, executor=FakeExecutor(on_evaluate=kill), compiler=willing())
+    kept = [trial.config.family for trial in store.trials(CAUSAL, H200)]
+    (other,) = {"hopper_forward", "portable_forward"} - {kept[0]}
+    executor = FakeExecutor()
+    run(store, executor=executor, compiler=willing(), families=(other,))
+    raced = {config.family for job in executor.races for config in job.configs}
+    assert (kept[0] != other, raced) == (True, {other})
+    assert len(executor.evaluated) == 30 - kept.count(other)
 
 
 def test_kill_9_loses_the_trial_in_flight_alone(tmp_path: Path) -> None:
