@@ -96,8 +96,8 @@ def tune(
         str | None,
         typer.Option(
             "--budget",
-            help="For each workload: seconds with finals (20s, 2m), or trials (40). Default: 30s. With --from-calls, "
-            "seconds for all of them, 10m by default.",
+            help="For each workload: seconds (20s, 2m) from its first measured candidate on, the last comparison "
+            "included, or trials (40). Default: 30s. With --from-calls, seconds for all of them, 10m by default.",
             metavar="BUDGET",
         ),
     ] = None,
@@ -152,7 +152,12 @@ def tune(
         ),
     ] = None,
     finals_window: Annotated[
-        float, typer.Option("--finals-window", help="Seconds of one window of the last comparison.", min=0.001)
+        float,
+        typer.Option(
+            "--finals-window",
+            help="Seconds of one window of the last comparison; a short budget has shorter ones.",
+            min=0.001,
+        ),
     ] = 0.3,
     finals_rounds: Annotated[
         int,

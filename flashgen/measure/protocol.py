@@ -71,6 +71,11 @@ class EvaluateJob:
         if self.drop_above_ms is not None and self.drop_above_ms <= 0:
             raise MeasureError(f"drop_above_ms is None or above 0, got {self.drop_above_ms}")
 
+    @property
+    def windows_s(self) -> float:
+        """About the seconds that the windows take, with those of the reference kernel, which are half as long."""
+        return (max(1, len(self.workload.profiles)) + 0.5) * (self.window_s + 3 * self.warm_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceJob:

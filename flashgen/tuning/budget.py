@@ -54,6 +54,11 @@ class Budget:
             return None
         return max(self.seconds - finals_s, SEARCH_SHARE * self.seconds)
 
+    @property
+    def finals_seconds(self) -> float | None:
+        """The most that finals should take; None if time is no limit."""
+        return None if self.seconds is None else (1 - SEARCH_SHARE) * self.seconds
+
     def __str__(self) -> str:
         return f"{self.trials} trials" if self.seconds is None else f"{self.seconds:g} s"
 

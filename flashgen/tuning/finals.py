@@ -5,7 +5,7 @@ interleaved, and those that are still within `last_share` meet the default and t
 order, unless these are far behind. Both races are on normal and on hard data, and the geometric mean of both times
 counts. The last race has as many rounds as it needs to be sure (`measure.sequential`): a config takes the place of the
 one in use only if it beats that, in at most one of twenty races of equally fast ones. Where none is in use, the
-simplest stays of those that are about as fast.
+simplest stays of those that are about as fast. A short budget has fewer configs and shorter windows (`Finals.within`).
 
 The search itself sees normal data alone. There, configs whose time depends on the data are the fastest, by 3 to 7%, and
 would take every place of the first race: so half of the places are for those whose time does not.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from flashgen.core.checks import check_fields
@@ -26,7 +26,7 @@ from flashgen.core.history import MAX_RUNNERS_UP, RunnerUp
 from flashgen.core.record import Measurement
 from flashgen.measure import sequential
 from flashgen.measure.scores import compared
-from flashgen.measure.sequential import Times, beats, gains, odds_faster
+from flashgen.measure.sequential import LEAST_ROUNDS, Times, beats, gains, odds_faster
 
 C = TypeVar("C")
 
@@ -43,6 +43,17 @@ ANCHORS = 3
 
 USUAL_ROUNDS = 4
 """Of all configs of a last race, in whose time it usually ends: those that fall behind have fewer, and others more."""
+
+
+SMALLER = (
+    *((5, 12, 1.0), (5, 12, 2 / 3), (4, 9, 2 / 3), (3, 7, 2 / 3), (3, 7, 1 / 2), (2, 5, 1 / 2), (2, 5, 1 / 3)),
+    *((3, 3, 1 / 3), (2, 2, 1 / 3)),
+)
+"""Finals of short budgets, one after the other until they fit: configs of the last and of the first race, and the share
+of a window of the last one. The least have no first race, and windows of 0.1 s, as where records are timed again."""
+
+LEAST_WINDOW_S = 0.1
+"""No budget makes windows of the last race shorter than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +102,41 @@ class Finals:
         usual = min(self.rounds, USUAL_ROUNDS) * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
         return min(usual, self.limit_s)
 
-    def needed_s(self, near: int, guards: int, kinds: int = KINDS_OF_DATA) -> float:
-        """Expected seconds of both races with `near` configs close to the best: no first race where these are few."""
-        first = self.near_s(near, kinds) if near > self.last else 0.0
-        return first + self.last_s(min(near, self.last) + guards, kinds)
+    def needed_s(self, near: int, guards: int, kinds: int = KINDS_OF_DATA, ready_s: float = 0.0) -> float:
+        """Expected seconds of both races with `near` configs close to the best: no first race where these are few.
+
+        In each of them a config is built and verified again, which takes `ready_s`.
+        """
+        near, last = min(near, self.near_most), min(near, self.last) + guards
+        first = self.near_s(near, kinds) + near * ready_s if near > self.last else 0.0
+        return first + self.last_s(last, kinds) + last * ready_s
+
+    def least_s(self, configs: int, kinds: int = KINDS_OF_DATA) -> float:
+        """Seconds of the fewest rounds of the last race that can be sure."""
+        return min(self.rounds, LEAST_ROUNDS) * (kinds * configs + ANCHORS) * (self.warm_s + self.window_s)
+
+    def within(
+        self, seconds: float, near: int, guards: int, kinds: int = KINDS_OF_DATA, ready_s: float = 0.0
+    ) -> Finals:
+        """Those that take about `seconds`: themselves, or with fewer configs and shorter windows (`SMALLER`).
+
+        What counts is a last race of LEAST_ROUNDS rounds, before which nobody is sure; one that has the time goes on.
+        The smallest ones are run whatever they take. The other arguments are those of `needed_s`.
+        """
+        found = self
+        for last, near_most, share in SMALLER:
+            shorter_s = min(self.window_s, max(LEAST_WINDOW_S, share * self.window_s))
+            found = replace(
+                self,
+                last=min(self.last, last),
+                near_most=min(self.near_most, near_most),
+                window_s=shorter_s,
+                warm_s=self.warm_s * shorter_s / self.window_s,
+            )
+            sound = replace(found, rounds=min(self.rounds, LEAST_ROUNDS))
+            if sound.needed_s(near, guards, kinds, ready_s) <= seconds:
+                break
+        return found
 
     @property
     def expected_s(self) -> float:

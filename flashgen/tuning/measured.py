@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -21,7 +22,7 @@ from flashgen.tuning.candidates import Candidates, related
 from flashgen.tuning.context import Context
 from flashgen.tuning.events import TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.expected import Outlook
-from flashgen.tuning.finals import choose, confidence, near_best, runners_up, with_guards
+from flashgen.tuning.finals import Finals, choose, confidence, near_best, runners_up, with_guards
 from flashgen.tuning.history import unfinished_trials
 from flashgen.tuning.learned_cost import WorkloadCost
 from flashgen.tuning.measured_workload import MeasuredWorkload
@@ -65,6 +66,7 @@ class MeasuredSearch(MeasuredWorkload):
         ]
         self._notes = SearchNotes(context, workload)
         self._outlook = Outlook()
+        self._beside_windows: list[float] = []  # seconds of each evaluation
         self._model = self._new_model()
         self._search = self._new_search()
 
@@ -190,8 +192,7 @@ class MeasuredSearch(MeasuredWorkload):
 
     def _time_is_up(self) -> bool:
         """Whether what is left of a budget in seconds is needed for the finals of the best configs so far."""
-        finals = self._context.options.finals
-        needed_s = finals.needed_s(len(self._near_best()), len(self._guards()), self._kinds)
+        needed_s = self._finals().needed_s(len(self._near_best()), len(self._guards()), self._kinds, self._ready_s())
         seconds = self._context.budget.search_seconds(needed_s)
         if seconds is None:
             return False
@@ -199,6 +200,17 @@ class MeasuredSearch(MeasuredWorkload):
         if self._tally.measured:
             return spent >= seconds
         return bool(self._tally.failures) and spent >= GRACE * seconds
+
+    def _finals(self) -> Finals:
+        """Those of the run, as far as a budget in seconds has time for them."""
+        usual, most_s = self._context.options.finals, self._context.budget.finals_seconds
+        if most_s is None:
+            return usual
+        return usual.within(most_s, len(self._near_best()), len(self._guards()), self._kinds, self._ready_s())
+
+    def _ready_s(self) -> float:
+        """Seconds until a config is built and verified: what evaluations took beside their windows, at the median."""
+        return statistics.median(self._beside_windows) if self._beside_windows else 0.0
 
     def _spent_s(self) -> float:
         """Seconds of the budget; the first candidate, which waits for inputs and a compiler, is free."""
@@ -218,7 +230,11 @@ class MeasuredSearch(MeasuredWorkload):
             job = dataclasses.replace(job, window_s=DECODE_WINDOW_S, warm_s=DECODE_WARM_S)
         began = self._context.clock()
         outcome = self._executor.evaluate(job)
-        return Evaluated(outcome=outcome, compiled=compiled, evaluate_s=self._context.clock() - began)
+        evaluate_s = self._context.clock() - began
+        if isinstance(outcome, Measurement):
+            windows_s = job.windows_s * (len(outcome.times_ms) > 1)  # else it was dropped before
+            self._beside_windows.append(max(0.0, evaluate_s - windows_s))
+        return Evaluated(outcome=outcome, compiled=compiled, evaluate_s=evaluate_s)
 
     def _keep(self, proposal: Proposal, found: Evaluated) -> None:
         trial = self._notes.trial(proposal.config, proposal.source, found, self._tally.tried)
@@ -235,9 +251,9 @@ class MeasuredSearch(MeasuredWorkload):
 
     def _decide(self) -> tuple[TuningRecord, tuple[RunnerUp, ...]] | None:
         """Both races of the finals: the winner's record, and whom it met in the last one; None without a candidate."""
-        finals = self._context.options.finals
+        finals = self._finals()
         served = self._incumbent.config if self._incumbent else None
-        near = self._near_best()
+        near = self._near_best()[: finals.near_most]
         if len(near) > finals.last:
             job = RaceJob(
                 workload=self._workload,
@@ -254,7 +270,7 @@ class MeasuredSearch(MeasuredWorkload):
         if not last:
             return None
         champion = last.index(served) if served in last else None
-        job = self._last_race(last, finals, champion, self._last_limit_s())
+        job = self._last_race(last, finals, champion, self._last_limit_s(finals, len(last)))
         results, baselines = self._race(job, "last", finals.last_s(len(last), self._kinds))
         if not results:
             return self._decide()  # all of them failed just now: the next best ones have their turn
@@ -270,12 +286,13 @@ class MeasuredSearch(MeasuredWorkload):
         usual = (self._candidates.default, *([self._incumbent.config] if self._incumbent else []))
         return self._tally.within(usual, self._context.options.finals.guard_share)
 
-    def _last_limit_s(self) -> float:
-        """Seconds of the last race: what is left of a budget in seconds; two rounds are run whatever they take."""
-        limit_s, seconds = self._context.options.finals.limit_s, self._context.budget.seconds
+    def _last_limit_s(self, finals: Finals, configs: int) -> float:
+        """Seconds of the last race: what is left of a budget in seconds, and no less than it needs to be sure."""
+        seconds = self._context.budget.seconds
         if seconds is None:
-            return limit_s
-        return min(limit_s, max(seconds - self._spent_s(), 0.0))
+            return finals.limit_s
+        left_s = seconds - self._spent_s() - configs * self._ready_s()
+        return min(finals.limit_s, max(left_s, finals.least_s(configs, self._kinds)))
 
     def _race(
         self, job: RaceJob, stage: str, expected_s: float

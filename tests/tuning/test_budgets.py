@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from flashgen.codegen.families import default_config
+from flashgen.core.config import Config
 from flashgen.core.record import Measurement
+from flashgen.core.workload import Workload
 from flashgen.db.store import Store
+from flashgen.measure.protocol import EvaluateJob, Outcome, RaceJob, RaceResult
+from flashgen.measure.sequential import LEAST_ROUNDS
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.finals import Finals
-from tests.tuning.fakes import H200, FakeExecutor
-from tests.tuning.runs import CAUSAL, TWO_FAMILIES, chosen, run
+from flashgen.tuning.finals import LEAST_WINDOW_S, Finals
+from tests.tuning.fakes import H200, FakeExecutor, chance
+from tests.tuning.runs import CAUSAL, TWO_FAMILIES, chosen, run, willing
 
 
 @pytest.mark.parametrize("seconds", [8.0, 20.0, 60.0])
@@ -82,3 +87,61 @@ def test_a_default_far_behind_is_not_raced_again(store: Store) -> None:
     executor = Slow()
     run(store, executor=executor)
     assert default_config(CAUSAL.specialization, H200) not in executor.races[-1].configs
+
+
+@dataclasses.dataclass
+class Verifying(FakeExecutor):
+    """Steps of decoding on three profiles, which take as long to verify as on an H200, before a race, too."""
+
+    verify_s: float = 0.4
+    finals_s: float = 0.0
+    rounds: int = 0
+
+    def evaluate(self, job: EvaluateJob) -> Outcome:
+        self.clock.now += self.verify_s + job.windows_s
+        self.evaluated.append((job.workload, job.config))
+        return self._measured([self._round(job.config) for _ in range(3)])
+
+    def race(self, job: RaceJob) -> RaceResult:
+        began = self.clock()
+        self.races.append(job)
+        self.clock.now += self.verify_s * len(job.configs)
+        referee, racing = self._referee(job, list(job.configs)), list(range(len(job.configs)))
+        times: list[list[float]] = [[] for _ in job.configs]
+        self.rounds = 0
+        while racing and self.rounds < job.rounds:
+            self.rounds += 1
+            self.clock.now += (3 * len(racing) + 1) * (job.warm_s + job.window_s)
+            for index in racing:
+                times[index].append(self._round(job.configs[index]))
+            if referee is not None:
+                racing = referee(times)
+        self.finals_s += self.clock() - began
+        return RaceResult(outcomes=tuple(self._measured(each) for each in times))
+
+    def _round(self, config: Config) -> float:
+        return (1 + 0.02 * chance(config)) * self._noise()
+
+    def _measured(self, times: Sequence[float]) -> Measurement:
+        every = tuple(times)
+        return Measurement(times_ms=every, profile_times_ms=(("ramp", every), ("tail", every)))
+
+
+@pytest.mark.parametrize("seconds", [13.0, 20.0, 30.0, 60.0])
+def test_finals_of_three_profiles_fit_into_a_short_budget(store: Store, seconds: float) -> None:
+    """All configs are within 2%, so that each is close to the best and a race is unsure for long."""
+    executor = Verifying(noise=0.02)
+    (outcome,) = run(
+        store,
+        Workload.parse("dec-b64-h32-hk8-sk8192-d128"),
+        executor=executor,
+        compiler=willing(),
+        budget=Budget(seconds=seconds),
+        finals=Finals(),
+    ).outcomes
+    assert outcome.status == "tuned"
+    assert outcome.seconds <= seconds + 2.0, "what it overshoots is a round or an evaluation"
+    assert executor.rounds >= LEAST_ROUNDS
+    assert 2 <= len(executor.races[-1].configs) <= 7
+    assert executor.finals_s <= 0.65 * seconds
+    assert executor.races[-1].window_s >= LEAST_WINDOW_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -122,6 +123,23 @@ def test_finals_of_few_configs_need_less_time() -> None:
     assert finals.needed_s(9, 2) == finals.last_s(7) + finals.near_s(9)
     costs = [finals.needed_s(near, 1) for near in range(1, 13)]
     assert costs == sorted(costs)
+
+
+def test_finals_get_smaller_until_they_fit_and_no_smaller() -> None:
+    usual = Finals()
+    assert usual.within(1000.0, 12, 2) == usual
+    assert usual.within(36.0, 12, 2, 3) == usual, "three rounds of seven configs on three profiles"
+    found = [usual.within(seconds, 12, 2, 3, 0.2) for seconds in range(40, 0, -1)]
+    sizes = [(each.last, each.near_most, each.window_s) for each in found]
+    assert sizes[0] == (5, 12, 0.3)
+    assert sizes[-1] == (2, 2, pytest.approx(0.1))
+    assert len(set(sizes)) > 4
+    sound = [replace(each, rounds=3).needed_s(12, 2, 3, 0.2) for each in found]
+    assert sound == sorted(sound, reverse=True)
+    assert all(needed <= seconds for needed, seconds in zip(sound, range(40, 6, -1), strict=False))
+    assert {each.rounds for each in found} == {usual.rounds}, "a race that has the time goes on until it is sure"
+    short = Finals(window_s=0.05, warm_s=0.0, last=1)
+    assert (short.within(1.0, 12, 2).window_s, short.within(1.0, 12, 2).last) == (0.05, 1), "as it was asked for"
 
 
 def test_no_results_is_an_error() -> None:
