@@ -25,7 +25,7 @@ AnyStore = Store | ServerStore
 
 MOST_AHEAD = 18
 """Candidates compiled ahead: a kernel takes 3 s to compile and a quarter of one to measure, so this many keep a GPU
-busy. Replayed from nothing on 14 tables, 17 of them have 1.016 of the best time after 5 s and 10 of them 1.031."""
+busy. Replayed from nothing on the 12 tables, 17 of them have 1.012 of the best time after 5 s and 10 of them 1.018."""
 
 Neighbours = Callable[[str], Iterable[TuningRecord]]
 """The known records of a class of workloads (`Specialization.workload_class`), of any device and layer."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import search, search_kernel_tuner
-from benchmarks.search import compare, page, score, scores, shipped
+from benchmarks.replay_plan import EVERY, MATRIX, SAMPLE
+from benchmarks.search import TRIALS, compare, page, score, scores, shipped
 from benchmarks.search_contestants import WITH_MODEL, contestants
 from benchmarks.search_replay import Outcome, Table, after_seconds, after_trials, replay
 from benchmarks.search_synthetic import synthetic
@@ -21,6 +23,7 @@ from flashgen.core.config import Config
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.search_log import Finalist, SearchLog
 from flashgen.core.workload import Workload
+from flashgen.db.layers import Layers
 from flashgen.db.log_files import SUFFIX, read_log, write_log
 from flashgen.tuning.known_searches import shipped_tables
 from flashgen.tuning.learned_cost import LearnedCost
@@ -29,6 +32,7 @@ from tests.tuning.fakes import H200
 
 BACKWARD = Workload.parse("bwd-b4-h16-s4096-d64-causal")
 FUSED = ("hopper_backward_fused",)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def table(seed: int = 0) -> Table:
@@ -96,6 +100,46 @@ def test_a_model_of_other_workloads_is_ahead_of_the_lists_and_chance_on_tables_t
     assert held("random", 10) > HELD_AFTER_10 + 0.01
     # its first trials are chance, of which two seeds say little
     assert held(nothing, 25, seeds=40) < HELD_FROM_NOTHING_AFTER_25
+
+
+def test_the_goals_have_the_figures_of_their_own_table() -> None:
+    """A row of goals says mean and worst of the row above it."""
+    page = (ROOT / "docs/searches.md").read_text()
+    table, goals = page.split("## Goals")[0].split("Strategies of Kernel Tuner")[0], page.split("## Goals")[1]
+    marks = [f"{count} trials" for count in TRIALS]
+    found = {
+        cells[1].strip(): dict(zip(marks, (re.findall(r"[0-9.]+", cell) for cell in cells[2:]), strict=False))
+        for cells in (line.split("|") for line in table.splitlines() if line.startswith("|"))
+    }
+    alone, nothing, chance = (found[name] for name in ("flashgen, model alone", "flashgen, from nothing", "random"))
+    assert f"mean 1.05, worst 1.10 | {', '.join(alone['25 trials'])} (`model alone`)" in goals
+    assert f"| the same after 100: 1.02, 1.04 | {', '.join(alone['100 trials'])} (`model alone`)" in goals
+    assert f"after 25: 1.05, 1.10 | {', '.join(nothing['25 trials'])} (`from nothing`)" in goals
+    assert f"| the same after 100: 1.02, 1.04 | {', '.join(nothing['100 trials'])} (`from nothing`)" in goals
+    assert f"after 25: 1.01 | {found['flashgen']['25 trials'][0]} (`flashgen`)" in goals
+    means = [", ".join(row[f"{count} trials"][0] for count in (5, 10, 25, 50)) for row in (nothing, chance)]
+    assert f"| {means[0]} `from nothing`; chance {means[1]} |" in goals
+    cost = (ROOT / "docs/decisions/learned-cost.md").read_text()
+    five = (found[name]["5 trials"] for name in ("flashgen", "sampler, lists and records", "flashgen, model alone"))
+    for mean, worst in five:
+        assert re.search(rf"{mean}\s(of\sthe\sbest\sin\sthe\smean\s)?and\s{worst}", cost), (mean, worst)
+
+
+def test_the_goals_count_the_tables_that_ship() -> None:
+    goals = (ROOT / "docs/searches.md").read_text().split("## Goals")[1]
+    logs = [read_log(path) for path in (ROOT / "tuning_db").glob(f"*/replays/*{SUFFIX}")]
+    of = {kind: [log for log in logs if dict(log.search.settings)["kind"] == kind] for kind in (EVERY, SAMPLE, MATRIX)}  # type: ignore[union-attr]
+    assert f"| {len(of[EVERY])} and {len(of[SAMPLE])} |" in goals
+    cells = {(log.search.workload, trial.config): trial.outcome for log in of[MATRIX] for trial in log.trials}  # type: ignore[union-attr]
+    timed = sum(isinstance(outcome, Measurement) for outcome in cells.values())
+    configs = len({config for _, config in cells})
+    assert (
+        f"| {len(of[MATRIX])} workloads, {configs} configs, {len(cells)} cells of which {timed} have a time |" in goals
+    )
+    with Layers.open() as layers:
+        records = [record for record, _ in layers.records(provenance="measured")]
+    sure = sum(record.measurement is not None and record.measurement.confidence is not None for record in records)
+    assert f"| {sure} of {len(records)} have the confidence of a race of today |" in goals
 
 
 # --- replays ---------------------------------------------------------------------------------------------------------

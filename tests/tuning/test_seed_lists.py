@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import statistics
 from pathlib import Path
 
 import pytest
 
+from benchmarks.markdown import table_row
 from flashgen.codegen.families import default_config, invalid
 from flashgen.codegen.family import Sizes
 from flashgen.core.device import find_device
@@ -28,6 +30,7 @@ FOUND = Candidates.of(WORKLOAD, H200)
 HOPPER = next(space for space in FOUND.spaces if space.family == "hopper_forward").configs
 LIST = HOPPER[50:53]
 ROOT = Path(__file__).parents[2]
+RULES_CSV = "fallback.csv"
 
 
 def learned(serves: str = GENERATED, configs: tuple[object, ...] = LIST, device: str = "h200") -> str:
@@ -179,7 +182,48 @@ def test_the_decision_has_the_figures_of_the_shipped_files() -> None:
         f"| {near['left_out']} of {count}; by hand, knowing them, {near['hand']}; by the default alone "
         f"{near['default']} |" in page
     )
+    timed = [row for row in rows if int(row["timed_configs"])]
+    assert f"{count} workloads, of which {len(timed)} have times of other configs" in page
+    unknown = sum(not row["generated"] for row in rows)
+    assert (unknown, count - near["generated"] - unknown) == (7, 1), "seven are not known, and one is behind"
     workloads = sum(each["workloads"] for each in taken)
     assert f"{len(taken)} of {len(classes)} classes take the learned list, {workloads} of {count} workloads" in page
     assert sum(each["workloads"] for each in classes.values()) == count
     assert all(len(each["configs"]) <= MOST for each in classes.values())
+    nearest = [
+        float(row["nearest"])
+        for row in csv.DictReader((folder / RULES_CSV).read_text().splitlines())
+        if int(row["timed"])
+    ]
+    asked = f"| nearest record, {len(nearest)} timed workloads left out, mean and worst |"
+    assert f"{asked} {statistics.geometric_mean(nearest):.3f} and {max(nearest):.2f} |" in page
+
+
+def test_the_log_has_the_classes_of_the_shipped_files() -> None:
+    folder = ROOT / "tuning_db/nvidia_h200"
+    page = (ROOT / "docs/experiments/learned-lists.md").read_text()
+    content = json.loads((folder / FILE).read_text())
+    learned, classes = content["learned_from"], content["classes"]
+    said = f"{learned['records']} records and {len(learned['tables'])} tables of an H200 (commit {learned['commit']},"
+    assert said in " ".join(page.split())
+    listed = [line for line in page.splitlines() if line.endswith(("| generated |", "| hand |"))]
+    assert listed == [
+        table_row([name, *map(str, (each["workloads"], *(each["near"][kind] for kind in KINDS))), *_lists_of(each)])
+        for name, each in sorted(classes.items())
+    ]
+    rows = list(csv.DictReader((folder / FILE).with_suffix(".csv").read_text().splitlines()))
+    timed = {
+        kind: [float(row[kind]) for row in rows if row[kind] and int(row["timed_configs"])]
+        for kind in ("default", "hand", "generated", "left_out")
+    }
+    words = " ".join(page.split())
+    costs = {kind: f"{statistics.geometric_mean(ratios):.3f}" for kind, ratios in timed.items()}
+    worst = {kind: f"{max(ratios):.2f}" for kind, ratios in timed.items()}
+    assert f"the default costs {costs['default']} in the mean and {worst['default']} at most" in words
+    assert f"hand-written lists {costs['hand']} and {worst['hand']}" in words
+    assert f"learned ones {costs['generated']} and {worst['generated']}" in words
+    assert f"without the workload {costs['left_out']} and {worst['left_out']}" in words
+
+
+def _lists_of(learned: dict[str, object]) -> list[str]:
+    return [str(learned["hand_written_configs"]), str(len(learned["configs"])), str(learned["serves"])]  # type: ignore[arg-type]
