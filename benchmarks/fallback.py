@@ -6,25 +6,26 @@ Each shape of `UNSEEN`, which no record has, is tuned in a database of its own, 
 it by the rule and by the nearest record, the default and the winner race each other. `--rules` takes the trees of a
 file of `flashgen db learn`, also those that do not serve; without it the shipped rules are raced as they serve.
 
-Rows go to `FOLDER/fallback.csv` when a shape is done, so that the same command goes on where it stopped; it ends with 3
-as long as something is left, and prints how far each is behind the best of the race.
+Rows go to `results/<device>/fallback.csv` when a shape is done, so that the same command goes on where it stopped, and
+searches to a database in FOLDER; it ends with 3 as long as something is left, and prints how far each is behind the
+best of the race.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
+from benchmarks.search_files import add_arguments, add_rows, file_of, read, stamp_of
 from flashgen.codegen.families import default_config, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
@@ -88,6 +89,8 @@ UNSEEN = (
 )
 """Shapes between and beside those that are tuned, of classes that have records."""
 
+FILE = "fallback.csv"
+
 Say = Callable[[str], None]
 
 
@@ -130,6 +133,7 @@ class Checks:
     budget: Budget
     say: Say
     options: Options = field(default_factory=Options)
+    stamp: Mapping[str, str] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
 
     def run(self, workloads: Sequence[Workload], until: float) -> bool:
@@ -145,7 +149,7 @@ class Checks:
                 return False
             ways = Ways.of(workload, device, ruled, unruled)
             winner = self._tuned(workload)
-            add_rows(self.path, COLUMNS, self._raced(workload, ways, winner))
+            add_rows(self.path, (*COLUMNS, *self.stamp), self._raced(workload, ways, winner))
             self.say(f"{workload.key}: done")
         return True
 
@@ -191,7 +195,7 @@ class Checks:
                 config.to_json(),
                 "" if measured else str(outcomes[config]),
             )
-            found.append(dict(zip(COLUMNS, cells, strict=True)))
+            found.append({**dict(zip(COLUMNS, cells, strict=True)), **self.stamp})
         return found
 
 
@@ -231,24 +235,6 @@ def ratio(own: Sequence[float], every: Sequence[Sequence[float]]) -> float:
     return statistics.median(a / b for a, b in zip(own, best, strict=True))
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a file, none where there is none."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def add_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
-    """Add all rows of a workload at once."""
-    is_new = not path.is_file()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 def page(rows: Sequence[dict[str, str]]) -> str:
     """How far each way is behind the best of its races, forward, backward and all, in Markdown."""
     lines = [
@@ -283,11 +269,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlashgenError as error:
         parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "fallback.csv"
     jobs = options.jobs or usable_cpus()
     with contextlib.ExitStack() as stack:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
-        device = executor.describe().device
+        host = executor.describe()
+        device = host.device
+        try:
+            stamp = stamp_of(host, options.commit)
+            path = file_of(options.results, host, FILE, stamp)
+        except ValueError as error:
+            parser.error(str(error))
         checks = Checks(
             path=path,
             executor=executor,
@@ -298,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             budget=budget,
             say=_say,
             options=Options(lookahead=lookahead(jobs)),
+            stamp=stamp,
         )
         try:
             done = checks.run(workloads, until=began + options.limit_seconds)
@@ -317,7 +309,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all shapes, the start included")
     parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
     parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="a folder; what is there is gone on with")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the searches' database")
+    add_arguments(parser)
     return parser
 
 

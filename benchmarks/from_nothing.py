@@ -6,8 +6,9 @@ Each workload of `HELD_OUT` has a shipped record of this GPU. It is searched for
 its own, once, for the most seconds; then the best config that was known after each mark, the winner and the record race
 each other. So a mark counts seconds of searching, without finals: `flashgen tune --budget 20s` keeps some for these.
 
-Rows go to `FOLDER/from_nothing.csv` when a workload is done, so that the same command goes on where it stopped; it ends
-with 3 as long as something is left, and prints how far each is behind the record.
+Rows go to `results/<device>/from_nothing.csv` when a workload is done, so that the same command goes on where it
+stopped, and searches to a database in FOLDER; it ends with 3 as long as something is left, and prints how far each is
+behind the record.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
-from benchmarks.fallback import AFTER_S, add_rows, cell, raced, ratio, read
+from benchmarks.fallback import AFTER_S, cell, raced, ratio
 from benchmarks.markdown import table_row
+from benchmarks.search_files import add_arguments, add_rows, file_of, read, stamp_of
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Failure, Measurement, Trial, TuningRecord
@@ -60,6 +62,8 @@ HELD_OUT = (
 )
 """Forward and backward, each width of heads, with and without a mask, a window, fp16."""
 
+FILE = "from_nothing.csv"
+
 Say = Callable[[str], None]
 
 
@@ -77,6 +81,7 @@ class Searches:
     learned: LearnedCost | None
     say: Say
     options: Options = field(default_factory=lambda: Options(from_nothing=True))
+    stamp: Mapping[str, str] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
 
     def run(self, workloads: Sequence[Workload], until: float) -> bool:
@@ -95,7 +100,8 @@ class Searches:
                 raise ValueError(f"a search is judged by a record, and {device.name} has none of {workload.key}")
             if self.clock() + (self.budget.seconds or 0.0) + AFTER_S > until:
                 return False
-            add_rows(self.path, COLUMNS, self._judged(workload, found[0]))
+            rows = [{**row, **self.stamp} for row in self._judged(workload, found[0])]
+            add_rows(self.path, (*COLUMNS, *self.stamp), rows)
             self.say(f"{workload.key}: done")
         return True
 
@@ -191,11 +197,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlashgenError as error:
         parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "from_nothing.csv"
     jobs = options.jobs or usable_cpus()
     with contextlib.ExitStack() as stack:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
-        device = executor.describe().device
+        host = executor.describe()
+        device = host.device
+        try:
+            stamp = stamp_of(host, options.commit)
+            path = file_of(options.results, host, FILE, stamp)
+        except ValueError as error:
+            parser.error(str(error))
         layers = stack.enter_context(Layers.open())
         searches = Searches(
             path=path,
@@ -208,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             learned=None if options.sampler else learned_from(layers),
             say=lambda line: print(line, file=sys.stderr, flush=True),
             options=Options(from_nothing=True, lookahead=lookahead(jobs)),
+            stamp=stamp,
         )
         try:
             done = searches.run(workloads, until=began + options.limit_seconds)
@@ -226,7 +238,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all, the start included")
     parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
     parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="a folder; what is there is gone on with")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the searches' database")
+    add_arguments(parser)
     return parser
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import curves, spread_tables
+from benchmarks import curves, fallback, from_nothing, search_files, spread_tables
 from benchmarks.io_cases import FORWARD_SUITE as IO_SUITE
 from benchmarks.markdown import RAW
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE
@@ -88,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.check:
         draw(devices, images, options.results)
     print(f"{sum(map(len, devices.values()))} rows of {len(devices)} devices")
-    changed = [page for page in _pages(folder, options.readme, images, devices) if page.before != page.after]
+    changed = [
+        page for page in _pages(folder, options.readme, images, options.results, devices) if page.before != page.after
+    ]
     for page in changed:
         if not options.check:
             page.path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,8 +164,27 @@ def summary_of(devices: dict[str, list[Row]]) -> str:
     )
 
 
+SEARCHES = {
+    from_nothing.FILE: ("What a search finds by itself", from_nothing.page),
+    fallback.FILE: ("Shapes without a record", fallback.page),
+}
+"""Files of races with rows of their own, and what is said of them."""
+
+
+def searches_of(results: Path) -> str:
+    """The part of docs/benchmarks.md on searches, of every device that has such files; empty without."""
+    parts = []
+    for path in (path for name in SEARCHES for path in sorted(results.glob(f"*/{name}"))):
+        rows = search_files.read(path)
+        title, page = SEARCHES[path.name]
+        if rows:
+            with_what = f"{rows[0]['device']}, torch {rows[0]['torch']}, Triton {rows[0]['triton']}"
+            parts += [f"## {title}", "", page(rows), f"{with_what}, commit {rows[0]['commit']}, {rows[0]['date']}.", ""]
+    return "".join(f"{line}\n" for line in ["", *parts]) if parts else ""
+
+
 def page_of(devices: dict[str, list[Row]], images: str) -> str:
-    """docs/benchmarks.md; `images` is the folder of the charts as the page names it."""
+    """docs/benchmarks.md but for its part on searches; `images` is the folder of the charts as the page names it."""
     blocks = (
         block(slug, rows, charts=[f"{images}/{name}" for name in charts_of(slug, rows)])
         for slug, rows in devices.items()
@@ -193,12 +214,13 @@ class _Page(NamedTuple):
     after: str
 
 
-def _pages(folder: Path, readme: Path, images: Path, devices: dict[str, list[Row]]) -> Iterator[_Page]:
+def _pages(folder: Path, readme: Path, images: Path, results: Path, devices: dict[str, list[Row]]) -> Iterator[_Page]:
     text = readme.read_text(encoding="utf-8")
     yield _Page(readme, text, insert(text, summary_of(devices)))
     page = folder / PAGE
     relative = Path(os.path.relpath(images, page.parent)).as_posix()
-    yield _Page(page, page.read_text(encoding="utf-8") if page.is_file() else "", page_of(devices, relative))
+    told = page_of(devices, relative) + searches_of(results)
+    yield _Page(page, page.read_text(encoding="utf-8") if page.is_file() else "", told)
     spread = folder / SPREAD_PAGE
     if spread.is_file():
         text = spread.read_text(encoding="utf-8")

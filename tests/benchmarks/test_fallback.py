@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import fallback
 from benchmarks.exit_codes import STOPPED
-from benchmarks.fallback import DEFAULT, NEAREST, RULE, TUNED, UNSEEN, Checks, Ways, page, read
+from benchmarks.fallback import DEFAULT, NEAREST, RULE, TUNED, UNSEEN, Checks, Ways, page
+from benchmarks.search_files import read
 from flashgen.core.config import Config
 from flashgen.core.record import Failure
 from flashgen.core.workload import Workload
@@ -118,7 +119,18 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     executor = FakeExecutor(clock=Clock())
     monkeypatch.setattr(fallback, "make_executor", lambda index: executor)
     monkeypatch.setattr(fallback, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
-    common = ["--out", str(tmp_path / "out"), "--workload", SHAPES[1].key, "--budget", "2"]
+    common = [
+        "--out",
+        str(tmp_path / "out"),
+        "--results",
+        str(tmp_path / "results"),
+        "--commit",
+        "0123456789ab",
+        "--workload",
+        SHAPES[1].key,
+        "--budget",
+        "2",
+    ]
     assert fallback.main([*common, "--limit-seconds", "0"]) == STOPPED
     assert fallback.main(common) == 0
     assert "The goal of the rule is 1.01 and 1.05" in capsys.readouterr().out.replace("\n", " ")

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import from_nothing
 from benchmarks.exit_codes import STOPPED
-from benchmarks.fallback import read
 from benchmarks.from_nothing import HELD_OUT, RECORD, WINNER, Searches, page
+from benchmarks.search_files import STAMP, read
 from flashgen.core.config import Config
 from flashgen.core.workload import Workload
 from flashgen.db.layers import Layers
@@ -92,11 +92,33 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     executor = FakeExecutor(clock=Clock())
     monkeypatch.setattr(from_nothing, "make_executor", lambda index: executor)
     monkeypatch.setattr(from_nothing, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
-    common = ["--out", str(tmp_path / "out"), "--workload", WORKLOADS[0].key, "--seconds", "1", "--sampler"]
+    common = [
+        "--out",
+        str(tmp_path / "out"),
+        "--results",
+        str(tmp_path / "results"),
+        "--commit",
+        "0123456789ab",
+        "--workload",
+        WORKLOADS[0].key,
+        "--seconds",
+        "1",
+        "--sampler",
+    ]
     assert from_nothing.main([*common, "--limit-seconds", "0"]) == STOPPED
     assert from_nothing.main([*common, "--mark", "0.5"]) == 0
     assert "| pass | workloads | 0.5 s | winner |" in capsys.readouterr().out
-    for wrong in (["--workload", "b1"], ["--seconds", "0"]):
+    path = tmp_path / "results" / "nvidia_h200" / from_nothing.FILE
+    (row, *_) = read(path)
+    assert {name: row[name] for name in STAMP[:-1]} == {
+        "device": "NVIDIA H200",
+        "torch": "2.11",
+        "triton": "3.6.0",
+        "commit": "0123456789ab",
+    }
+    for wrong in (["--workload", "b1"], ["--seconds", "0"], ["--commit", "ba9876543210"]):
         with pytest.raises(SystemExit, match="2"):
             from_nothing.main([*common, *wrong])
-    assert "a budget" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "a budget" in said
+    assert "rows of a file are of one commit" in said

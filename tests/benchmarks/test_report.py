@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report, spread_tables
+from benchmarks import fallback, from_nothing, report, spread_tables
 from benchmarks.markdown import RAW
 from benchmarks.results import TRAINING_COLUMNS, ResultsFile, read_rows
+from benchmarks.search_files import STAMP, add_rows
 from benchmarks.speedup import speedup_grid
 from tests.benchmarks.rows import SHARED, write_encoders, write_results, write_training
 
@@ -157,6 +158,24 @@ def test_tables_do_not_depend_on_the_order_of_a_file(tmp_path: Path) -> None:
         assert texts() == before
 
 
+@pytest.mark.usefixtures("text_alone")
+def test_races_of_searches_are_told_with_what_they_were_measured(place: Path) -> None:
+    before = tables(place)
+    (folder,) = (each for each in (place / "results").iterdir() if each.is_dir())
+    stamp = dict(zip(STAMP, ("NVIDIA H200", "2.11.0", "3.6.0", "0123456789ab", "2026-11-26"), strict=True))
+    row = {"workload": "w", "direction": "forward", "way": "20 s", "ratio": "1.0320", **stamp}
+    add_rows(folder / from_nothing.FILE, (*from_nothing.COLUMNS, *STAMP), [row])
+    ruled = {**row, "way": fallback.RULE, "ratio": "1.0080"}
+    add_rows(folder / fallback.FILE, (*fallback.COLUMNS, *STAMP), [ruled])
+    page = tables(place)
+    assert page.startswith(before)
+    assert "## What a search finds by itself" in page
+    assert "| forward | 1 | 1.032 (1.032) |" in page
+    assert "## Shapes without a record" in page
+    assert "| forward | 1 | 1.008 (1.008) | - | - | - |" in page
+    assert page.count("NVIDIA H200, torch 2.11.0, Triton 3.6.0, commit 0123456789ab, 2026-11-26.") == 2
+
+
 def test_without_results_the_block_is_empty(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(README)
     assert tables(tmp_path) == report.HEAD
@@ -255,7 +274,8 @@ def test_pages_are_what_the_committed_results_give() -> None:
     devices = report.load(report.RESULTS)
     readme = (ROOT / "README.md").read_text()
     assert report.insert(readme, report.summary_of(devices)) == readme, "run python -m benchmarks.report"
-    assert report.page_of(devices, "img") == (ROOT / report.PAGE).read_text(), "run python -m benchmarks.report"
+    told = report.page_of(devices, "img") + report.searches_of(report.RESULTS)
+    assert told == (ROOT / report.PAGE).read_text(), "run python -m benchmarks.report"
     page, marks = (ROOT / report.SPREAD_PAGE).read_text(), (spread_tables.START, spread_tables.END)
     assert report.insert(page, spread_tables.page(devices), marks) == page, "run python -m benchmarks.report"
     for slug, rows in devices.items():

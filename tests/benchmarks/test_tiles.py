@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tiles
-from benchmarks.fallback import read
+from benchmarks.search_files import read
 from benchmarks.tiles import Fit, configs, times_of
 from flashgen.codegen.families import invalid
 from flashgen.codegen.hopper_forward.tile_choice import TILES
