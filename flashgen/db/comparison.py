@@ -7,10 +7,10 @@ its records are shown; nobody's is believed over the other's.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from flashgen.core.record import TuningRecord
+from flashgen.core.record import TuningRecord, Versions
 from flashgen.db.exchange import IsCurrent, better
 
 Verdict = Literal["first", "second", "same", "undecided"]
@@ -60,9 +60,10 @@ def compare(
 def why_incomparable(one: TuningRecord, other: TuningRecord) -> str | None:
     """The reason why two records' times were not taken in the same way, None if they were."""
     if one.measurement is None or other.measurement is None:
-        return "a prediction is compared with none of another version" if one.versions != other.versions else None
+        same = _released(one.versions) == _released(other.versions)
+        return None if same else "a prediction is compared with none of another version"
     for name in ("flashgen", "triton", "torch", "driver"):
-        mine, others = getattr(one.versions, name), getattr(other.versions, name)
+        mine, others = (getattr(_released(each.versions), name) for each in (one, other))
         if mine != others or not mine:
             return f"versions of {name} differ or are not known ({mine or 'unknown'}, {others or 'unknown'})"
     if not one.baselines or [each.impl for each in one.baselines] != [each.impl for each in other.baselines]:
@@ -72,6 +73,11 @@ def why_incomparable(one: TuningRecord, other: TuningRecord) -> str | None:
     if bool(one.measurement.hard_times_ms) != bool(other.measurement.hard_times_ms):
         return "one has no times on hard data"
     return None
+
+
+def _released(versions: Versions) -> Versions:
+    """The same without the commit of flashgen, which changes without a change of what is measured."""
+    return replace(versions, flashgen=versions.flashgen.partition("+")[0])
 
 
 def _pair(first: TuningRecord | None, second: TuningRecord | None, is_current: IsCurrent | None) -> Pair:

@@ -6,6 +6,7 @@ ends, and the next call finds a new one.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import statistics
 import time
@@ -26,6 +27,7 @@ from flashgen.measure.faults import failure_of, gpu_is_lost
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
 from flashgen.measure.scores import compared
 from flashgen.measure.sequential import Referee
+from flashgen.measure.source import version_of_source
 from flashgen.measure.timing import (
     CudaStopwatch,
     Stopwatch,
@@ -84,7 +86,7 @@ class GpuService:
         others = tuple(gpu.other_processes(self._index))
         return HostInfo(
             device=self._device,
-            versions=gpu.versions(),
+            versions=dataclasses.replace(gpu.versions(), flashgen=version_of_source()),
             other_processes=others,
             hostname=socket.gethostname(),
             state=gpu.state(self._index),

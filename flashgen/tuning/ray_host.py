@@ -18,6 +18,7 @@ from flashgen.core.record import Failure, Versions
 from flashgen.core.workload import Specialization
 from flashgen.measure.executor import LocalExecutor
 from flashgen.measure.protocol import EvaluateJob, HostInfo, Outcome, RaceJob, RaceResult
+from flashgen.measure.source import version_of_source
 from flashgen.tuning.compile_pool import CompilePool, usable_cpus
 
 
@@ -44,7 +45,7 @@ class Host:
     def software(self) -> Versions:
         """The software that compiles here, told without torch or a GPU."""
         found = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
-        return Versions(flashgen=__version__, **found)
+        return Versions(flashgen=version_of_source(), **found)
 
     def start_compiling(self, device: Device, jobs: int | None, sharing: int) -> int:
         """Make the pool; without `jobs` it has its part of the CPUs, of which `sharing` pools use this machine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -182,5 +183,6 @@ def store_of(request: Request, file: Store, device: Device) -> Iterator[AnyStore
 
 def _versions_here() -> Versions:
     from flashgen.measure.gpu import versions
+    from flashgen.measure.source import version_of_source
 
-    return versions()
+    return dataclasses.replace(versions(), flashgen=version_of_source())

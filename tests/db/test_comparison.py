@@ -44,6 +44,15 @@ def test_what_was_measured_in_another_way_is_undecided(changes: dict[str, object
     assert verdict(MEASURED, other) == verdict(other, MEASURED) == "undecided"
 
 
+def test_commits_of_one_version_compare() -> None:
+    """Most commits change no kernel, and what a kernel is has a digest of its own."""
+    commits = [replace(MEASURED.versions, flashgen=f"0.1.0+g{each}") for each in ("801eb5f1c2d3", "b7127f5aa012.dirty")]
+    ours, theirs = (replace(each, versions=of) for each, of in zip((MEASURED, FASTER), commits, strict=True))
+    assert verdict(ours, theirs) == verdict(MEASURED, theirs) == "second"
+    predicted = [replace(PREDICTED, versions=of) for of in commits]
+    assert verdict(predicted[0], replace(predicted[1], predicted_ms=1.6)) == "first"
+
+
 def test_versions_that_nobody_wrote_down_compare_with_nothing() -> None:
     assert "not known" in str(
         why_incomparable(replace(MEASURED, versions=Versions()), replace(FASTER, versions=Versions()))
