@@ -1,8 +1,7 @@
-"""`Search`: which candidate to try next; the only user of optuna.
+"""`Search`: which candidate to try next.
 
-The sampler is a multivariate TPE over categorical knobs whose proposal is snapped to the nearest unseen config of the
-enumerated valid set; a share of the points is random and every third one is an unseen neighbour of a config among the
-best. Replayed on brute-forced spaces this mix did as well as any sampler alone and was not trapped on the rugged one.
+Each family of kernels has a study of Optuna, whose sampler is `tuning.sampler.ConfigSampler`: TPE, the surroundings of
+the best, and chance.
 
 Where a cost model that learns is given, it proposes most points: the best by what it expects of the unseen configs of
 all families, from other searches and from the trials of this one. Every EXPLORE_EVERY-th point is one of the mix, which
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,16 +25,9 @@ import optuna
 from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Failure, Measurement, Trial
-from flashgen.tuning.lattice import FamilySpace, Lattice
+from flashgen.tuning.lattice import FamilySpace
 from flashgen.tuning.quiet import Quiet
-
-STARTUP_POINTS = 10
-"""Random points of a family before TPE has something to model."""
-
-RANDOM_SHARE = 0.1
-LOCAL_EVERY = 3
-LOCAL_POOL = 5
-"""Every LOCAL_EVERY-th point is an unseen neighbour of one of the LOCAL_POOL best configs."""
+from flashgen.tuning.sampler import LOCAL_POOL, STARTUP_POINTS, ConfigSampler
 
 BEHIND = math.log(1.15)
 BEHIND_AFTER = 5
@@ -241,26 +232,18 @@ class _FamilyStudy:
 
     def __init__(self, space: FamilySpace, seed: int) -> None:
         self._family = space.family
-        self._seed = seed
-        self._lattice = Lattice(space)
-        self._distributions: dict[str, optuna.distributions.BaseDistribution] = {
-            knob.name: optuna.distributions.CategoricalDistribution(knob.values) for knob in space.knobs
-        }
-        # one order of random points for all workloads of a specialization: what one compiled, the others find ready
-        self._unseen = dict.fromkeys(random.Random(seed).sample(space.configs, len(space.configs)))
+        self._sampler = ConfigSampler(space, seed)
         self._pending: dict[Config, optuna.Trial] = {}
-        self._told: list[tuple[float, int, Config]] = []
-        self._failures = 0
         with Quiet():
-            self._study = optuna.create_study(direction="minimize")
+            self._study = optuna.create_study(direction="minimize", sampler=self._sampler)
 
     @property
     def size(self) -> int:
-        return len(self._lattice.points)
+        return len(self._sampler.lattice.points)
 
     @property
     def remaining(self) -> int:
-        return len(self._unseen)
+        return len(self._sampler.unseen)
 
     @property
     def asked(self) -> int:
@@ -268,17 +251,17 @@ class _FamilyStudy:
 
     @property
     def best(self) -> float:
-        return min(self._told)[0] if self._told else math.inf
+        return min(self._sampler.told)[0] if self._sampler.told else math.inf
 
     def is_behind(self, best: float) -> bool:
         """Whether this family's best is far from `best`, after a fair number of tries."""
         return self.asked - len(self._pending) >= BEHIND_AFTER and self.best - best > BEHIND
 
     def has(self, config: Config) -> bool:
-        return config in self._lattice.points
+        return config in self._sampler.lattice.points
 
     def is_unseen(self, config: Config) -> bool:
-        return config in self._unseen
+        return config in self._sampler.unseen
 
     def is_pending(self, config: Config) -> bool:
         return config in self._pending
@@ -287,8 +270,7 @@ class _FamilyStudy:
         """Make `config` a running trial of the study."""
         with Quiet():
             self._study.enqueue_trial(dict(config.knobs))
-            trial = self._study.ask(self._distributions)
-        self._start(config, trial)
+        self._ask()
 
     def tell(self, config: Config, value: float | None) -> None:
         """Finish a running trial; None is a failure: an infeasible point that TPE learns from, which FAIL is not."""
@@ -296,45 +278,21 @@ class _FamilyStudy:
         with Quiet():
             trial.set_constraint(_CONSTRAINT, 0.0 if value is not None else 1.0)
             self._study.tell(trial, FAILED_VALUE if value is None else value)
-        if value is not None:
-            self._told.append((value, len(self._told), config))
 
     def propose(self) -> Proposal:
-        """A point by the mix of the module's docstring; the valid set must have unseen ones."""
-        turn = self.asked
-        chance = random.Random(self._seed + turn)  # of this turn alone, so that a resumed search draws the same
-        if turn % LOCAL_EVERY == LOCAL_EVERY - 1:
-            neighbours = self._unseen_near(config for _, _, config in sorted(self._told)[:LOCAL_POOL])
-            if neighbours:
-                return self._proposed(chance.choice(neighbours), "local")
-        if len(self._told) < STARTUP_POINTS or chance.random() < RANDOM_SHARE:
-            return self._proposed(next(iter(self._unseen)), "random")
-        return self._sampled(self._seed + turn)
+        """A point of the sampler; the valid set must have unseen ones."""
+        return Proposal(config=self._ask(), source=self._sampler.source)
 
     def pool(self, best: Iterable[Config], most: int) -> list[Config]:
         """Unseen configs: neighbours of the best ones of this family, and others in random order, as many as `most`."""
         own = [config for config in best if config.family == self._family]
-        return list(dict.fromkeys([*self._unseen_near(own[:LOCAL_POOL]), *itertools.islice(self._unseen, most)]))
+        near = self._sampler.near(own[:LOCAL_POOL])
+        return list(dict.fromkeys([*near, *itertools.islice(self._sampler.unseen, most)]))
 
-    def _sampled(self, seed: int) -> Proposal:
+    def _ask(self) -> Config:
         with Quiet():
-            self._study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_POINTS)
-            trial = self._study.ask(self._distributions)
-        wanted = Config.of(self._family, trial.params)
-        if wanted in self._unseen:
-            self._start(wanted, trial)
-            return Proposal(config=wanted, source="sampler")
-        self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # only a wish: nothing ran
-        return self._proposed(self._lattice.nearest(wanted, self._unseen), "sampler")
-
-    def _unseen_near(self, best: Iterable[Config]) -> list[Config]:
-        near = dict.fromkeys(itertools.chain.from_iterable(self._lattice.neighbours(config) for config in best))
-        return [config for config in near if config in self._unseen]
-
-    def _proposed(self, config: Config, source: str) -> Proposal:
-        self.add(config)
-        return Proposal(config=config, source=source)
-
-    def _start(self, config: Config, trial: optuna.Trial) -> None:
-        del self._unseen[config]
+            trial = self._study.ask(self._sampler.distributions)
+        config = Config.of(self._family, trial.params)
+        self._sampler.unseen.pop(config, None)  # where every knob has one value, nothing was sampled
         self._pending[config] = trial
+        return config
