@@ -6,10 +6,9 @@ there, adds its counts and puts a whole new file in its place, so that a reader 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from flashgen.core.checks import real_number, text, whole_number
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import WorkloadError
-from flashgen.core.files import read_text
+from flashgen.core.files import locked, read_text
 from flashgen.core.folders import write_whole
 from flashgen.core.quoting import shown
 from flashgen.core.workload import DTYPE_BYTES, Workload
@@ -113,10 +112,10 @@ def add_calls(path: Path, records: Iterable[CallRecord]) -> None:
 
     Raises:
         WorkloadError: what is there is no file of calls.
-        OSError: it cannot be written.
+        OSError: it cannot be written, or another process keeps its lock.
     """
     path = path.resolve()  # a link stays one
-    with _locked(path):
+    with locked(path.with_name(f".{path.name}.lock")):
         before = read_calls(path) if path.exists() else ()
         write_whole(path, _text(merged(before, records)).encode())
 
@@ -169,16 +168,3 @@ def _record(row: object, where: str) -> CallRecord:
         )
     except ValueError as error:  # all of flashgen's of this kind, too
         raise WorkloadError(f"{where}: {error}") from error
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The only process between the reading and the writing of a file, by a lock on one beside it, which stays."""
-    try:
-        from fcntl import LOCK_EX, flock
-    except ImportError:  # not on Windows, where processes should have a file each
-        yield
-        return
-    with open(path.with_name(f".{path.name}.lock"), "ab") as file:
-        flock(file, LOCK_EX)
-        yield

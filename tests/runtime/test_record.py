@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import flashgen
+from flashgen.core import files
 from flashgen.core.calls import CallRecord, add_calls, read_calls, usual_ms
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
@@ -180,4 +183,40 @@ def test_a_file_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="can be written"), flashgen.record(tmp_path / "none" / "calls.json"):
         pass
     with pytest.raises(WorkloadError, match="path names, got 3"), flashgen.record(3):  # type: ignore[arg-type]
+        pass
+
+
+def _fifo(lock: Path, tmp_path: Path) -> None:
+    os.mkfifo(lock)
+
+
+def _link(lock: Path, tmp_path: Path) -> None:
+    lock.symlink_to(tmp_path / "made through a link")
+
+
+def _folder(lock: Path, tmp_path: Path) -> None:
+    lock.mkdir()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("plant", [_fifo, _link, _folder])
+def test_what_is_planted_for_a_lock_is_refused_and_not_waited_for(
+    plant: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    plant(tmp_path / ".calls.json.lock", tmp_path)
+    with pytest.raises(WorkloadError, match="file that can be written"), flashgen.record(tmp_path / "calls.json"):
+        pass
+    assert not (tmp_path / "made through a link").exists()
+
+
+@pytest.mark.timeout(20)
+def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LOCK_WAIT_S", 0.05)
+    with (
+        files.locked(tmp_path / ".calls.json.lock"),
+        pytest.raises(WorkloadError, match="held for moments"),
+        flashgen.record(tmp_path / "calls.json"),
+    ):
         pass
