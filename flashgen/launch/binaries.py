@@ -33,7 +33,8 @@ from flashgen.core.device import Device
 from flashgen.core.folders import CAN_TELL_OWNERS, is_own, remove_abandoned, write_whole
 from flashgen.core.settings import cache_folder, settings
 from flashgen.core.workload import Specialization
-from flashgen.launch.parameters import ptx_sizes
+from flashgen.launch.binary_header import read_header
+from flashgen.launch.parameters import block_of, is_descriptor, ptx_sizes
 from flashgen.launch.plan import known_layout
 
 MAGIC = b"flashgen binary\n"
@@ -171,12 +172,12 @@ def stated_key(content: bytes) -> str | None:
     """The key that the content of a file states; None if its checksum is wrong.
 
     Raises:
-        ValueError, KeyError, TypeError: it has no header.
+        ValueError: it has no header, or one that breaks a rule.
     """
     body = _checked(memoryview(content))
     if body is None:
         return None
-    key: str = _header(body)[0]["key"]
+    key: str = read_header(body, LARGEST_BYTES)[0]["key"]
     return key
 
 
@@ -223,7 +224,7 @@ def _kernel(
     content: memoryview, key: str, entry: str, kernels: tuple[KernelSpec, ...], device: Device
 ) -> CompiledKernel | None:
     """The kernels that a file describes, if they are those of the key and launch as this flashgen launches kernels."""
-    header, start = _header(content)
+    header, start = read_header(content, LARGEST_BYTES)
     if header["key"] != key or [part["entry"] for part in header["parts"]] != [kernel.entry for kernel in kernels]:
         return None
     text = str(content[start : start + header["text"]], "utf-8")
@@ -244,15 +245,15 @@ def _kernel(
                 handle=handle,
             )
         )
-    if start != len(content) or any(known_layout(part) is None for part in parts):
+    if any(known_layout(part) is None or not _has_boxes(part) for part in parts):
         return None
     return CompiledKernel(source=KernelSource(entry=entry, text=text), device=device, parts=tuple(parts))
 
 
-def _header(content: memoryview) -> tuple[dict[str, Any], int]:
-    """The header and where it ends."""
-    start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
-    return json.loads(bytes(content[_LENGTH_BYTES:start])), start
+def _has_boxes(part: CompiledPart) -> bool:
+    """Whether a kernel has a box of the right rank for each of its tensor descriptors."""
+    ranks = [len(block_of(parameter)) for parameter in part.kernel.parameters if is_descriptor(parameter)]
+    return ranks == [len(box["block_size"]) for box in part.handle.metadata.tensordesc_meta]
 
 
 def _handle(described: dict[str, Any], cubin: bytes, name: str) -> StoredHandle:

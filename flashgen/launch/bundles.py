@@ -14,15 +14,17 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.build_key import bundle_key, helper_bundle_key, triton_version
+from flashgen.core.checks import items, text, whole_number
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
 from flashgen.core.folders import DRAFT_SUFFIX, remove_abandoned, write_whole
+from flashgen.core.quoting import shown
 from flashgen.core.settings import cache_folder, settings
 from flashgen.core.workload import Specialization
 from flashgen.launch import binaries
@@ -39,6 +41,7 @@ LEVEL = 19
 """Of compression: a bundle is written once and fetched often."""
 
 MOST_ENTRIES = 100_000
+MOST_TARGETS = 64
 MOST_BYTES = 4 * 2**30
 """Of a bundle; the largest, of all shipped records of an H200, has a few MB."""
 
@@ -51,10 +54,14 @@ _VERSION = re.compile(r"[0-9][0-9A-Za-z.+]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One compiled config: the content of a file of `flashgen.launch.binaries`, under a key of `bundle_key`."""
+    """One compiled config: the content of a file of `flashgen.launch.binaries`, under a key of `bundle_key`.
+
+    `target` is the architecture that it is for; empty where a bundle does not say it of each, and means all of its own.
+    """
 
     key: str
     content: bytes
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +73,19 @@ class Contents:
         triton: the version that compiled it.
         targets: the architectures of its kernels.
         sizes: bytes of each entry by key: as they are, and compressed.
+        target_of: the architecture of each entry by key, empty where the index does not say it.
     """
 
     digest: str
     triton: str
     targets: tuple[str, ...]
     sizes: dict[str, tuple[int, int]]
+    target_of: dict[str, str]
+
+    def only(self, target: str | None) -> Contents:
+        """The entries for an architecture alone; all for None."""
+        wanted = {key: size for key, size in self.sizes.items() if target in (None, self.target_of[key] or target)}
+        return self if target is None else replace(self, targets=(target,), sizes=wanted)
 
 
 def entry_of(spec: Specialization, config: Config, device: Device) -> Entry | None:
@@ -84,7 +98,7 @@ def entry_of(spec: Specialization, config: Config, device: Device) -> Entry | No
 
     version = triton_version()
     key = None if version is None else bundle_key(spec, config, device, version)
-    return None if key is None else _entry(compile_kernel(spec, config, device), key)
+    return None if key is None else _entry(compile_kernel(spec, config, device), key, device)
 
 
 def entry_of_helper(helper: HelperKernel, device: Device) -> Entry | None:
@@ -97,13 +111,13 @@ def entry_of_helper(helper: HelperKernel, device: Device) -> Entry | None:
 
     version = triton_version()
     key = None if version is None else helper_bundle_key(helper, device, version)
-    return None if key is None else _entry(compile_helper(helper, device), key)
+    return None if key is None else _entry(compile_helper(helper, device), key, device)
 
 
-def _entry(compiled: CompiledKernel, key: str) -> Entry | None:
+def _entry(compiled: CompiledKernel, key: str, device: Device) -> Entry | None:
     if any(known_layout(part) is None for part in compiled.parts):
         return None
-    return Entry(key=key, content=binaries.packed(compiled, key))
+    return Entry(key=key, content=binaries.packed(compiled, key), target=device.arch)
 
 
 def write(path: Path, entries: Iterable[Entry], targets: Iterable[str], triton: str) -> Contents:
@@ -118,11 +132,12 @@ def write(path: Path, entries: Iterable[Entry], targets: Iterable[str], triton: 
     for entry in sorted(entries, key=lambda entry: entry.key):
         packed.append(compress(entry.content))
         digest = hashlib.sha256(packed[-1]).hexdigest()
-        index.append({"key": entry.key, "sha256": digest, "bytes": len(entry.content), "compressed": len(packed[-1])})
+        sizes = {"bytes": len(entry.content), "compressed": len(packed[-1])}
+        index.append({"key": entry.key, "target": entry.target, "sha256": digest, **sizes})
     head = {"format": FORMAT, "triton": triton, "targets": sorted(set(targets)), "entries": index}
-    text = json.dumps(head, sort_keys=True).encode()
-    digest_of_index = hashlib.sha256(text).digest()
-    content = b"".join([MAGIC, digest_of_index, len(text).to_bytes(_LENGTH_BYTES, "little"), text, *packed])
+    written = json.dumps(head, sort_keys=True).encode()
+    digest_of_index = hashlib.sha256(written).digest()
+    content = b"".join([MAGIC, digest_of_index, len(written).to_bytes(_LENGTH_BYTES, "little"), written, *packed])
     try:
         write_whole(path, content)
         path.chmod(0o644)
@@ -136,11 +151,14 @@ def install(path: Path, *, target: str | None = None) -> Contents:
 
     Args:
         path: the bundle.
-        target: the architecture that they must be for, None for any.
+        target: the architecture of those that are wanted, None for all.
+
+    Returns:
+        What was taken over.
 
     Raises:
-        DatabaseError: it is no bundle, damaged, not signed where a policy asks for it, or for other devices; or it
-            cannot be kept.
+        DatabaseError: it is no bundle, damaged, not signed where a policy asks for it, or for other devices alone; or
+            it cannot be kept.
     """
     if not settings().signatures:
         return _installed(path, path, binaries.BUNDLES, target)
@@ -157,15 +175,17 @@ def _installed(name: Path, path: Path, kept_in: str, target: str | None) -> Cont
     """Take over the kernels of a bundle that is called `name` from `path`."""
     try:
         found, entries = _opened(path)
-        if target is not None and found.targets != (target,):
+        if target is not None and target not in found.targets:
             listed = ", ".join(found.targets) or "none"
             raise DatabaseError(f"a bundle is for the GPU that it is imported for, {target}; {name} is for {listed}")
         for _ in entries:  # all is well, or nothing is written
             pass
+        found = found.only(target)
         folder = cache_folder(kept_in)
         remove_abandoned(folder)  # drafts of an import that was killed
         for entry in _opened(path)[1]:
-            write_whole(binaries.path_of(kept_in, entry.key), entry.content)
+            if entry.key in found.sizes:
+                write_whole(binaries.path_of(kept_in, entry.key), entry.content)
         (folder / f"{found.triton}{binaries.VERSION_SUFFIX}").touch()
     except OSError as error:
         raise DatabaseError(f"a bundle is a file that can be read, and needs a place; {name}: {error}") from error
@@ -184,18 +204,18 @@ def _opened(path: Path) -> tuple[Contents, Iterator[Entry]]:
     with path.open("rb") as file:
         fixed = file.read(len(MAGIC) + _DIGEST_BYTES + _LENGTH_BYTES)
         length = int.from_bytes(fixed[-_LENGTH_BYTES:], "little")
-        text = file.read(min(length, _LARGEST_INDEX_BYTES))
+        index = file.read(min(length, _LARGEST_INDEX_BYTES))
     digest = fixed[len(MAGIC) : len(MAGIC) + _DIGEST_BYTES]
-    if not fixed.startswith(MAGIC) or len(text) != length or hashlib.sha256(text).digest() != digest:
+    if not fixed.startswith(MAGIC) or len(index) != length or hashlib.sha256(index).digest() != digest:
         raise DatabaseError(
             f"a bundle is a file that `flashgen db export --with-binaries` wrote, and whole; got {path}"
         )
     try:
-        head = json.loads(text)
+        head = json.loads(index)
         contents = _contents(head, digest.hex())
         hashes = [str(entry["sha256"]) for entry in head["entries"]]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DatabaseError(f"a bundle has an index that this flashgen reads; {path}: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise DatabaseError(f"a bundle has an index that this flashgen reads; {path}: {str(error)[:300]}") from error
     return contents, _entries(path, contents, hashes, len(fixed) + length)
 
 
@@ -207,17 +227,27 @@ def _contents(head: dict[str, Any], digest: str) -> Contents:
         KeyError, TypeError: something is missing, or of another type.
     """
     if head["format"] != FORMAT:
-        raise ValueError(f"its format is {FORMAT}, got {head['format']!r}")
-    sizes = {str(each["key"]): (int(each["bytes"]), int(each["compressed"])) for each in head["entries"]}
-    if len(sizes) != len(head["entries"]) or len(sizes) > MOST_ENTRIES or not all(map(_KEY.fullmatch, sizes)):
-        raise ValueError(f"it has at most {MOST_ENTRIES} keys of 64 hexadecimal digits, each once")
-    if any(not 0 < size <= binaries.LARGEST_BYTES for pair in sizes.values() for size in pair):
-        raise ValueError(f"an entry has at most {binaries.LARGEST_BYTES} bytes")
-    if not _VERSION.fullmatch(head["triton"]):
-        raise ValueError(f"it names a version of Triton, got {head['triton']!r}")
-    if not all(map(_TARGET.fullmatch, head["targets"])):
+        raise ValueError(f"its format is {FORMAT}, got {shown(head['format'])}")
+    entries, targets = items("entries", head["entries"]), items("targets", head["targets"])
+    if len(entries) > MOST_ENTRIES or len(targets) > MOST_TARGETS:
+        raise ValueError(f"it has at most {MOST_ENTRIES} kernels for {MOST_TARGETS} architectures")
+    if not all(_TARGET.fullmatch(text("a target", target)) for target in targets):
         raise ValueError("it names architectures in letters and digits")
-    return Contents(digest=digest, triton=head["triton"], targets=tuple(head["targets"]), sizes=sizes)
+    if not _VERSION.fullmatch(text("triton", head["triton"])):
+        raise ValueError(f"it names a version of Triton, got {shown(head['triton'])}")
+    sizes = {text("a key", each["key"]): (_size(each["bytes"]), _size(each["compressed"])) for each in head["entries"]}
+    if len(sizes) != len(entries) or not all(map(_KEY.fullmatch, sizes)):
+        raise ValueError("it has keys of 64 hexadecimal digits, each once")
+    target_of = {each["key"]: text("the target of a kernel", each.get("target", "")) for each in head["entries"]}
+    if not set(target_of.values()) <= {"", *targets}:
+        raise ValueError("its kernels are for the architectures that it names")
+    return Contents(
+        digest=digest, triton=head["triton"], targets=tuple(head["targets"]), sizes=sizes, target_of=target_of
+    )
+
+
+def _size(value: object) -> int:
+    return whole_number("the bytes of a kernel", value, 1, binaries.LARGEST_BYTES)
 
 
 def _entries(path: Path, contents: Contents, hashes: list[str], start: int) -> Iterator[Entry]:
@@ -230,19 +260,21 @@ def _entries(path: Path, contents: Contents, hashes: list[str], start: int) -> I
                 raise DatabaseError(
                     f"every kernel of a bundle has the hash that its index states; {key} of {path} has not"
                 )
-            entry = Entry(key=key, content=decompress(packed, size))
-            if _stated(entry) != key:
+            entry = Entry(key=key, content=decompress(packed, size), target=contents.target_of[key])
+            if _stated(entry, path) != key:
                 raise DatabaseError(f"every kernel of a bundle states the key of its index; {key} of {path} does not")
             yield entry
         if file.read(1):
             raise DatabaseError(f"a bundle ends behind its last kernel; {path} goes on")
 
 
-def _stated(entry: Entry) -> str | None:
+def _stated(entry: Entry, path: Path) -> str | None:
     try:
         return binaries.stated_key(entry.content)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+    except ValueError as error:
+        raise DatabaseError(
+            f"every kernel of a bundle has a header that can be launched by; {entry.key} of {path}: {str(error)[:300]}"
+        ) from error
 
 
 def _zstd() -> tuple[Any, Any]:

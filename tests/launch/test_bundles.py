@@ -253,11 +253,35 @@ def _negative(head: dict[str, Any], entries: list[bytes]) -> None:
     head["entries"][0]["compressed"] = -1
 
 
+def _infinite(head: dict[str, Any], entries: list[bytes]) -> None:
+    head["entries"][0]["bytes"] = float("inf")  # JSON has 1e999 for it
+
+
+def _half(head: dict[str, Any], entries: list[bytes]) -> None:
+    head["entries"][0]["bytes"] += 0.5
+
+
+def _long_format(head: dict[str, Any], entries: list[bytes]) -> None:
+    head["format"] = "x" * 100_000
+
+
+def _long_version(head: dict[str, Any], entries: list[bytes]) -> None:
+    head["triton"] = "x" * 100_000
+
+
+def _many_targets(head: dict[str, Any], entries: list[bytes]) -> None:
+    head["targets"] = [f"sm{number}" for number in range(1000)]
+
+
+def _target_of_none(head: dict[str, Any], entries: list[bytes]) -> None:
+    head["entries"][0]["target"] = "sm80"
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
         (_bomb, "has the size that its index states"),
-        (_large_bomb, "an entry has at most 16777216 bytes"),
+        (_large_bomb, "bytes of a kernel must be at most 16777216"),
         (_compressed_again, "has the hash that its index states"),
         (_no_frame, "can be decompressed"),
         (_no_kernel, "states the key of its index"),
@@ -268,7 +292,13 @@ def _negative(head: dict[str, Any], entries: list[bytes]) -> None:
         (_twice, "each once"),
         (_later_format, "its format is 1, got 2"),
         (_list_for_entry, "an index that this flashgen reads"),
-        (_negative, "an entry has at most"),
+        (_negative, "bytes of a kernel must be at least 1"),
+        (_infinite, "bytes of a kernel must be a whole number"),
+        (_half, "bytes of a kernel must be a whole number"),
+        (_long_format, "its format is 1, got 'xxx"),
+        (_long_version, "names a version of Triton"),
+        (_many_targets, "for 64 architectures"),
+        (_target_of_none, "for the architectures that it names"),
     ],
 )
 def test_a_made_up_bundle_is_refused_whole(bundle: Path, change: Callable[..., None], rule: str) -> None:
@@ -277,9 +307,91 @@ def test_a_made_up_bundle_is_refused_whole(bundle: Path, change: Callable[..., N
     for path in (settings().cache_dir / binaries.BUNDLES).iterdir():
         path.unlink()
     remade(bundle, change)
+    with pytest.raises(DatabaseError, match=rule) as caught:
+        bundles.install(bundle)
+    assert len(str(caught.value)) < 1000
+    assert kept() == []
+
+
+def with_header(content: bytes, change: dict[str, Any]) -> bytes:
+    """A kernel whose first part is described in another way, with the right checksum."""
+    body = content[len(binaries.MAGIC) + 32 :]
+    end = 8 + int.from_bytes(body[:8], "little")
+    header = json.loads(body[8:end])
+    header["parts"][0] |= change
+    head = json.dumps(header).encode()
+    body = len(head).to_bytes(8, "little") + head + body[end:]
+    return binaries.MAGIC + hashlib.sha256(body).digest() + body
+
+
+BOX = {"block_size": [1, 1, 64, 64], "swizzle": 3}
+DESCRIBED = [
+    ({"num_warps": -1}, "num_warps must be at least 1"),
+    ({"num_warps": True}, "num_warps must be a whole number"),
+    ({"num_warps": 2**40}, "num_warps must be at most 32"),
+    ({"shared": "x"}, "shared must be a whole number"),
+    ({"shared": 2**31}, "shared must be at most"),
+    ({"registers": None}, "registers must be a whole number"),
+    ({"spills": float("inf")}, "spills must be a whole number"),
+    ({"bytes": -1}, "bytes must be at least 1"),
+    ({"bytes": 5}, "as long as their header says"),
+    ({"name": "a b"}, "name is a name"),
+    ({"entry": 3}, "entry must be text"),
+    ({"boxes": 3}, "boxes must be a list"),
+    ({"boxes": [3]}, "a box has a block_size and a swizzle"),
+    ({"boxes": [BOX | {"block_size": [1] * 9}]}, "block_size has at most 5"),
+    ({"boxes": [BOX | {"block_size": []}]}, "at least one dimension"),
+    ({"boxes": [BOX | {"block_size": [1, 1, 64, 2**33]}]}, "block_size must be at most"),
+    ({"boxes": [BOX | {"swizzle": "x"}]}, "swizzle must be a whole number"),
+    ({"parameter_bytes": "8"}, "parameter_bytes must be a list"),
+    ({"parameter_bytes": [8, 8.5]}, "parameter_bytes must be a whole number"),
+]
+
+
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize(("change", "rule"), DESCRIBED)
+def test_a_kernel_that_is_described_wrongly_is_refused(bundle: Path, change: dict[str, Any], rule: str) -> None:
+    first = entry()
+    made_up = replace(first, content=with_header(first.content, change))
+    bundles.write(bundle, [made_up, entry(*OTHER)], ["sm90"], version())
     with pytest.raises(DatabaseError, match=rule):
         bundles.install(bundle)
     assert kept() == []
+    bundles.write(bundle, [first], ["sm90"], version())
+    bundles.install(bundle)
+    assert read() is not None
+    binaries.path_of(binaries.BUNDLES, first.key).write_bytes(made_up.content)  # as an earlier flashgen took it over
+    assert read() is None
+
+
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize("boxes", [[], [BOX], [BOX] * 20, [{"block_size": [64], "swizzle": 3}] * 4])
+def test_a_kernel_has_a_box_for_each_of_its_descriptors(bundle: Path, boxes: list[object]) -> None:
+    first = entry()
+    bundles.write(bundle, [replace(first, content=with_header(first.content, {"boxes": boxes}))], ["sm90"], version())
+    bundles.install(bundle)
+    assert read() is None
+
+
+@pytest.mark.usefixtures("trusted")
+def test_a_machine_takes_its_own_of_the_kernels_for_two_architectures(bundle: Path) -> None:
+    other = replace(entry(*OTHER), target="sm80")
+    bundles.write(bundle, [replace(entry(), target="sm90"), other], ["sm80", "sm90"], version())
+    contents = bundles.install(bundle, target="sm90")
+    assert (list(contents.sizes), contents.targets) == ([entry().key], ("sm90",))
+    assert [name for name in kept() if name.endswith(binaries.SUFFIX)] == [f"{entry().key[:32]}{binaries.SUFFIX}"]
+    assert read() is not None
+    with pytest.raises(DatabaseError, match=r"imported for, sm100; .* is for sm80, sm90"):
+        bundles.install(bundle, target="sm100")
+    assert len(bundles.install(bundle).sizes) == 2
+
+
+@pytest.mark.usefixtures("trusted")
+def test_of_a_bundle_that_does_not_say_what_each_kernel_is_for_all_are_taken(bundle: Path) -> None:
+    remade(bundle, lambda head, entries: [each.pop("target") for each in head["entries"]])
+    remade(bundle, lambda head, entries: head["targets"].append("sm80"))
+    assert len(bundles.install(bundle, target="sm90").sizes) == 2
+    assert read() is not None
 
 
 def test_drafts_of_killed_imports_are_cleared_away(bundle: Path) -> None:
