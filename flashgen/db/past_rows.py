@@ -95,7 +95,10 @@ def _runner_up(value: Any) -> RunnerUp:
 def _times(value: object) -> tuple[float, ...]:
     if not isinstance(value, list):
         raise DatabaseError(f"times of a runner-up are a list, got {shown(value)}")
-    return tuple(float(typed("a time", time, "float")) for time in value)
+    try:
+        return tuple(float(typed("a time", time, "float")) for time in value)
+    except OverflowError as error:
+        raise DatabaseError("a time must be finite") from error
 
 
 def _baselines(value: object) -> list[SimpleNamespace]:

@@ -204,8 +204,11 @@ class ServerStore(StoredTrials):
             for row in session.scalars(query):
                 try:
                     values.append(build(row))
-                except FlashgenError as error:  # noqa: PERF203 - one bad row must not cost the others
-                    bad.append(f"{row.__tablename__} {row.id} is ignored: {str(error)[:300]}")
+                except sa.exc.SQLAlchemyError:  # noqa: PERF203 - of the connection, not of a value
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever a row holds, it must not cost the good ones
+                    said = str(error) if isinstance(error, FlashgenError) else f"{type(error).__name__}: {error}"
+                    bad.append(f"{row.__tablename__} {row.id} is ignored: {said[:300]}")
             return values, bad
 
         found, bad = self._run(read)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
+from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Failure
 from flashgen.core.settings import settings
@@ -114,15 +115,37 @@ def test_coordinators_that_write_the_same_rows_at_once_lose_nothing(url: str, st
     assert (counts["devices"], counts["workloads"], counts["trials"]) == (1, 25, 25)
 
 
-def test_a_row_that_breaks_a_rule_costs_itself(url: str, store: ServerStore) -> None:
-    store.put_record(MEASURED)
+OTHER = MEASURED.config.replace(block_m=64)
+BAD_RECORD = "UPDATE records SET times_ms = '[-1.0]' WHERE id = (SELECT min(id) FROM records)"
+LONG_TIME = f'[{{"family":"portable_forward","knobs":{{}},"times_ms":[1{"0" * 400}],"hard_times_ms":[]}}]'
+BAD_ORIGIN = f"UPDATE origins SET runners_up = '{LONG_TIME}'"
+
+
+@pytest.mark.parametrize("statement", [BAD_RECORD, BAD_ORIGIN], ids=["record", "origin"])
+def test_a_row_that_breaks_a_rule_costs_itself(url: str, store: ServerStore, statement: str) -> None:
+    store.put_record(MEASURED, MADE)
     store.put_record(replace(MEASURED, workload=SHORT))
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE records SET times_ms = '[-1.0]' WHERE id = (SELECT min(id) FROM records)")
+        connection.exec_driver_sql(statement)
     engine.dispose()
     with pytest.warns(UserWarning, match="records 1 is ignored"):
         assert store.records() == [replace(MEASURED, workload=SHORT)]
+
+
+def test_a_row_that_cannot_be_built_costs_itself(url: str, store: ServerStore) -> None:
+    def validate(config: Config) -> Config:
+        if config == OTHER:
+            raise OverflowError("int too large to convert to float")
+        return config
+
+    store.put_record(MEASURED)
+    store.put_record(replace(MEASURED, workload=SHORT, config=OTHER))
+    with (
+        ServerStore.open(url, validate=validate) as strict,
+        pytest.warns(UserWarning, match="records 2 is ignored: OverflowError: int too large"),
+    ):
+        assert strict.records() == [MEASURED]
 
 
 def test_a_run_goes_on_where_another_coordinator_stopped_and_hands_its_records_over(
