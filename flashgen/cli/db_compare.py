@@ -39,12 +39,15 @@ Gpu = Annotated[int, typer.Option("--gpu", help="The index of the GPU to measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Audit:
-    """What a file holds: why it cannot be read, or its records, how many were replaced, and the bad rows."""
+    """What a file holds: why it cannot be read, or its records, what else there is how often, and the bad rows."""
 
     path: Path
     problem: str | None = None
     records: tuple[TuningRecord, ...] = ()
     replaced: int = 0
+    trials: int = 0
+    searches: int = 0
+    finalists: int = 0
     bad_rows: tuple[str, ...] = ()
 
     @property
@@ -79,7 +82,7 @@ def verify(
     """
     if top is not None and not retime:
         raise CommandLineError("--top says which records --retime measures; without --retime all are read")
-    audits = [_audit(path, shipped) for path, shipped in _files(paths)]
+    audits = [_audit(source) for source in _files(paths)]
     records = [record for audit in audits for record in audit.records]
     done = _retimed(records, top, gpu, quiet=json) if retime else []
     if json:
@@ -145,30 +148,52 @@ def merge(
     output.note(f"{count} records written to {target}")
 
 
-def _files(paths: Sequence[Path] | None) -> Iterator[tuple[Path, bool]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A file to verify, and how look-ups open it (`flashgen.db.layers.Layers.open`)."""
+
+    path: Path
+    shipped: bool = False
+    foreign: bool = False
+
+
+def _files(paths: Sequence[Path] | None) -> Iterator[_Source]:
     from flashgen.core.settings import settings
+    from flashgen.db import packages
     from flashgen.db.layers import shipped_databases
 
     if paths:
-        yield from ((path, False) for path in paths)
+        yield from (_Source(path=path) for path in paths)
         return
-    yield from ((path, False) for path in settings().db_layers if path.exists())
-    yield from ((path, True) for path in shipped_databases().values())
+    user = settings().db_layers
+    yield from (_Source(path=path, foreign=path != user[0]) for path in user if path.exists())
+    yield from (_Source(path=path, shipped=True, foreign=True) for path in packages.installed().values())
+    yield from (_Source(path=path, shipped=True) for path in shipped_databases().values())
 
 
-def _audit(path: Path, shipped: bool) -> _Audit:
+def _audit(source: _Source) -> _Audit:
     from flashgen.db.past import audited
+    from flashgen.db.reader import Reader
     from flashgen.db.store import Store
 
     try:
-        with Store.open(path, read_only=not shipped, shipped=shipped) as store:
+        with Store(Reader.open(source.path, shipped=source.shipped, foreign=source.foreign)) as store:
             store.check()
             good, bad = store.reader.audited()
             replaced, bad_past = audited(store.reader)
+            counts, worse = store.audited()
     except DatabaseError as error:
-        return _Audit(path=path, problem=str(error))
-    rows = tuple(f"{table} {row}: {reason[:300]}" for table, row, reason in [*bad, *bad_past])
-    return _Audit(path=path, bad_rows=rows, records=tuple(good), replaced=replaced)
+        return _Audit(path=source.path, problem=str(error))
+    rows = tuple(f"{table} {row}: {reason[:300]}" for table, row, reason in [*bad, *bad_past, *worse])
+    return _Audit(
+        path=source.path,
+        bad_rows=rows,
+        records=tuple(good),
+        replaced=replaced,
+        trials=counts["trials"],
+        searches=counts["searches"],
+        finalists=counts["finalists"],
+    )
 
 
 def _print_audit(audit: _Audit) -> None:
@@ -177,7 +202,7 @@ def _print_audit(audit: _Audit) -> None:
         return
     output.say(
         f"{audit.path}: whole, {len(audit.records)} records ({audit.stale} of kernels that have changed), "
-        f"{audit.replaced} replaced ones, {len(audit.bad_rows)} bad rows"
+        f"{audit.replaced} replaced ones, {audit.trials} trials, {len(audit.bad_rows)} bad rows"
     )
     for reason, count in audit.changed.most_common():
         output.say(f"  {count} not current: {reason} (they serve; flashgen tune --reverify)")
@@ -193,6 +218,9 @@ def _audit_json(audit: _Audit) -> dict[str, object]:
         "stale": audit.stale,
         "not_current": dict(audit.changed),
         "replaced": audit.replaced,
+        "trials": audit.trials,
+        "searches": audit.searches,
+        "finalists": audit.finalists,
         "bad_rows": list(audit.bad_rows),
     }
 

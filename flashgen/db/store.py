@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -26,18 +26,21 @@ from flashgen.core.history import UNKNOWN, Origin, Replaced
 from flashgen.core.record import Prediction, Trial, TuningRecord
 from flashgen.core.search_log import Finalist, SearchRun
 from flashgen.core.workload import Workload
-from flashgen.db import files, reading, rows, writing
+from flashgen.db import files, reading, rows, trial_rows, writing
 from flashgen.db.connection import Access, Deadline, connect, retry, unbind, use
 from flashgen.db.inspection import refuse_computed
 from flashgen.db.past import Past, past_of
 from flashgen.db.reader import BadRow, Reader
 from flashgen.db.reading import Validate
 from flashgen.db.row_reading import R, at_once, build_one
-from flashgen.db.schema import Base, DeviceRow, TrialRow, WorkloadRow
+from flashgen.db.schema import Base, DeviceRow, FinalistRow, SearchRow, TrialRow, WorkloadRow
 from flashgen.db.stored_trials import StoredTrials
 from flashgen.db.writing import Incoming, Merged, Wins
 
 V = TypeVar("V")
+
+AUDITED_AT_ONCE = 500
+"""Rows in one question, far within its deadline."""
 
 
 class Store(StoredTrials):
@@ -243,6 +246,47 @@ class Store(StoredTrials):
             DatabaseError: a row breaks a rule; the message says which and how.
         """
         return self.reader.all_records()
+
+    def audited(self) -> tuple[dict[str, int], list[BadRow]]:
+        """How many good rows each table has that no record is in, and the rows that break a rule, without a warning.
+
+        Raises:
+            DatabaseError: the file cannot be read.
+        """
+        bad: list[BadRow] = []
+        counts = {
+            "devices": self._audited(DeviceRow, reading.device_of, bad),
+            "workloads": self._audited(WorkloadRow, reading.workload_of, bad),
+            "trials": self._audited(TrialRow, self._tried, bad),
+            "searches": self._audited(SearchRow, trial_rows.search_of, bad),
+            "finalists": self._audited(FinalistRow, lambda row: trial_rows.finalist_of(row, self.validate), bad),
+        }
+        return counts, bad
+
+    def _tried(self, row: TrialRow) -> Trial | Prediction:
+        build = reading.prediction_of if row.source == reading.PREDICTED_SOURCE else trial_rows.trial_of
+        return build(row, self.validate)
+
+    def _audited(self, table: type[R], build: Callable[[R], object], bad: list[BadRow]) -> int:
+        """How many rows of a table can be built; `bad` gets the others. Some at a time, each with a deadline anew."""
+        ids = self._run(lambda session: session.scalars(sa.select(table.id)).all())
+        good = 0
+        for start in range(0, len(ids), AUDITED_AT_ONCE):
+            some = ids[start : start + AUDITED_AT_ONCE]
+            values, worse = self._run(lambda session: self._built(session, table, some, build))  # noqa: B023
+            good += len(values)
+            bad += worse
+        return good
+
+    def _built(
+        self, session: Session, table: type[R], ids: Sequence[Any], build: Callable[[R], V]
+    ) -> tuple[list[V], list[BadRow]]:
+        bad: list[BadRow] = []
+        there = set(session.scalars(sa.select(table.id).where(table.id.in_(ids))))
+        found = at_once(session, sa.select(table).where(table.id.in_(ids)))
+        # what another process has taken away since is no bad row
+        rows = ((table.__tablename__, each, each) for each in ids if type(each) is not int or each in there)
+        return self.reader.built(rows, lambda each: build_one(session, found, table, each, build), bad), bad
 
     def _read(self, query: sa.Select[R], build: Callable[[R], V]) -> list[V]:
         """Build the value of each row; rows that break a rule are left out and reported together, once."""

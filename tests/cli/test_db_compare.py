@@ -11,10 +11,23 @@ import pytest
 
 from flashgen.codegen.render import source_digest
 from flashgen.core.record import TuningRecord
+from flashgen.core.settings import settings
 from flashgen.db.exchange import export_records
 from flashgen.db.store import Store
 from tests.cli.conftest import Invoke
-from tests.db.samples import CAUSAL, CONFIG, MEASURED, PREDICTED, SHORT, timed
+from tests.db.samples import (
+    CAUSAL,
+    CONFIG,
+    FAILED,
+    FINALISTS,
+    MEASURED,
+    PREDICTED,
+    PREDICTION,
+    SEARCH,
+    SHORT,
+    TRIAL,
+    timed,
+)
 from tests.tuning.fakes import FakeExecutor
 
 OTHER = CONFIG.replace(num_warps=4)
@@ -102,13 +115,14 @@ def test_a_whole_file_is_verified(invoke: Invoke, sides: tuple[str, str, Path]) 
     lines = [line for line in done.stdout.splitlines() if "not current" not in line]
     assert "  2 not current: measured with triton 3.6.0, and " in done.stdout
     assert lines == [
-        f"{first}: whole, 2 records (1 of kernels that have changed), 0 replaced ones, 0 bad rows",
-        f"{second}: whole, 3 records (1 of kernels that have changed), 0 replaced ones, 0 bad rows",
+        f"{first}: whole, 2 records (1 of kernels that have changed), 0 replaced ones, 0 trials, 0 bad rows",
+        f"{second}: whole, 3 records (1 of kernels that have changed), 0 replaced ones, 0 trials, 0 bad rows",
     ]
     (entry,) = json.loads(invoke("db", "verify", "--json", first).stdout)["files"]
     reasons = entry.pop("not_current")
     assert any(reason.startswith("measured with triton 3.6.0, and ") for reason in reasons)
-    assert entry == {"path": first, "problem": None, "records": 2, "stale": 1, "replaced": 0, "bad_rows": []}
+    none = dict.fromkeys(("replaced", "trials", "searches", "finalists"), 0)
+    assert entry == {"path": first, "problem": None, "records": 2, "stale": 1, **none, "bad_rows": []}
     assert invoke("db", "verify", "--top", "3").exit_code == 2
 
 
@@ -121,13 +135,82 @@ def test_a_bad_row_and_a_damaged_file_are_found(invoke: Invoke, sides: tuple[str
     Path(second).write_bytes(Path(second).read_bytes()[:9000])
     done = invoke("db", "verify", first, second)
     assert done.exit_code == 1
-    assert "1 records (1 of kernels that have changed), 0 replaced ones, 1 bad rows" in done.stdout
+    assert "1 records (1 of kernels that have changed), 0 replaced ones, 0 trials, 1 bad rows" in done.stdout
     assert "takes at least" in done.stdout
     assert f"{second}: a tuning database must be" in done.stdout
     for command in (["diff", first, second], ["merge", first, second, "-o", f"{first}.new.sqlite3"]):
         refused = invoke("db", *command)
         assert refused.exit_code == 1
         assert "every row must be valid" in refused.stderr
+
+
+DAMAGES = [
+    ("trials", "times_ms = 'nonsense' WHERE stage IS NULL AND source <> 'predicted'", "times_ms must be a JSON list"),
+    ("trials", "reason = x'00' WHERE stage IS NOT NULL", "reason must be of type str"),
+    ("trials", "times_ms = '[-1.0]' WHERE source = 'predicted'", "a prediction has one time above 0"),
+    ("searches", "settings = '['", "searches 1: knobs must be a JSON object"),
+    ("finalists", "race = 0", "race must be in"),
+    ("workloads", "batch = 3 WHERE id = (SELECT workload_id FROM searches)", "the one of its fields"),
+    ("devices", "arch = 'x' WHERE id = (SELECT device_id FROM searches)", "arch is like"),
+]
+
+
+@pytest.fixture
+def searched(tmp_path: Path) -> Path:
+    """A file without records, but with what searches write down."""
+    path = tmp_path / "searched.sqlite3"
+    with Store.open(path) as store:
+        for trial in (TRIAL, FAILED):
+            store.put_trial(trial)
+        store.put_prediction(replace(PREDICTION, workload=SHORT))
+        store.put_search(SEARCH)
+        store.put_finalists(FINALISTS[2:])
+    return path
+
+
+def test_rows_of_searches_are_verified(invoke: Invoke, searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashgen.db.store.AUDITED_AT_ONCE", 1)
+    done = invoke("db", "verify", searched)
+    assert (done.exit_code, done.stdout.splitlines()[0].split(": ")[1]) == (
+        0,
+        "whole, 0 records (0 of kernels that have changed), 0 replaced ones, 3 trials, 0 bad rows",
+    )
+    (entry,) = json.loads(invoke("db", "verify", "--json", searched).stdout)["files"]
+    assert (entry["trials"], entry["searches"], entry["finalists"]) == (3, 1, 1)
+
+
+@pytest.mark.parametrize(("table", "damage", "rule"), DAMAGES)
+def test_a_damaged_row_of_a_search_is_found(invoke: Invoke, searched: Path, table: str, damage: str, rule: str) -> None:
+    connection = sqlite3.connect(searched)
+    connection.execute("PRAGMA ignore_check_constraints = ON")
+    assert connection.execute(f"UPDATE {table} SET {damage}").rowcount == 1
+    connection.commit()
+    connection.close()
+    done = invoke("db", "verify", searched)
+    assert done.exit_code == 1
+    assert f"  {table} " in done.stdout
+    assert rule in done.stdout
+
+
+def test_without_arguments_all_that_serves_is_verified(
+    invoke: Invoke, sides: tuple[str, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "site"
+    (project / "theirs").mkdir(parents=True)
+    (project / "theirs-1.0.dist-info").mkdir()
+    (project / "theirs-1.0.dist-info" / "entry_points.txt").write_text("[flashgen.databases]\ntheirs = theirs\n")
+    packaged = project / "theirs" / "records.sqlite3"
+    packaged.write_bytes(Path(sides[0]).read_bytes())
+    monkeypatch.syspath_prepend(str(project))
+    files = json.loads(invoke("db", "verify", "--json").stdout)["files"]
+    (entry,) = [entry for entry in files if entry["path"] == str(packaged)]
+    assert (entry["problem"], entry["records"]) == (None, 2)
+    monkeypatch.setenv("FLASHGEN_SIGNATURES", "required")
+    settings.cache_clear()
+    done = invoke("db", "verify")
+    assert done.exit_code == 1
+    assert f"{packaged}: " in done.stdout
+    assert "FLASHGEN_SIGNATURES" in done.stdout
 
 
 def test_records_are_measured_again(
