@@ -19,9 +19,10 @@ def least_ms(workload: Workload, device: Device) -> float:
     """A time in ms that no kernel for `workload` stays below on any card with the SMs of `device`.
 
     It follows from the data sheets' rates of the architecture (`core.architecture`), since the figures of a `Device`
-    may come from the file that is doubted. A mask may hide any part of the pairs, and a kernel may skip those.
+    may come from the file that is doubted. A mask may hide any part of the pairs, and a kernel may skip those. Packed
+    sequences have the lengths of their profile; those of any lengths are measured first where all are alike.
     """
-    if workload.mask or workload.varlen:
+    if workload.mask:
         return LEAST_KERNEL_MS
     row = device.architecture
     halves = DTYPE_BYTES[workload.dtype] // 2  # TF32 has half of the rate of bf16, fp32 less

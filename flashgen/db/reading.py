@@ -53,6 +53,9 @@ LONG_TEXTS = frozenset(
 MAX_BASELINES = 64
 """Other implementations beside one record; torch has four."""
 
+MAX_SEQUENCES = 2**17
+"""Of a step of decoding, or packed; no GPU holds the caches of as many."""
+
 YEARS = range(2020, 2100)
 """Of what was made with flashgen."""
 
@@ -92,6 +95,8 @@ def device_of(row: DeviceRow) -> Device:
 def workload_of(row: WorkloadRow) -> Workload:
     """The workload of a row."""
     workload = _value(Workload, row)
+    if workload.has_profiles and workload.batch > MAX_SEQUENCES:  # whose lengths are listed one by one
+        raise DatabaseError(f"a batch has at most {MAX_SEQUENCES} sequences, got {workload.batch}")
     stored, spec = (row.key, row.specialization), workload.specialization
     if stored not in ((workload.key, spec.workload_class), (workload.key, spec.former_class)):
         raise DatabaseError(f"a workload's key must be the one of its fields ({workload.key}), got {_quoted(stored)}")

@@ -18,7 +18,8 @@ from flashgen.codegen.families import validate
 from flashgen.core.config import Config
 from flashgen.core.errors import DatabaseError, FlashgenError
 from flashgen.core.peak import least_ms
-from flashgen.core.record import TuningRecord
+from flashgen.core.record import Measurement, TuningRecord
+from flashgen.core.workload import Workload
 from flashgen.db import connection as module
 from flashgen.db import layers as layers_module
 from flashgen.db import reader
@@ -388,6 +389,33 @@ def test_what_a_mask_hides_takes_no_time() -> None:
     assert least_ms(replace(CAUSAL, direction="backward"), H200) == pytest.approx(2.5 * LEAST)
     assert least_ms(CAUSAL, replace(H200, arch="sm200")) < LEAST, "nothing is known of it"
     assert least_ms(replace(CAUSAL, seqlen_q=1, causal=False), H100) > 0.001, "keys and values are read"
+
+
+PACKED = Workload.parse("b8-h32-hk8-tq8192-tk65536-sq2048-sk16384-d128-causal-varlen")
+
+
+def packed(share: float, **shares: float) -> TuningRecord:
+    """A record of packed sequences with times that are shares of the least ones, of all alike and of other profiles."""
+    first, *others = ((each.lengths, least_ms(each, H200)) for each in PACKED.profiles)
+    profiles = tuple((name, (shares.get(name, 1.01) * least,)) for name, least in others)
+    measurement = Measurement(times_ms=(share * first[1],), max_error=1e-3, mean_error=1e-5, profile_times_ms=profiles)
+    return replace(MEASURED, workload=PACKED, measurement=measurement, baselines=())
+
+
+def test_packed_sequences_take_as_long_as_their_pairs(path: Path) -> None:
+    assert least_ms(PACKED, H200) > 0.1
+    with Store.open(path) as store:
+        store.put_record(packed(1.01))
+        for made_up in (packed(0.99), packed(0.002), packed(1.01, tail=0.99), packed(1.01, ramp=0.1)):
+            with pytest.raises(DatabaseError, match="takes at least"):
+                store.put_record(made_up)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("key", [f"b{2**31 - 1}-h1-tq{2**31 - 1}-s64-d64-varlen", f"dec-b{2**31 - 1}-h1-sk64-d64-ramp"])
+def test_a_batch_whose_lengths_fill_the_memory_is_refused(path: Path, key: str) -> None:
+    with Store.open(path) as store, pytest.raises(DatabaseError, match="at most 131072 sequences"):
+        store.put_record(replace(MEASURED, workload=Workload.parse(key)))
 
 
 @pytest.mark.parametrize("ours", ["2090-01-01T00:00:00+00:00", "9999-01-01T00:00:00+00:00"])
