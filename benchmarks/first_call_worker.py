@@ -15,6 +15,9 @@ import torch
 Tensor = torch.Tensor
 BACKENDS = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
 
+WITHOUT_COMPILER = "flashgen-without-compiler"
+"""Flashgen, where importing Triton fails."""
+
 
 def call_ms(attend: Callable[[Tensor, Tensor, Tensor], object], shape: tuple[int, ...]) -> float:
     """Milliseconds of the first call of `attend`, with causal bf16 tensors (batch, nheads, seqlen, head_dim)."""
@@ -41,6 +44,8 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor) -> object:
 if __name__ == "__main__":
     impl, *sizes = sys.argv[1:]
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if impl == WITHOUT_COMPILER:
+        sys.modules["triton"] = None  # type: ignore[assignment] # which makes an import of it fail
     if impl in BACKENDS:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 

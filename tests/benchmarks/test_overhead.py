@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from benchmarks.overhead_decode import decode_cases, new_batches
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.core.device import find_device
 from flashgen.db.layers import Layers
+from flashgen.db.store import Store
 from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
 
@@ -156,6 +158,44 @@ def test_first_calls_are_of_new_processes_with_the_caches_that_they_name(monkeyp
     seen.clear()
     assert first_call.times_ms(first_call.COLD, 3) == [1.5, 2.5, 3.5]
     assert len({folder for _, folder, _ in seen}) == 3
+
+
+def test_a_first_call_from_a_bundle_has_nothing_else_to_take_its_kernel_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **others: object) -> SimpleNamespace:
+        seen.append((command[2:], env))
+        if "export" in command:
+            with Store.open(env["FLASHGEN_DB"], read_only=True) as store:
+                (record,) = store.records()
+            assert (record.workload, record.config.family) == (SMALL, "hopper_forward")
+        return SimpleNamespace(stdout=f"{len(seen)}.5\n")
+
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
+    monkeypatch.setattr(first_call.subprocess, "run", run)
+    monkeypatch.setattr(first_call, "current_device", lambda: find_device("h200"))
+    assert first_call.times_ms(first_call.BUNDLE, 3) == [4.5, 5.5, 6.5]
+    (exported, maker), (imported, taker), *calls = seen
+    assert [*exported[1:3], *exported[4:]] == ["db", "export", "--with-binaries", "--jobs", "1"]
+    assert imported == ["flashgen", "db", "import", exported[3], "--with-binaries"]
+    assert len({maker["FLASHGEN_CACHE_DIR"], taker["FLASHGEN_CACHE_DIR"]}) == 2, "what the maker compiled is not there"
+    for command, env in calls:
+        assert command == ["benchmarks.first_call_worker", "flashgen-without-compiler", "1", "8", "128", "128"]
+        assert (env["FLASHGEN_CACHE_DIR"], env["FLASHGEN_DB"]) == (taker["FLASHGEN_CACHE_DIR"], taker["FLASHGEN_DB"])
+        assert (env["FLASHGEN_BINARIES"], env["FLASHGEN_NO_COMPILE"]) == ("trusted", "1")
+        assert env["PATH"] not in os.environ["PATH"]
+    assert not any("TRITON_DISABLE_LINE_INFO" in env for _, env in seen), "no bundle is made under it"
+
+
+def test_a_worker_without_a_compiler_cannot_import_triton() -> None:
+    script = (
+        "import runpy, sys, torch; torch.randn = None\n"
+        "sys.argv = ['worker', 'flashgen-without-compiler', '1']\n"
+        "try: runpy.run_module('benchmarks.first_call_worker', run_name='__main__')\n"
+        "except TypeError: import triton"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "import of triton halted" in done.stderr
 
 
 def test_a_first_call_imports_nothing_before_the_clock_starts() -> None:
