@@ -15,30 +15,38 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashgen.core.errors import FlashgenError
 from flashgen.core.peak import least_ms
-from flashgen.core.record import TuningRecord
+from flashgen.core.record import Measurement, TuningRecord
 from flashgen.core.settings import settings
+from flashgen.core.workload import Workload
 from flashgen.db import layers as module
 from flashgen.db.exchange import export_records, import_records
 from flashgen.db.layers import Layers
 from flashgen.db.past import audited, whole
+from flashgen.db.schema import Base
 from flashgen.db.store import Store
+from flashgen.db.trials import search_json, search_logs
 from tests.db.samples import (
     CAUSAL,
     FAILED,
+    FINALISTS,
     H200,
+    KNOWN_TRIAL,
     MEASURED,
     ORIGIN,
     PREDICTED,
     PREDICTION,
     REPLACED,
+    SEARCH,
     SHORT,
     TRIAL,
+    on_profiles,
     timed,
 )
 
@@ -50,23 +58,9 @@ CASE_S = 10.0
 
 DATA = Path(__file__).parents[1] / "db" / "data"
 SHIPPED = timed(MEASURED, 1.9)
-TABLES = ("records", "workloads", "devices", "anchors", "trials", "origins", "history", "alembic_version")
-COLUMNS = {
-    table: tuple(columns.split())
-    for table, columns in {
-        "records": "id workload_id device_id provenance family knobs times_ms max_error mean_error reference_ms "
-        "sm_clock_mhz predicted_ms source_digest driver_version created hard_times_ms",
-        "workloads": "id key specialization direction dtype batch nheads_k seqlen_q head_dim_v causal window_left bias "
-        "mask varlen page_size deterministic",
-        "devices": "id identity name arch num_sms memory_gb warp_size l2_bytes bandwidth_gbs",
-        "anchors": "id record_id impl median_ms",
-        "trials": "id workload_id device_id family knobs source stage reason times_ms max_error",
-        "origins": "id record_id run host seed budget runners_up",
-        "history": "id workload_id device_id provenance knobs times_ms created anchors host seed runners_up moment "
-        "reason source",
-        "alembic_version": "version_num",
-    }.items()
-}
+COLUMNS = {table.name: tuple(column.name for column in table.columns) for table in Base.metadata.sorted_tables}
+COLUMNS["alembic_version"] = ("version_num",)
+TABLES = tuple(COLUMNS)
 VALUES: tuple[object, ...] = (
     *(
         None,
@@ -123,6 +117,17 @@ VALUES: tuple[object, ...] = (
         "hopper_forward",
         "sm90",
         "sm999",
+    ),
+    *(
+        '{"ramp":[1.5,1.5,1.5],"tail":[1.5,1.5,1.5]}',
+        '{"ramp":[5e-324]}',
+        '{"":[]}',
+        '{"one":[168,0,98304,2]}',
+        '{"one":[1e999,true,"2",null]}',
+        '{"power_limit_w":1e999}',
+        "ramp",
+        "near",
+        "last",
     ),
     *("gfx90a", "fp32", "keys", "full", "backward", "\ud7ff\uffff", "\u0660\u0660\u0660\u0665"),
 )
@@ -220,6 +225,14 @@ def _schema(chance: random.Random) -> str:
     )
 
 
+def packed_record() -> TuningRecord:
+    """One with totals of rows, and times on profiles of them."""
+    workload = Workload.parse("b8-h32-hk8-tq8192-tk65536-sq2048-sk16384-d128-causal-varlen")
+    others = tuple((profile.lengths, (3.0,)) for profile in workload.profiles[1:])
+    measurement = Measurement(times_ms=(3.0,), max_error=1e-3, mean_error=1e-5, profile_times_ms=others)
+    return replace(MEASURED, workload=workload, measurement=measurement, baselines=())
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A good file to start from, in `good`, and the shipped one below it, in `shipped`."""
@@ -231,6 +244,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.put_trial(TRIAL)
         store.put_trial(FAILED)
         store.put_prediction(PREDICTION)
+        store.put_records([on_profiles(MEASURED), packed_record()])
+        store.put_search(SEARCH)
+        store.put_trial(KNOWN_TRIAL)
+        store.put_finalists(FINALISTS)
     connection = sqlite3.connect(folder / "draft.sqlite3")
     connection.execute("VACUUM INTO ?", (str(folder / "good.sqlite3"),))
     connection.close()
@@ -256,11 +273,13 @@ def looked_up(path: Path) -> None:
             found = [*layers.of_class(SHIPPED.workload.specialization.workload_class, H200), *layers.records()]
             trials, predictions = layers.tried(CAUSAL, H200)
             past = [each for each, _ in layers.past(CAUSAL)]
+            searches = [log for log, _ in layers.searches(workload=CAUSAL, device=H200)]
     assert hit is not None
     assert SHIPPED in [record for record, _ in found]
     assert all(possible(record) for record, _ in found)
     assert all(possible(replaced.record) for each in past for replaced in each.replaced)
     assert {trial.workload for trial in trials} | {each.workload for each in predictions} <= {CAUSAL}
+    assert {finalist.workload for log in searches for finalist in log.finalists} <= {CAUSAL}
     for each in caught:
         assert issubclass(each.category, UserWarning)
         assert str(path) in str(each.message)
@@ -276,6 +295,8 @@ def used(path: Path, scratch: Path) -> None:
                 quietly(question)
             quietly(lambda: whole(store.reader))
             quietly(lambda: audited(store.reader))
+            quietly(store.audited)
+            quietly(lambda: [search_json(log) for log in search_logs(store, store.workloads(), store.devices())])
         with Store.open(scratch / "ours.sqlite3") as ours:
             quietly(lambda: import_records(ours, path))
             assert all(possible(record) for record in ours.records())
@@ -283,6 +304,8 @@ def used(path: Path, scratch: Path) -> None:
             quietly(lambda: store.put_record(timed(MEASURED, 1.3), ORIGIN))
             quietly(store.prune_history)
             quietly(lambda: store.put_trial(TRIAL))
+            quietly(lambda: store.put_search(SEARCH))
+            quietly(lambda: store.put_finalists(FINALISTS))
             quietly(lambda: store.forget_trials(CAUSAL, H200))
 
 
