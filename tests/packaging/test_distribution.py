@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +17,11 @@ import pytest
 from packaging.requirements import Requirement
 
 import flashgen
+from flashgen.codegen.families import default_config
+from flashgen.core.device import find_device
 from flashgen.db.exchange import export_records
 from scripts import release
-from tests.db.samples import CAUSAL, MEASURED, SHORT, timed
+from tests.db.samples import CAUSAL, MEASURED, PREDICTED, SHORT, timed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "b1-h32-hk8-s1024-d128-causal"
@@ -64,21 +68,38 @@ def installed(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> P
     run(sys.executable, "-m", "venv", "--without-pip", str(folder), cwd=folder.parent)
     (packages,) = folder.glob("lib/python*/site-packages")
     (own,) = importlib.metadata.distributions(path=[str(archives.wheel)])
-    for distribution in needed(own):
-        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-            if not (packages / top).exists():
-                (packages / top).symlink_to(distribution.locate_file(top))
+    link(needed(own), packages)
     run(*pip_of(folder / "bin"), "install", "--quiet", "--no-index", str(archives.wheel), cwd=folder.parent)
     return folder / "bin"
 
 
-def needed(distribution: importlib.metadata.Distribution) -> list[importlib.metadata.Distribution]:
-    """What a distribution declares to need without any extra, and what that needs in turn, as installed here."""
+@pytest.fixture(scope="session")
+def extras(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with what the extras for bundles and clusters add to that environment."""
+    (own,) = importlib.metadata.distributions(path=[str(archives.wheel)])
+    folder = tmp_path_factory.mktemp("extras")
+    base = {each.name for each in needed(own)}
+    link([each for each in needed(own, "bundles", "ray") if each.name not in base], folder)
+    return folder
+
+
+def link(distributions: Iterable[importlib.metadata.Distribution], folder: Path) -> None:
+    for distribution in distributions:
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(distribution.locate_file(top))
+
+
+def needed(distribution: importlib.metadata.Distribution, *extras: str) -> list[importlib.metadata.Distribution]:
+    """What a distribution declares to need with these extras, and what that needs in turn, as installed here."""
     found: dict[str, importlib.metadata.Distribution] = {}
     left = [distribution]
     while left:
-        for requirement in map(Requirement, left.pop().requires or ()):
-            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        now = left.pop()
+        asked = ("", *extras) if now is distribution else ("",)
+        for requirement in map(Requirement, now.requires or ()):
+            marker = requirement.marker
+            wanted = marker is None or any(marker.evaluate({"extra": extra}) for extra in asked)
             if wanted and requirement.name not in found:
                 found[requirement.name] = importlib.metadata.distribution(requirement.name)
                 left.append(found[requirement.name])
@@ -178,6 +199,26 @@ for line in sys.argv[1:]:
 """Runs commands in one process: each start costs as much as most of them."""
 
 
+def run_commands(installed: Path, folder: Path, expected: dict[str, str], **variables: str) -> None:
+    """Run commands in one process; each ends with 0 and says some words."""
+    done = run(
+        str(installed / "python"),
+        "-c",
+        COMMANDS,
+        *expected,
+        cwd=folder,
+        FLASHGEN_DB=str(folder / "own.sqlite3"),
+        FLASHGEN_CACHE_DIR=str(folder / "cache"),
+        COLUMNS="300",
+        **variables,
+    )
+    parts = dict(part.split("\n", 1) for part in done.split("$ ")[1:])
+    assert list(parts) == list(expected)
+    for command, words in expected.items():
+        assert parts[command].endswith("= 0\n"), parts[command]
+        assert words in parts[command], parts[command]
+
+
 def test_installed_commands_of_databases_do_their_work(installed: Path, tmp_path: Path) -> None:
     export_records([MEASURED, replace(MEASURED, workload=SHORT)], tmp_path / "a.sqlite3")
     export_records([timed(MEASURED, 0.9)], tmp_path / "b.sqlite3")
@@ -191,24 +232,30 @@ def test_installed_commands_of_databases_do_their_work(installed: Path, tmp_path
         f"tune --target h100 --shard 1/2 --budget 1 --shape {SHORT.key} --dry-run": SHORT.key,
         "doctor": flashgen.__version__,
     }
-    done = run(
-        str(installed / "python"),
-        "-c",
-        COMMANDS,
-        *expected,
-        cwd=tmp_path,
-        FLASHGEN_DB=str(tmp_path / "own.sqlite3"),
-        FLASHGEN_CACHE_DIR=str(tmp_path / "cache"),
-        COLUMNS="300",
-    )
-    parts = dict(part.split("\n", 1) for part in done.split("$ ")[1:])
-    assert list(parts) == list(expected)
-    for command, words in expected.items():
-        assert parts[command].endswith("= 0\n"), parts[command]
-        assert words in parts[command], parts[command]
+    run_commands(installed, tmp_path, expected)
     assert {f"{name}.{kind}" for name in "cd" for kind in ("sqlite3", "csv")} <= {
         path.name for path in tmp_path.iterdir()
     }
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("zstandard", "ray"))), reason="the extras bundles and ray are not installed"
+)
+def test_installed_commands_of_extras_do_their_work(
+    installed: Path, extras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO", raising=False)  # no bundle holds what a machine's settings made
+    a100 = find_device("a100")
+    config = default_config(SHORT.specialization, a100)
+    export_records([replace(PREDICTED, workload=SHORT, device=a100, config=config)], tmp_path / "a.sqlite3")
+    expected = {
+        "db import a.sqlite3": "1 added",
+        "db export b.sqlite3 --with-binaries --jobs 1": "1 kernels for sm80 by Triton",
+        "db import b.sqlite3 --with-binaries": "taken over from b.kernels",
+        "tune --ray local --target h100 --family portable_forward --jobs 1 --budget 1 --shape b1-h2-s128-d64": "[1/1]",
+    }
+    run_commands(installed, tmp_path, expected, PYTHONPATH=str(extras), RAY_USAGE_STATS_ENABLED="0")
+    assert len(list((tmp_path / "cache" / "bundles").glob("*.kernel"))) == 1
 
 
 def test_a_package_of_records_is_installed_beside_the_wheel_and_serves(installed: Path, tmp_path: Path) -> None:
