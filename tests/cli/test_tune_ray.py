@@ -234,6 +234,36 @@ def test_a_killed_driver_of_a_run_that_compiles_alone_leaves_nothing_behind_and_
         assert store.counts()["trials"] > before
 
 
+def test_a_killed_actor_of_a_run_that_compiles_alone_is_started_again(cluster: Cluster, tmp_path: Path) -> None:
+    told: Told = []
+    killed: list[int] = []
+
+    def kill(station: str, event: Event) -> None:
+        told.append((station, event))
+        if isinstance(event, CandidateRanked) and not killed:
+            killed.extend(pid for pid in cluster.processes() if "ray::Host" in _line(pid))
+            os.kill(killed[0], signal.SIGKILL)
+
+    with stations(cluster.address, target=SMALL, jobs=1, services=SERVICES) as opened, stores(tmp_path) as found:
+        (finished,) = tuned(opened, found, kill, trials=40)
+        store = found[SMALL.identity]
+        assert not finished.failed
+        assert not finished.interrupted
+        for workload in WORKLOADS:
+            record = store.record(workload, SMALL)
+            assert record is not None
+            assert record.provenance == "predicted"
+            predictions = store.predictions(workload, SMALL)
+            assert len(predictions) == 40
+            assert not any(isinstance(each.outcome, Failure) for each in predictions)
+        assert store.counts()["trials"] == 40 * len(WORKLOADS)
+    assert len(killed) == 1
+    lost = [event.message for _, event in told if isinstance(event, Warned) and "was lost while" in event.message]
+    assert len(lost) == 1
+    assert lost[0].endswith("The actor is dead because its worker process has died.")
+    await_end(*killed)
+
+
 def test_the_command_compiles_on_the_nodes_and_ranks(cluster: Cluster, invoke: Invoke) -> None:
     arguments = ("--target", "h100", "--family", "portable_forward", "--jobs", 1, "--budget", 1)
     result = invoke("tune", "--ray", cluster.address, "--shape", SHAPE, *arguments)
