@@ -159,13 +159,24 @@ def databases(path: Path, devices: Iterable[Device]) -> dict[str, Path]:
     """The file of each device identity.
 
     Where a cluster has one kind of device, that is `path`; where it has several, or had when an earlier run wrote them,
-    one beside it for each: `tuning-sm90-132sm-141gb.sqlite3`.
+    one beside it for each: `tuning-sm90-132sm-141gb.sqlite3`. A kind that `path` has rows of stays there, so that its
+    trials are found when others join.
+
+    Raises:
+        DatabaseError: the file at `path` cannot be read.
     """
     identities = dict.fromkeys(device.identity for device in devices)
     beside = {identity: path.with_name(f"{path.stem}-{identity}{path.suffix}") for identity in identities}
-    if len(identities) > 1:
-        return beside
-    return {identity: own if own.exists() else path for identity, own in beside.items()}
+    known = _known_devices(path) if len(identities) > 1 else set(identities)
+    return {identity: path if identity in known and not own.exists() else own for identity, own in beside.items()}
+
+
+def _known_devices(path: Path) -> set[str]:
+    """The identities that a file has rows of."""
+    if not path.exists():
+        return set()
+    with Store.open(path, read_only=True) as store:
+        return {device.identity for device in store.devices()}
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import signal
 import threading
 import time
@@ -16,11 +18,14 @@ from flashgen.core.record import Failure
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.measure.protocol import EvaluateJob
+from flashgen.tuning import runs
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, RunFinished, TrialFinished, Warned, WorkloadStarted
 from flashgen.tuning.many import tune_on_stations
+from flashgen.tuning.request import Request
 from flashgen.tuning.stations import Handout
+from tests.db.samples import TRIAL
 from tests.tuning.fake_stations import FakeStation
 from tests.tuning.fakes import H200
 from tests.tuning.runs import CAUSAL, FINALS, LONGER, PLAIN
@@ -266,3 +271,42 @@ def test_what_a_station_compiles_beforehand_is_begun_by_no_other_one() -> None:
     after = handout.take("a", CAUSAL.specialization)
     assert after is not None
     assert after.workload == others[0]
+
+
+def test_a_kind_that_was_there_first_keeps_its_database_when_another_joins(tmp_path: Path) -> None:
+    path, beside = tmp_path / "tuning.sqlite3", tmp_path / f"tuning-{H100.identity}.sqlite3"
+    with Store.open(path) as store:
+        store.put_trial(dataclasses.replace(TRIAL, device=H200))
+    assert runs.databases(path, [H200]) == {H200.identity: path}
+    both = {H200.identity: path, H100.identity: beside}
+    assert runs.databases(path, [H200, H100]) == both
+    Store.open(beside).close()
+    assert runs.databases(path, [H100, H200]) == both
+    assert runs.databases(path, [H100]) == {H100.identity: beside}
+
+
+def test_what_the_first_kind_was_tuned_for_is_known_when_another_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuning.sqlite3"
+    request = Request(
+        workloads=(CAUSAL,),
+        target=None,
+        index=0,
+        database=path,
+        server=None,
+        budget=Budget(trials=TRIALS),
+        options=Options(finals=FINALS, families=("portable_forward",), seed_configs=1),
+        jobs=1,
+        jobs_asked=1,
+    )
+    for kinds in ([H200], [H200, H100]):
+        fleet = [FakeStation(name=kind.name, device=kind) for kind in kinds]
+        monkeypatch.setattr(runs, "make_stations", lambda *_, fleet=fleet, **how: contextlib.nullcontext(fleet))
+        finished = runs.run_on_cluster(request, "auto", lambda station, event: None)
+        assert len(finished) == len(kinds)
+    known, searched = finished
+    assert (known.outcomes[0].status, searched.outcomes[0].status) == ("skipped", "tuned")
+    for kind, file in runs.databases(path, [H200, H100]).items():
+        with Store.open(file, read_only=True) as store:
+            assert [device.identity for device in store.devices()] == [kind]
