@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flashgen._version import __version__
 from flashgen.core.errors import DatabaseError
+from flashgen.core.folders import DRAFT_SUFFIX, is_draft, remove_abandoned
 from flashgen.core.record import TuningRecord
 from flashgen.db.exchange import export_records
 from flashgen.db.files import present
@@ -19,6 +20,9 @@ from flashgen.db.store import Store
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 VERSION = re.compile(r"[0-9]+(\.[0-9]+){0,3}((a|b|rc|\.post|\.dev)[0-9]+)?")
 MAX_NAME = 40
+
+SCRATCH_PREFIX = ".flashgen-package-"
+"""Of the folders in which a project is written before it gets its name."""
 
 
 def write_project(name: str, path: Path | str, folder: Path | str | None = None, *, version: str = "1.0.0") -> Path:
@@ -69,7 +73,9 @@ def _write(folder: Path, name: str, records: Sequence[TuningRecord], version: st
     }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        # a process that was killed here left its own
+        remove_abandoned(folder.parent, lambda name: name.startswith(SCRATCH_PREFIX) and is_draft(name))
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=SCRATCH_PREFIX, suffix=DRAFT_SUFFIX) as scratch:
             draft = Path(scratch) / "project"
             export_records(records, draft / package / FILE)
             for file, text in texts.items():

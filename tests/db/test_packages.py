@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashgen.core.errors import DatabaseError
+from flashgen.core.folders import ABANDONED_SECONDS
 from flashgen.db import layers as module
-from flashgen.db import packages
+from flashgen.db import package_project, packages
 from flashgen.db.exchange import export_records
 from flashgen.db.layers import Layers
 from flashgen.db.package_project import write_project
@@ -140,3 +143,22 @@ def test_nothing_is_packaged_of_a_file_without_valid_records(tmp_path: Path) -> 
     with pytest.raises(DatabaseError, match="needs records"):
         write_project("demo", source, tmp_path / "project")
     assert not (tmp_path / "project").exists()
+
+
+def test_drafts_of_killed_processes_are_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_records([MEASURED], tmp_path / "mine.sqlite3")
+    seen: list[str] = []
+
+    def export(records: object, path: Path) -> None:
+        seen.extend(folder.name for folder in tmp_path.iterdir() if path.is_relative_to(folder))
+        export_records([MEASURED], path)
+
+    monkeypatch.setattr(package_project, "export_records", export)
+    write_project("mine", tmp_path / "mine.sqlite3", tmp_path / "first")
+    (draft,) = seen
+    for name in (draft, "tmpother"):  # what a process leaves that is killed there, and what is not ours
+        (tmp_path / name / "project").mkdir(parents=True)
+        long_ago = time.time() - 2 * ABANDONED_SECONDS
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    write_project("mine", tmp_path / "mine.sqlite3", tmp_path / "second")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["first", "second", "tmpother"]
