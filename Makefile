@@ -2,7 +2,7 @@
 # make tune       the main job: tune one model preset on a short budget, then show what serves a call, and its kernel
 # make test       every check that runs without a GPU; CI runs this and nothing else
 # make gpu-test   the tests that need a GPU, GPU_JOBS (4) at a time on all GPUs, then those that look at a clock
-# make fuzz       random files for the database and random calls, other ones each time, CASES of them (10000)
+# make fuzz       random files and random calls, other ones each time, CASES of them (10000), and KILLS of a writer (60)
 # make docs       docs/supported.md again, from the table of kernel families
 # make databases  tuning_db/ again, after a schema revision
 # make site       the documentation as a site in build/site
@@ -20,6 +20,7 @@ BUDGET ?= 30s
 SAMPLE ?= b1-h12-s1024-d64-causal
 TARGET ?= a100
 CASES ?= 10000
+KILLS ?= 60
 GPU_JOBS ?= 4
 
 BIN := $(VENV)/bin
@@ -100,8 +101,8 @@ crosscompile-%: .venvs/triton-%/.stamp
 
 # A failure names its case: run it again with FUZZ_SEED, FUZZ_FIRST and CASES=1.
 fuzz: venv
-	OMP_NUM_THREADS=1 FUZZ_CASES=$(CASES) FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
-		$(BIN)/python -m pytest -n auto --maxprocesses 8 tests/fuzz
+	OMP_NUM_THREADS=1 FUZZ_CASES=$(CASES) FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} KILL_ROUNDS=$(KILLS) \
+		$(BIN)/python -m pytest -n auto --maxprocesses 8 tests/fuzz tests/db/test_processes.py
 
 # Both parts in any case: what fails in the first is no reason not to know of the second.
 gpu-test: venv

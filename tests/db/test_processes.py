@@ -12,12 +12,15 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from flashgen.db.exchange import export_records
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL, H200, MEASURED, SHORT
 
 ROOT = Path(__file__).parents[2]
 WRITES = 40
+KILLS = int(os.environ.get("KILL_ROUNDS", "3"))
 TINY = CAUSAL.with_shape(seqlen_q=16, seqlen_k=16)
 
 WRITER = """
@@ -193,12 +196,13 @@ def test_two_processes_create_and_write_and_one_reads_at_once(tmp_path: Path) ->
     assert intact(path)
 
 
+@pytest.mark.timeout(60 + 20 * KILLS)
 def test_a_killed_writer_loses_at_most_the_row_in_flight(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite3"
-    for round_ in range(3):
+    for round_ in range(KILLS):
         writer = start(WRITER, path, f"{round_}", 100_000)
         assert writer.stdout is not None
-        for _ in range(10 + 7 * round_):
+        for _ in range(10 + 7 * (round_ % 10)):
             last = int(writer.stdout.readline())
         writer.send_signal(signal.SIGKILL)
         rest = writer.communicate(timeout=60)[0].split()
