@@ -6,7 +6,7 @@
 # make docs       docs/supported.md again, from the table of kernel families
 # make databases  tuning_db/ again, after a schema revision
 # make site       the documentation as a site in build/site
-# make release    checks what a release needs, builds the archives, prints the command for the tag
+# make release    checks what a release needs, builds the archives, prints the command for the tag, names its other files
 # make bundle     the kernels of the H200's records, compiled, in dist/nvidia_h200.kernels: a file of a release
 # make lint       formatting, lint, types and import contracts       make format   rewrite files in the one format
 #

@@ -1,6 +1,7 @@
 """`make release`: checks what a release needs, builds its archives, checks them, and prints the command for the tag.
 
-Nothing is pushed or uploaded. Usage: release.py [--check]; with --check nothing is built.
+Nothing is pushed or uploaded. The bundle of compiled kernels, which takes minutes, is `make bundle`'s; whether it is
+there and as new as the tree is printed. Usage: release.py [--check]; with --check nothing is built.
 """
 
 from __future__ import annotations
@@ -39,7 +40,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(f"flashgen {version} is ready; make its tag with:")
     print(f"  git tag --annotate v{version} --message 'flashgen {version}'")
+    print("files of the release, beside the archives:")
+    for path in bundle(ROOT / "dist"):
+        print(f"  {path.relative_to(ROOT)}{'' if is_newer(path, ROOT) else ' (not of this tree: make bundle)'}")
     return 0
+
+
+def bundle(folder: Path) -> list[Path]:
+    """The compiled kernels of the H200's records, and the records; they serve the sources of which they are made."""
+    return [folder / f"nvidia_h200.{kind}" for kind in ("kernels", "sqlite3")]
+
+
+def is_newer(path: Path, root: Path) -> bool:
+    """Whether a file is there that was made behind the last commit."""
+    return path.exists() and path.stat().st_mtime >= int(git(root, "log", "-1", "--format=%ct"))
 
 
 def version_of(root: Path) -> str:

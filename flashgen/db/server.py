@@ -246,7 +246,7 @@ class ServerStore(StoredTrials):
         if version != SCHEMA_VERSION:
             raise DatabaseError(
                 f"tables on a server have schema {SCHEMA_VERSION}; those of {self.name} have {shown(str(version))}: "
-                "take another database, the records of this one are in the files of its runs"
+                "take an empty database, the records of this one are in the files of its runs"
             )
 
 

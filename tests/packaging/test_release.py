@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from email.message import Message
@@ -92,7 +93,28 @@ def test_nothing_is_built_of_a_tree_with_problems(
     (tree / "dirt").unlink()
     assert release.main([]) == 0
     assert built == [tree / "dist"]
-    assert "git tag --annotate v1.2.0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "git tag --annotate v1.2.0" in said
+    assert "  dist/nvidia_h200.kernels (not of this tree: make bundle)\n" in said
+
+
+def test_a_bundle_of_this_tree_is_told_from_an_older_one(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(release, "ROOT", tree)
+    (tree / ".gitignore").write_text("dist\n")
+    git(tree, "add", ".")
+    git(tree, "commit", "--quiet", "--message", "Ignore archives")
+    (tree / "dist").mkdir()
+    for path in release.bundle(tree / "dist"):
+        path.touch()
+    os.utime(tree / "dist/nvidia_h200.sqlite3", (1.0, 1.0))
+    assert release.main(["--check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "  dist/nvidia_h200.kernels",
+        "  dist/nvidia_h200.sqlite3 (not of this tree: make bundle)",
+    ]
 
 
 @pytest.mark.parametrize(
