@@ -25,6 +25,7 @@ from benchmarks.training_tasks import BERT, PADDED
 from benchmarks.varlen_cases import SUITE, TRAINING_SUITE
 from flashgen.codegen.families import FAMILIES
 from flashgen.core.workload import Workload
+from tests.benchmarks.packed_claims import all_beside_dense, beside_dense, beside_peers, over_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = load(RESULTS)["nvidia_h200"]
@@ -165,21 +166,6 @@ def against_the_best(rows: Sequence[Row]) -> Iterator[float]:
             yield by_impl["flashgen"] / max(others)
 
 
-def packed(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
-    speeds: dict[str, dict[tuple[str, str | None], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        if row.suite in (SUITE, TRAINING_SUITE) and row.tflops:
-            speeds[row.suite][row.workload, row.data][row.impl] = row.tflops
-    faults = []
-    for suite, said in ((SUITE, "forward"), (TRAINING_SUITE, "training")):
-        cells = speeds[suite].values()
-        best = [max(v for name, v in one.items() if name not in ("flashgen", "flashgen-dense")) for one in cells]
-        won = sum(one["flashgen"] > other for one, other in zip(cells, best, strict=True))
-        if not won == len(best) == int(match[said]):
-            faults.append(f"it is {won} of {len(best)} in {suite}")
-    return faults
-
-
 def hard_data(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
     speeds: dict[tuple[str, str | None], dict[str, float]] = defaultdict(dict)
     for row in rows:
@@ -229,10 +215,11 @@ CLAIMS = [
     ),
     Claim(
         file="docs/ragged.md",
-        sentence=r"forward passes of packed sequences were ahead of FlashAttention-3 and -4, FlexAttention, torch's "
-        r"`varlen_attn` and padded SDPA on all (?P<forward>\d+) batches, and training on all (?P<training>\d+) ahead "
-        "of what trains among these",
-        check=packed,
+        sentence=r"flashgen was ahead wherever a peer has a row\. Forward these are FlashAttention-3 and -4 on "
+        r"(?P<fa>\d+) batches, FlexAttention and padded SDPA on (?P<flex>\d+), and torch's `varlen_attn` on "
+        r"(?P<torch>\d+), which .{20,60}; forward and backward FlashAttention-4, FlexAttention and padded SDPA on "
+        r"(?P<fa4>\d+), and `varlen_attn` on (?P<trained>\d+)\.",
+        check=beside_peers,
     ),
     Claim(
         file="CHANGELOG.md",
@@ -244,6 +231,27 @@ CLAIMS = [
         file="CHANGELOG.md",
         sentence=r"Steps in pages of 16 take (?P<percent>\d+)% longer than contiguous ones at 16 x 8192 keys",
         check=pages,
+    ),
+    Claim(
+        file="docs/ragged.md",
+        sentence=r"(?P<near>\d+) of (?P<count>\d+) batches reach 0\.97 of its rate",
+        check=all_beside_dense,
+    ),
+    *(
+        Claim(
+            file="docs/ragged.md",
+            sentence=rf"\| {passes}, heads of {head_dim} \| (?P<count>\d+) \| (?P<near>\d+) \| (?P<lowest>\d\.\d\d) to "
+            r"(?P<highest>\d\.\d\d) \|",
+            check=beside_dense(suite, head_dim),
+        )
+        for suite, passes in ((SUITE, "forward"), (TRAINING_SUITE, "forward and backward"))
+        for head_dim in (128, 64)
+    ),
+    Claim(
+        file="docs/ragged.md",
+        sentence=r"8192 queries of 8 sequences over 65536 keys.{5,80} took (?P<contiguous>\d\.\d\d) ms contiguous, "
+        r"(?P<page64>\d\.\d\d) in pages of 64 and (?P<page16>\d\.\d\d) in pages of 16",
+        check=over_pages,
     ),
 ]
 
@@ -341,13 +349,22 @@ def changed(impl: str, factor: float) -> list[Row]:
         (3, "flashgen-deterministic", 0.7, r"it is \d+\.\d% at head_dim 64"),
         (4, "sdpa-cudnn", 1.5, r"it is 0\.\d+ of cuDNN on a row"),
         (4, "fa4", 0.8, r"it is 1\.\d+ of fa4 at 64"),
-        (6, "fa3", 1.5, r"it is \d+ of 16 in varlen"),
+        (6, "fa3", 1.5, r"it is ahead of fa3 on \d+ of 16 in varlen"),
+        (6, "flex", 3.0, r"it is ahead of flex on \d+ of 10 in varlen_training"),
         (7, "fa3", 0.5, r"it is \('0\.\d+', 160, \d+\)"),
     ],
 )
 def test_rows_that_contradict_a_sentence_are_told_with_it(index: int, impl: str, factor: float, figure: str) -> None:
     faults = CLAIMS[index].faults(changed(impl, factor))
     assert any(re.search(rf"^{re.escape(CLAIMS[index].file)}: .*, but {figure}", fault) for fault in faults), faults
+
+
+def test_rates_beside_a_dense_call_that_fall_are_told() -> None:
+    claims = [claim for claim in CLAIMS if re.search("heads of|reach 0", claim.sentence)]
+    assert len(claims) == 5
+    for claim in claims:
+        (fault,) = claim.faults(changed("flashgen-dense", 1.1))
+        assert re.search(r", but it is \(\d+, \d+", fault)
 
 
 def test_a_wrong_figure_of_pages_is_told() -> None:

@@ -1,0 +1,88 @@
+"""Checks of what the pages say of packed sequences: the rows of `varlen.csv`, and the shipped records over pages."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.results import Row
+from benchmarks.varlen_cases import SUITE, TRAINING_SUITE
+from flashgen.core.workload import Workload
+
+RECORDS = Path(__file__).resolve().parents[2] / "tuning_db" / "nvidia_h200" / "records.csv"
+Check = Callable[[re.Match[str], Sequence[Row]], list[str]]
+OURS = ("flashgen", "flashgen-dense")
+CHUNKS = "fwd-bf16-b8-h32-hk8-tq8192-tk65536-sq2048-sk16384-d128{pages}-causal-varlen"
+
+PEERS = {
+    SUITE: {"fa3": "fa", "fa4": "fa", "flex": "flex", "sdpa-padded": "flex", "torch-varlen": "torch"},
+    TRAINING_SUITE: {"fa4": "fa4", "flex": "fa4", "sdpa-padded": "fa4", "torch-varlen": "trained"},
+}
+"""Of each suite, the group of the sentence that says on how many batches a peer has a row."""
+
+
+def speeds_of(rows: Sequence[Row], suite: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """The TFLOP/s of each implementation on each batch, with its workload."""
+    found: dict[tuple[str, str | None], dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row.suite == suite and row.tflops:
+            found[row.workload, row.data][row.impl] = row.tflops
+    for (workload, _), by_impl in found.items():
+        yield workload, by_impl
+
+
+def beside_peers(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
+    """Ahead of every peer wherever it has a row, which is on as many batches as is said."""
+    faults = []
+    for suite, groups in PEERS.items():
+        batches = [by_impl for _, by_impl in speeds_of(rows, suite)]
+        found = {impl for by_impl in batches for impl in by_impl} - set(OURS)
+        faults += [f"{impl} has rows in {suite}, too" for impl in sorted(found - groups.keys())]
+        for impl, group in groups.items():
+            won = [by_impl["flashgen"] > by_impl[impl] for by_impl in batches if impl in by_impl]
+            if not sum(won) == len(won) == int(match[group]):
+                faults.append(f"it is ahead of {impl} on {sum(won)} of {len(won)} in {suite}")
+    return faults
+
+
+def rates_of(rows: Sequence[Row], suite: str, *head_dims: int) -> list[float]:
+    """The speed over that of a dense call with as many visible pairs, of each batch with such heads that has both."""
+    return [
+        by_impl["flashgen"] / by_impl["flashgen-dense"]
+        for workload, by_impl in speeds_of(rows, suite)
+        if Workload.parse(workload).head_dim in head_dims and "flashgen-dense" in by_impl
+    ]
+
+
+def beside_dense(suite: str, head_dim: int) -> Check:
+    """A check of a row of the table: batches, how many reach 0.97 of a dense call, the lowest and the highest rate."""
+
+    def check(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
+        rates = rates_of(rows, suite, head_dim)
+        figures = len(rates), sum(rate >= 0.97 for rate in rates), f"{min(rates):.2f}", f"{max(rates):.2f}"
+        said = int(match["count"]), int(match["near"]), match["lowest"], match["highest"]
+        return [] if said == figures else [f"it is {figures}"]
+
+    return check
+
+
+def all_beside_dense(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
+    """How many batches reach 0.97 of a dense call, of how many."""
+    rates = [rate for suite in PEERS for rate in rates_of(rows, suite, 64, 128)]
+    figures = sum(rate >= 0.97 for rate in rates), len(rates)
+    return [] if figures == (int(match["near"]), int(match["count"])) else [f"it is {figures}"]
+
+
+def over_pages(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
+    """What the shipped records say of chunks on a ramp of lengths, contiguous and in pages; no row has them."""
+    with RECORDS.open(encoding="utf-8", newline="") as file:
+        profiles = {record["workload"]: record["profile_ms"] for record in csv.DictReader(file)}
+    faults = []
+    for group, pages in (("contiguous", ""), ("page64", "-page64"), ("page16", "-page16")):
+        times = dict(each.split("=") for each in profiles[CHUNKS.format(pages=pages)].split())
+        if f"{float(times['ramp']):.2f}" != match[group]:
+            faults.append(f"it is {times['ramp']} ms of {group}")
+    return faults
