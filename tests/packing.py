@@ -159,6 +159,7 @@ def _of_sequence(name: str, value: Any, b: int) -> Any:
 def reference(q: Tensor, k: Tensor, v: Tensor, b: int, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and LSE of one sequence: q (rows, nheads, head_dim), k and v likewise, in float64 with gradients."""
     rows, columns = len(q), len(k)
+    heads = torch.arange(q.shape[1])[:, None, None]
     scale = named.get("softmax_scale") or q.shape[2] ** -0.5
     place = torch.arange(rows)[:, None] + columns - rows
     key = torch.arange(columns)[None, :]
@@ -168,14 +169,14 @@ def reference(q: Tensor, k: Tensor, v: Tensor, b: int, named: dict[str, Any]) ->
     seen = seen & (key >= place - left) if left is not None else seen
     seen = seen & (key <= place + right) if right is not None else seen
     if named.get("mask_mod") is not None:
-        seen = seen & named["mask_mod"](b, 0, torch.arange(rows)[:, None], key)
+        seen = seen & named["mask_mod"](b, heads, torch.arange(rows)[:, None], key)
     s = torch.einsum("qhd,khd->hqk", q, k) * scale
     if named.get("softcap"):
         s = named["softcap"] * torch.tanh(s / named["softcap"])
     if named.get("alibi_slopes") is not None:
         s = s - named["alibi_slopes"][:, None, None] * (place - key).abs()
     if named.get("score_mod") is not None:
-        s = named["score_mod"](s, b, torch.arange(q.shape[1])[:, None, None], torch.arange(rows)[:, None], key)
+        s = named["score_mod"](s, b, heads, torch.arange(rows)[:, None], key)
     s = s.masked_fill(~seen, -math.inf)
     if named.get("sinks") is not None:
         s = torch.cat([s, named["sinks"][:, None, None].expand(-1, rows, 1)], -1)
@@ -185,8 +186,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, b: int, named: dict[str, Any]) ->
     p = torch.exp(s - torch.where(lse.isinf(), 0.0, lse)[..., None])[..., :columns]
     if named.get("dropout_p"):
         nheads, dropout_p = q.shape[1], named["dropout_p"]
-        heads = torch.arange(b * nheads, (b + 1) * nheads)
-        p = p * kept(named["rng_state"].to(q.device), dropout_p, heads, rows, columns) * keep_scale(dropout_p)
+        every = torch.arange(b * nheads, (b + 1) * nheads)
+        p = p * kept(named["rng_state"].to(q.device), dropout_p, every, rows, columns) * keep_scale(dropout_p)
     return torch.einsum("hqk,khd->qhd", p, v), lse
 
 

@@ -27,6 +27,15 @@ def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
     return q_idx // 100 == k_idx // 100
 
 
+def apart(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return (q_idx // 50 + h + b) % 3 != k_idx // 70 % 3
+
+
+def bent(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return score / (1.0 + 0.1 * score * score) + 0.1 * (h - b) * (q_idx // 100 - k_idx // 100)
+
+
+MASKS = {"": None, "document": document, "by sequence and head": apart}
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dims": ((128, 128), (64, 64), (96, 80), (256, 256)),
     "dtype": (BF16, torch.float16, torch.float32),
@@ -37,7 +46,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "softcap": (False, True),
     "alibi": ("", "shared", "own"),
     "sinks": (False, True),
-    "mod": (False, True),
+    "mod": tuple(MASKS),
+    "score_mod": (False, True),
     "layout": ("packed", "heads", "odd"),
     "spare": (0, 200),
     "poison": ((), (1, 5)),
@@ -47,7 +57,7 @@ CASES = covering_array(FACTORS)
 
 def case_of(row: dict[str, Any]) -> Case:
     """The call of a row of the covering array."""
-    return replace(packed_cases.case_of(row), mod=document if row["mod"] else None)
+    return replace(packed_cases.case_of(row), mod=MASKS[row["mod"]], score_mod=bent if row["score_mod"] else None)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +84,7 @@ def test_every_pair_of_features_is_right(number: int) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
-@pytest.mark.parametrize("number", [n for n, row in enumerate(CASES) if not row["mod"]])
+@pytest.mark.parametrize("number", range(len(CASES)))
 def test_gradients_of_every_pair_of_features_are_right(number: int, deterministic: bool) -> None:
     packed = make(case_of(CASES[number]), "cuda")
     given = {name: getattr(packed, name).detach().requires_grad_() for name in "qkv"}

@@ -132,6 +132,10 @@ def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
     return q_idx // 7 == k_idx // 7
 
 
+def apart(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return (q_idx // 3 + h + b) % 3 != k_idx // 5 % 3
+
+
 def bent(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
     return score / (1.0 + 0.1 * score * score) + 0.3 * (h - b) * (q_idx // 7 - k_idx // 7)
 
@@ -151,6 +155,7 @@ CASES = {
     "window of both sides": Case(queries=(33, 7), keys=(20, 40), options={"window": (9, 3)}, sinks=True),
     "softcap and slopes": Case(queries=(33, 7), keys=(20, 40), alibi="own", options={"softcap": 3.0}),
     "a function": Case(queries=(33, 0, 20), mod=document, options={"causal": True}, poison=(2,)),
+    "a function of sequences and heads": Case(queries=(20, 0, 33), keys=(33, 4, 20), mod=apart),
     "scores of a function": Case(queries=(20, 5), keys=(33, 7), score_mod=bent, options={"softcap": 3.0}, poison=(1,)),
     "heads before rows": Case(queries=(20, 5), layout="heads", head_dim=24, head_dim_v=40, nheads=3, nheads_k=3),
     "unaligned": Case(queries=(20, 5), layout="odd", alibi="shared", options={"softmax_scale": 0.3}),
@@ -196,6 +201,7 @@ TRAINED = [
     *((name, SPLIT, "descriptor") for name in ("all see all", "used and causal", "window")),
     *((name, FUSED, "descriptor") for name in ("all see all", "a neighbour of NaN", "a function")),
     *((name, SPLIT, "pointer") for name in ("a function", "scores of a function")),
+    *(("a function of sequences and heads", *how) for how in ((SPLIT, "pointer"), (FUSED, "descriptor"))),
     ("scores of a function", FUSED, "descriptor"),
 ]
 
