@@ -137,7 +137,7 @@ def plan(workload: Workload, *, flash: bool = True) -> Plan:
     given = {"USE_TMA": True, **sound_options(workload)}
     first, *others = (Variant(name=f"TMA {tile.name}", options={**given, **tile.options}) for tile in tiles)
     finer = [*others, DEFAULT]
-    if workload.specialization.window:
+    if workload.specialization.window or workload.is_packed:
         finer.insert(0, Variant(name=f"{first.name} mask 64x64", options=first.options, block_size=(64, 64)))
     if workload.direction == "backward":
         finer = [Variant(name=f"{first.name} bwd 64x64", options={**first.options, **BACKWARD_TILE}), DEFAULT]
@@ -149,10 +149,10 @@ def sound_options(workload: Workload) -> dict[str, bool]:
     """Promises about a workload that FlexAttention's documentation lets a caller make where they hold.
 
     Under a window a row may begin with a block that hides all its keys, and blocks that are partly hidden lie at both
-    ends. The scale can be moved into q where no function sees the scores.
+    ends; so it is with documents of packed sequences. The scale can be moved into q where no function sees the scores.
     """
     options = {}
-    if not (workload.specialization.window or workload.mask):
+    if not (workload.specialization.window or workload.mask or workload.is_packed):
         options |= {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
     if workload.causal and workload.seqlen_q > workload.seqlen_k:
         options = {}

@@ -33,7 +33,7 @@ from benchmarks.suites import (
     window_grid,
 )
 from benchmarks.training_tasks import TASKS
-from benchmarks.varlen_cases import PACKS
+from benchmarks.varlen_cases import PACKS, PAGED_SUITE
 from benchmarks.varlen_cases import SUITE as PACKED_SUITE
 from benchmarks.varlen_cases import TRAINING_SUITE as PACKED_TRAINING_SUITE
 from flashgen.core.workload import Workload
@@ -62,7 +62,7 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     MEMORY_SUITE: memory_grid,
     TRAINING_SUITE: training_grid,
     SPEEDUP_SUITE: speedup_grid,
-    **{suite: partial(packed_workloads, suite) for suite in (PACKED_SUITE, PACKED_TRAINING_SUITE)},
+    **{suite: partial(packed_workloads, suite) for suite in (PACKED_SUITE, PACKED_TRAINING_SUITE, PAGED_SUITE)},
     **{
         suite: partial(training_workloads, suite)
         for suite in dict.fromkeys(suite for task in TASKS.values() for suite in task.suites.values())

@@ -156,7 +156,7 @@ def _visit(impl: Impl, unit: Unit, stopwatch: RaceStopwatch, pace: Pace) -> Wind
     return measure(unit, stopwatch, warm_ms=impl.share * pace.warm_ms, window_ms=impl.share * pace.window_ms)
 
 
-def _entrant(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> Entrant[_Entry]:
+def _entrant(impl: Impl, workload: Workload, task: Problem, stopwatch: RaceStopwatch) -> Entrant[Impl, _Entry]:
     return fastest(
         impl,
         workload,

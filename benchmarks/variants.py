@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-from benchmarks.impls import Impl
-from flashgen.core.workload import Workload
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Contestant(Protocol[S]):
+    """An implementation of what is raced, an `S`; `variants` has `next` of `benchmarks.impls.Variants`."""
+
+    version: Callable[[], str]
+    unsupported: Callable[[S], str | None]
+    variants: Any
+
+
+C = TypeVar("C", bound=Contestant[Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entrant(Generic[T]):
+class Entrant(Generic[C, T]):
     """What races for an implementation.
 
     Attributes:
@@ -23,17 +32,17 @@ class Entrant(Generic[T]):
         trials: of each variant its time or why it has none, for people.
     """
 
-    impl: Impl
+    impl: C
     made: T | str
     trials: tuple[str, ...] = ()
 
 
 def fastest(
-    impl: Impl,
-    workload: Workload,
-    enter: Callable[[Impl], T | str],
-    trial: Callable[[Impl, T], float | str],
-) -> Entrant[T]:
+    impl: C,
+    subject: S,
+    enter: Callable[[C], T | str],
+    trial: Callable[[C, T], float | str],
+) -> Entrant[C, T]:
     """The variant of `impl` that races.
 
     A variant that cannot be entered or that breaks in its trial costs itself only; an implementation without variants
@@ -41,19 +50,19 @@ def fastest(
 
     Args:
         impl: the implementation.
-        workload: what is raced.
+        subject: what is raced: a workload, or a batch of packed sequences.
         enter: prepares and checks a variant; a text says why it cannot race.
         trial: ms per call of an entered variant, or why it broke.
     """
     if impl.variants is None:
         return Entrant(impl=impl, made=enter(impl))
-    reason = impl.unsupported(workload)
+    reason = impl.unsupported(subject)
     if reason is not None:
         return Entrant(impl=impl, made=reason)
     seen: dict[str, float] = {}
-    best: tuple[Impl, T] | None = None
+    best: tuple[C, T] | None = None
     trials: list[str] = []
-    while (variant := impl.variants.next(workload, seen)) is not None:
+    while (variant := impl.variants.next(subject, seen)) is not None:
         made = enter(variant)
         ms = made if isinstance(made, str) else trial(variant, made)
         version = variant.version()

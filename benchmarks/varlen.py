@@ -1,6 +1,6 @@
 """Packed sequences beside other implementations: writes `results/<device>/varlen.csv`.
 
-python -m benchmarks.varlen [--only 'bwd-*'] [--impls flashgen,fa3] [--append] [--shard 0/2]
+python -m benchmarks.varlen [--only 'bwd-*'] [--impls flashgen,fa3] [--flex default] [--append] [--shard 0/2]
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from pathlib import Path
 import torch
 
 from benchmarks.cases import Ahead, add_case_arguments, selected
+from benchmarks.flex_variants import CHOICES
 from benchmarks.impls import results_of
 from benchmarks.provenance import Provenance, serve_generated
-from benchmarks.race import GRAPH_BELOW_MS, attempt
+from benchmarks.race import GRAPH_BELOW_MS, TRIAL, attempt
 from benchmarks.results import DATA_COLUMNS, ResultsFile, Row
 from benchmarks.time_limit import TimeLimit
+from benchmarks.variants import Entrant, fastest
 from benchmarks.varlen_cases import PACKS, Pack, PackTensors, tensors_of
-from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl, no_grad_of
+from benchmarks.varlen_impls import IMPLS, Ready, VarlenImpl, no_grad_of, with_flex
 from flashgen.core.errors import FlashgenError
 from flashgen.measure import gpu
 from flashgen.measure.reference import oracle
-from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, interleave, make_unit
+from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, interleave, make_unit, measure
 from flashgen.tuning.shards import Shard
 
 TOLERANCE = 2e-2
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
         file = ResultsFile(path, DATA_COLUMNS, append=options.append, commit=provenance.commit)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
-    impls = [impl for impl in IMPLS if not names or impl.name in names]
+    impls = [impl for impl in with_flex(IMPLS, options.flex) if not names or impl.name in names]
     ahead = Ahead(
         file, provenance.commit, [impl.name for impl in impls], shard, TimeLimit(options.limit_seconds, clock)
     )
@@ -70,10 +72,16 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
 def race(
     pack: Pack, impls: Sequence[VarlenImpl], stopwatch: Stopwatch, *, window_ms: float, rounds: int
 ) -> list[tuple[VarlenImpl, float | str]]:
-    """The median ms of each implementation, which take turns, or the reason why it has none."""
+    """The median ms of each implementation, which take turns, or the reason why it has none.
+
+    One with variants is there as the variant that raced.
+    """
     tensors = tensors_of(pack, torch.device("cuda", 0))
     expected = last_output(pack, tensors)
-    made = {impl.name: _unit(impl, pack, tensors, expected, stopwatch) for impl in impls}
+    entrants = [_entrant(impl, pack, tensors, expected, stopwatch) for impl in impls]
+    for each in entrants:
+        print(*(f"    {trial}" for trial in each.trials), sep="\n", end="\n" if each.trials else "")
+    made = {each.impl.name: each.made for each in entrants}
     runners = [(name, found) for name, found in made.items() if not isinstance(found, str)]
     units = [unit for _, (unit, _) in runners]
     windows = interleave(units, stopwatch, rounds=rounds, warm_ms=window_ms / 2, window_ms=window_ms)
@@ -82,7 +90,23 @@ def race(
         for (name, (_, share)), each in zip(runners, windows, strict=True)
     }
     reasons = {name: found for name, found in made.items() if isinstance(found, str)}
-    return [(impl, times.get(impl.name, reasons.get(impl.name, ""))) for impl in impls]
+    return [(each.impl, times.get(each.impl.name, reasons.get(each.impl.name, ""))) for each in entrants]
+
+
+def _entrant(
+    impl: VarlenImpl, pack: Pack, tensors: PackTensors, expected: torch.Tensor, stopwatch: Stopwatch
+) -> Entrant[VarlenImpl, tuple[Unit, float]]:
+    return fastest(
+        impl,
+        pack,
+        enter=lambda each: _unit(each, pack, tensors, expected, stopwatch),
+        trial=lambda _, made: attempt(lambda: _trial_ms(made[0], stopwatch)),
+    )
+
+
+def _trial_ms(unit: Unit, stopwatch: Stopwatch) -> float:
+    windows = [measure(unit, stopwatch, warm_ms=TRIAL.warm_ms, window_ms=TRIAL.window_ms) for _ in range(TRIAL.rounds)]
+    return min(window.ms for window in windows)
 
 
 def _unit(
@@ -115,11 +139,8 @@ def why_wrong(ready: Ready, expected: torch.Tensor) -> str | None:
 
 def last_output(pack: Pack, tensors: PackTensors) -> torch.Tensor:
     """The output of the last sequence in float64, (queries, nheads, head_dim_v), of the first set of tensors."""
-    rows, keys = pack.queries[-1], pack.keys[-1]
-    q, k, v = (
-        one[0].detach()[-length:].transpose(0, 1)[None]
-        for one, length in ((tensors.q, rows), (tensors.k, keys), (tensors.v, keys))
-    )
+    last = (tensors.q[0][-pack.queries[-1] :], *tensors.keys_of_last(pack))
+    q, k, v = (one.detach().transpose(0, 1)[None] for one in last)
     out, _ = oracle(q, k, v, causal=pack.workload.causal)
     return out[0].transpose(0, 1)
 
@@ -142,6 +163,7 @@ def line_of(pack: Pack, impl: VarlenImpl, ms: float | str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.varlen", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--db", type=Path, help="a tuning database above the shipped ones")
+    parser.add_argument("--flex", choices=CHOICES, default=CHOICES[0], help="variants of FlexAttention (%(default)s)")
     add_case_arguments(parser)
     return parser
 

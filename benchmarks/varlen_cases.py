@@ -12,8 +12,8 @@ from flashgen.core.workload import Workload
 ROTATED_BYTES = 256 * 2**20
 MOST_COPIES = 32
 
-SUITE, TRAINING_SUITE = "varlen", "varlen_training"
-"""Forward passes, and forward passes with the backward pass behind them."""
+SUITE, TRAINING_SUITE, PAGED_SUITE = "varlen", "varlen_training", "varlen_pages"
+"""Forward passes, forward passes with the backward pass behind them, and forward passes over a paged cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,20 @@ class Pack:
     @property
     def suite(self) -> str:
         """The suite of its rows."""
+        if self.is_paged:
+            return PAGED_SUITE
         return TRAINING_SUITE if self.trains else SUITE
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether keys lie in pages."""
+        return self.workload.page_size is not None
+
+    @property
+    def num_decodes(self) -> int:
+        """Of keys in pages, the sequences in front with one query: steps of decoding beside chunks of prompts."""
+        longer = (b for b, rows in enumerate(self.queries) if rows != 1)
+        return next(longer, len(self.queries)) if self.is_paged else 0
 
     @property
     def queries(self) -> tuple[int, ...]:
@@ -45,7 +58,7 @@ class Pack:
     @property
     def is_self_attention(self) -> bool:
         """Whether queries and keys are those of the same rows."""
-        return self.queries == self.keys
+        return self.queries == self.keys and not self.is_paged
 
     @property
     def flops(self) -> int:
@@ -91,15 +104,25 @@ PREFILLED = (
 )
 """Several prompts at once, and chunks of prompts behind what was computed before."""
 
+PAGED = (
+    *((f"b8-tq8192-tk65536-sq2048-sk16384-{LLAMA}-page{page}", ("ramp",)) for page in (64, 16)),
+    *((f"b64-tq2096-tk{64 * keys}-sq512-sk{keys * 2}-{LLAMA}-page16", ("mixed",)) for keys in (512, 4096)),
+)
+"""The same chunks over pages, and batches of 48 steps of decoding and 16 chunks of 128 queries: shapes with records."""
+
 PACKS: tuple[Pack, ...] = (
     *(pack for text, profiles in (*TRAINED, *PREFILLED) for pack in _packs(text, *profiles)),
     *(pack for text, profiles in TRAINED for pack in _packs(f"bwd-{text}", *profiles)),
+    *(pack for text, profiles in PAGED for pack in _packs(text, *profiles)),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackTensors:
-    """A batch's tensors, a set for each copy, (rows, heads, head_dim); the ends of sequences are the same in all."""
+    """A batch's tensors, a set for each copy, (rows, heads, head_dim); ends of sequences and pages are those of all.
+
+    With a `table` of pages, k and v are (pages, page_size, nheads_k, head_dim), and `lens_k` the keys of each sequence.
+    """
 
     q: list[torch.Tensor]
     k: list[torch.Tensor]
@@ -107,11 +130,24 @@ class PackTensors:
     dout: list[torch.Tensor]
     ends_q: torch.Tensor
     ends_k: torch.Tensor
+    lens_k: torch.Tensor
+    table: torch.Tensor | None = None
+
+    def keys_of_last(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the last sequence, of the first set."""
+        length, size = pack.keys[-1], pack.workload.page_size
+        if self.table is None or size is None:
+            return self.k[0][-length:], self.v[0][-length:]
+        places = torch.arange(length, device=self.table.device)
+        pages = self.table[-1][places // size].long()
+        return self.k[0][pages, places % size], self.v[0][pages, places % size]
 
 
 def tensors_of(pack: Pack, device: torch.device) -> PackTensors:
-    """Normal random numbers in bfloat16."""
-    w, rows, keys = pack.workload, sum(pack.queries), sum(pack.keys)
+    """Normal random numbers in bfloat16; pages lie in random order."""
+    w, rows = pack.workload, sum(pack.queries)
+    table = _table(pack)
+    keys = (sum(pack.keys),) if table is None else (sum(_pages(pack)), w.page_size or 1)
 
     def normal(*sizes: int) -> list[torch.Tensor]:
         found = [torch.randn(sizes, device=device, dtype=torch.bfloat16) for _ in range(pack.copies)]
@@ -122,12 +158,30 @@ def tensors_of(pack: Pack, device: torch.device) -> PackTensors:
 
     return PackTensors(
         q=normal(rows, w.nheads, w.head_dim),
-        k=normal(keys, w.nheads_k, w.head_dim),
-        v=normal(keys, w.nheads_k, w.head_dim_v),
+        k=normal(*keys, w.nheads_k, w.head_dim),
+        v=normal(*keys, w.nheads_k, w.head_dim_v),
         dout=[one.detach() for one in normal(rows, w.nheads, w.head_dim_v)],
         ends_q=ends(pack.queries),
         ends_k=ends(pack.keys),
+        lens_k=torch.tensor(pack.keys, dtype=torch.int32, device=device),
+        table=None if table is None else table.to(device),
     )
+
+
+def _pages(pack: Pack) -> list[int]:
+    """How many pages each sequence has."""
+    return [-(-length // (pack.workload.page_size or 1)) for length in pack.keys]
+
+
+def _table(pack: Pack) -> torch.Tensor | None:
+    """The pages of each sequence; entries behind a length name page 0, which peers may read."""
+    if not pack.is_paged:
+        return None
+    counts = _pages(pack)
+    table = torch.zeros((len(counts), max(counts)), dtype=torch.int32)
+    for b, part in enumerate(torch.randperm(sum(counts), dtype=torch.int32).split(counts)):
+        table[b, : len(part)] = part
+    return table
 
 
 def padded(tensor: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:

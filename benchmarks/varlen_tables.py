@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 from benchmarks.markdown import provenance, table_row
 from benchmarks.results import Row
-from benchmarks.varlen_cases import SUITE, TRAINING_SUITE
+from benchmarks.varlen_cases import PAGED_SUITE, SUITE, TRAINING_SUITE
 from flashgen.core.workload import Workload
 
 STEPS_SUITE = "packed_gpt2"
 TITLES = {
     "flashgen": "flashgen",
     "flashgen-dense": "dense",
+    "flashgen-mask": "mask_mod",
     "torch-varlen": "torch varlen_attn",
     "flex": "FlexAttention",
     "sdpa-padded": "SDPA padded",
     "fa3": "FA3",
     "fa4": "FA4",
 }
-HEADINGS = {SUITE: "forward pass", TRAINING_SUITE: "forward and backward pass"}
+HEADINGS = {SUITE: "forward pass", TRAINING_SUITE: "forward and backward pass", PAGED_SUITE: "over pages"}
 
 
 def varlen_parts(rows: Sequence[Row]) -> list[str]:
@@ -34,10 +35,14 @@ def varlen_parts(rows: Sequence[Row]) -> list[str]:
 
 
 def _text(used: Sequence[Row]) -> str:
+    masked = (
+        "`mask_mod` is flashgen's dense call on all rows as one sequence, whose function and block mask hide other "
+        "documents. "
+    )
     return (
         "Packed sequences in bf16: TFLOP/s of the pairs that the lengths leave visible, so that padding counts as no "
         "work. `dense` is flashgen's kernel for sequences of one length with as many visible pairs a row, without "
-        f"packing. {provenance(used)}"
+        f"packing. {masked if any(row.impl == 'flashgen-mask' for row in used) else ''}{provenance(used)}"
     )
 
 
@@ -51,6 +56,7 @@ def _table(used: Sequence[Row]) -> str:
     for key, by_impl in found.items():
         w = Workload.parse(key)
         rows = f"{w.batch}, {w.total_q}" + ("" if w.total_k == w.total_q else f" over {w.total_k}")
+        rows += "" if w.page_size is None else f" in pages of {w.page_size}"
         cells = [rows, f"{w.lengths} to {w.seqlen_q}", f"{w.nheads}/{w.nheads_k}", str(w.head_dim)]
         cells += ["yes" if w.causal else "no", *(_rate(by_impl.get(impl)) for impl in present)]
         lines.append(table_row(cells))

@@ -14,7 +14,7 @@ from flashgen.core.workload import Workload
 
 RECORDS = Path(__file__).resolve().parents[2] / "tuning_db" / "nvidia_h200" / "records.csv"
 Check = Callable[[re.Match[str], Sequence[Row]], list[str]]
-OURS = ("flashgen", "flashgen-dense")
+OURS = ("flashgen", "flashgen-dense", "flashgen-mask")
 CHUNKS = "fwd-bf16-b8-h32-hk8-tq8192-tk65536-sq2048-sk16384-d128{pages}-causal-varlen"
 
 PEERS = {

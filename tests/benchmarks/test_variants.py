@@ -192,6 +192,9 @@ def test_the_scale_stays_where_a_function_sees_scores() -> None:
     assert sound_options(CAUSAL)["PRESCALE_QK"]
     assert all("PRESCALE_QK" not in sound_options(replace(CAUSAL, **{name: True})) for name in ("softcap", "alibi"))
     assert "PRESCALE_QK" not in sound_options(replace(CAUSAL, bias="full"))
+    packed = Workload.parse("b8-tq16384-s8192-h32-hk8-d128-causal-varlen-ramp")  # a document may begin within a block
+    assert sound_options(packed) == {"PRESCALE_QK": True}
+    assert (64, 64) in [variant.block_size for variant in plan(packed).finer]
 
 
 @pytest.mark.parametrize("block_size", [(64, 64), (192, 80)], ids=str)

@@ -6,19 +6,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import flashgen
-from benchmarks import packed_training, varlen
+from benchmarks import packed_training, varlen, varlen_impls
 from benchmarks.cases import selected
 from benchmarks.exit_codes import STOPPED
 from benchmarks.impls import results_of
 from benchmarks.packed_training import packed_gpt2
 from benchmarks.provenance import Provenance
 from benchmarks.results import TRAINING_COLUMNS, read_rows
+from benchmarks.variants import fastest
 from benchmarks.varlen_cases import PACKS, Pack, padded, tensors_of, unpadded
 from benchmarks.varlen_impls import IMPLS, VarlenImpl
 from benchmarks.varlen_tables import varlen_parts
@@ -34,6 +36,8 @@ def small(key: str) -> Pack:
 
 
 SELF = small("b3-tq40-s30-h4-hk2-d16-causal-varlen-ramp")
+ALL_SEE = small("b3-tq40-s30-h4-hk2-d16-varlen-ramp")
+STEPS = small("b4-tq12-tk120-sq10-sk60-h4-hk2-d16-causal-varlen-page16-mixed")
 CHUNKS = small("b4-tq20-tk120-sq10-sk60-h4-hk2-d16-causal-varlen-mixed")
 
 
@@ -76,19 +80,23 @@ def test_the_dense_batch_has_as_many_pairs_a_row(pack: Pack) -> None:
 
 
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attention(q: Any, k: Any, v: Any, *, causal: bool, layout: str) -> torch.Tensor:
+    def attention(q: Any, k: Any, v: Any, *, layout: str, block_mask: None = None, **options: Any) -> torch.Tensor:
         heads = (one.transpose(1, 2).contiguous() for one in (q, k, v))
-        return reference.attention(*heads, causal=causal).transpose(1, 2)
+        return reference.attention(*heads, **options).transpose(1, 2)
 
     monkeypatch.setattr(flashgen, "attention_varlen", reference.attention_varlen, raising=False)
     monkeypatch.setattr(flashgen, "attention", attention, raising=False)
+    monkeypatch.setattr(flashgen, "block_mask", lambda mask_mod, **sizes: None, raising=False)
 
 
 UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
 
 @UNFUSED
-@pytest.mark.parametrize("key", [SELF.workload.key, "bwd-" + SELF.workload.key[4:], CHUNKS.workload.key])
+@pytest.mark.parametrize(
+    "key",
+    [SELF.workload.key, "bwd-" + SELF.workload.key[4:], ALL_SEE.workload.key, CHUNKS.workload.key, STEPS.workload.key],
+)
 def test_what_runs_on_a_cpu_computes_the_same(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_cpu(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -106,13 +114,15 @@ def test_what_runs_on_a_cpu_computes_the_same(key: str, monkeypatch: pytest.Monk
         found[impl.name] = results_of(ready.call.run(0))
         if ready.rows is not None:
             assert "away from" in str(varlen.why_wrong(ready, expected + 1.0)), impl.name
-    names = {"flashgen", "flashgen-dense", "sdpa-padded"} if pack.is_self_attention else {"flashgen"}
+    names = {"flashgen", "flashgen-dense", "flashgen-mask", "sdpa-padded"} if pack.is_self_attention else {"flashgen"}
     assert found.keys() - {"flex"} == names
     assert ("flex" in found) == (pack.is_self_attention and not pack.trains)
     if pack.trains:
         ours = found["flashgen"][:3]
         for one, other in zip(ours, found["sdpa-padded"][:3], strict=True):
             torch.testing.assert_close(one, unpadded(other, pack.queries), atol=5e-2, rtol=5e-2)
+        for one, other in zip(ours, found["flashgen-mask"][:3], strict=True):
+            torch.testing.assert_close(one, other, atol=5e-2, rtol=5e-2)
 
 
 def test_rows_are_padded_and_unpadded() -> None:
@@ -121,6 +131,104 @@ def test_rows_are_padded_and_unpadded() -> None:
     assert found.shape == (3, 1, 5, 1)
     assert found[0].flatten().tolist() == [0, 0, 0, 0, 0]
     assert torch.equal(unpadded(found, (1, 0, 5)), rows)
+
+
+def test_steps_of_decoding_stand_in_front_and_pages_hold_their_keys() -> None:
+    assert (STEPS.suite, STEPS.num_decodes, CHUNKS.num_decodes) == ("varlen_pages", 3, 0)
+    assert not STEPS.is_self_attention
+    paged = [pack for pack in PACKS if pack.is_paged]
+    assert [(pack.workload.page_size, pack.num_decodes) for pack in paged] == [(64, 0), (16, 0), (16, 48), (16, 48)]
+    tensors = tensors_of(STEPS, CPU)
+    assert tensors.table is not None
+    assert tensors.lens_k.tolist() == list(STEPS.keys)
+    used = [row[: -(-length // 16)].tolist() for row, length in zip(tensors.table, STEPS.keys, strict=True)]
+    assert sorted(itertools.chain.from_iterable(used)) == list(range(len(tensors.k[0])))
+
+
+def calls_of(name: str, monkeypatch: pytest.MonkeyPatch, **functions: Any) -> VarlenImpl:
+    """An implementation whose module has these functions alone."""
+    module = SimpleNamespace(**functions)
+    monkeypatch.setattr(varlen_impls.importlib, "import_module", lambda _: module)
+    monkeypatch.setattr(varlen_impls.importlib.util, "find_spec", lambda _: module)
+    monkeypatch.setattr(varlen_impls.fa4, "limits", lambda _: None)
+    return next(impl for impl in IMPLS if impl.name == name)
+
+
+def test_heads_that_share_keys_are_repeated_for_a_function_without_a_word_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def varlen_attn(q: Any, k: Any, v: Any, ends_q: Any, ends_k: Any, most_q: int, most_k: int, **options: Any) -> Any:
+        assert (k.shape[1], options) == (q.shape[1], {"is_causal": True})
+        return reference.attention_varlen(
+            q, k, v, ends_q, ends_k, max_seqlen_q=most_q, max_seqlen_k=most_k, causal=True
+        )
+
+    impl = calls_of("torch-varlen", monkeypatch, varlen_attn=varlen_attn)
+    pack = small("bwd-" + SELF.workload.key[4:])
+    tensors = tensors_of(pack, CPU)
+    assert impl.unsupported(pack) is None
+    ready = impl.prepare(pack, tensors)
+    assert varlen.why_wrong(ready, varlen.last_output(pack, tensors)) is None
+    _, dk, dv, _ = results_of(ready.call.run(0))
+    assert dk.shape == dv.shape == tensors.k[0].shape
+    assert "pages" in str(impl.unsupported(STEPS))
+
+
+def test_peers_get_pages_by_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = tensors_of(STEPS, CPU)
+    expected = varlen.last_output(STEPS, tensors)
+
+    def answer(q: Any, k: Any, v: Any, ends: Any, most: int, lens: Any, table: Any, causal: bool) -> Any:
+        given = {"block_table": table, "seqused_k": lens, "causal": causal}
+        return reference.attention_varlen(q, k, v, ends, max_seqlen_q=most, **given)
+
+    def flash_attn_with_kvcache(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        cache_seqlens: Any,
+        page_table: Any,
+        cu_seqlens_q: Any,
+        max_seqlen_q: int,
+        causal: bool,
+    ) -> Any:
+        return answer(q, k, v, cu_seqlens_q, max_seqlen_q, cache_seqlens, page_table, causal)
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = None, max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0, seqused_k: Any = None, page_table: Any = None, causal: bool = False,
+    ) -> Any:  # fmt: skip
+        assert cu_seqlens_k is None
+        return answer(q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, page_table, causal), None
+
+    for name, functions in (
+        ("fa3", {"flash_attn_with_kvcache": flash_attn_with_kvcache}),
+        ("fa4", {"flash_attn_varlen_func": flash_attn_varlen_func}),
+    ):
+        impl = calls_of(name, monkeypatch, **functions)
+        assert impl.unsupported(STEPS) is None
+        assert varlen.why_wrong(impl.prepare(STEPS, tensors), expected) is None
+    assert "flash_attn_varlen_func" in str(calls_of("fa3", monkeypatch).unsupported(CHUNKS))
+
+
+@UNFUSED
+def test_flex_races_as_the_variant_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    impl = next(impl for impl in varlen_impls.with_flex(IMPLS, "triton") if impl.name == "flex")
+    assert varlen_impls.with_flex(IMPLS, "default") == IMPLS
+    tensors = tensors_of(SELF, CPU)
+    expected, entered = varlen.last_output(SELF, tensors), []
+
+    def enter(each: VarlenImpl) -> str | int:
+        entered.append(each)
+        return varlen.why_wrong(each.prepare(SELF, tensors), expected) or len(entered)
+
+    found = fastest(impl, SELF, enter, lambda _, made: 10.0 - made)
+    names = [each.version().removeprefix(torch.__version__).strip() for each in entered]
+    assert names == ["TMA 64x64 3s 4w", "TMA 64x64 3s 4w mask 64x64", "TMA 128x64 3s 8w", ""]
+    assert (found.impl, found.impl.name, found.made) == (entered[-1], "flex", 4)
+    assert "cannot" in str(varlen_impls._why_not_flash(SELF))
 
 
 def test_peers_say_what_they_lack() -> None:
@@ -143,6 +251,11 @@ def test_a_row_counts_the_pairs_that_are_seen() -> None:
     assert "as no work" in text
     assert table.splitlines()[2] == "| 3, 40 | ramp to 30 | 4/2 | 16 | yes | 0 | 0 |"
     assert varlen_parts([]) == []
+    title, _, table = varlen_parts([varlen.row_of(STEPS, IMPLS[0], 0.001, SHARED)])
+    assert title == "### Packed sequences, over pages"
+    assert table.splitlines()[2] == "| 4, 12 over 120 in pages of 16 | mixed to 10 | 4/2 | 16 | yes | 0 |"
+    masked = next(impl for impl in IMPLS if impl.name == "flashgen-mask")
+    assert "hide other documents" in varlen_parts([varlen.row_of(SELF, masked, 0.001, SHARED)])[1]
 
 
 # --- packed GPT-2 ----------------------------------------------------------------------------------------------------
