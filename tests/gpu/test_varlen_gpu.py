@@ -159,6 +159,43 @@ def test_one_captured_graph_serves_all_lengths() -> None:
         assert (lse[:, ends[-1] :] == -math.inf).all()
 
 
+def test_graphs_of_deterministic_gradients_may_run_side_by_side() -> None:
+    batch, rows = 5, 2048
+    case = Case(queries=(rows // batch,) * batch, spare=rows % batch, options={"causal": True}, **WIDE)
+    streams, graphs, found, calls = [torch.cuda.Stream() for _ in range(2)], [], [], []
+    for seed, stream in enumerate(streams):
+        packed = make(case, "cuda", seed)
+        given = [getattr(packed, name).nan_to_num().requires_grad_() for name in "qkv"]
+        named = {**packed.named, "max_seqlen_q": rows, "max_seqlen_k": rows, "deterministic": True}
+
+        def gradients_of(given: list[torch.Tensor] = given, named: dict[str, Any] = named) -> tuple[torch.Tensor, ...]:
+            out = flashgen.attention_varlen(*given, **named)
+            return torch.autograd.grad(out, given, out.detach())
+
+        with torch.cuda.stream(stream):
+            gradients_of()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found.append([gradients_of() for _ in range(4)])
+        graphs.append(graph)
+        calls.append((gradients_of, named["cu_seqlens_q"]))
+    draw = random.Random(4)
+    for _ in range(20):
+        for _, ends in calls:
+            ends.copy_(torch.tensor([0, *sorted(draw.randint(0, rows) for _ in range(batch))], dtype=torch.int32))
+        for one in (each for several in found for passes in several for each in passes):
+            one.fill_(math.nan)
+        expected = [gradients_of() for gradients_of, _ in calls]
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for several, right in zip(found, expected, strict=True):
+            assert all(torch.equal(one, two) for passes in several for one, two in zip(passes, right, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_batches_of_other_sizes_wait_for_nothing_and_compile_nothing() -> None:
     def batch(draw: random.Random) -> Packed:

@@ -76,6 +76,9 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
         {},
     ),
     "pages of one key": (replace(CHUNKS, nheads=3, nheads_k=1), 1, {"layout": "hnd"}),
+    "pages of four keys": (CHUNKS, 4, {}),
+    "groups of 7 heads": (replace(CHUNKS, nheads=14, head_dim=16, alibi="own"), PAGE, {}),
+    "groups of 16 heads": (Case(queries=(5, 20), keys=(40, 33), nheads=16, nheads_k=1, head_dim=16), 8, {}),
     "pages of no power of two": (replace(CHUNKS, nheads=3, nheads_k=3, head_dim=24, head_dim_v=40), 10, {}),
     "pages of several steps": (Case(queries=(20, 33), keys=(70, 64), nheads=8, nheads_k=1, head_dim=16), 32, {}),
     "window": (Case(queries=(33, 7, 20), keys=(59, 40, 20), options={"causal": True, "window": (9, 0)}), 8, {}),
@@ -121,6 +124,24 @@ def test_bits_do_not_follow_from_pages_and_strides(page: int, loads: str) -> Non
     for order, layout in enumerate(LAYOUTS):
         again = interpreted(paged(case, page, layout, order=order), loads=loads)
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), layout
+
+
+@pytest.mark.parametrize(("page", "loads"), [(8, "pointer"), (16, "descriptor")])
+def test_the_bits_of_a_chunk_follow_from_itself_alone(page: int, loads: str) -> None:
+    """Alone it is another block of the launch, and its pages are the first row of another table."""
+    call, start = paged(CHUNKS, page), 0
+    out, lse = interpreted(call, loads=loads)
+    for b, count in enumerate(CHUNKS.queries):
+        if not count:
+            continue
+        rows = slice(start, start + count)
+        named = {**call.named, "cu_seqlens_q": torch.tensor([0, count], dtype=torch.int32), "max_seqlen_q": count}
+        named |= {name: call.named[name][b : b + 1] for name in ("seqused_k", "block_table")}
+        named["max_seqlen_k"] = call.lengths[b]
+        one, one_lse = interpreted(replace(call, q=call.q[rows].clone(), named=named), loads=loads)
+        assert torch.equal(out[rows], one), b
+        assert torch.equal(lse[:, rows], one_lse), b
+        start += count
 
 
 def test_sequences_behind_others_write_their_own_rows_alone() -> None:

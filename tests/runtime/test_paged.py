@@ -123,6 +123,32 @@ def test_steps_of_decoding_have_launches_of_their_own(gpu: FakeDriver) -> None:
     assert (out.shape, lse.shape) == ((54, 4, 32), (4, 54))
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatched"])
+@pytest.mark.parametrize("by_ends", [False, True])
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_what_a_call_allocates(
+    gpu: FakeDriver, num_decodes: int, with_lse: bool, by_ends: bool, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output and the LSE; beside two launches the LSE of the steps, and lengths where ends alone say them.
+
+    By torch's dispatcher the memory that CTAs of decoding share is none that is kept, either.
+    """
+    call = paged(CHUNKS, 16, by_ends=by_ends)
+    changes = {"num_decodes": num_decodes, "return_lse": with_lse}
+    launches, _ = run(gpu, call, **changes)
+    assert (len(launches) > 1) == bool(num_decodes)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as seen, monkeypatch.context() as inner:
+        inner.setattr(torch.autograd.profiler, "_is_profiler_enabled", not direct)  # under one calls are dispatched
+        kept = flashgen.attention_varlen(call.q, call.k, call.v, **{**call.named, **changes})
+    events = seen.profiler.kineto_results.events()
+    counted = sum(event.name() == "[memory]" and event.nbytes() > 0 for event in events)
+    temporaries = with_lse + by_ends + (not direct) if num_decodes else 0
+    assert counted == 1 + with_lse + temporaries
+    del kept
+
+
 def test_a_batch_of_steps_alone_is_one_launch_of_decoding(gpu: FakeDriver) -> None:
     call = paged(replace(CHUNKS, queries=(1, 1), keys=(600, 9)), 16)
     launches, out = run(gpu, call, num_decodes=2)
