@@ -1,62 +1,27 @@
-"""Random calls, right and wrong: past torch's dispatcher, through it and on the meta device they are answered alike.
+"""Random calls of `attention`, right and wrong: in all ways to call it they are answered alike.
 
-A call gives what a kernel wrote, in the promised form, or an error of flashgen's, and gives it again when it is
-repeated. `make fuzz` runs more cases of another seed; a failure names the seed and the case, which are run again with
-FUZZ_SEED and FUZZ_FIRST.
+`make fuzz` runs more cases of another seed; a failure names the seed and the case, which are run again with FUZZ_SEED
+and FUZZ_FIRST.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 import flashgen
-from flashgen.core.errors import FlashgenError, WorkloadError
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
-from tests.fakes.gpu import MARK, FakeGpu, OnGpu
+from tests.fakes.gpu import FakeGpu
+from tests.fuzz.answers import DTYPES, SEED, Chooser, cases, check_answers, form
 from tests.fuzz.calls import score, visible
 from tests.runtime.conftest import fresh_process, gpu, ladder  # noqa: F401 - fixtures
 
-CASES = int(os.environ.get("FUZZ_CASES", "120"))
-SEED = int(os.environ.get("FUZZ_SEED", "1"))
-FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
-
 SIZES = {"batch": (1, 2, 0), "nheads": (4, 8, 1, 0, 3), "seqlen": (64, 1, 0, 7, 128), "head_dim": (64, 128, 72, 0, 5)}
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32)
-ODD = 0.06
-"""How often a choice is any, in place of the first ones, which fit together."""
-
-Tensors = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass
-class Chooser:
-    """Choices of one case."""
-
-    random: random.Random
-
-    def often(self, usual: Any, *others: Any) -> Any:
-        return self.random.choice(others) if others and self.random.random() < ODD else usual
-
-    def of(self, *values: Any) -> Any:
-        return self.random.choice(values)
-
-    def tensor(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Of this shape, now and then with other strides, another rank or another dtype."""
-        shape = self.often(shape, shape[1:], (*shape, 1), tuple(reversed(shape)), (*shape[:-1], 3), shape[:-1])
-        found = torch.zeros(shape, dtype=self.often(dtype, *DTYPES))
-        if not found.dim():
-            return found
-        apart = (lambda: torch.zeros((*shape[:-1], 2 * shape[-1]), dtype=found.dtype)[..., ::2],)
-        swapped = (lambda: torch.zeros(shape, dtype=found.dtype).transpose(0, -1),)
-        return self.often(lambda: found, *apart, *swapped)()
 
 
 def arguments(chooser: Chooser) -> dict[str, Any]:
@@ -99,40 +64,6 @@ def arguments(chooser: Chooser) -> dict[str, Any]:
     return found
 
 
-def moved(given: dict[str, Any], to: Tensors) -> dict[str, Any]:
-    """The arguments with every tensor moved."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return to(value)
-        return tuple(map(one, value)) if isinstance(value, tuple) else value
-
-    return {name: one(value) for name, value in given.items()}
-
-
-def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def answer(given: dict[str, Any]) -> tuple[torch.Tensor, ...] | str:
-    """Output and LSE, or the error in words."""
-    try:
-        found = flashgen.attention(**given)
-    except FlashgenError as error:
-        return f"{type(error).__name__}: {error}"
-    return found if isinstance(found, tuple) else (found,)
-
-
-def form(found: tuple[torch.Tensor, ...] | str) -> object:
-    """What equal answers share: their text, or dtypes, shapes and strides.
-
-    Strides of no element mean nothing: torch's `empty_like` keeps those of q, but not on `meta`.
-    """
-    if isinstance(found, str):
-        return found
-    return [(one.dtype, one.shape, one.stride() if one.numel() else None) for one in found]
-
-
 def promised(given: dict[str, Any]) -> object:
     """The form of the output and the LSE."""
     bshd = given["layout"] == "bshd"
@@ -146,35 +77,7 @@ def on_this_machine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # n
     monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
 
 
-def without_devices(said: object) -> object:
-    """An error without what differs between devices."""
-    return said.replace(" on meta", " on cpu").replace("meta", "cpu") if isinstance(said, str) else said
-
-
-ONLY_WITH_MEMORY = ("is contiguous", "elements apart", "are contiguous")
-"""Rules of strides, which wait for real tensors."""
-
-
-@pytest.mark.parametrize("number", range(FIRST, FIRST + CASES))
+@pytest.mark.parametrize("number", cases(120))
 def test_a_call_is_answered_alike_everywhere(number: int) -> None:
     where, chosen = f"seed {SEED}, case {number}", random.Random(f"{SEED} {number}")
-    given = arguments(Chooser(chosen))
-    first, again = answer(given), answer(given)
-    assert form(first) == form(again), where
-    if not isinstance(first, str):
-        assert form(first) == promised(given), where
-        assert all(bool((one == MARK).all()) for one in (*first, *again)), f"{where}: what no kernel has written"
-    dispatched = answer(moved(given, lambda tensor: tensor.as_subclass(OnGpu)))
-    assert form(dispatched) == form(first), where
-    with torch.no_grad():
-        unwritten = answer(moved(given, on_meta))
-    if not (
-        isinstance(first, str) and (first.startswith("Unsupported") or any(rule in first for rule in ONLY_WITH_MEMORY))
-    ):
-        assert without_devices(form(unwritten)) == form(first), where
-    name = chosen.choice([name for name, value in given.items() if isinstance(value, torch.Tensor)])
-    for new in (lambda tensor: tensor, lambda tensor: tensor.as_subclass(OnGpu)):
-        serve.reload()  # a GPU and the meta device have different indices, this CPU and the meta device have not
-        mixed = answer({**moved(given, new), name: on_meta(given[name])})
-        assert isinstance(mixed, str), f"{where}: {name} is on another device, and nobody has said so"
-        assert isinstance(first, str) or mixed.startswith(WorkloadError.__name__), (where, mixed)
+    check_answers(flashgen.attention, arguments(Chooser(chosen)), chosen, where, promised)

@@ -234,6 +234,9 @@ def broken(name: str) -> DecodeCall:
         "same shape but for the last": lambda: replace(call, v_cache=call.v_cache[:-1]),
         "has the head_dim of q": lambda: replace(call, k_cache=call.k_cache[..., :16]),
         "a multiple of those of the caches": lambda: replace(call, q=call.q[:, :, :3]),
+        "head_dim_v must be at least 1, got 0": lambda: replace(
+            call, q=call.q[..., :0], k_cache=call.k_cache[..., :0], v_cache=call.v_cache[..., :0]
+        ),
         "1 to 16 queries": lambda: replace(call, q=call.q.repeat(1, 17, 1, 1)),
         "belong to contiguous caches": lambda: replace(call, leftpad=ids),
         "a row for each of the 2 sequences": lambda: replace(plain, k_cache=call.k_cache, v_cache=call.v_cache),
@@ -253,6 +256,7 @@ RULES = (
     *("four dimensions", "all bfloat16 or all float16", "all bfloat16 or all float16, got"),
     *("last dimension of k_cache is contiguous", "no backward pass", "seqlens is int32", "seqlens must be a tensor"),
     *("block_table is int32", "with batch 2", "contiguous along its last", "same shape but for the last"),
+    "head_dim_v must be at least 1, got 0",
     *("has the head_dim of q", "a multiple of those of the caches", "1 to 16 queries", "belong to contiguous caches"),
     *("a row for each of the 2 sequences", "fixed_split_size is a multiple", "fixed_split_size must be at least"),
     *("softmax_scale is finite", "softcap is finite", "window is", "an edge of a window"),
@@ -265,6 +269,20 @@ def test_a_call_that_breaks_a_rule_is_refused(rule: str) -> None:
     with pytest.raises(FlashgenError, match=rule) as refused:
         runs.run(broken(rule))
     assert isinstance(refused.value, UnsupportedError if "backward" in rule else WorkloadError)
+
+
+def test_numbers_of_heads_with_gaps_are_packed(gpu: FakeDriver) -> None:
+    """As by torch's dispatcher: kernels know no stride of them."""
+    call = make(Case(lens=(40, 7), page=16))
+    slopes = torch.rand(call.q.shape[2], 2)[:, 0]
+    given = (call.q, call.k_cache, call.v_cache, call.seqlens)
+    run(gpu, replace(call, features=Features(alibi_slopes=slopes.contiguous())))  # its kernels are known
+    before = len(gpu.launches)
+    for _ in range(3):
+        flashgen.attention_decode(*given, block_table=call.block_table, alibi_slopes=slopes)
+    read = [one.values["AlibiSlopes"] for one in gpu.launches[before:] if "AlibiSlopes" in one.values]
+    assert read
+    assert slopes.data_ptr() not in read
 
 
 def test_tensors_of_a_cpu_are_refused() -> None:

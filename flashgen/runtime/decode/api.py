@@ -12,11 +12,13 @@ from flashgen.core.checks import instance
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
+from flashgen.runtime.decode.call import checked_scores, checked_split
 from flashgen.runtime.decode.op import FEATURES, OP
 from flashgen.runtime.decode.open_calls import OPEN
 from flashgen.runtime.decode.prefix import Prefix, attend_with_prefix, flat
 from flashgen.runtime.decode.recent import NOTHING, RECENT, with_others
 from flashgen.runtime.decode.runs import attend
+from flashgen.runtime.ops.generated import packed
 from flashgen.runtime.ops.keys import can_bypass_dispatcher
 
 
@@ -153,7 +155,8 @@ def attention_decode(
                     return found
         features = NO_FEATURES
         if softcap or window != (None, None) or alibi_slopes is not None or sinks is not None:
-            features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+            features = _features_of(window, softcap, alibi_slopes, sinks)
+        fixed_split_size = checked_split(fixed_split_size)
         if prefix is not None:
             instance("prefix", prefix, Prefix)
         options = (leftpad, batch_idx, fixed_split_size, return_lse)
@@ -167,3 +170,16 @@ def attention_decode(
     except UNEXPECTED as error:
         explain_failure(error, locals())
         raise
+
+
+def _features_of(
+    window: Window, softcap: float, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None
+) -> Features:
+    """Checked as far as an op's schema needs it, and tensors of a number for every head without gaps.
+
+    Raises:
+        WorkloadError: a window or a softcap breaks a rule.
+    """
+    window, softcap = checked_scores(window, softcap)
+    slopes, sinks = (None if one is None else packed(one) for one in (alibi_slopes, sinks))
+    return Features(window=window, softcap=softcap, alibi_slopes=slopes, sinks=sinks)

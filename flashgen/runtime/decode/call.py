@@ -31,7 +31,6 @@ SPLIT_UNIT = 128
 MAX_PAGE_STRIDE = 2**31
 """In elements, exclusive: a page's number times its stride is a product of two numbers of 32 bits."""
 
-_ARGUMENTS = (*WINDOW.arguments, *SOFTCAP.arguments)
 _COMPILED = {field.name for field in fields(Specialization)} - {"window", "offset_tensor", "mods"}
 """Of what features ask for: windows are numbers of a launch here."""
 
@@ -165,17 +164,37 @@ def window_of(window: Window, causal: bool, seqlen_q: int, seqlen_k: int) -> tup
     return clamp_window((window[0], 0 if causal else window[1]), seqlen_q, seqlen_k)
 
 
+def checked_scores(window: Any, softcap: Any) -> tuple[Window, float]:
+    """The window and the softcap of a call.
+
+    Raises:
+        WorkloadError: one breaks a rule.
+    """
+    found = []
+    for argument, value in zip((*WINDOW.arguments, *SOFTCAP.arguments), (window, softcap), strict=True):
+        found.append(argument.check(value) if argument.check else value)
+    return found[0], found[1]
+
+
+def checked_split(size: Any) -> int | None:
+    """A `fixed_split_size` as a number, or None.
+
+    Raises:
+        WorkloadError: it is neither.
+    """
+    return None if size is None else whole_number("fixed_split_size", size, SPLIT_UNIT)
+
+
 def _checked_features(features: Features, facts: CallFacts) -> Features:
     """Those of a call once every rule of the table holds; kernels read numbers of heads without a stride."""
-    given = {argument.name: getattr(features, argument.name) for argument in _ARGUMENTS}
-    changes = {argument.name: argument.check(given[argument.name]) for argument in _ARGUMENTS if argument.check}
+    window, softcap = checked_scores(features.window, features.softcap)
     for value in table_values():
         one = getattr(features, value.name)
         if value.is_tensor and one is not None:
             check_tensor(value.name, one)
             if one.dim() and one.shape[-1] != 1 and one.stride(-1) != 1:
                 raise WorkloadError(f"{value.name} is contiguous along the heads, got strides {one.stride()}")
-    return checked(replace(features, **changes), facts)
+    return checked(replace(features, window=window, softcap=softcap), facts)
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> None:
@@ -228,6 +247,8 @@ def keys_of_a_sequence(call: DecodeCall) -> int:
         )
     if cache[3] != head_dim:
         raise WorkloadError(f"k_cache has the head_dim of q, {head_dim}, got {cache[3]}")
+    if not head_dim or not call.v_cache.shape[3]:
+        raise WorkloadError(f"head_dim and head_dim_v must be at least 1, got {head_dim} and {call.v_cache.shape[3]}")
     if not cache[2] or nheads % cache[2]:
         raise WorkloadError(f"the heads of q are a multiple of those of the caches, got {nheads} and {cache[2]}")
     if not 1 <= seqlen_q <= MAX_SEQLEN_Q:
@@ -258,9 +279,10 @@ def _checked_split(size: int | None) -> int:
 def _checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim**-0.5)
-    if not 0 < real_number("softmax_scale", scale) < math.inf:
+    scale = float(real_number("softmax_scale", scale))
+    if not 0 < scale < math.inf:
         raise WorkloadError(f"softmax_scale is finite and above 0, got {scale}")
-    return float(scale)
+    return scale
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

@@ -103,7 +103,11 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_apart(q: Tensor, k: Tensor, v: Tensor, causal: bool, num_decodes: int, features: Features) -> bool:
-    """Whether a call whose rules hold, which are checked here, has launches of their own for its steps of decoding."""
+    """Whether a call whose rules hold, which are checked here, has launches of their own for its steps of decoding.
+
+    In the order of the op's fake: of two broken rules both name the same one.
+    """
+    check(q, k, v, bshd=True, offset=None, features=features)
     check_decodes(num_decodes, q, features)
     mods = user_mods.resolve(features.mods) if features.mods else None
     problem, device, _ = serve.placed(Call(q=q, k=k, v=v, causal=causal, bshd=True, features=features, mods=mods))
