@@ -242,10 +242,11 @@ def test_a_call_that_breaks_a_rule_is_refused(gpu: FakeDriver, rule: str) -> Non
     assert not gpu.launches
 
 
-def test_steps_need_pages(gpu: FakeDriver) -> None:
+@pytest.mark.parametrize("trains", [False, True])
+def test_steps_need_pages(gpu: FakeDriver, trains: bool) -> None:
     call = paged(CHUNKS, 16).packed
     with pytest.raises(WorkloadError, match="it needs a block_table, got 2"):
-        flashgen.attention_varlen(call.q, call.k, call.v, **call.named, num_decodes=2)
+        flashgen.attention_varlen(call.q.requires_grad_(trains), call.k, call.v, **call.named, num_decodes=2)
 
 
 def test_contents_are_checked_on_request(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from flashgen.runtime.ops import forward as ops
 from flashgen.runtime.ops.keys import WITH_LSE
 from flashgen.runtime.ops.schemas import SERVED
 from flashgen.runtime.varlen.arguments import check_rows, one_batch_element
-from flashgen.runtime.varlen.mixed import attend_mixed, attend_mixed_by_op
+from flashgen.runtime.varlen.mixed import attend_mixed, attend_mixed_by_op, check_decodes
 
 
 def attend_featured(
@@ -57,6 +57,8 @@ def attend_featured(
     )
     if trains and paged:
         raise UnsupportedError(PAGES.no_gradient)
+    if trains and num_decodes != 0:
+        check_decodes(num_decodes, q.unsqueeze(0), features)  # an error: there are no pages
     if trains and bypasses_dispatcher:
         check_rows(q, k, v)
         return training.direct_packed(q, k, v, options, features, deterministic, return_lse)
