@@ -28,7 +28,6 @@ from flashgen.measure import gpu
 from flashgen.measure.timing import CudaStopwatch, Stopwatch, Unit, Window, interleave, make_unit
 from flashgen.tuning.shards import Shard
 
-SUITE = "decode"
 TOLERANCE = 2e-2
 """Of the largest output: two roundings of bfloat16 for the weights and the result."""
 
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"  {line_of(step, impl, windows)}", flush=True)
             return not any(impl.name == "flashgen" and isinstance(windows, str) for impl, windows in found)
 
-        return ahead.race(selected(STEPS, options.only), lambda _: SUITE, one)
+        return ahead.race(selected(STEPS, options.only), lambda step: step.suite, one)
 
 
 def race(
@@ -127,7 +126,14 @@ def row_of(step: Step, impl: DecodeImpl, windows: Sequence[Window], provenance: 
     ms = statistics.median(window.ms for window in windows)
     timing = "graph" if ms < GRAPH_BELOW_MS else "queue"
     row = provenance.row(
-        SUITE, step.workload, impl.name, impl.version(), median_ms=ms, timing=timing, data=step.profile, rates=False
+        step.suite,
+        step.workload,
+        impl.name,
+        impl.version(),
+        median_ms=ms,
+        timing=timing,
+        data=step.profile,
+        rates=False,
     )
     return replace(row, gbps=step.bytes / ms / 1e6)
 

@@ -32,6 +32,11 @@ class Step:
     workload: Workload
 
     @property
+    def suite(self) -> str:
+        """The suite that its rows are of."""
+        return MORE_SUITE if self in MORE else SUITE
+
+    @property
     def profile(self) -> str:
         """The name of the profile of its lengths."""
         return self.workload.lengths
@@ -56,29 +61,38 @@ def _step(text: str, profile: str = SAME) -> Step:
     return Step(workload=Workload.parse(f"dec-{text}-{profile}"))
 
 
+SUITE, MORE_SUITE = "decode", "decode_more"
 LLAMA = "h32-hk8-sq1-d128"
 GPT_OSS = "h64-hk8-sq1-d64-sink"
 MISTRAL = f"{LLAMA}-wl4095"
 
-STEPS: tuple[Step, ...] = (
+GRID: tuple[Step, ...] = (
     *(_step(f"b1-sk{keys}-{LLAMA}") for keys in (1024, 8192, 32768, 131072)),
     *(_step(f"b{batch}-sk{keys}-{LLAMA}") for batch, keys in ((16, 1024), (16, 8192), (64, 1024), (64, 4096))),
     *(_step(f"b{batch}-sk32768-{LLAMA}") for batch in (16, 64)),
     *(
         _step(f"b{batch}-sk{keys}-{LLAMA}-page{page}")
         for page in (64, 16)
-        for batch, keys in ((1, 8192), (16, 1024), (16, 8192), (64, 4096), (16, 32768), (64, 32768))
+        for batch, keys in ((1, 8192), (16, 1024), (16, 8192), (64, 4096))
     ),
     *(_step(f"b64-sk8192-{LLAMA}{pages}", RAMP) for pages in ("", "-page64", "-page16")),
-    *(_step(f"b64-sk8192-{MISTRAL}{pages}", RAMP) for pages in ("", "-page16")),
     *(_step(f"b64-sk65536-{LLAMA}{pages}", TAIL) for pages in ("", "-page16")),
     *(_step(f"b{batch}-sk8192-{GPT_OSS}{pages}") for batch in (1, 64) for pages in ("", "-page16")),
-    *(_step(f"b{batch}-sk8192-h64-hk8-sq1-d64") for batch in (1, 64)),
     *(_step(f"b64-sk8192-{GPT_OSS}-wl127{pages}") for pages in ("", "-page16")),
-    *(_step(f"b16-sk8192-h32-hk8-sq{rows}-d128-causal{pages}") for pages in ("", "-page64") for rows in (4, 8, 16)),
+    *(_step(f"b16-sk8192-h32-hk8-sq{rows}-d128-causal-page64") for rows in (4, 8, 16)),
 )
-"""Llama-3.1's heads over lengths, batches and pages, ragged batches with and without a window, gpt-oss's two kinds of
-layers and its heads without sinks, which more peers have, and speculation."""
+"""Llama-3.1's heads over lengths, batches and pages, ragged batches, gpt-oss's two kinds of layers, and speculation."""
+
+MORE: tuple[Step, ...] = (
+    *(_step(f"b{batch}-sk32768-{LLAMA}-page{page}") for page in (64, 16) for batch in (16, 64)),
+    *(_step(f"b64-sk8192-{MISTRAL}{pages}", RAMP) for pages in ("", "-page16")),
+    *(_step(f"b{batch}-sk8192-h64-hk8-sq1-d64") for batch in (1, 64)),
+    *(_step(f"b16-sk8192-h32-hk8-sq{rows}-d128-causal") for rows in (4, 8, 16)),
+)
+"""Large caches in pages, ragged batches with a window, and what more peers have: gpt-oss's heads without sinks, and
+speculation over contiguous caches."""
+
+STEPS = (*GRID, *MORE)
 
 
 @dataclass(frozen=True, kw_only=True)

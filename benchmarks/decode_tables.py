@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.decode_cases import MORE_SUITE
+from benchmarks.decode_cases import SUITE as DECODE_SUITE
 from benchmarks.markdown import mean, provenance, table_row
 from benchmarks.results import Row
 from flashgen.core.workload import Workload
 
-DECODE_SUITE = "decode"
 TITLES = {
     "flashgen": "flashgen",
     "flashgen-fixed": "in splits of 1024",
@@ -24,7 +25,7 @@ PROFILES = {"same": "", "ramp": "1 to ", "tail": "one of ", "one_long": "one of 
 
 def decode_parts(rows: Sequence[Row]) -> list[str]:
     """The section of decoding, or nothing if it has no rows."""
-    used = [row for row in rows if row.suite == DECODE_SUITE and row.median_ms]
+    used = [row for row in rows if row.suite in (DECODE_SUITE, MORE_SUITE) and row.median_ms]
     return ["### Decoding", _text(used), _table(used)] if used else []
 
 

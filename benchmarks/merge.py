@@ -15,8 +15,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from benchmarks import curves
-from benchmarks.decode_cases import STEPS
-from benchmarks.decode_tables import DECODE_SUITE
+from benchmarks.decode_cases import GRID, MORE, MORE_SUITE
+from benchmarks.decode_cases import SUITE as DECODE_SUITE
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE, memory_grid, training_grid
 from benchmarks.results import RESULTS, ResultsFile, Row, Subject, header_of, read_rows
 from benchmarks.speedup import SPEEDUP_SUITE, speedup_grid
@@ -58,7 +58,8 @@ GRIDS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     "features": features_grid,
     "window": window_grid,
     DATA_SUITE: data_grid,
-    DECODE_SUITE: lambda: [step.workload for step in STEPS],
+    DECODE_SUITE: lambda: [step.workload for step in GRID],
+    MORE_SUITE: lambda: [step.workload for step in MORE],
     MEMORY_SUITE: memory_grid,
     TRAINING_SUITE: training_grid,
     SPEEDUP_SUITE: speedup_grid,

@@ -7,8 +7,8 @@ counts. The last race has as many rounds as it needs to be sure (`measure.sequen
 one in use only if it beats that, in at most one of twenty races of equally fast ones. Where none is in use, the
 simplest stays of those that are about as fast. A short budget has fewer configs and shorter windows (`Finals.within`).
 
-The search itself sees normal data alone, which decides who is near the best: since references of exponentials follow the
-row sums, a config's time on hard data is within a few per cent of that on normal data, and near_share is more than that.
+The search itself sees normal data alone, which decides who is near the best: since references of exponentials follow
+the row sums, a config's time on hard data is a few per cent from that on normal data, and `near_share` is more.
 """
 
 from __future__ import annotations

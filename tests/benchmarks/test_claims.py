@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.decode_tables import DECODE_SUITE
+from benchmarks.decode_cases import SUITE as DECODE_SUITE
 from benchmarks.memory import TRAINING_SUITE as MEMORY_SUITE
 from benchmarks.report import load
 from benchmarks.results import RESULTS, Row

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import decode, decode_cases, fa4
 from benchmarks.cases import selected
-from benchmarks.decode_cases import IMPLS, STEPS, Step, caches, flashgen_options
+from benchmarks.decode_cases import IMPLS, STEPS, SUITE, Step, caches, flashgen_options
 from benchmarks.decode_tables import decode_parts
 from benchmarks.decode_vllm import vllm_call, vllm_version, why_not_vllm
 from benchmarks.report import load
@@ -211,7 +211,7 @@ def test_what_fixed_splits_cost_is_what_the_page_says() -> None:
     text = " ".join((ROOT / "docs/decoding.md").read_text().split())
     times: dict[str, dict[str, float]] = {}
     for row in load(RESULTS)["nvidia_h200"]:
-        if row.suite == decode.SUITE and row.median_ms:
+        if row.suite == SUITE and row.median_ms:
             times.setdefault(row.workload.removeprefix("dec-bf16-"), {})[row.impl] = row.median_ms
     times = {key: by_impl for key, by_impl in times.items() if "flashgen-fixed" in by_impl}
     for words, keys in FIXED_COSTS.items():
