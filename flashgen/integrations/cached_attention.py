@@ -125,8 +125,8 @@ class CachedCall:
             if keys is None:
                 strides = " and ".join(str(cache.stride()) for cache in caches)
                 raise UnsupportedError(
-                    "flashgen's flash_attn_with_kvcache takes packed queries over caches without cache_leftpad, whose "
-                    f"rows lie at multiples of the stride of their slots, got strides {strides}"
+                    "flashgen's flash_attn_with_kvcache takes packed queries over caches whose rows lie at multiples "
+                    f"of the stride of their slots, got strides {strides}"
                 )
             return self._packed(q, self.cu_seqlens_q, self.max_seqlen_q or 0, keys, return_lse)
         if keys is None or q.dim() != 4:
@@ -144,15 +144,17 @@ class CachedCall:
     def _packed(self, q: Tensor, ends: Tensor, longest: int, keys: PackedKeys, return_lse: bool) -> OutAndLse:
         attend: Any = flashgen.attention_varlen  # whose overloads ask for a flag that is known
         named = {**keys.named, **self.scores, "window": self.window, "return_lse": return_lse}
+        if keys.is_behind_one:
+            ends, slopes = torch.cat([ends.new_zeros(1), ends]), named["alibi_slopes"]
+            if slopes is not None and slopes.dim() == 2:  # of each sequence
+                named["alibi_slopes"] = torch.cat([slopes[:1], slopes])
         return both(attend(q, keys.k, keys.v, ends, max_seqlen_q=longest, **named))
 
     def _in_parts(self, q: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, return_lse: bool) -> OutAndLse:
         """A call of decoding for every `MAX_SEQLEN_Q` queries, where caches do not lie as packed sequences may."""
         rows = q.shape[1]
-        causal, is_placed = (
-            self.scores["causal"],
-            self.window != (None, None) or self.scores["alibi_slopes"] is not None,
-        )
+        causal, leftpad = self.scores["causal"], self.cache_leftpad
+        is_placed = self.window != (None, None) or self.scores["alibi_slopes"] is not None
         if is_placed and not causal:
             raise UnsupportedError(
                 f"flashgen's flash_attn_with_kvcache takes more than {MAX_SEQLEN_Q} queries with a window or ALiBi "
@@ -163,6 +165,7 @@ class CachedCall:
             some = q[:, first : first + MAX_SEQLEN_Q]
             behind = rows - first - some.shape[1]  # queries that stand behind these, whose keys none of them sees
             seen = (lengths - behind).clamp(min=0) if causal else lengths
+            seen = seen if leftpad is None else torch.maximum(seen, leftpad)  # where they see no key
             found.append(self._decoded(some, caches, seen, return_lse))
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, 1), torch.cat(lses, 2) if return_lse else lses[0]

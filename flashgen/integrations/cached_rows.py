@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from flashgen.core.errors import WorkloadError
+from flashgen.runtime.argument_types import check_tensor
+
 Tensor = torch.Tensor
 
 MOST_KEYS = 128
@@ -21,6 +24,8 @@ class PackedKeys:
     k: Tensor
     v: Tensor
     named: dict[str, Any]
+    is_behind_one: bool = False
+    """Whether the sequences stand behind one more, which has no queries: its keys are those that nobody sees."""
 
 
 def packed_keys(
@@ -41,16 +46,33 @@ def packed_keys(
         block_table: pages of each sequence.
         leftpad: the first slot of each with a key.
         batch_idx: the row of each.
+
+    Raises:
+        WorkloadError: leftpad is not one number for each sequence.
     """
     lengths = lengths.contiguous()
     if block_table is not None:
         return PackedKeys(k=k_cache, v=v_cache, named={"block_table": block_table, "seqused_k": lengths})
     jump = _slots_between_rows(k_cache)
-    if jump is None or jump != _slots_between_rows(v_cache) or leftpad is not None:
-        return None  # packed sequences begin with row 0
-    if batch_idx is None:
-        return _rows_by_ends(k_cache, v_cache, lengths, jump)
-    return _rows_by_pages(k_cache, v_cache, lengths, batch_idx, jump)
+    if jump is None or jump != _slots_between_rows(v_cache):
+        return None
+    if leftpad is not None:
+        _check_leftpad(leftpad, lengths, k_cache, is_by_row=batch_idx is None)
+        lengths = (lengths - leftpad).clamp_(min=0)
+    if batch_idx is not None:
+        return _rows_by_pages(k_cache, v_cache, lengths, leftpad, batch_idx, jump)
+    if leftpad is not None:
+        return _padded_rows_by_ends(k_cache, v_cache, lengths, leftpad, jump)
+    return _rows_by_ends(k_cache, v_cache, lengths, jump)
+
+
+def _check_leftpad(leftpad: Tensor, lengths: Tensor, cache: Tensor, *, is_by_row: bool) -> None:
+    check_tensor("cache_leftpad", leftpad)
+    expected = (torch.int32, (len(cache),) if is_by_row else tuple(lengths.shape), cache.device)
+    found = (leftpad.dtype, tuple(leftpad.shape), leftpad.device)
+    if found != expected:
+        said = [f"{dtype} {shape} on {device}" for dtype, shape, device in (expected, found)]
+        raise WorkloadError(f"cache_leftpad is {said[0]}, one number for each sequence, got {said[1]}")
 
 
 def _slots_between_rows(cache: Tensor) -> int | None:
@@ -66,17 +88,41 @@ def _slots_between_rows(cache: Tensor) -> int | None:
 
 def _rows_by_ends(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, jump: int) -> PackedKeys:
     """Rows one behind the other, `jump` slots apart."""
-    rows, slots = k_cache.shape[:2]
-    total = (rows - 1) * jump + slots
-    k, v = (cache.as_strided((total, *cache.shape[2:]), cache.stride()[1:]) for cache in (k_cache, v_cache))
-    ends = (torch.arange(rows + 1, dtype=torch.int32, device=k.device) * jump).clamp_(max=total)
+    k, v = (_slots_in_order(cache, jump) for cache in (k_cache, v_cache))
+    ends = _first_slots(len(k_cache) + 1, jump, k).clamp_(max=len(k))
     return PackedKeys(k=k, v=v, named={"cu_seqlens_k": ends, "seqused_k": lengths, "max_seqlen_k": jump})
 
 
-def _rows_by_pages(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, batch_idx: Tensor, jump: int) -> PackedKeys:
-    """Rows cut into pages, of which a table names those of each sequence."""
+def _padded_rows_by_ends(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, leftpad: Tensor, jump: int) -> PackedKeys:
+    """The same without the slots in front of the first key: each sequence ends where the next one's first key is.
+
+    Packed sequences begin with row 0, so the slots in front of the first sequence are those of one without queries.
+    """
+    k, v = (_slots_in_order(cache, jump) for cache in (k_cache, v_cache))
+    begins = (_first_slots(len(k_cache), jump, k) + leftpad).clamp_(max=len(k))
+    ends = torch.cat([begins.new_zeros(1), begins, begins.new_full((1,), len(k))])
+    used = torch.cat([lengths.new_zeros(1), lengths])
+    longest = jump + k_cache.shape[1]  # from the first slot of a row to the last one of the next
+    named = {"cu_seqlens_k": ends, "seqused_k": used, "max_seqlen_k": longest}
+    return PackedKeys(k=k, v=v, named=named, is_behind_one=True)
+
+
+def _slots_in_order(cache: Tensor, jump: int) -> Tensor:
+    """All slots from the first one of the first row to the last one of the last, as (slots, nheads_k, columns)."""
+    rows, slots = cache.shape[:2]
+    return cache.as_strided(((rows - 1) * jump + slots, *cache.shape[2:]), cache.stride()[1:])
+
+
+def _first_slots(rows: int, jump: int, like: Tensor) -> Tensor:
+    return torch.arange(rows, dtype=torch.int32, device=like.device) * jump
+
+
+def _rows_by_pages(
+    k_cache: Tensor, v_cache: Tensor, lengths: Tensor, leftpad: Tensor | None, batch_idx: Tensor, jump: int
+) -> PackedKeys:
+    """Rows cut into pages, of which a table names those of each sequence; of one slot where keys begin anywhere."""
     rows, slots = k_cache.shape[:2]
-    page = math.gcd(MOST_KEYS, slots, jump)
+    page = math.gcd(MOST_KEYS, slots, jump) if leftpad is None else 1
     count = ((rows - 1) * jump + slots) // page
     k, v = (
         cache.as_strided((count, page, *cache.shape[2:]), (page * cache.stride(1), *cache.stride()[1:]))
@@ -84,4 +130,6 @@ def _rows_by_pages(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, batch_idx:
     )
     places = torch.arange(slots // page, dtype=torch.int32, device=k.device)
     table = batch_idx[:, None] * (jump // page) + places[None, :]
+    if leftpad is not None:
+        table = (table + leftpad[:, None]).clamp_(max=count - 1)
     return PackedKeys(k=k, v=v, named={"block_table": table, "seqused_k": lengths})

@@ -216,6 +216,42 @@ def test_long_chunks_are_one_call_over_any_cache(kind: str, monkeypatch: pytest.
             assert_same((out[b], lse[b]), (expected[0][0], expected[1][0]))
 
 
+@pytest.mark.parametrize("kind", ["rows", "heads first", "batch_idx"])
+def test_long_chunks_begin_behind_the_first_slots(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call with any scores; a sequence may have fewer keys than queries, and none at all."""
+    monkeypatch.setattr(flashgen, "attention_decode", None)
+    chunk, slots, first = 40, 72, (30, 7)
+    k_cache, v_cache, given, of = long_caches(kind, slots)
+    q, k, v = randn(B, chunk, H, D), randn(B, chunk, HK, D, seed=1), randn(B, chunk, HK, D, seed=2)
+    leftpad, slopes = torch.tensor(first, dtype=torch.int32), torch.rand(B, H, generator=torch.Generator())
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        for b in range(B):
+            of(cache, b)[:] = math.nan
+            of(cache, b)[first[b] : first[b] + chunk] = new[b]
+    cases: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"causal": True}, {"causal": True}),
+        ({"causal": True, "alibi_slopes": slopes}, {"causal": True}),
+        ({"window_size": (5, 2)}, {"window": (5, 2)}),
+        ({"alibi_slopes": slopes, "softcap": 2.0}, {"softcap": 2.0}),
+    )
+    for used in ((40, 40), (35, 40), (30, 40)):
+        lengths = torch.tensor(used, dtype=torch.int32)
+        for scores, rules in cases:
+            out, lse = flash_attn.flash_attn_with_kvcache(
+                q, k_cache, v_cache, None, None, None, None, lengths, cache_leftpad=leftpad, return_softmax_lse=True,
+                **given, **scores,
+            )  # fmt: skip
+            for b, n in enumerate(used):
+                more = {"alibi_slopes": slopes[b]} if "alibi_slopes" in scores else {}
+                n_keys = n - first[b]
+                expected = plain(q[b][None], k[b][None, :n_keys], v[b][None, :n_keys], **rules, **more)
+                seen = expected[1].masked_fill(expected[1] == -math.inf, math.inf)
+                assert_same((out[b], lse[b]), (expected[0][0], seen[0]))
+    wrong = leftpad[:1]
+    with pytest.raises(WorkloadError, match=r"cache_leftpad is torch.int32 \(2,\) on cpu"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, cache_leftpad=wrong, **given)
+
+
 def long_caches(kind: str, slots: int) -> tuple[Tensor, Tensor, dict[str, Any], Callable[[Tensor, int], Tensor]]:
     """As `caches` has them, K and V of one width and of many more slots, which hold NaN."""
     if kind == "pages":
@@ -243,16 +279,24 @@ def test_packed_queries_over_caches() -> None:
     """Version 3's cu_seqlens_q; version 2's chunks over pages, whose lengths lie between cu_seqlens_k."""
     queries, lengths = (3, 18), torch.tensor([7, 20], dtype=torch.int32)
     q = randn(sum(queries), H, D)
-    for kind in ("rows", "pages", "batch_idx"):
+    for kind, first in (
+        ("rows", (0, 0)),
+        ("pages", (0, 0)),
+        ("batch_idx", (0, 0)),
+        ("rows", (4, 1)),
+        ("batch_idx", (4, 1)),
+    ):
         k_cache, v_cache, given, of = long_caches(kind, 32)
+        given |= {"cache_leftpad": torch.tensor(first, dtype=torch.int32)} if any(first) else {}
         k_cache.nan_to_num_(0.5), v_cache.nan_to_num_(0.25)
         named = {{"block_table": "page_table"}.get(name, name): value for name, value in given.items()}
         options = {"cu_seqlens_q": ends(queries), "max_seqlen_q": 18, "causal": True, "return_softmax_lse": True}
         out, lse = flash_attn_interface.flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=lengths, **options, **named
         )
-        keys = [[of(cache, b)[: int(n)] for b, n in enumerate(lengths)] for cache in (k_cache, v_cache)]
-        expected = one_by_one(q, torch.cat(keys[0]), torch.cat(keys[1]), queries, (7, 20))
+        keys = [[of(cache, b)[first[b] : int(n)] for b, n in enumerate(lengths)] for cache in (k_cache, v_cache)]
+        seen = (7 - first[0], 20 - first[1])
+        expected = one_by_one(q, torch.cat(keys[0]), torch.cat(keys[1]), queries, seen)
         assert_same((out, lse), expected)
         if kind == "pages":
             places = (ends(queries), ends((7, 20)), 18, 20)
@@ -348,13 +392,17 @@ def test_arguments_that_do_not_belong_together_are_refused() -> None:
         with pytest.raises(WorkloadError, match=words):
             flash_attn.flash_attn_with_kvcache(x, x.clone(), x.clone(), **given)
     many = randn(1, 20, 2, 16)
-    odd = torch.zeros(700, dtype=WIDE).as_strided((2, 3, 2, 16), (97, 32, 16, 1))  # rows at no multiple of a slot
+    odd = randn(700).as_strided((2, 3, 2, 16), (97, 32, 16, 1))  # rows at no multiple of a slot
     twice = torch.cat([many, many])
     with pytest.raises(UnsupportedError, match="more than 16 queries with a window"):
         flash_attn.flash_attn_with_kvcache(twice, odd, odd, window_size=(3, 3))
     assert flash_attn.flash_attn_with_kvcache(twice, odd, odd, causal=True, window_size=(3, 3)).shape == twice.shape
+    pad, lengths = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([3, 3], dtype=torch.int32)
+    parts = {"cache_seqlens": lengths, "cache_leftpad": pad, "causal": True}
+    found = [flash_attn.flash_attn_with_kvcache(twice, x, x, **parts) for x in (odd, odd.contiguous())]
+    assert_same(*found)  # pieces, of which some see no key, and one call
     packed = {"cu_seqlens_q": ends((3, 17)), "cache_seqlens": torch.tensor([2, 3]).int()}
-    with pytest.raises(UnsupportedError, match="packed queries over caches without cache_leftpad"):
+    with pytest.raises(UnsupportedError, match="packed queries over caches whose rows lie at multiples"):
         flash_attn_interface.flash_attn_with_kvcache(many[0], odd, odd, max_seqlen_q=17, **packed)
     with pytest.raises(WorkloadError, match="come with max_seqlen_q"):
         flash_attn_interface.flash_attn_with_kvcache(many[0], twice, twice, **packed)
