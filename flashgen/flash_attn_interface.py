@@ -3,7 +3,8 @@
 The order of arguments is not FlashAttention-2's: the fourth is `softmax_scale`. With `return_attn_probs` a function
 returns two values, the output and the LSE, which is fp32 and natural, with -inf in rows that see no key. Arguments that
 say how to split work are taken and have no effect. Not supported, and refused by name: `qv`, descales,
-`attention_chunk`, packed new keys of a cache. See docs/flash-attn.md.
+`attention_chunk`, packed new keys of a cache. `flashgen.flash_attn_interface.install()` puts this module under the name
+`flash_attn_interface`, for programs that import it. See docs/flash-attn.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 import flashgen
+from flashgen.flash_attn.installation import NAMES_3, put, take_back
 from flashgen.integrations.flash_attention import OutAndLse, dense, packed, refuse, unpacked
 from flashgen.integrations.flash_attention_3_cache import flash_attn_with_kvcache, get_scheduler_metadata
 from flashgen.runtime.argument_types import check_tensor
@@ -26,7 +28,28 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
+    "install",
+    "uninstall",
 ]
+
+
+def install(*, force: bool = False) -> None:
+    """Put this module under the name `flash_attn_interface`, as `flashgen.flash_attn.install` does with its own.
+
+    A program that looks for FlashAttention-3 finds it then, and calls it in place of version 2.
+
+    Args:
+        force: also where another `flash_attn_interface` is imported already.
+
+    Raises:
+        UnsupportedError: another one is imported, and `force` is False.
+    """
+    put(NAMES_3, "flash_attn_interface", force=force)
+
+
+def uninstall() -> None:
+    """Take it away again, and put back what `install(force=True)` has replaced."""
+    take_back(NAMES_3, "flash_attn_interface")
 
 
 def flash_attn_qkvpacked_func(

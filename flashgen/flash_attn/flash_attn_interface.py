@@ -18,6 +18,16 @@ import torch
 
 from flashgen.flash_attn.for_tests import USE_TRITON_ROCM, _get_block_size_n  # noqa: F401 - likewise
 from flashgen.flash_attn.kvcache import flash_attn_with_kvcache  # noqa: F401 - FlashAttention has it here
+from flashgen.flash_attn.passes import (  # noqa: F401 - and these
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _wrapped_flash_attn_backward,
+    _wrapped_flash_attn_forward,
+    _wrapped_flash_attn_varlen_backward,
+    _wrapped_flash_attn_varlen_forward,
+)
 from flashgen.integrations.flash_attention import Results, dense_results, packed_results, unpacked
 
 Tensor = torch.Tensor
@@ -321,7 +331,8 @@ def flash_attn_varlen_func(
         alibi_slopes: float32 (nheads,) or (batch, nheads).
         deterministic: the same bits of every gradient every time.
         return_attn_probs: also return the LSE and `S_dmask`, for looking at.
-        block_table: the pages of each sequence, int32 (batch, pages), or None; without a gradient and without dropout.
+        block_table: the pages of each sequence, int32 (batch, pages), or None; without dropout. Then a backward pass
+            through the output raises `UnsupportedError`.
 
     Returns:
         The output; with `return_attn_probs`, the output, the LSE and `S_dmask`, which is empty without dropout.

@@ -1,8 +1,9 @@
-"""flashgen's functions under the name `flash_attn`, for programs that import it."""
+"""flashgen's functions under FlashAttention's names, for programs that import it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 
@@ -12,17 +13,22 @@ NAMES = {
     "flash_attn": "flashgen.flash_attn",
     "flash_attn.flash_attn_interface": "flashgen.flash_attn.flash_attn_interface",
     "flash_attn.bert_padding": "flashgen.flash_attn.bert_padding",
+    "flash_attn.layers": "flashgen.flash_attn.layers",
+    "flash_attn.layers.rotary": "flashgen.flash_attn.layers.rotary",
 }
 """Names in `sys.modules`, and the modules that they get."""
+
+NAMES_3 = {"flash_attn_interface": "flashgen.flash_attn_interface"}
+"""The same of version 3."""
 
 _replaced: dict[str, ModuleType] = {}
 
 
 def install(*, force: bool = False) -> None:
-    """Put these modules under the names `flash_attn`, `.flash_attn_interface` and `.bert_padding`.
+    """Put these modules under the names `flash_attn`, `.flash_attn_interface`, `.bert_padding` and `.layers.rotary`.
 
     It holds for imports from then on, in this process; doing it twice is doing it once. Other modules of the real
-    package (`flash_attn.layers`, `flash_attn.ops`) cannot be imported while it holds.
+    package (`flash_attn.ops`, `flash_attn.modules`) cannot be imported while it holds.
 
     Args:
         force: also where another `flash_attn` is imported already. Functions that a program has taken from it stay
@@ -31,15 +37,32 @@ def install(*, force: bool = False) -> None:
     Raises:
         UnsupportedError: another one is imported, and `force` is False.
     """
-    mine = {name: import_module(target) for name, target in NAMES.items()}
+    put(NAMES, "flash_attn", force=force)
+
+
+def uninstall() -> None:
+    """Take the modules away again, and put those back that `install(force=True)` has replaced."""
+    take_back(NAMES, "flash_attn")
+
+
+def put(names: Mapping[str, str], root: str, *, force: bool) -> None:
+    """Put modules under names, in place of all others below a root.
+
+    Args:
+        names: what each name gets.
+        root: the package whose names they are.
+        force: also where another one is imported.
+
+    Raises:
+        UnsupportedError: another one is imported, and `force` is False.
+    """
+    mine = {name: import_module(target) for name, target in names.items()}
     others = {
-        name: module
-        for name, module in sys.modules.items()
-        if (name == "flash_attn" or name.startswith("flash_attn.")) and module is not mine.get(name)
+        name: module for name, module in sys.modules.items() if _is_below(name, root) and module is not mine.get(name)
     }
     if others and not force:
         raise UnsupportedError(
-            f"another flash_attn is imported already, {getattr(others.get('flash_attn'), '__file__', None)}: call "
+            f"another {root} is imported already, {getattr(others.get(root), '__file__', None)}: call "
             "install() before the program imports it, or install(force=True) to replace it"
         )
     for name in others:
@@ -47,10 +70,14 @@ def install(*, force: bool = False) -> None:
     sys.modules.update(mine)
 
 
-def uninstall() -> None:
-    """Take the modules away again, and put those back that `install(force=True)` has replaced."""
-    for name, target in NAMES.items():
+def take_back(names: Mapping[str, str], root: str) -> None:
+    """Take modules away from names, and put back what they have replaced."""
+    for name, target in names.items():
         if sys.modules.get(name) is sys.modules.get(target):
             sys.modules.pop(name, None)
-    sys.modules.update(_replaced)
-    _replaced.clear()
+    for name in [name for name in _replaced if _is_below(name, root)]:
+        sys.modules[name] = _replaced.pop(name)
+
+
+def _is_below(name: str, root: str) -> bool:
+    return name == root or name.startswith(f"{root}.")

@@ -39,7 +39,7 @@ def flash_attn_with_kvcache(
     """Append new keys and values to a cache in place, then attend to all that it has.
 
     That is `append_kv`, then `attention_decode` for up to 16 queries of each sequence and `attention_varlen` for more.
-    There is no gradient.
+    There is no gradient: a backward pass through the output raises `UnsupportedError`.
 
     Args:
         q: queries, (batch, seqlen_q, nheads, head_dim); bfloat16 or float16.
@@ -70,7 +70,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         WorkloadError: shapes, dtypes or arguments break a rule.
-        UnsupportedError: no kernel does this here, or a gradient is asked for.
+        UnsupportedError: no kernel does this here.
     """
     whole_number("num_splits", num_splits, None)
     scores: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap}

@@ -13,10 +13,12 @@ from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
 from flashgen.integrations.cached_rows import PackedKeys, packed_keys
-from flashgen.integrations.flash_attention import OutAndLse, both, with_rows
+from flashgen.integrations.flash_attention import OutAndLse, both, with_rows, without_backward
 from flashgen.runtime.argument_types import check_tensor
 
 Tensor = torch.Tensor
+
+NO_BACKWARD = "flash_attn_with_kvcache has no backward pass: call it under torch.no_grad()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,12 @@ class CachedCall:
 
         Raises:
             WorkloadError: there are no new keys where something needs them, or they have no place.
-            UnsupportedError: a kernel does not do this.
+            UnsupportedError: a kernel does not do this, or, later, a gradient of the output is asked for.
         """
+        tensors = (self.q, self.k_cache, self.v_cache, self.k, self.v)
+        return without_backward(lambda: self._run(return_lse), tensors, NO_BACKWARD)
+
+    def _run(self, return_lse: bool) -> OutAndLse:
         flag("causal", self.scores["causal"])
         for name in ("q", "k_cache", "v_cache"):
             check_tensor(name, getattr(self, name))
@@ -117,7 +123,6 @@ class CachedCall:
         """A call of decoding for few queries, and one of packed sequences for more."""
         if self.cu_seqlens_q is None and q.dim() == 4 and q.shape[1] <= MAX_SEQLEN_Q:
             return self._decoded(q, caches, lengths, return_lse)
-        self._check_no_gradient(q)
         keys = packed_keys(
             *caches, lengths, block_table=self.block_table, leftpad=self.cache_leftpad, batch_idx=self.cache_batch_idx
         )
@@ -136,10 +141,6 @@ class CachedCall:
         out, lse = self._packed(q.flatten(0, 1), ends, rows, keys, return_lse)
         out = out.view(batch, rows, *out.shape[1:])
         return out, lse.view(len(lse), batch, rows).transpose(0, 1) if return_lse else lse
-
-    def _check_no_gradient(self, q: Tensor) -> None:
-        if torch.is_grad_enabled() and any(one.requires_grad for one in (q, self.k_cache, self.v_cache)):
-            raise UnsupportedError("flash_attn_with_kvcache has no backward pass: call it under torch.no_grad()")
 
     def _packed(self, q: Tensor, ends: Tensor, longest: int, keys: PackedKeys, return_lse: bool) -> OutAndLse:
         attend: Any = flashgen.attention_varlen  # whose overloads ask for a flag that is known

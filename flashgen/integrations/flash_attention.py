@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 import flashgen
 from flashgen.core.checks import real_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.features.pages import PAGES
 from flashgen.core.features.values import Window
 from flashgen.core.quoting import shown
 from flashgen.runtime.argument_types import check_tensor
@@ -88,12 +89,12 @@ def dense_results(
     **scores: Any,
 ) -> Results:
     """What version 2 returns for (batch, seqlen, nheads, head_dim); `scores` are those of `SCORES`."""
-    dropout = _dropout(q, dropout_p, return_attn_probs)
+    dropout = dropout_of(q, dropout_p, is_known=return_attn_probs)
     given = {"window_size": window_size, **scores, **dropout}
     out, lse = dense(q, k, v, deterministic=deterministic, return_lse=return_attn_probs, **given)
     if not return_attn_probs:
         return out
-    return out, blind_rows_at(lse, math.inf), _signed_weights("dense_weights", out, (q, k), **given)
+    return out, blind_rows_at(lse, math.inf), weights_of("dense_weights", out, (q, k), **given)
 
 
 def packed_results(
@@ -109,30 +110,34 @@ def packed_results(
     **scores: Any,
 ) -> Results:
     """The same of packed sequences; `places` are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
-    dropout = _dropout(q, dropout_p, return_attn_probs)
+    dropout = dropout_of(q, dropout_p, is_known=return_attn_probs)
     if block_table is not None:
         if dropout:
             refuse("flash_attn_varlen_func with a block_table", {"dropout_p": dropout_p})
         scores["block_table"] = block_table
     given = {"window_size": window_size, **scores, **dropout}
-    out, lse = packed(q, k, v, *places, deterministic=deterministic, return_lse=return_attn_probs, **given)
+    named = {"deterministic": deterministic, "return_lse": return_attn_probs, **given}
+    if block_table is None:
+        out, lse = packed(q, k, v, *places, **named)
+    else:
+        out, lse = without_backward(lambda: packed(q, k, v, *places, **named), (q, k, v), PAGES.no_gradient)
     if not return_attn_probs:
         return out
-    return out, blind_rows_at(lse, math.inf), _signed_weights("packed_weights", out, (q, k, *places), **given)
+    return out, blind_rows_at(lse, math.inf), weights_of("packed_weights", out, (q, k, *places), **given)
 
 
-def _dropout(q: Tensor, dropout_p: float, return_attn_probs: bool) -> dict[str, Any]:
-    """Dropout as flashgen's calls have it; whoever looks at weights has to know its bits beforehand."""
+def dropout_of(q: Tensor, dropout_p: float, *, is_known: bool) -> dict[str, Any]:
+    """Dropout as flashgen's calls have it; `is_known` draws its state beforehand, for whoever looks at weights."""
     if not real_number("dropout_p", dropout_p):
         return {}
     state = None
-    if return_attn_probs:
+    if is_known:
         check_tensor("q", q)
         state = drawn_state(dropout_p, None, q)
     return {"dropout_p": dropout_p, "rng_state": state}
 
 
-def _signed_weights(
+def weights_of(
     function: str, out: Tensor, tensors: tuple[Any, ...], *, window_size: Sequence[int | None], **given: Any
 ) -> Tensor:
     """`S_dmask` of a call that has been served; without dropout an empty tensor."""
@@ -184,6 +189,36 @@ def packed(
             **scores,
         )
     )
+
+
+def without_backward(call: Callable[[], OutAndLse], tensors: Sequence[object], why: str) -> OutAndLse:
+    """What a call returns that has no backward pass; asked for a gradient, it raises `UnsupportedError(why)`.
+
+    Args:
+        call: of `tensors`.
+        tensors: those that may require a gradient; None and others are passed by.
+        why: what is said then.
+    """
+    asking = [one for one in tensors if isinstance(one, Tensor) and one.requires_grad]
+    if not torch.is_grad_enabled() or not asking:
+        return call()
+    with torch.no_grad():
+        out, lse = call()
+    if torch.compiler.is_dynamo_compiling():  # which traces no backward pass that raises: no gradient at all
+        return out, lse
+    found: OutAndLse = _WithoutBackward.apply(why, out, lse, *asking)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _WithoutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, why: str, out: Tensor, lse: Tensor, *tensors: Tensor) -> OutAndLse:
+        ctx.why = why
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UnsupportedError(ctx.why)
 
 
 def blind_rows_at(lse: Tensor, value: float) -> Tensor:

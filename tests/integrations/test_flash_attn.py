@@ -306,6 +306,31 @@ def test_packed_queries_over_caches() -> None:
             assert_same((two[0], two[1]), expected)
 
 
+@pytest.mark.parametrize("queries", [3, 20])
+def test_a_cache_gives_an_output_and_no_gradient(queries: int) -> None:
+    """As FlashAttention does, whose gradients are missing without a word."""
+    k_cache, v_cache, given, _ = caches("pages")
+    q = randn(B, queries, H, D, grad=True)
+    new = [randn(B, 2, HK, width, grad=True) for width in (D, DV)]
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    with torch.no_grad():
+        expected = flash_attn.flash_attn_with_kvcache(
+            q, k_cache.clone(), v_cache.clone(), *new, cache_seqlens=lengths, return_softmax_lse=True, **given
+        )
+    cached = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, *new, cache_seqlens=lengths, return_softmax_lse=True, **given
+    )
+    places = (ends((queries,) * B), ends(LENGTHS), queries, 4)
+    packed = flash_attn.flash_attn_varlen_func(q.flatten(0, 1), k_cache, v_cache, *places, **given)
+    with torch.no_grad():
+        expected += (flash_attn.flash_attn_varlen_func(q.flatten(0, 1), k_cache, v_cache, *places, **given),)
+    assert_same((*cached, packed), expected)
+    for out, why in ((cached[0], "kvcache has no backward pass"), (cached[1], "kvcache has"), (packed, "in pages")):
+        with pytest.raises(UnsupportedError, match=why):
+            out.sum().backward()
+    assert q.grad is None
+
+
 def test_states_of_version_3() -> None:
     q, k = randn(B, SQ, H, D).float(), randn(B, SK, H, D).float()
     parts = [flash_attn_interface.flash_attn_func(q, x, x, return_attn_probs=True) for x in (k[:, :3], k[:, 3:])]
@@ -406,19 +431,21 @@ def test_arguments_that_do_not_belong_together_are_refused() -> None:
         flash_attn_interface.flash_attn_with_kvcache(many[0], odd, odd, max_seqlen_q=17, **packed)
     with pytest.raises(WorkloadError, match="come with max_seqlen_q"):
         flash_attn_interface.flash_attn_with_kvcache(many[0], twice, twice, **packed)
-    with pytest.raises(UnsupportedError, match="no backward pass"):
-        flash_attn.flash_attn_with_kvcache(many.clone().requires_grad_(), many, many)
     with pytest.raises(WorkloadError, match=r"qkv is \(\.\.\., 3, nheads"):
         flash_attn.flash_attn_qkvpacked_func(x)
 
 
+ROOTS = ("flash_attn", "flash_attn_interface")
+
+
 @pytest.fixture
 def without_flash_attn() -> Iterator[None]:
-    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "flash_attn"}
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ROOTS}
     for name in before:
         del sys.modules[name]
     yield
     flash_attn.uninstall()
+    flash_attn_interface.uninstall()
     sys.modules.update(before)
 
 
@@ -430,20 +457,40 @@ def test_programs_that_import_flash_attn_get_these_functions() -> None:
     assert found[0].flash_attn_func is flash_attn.flash_attn_func
     assert found[1].flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
     assert found[2].pad_input is bert_padding.pad_input
+    layers = importlib.import_module("flash_attn.layers.rotary")
+    assert layers is importlib.import_module("flashgen.flash_attn.layers.rotary")
     flash_attn.uninstall()
     assert not {*NAMES} & {*sys.modules}
 
 
 @pytest.mark.usefixtures("without_flash_attn")
+def test_programs_that_look_for_version_3_find_it_where_it_is_asked_for() -> None:
+    other = type(sys)("flash_attn_interface")
+    flash_attn.install()
+    assert "flash_attn_interface" not in sys.modules
+    sys.modules["flash_attn_interface"] = other
+    with pytest.raises(UnsupportedError, match="another flash_attn_interface is imported"):
+        flash_attn_interface.install()
+    flash_attn_interface.install(force=True)
+    flash_attn.uninstall()
+    assert importlib.import_module("flash_attn_interface") is flash_attn_interface
+    flash_attn_interface.uninstall()
+    assert sys.modules.pop("flash_attn_interface") is other
+    flash_attn_interface.install()
+    flash_attn_interface.uninstall()
+    assert "flash_attn_interface" not in sys.modules
+
+
+@pytest.mark.usefixtures("without_flash_attn")
 def test_another_flash_attn_is_replaced_only_by_force() -> None:
-    other, part = type(sys)("flash_attn"), type(sys)("flash_attn.layers")
-    sys.modules |= {"flash_attn": other, "flash_attn.layers": part}
+    other, part = type(sys)("flash_attn"), type(sys)("flash_attn.ops")
+    sys.modules |= {"flash_attn": other, "flash_attn.ops": part}
     with pytest.raises(UnsupportedError, match=r"install\(force=True\)"):
         flash_attn.install()
     assert sys.modules["flash_attn"] is other
     flash_attn.install(force=True)
     assert sys.modules["flash_attn"] is flash_attn
-    assert "flash_attn.layers" not in sys.modules
+    assert "flash_attn.ops" not in sys.modules
     flash_attn.uninstall()
-    assert (sys.modules["flash_attn"], sys.modules["flash_attn.layers"]) == (other, part)
-    del sys.modules["flash_attn"], sys.modules["flash_attn.layers"]
+    assert (sys.modules["flash_attn"], sys.modules["flash_attn.ops"]) == (other, part)
+    del sys.modules["flash_attn"], sys.modules["flash_attn.ops"]

@@ -8,6 +8,8 @@ import pytest
 
 from flashgen import flash_attn, flash_attn_interface
 from flashgen.flash_attn import bert_padding
+from flashgen.flash_attn import flash_attn_interface as flash_attn_interface_2
+from flashgen.flash_attn.layers import rotary
 
 TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
@@ -27,6 +29,33 @@ VERSION_2 = {
         "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
         "return_softmax_lse=False"
     ),
+}
+EDGES = "window_size_left, window_size_right"
+BACKWARD = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+LAST = f"{EDGES}, softcap, alibi_slopes, deterministic, rng_state=None"
+PASSES = {
+    "_flash_attn_forward": (
+        f"q, k, v, dropout_p, softmax_scale, causal, {EDGES}, softcap, alibi_slopes, return_softmax"
+    ),
+    "_flash_attn_varlen_forward": (
+        f"q, k, v, {ENDS}, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, "
+        "alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, "
+        "zero_tensors=False, num_splits=0"
+    ),
+    "_flash_attn_backward": f"{BACKWARD}, dropout_p, softmax_scale, causal, {LAST}",
+    "_flash_attn_varlen_backward": (
+        f"{BACKWARD}, {ENDS}, dropout_p, softmax_scale, causal, {LAST}, zero_tensors=False"
+    ),
+}
+ROTARY = {
+    "apply_rotary_emb": (
+        "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None"
+    ),
+    "apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
+    "apply_rotary_emb_qkv_": (
+        "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None"
+    ),
+    "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
 }
 PADDING = {
     "unpad_input": "hidden_states, attention_mask, unused_mask=None",
@@ -63,7 +92,13 @@ VERSION_3 = {
         "num_splits=0, pack_gqa=None, sm_margin=0"
     ),
 }
-MODULES = ((flash_attn, VERSION_2), (bert_padding, PADDING), (flash_attn_interface, VERSION_3))
+MODULES = (
+    (flash_attn, VERSION_2),
+    (flash_attn_interface_2, PASSES),
+    (bert_padding, PADDING),
+    (rotary, ROTARY),
+    (flash_attn_interface, VERSION_3),
+)
 
 
 @pytest.mark.parametrize(
@@ -80,4 +115,4 @@ def test_arguments_are_flash_attentions(function: object, expected: str) -> None
 
 def test_nothing_else_is_exported() -> None:
     assert {*flash_attn.__all__} == {*VERSION_2, "install", "uninstall"}
-    assert {*flash_attn_interface.__all__} == {*VERSION_3}
+    assert {*flash_attn_interface.__all__} == {*VERSION_3, "install", "uninstall"}
