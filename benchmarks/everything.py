@@ -85,6 +85,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _training("bert", 100),
     _training("bert-padded", 120),
     _training("paths", 80),
+    Benchmark(name="models_transformers", module="models_transformers", seconds=150, has_limit=True),
     Benchmark(name="io", module="io", seconds=90, has_limit=True),
 )
 """In the order in which they are measured: what the README's claims stand on first."""

@@ -93,7 +93,8 @@ def commit_of(root: Path) -> str:
     """
     try:
         commit = _git(root, "rev-parse", f"--short={COMMIT_DIGITS}", "HEAD")
-        generated = ("benchmarks/results", "docs/img", "docs/benchmarks.md", "docs/attention.md", "README.md")
+        pages = ("README.md", "docs/benchmarks.md", "docs/attention.md", "docs/models.md")
+        generated = ("benchmarks/results", "docs/img", *pages)
         others = (".", *(f":(exclude){path}" for path in generated))
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *others)
     except (OSError, subprocess.CalledProcessError) as error:

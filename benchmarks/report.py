@@ -1,4 +1,6 @@
-"""From the results files to `docs/img/`, docs/benchmarks.md, README's summary and docs/attention.md's part on repeats.
+"""From the results files to `docs/img/`, docs/benchmarks.md, README's summary and parts of two pages.
+
+docs/attention.md has what repeats differ by, docs/models.md the tokens per second of whole models.
 
 python -m benchmarks.report            # rewrites them; charts need the extra `report`
 python -m benchmarks.report --check    # changes nothing; 1 if a text is not what the files give
@@ -13,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import curves, fallback, from_nothing, search_files, spread_tables
+from benchmarks import curves, fallback, from_nothing, search_files, spread_tables, transformers_tables
 from benchmarks.io_cases import FORWARD_SUITE as IO_SUITE
 from benchmarks.markdown import RAW
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE
@@ -30,7 +32,8 @@ PAGE = Path("docs") / "benchmarks.md"
 """All tables: written as a whole. This path and the next are relative to the folder of README."""
 
 SPREAD_PAGE = Path("docs") / "attention.md"
-"""The page on gradients: written between its markers."""
+MODELS_PAGE = Path("docs") / "models.md"
+"""The pages on gradients and on models of transformers: written between their markers."""
 
 IMAGES = Path("docs") / "img"
 
@@ -51,6 +54,7 @@ FILES = (
     "forward_backward.csv",
     "data.csv",
     "models.csv",
+    "models_transformers.csv",
     "decode.csv",
     "varlen.csv",
     "packed_training.csv",
@@ -221,11 +225,10 @@ def _pages(folder: Path, readme: Path, images: Path, results: Path, devices: dic
     relative = Path(os.path.relpath(images, page.parent)).as_posix()
     told = page_of(devices, relative) + searches_of(results)
     yield _Page(page, page.read_text(encoding="utf-8") if page.is_file() else "", told)
-    spread = folder / SPREAD_PAGE
-    if spread.is_file():
-        text = spread.read_text(encoding="utf-8")
-        marks = (spread_tables.START, spread_tables.END)
-        yield _Page(spread, text, insert(text, spread_tables.page(devices), marks))
+    for path, tables in ((SPREAD_PAGE, spread_tables), (MODELS_PAGE, transformers_tables)):
+        if (folder / path).is_file():
+            text = (folder / path).read_text(encoding="utf-8")
+            yield _Page(folder / path, text, insert(text, tables.page(devices), (tables.START, tables.END)))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,9 @@ TRAINING_NUMBERS = ("steps", "tokens_per_s", "peak_gib", "loss_first", "loss_las
 TRAINING_COLUMNS = (*COLUMNS[:4], "outcome", "median_ms", *TRAINING_NUMBERS, *COLUMNS[7:])
 """Columns of `training.csv`."""
 
+WHOLE_MODEL_COLUMNS = (*COLUMNS[:4], "outcome", "median_ms", "tokens_per_s", "peak_gib", *COLUMNS[7:])
+"""Columns of `models_transformers.csv`."""
+
 SPREAD_NUMBERS = (
     "repeats",
     "differing",
