@@ -14,7 +14,7 @@ from flashgen.core.features.values import Features, Window
 from flashgen.reference.attend import attend
 from flashgen.reference.dense import rule_of
 from flashgen.reference.stand_ins import lse_dtype, stand_in, stand_ins
-from flashgen.runtime.argument_types import check_types
+from flashgen.runtime.argument_types import check_types, refuse_names
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, check_decode_tensors
 from flashgen.runtime.decode.contents import check_contents
 from flashgen.runtime.decode.plans import decode_workload
@@ -84,6 +84,7 @@ def attention_decode(
     fixed_split_size: int | None = None,
     prefix: Prefix | None = None,
     return_lse: bool = False,
+    **unknown: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flashgen.attention_decode` in plain torch on any device: the keys of each sequence are gathered, then attended.
 
@@ -107,6 +108,7 @@ def attention_decode(
         fixed_split_size: checked, and without effect.
         prefix: as there.
         return_lse: as there; float32, and float64 for queries in float64.
+        unknown: none, as there.
 
     Returns:
         The output, (batch, seqlen_q, nheads, head_dim_v), in the dtype of q; with `return_lse`, the output and the LSE.
@@ -114,7 +116,9 @@ def attention_decode(
     Raises:
         WorkloadError: shapes, dtypes, arguments, lengths or page ids break a rule.
         UnsupportedError: a gradient is asked for, as kernels have none.
+        TypeError: there is no such argument.
     """
+    refuse_names("attention_decode", unknown)
     check_types(locals())
     features = Features(window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     call = DecodeCall(

@@ -17,7 +17,7 @@ from flashgen.reference.dense import rule_of
 from flashgen.reference.functions import ScoreFunctions
 from flashgen.reference.philox import Dropout
 from flashgen.reference.stand_ins import lse_dtype, stand_in, stand_ins
-from flashgen.runtime.argument_types import check_types
+from flashgen.runtime.argument_types import check_types, refuse_names
 from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast
 from flashgen.runtime.ops import recording
 from flashgen.runtime.ops.calls import Call
@@ -111,6 +111,7 @@ def attention_varlen(
     rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    **unknown: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flashgen.attention_varlen` in plain torch on any device: a call of `reference.attention` for each sequence.
 
@@ -141,6 +142,7 @@ def attention_varlen(
         rng_state: as there: with the same one the same weights are dropped on any device.
         deterministic: without effect.
         return_lse: as there; float32, and float64 for queries in float64.
+        unknown: none, as there.
 
     Returns:
         The output, (total_q, nheads, head_dim_v), in the dtype of q; with `return_lse`, the output and the LSE,
@@ -149,7 +151,9 @@ def attention_varlen(
     Raises:
         WorkloadError: shapes, dtypes, arguments or lengths break a rule.
         UnsupportedError: a function uses what torch does not have, or a gradient through pages is asked for.
+        TypeError: there is no such argument.
     """
+    refuse_names("attention_varlen", unknown)
     check_types(locals())
     check_scale(softmax_scale)
     q, k, v, sinks = in_autocast(q, k, v, sinks)

@@ -28,8 +28,22 @@ _NAMES_ELSEWHERE = {
     "window_size": "it is window=(left, right), with None, not -1, for an unlimited edge",
     "return_attn_probs": "return_lse=True returns the log-sum-exp; probabilities are never in memory",
     "s_aux": "it is sinks=",
+    "cache_seqlens": "it is seqlens=, with the new keys among them",
+    "cache_batch_idx": "it is batch_idx=",
+    "cache_leftpad": "it is leftpad=",
+    "page_table": "it is block_table=",
+    "num_splits": "flashgen splits work itself; fixed_split_size= of attention_decode has the same bits in any batch",
 }
 """Names that torch's SDPA and FlashAttention have, and what they are here."""
+
+_OF_SEQUENCES = ("attention_varlen", "attention_decode")
+
+_NAMES_OF_SEQUENCES = {
+    **_NAMES_ELSEWHERE,
+    "attn_mask": "lengths, causal= and window= say what a sequence sees, and no mask is a tensor",
+    "is_causal": "it is causal=, aligned to the bottom right",
+}
+"""The same for calls of sequences of different lengths."""
 
 
 def explain_failure(error: Exception, arguments: Mapping[str, object]) -> None:
@@ -64,7 +78,7 @@ def refuse_names(function: str, names: Iterable[str]) -> None:
         TypeError: there is one.
     """
     for name in names:
-        hint = _NAMES_ELSEWHERE.get(name)
+        hint = (_NAMES_OF_SEQUENCES if function in _OF_SEQUENCES else _NAMES_ELSEWHERE).get(name)
         raise TypeError(f"{function}() has no argument {name!r}{f': {hint}' if hint else ''}")
 
 

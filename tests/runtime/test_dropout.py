@@ -192,7 +192,7 @@ def test_every_rule(named: dict[str, Any], message: str) -> None:
 
 def test_decoding_has_none() -> None:
     with pytest.raises(TypeError, match="dropout_p"):
-        flashgen.attention_decode(*qkv(), dropout_p=0.1)  # type: ignore[call-overload]
+        flashgen.attention_decode(*qkv(), torch.ones(1, dtype=torch.int32), dropout_p=0.1)  # type: ignore[call-overload]
 
 
 def test_functions_and_dropout_go_together_but_have_no_gradient() -> None:

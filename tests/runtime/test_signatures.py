@@ -125,6 +125,28 @@ def test_names_of_other_libraries_are_answered_with_those_of_the_call(call: Any)
         call(*qkv(), colour=1)
 
 
+OF_SEQUENCES = [
+    getattr(module, name) for module in (flashgen, reference) for name in ("attention_varlen", "attention_decode")
+]
+
+
+@pytest.mark.parametrize("call", OF_SEQUENCES, ids=lambda call: f"{call.__module__}.{call.__name__}")
+def test_calls_of_sequences_answer_names_of_other_libraries(call: Any) -> None:
+    ends = torch.zeros(2, dtype=torch.int32)
+    given = (*qkv(), ends)
+    for name, words in (
+        ("attn_mask", "no mask is a tensor"),
+        ("is_causal", "aligned to the bottom right$"),
+        ("scale", "softmax_scale="),
+        ("enable_gqa", "fewer heads than q"),
+        ("window_size", "None, not -1"),
+        ("cache_seqlens", "it is seqlens="),
+        ("page_table", "it is block_table="),
+    ):
+        with pytest.raises(TypeError, match=f"{call.__name__}.. has no argument '{name}': .*{words}"):
+            call(*given, max_seqlen_q=1, **{name: None}) if "varlen" in call.__name__ else call(*given, **{name: None})
+
+
 def test_flat_arguments_become_features_again() -> None:
     tensors = {name: torch.zeros(2) for name in ("alibi_slopes", "sinks", "bias", "mask")}
     for features in (Features(), Features(window=(3, None), softcap=2.0), Features(softcap=1.0, **tensors)):

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from flashgen.core.checks import instance
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
-from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
+from flashgen.runtime.argument_types import UNEXPECTED, explain_failure, refuse_names
 from flashgen.runtime.decode.call import checked_scores, checked_split
 from flashgen.runtime.decode.op import FEATURES, OP
 from flashgen.runtime.decode.open_calls import OPEN
@@ -62,7 +62,7 @@ def attention_decode(
     prefix: Prefix | None = ...,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-def attention_decode(
+def attention_decode(  # noqa: C901 - in one piece, as `flashgen.attention` is
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -80,6 +80,7 @@ def attention_decode(
     fixed_split_size: int | None = None,
     prefix: Prefix | None = None,
     return_lse: bool = False,
+    **unknown: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of the last queries of each sequence over a contiguous or paged cache of its keys and values.
 
@@ -124,6 +125,7 @@ def attention_decode(
             caches, `seqlens` and what goes with them are then of the keys behind it, and the call is attention over
             both, with every position counted from the first key of the prefix.
         return_lse: also return the natural logarithm of the row sums, fp32 (batch, nheads, seqlen_q).
+        unknown: none; names that torch's SDPA and FlashAttention have are answered with what they are here.
 
     Returns:
         The output, (batch, seqlen_q, nheads, head_dim_v); with `return_lse`, the output and the LSE.
@@ -133,7 +135,10 @@ def attention_decode(
             hold.
         UnsupportedError: no kernel family does this here, or a gradient is asked for.
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
+        TypeError: there is no such argument.
     """
+    if unknown:
+        refuse_names("attention_decode", unknown)
     try:
         kind: tuple[Any, ...] | None = None
         is_traced = is_dynamo_compiling()

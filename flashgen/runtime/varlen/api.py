@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from flashgen.core.checks import whole_number
 from flashgen.core.features.values import Features, Window
 from flashgen.core.settings import settings
-from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
+from flashgen.runtime.argument_types import UNEXPECTED, explain_failure, refuse_names
 from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast
 from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher, tensors_of
 from flashgen.runtime.ops.mods import UserCallable
@@ -106,6 +106,7 @@ def attention_varlen(
     rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    **unknown: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of sequences of different lengths that lie in one tensor, one behind the other.
 
@@ -163,6 +164,7 @@ def attention_varlen(
             `torch.use_deterministic_algorithms` asks for it, too. Without it outputs have the same bits every time, and
             in all batches that one config serves.
         return_lse: also return the natural logarithm of the row sums, fp32 (nheads, total_q).
+        unknown: none; names that torch's SDPA and FlashAttention have are answered with what they are here.
 
     Returns:
         The output, (total_q, nheads, head_dim_v); with `return_lse`, the output and the LSE.
@@ -172,7 +174,10 @@ def attention_varlen(
         UnsupportedError: no kernel family does this here, or a gradient is asked for through a
             `block_table` or an operation of a score_mod that is not derived.
         LaunchError: the first call of its kind happens while a CUDA graph is captured.
+        TypeError: there is no such argument.
     """
+    if unknown:
+        refuse_names("attention_varlen", unknown)
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     try:
         if softmax_scale is not None:
