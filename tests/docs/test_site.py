@@ -13,7 +13,7 @@ import pytest
 
 import flashgen
 import flashgen.integrations.torch
-from flashgen import integrations
+from flashgen import flash_attn, flash_attn_interface, integrations
 from scripts.site_links import REPOSITORY, rewritten
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,8 +85,12 @@ def test_what_is_loaded_from_elsewhere_would_be_found(text: str) -> None:
 def test_the_api_page_has_every_public_name_with_its_arguments(site: Path) -> None:
     text = (site / "api.html").read_text(encoding="utf-8")
     doors = [name for name in integrations.torch.__all__ if name != "Calls"]
-    for name in {*flashgen.__all__, *doors} - {"__version__", "BlockMask", "Prefix"}:
+    for name in {*flashgen.__all__, *doors} - {"__version__"}:
         assert re.search(rf'id="flashgen\.[\w.]*\b{name}"', text), f"docs/api.md has no {name}"
+    for module in (flash_attn, flash_attn_interface):
+        for function in [getattr(module, name) for name in module.__all__]:
+            path = f"{function.__module__}.{function.__qualname__}"
+            assert f'id="{path}"' in text, f"docs/api.md has no {path}"
     assert "softmax_scale" in text
     assert "Raises" in text
 
