@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flashgen.core.checks import whole_number
+from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.values import Features
 from flashgen.integrations.flash_attention import (
     blind_rows_at,
@@ -92,8 +93,12 @@ def _flash_attn_varlen_forward(
         WorkloadError: shapes, dtypes or arguments break a rule.
         UnsupportedError: no kernel does this here.
     """
-    splits = whole_number("num_splits", num_splits, None)
-    refuse("_flash_attn_varlen_forward", {"leftpad_k": leftpad_k, "num_splits": splits if splits > 1 else None})
+    refuse("_flash_attn_varlen_forward", {"leftpad_k": leftpad_k})
+    if whole_number("num_splits", num_splits, None) > 1:
+        raise UnsupportedError(
+            "num_splits > 1 is not supported by flashgen's _flash_attn_varlen_forward, which splits work itself, got "
+            f"{num_splits}"
+        )
     scores = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap, "alibi_slopes": alibi_slopes}
     given = {"window_size": (window_size_left, window_size_right), **scores, **dropout_of(q, dropout_p, is_known=True)}
     if block_table is not None:

@@ -114,7 +114,10 @@ def test_a_forward_pass_over_pages_takes_lengths_and_one_split() -> None:
     ]
     assert_same(*found)
     assert_same(found[0], flash_attn.flash_attn_varlen_func(q, k, v, *places, 0.0, SCALE, True, block_table=table))
-    for more, words in (({"num_splits": 2}, "num_splits, got 2"), ({"leftpad_k": used}, "leftpad_k, got a tensor")):
+    for more, words in (
+        ({"num_splits": 2}, "num_splits > 1 is not supported.*, got 2"),
+        ({"leftpad_k": used}, "leftpad_k, got a tensor"),
+    ):
         with pytest.raises(UnsupportedError, match=words):
             _flash_attn_varlen_forward(q, k, v, *places, *given, block_table=table, **more)
 

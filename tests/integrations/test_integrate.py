@@ -100,6 +100,20 @@ def test_a_model_of_transformers_is_served_and_said_to_be_as_exact(tmp_path: Pat
     assert not found.is_routed
 
 
+def test_a_model_of_transformers_needs_no_inputs() -> None:
+    made = TINY["llama"].made("eager", torch.float32)
+    found = flashgen.integrate(made, reference=True, target="h200")
+    assert (found.is_routed, found.has_shapes, found.proof.status) == (True, False, "equal")
+    assert [row.record.workload.seqlen_q for row in found.rows] == [5]
+    assert "integrate(model, inputs) with the shapes of real calls" in str(found)
+    given = flashgen.integrate(made, made.dummy_inputs, reference=True)
+    assert given.has_shapes
+    assert "No inputs were given" not in str(given)
+    for other in (TINY["vit"].made("eager", torch.float32), small()):
+        with pytest.raises(WorkloadError, match=f"give inputs to {type(other).__name__}"):
+            flashgen.integrate(other, reference=True)
+
+
 def test_a_module_is_routed_by_its_calls_of_sdpa_and_a_copy_of_it_is_routed_on_its_own() -> None:
     model, x = small(), example()
     own = model(x)

@@ -25,7 +25,7 @@ from flashgen.tuning.from_calls import Gain, Gains, by_share
 
 def integrate(
     model: torch.nn.Module,
-    inputs: Inputs,
+    inputs: Inputs | None = None,
     *,
     training: bool = False,
     reference: bool = False,
@@ -50,6 +50,8 @@ def integrate(
         model: a module whose parameters are on a GPU.
         inputs: examples of what it will be called with: a tensor, a mapping of named inputs, a list of them, or a
             function that runs the model that it is given and returns what it gave. The shapes are what is tuned.
+            None is the dummy inputs that models of transformers have of their own, a few tokens: the model is routed
+            and compared, and nothing is tuned.
         training: also run the backward pass, of the model's own loss or else, and with padding, of the mean square of
             what it gives. Gradients that the model holds are kept.
         reference: compute by `flashgen.reference`, on any device: exact and slow, to try a model without a GPU. Nothing
@@ -71,7 +73,8 @@ def integrate(
         TuningError: `limit_s` or `budget` is none, or `target` is given without `reference`.
         DatabaseError: results cannot be stored.
     """
-    checked, examples = checked_model(model), Examples.of(inputs)
+    checked, has_shapes = checked_model(model), inputs is not None
+    examples = Examples.of(inputs) if has_shapes else Examples.of_model(checked)
     training, reference = flag("training", training), flag("reference", reference)
     compare, limit_s = flag("compare", compare), _seconds(limit_s)
     device = _device(checked, reference, target)
@@ -81,7 +84,7 @@ def integrate(
         calls = _counted(checked, examples, training=training, device=device, reference=reference)
         before = calls
         gains: tuple[Gain, ...] = ()
-        if device is not None and not reference and limit_s and calls:
+        if device is not None and not reference and has_shapes and limit_s and calls:
             gains = _tuned(checked, calls, device, limit_s, budget, database, on_event)
             calls = _counted(checked, examples, training=training, device=device, reference=reference)
         proof = Proof(status=NOT_RUN, reason="nobody asked for it")
@@ -99,6 +102,7 @@ def integrate(
         route,
         device=device,
         by_reference=reference,
+        has_shapes=has_shapes,
         rows=rows_of(calls, misses),
         before=rows_of(before, misses),
         gains=gains,

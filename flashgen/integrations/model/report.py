@@ -61,6 +61,7 @@ class Integration:
         door: what its calls come through: "transformers" or "scaled_dot_product_attention".
         device: the GPU that serves, or that `target` names; None where the reference computed and nothing was named.
         by_reference: whether `flashgen.reference` computed.
+        has_shapes: whether inputs were given, whose shapes count; without them the model's own dummies ran.
         rows: what serves now, the longest time first.
         before: what served before tuning; `rows` if nothing was tuned.
         gains: what tuning gained, as measured.
@@ -74,6 +75,7 @@ class Integration:
     door: str
     device: Device | None
     by_reference: bool
+    has_shapes: bool
     rows: tuple[LayerRow, ...]
     before: tuple[LayerRow, ...]
     gains: tuple[Gain, ...]
@@ -101,6 +103,7 @@ class Integration:
             "door": self.door,
             "device": None if self.device is None else self.device.identity,
             "by_reference": self.by_reference,
+            "has_shapes": self.has_shapes,
             "is_routed": self.is_routed,
             "rows": [_plain_row(row) for row in self.rows],
             "before": [_plain_row(row) for row in self.before],
@@ -208,6 +211,11 @@ class Integration:
         found = [f"Served by torch, {count} calls in all runs: {reason}." for reason, count in self.passed_on.items()]
         if not self.rows and not found:
             found.append("No call of attention was seen: the model has none, or reaches none by this way.")
+        if not self.has_shapes:
+            found.append(
+                "No inputs were given, so a few tokens of the model's own ran and nothing was tuned: "
+                "integrate(model, inputs) with the shapes of real calls does that."
+            )
         return found + ([f"Classes that compute on their own: {', '.join(self.own)}."] if self.own else [])
 
     def _proven(self) -> str:

@@ -45,6 +45,22 @@ class Examples:
             )
         return cls(given=given)
 
+    @classmethod
+    def of_model(cls, model: torch.nn.Module) -> Examples:
+        """The dummy inputs that a model of transformers has of its own.
+
+        Raises:
+            WorkloadError: it has none.
+        """
+        found = getattr(model, "dummy_inputs", None)
+        if not isinstance(found, Mapping) or getattr(model, "main_input_name", None) not in found:
+            raise WorkloadError(
+                "only models of transformers that read tokens have inputs of their own; give inputs to "
+                f"{type(model).__name__}: a tensor, a mapping of named ones, a list of them, or a function that runs it"
+            )
+        where = next(model.parameters()).device
+        return cls(given=tree_map_only(Tensor, lambda x: x.to(where), dict(found)))
+
     def run(self, model: torch.nn.Module) -> Any:
         """What a model gives."""
         given: Any = self.given
