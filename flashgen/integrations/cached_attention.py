@@ -82,7 +82,7 @@ class CachedCall:
     def _check_nothing_new(self) -> None:
         if (self.k is None) != (self.v is None):
             raise WorkloadError("new keys k and new values v come together, got one alone")
-        named = [name for name in ("rotary_cos", "rotary_sin", "rotary_seqlens") if self.rotary.get(name) is not None]
+        named = [name for name in ("rotary_cos", "rotary_sin") if self.rotary.get(name) is not None]
         if named:
             raise WorkloadError(f"rotary embeddings are of new keys k and values v, got {named} without them")
 
@@ -93,7 +93,9 @@ class CachedCall:
         check_tensor("k", k)
         check_tensor("v", v)
         given: dict[str, Any] = dict(self.rotary)
-        if given.get("rotary_cos") is not None:
+        if given.get("rotary_cos") is None:
+            given.pop("rotary_seqlens", None)  # which version 3 takes beside no angles
+        else:
             given |= {"q": q, "q_causal": self.scores["causal"] or self.window != (None, None)}
         k, v = with_rows(k, v)
         rotated = flashgen.append_kv(

@@ -331,6 +331,19 @@ def test_a_cache_gives_an_output_and_no_gradient(queries: int) -> None:
     assert q.grad is None
 
 
+def test_positions_of_rotation_without_angles_say_nothing() -> None:
+    q, cache, new = randn(B, 2, H, D), randn(B, 8, HK, D), randn(B, 2, HK, D)
+    places = torch.tensor([3, 1], dtype=torch.int32)
+    for given in ({"k": new, "v": new}, {}):
+        found = [
+            flash_attn_interface.flash_attn_with_kvcache(
+                q, cache.clone(), cache.clone(), cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32), **given, **more
+            )
+            for more in ({"rotary_seqlens": places}, {})
+        ]
+        assert_same(*found)
+
+
 def test_states_of_version_3() -> None:
     q, k = randn(B, SQ, H, D).float(), randn(B, SK, H, D).float()
     parts = [flash_attn_interface.flash_attn_func(q, x, x, return_attn_probs=True) for x in (k[:, :3], k[:, 3:])]
