@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from flashgen.core.checks import flag
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
-from flashgen.integrations.cached_rows import PackedKeys, packed_keys
+from flashgen.integrations.cached_rows import PackedKeys, check_leftpad, packed_keys, pages_behind
 from flashgen.integrations.flash_attention import OutAndLse, both, with_rows, without_backward
 from flashgen.runtime.argument_types import check_tensor
 
@@ -51,7 +51,16 @@ class CachedCall:
             UnsupportedError: a kernel does not do this, or, later, a gradient of the output is asked for.
         """
         tensors = (self.q, self.k_cache, self.v_cache, self.k, self.v)
-        return without_backward(lambda: self._run(return_lse), tensors, NO_BACKWARD)
+        return without_backward(lambda: self._with_rows_of_the_table()._run(return_lse), tensors, NO_BACKWARD)
+
+    def _with_rows_of_the_table(self) -> CachedCall:
+        """The same with a row of the block table for each sequence, where `cache_batch_idx` says which."""
+        table, rows = self.block_table, self.cache_batch_idx
+        if table is None or rows is None:
+            return self
+        check_tensor("block_table", table)
+        check_tensor("cache_batch_idx", rows)
+        return replace(self, block_table=table.index_select(0, rows), cache_batch_idx=None)
 
     def _run(self, return_lse: bool) -> OutAndLse:
         flag("causal", self.scores["causal"])
@@ -106,7 +115,7 @@ class CachedCall:
             self.cache_seqlens,
             block_table=self.block_table,
             batch_idx=self.cache_batch_idx,
-            leftpad=self.cache_leftpad,
+            leftpad=None if self.block_table is not None else self.cache_leftpad,
             **given,
         )
         return q if rotated is None else rotated
@@ -123,6 +132,17 @@ class CachedCall:
 
     def _attended(self, q: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, return_lse: bool) -> OutAndLse:
         """A call of decoding for few queries, and one of packed sequences for more."""
+        if self.block_table is not None and self.cache_leftpad is not None:
+            check_leftpad(self.cache_leftpad, lengths, caches[0], is_by_row=False)
+            found = pages_behind(*caches, self.block_table, self.cache_leftpad)
+            if found is None:
+                raise UnsupportedError(
+                    "flashgen's flash_attn_with_kvcache takes cache_leftpad over pages that lie one behind the other, "
+                    f"got strides {caches[0].stride()} and {caches[1].stride()}"
+                )
+            lengths = (lengths - self.cache_leftpad).clamp_(min=0)
+            behind = replace(self, block_table=found[2], cache_leftpad=None)
+            return behind._attended(q, found[:2], lengths, return_lse)
         if self.cu_seqlens_q is None and q.dim() == 4 and q.shape[1] <= MAX_SEQLEN_Q:
             return self._decoded(q, caches, lengths, return_lse)
         keys = packed_keys(

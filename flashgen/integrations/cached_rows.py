@@ -57,7 +57,7 @@ def packed_keys(
     if jump is None or jump != _slots_between_rows(v_cache):
         return None
     if leftpad is not None:
-        _check_leftpad(leftpad, lengths, k_cache, is_by_row=batch_idx is None)
+        check_leftpad(leftpad, lengths, k_cache, is_by_row=batch_idx is None)
         lengths = (lengths - leftpad).clamp_(min=0)
     if batch_idx is not None:
         return _rows_by_pages(k_cache, v_cache, lengths, leftpad, batch_idx, jump)
@@ -66,7 +66,33 @@ def packed_keys(
     return _rows_by_ends(k_cache, v_cache, lengths, jump)
 
 
-def _check_leftpad(leftpad: Tensor, lengths: Tensor, cache: Tensor, *, is_by_row: bool) -> None:
+def pages_behind(
+    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, leftpad: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A paged cache without the slots in front of each first key: K, V and a table of pages of one slot.
+
+    None where slots of one page do not lie behind those of the one before it.
+    """
+    pages, page = k_cache.shape[:2]
+    if any(cache.stride(0) != page * cache.stride(1) for cache in (k_cache, v_cache)):
+        return None
+    k, v = (
+        cache.as_strided((pages * page, 1, *cache.shape[2:]), (cache.stride(1), *cache.stride()[1:]))
+        for cache in (k_cache, v_cache)
+    )
+    room = block_table.shape[1] * page
+    slots = torch.arange(room, dtype=torch.int32, device=k.device) + leftpad[:, None]
+    slots = slots.clamp_(max=max(room - 1, 0))
+    table = block_table.gather(1, slots.div(page, rounding_mode="floor").long()) * page + slots.remainder(page)
+    return k, v, table
+
+
+def check_leftpad(leftpad: Tensor, lengths: Tensor, cache: Tensor, *, is_by_row: bool) -> None:
+    """Refuse what is not one number for each sequence.
+
+    Raises:
+        WorkloadError: it is not.
+    """
     check_tensor("cache_leftpad", leftpad)
     expected = (torch.int32, (len(cache),) if is_by_row else tuple(lengths.shape), cache.device)
     found = (leftpad.dtype, tuple(leftpad.shape), leftpad.device)

@@ -331,6 +331,32 @@ def test_a_cache_gives_an_output_and_no_gradient(queries: int) -> None:
     assert q.grad is None
 
 
+@pytest.mark.parametrize("queries", [3, 20])
+@pytest.mark.parametrize("kind", ["leftpad", "batch_idx", "both"])
+def test_version_3_takes_pages_with_what_is_said_of_rows(kind: str, queries: int) -> None:
+    """`cache_batch_idx` names rows of the table; `cache_leftpad` hides slots, and new keys go behind all of them."""
+    table = torch.tensor([[3, 1, 6, 2], [0, 5, 4, 7], [8, 9, 10, 11]], dtype=torch.int32)
+    rows, first = ((2, 0) if kind != "leftpad" else (0, 1)), ((5, 2) if kind != "batch_idx" else (0, 0))
+    k_cache, v_cache = randn(12, 8, HK, D), randn(12, 8, HK, DV)
+    q, k, v = randn(B, queries, H, D), randn(B, 2, HK, D), randn(B, 2, HK, DV)
+    given: dict[str, Any] = {"page_table": table if kind != "leftpad" else table[:2]}
+    given |= {"cache_batch_idx": torch.tensor(rows, dtype=torch.int32)} if kind != "leftpad" else {}
+    given |= {"cache_leftpad": torch.tensor(first, dtype=torch.int32)} if kind != "batch_idx" else {}
+    lengths = torch.tensor([21, 3], dtype=torch.int32)
+    out, lse = flash_attn_interface.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True, **given
+    )
+    for b, n in enumerate(lengths.tolist()):
+        keys, values = (cache[table[rows[b]].long()].flatten(0, 1)[: n + 2] for cache in (k_cache, v_cache))
+        assert_same((keys[n:], values[n:]), (k[b], v[b]))
+        expected = plain(q[b][None], keys[None, first[b] :], values[None, first[b] :], causal=True)
+        assert_same((out[b], lse[b]), (expected[0][0], expected[1][0]))
+    if kind == "leftpad":
+        apart = torch.zeros(12, 9, HK, D, dtype=WIDE)[:, :8]
+        with pytest.raises(UnsupportedError, match="pages that lie one behind the other"):
+            flash_attn_interface.flash_attn_with_kvcache(q, apart, apart, cache_seqlens=lengths, **given)
+
+
 def test_positions_of_rotation_without_angles_say_nothing() -> None:
     q, cache, new = randn(B, 2, H, D), randn(B, 8, HK, D), randn(B, 2, HK, D)
     places = torch.tensor([3, 1], dtype=torch.int32)
