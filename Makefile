@@ -2,6 +2,7 @@
 # make tune       the main job: tune one model preset on a short budget, then show what serves a call, and its kernel
 # make test       every check that runs without a GPU; CI runs this and nothing else
 # make gpu-test   the tests that need a GPU, GPU_JOBS (4) at a time on all GPUs, then those that look at a clock
+# make flash-attn-test  FlashAttention's own tests with flashgen in its place: FLASH_ATTENTION is a clone of it
 # make fuzz       random files and random calls, other ones each time, CASES of them (10000), and KILLS of a writer (60)
 # make docs       docs/supported.md again, from the table of kernel families
 # make databases  tuning_db/ again, after a schema revision
@@ -22,6 +23,8 @@ TARGET ?= a100
 CASES ?= 10000
 KILLS ?= 60
 GPU_JOBS ?= 4
+FLASH_ATTENTION ?= ../flash-attention
+FLASH_ATTN_OPTIONS ?=
 
 BIN := $(VENV)/bin
 TRITONS := 3.6 3.9
@@ -32,7 +35,7 @@ OLDEST := $(firstword $(TRITONS))
 unexport PYTHONDONTWRITEBYTECODE
 
 .PRECIOUS: .venvs/triton-%/.stamp
-.PHONY: venv tune test docs site release bundle databases lint format pytest interpreter crosscompile gpu-test fuzz sanitize clean
+.PHONY: venv tune test docs site release bundle databases lint format pytest interpreter crosscompile gpu-test flash-attn-test fuzz sanitize clean
 
 venv: $(VENV)/.stamp
 
@@ -110,6 +113,10 @@ gpu-test: venv
 		$(BIN)/python -m pytest -m "gpu and not alone" -n $(GPU_JOBS) tests/gpu tests/test_readme.py || status=1; \
 		$(BIN)/python -m pytest -m alone tests/gpu || status=1; \
 		exit $$status
+
+# FLASH_ATTN_OPTIONS='--version 3 --sample 10 --limit-seconds 540'. Nothing is fetched; the tests import einops.
+flash-attn-test: venv
+	$(BIN)/python -m scripts.flash_attn_tests $(FLASH_ATTENTION) $(FLASH_ATTN_OPTIONS)
 
 # The kernels of serving under compute-sanitizer, which comes with the CUDA toolkit.
 sanitize: venv
