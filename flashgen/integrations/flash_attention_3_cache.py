@@ -59,14 +59,15 @@ def flash_attn_with_kvcache(
         rotary_cos: (positions, rotary_dim / 2), for new keys and queries; None rotates nothing.
         rotary_sin: likewise.
         cache_seqlens: keys of each sequence **before** the new ones; None is all slots.
-        cache_batch_idx: the row of the cache of each sequence, int32 (batch,).
-        cache_leftpad: the first valid slot of each sequence, int32 (batch,).
+        cache_batch_idx: the row of the cache of each sequence, or of the `page_table`, int32 (batch,).
+        cache_leftpad: the first valid slot of each sequence, int32 (batch,); of pages that lie one behind the other.
         page_table: the pages of each sequence, int32 (batch, pages).
         cu_seqlens_q: where the queries of sequences begin, and where the last ones end, int32 (batch + 1,): then q is
             (total_q, nheads, head_dim), and so are the output and (nheads, total_q) the LSE. Nothing is rotated.
         cu_seqlens_k_new: not supported.
         max_seqlen_q: the most queries of a sequence, with `cu_seqlens_q`.
-        rotary_seqlens: positions of the first new tokens, int32 (batch,), where they are not `cache_seqlens`.
+        rotary_seqlens: positions of the first new tokens, int32 (batch,), where they are not `cache_seqlens`; without
+            effect where nothing is rotated.
         q_descale: not supported.
         k_descale: not supported.
         v_descale: not supported.
