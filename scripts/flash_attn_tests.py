@@ -131,7 +131,9 @@ def _run(tests: Path, log: Path, options: argparse.Namespace) -> int:
     more = {"FLASH_ATTN_TESTS": json.dumps(given), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     more |= {"OMP_NUM_THREADS": "1"} if options.jobs > 1 else {}
     # what tests print goes to the standard error, so that the table stands alone
-    with subprocess.Popen([*words, str(tests)], env=os.environ | more, stdout=STDERR) as process:
+    # of this process alone: what pytest-xdist tells its workers
+    here = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    with subprocess.Popen([*words, str(tests)], env=here | more, stdout=STDERR) as process:
         try:
             return process.wait(options.limit_seconds + GRACE_S)
         except subprocess.TimeoutExpired:
