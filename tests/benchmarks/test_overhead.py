@@ -146,18 +146,23 @@ def test_the_hopper_family_is_a_case_where_there_is_one() -> None:
 
 def test_first_calls_are_of_new_processes_with_the_caches_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[list[str], str, str]] = []
+    bytecode = set[str]()
 
     def run(command: list[str], *, env: dict[str, str], **others: object) -> SimpleNamespace:
         seen.append((command[2:], env["FLASHGEN_CACHE_DIR"], env["TRITON_CACHE_DIR"]))
+        bytecode.add(env["PYTHONPYCACHEPREFIX"])
+        assert "PYTHONDONTWRITEBYTECODE" not in env
         return SimpleNamespace(stdout=f"{len(seen)}.5\n")
 
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setattr(first_call.subprocess, "run", run)
     assert first_call.times_ms(first_call.WARM, 3) == [2.5, 3.5, 4.5]  # the first one fills the caches
     assert len({(flashgen, triton) for _, flashgen, triton in seen}) == 1
     assert seen[0][0] == ["benchmarks.first_call_worker", "flashgen", "1", "8", "128", "128"]
     seen.clear()
-    assert first_call.times_ms(first_call.COLD, 3) == [1.5, 2.5, 3.5]
-    assert len({folder for _, folder, _ in seen}) == 3
+    assert first_call.times_ms(first_call.COLD, 3) == [2.5, 3.5, 4.5]  # the first one leaves the bytecode
+    assert len({folder for _, folder, _ in seen}) == 4
+    assert len(bytecode) == 2, "one for each case"
 
 
 def test_a_first_call_from_a_bundle_has_nothing_else_to_take_its_kernel_from(monkeypatch: pytest.MonkeyPatch) -> None:
