@@ -160,11 +160,17 @@ def _draw_training(path: Path, stem: str, rows: Sequence[Row], folder: Path) -> 
         charts.paths_chart(path, rows, losses, accuracies)
 
 
+def with_kernels(devices: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """The devices on which more was measured than whole models, whose table is in docs/models.md."""
+    whole = transformers_tables.TITLES
+    return {slug: rows for slug, rows in devices.items() if any(row.suite not in whole for row in rows)}
+
+
 def summary_of(devices: dict[str, list[Row]]) -> str:
     """The text between README's markers. README is also the page of the package index, so it names charts in full."""
     return "\n".join(
         summary(slug, rows, charts=[f"{RAW}/{IMAGES.as_posix()}/{name}" for name in charts_of(slug, rows)])
-        for slug, rows in devices.items()
+        for slug, rows in with_kernels(devices).items()
     )
 
 
@@ -191,7 +197,7 @@ def page_of(devices: dict[str, list[Row]], images: str) -> str:
     """docs/benchmarks.md but for its part on searches; `images` is the folder of the charts as the page names it."""
     blocks = (
         block(slug, rows, charts=[f"{images}/{name}" for name in charts_of(slug, rows)])
-        for slug, rows in devices.items()
+        for slug, rows in with_kernels(devices).items()
     )
     return "\n".join([HEAD, *blocks])
 

@@ -1,21 +1,17 @@
-"""Checks of what the pages say of packed sequences: the rows of `varlen.csv`, and the shipped records over pages."""
+"""Checks of what the pages say of packed sequences, by the rows of `varlen.csv`."""
 
 from __future__ import annotations
 
-import csv
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from benchmarks.results import Row
 from benchmarks.varlen_cases import SUITE, TRAINING_SUITE
 from flashgen.core.workload import Workload
 
-RECORDS = Path(__file__).resolve().parents[2] / "tuning_db" / "nvidia_h200" / "records.csv"
 Check = Callable[[re.Match[str], Sequence[Row]], list[str]]
 OURS = ("flashgen", "flashgen-dense", "flashgen-mask")
-CHUNKS = "fwd-bf16-b8-h32-hk8-tq8192-tk65536-sq2048-sk16384-d128{pages}-causal-varlen"
 
 PEERS = {
     SUITE: {"fa3": "fa", "fa4": "fa", "flex": "flex", "sdpa-padded": "flex", "torch-varlen": "torch"},
@@ -74,15 +70,3 @@ def all_beside_dense(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
     rates = [rate for suite in PEERS for rate in rates_of(rows, suite, 64, 128)]
     figures = sum(rate >= 0.97 for rate in rates), len(rates)
     return [] if figures == (int(match["near"]), int(match["count"])) else [f"it is {figures}"]
-
-
-def over_pages(match: re.Match[str], rows: Sequence[Row]) -> list[str]:
-    """What the shipped records say of chunks on a ramp of lengths, contiguous and in pages; no row has them."""
-    with RECORDS.open(encoding="utf-8", newline="") as file:
-        profiles = {record["workload"]: record["profile_ms"] for record in csv.DictReader(file)}
-    faults = []
-    for group, pages in (("contiguous", ""), ("page64", "-page64"), ("page16", "-page16")):
-        times = dict(each.split("=") for each in profiles[CHUNKS.format(pages=pages)].split())
-        if f"{float(times['ramp']):.2f}" != match[group]:
-            faults.append(f"it is {times['ramp']} ms of {group}")
-    return faults

@@ -25,7 +25,7 @@ from benchmarks.training_tasks import BERT, PADDED
 from benchmarks.varlen_cases import SUITE, TRAINING_SUITE
 from flashgen.codegen.families import FAMILIES
 from flashgen.core.workload import Workload
-from tests.benchmarks.packed_claims import all_beside_dense, beside_dense, beside_peers, over_pages
+from tests.benchmarks.packed_claims import all_beside_dense, beside_dense, beside_peers
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = load(RESULTS)["nvidia_h200"]
@@ -246,12 +246,6 @@ CLAIMS = [
         )
         for suite, passes in ((SUITE, "forward"), (TRAINING_SUITE, "forward and backward"))
         for head_dim in (128, 64)
-    ),
-    Claim(
-        file="docs/ragged.md",
-        sentence=r"8192 queries of 8 sequences over 65536 keys.{5,80} took (?P<contiguous>\d\.\d\d) ms contiguous, "
-        r"(?P<page64>\d\.\d\d) in pages of 64 and (?P<page16>\d\.\d\d) in pages of 16",
-        check=over_pages,
     ),
 ]
 

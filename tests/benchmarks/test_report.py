@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,12 @@ def test_races_of_searches_are_told_with_what_they_were_measured(place: Path) ->
     assert "## Shapes without a record" in page
     assert "| forward | 1 | 1.008 (1.008) | - | - | - |" in page
     assert page.count("NVIDIA H200, torch 2.11.0, Triton 3.6.0, commit 0123456789ab, 2026-11-26.") == 2
+
+
+def test_a_device_of_whole_models_alone_has_its_table_in_their_page() -> None:
+    rows = read_rows(report.RESULTS / "nvidia_h100_80gb_hbm3" / "models_transformers.csv")
+    devices = {"one": rows, "two": [rows[0], replace(rows[0], suite="forward")]}
+    assert list(report.with_kernels(devices)) == ["two"]
 
 
 def test_without_results_the_block_is_empty(tmp_path: Path) -> None:
