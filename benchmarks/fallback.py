@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
-from benchmarks.search_files import add_arguments, add_rows, file_of, read, stamp_of
+from benchmarks.search_files import add_arguments, add_rows, opened, read
 from flashgen.codegen.families import default_config, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
@@ -274,11 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
         host = executor.describe()
         device = host.device
-        try:
-            stamp = stamp_of(host, options.commit)
-            path = file_of(options.results, host, FILE, stamp)
-        except ValueError as error:
-            parser.error(str(error))
+        path, stamp = opened(parser, options, host, FILE)
         checks = Checks(
             path=path,
             executor=executor,

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.exit_codes import STOPPED
 from benchmarks.fallback import AFTER_S, cell, raced, ratio
 from benchmarks.markdown import table_row
-from benchmarks.search_files import add_arguments, add_rows, file_of, read, stamp_of
+from benchmarks.search_files import add_arguments, add_rows, opened, read
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Failure, Measurement, Trial, TuningRecord
@@ -202,11 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
         host = executor.describe()
         device = host.device
-        try:
-            stamp = stamp_of(host, options.commit)
-            path = file_of(options.results, host, FILE, stamp)
-        except ValueError as error:
-            parser.error(str(error))
+        path, stamp = opened(parser, options, host, FILE)
         layers = stack.enter_context(Layers.open())
         searches = Searches(
             path=path,

@@ -51,6 +51,17 @@ def file_of(results: Path, host: HostInfo, name: str, stamp: dict[str, str]) -> 
     return path
 
 
+def opened(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, host: HostInfo, name: str
+) -> tuple[Path, dict[str, str]]:
+    """The file of that name, and the stamp of the rows that a run adds to it; a command line that is wrong ends it."""
+    try:
+        stamp = stamp_of(host, options.commit)
+        return file_of(options.results, host, name, stamp), stamp
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def read(path: Path) -> list[dict[str, str]]:
     """The rows of a file, none where there is none."""
     if not path.is_file():
