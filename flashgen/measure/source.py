@@ -24,9 +24,8 @@ def version_of_source(package: Path = PACKAGE) -> str:
     """
     root = package.parent
     try:
-        _git(
-            root, "ls-files", "--error-unmatch", f"{package.name}/__init__.py"
-        )  # not the checkout around another's venv
+        # fails in the checkout around another project's venv
+        _git(root, "ls-files", "--error-unmatch", f"{package.name}/__init__.py")
         commit = _git(root, "rev-parse", "--short=12", "HEAD")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
     except (OSError, subprocess.SubprocessError):
