@@ -19,6 +19,11 @@ def sequence_parameters(spec: Specialization) -> list[Parameter]:
     return pointers + [Parameter(name=name, type="i32") for name in SEQUENCE_FLAGS]
 
 
+def table_strides(spec: Specialization) -> list[Parameter]:
+    """The stride of the rows of a block table."""
+    return [Parameter(name="stride_table", type="i64")] if spec.page_size else []
+
+
 def query_blocks(sizes: Sizes, block: int) -> int:
     """Blocks of queries that there are at most, of sequences whose lengths the host does not know, and one more.
 

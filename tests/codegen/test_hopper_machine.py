@@ -112,8 +112,7 @@ def launched(
         if is_descriptor(parameter):
             name, block = parameter.name[0], block_of(parameter)
             shape, strides = geometry.described(name, len(block))
-            memory = storage(tensors[name])
-            memory = memory[tensors[name].storage_offset() :]
+            memory = storage(tensors[name])[tensors[name].storage_offset() :]
             arguments.append(Descriptor(memory=memory, shape=shape, strides=strides, block=block))
         else:
             arguments.append(values[parameter.name])

@@ -104,11 +104,11 @@ def _over_pages(spec: Specialization, config: Config) -> Config:
     """`config` with steps of as many keys as TMA can fill from the pages."""
     if resources.why_not_pages(spec.page_size, config.integer("block_n")) is None:
         return config
-    return config.replace(block_n=64)
+    return config.replace(block_n=min(resources.BLOCK_NS))
 
 
 def over_pages(spec: Specialization, config: Config, device: Device) -> Config:
-    """A config that was measured without pages, with steps that pages can fill."""
+    """A config that knows of no pages, with steps that pages can fill, and tidy."""
     return _tidy(spec, _over_pages(spec, config), device)
 
 
@@ -143,8 +143,7 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
         found += [config.replace(**change) for config in (usual, best) for change in SPLIT_HEADS]
     if HARDWARE in tanh_values(spec):
         found = [each for config in (served, *found) for each in (config.replace(tanh=HARDWARE), config)]
-    tidy = (_tidy(spec, _over_pages(spec, each), device) for each in found)
-    others = (config for config in dict.fromkeys(tidy) if config != served)
+    others = (config for config in dict.fromkeys(over_pages(spec, each, device) for each in found) if config != served)
     return tuple(config for config in others if rules.invalid(spec, config, device) is None)
 
 

@@ -19,7 +19,7 @@ from flashgen.core.workload import Specialization
 KNOBS = (
     Knob(name="warpgroups", values=(1, 2, 3, 4), meaning="consumer warpgroups of a CTA, each of 64 query rows"),
     Knob(name="blocks_per_sm", values=(1, 2, 3, 4), meaning="CTAs per SM, between which registers are divided"),
-    Knob(name="block_n", values=(64, 128), meaning="keys of a step"),
+    Knob(name="block_n", values=resources.BLOCK_NS, meaning="keys of a step"),
     Knob(name="v_stages", values=(2, 3), meaning="slots for blocks of V, and of K"),
     Knob(
         name="q_stages",
@@ -126,8 +126,8 @@ FEATURES = frozenset(
 def _why_not(spec: Specialization, device: Device) -> str | None:
     if reason := why_not_wgmma(device) or why_not_packed(spec) or why_not_in_pages(spec):
         return reason
-    if spec.page_size and not rules.allowed_values(spec)["block_n"]:
-        return resources.why_not_pages(spec.page_size, 64)
+    if reason := resources.why_not_pages(spec.page_size, min(resources.BLOCK_NS)):
+        return reason
     if resources.score_tiles(spec) and not spec.aligned_scores:
         return "TMA needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
     if spec.dtype not in GL_DTYPES:

@@ -34,6 +34,9 @@ unused: what spills is around the mainloop and under its branch of masked blocks
 DEFAULT_SPILLS = 240
 """Of defaults of plain shapes: up to 40 under Triton 3.6, and up to this under 3.9."""
 
+BLOCK_NS = (64, 128)
+"""Keys of a step. Pages from which TMA cannot fill the smaller one cannot fill the larger one either."""
+
 SWIZZLED_ROWS = 8
 """Rows after which the swizzle of a tile in shared memory repeats: a box may begin at any multiple of them."""
 

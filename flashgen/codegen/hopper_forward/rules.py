@@ -223,7 +223,7 @@ def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     if why_not_split(spec):
         found["split_d"] = (False,)
     if spec.page_size:
-        found["block_n"] = tuple(n for n in (64, 128) if resources.why_not_pages(spec.page_size, n) is None)
+        found["block_n"] = tuple(n for n in resources.BLOCK_NS if resources.why_not_pages(spec.page_size, n) is None)
     if not spec.causal:
         found["heads_per_group"] = (1,)
     if not (spec.causal or spec.window):

@@ -10,6 +10,7 @@ from flashgen.codegen.common_sequences import (
     SEQUENCE_SIZES,
     query_blocks,
     sequence_parameters,
+    table_strides,
 )
 from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
@@ -204,18 +205,20 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     lengths = _sequence_sizes(spec) if spec.varlen else ("seqlen_q", "seqlen_k")
     names = (*(() if spec.varlen else ("batch",)), "nheads", "group_size", *lengths, "lse_rows")
     found += [Parameter(name=name, type="i32") for name in names]
-    strides = (*(OUTPUT_STRIDES if aligned else ()), *(("stride_table",) if spec.page_size else ()))
-    return (*found, *(Parameter(name=name, type="i64") for name in strides))
+    outputs = (Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if aligned else ()))
+    return (*found, *outputs, *table_strides(spec))
 
 
 def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
     block_n = config.integer("block_n")
     packed = resources.packed_heads(config)
     query_rows: tuple[int, ...] = (ROWS,) if packed == 1 else (packed, ROWS // packed)
-    key_rows: tuple[int, ...] = (resources.page_box(spec, block_n) if spec.page_size else block_n,)
+    key_rows: tuple[int, ...] = (resources.page_box(spec, block_n),)
     if spec.varlen:
-        # one axis more says where a sequence ends; in pages it does not end with a box
-        query_rows, key_rows = (1, *query_rows), key_rows if spec.page_size else (1, *key_rows)
+        # one axis more says where a sequence ends
+        query_rows = (1, *query_rows)
+    if spec.varlen and not spec.page_size:
+        key_rows = (1, *key_rows)
     boxes = {
         "q": (query_rows, spec.head_dim),
         "k": (key_rows, spec.head_dim),

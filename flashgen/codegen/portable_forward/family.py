@@ -12,7 +12,13 @@ from flashgen.codegen.common_portable import (
 )
 from flashgen.codegen.common_products import PRODUCTS, products_values, uses_tensor_cores, why_not_products
 from flashgen.codegen.common_scores import score_parameters
-from flashgen.codegen.common_sequences import query_blocks, sequence_parameters, why_not_in_pages, why_not_packed
+from flashgen.codegen.common_sequences import (
+    query_blocks,
+    sequence_parameters,
+    table_strides,
+    why_not_in_pages,
+    why_not_packed,
+)
 from flashgen.codegen.common_softcap import TANH, exact_sibling, tanh_values, why_not_tanh
 from flashgen.codegen.common_types import storage
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
@@ -24,7 +30,6 @@ from flashgen.codegen.portable_forward.pages import (
     key_lengths,
     over_pages,
     page_ids_values,
-    table_strides,
     why_not_paged,
 )
 from flashgen.codegen.portable_forward.resources import smem_needed, why_too_large

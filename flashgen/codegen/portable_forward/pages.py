@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.family import Knob, Parameter
+from flashgen.codegen.family import Knob
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -56,11 +56,6 @@ def page_values(spec: Specialization, config: Config) -> dict[str, object]:
 def key_lengths(spec: Specialization) -> tuple[str, ...]:
     """Parameters that say how many keys there are: the rows of all sequences, or what a table has room for."""
     return ("table_keys", "num_pages") if spec.page_size else ("total_k",)
-
-
-def table_strides(spec: Specialization) -> list[Parameter]:
-    """The stride of the rows of a block table."""
-    return [Parameter(name="stride_table", type="i64")] if spec.page_size else []
 
 
 def why_not_paged(spec: Specialization, config: Config, device: Device) -> str | None:
