@@ -19,6 +19,7 @@ import flashgen.flash_attn
 import flashgen.flash_attn_interface
 from flashgen import reference
 from flashgen.core.errors import UnsupportedError
+from flashgen.core.settings import settings
 
 OPTIONS: dict[str, Any] = json.loads(os.environ["FLASH_ATTN_TESTS"])
 LIMIT = "the time limit came first"
@@ -30,6 +31,9 @@ REPEATED = {"test_flash_attn_race_condition"}
 
 LEFT_OUT = {"test_flash_attn_generator_arg_must_be_none", "test_flash3_bw_compatibility"}
 """Tests of FlashAttention's C++ ops, which are no functions of its modules; and those without a case that fits."""
+
+CHECKED = {"test_flash_attn_kvcache_paged_block_table_bounds"}
+"""Run with FLASHGEN_CHECKS=1: they ask for errors about lengths on the GPU, for which flashgen waits only then."""
 
 REASON_CHARACTERS = 300
 
@@ -75,6 +79,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Begin nothing after the limit."""
     if time.time() > OPTIONS["ends"]:
         pytest.skip(LIMIT)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Set what a test needs."""
+    if _name(item) not in CHECKED:
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHGEN_CHECKS", "1")
+        settings.cache_clear()
+        try:
+            return (yield)
+        finally:
+            patch.undo()
+            settings.cache_clear()
 
 
 @pytest.hookimpl(wrapper=True)

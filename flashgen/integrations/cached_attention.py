@@ -12,6 +12,7 @@ from flashgen.core.checks import flag
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
+from flashgen.core.settings import settings
 from flashgen.integrations.cached_rows import PackedKeys, check_leftpad, packed_keys, pages_behind
 from flashgen.integrations.flash_attention import OutAndLse, both, with_rows, without_backward
 from flashgen.runtime.argument_types import check_tensor
@@ -19,6 +20,10 @@ from flashgen.runtime.argument_types import check_tensor
 Tensor = torch.Tensor
 
 NO_BACKWARD = "flash_attn_with_kvcache has no backward pass: call it under torch.no_grad()"
+
+
+class BlockTableError(WorkloadError, RuntimeError):
+    """Lengths lead behind what a block table has room for: FlashAttention raises a RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +74,12 @@ class CachedCall:
         q, new, batch = with_rows(self.q)[0], 0, self._batch()
         if self.k is None or self.v is None:
             self._check_nothing_new()
+            self._check_room(0)
         else:
-            q, new = self._appended(q, self.k, self.v), self.k.shape[1]
+            check_tensor("k", self.k)
+            new = self.k.shape[1] if self.k.dim() > 1 else 0
+            self._check_room(new)
+            q = self._appended(q, self.k, self.v)
         caches = self.k_cache, self.v_cache
         if self.block_table is None and self.cache_batch_idx is None:
             caches = self.k_cache[:batch], self.v_cache[:batch]
@@ -87,6 +96,22 @@ class CachedCall:
         if self.rotary.get("rotary_cos") is not None:
             raise UnsupportedError("flashgen's flash_attn_with_kvcache does not rotate packed queries (cu_seqlens_q)")
         return max(len(ends) - 1, 0) if ends.dim() else 0
+
+    def _check_room(self, new: int) -> None:
+        """Refuse lengths behind the block table: those of a tensor only where checks may wait for the GPU."""
+        table, known = self.block_table, self.cache_seqlens
+        if table is None or known is None or table.dim() != 2 or self.k_cache.dim() != 4:
+            return
+        if isinstance(known, Tensor):
+            if not settings().checks or (known.is_cuda and torch.cuda.is_current_stream_capturing()):
+                return
+            known = int(known.max()) if known.numel() else 0
+        room = table.shape[1] * self.k_cache.shape[1]
+        if known + new > room:
+            raise BlockTableError(
+                f"cache_seqlens and the new keys fit into the {room} keys that block_table has room for, "
+                f"got {known} and {new}"
+            )
 
     def _check_nothing_new(self) -> None:
         if (self.k is None) != (self.v is None):

@@ -14,6 +14,7 @@ import torch
 import flashgen
 from flashgen import flash_attn, flash_attn_interface
 from flashgen.core.errors import UnsupportedError, WorkloadError
+from flashgen.core.settings import settings
 from flashgen.flash_attn import bert_padding
 from flashgen.flash_attn.installation import NAMES
 from tests.interpreter.dense import Rules, attention
@@ -250,6 +251,30 @@ def test_long_chunks_begin_behind_the_first_slots(kind: str, monkeypatch: pytest
     wrong = leftpad[:1]
     with pytest.raises(WorkloadError, match=r"cache_leftpad is torch.int32 \(2,\) on cpu"):
         flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, cache_leftpad=wrong, **given)
+
+
+@pytest.mark.parametrize("new", [0, 3])
+def test_lengths_behind_the_block_table_are_refused_where_they_are_known(
+    new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number always; a tensor with FLASHGEN_CHECKS=1 alone, as FlashAttention does, before anything is written."""
+    k_cache, v_cache, given, _ = long_caches("pages", 32)
+    q, more = randn(B, 2, H, D), [randn(B, new, HK, D, seed=n) if new else None for n in (1, 2)]
+    before = k_cache.clone()
+    over, fits = 33 - new, 32 - new
+    for known in (over, torch.tensor([4, over], dtype=torch.int32)):
+        if isinstance(known, torch.Tensor):
+            monkeypatch.setenv("FLASHGEN_CHECKS", "1")
+            settings.cache_clear()
+        for module, name in ((flash_attn, "block_table"), (flash_attn_interface, "page_table")):
+            with pytest.raises(RuntimeError, match="the 32 keys that block_table has room for, got") as found:
+                module.flash_attn_with_kvcache(
+                    q, k_cache, v_cache, *more, cache_seqlens=known, **{name: given["block_table"]}
+                )
+            assert isinstance(found.value, WorkloadError)
+    torch.testing.assert_close(k_cache, before, equal_nan=True)
+    seqlens = torch.tensor([4, fits], dtype=torch.int32)
+    flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *more, cache_seqlens=seqlens, **given)
 
 
 def long_caches(kind: str, slots: int) -> tuple[Tensor, Tensor, dict[str, Any], Callable[[Tensor, int], Tensor]]:
