@@ -72,13 +72,17 @@ def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
     """The kernel of dK and dV, and of dQ where `added_trips` (of `Loop`) says that it is added in memory."""
     d, dv, size = tile.query_columns, tile.value_columns, DTYPE_BYTES[w.dtype]
     added = d if added_trips else 0
+    group = w.nheads // w.nheads_k
+    parts = -(-group // tile.walked_heads) if tile.walked_heads else 1
+    # sums of parts are written, and read by another kernel
+    parts_bytes = 2 * w.batch * w.nheads_k * parts * w.seqlen_k * (d + dv) * FP32_BYTES if tile.walked_heads else 0
     walked = _query_rows(w) * ((w.head_dim + w.head_dim_v) * size + STATISTICS_BYTES)
     return Loop(
         rows=tile.block_n,
         columns=tile.block_m,
         steps=key_steps(w, tile.block_m, tile.block_n),
-        heads=w.batch * w.nheads_k,
-        repeats=w.nheads // w.nheads_k,
+        heads=w.batch * w.nheads_k * parts,
+        repeats=-(-group // parts),
         head_columns=2 * d + 2 * dv + added,
         walked_columns=d + dv,
         owned_columns=d + dv + added,
@@ -87,7 +91,7 @@ def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
         score_operations=SCORE_OPERATIONS,
         row_operations=0,
         prologue=PROLOGUE,
-        tensor_bytes=walked + 2 * _key_bytes(w) + (2 * sums_bytes(w) if added_trips else 0),
+        tensor_bytes=walked + 2 * _key_bytes(w) + (2 * sums_bytes(w) if added_trips else 0) + parts_bytes,
         walked_bytes=walked,
         added_bytes=tile.block_m * added * FP32_BYTES,
         added_trips=added_trips,

@@ -136,9 +136,16 @@ AHEAD: dict[str, KnobValue] = {"qk_prefetch": True, "accumulator_init": "interle
 ONE_EACH: dict[str, KnobValue] = {"persistent": False}
 HEADS: dict[str, Any] = {"nheads": 2, "nheads_k": 1, "head_dim": 64, "dtype": torch.bfloat16}
 
-DENSE: dict[str, tuple[KernelFamily, str, tuple[int, int], dict[str, KnobValue]]] = {
+SOME_HEADS: dict[str, KnobValue] = {"heads_per_tile": 2}
+Dense = tuple[KernelFamily, str, tuple[int, int], dict[str, KnobValue]]
+
+DENSE: dict[str, Dense] = {
     "fused": (FUSED, "bf16-d64-window", (130, 200), TOGETHER | ONE_EACH),
     "split": (SPLIT, "bf16-d64-causal", (130, 160), {}),
+    "fused, some heads a tile": (FUSED, "bf16-d64-causal", (70, 200), SOME_HEADS),
+    "fused, one head a tile": (FUSED, "bf16-d64", (70, 130), {"heads_per_tile": 1, "persistent": False}),
+    "split, some heads a tile": (SPLIT, "bf16-d64-window", (70, 130), SOME_HEADS),
+    "wide, some heads a tile": (SPLIT, "bf16-d192-dv256-causal", (70, 70), SOME_HEADS),
 }
 
 
@@ -147,11 +154,17 @@ def test_dense_gradients_are_right(name: str) -> None:
     row, key, (queries, keys), changes = DENSE[name]
     spec = Specialization.parse(f"bwd-{key}")
     draw = torch.Generator().manual_seed(1)
-    shapes = {"q": (2, 2, queries), "k": (2, 1, keys), "v": (2, 1, keys), "do": (2, 2, queries)}
-    tensors = {name: torch.randn((*shape, spec.head_dim), generator=draw).bfloat16() for name, shape in shapes.items()}
+    # where a tile has two heads of a group, the last one of the group has one
+    heads, heads_k = (6, 2) if changes.get("heads_per_tile") else (2, 1)
+    shapes = {"q": (2, heads, queries), "k": (2, heads_k, keys), "v": (2, heads_k, keys), "do": (2, heads, queries)}
+    columns = {"v": spec.head_dim_v, "do": spec.head_dim_v}
+    tensors = {
+        name: torch.randn((*shape, columns.get(name, spec.head_dim)), generator=draw).bfloat16()
+        for name, shape in shapes.items()
+    }
     named: dict[str, Any] = {"causal": spec.causal} | ({"window": (100, 30)} if spec.window else {})
     given = {name: tensors[name].double().requires_grad_() for name in "qkv"}
-    whole = {name: x if name == "q" else x.repeat_interleave(2, 1) for name, x in given.items()}
+    whole = {name: x if name == "q" else x.repeat_interleave(heads // heads_k, 1) for name, x in given.items()}
     answers = [reference(*(whole[name][b].transpose(0, 1) for name in "qkv"), b, named) for b in range(2)]
     out, lse = (torch.stack([answer[i] for answer in answers]) for i in range(2))
     dlse = torch.randn(lse.shape, generator=draw).where(lse > -math.inf, torch.zeros(()))
@@ -194,6 +207,28 @@ PACKED: dict[str, tuple[KernelFamily, Case, dict[str, KnobValue]]] = {
             **HEADS,
         ),
         {"heads_per_group": 2},
+    ),
+    "fused, some heads a tile": (
+        FUSED,
+        Case(
+            queries=(70, 200, 1, 0),
+            keys=(130, 5, 129, 9),
+            used_k=(130, 5, 60, 0),
+            spare=20,
+            options={"causal": True},
+            **HEADS | {"nheads": 6, "nheads_k": 2},
+        ),
+        SOME_HEADS,
+    ),
+    "split, one head a tile": (
+        SPLIT,
+        Case(queries=(70, 3), keys=(40, 190), options={"window": (60, 10)}, poison=(1,), **HEADS),
+        {"heads_per_tile": 1},
+    ),
+    "wide, one head a tile": (
+        SPLIT,
+        Case(queries=(70, 30), keys=(20, 65), **HEADS | {"head_dim": 192, "head_dim_v": 256}),
+        {"heads_per_tile": 1},
     ),
     "wide": (SPLIT, Case(queries=(70, 30), keys=(20, 65), **HEADS | {"head_dim": 192, "head_dim_v": 256}), {}),
 }

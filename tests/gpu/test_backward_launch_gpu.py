@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from flashgen.codegen.build import CompiledKernel, compile_kernel
+from flashgen.codegen.common_types import TORCH_DTYPES
 from flashgen.codegen.families import FAMILIES, family, invalid, unsupported
 from flashgen.core.config import Config, KnobValue
+from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
 from flashgen.launch.backward import BackwardTensors, backward_geometry
 from flashgen.launch.binding import Binding
@@ -40,17 +42,19 @@ def compiled_for(key: str, family_id: str) -> tuple[Specialization, Config, Comp
     return spec, config, compile_kernel(spec, config, device)
 
 
-def random_tensors(shape: tuple[int, int, int, int, int], head_dim: int, seed: int = 1) -> BackwardTensors:
+def random_tensors(
+    shape: tuple[int, int, int, int, int], head_dim: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> BackwardTensors:
     """Inputs without a forward pass: an LSE near that of random scores is as good for comparing launches."""
     batch, nheads, nheads_k, seqlen_q, seqlen_k = shape
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
     def one(heads: int, rows: int) -> torch.Tensor:
         size = (batch, heads, rows, head_dim)
-        return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(size, generator=generator, device="cuda", dtype=dtype)
 
     def empty(heads: int, rows: int) -> torch.Tensor:
-        return torch.full((batch, heads, rows, head_dim), float("nan"), device="cuda", dtype=torch.bfloat16)
+        return torch.full((batch, heads, rows, head_dim), float("nan"), device="cuda", dtype=dtype)
 
     lse = torch.rand((batch, nheads, seqlen_q), generator=generator, device="cuda") + 5
     return BackwardTensors(
@@ -74,7 +78,9 @@ def gradients(given: BackwardTensors) -> list[torch.Tensor]:
     return found
 
 
-def expected_gradients(given: BackwardTensors, *, causal: bool) -> list[torch.Tensor]:
+def expected_gradients(
+    given: BackwardTensors, *, causal: bool, window: tuple[int, int] | None = None
+) -> list[torch.Tensor]:
     """The definition, in float64, for any `out` and `lse`."""
     group, scale = given.q.shape[1] // given.k.shape[1], given.q.shape[3] ** -0.5
     q, out, dout = (tensor.double() for tensor in (given.q, given.out, given.dout))
@@ -82,6 +88,8 @@ def expected_gradients(given: BackwardTensors, *, causal: bool) -> list[torch.Te
     p = (scale * q @ k.mT - given.lse.double()[..., None]).exp()
     if causal:
         p = p.tril(k.shape[2] - q.shape[2])
+    if window is not None:
+        p = p.tril(k.shape[2] - q.shape[2] + window[1]).triu(k.shape[2] - q.shape[2] - window[0])
     ds = p * (dout @ v.mT + (given.dlse - (dout * out).sum(-1))[..., None])  # type: ignore[operator]
     dk, dv = (tensor.unflatten(1, (-1, group)).sum(2) for tensor in (scale * ds.mT @ q, p.mT @ dout))
     return [scale * ds @ k, dk, dv]
@@ -150,6 +158,38 @@ def test_every_order_of_a_step_gives_the_gradients(key: str, changes: dict[str, 
             for name, mine, wanted in zip(GRADIENTS, gradients(given), expected, strict=True):
                 error = (mine - wanted).norm() / wanted.norm()
                 assert error < 1e-2, f"{name} of {shape} differs by {error:.2g} of its norm"
+
+
+@pytest.mark.parametrize("family_id", ["hopper_backward_fused", "hopper_backward_split"])
+@pytest.mark.parametrize("key", ["bwd-bf16-d64", "bwd-fp16-d96-causal", "bwd-bf16-d128-window", "bwd-bf16-d256-causal"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_tiles_of_some_heads_of_a_group_give_the_gradients(heads: int, key: str, family_id: str) -> None:
+    spec, device = Specialization.parse(key), current_device()
+    row = family(family_id)
+    if unsupported(row, spec, device) is not None:
+        pytest.skip("needs a Hopper GPU, and heads that the family has")
+    config = row.default(spec, device).replace(heads_per_tile=heads)
+    assert invalid(config, spec, device) is None
+    compiled = compile_kernel(spec, config, device)
+    window = (90, 20) if spec.window else None
+    # groups of 7, of 1 and of 3 heads, keys at no multiple of a tile, far more tiles than SMs
+    for shape in ((2, 14, 2, 200, 333), (1, 3, 3, 60, 130), (9, 24, 8, 500, 700)):
+        given = random_tensors(shape, spec.head_dim, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
+        expected = expected_gradients(given, causal=spec.causal, window=window)
+        features = None if window is None else Features(window=window)
+        geometry = backward_geometry(given, features)
+        launch = make_backward_plan(compiled, spec, config, geometry, 0)
+        before: list[torch.Tensor] | None = None
+        for _ in range(3):
+            launch(given, features=features)
+            found = gradients(given)
+            for name, mine, wanted in zip(GRADIENTS, found, expected, strict=True):
+                error = (mine - wanted).norm() / wanted.norm()
+                assert error < 1e-2, f"{name} of {shape} differs by {error:.2g} of its norm"
+            # sums of parts have one order: only dq of the fused family has none
+            same = 0 if row.is_deterministic else 1
+            assert before is None or all(map(torch.equal, found[same:], before[same:]))
+            before = found
 
 
 @pytest.mark.parametrize("family_id", DETERMINISTIC)

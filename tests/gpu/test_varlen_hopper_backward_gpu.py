@@ -21,7 +21,7 @@ from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPE
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
-from flashgen.runtime.lookup import records
+from flashgen.runtime.lookup import packed_ladder, records
 from flashgen.runtime.ops import kernel_cache
 from tests.covering import covering_array
 from tests.gpu.packed_cases import BF16, KEYS, WIDE, case_of
@@ -48,6 +48,8 @@ CHANGES: dict[str, dict[str, KnobValue]] = {
     "three slots": {"q_stages": 3},
     "few heads": {"heads_per_group": 2},
     "all heads": {"heads_per_group": 16},
+    "one head a tile": {"heads_per_tile": 1},
+    "two heads a tile": {"heads_per_tile": 2},
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     "family": (FUSED.id, SPLIT.id),
@@ -83,6 +85,9 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
             return found if one.invalid(spec, found, device) is None else usual
 
         monkeypatch.setattr(records, "default_config", default)
+        # the config as it is, whatever the sizes
+        monkeypatch.setattr(packed_ladder, "usual", lambda config, *_: config)
+        monkeypatch.setattr(packed_ladder, "balanced", lambda config, *_: config)
         flashgen.reload()
 
     serve_by()

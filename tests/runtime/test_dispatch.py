@@ -107,7 +107,7 @@ def test_a_record_that_does_not_fit_the_sizes_leaves_the_call_to_the_next(ladder
 
 # --- backward classes that differ in determinism alone --------------------------------------------------------------
 
-PLAIN_GRADIENT = replace(CAUSAL, direction="backward", batch=1)
+PLAIN_GRADIENT = replace(CAUSAL, direction="backward", batch=1, nheads_k=CAUSAL.nheads)
 SAME_BITS = replace(PLAIN_GRADIENT, deterministic=True)
 
 

@@ -146,8 +146,10 @@ def test_explain_says_what_serves_and_how_fast_it_is_on_each_profile(ladder: Lad
     assert explain(near, near.specialization, H200, ladder.records(), config=given).served.rung == 1
 
 
-def call(batch: int, total: int, longest: int, *, trains: bool = False, **options: object) -> None:
-    q, k = (torch.zeros(total, heads, 128, dtype=torch.float32).as_subclass(OnGpu) for heads in (32, 8))
+def call(
+    batch: int, total: int, longest: int, *, trains: bool = False, dtype: torch.dtype = torch.float32, **options: object
+) -> None:
+    q, k = (torch.zeros(total, heads, 128, dtype=dtype).as_subclass(OnGpu) for heads in (32, 8))
     ends = torch.linspace(0, total, batch + 1).int().as_subclass(OnGpu)
     if trains:
         q.requires_grad_()
@@ -174,6 +176,23 @@ def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder, trains: 
         call(chance.randint(1, 32), chance.randint(1, 2048), chance.randint(1, 1024), trains=trains)
     assert set(gpu.compiled) == ready
     assert 1 < len(gpu.prepared) < 40 or trains, "the rest are open to their sizes"
+
+
+def test_nothing_compiles_for_tiles_of_fewer_heads_after_a_warm_up(gpu: FakeGpu, ladder: Ladder) -> None:
+    """Of a group of 4, as many heads a tile as the tokens and the sequences of a batch take."""
+    large = Workload.parse("bwd-b32-h32-hk8-tq8192-s2048-d128-causal-varlen")
+    row = default_config(large.specialization, H200)
+    small = replace(large, batch=1, total_q=512, seqlen_q=512, seqlen_k=512)
+    ladder.user(tuned(large, config=row.replace(heads_per_group=16)), tuned(small, config=row))
+    flashgen.warmup([replace(large, direction="forward")], training=True)
+    ready, served = set(gpu.compiled), set()
+    for batch in (1, 4, 32):
+        call(batch, 8192, 2048, trains=True, dtype=torch.bfloat16)
+        sizes = PackedSizes.of(replace(large, batch=batch))
+        served.add(served_packed(large.specialization, sizes, H200, ladder.records()).config)
+    assert set(gpu.compiled) == ready
+    assert {config["heads_per_group"] for config in served} == {16}
+    assert len({config["heads_per_tile"] for config in served}) > 1
 
 
 def test_a_deterministic_call_is_served_by_the_default_in_both_passes(gpu: FakeGpu, ladder: Ladder) -> None:

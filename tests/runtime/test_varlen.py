@@ -172,7 +172,7 @@ def test_hopper_gradients_lie_in_whole_blocks_of_each_sequence(
     monkeypatch.setattr(records, "default_config", lambda spec, *given: rows[spec.direction].default(spec, *given))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(counters, "_FREE", {0: iter([torch.zeros(1, dtype=torch.int32)])})
-    packed = make(replace(GOOD, head_dim=64, used_k=(30, 2, 60), options={"causal": True}))
+    packed = make(replace(GOOD, head_dim=64, nheads_k=GOOD.nheads, used_k=(30, 2, 60), options={"causal": True}))
     run(gpu, packed, return_lse=True)
     spec = replace(checked(packed).spec, direction="backward", sink=False)
     gpu.named |= {kernel.entry: kernel.parameters for kernel in row.kernels(spec, row.default(spec, H200))}
@@ -183,7 +183,7 @@ def test_hopper_gradients_lie_in_whole_blocks_of_each_sequence(
     assert main.values["has_seqused_k"] == prepare.values["has_seqused_q"] + 1 == 1
     for name in ("lse_start", "dp_start"):
         assert main.values[f"{name}_desc.encoded"].shape == (blocks * 128, 3, 1)
-    for name, heads in (("q", 3), ("do", 3), ("k", 1), ("dk", 1), ("dv", 1)):
+    for name, heads in (("q", 3), ("do", 3), ("k", 3), ("dk", 3), ("dv", 3)):
         assert main.values[f"{name}_desc.encoded"].shape == (64, CLIPPED_ROWS, heads, 0x7FFF0000, 0x7FFF0000)
 
 

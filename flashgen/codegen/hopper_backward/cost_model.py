@@ -32,6 +32,7 @@ def _tile(spec: Specialization, config: Config, name: str) -> Tiling:
         pointer_loads=False,
         heads_per_group=config.integer("heads_per_group"),
         heavy_first=spec.causal,
+        walked_heads=0 if queries else resources.heads_per_tile(config),
         steps_in_flight=2,
     )
 
@@ -41,7 +42,7 @@ def _taken(spec: Specialization, config: Config, device: Device) -> Taken:
     return Taken(registers=resources.MAXNREG, spills=0, shared_bytes=device.smem_per_block, occupancy=1)
 
 
-_KNOBS = ("block_m", "q_stages", "heads_per_group")
+_KNOBS = ("block_m", "q_stages", "heads_per_group", "heads_per_tile")
 
 SPLIT_COST_MODEL = CostModel(
     kernels=(

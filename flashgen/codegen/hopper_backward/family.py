@@ -11,7 +11,7 @@ from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob
-from flashgen.codegen.hopper_backward import kernels, resources
+from flashgen.codegen.hopper_backward import heads, kernels, resources
 from flashgen.codegen.hopper_backward import template_context as text
 from flashgen.codegen.hopper_backward.cost_model import FUSED_COST_MODEL, SPLIT_COST_MODEL
 from flashgen.codegen.hopper_backward.resources import FUSED_ID, SPLIT_ID
@@ -39,6 +39,13 @@ _COMMON = (
         meaning="order of tiles: 1 blocks fastest, n heads fastest in groups of n, most work first",
     ),
 )
+_HEADS_PER_TILE = Knob(
+    name="heads_per_tile",
+    values=heads.HEADS_PER_TILE,
+    meaning="query heads of a group that a tile walks over; 0 is all, fewer make more tiles, whose sums are added",
+    default=0,
+    implied=True,
+)
 FUSED_KNOBS = (
     *_COMMON,
     Knob(
@@ -62,6 +69,7 @@ FUSED_KNOBS = (
         implied=True,
         former="scores",
     ),
+    _HEADS_PER_TILE,
 )
 SPLIT_KNOBS = (
     *_COMMON,
@@ -69,6 +77,7 @@ SPLIT_KNOBS = (
     Knob(
         name="dq_stages", values=(2, 3), meaning="slots for blocks of K in the kernel for dq, and of V where they fit"
     ),
+    _HEADS_PER_TILE,
 )
 
 
@@ -123,6 +132,8 @@ def _why_impossible_conversion(spec: Specialization, config: Config, device: Dev
         return None
     if not config["persistent"]:
         return "tiles of two kinds are for programs that fetch them"
+    if resources.heads_per_tile(config):
+        return "the tiles of a head that end before it is converted are counted where they have all heads of a group"
     if resources.dq_columns(spec, config) < ROWS:
         return "rows of dq that a tile converts fill a line of the swizzle"
     return None
@@ -184,6 +195,7 @@ def _common_default(spec: Specialization) -> dict[str, KnobValue]:
         "q_stages": 2,
         "persistent": True,
         "heads_per_group": 8 if spec.causal else 1,
+        "heads_per_tile": 0,
     }
 
 
@@ -211,6 +223,8 @@ _ORDERS: tuple[Changes, ...] = (
     _TOGETHER,
     {**_TOGETHER, "dq_conversion": "tiles"},
     {"accumulator_init": "interleaved"},
+    {"heads_per_tile": 1},
+    {"heads_per_tile": 2},
 )
 """Other orders of a step, of which each won at some length."""
 
@@ -238,6 +252,10 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     kernels=kernels.kernels,
     scratch=kernels.scratch,
     seed_configs=_seed_configs,
+    fitted=heads.fitted,
+    poor_at_sizes=heads.why_pointless,
+    balanced=heads.balanced,
+    beside=heads.beside,
     tolerated_spills=resources.TOLERATED_SPILLS,
     default_spills=resources.FUSED_DEFAULT_SPILLS,
     cost_model=FUSED_COST_MODEL,
@@ -251,7 +269,9 @@ HOPPER_BACKWARD_SPLIT = dataclasses.replace(
     features=FEATURES | {"deterministic"},
     unsupported=_why_not,
     default=_split_default,
-    seed_configs=lambda spec, device: (_split_default(spec, device).replace(**_ONE_EACH),),
+    seed_configs=lambda spec, device: tuple(
+        _split_default(spec, device).replace(**changes) for changes in (_ONE_EACH, {"heads_per_tile": 1})
+    ),
     default_spills=resources.SPLIT_DEFAULT_SPILLS,
     cost_model=SPLIT_COST_MODEL,
 )

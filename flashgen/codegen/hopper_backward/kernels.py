@@ -16,22 +16,30 @@ from flashgen.core.workload import Specialization
 PREPARE_ROWS = 32
 """Rows of a program of the first kernel; 16 to 128 took the same time."""
 
+SUM_ROWS = 16
+"""Keys of a program of the kernel that adds the sums of a group's tiles."""
+
 LINE = 32
 """Sums of dq in a line of 128 bytes, as TMA swizzles it."""
 
 Boxes = dict[str, tuple[int, int]]
 """By the name of a descriptor: rows and columns of what it copies at a time."""
 
-_FP32 = ("LSE", "DLSE", "NegDelta", "LseStart", "DpStart", "DqAcc", "TilesDone")
+_FP32 = ("LSE", "DLSE", "NegDelta", "LseStart", "DpStart", "DqAcc", "TilesDone", "DkParts", "DvParts")
+_WIDE_ACCESS = ("DqAcc", "DkParts", "DvParts")
+"""Scratch memory that kernels without TMA read or write 16 bytes at a time."""
+
 _FLOATS = ("softmax_scale", "softmax_scale_log2")
 
 
 def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     """The kernels of a config, in the order of their launches."""
-    found = (_prepare(spec, config), _over_keys(spec, config))
-    if resources.converts(config):
-        return found
-    return (*found, _finish(spec, config) if resources.is_fused(config) else _over_queries(spec, config))
+    found = [_prepare(spec, config), _over_keys(spec, config)]
+    if not resources.converts(config):
+        found.append(_finish(spec, config) if resources.is_fused(config) else _over_queries(spec, config))
+    if resources.heads_per_tile(config):
+        found.append(_sum(spec, config))
+    return tuple(found)
 
 
 def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch, ...]:
@@ -50,7 +58,17 @@ def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch
     if resources.converts(config):
         # counts of the warpgroups that have added all of a tile, by key head
         found.append(Scratch(name="tiles_done", shape=(sizes.batch * sizes.nheads,)))
+    if resources.heads_per_tile(config):
+        rows = sizes.batch * _key_heads(config, sizes) * sizes.seqlen_k
+        found.append(Scratch(name="dk_parts", shape=(rows, block(spec.head_dim))))
+        found.append(Scratch(name="dv_parts", shape=(rows, block(spec.head_dim_v))))
     return tuple(found)
+
+
+def _key_heads(config: Config, sizes: Sizes) -> int:
+    """Heads of keys, times the tiles that share the query heads of one."""
+    some = resources.heads_per_tile(config)
+    return sizes.nheads_k * (-(-(sizes.nheads // sizes.nheads_k) // some) if some else 1)
 
 
 def _prepare(spec: Specialization, config: Config) -> KernelSpec:
@@ -76,16 +94,16 @@ def _over_keys(spec: Specialization, config: Config) -> KernelSpec:
     names = ["q_desc", "k_desc", "v_desc", "do_desc", "lse_start_desc", f"{dp_start}_desc"]
     names += ["dq_acc_desc"] if fused else []
     names += ["dq_desc", "DqAcc", "TilesDone"] if resources.converts(config) else []
-    names += ["dk_desc", "dv_desc", *(["Counter"] if config["persistent"] else []), *_sizes(spec)]
+    names += [*resources.key_gradients(config), *(["Counter"] if config["persistent"] else []), *_sizes(spec)]
 
     def programs(device: Device, sizes: Sizes) -> int:
         if spec.varlen:
-            return min(key_blocks(sizes, resources.block_n(spec)) * sizes.nheads_k, device.num_sms)
+            return min(key_blocks(sizes, resources.block_n(spec)) * _key_heads(config, sizes), device.num_sms)
         tiles = -(-sizes.seqlen_k // resources.block_n(spec))
         if resources.converts(config):
             blocks = _padded_rows(spec, config, sizes) // block_m * (sizes.nheads // sizes.nheads_k)
             tiles += -(-blocks // resources.PART_BLOCKS)
-        tiles *= sizes.batch * sizes.nheads_k
+        tiles *= sizes.batch * _key_heads(config, sizes)
         return min(tiles, device.num_sms) if config["persistent"] else tiles
 
     return _gluon(config, "main" if fused else "dkdv", _parameters(spec, names, boxes), programs)
@@ -113,6 +131,16 @@ def _finish(spec: Specialization, config: Config) -> KernelSpec:
         return _padded_rows(spec, config, sizes) // config.integer("block_m") * 2 * sizes.batch * sizes.nheads
 
     return _triton(config, "finish", _parameters(spec, names, {}), programs, num_warps=4)
+
+
+def _sum(spec: Specialization, config: Config) -> KernelSpec:
+    names = ["DkParts", "DvParts", "DK", "DV", *_strides(spec, "dk"), *_strides(spec, "dv"), "softmax_scale", "nheads"]
+    names += ["group_size", "total_k" if spec.varlen else "seqlen_k"]
+
+    def programs(device: Device, sizes: Sizes) -> int:
+        return -(-sizes.seqlen_k // SUM_ROWS) * sizes.batch * sizes.nheads_k
+
+    return _triton(config, "sum", _parameters(spec, names, {}), programs, num_warps=4)
 
 
 def _padded_rows(spec: Specialization, config: Config, sizes: Sizes) -> int:
@@ -174,10 +202,10 @@ def _query_rows(spec: Specialization) -> list[str]:
 def _parameter(spec: Specialization, name: str, boxes: Boxes) -> Parameter:
     if name.endswith("_desc"):
         return Parameter(name=name, type=_descriptor(spec, name.removesuffix("_desc"), boxes))
-    if name in ("O", "DO", "DQ"):
+    if name in ("O", "DO", "DQ", "DK", "DV"):
         return Parameter(name=name, type=f"*{spec.dtype}", aligned16=True)
     if name in _FP32:
-        return Parameter(name=name, type="*fp32", aligned16=name == "DqAcc")
+        return Parameter(name=name, type="*fp32", aligned16=name in _WIDE_ACCESS)
     if name == "Counter" or name in SEQUENCE_POINTERS:
         return Parameter(name=name, type="*i32")
     if name.startswith("stride_"):

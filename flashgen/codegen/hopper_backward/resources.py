@@ -69,6 +69,18 @@ def prefetches_scores(config: Config) -> bool:
     return config.get("qk_prefetch", False) is True
 
 
+def heads_per_tile(config: Config) -> int:
+    """Query heads of a group that a tile walks over; 0 is all, also in a config that is older than the knob."""
+    heads = config.get("heads_per_tile", 0)
+    assert isinstance(heads, int)
+    return heads
+
+
+def key_gradients(config: Config) -> tuple[str, str]:
+    """The parameters for dk and dv of a tile: descriptors of both, or fp32 sums that the last kernel adds."""
+    return ("DkParts", "DvParts") if heads_per_tile(config) else ("dk_desc", "dv_desc")
+
+
 def dq_columns(spec: Specialization, config: Config) -> int:
     """Columns of dq of a warpgroup: all of them for its half of 128 queries, or half of them for all of 64."""
     columns = block(spec.head_dim)

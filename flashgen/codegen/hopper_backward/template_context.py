@@ -7,12 +7,15 @@ from flashgen.codegen.common_sequences import SEQUENCE_FLAGS, SEQUENCE_POINTERS,
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.hopper_backward import resources
-from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
+from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS, SUM_ROWS
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 
 PLACE = ["first_key", "h_k", "q_block", "q_start", "seqlen_q", "k_start", "k_rows", "seqlen_k"]
 """Of a tile of packed sequences: first key, head, the first block of the sequence's sums, first rows, rows and keys."""
+
+_WALK = ["first_head", "tile_heads"]
+"""The query heads of a tile that walks over some of a group: the first one, and how many."""
 
 
 def values(spec: Specialization, config: Config) -> dict[str, object]:
@@ -54,6 +57,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "gl_dtype": GL_DTYPES[spec.dtype],
         "torch_dtype": TORCH_DTYPES[spec.dtype],
         **_features(spec),
+        **_heads(spec, config),
         **_sequences(spec),
         **_names(spec, config),
         **_synchronisation(spec, config),
@@ -62,17 +66,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
 
 def _features(spec: Specialization) -> dict[str, object]:
     positional = is_positional(spec)
-    offset = ("QOffset" if spec.offset_tensor else "q_offset") if positional and not spec.varlen else ""
     edges = window_edges(spec)
-    lengths = ["all_blocks"] if spec.varlen else ["seqlen_q", "seqlen_k"]
-    sizes = [
-        *([] if spec.varlen else ["batch"]),
-        "nheads",
-        "group_size",
-        *lengths,
-        *([offset] if offset else []),
-        *edges,
-    ]
     seen = ["offset", *edges] if positional else []
     return {
         "causal": spec.causal,
@@ -84,10 +78,8 @@ def _features(spec: Specialization) -> dict[str, object]:
         # sequence stands at its last key
         "clears_hidden": spec.window or (spec.causal and not spec.varlen),
         "offset_tensor": spec.offset_tensor and positional,
-        "offset_name": offset,
-        # names of the numbers that all roles are handed, and of what functions of theirs take and return
-        "sizes": sizes,
-        "tile_values": _tile_values(spec, positional=positional),
+        "offset_name": _offset_name(spec),
+        # names of what functions of the roles take and return
         "query_block_arguments": (["first_key", *seen] if positional else [])
         + ["seqlen_q", *(["seqlen_k"] if spec.window else [])],
         "key_block_arguments": (["first_row", *seen, "seqlen_q"] if positional else []) + ["seqlen_k"],
@@ -98,10 +90,28 @@ def _features(spec: Specialization) -> dict[str, object]:
     }
 
 
-def _tile_values(spec: Specialization, *, positional: bool) -> list[str]:
-    head = ["first_key", *([] if spec.varlen else ["b"]), "h_k"]
-    own = [*head, *(["offset"] if positional else []), "first", "blocks"]
-    return [*own, *(PLACE[2:] if spec.varlen else [])]
+def _offset_name(spec: Specialization) -> str:
+    if spec.varlen or not is_positional(spec):
+        return ""
+    return "QOffset" if spec.offset_tensor else "q_offset"
+
+
+def _heads(spec: Specialization, config: Config) -> dict[str, object]:
+    """Names of the numbers that all roles are handed, and of what a tile is to them; the query heads it walks over."""
+    some, offset = resources.heads_per_tile(config), _offset_name(spec)
+    lengths = ["all_blocks", *(["total_k"] if some else [])] if spec.varlen else ["seqlen_q", "seqlen_k"]
+    sizes = [*([] if spec.varlen else ["batch"]), "nheads", "group_size", *lengths]
+    head = ["first_key", *([] if spec.varlen else ["b"]), "h_k", *(["part_head", *_WALK] if some else [])]
+    own = [*head, *(["offset"] if is_positional(spec) else []), "first", "blocks"]
+    return {
+        "heads_per_tile": some,
+        "sum_rows": SUM_ROWS,
+        # the head of a tile: of keys, or one of the parts of its group
+        "tile_head": "part_head" if some else "h_k",
+        "sizes": [*sizes, *([offset] if offset else []), *window_edges(spec)],
+        "tile_values": [*own, *(PLACE[2:] if spec.varlen else [])],
+        "place": [PLACE[0], "part_head" if some else "h_k", *PLACE[2:]],
+    }
 
 
 def _sequences(spec: Specialization) -> dict[str, object]:
@@ -110,7 +120,6 @@ def _sequences(spec: Specialization) -> dict[str, object]:
     return {
         "varlen": spec.varlen,
         "lengths": [*SEQUENCE_POINTERS, *SEQUENCE_FLAGS, *SEQUENCE_SIZES],
-        "place": PLACE,
         "dq_place": ["first_row", "h", "q_start", "q_rows", "seqlen_q", "k_start", "seqlen_k", "q_block"],
         "dp_start": dp_start,
         "dp_start_pointer": "DpStart" if spec.varlen else "NegDelta",
@@ -132,7 +141,7 @@ def _names(spec: Specialization, config: Config) -> dict[str, object]:
     buffers = ["q_tiles", "k_tiles", "v_tiles", "do_tiles", "lse_tiles", "delta_tiles"]
     buffers += ["p_tiles"] if wide else ["ds_tiles", "dq_tiles"] if fused else []
     return {
-        "descs": [*descs, *(["dq_acc_desc"] if fused else []), "dk_desc", "dv_desc"],
+        "descs": [*descs, *(["dq_acc_desc"] if fused else []), *resources.key_gradients(config)],
         "buffers": [*buffers, *(["next_tiles"] if persistent else [])],
     }
 
