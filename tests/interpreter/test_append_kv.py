@@ -223,6 +223,29 @@ def test_queries_are_rotated_beside_keys(q_causal: bool, interleaved: bool) -> N
             torch.testing.assert_close(cache.k[b, lengths[b] + i].double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_packed_tokens_have_a_slot_and_a_position_each(interleaved: bool) -> None:
+    """As sequences of one token; packed queries likewise, in a call without a token."""
+    cache = Cache.made("hnd", 3, 8, (DIM, DIM), torch.float32)
+    before = cache.copy()
+    k, v = (randn(4, 1, HEADS, DIM, seed=seed) for seed in (0, 1))
+    cos, sin = angles(16, torch.float32, 12)
+    slots, positions = torch.tensor([23, -1, 4, 9]), torch.tensor([11, 99, 0, 5], dtype=torch.int32)
+    given: dict[str, Any] = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+    flashgen.append_kv(k, v, cache.k, cache.v, slot_mapping=slots, rotary_seqlens=positions, **given)
+    at = positions.clamp(max=11).tolist()
+    turned = torch.stack([rotated(x, cos, sin, n, interleaved=interleaved) for x, n in zip(k, at, strict=True)])
+    expect(cache, before, turned, v, {(0, 0): (2, 7), (2, 0): (0, 4), (3, 0): (1, 1)}, 1e-6)
+    before = cache.copy()
+    q, none = randn(4, 1, 2 * HEADS, DIM, seed=2), torch.empty(4, 0, HEADS, DIM)
+    found = flashgen.append_kv(
+        none, none, cache.k, cache.v, slot_mapping=slots[:0].clone(), rotary_seqlens=positions, q=q, **given
+    )
+    turned = torch.stack([rotated(x, cos, sin, n, interleaved=interleaved) for x, n in zip(q, at, strict=True)])
+    torch.testing.assert_close(found.double(), turned, rtol=1e-6, atol=1e-6)
+    expect(cache, before, none, none, {}, 0.0)
+
+
 def test_nothing_new_changes_nothing() -> None:
     cache = Cache.made("nhd", BATCH, 8, (DIM, DIM), torch.float32)
     before = cache.copy()
