@@ -12,9 +12,16 @@ from flashgen.core.checks import flag
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
-from flashgen.core.settings import settings
 from flashgen.integrations.cached_rows import PackedKeys, check_leftpad, packed_keys, pages_behind
 from flashgen.integrations.flash_attention import OutAndLse, both, with_rows, without_backward
+from flashgen.integrations.packed_tokens import (
+    append_packed,
+    as_lengths,
+    check_new_keys,
+    first_positions,
+    may_read,
+    rotated_queries,
+)
 from flashgen.runtime.argument_types import check_tensor
 
 Tensor = torch.Tensor
@@ -30,7 +37,8 @@ class BlockTableError(WorkloadError, RuntimeError):
 class CachedCall:
     """A call of `flash_attn_with_kvcache`, with the names of version 2; `scores` are those of `SCORES`.
 
-    With `cu_seqlens_q`, which version 3 has, q is (total_q, nheads, head_dim).
+    With `cu_seqlens_q`, which version 3 has, q is (total_q, nheads, head_dim), and with `cu_seqlens_k_new` k is
+    (total_k_new, nheads_k, head_dim).
     """
 
     q: Tensor
@@ -47,6 +55,7 @@ class CachedCall:
     scores: dict[str, Any]
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int | None = None
+    cu_seqlens_k_new: Tensor | None = None
 
     def run(self, *, return_lse: bool) -> OutAndLse:
         """Append the new keys and values in place, rotated if asked for, then attend over all keys.
@@ -71,15 +80,16 @@ class CachedCall:
         flag("causal", self.scores["causal"])
         for name in ("q", "k_cache", "v_cache"):
             check_tensor(name, getattr(self, name))
-        q, new, batch = with_rows(self.q)[0], 0, self._batch()
+        q, batch = with_rows(self.q)[0], self._batch()
+        new: int | Tensor = 0
         if self.k is None or self.v is None:
             self._check_nothing_new()
             self._check_room(0)
         else:
-            check_tensor("k", self.k)
-            new = self.k.shape[1] if self.k.dim() > 1 else 0
+            new = self._count_new(self.k, self.v, batch)
             self._check_room(new)
-            q = self._appended(q, self.k, self.v)
+            k, v = with_rows(self.k, self.v)
+            q = self._appended(q, k, v, batch)
         caches = self.k_cache, self.v_cache
         if self.block_table is None and self.cache_batch_idx is None:
             caches = self.k_cache[:batch], self.v_cache[:batch]
@@ -93,19 +103,41 @@ class CachedCall:
         check_tensor("cu_seqlens_q", ends)
         if self.max_seqlen_q is None:
             raise WorkloadError("packed queries come with max_seqlen_q, the most queries of a sequence, got None")
-        if self.rotary.get("rotary_cos") is not None:
-            raise UnsupportedError("flashgen's flash_attn_with_kvcache does not rotate packed queries (cu_seqlens_q)")
         return max(len(ends) - 1, 0) if ends.dim() else 0
 
-    def _check_room(self, new: int) -> None:
+    def _count_new(self, k: Tensor, v: Tensor, batch: int) -> int | Tensor:
+        """How many new keys each sequence has: of packed ones int32 (batch,)."""
+        if self.cache_seqlens is None:
+            raise WorkloadError("new keys go behind cache_seqlens, the keys that the cache has, got None")
+        check_tensor("k", k)
+        check_tensor("v", v)
+        ends = self.cu_seqlens_k_new
+        if ends is None:
+            return k.shape[1] if k.dim() > 1 else 0
+        check_new_keys(
+            k,
+            v,
+            ends,
+            self.cache_seqlens,
+            batch=batch,
+            k_cache=self.k_cache,
+            block_table=self.block_table,
+            batch_idx=self.cache_batch_idx,
+            leftpad=self.cache_leftpad,
+        )
+        return ends.diff()
+
+    def _check_room(self, new: int | Tensor) -> None:
         """Refuse lengths behind the block table: those of a tensor only where checks may wait for the GPU."""
         table, known = self.block_table, self.cache_seqlens
         if table is None or known is None or table.dim() != 2 or self.k_cache.dim() != 4:
             return
-        if isinstance(known, Tensor):
-            if not settings().checks or (known.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if isinstance(known, Tensor) or isinstance(new, Tensor):
+            if not may_read(self.k_cache):
                 return
-            known = int(known.max()) if known.numel() else 0
+            after = torch.as_tensor(known + new)
+            last = after.argmax() if after.numel() else None
+            known, new = (_number_at(last, one) for one in (known, new))
         room = table.shape[1] * self.k_cache.shape[1]
         if known + new > room:
             raise BlockTableError(
@@ -120,18 +152,21 @@ class CachedCall:
         if named:
             raise WorkloadError(f"rotary embeddings are of new keys k and values v, got {named} without them")
 
-    def _appended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _appended(self, q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
         """The queries, rotated if asked for, once the new keys and values are in the cache."""
-        if self.cache_seqlens is None:
-            raise WorkloadError("new keys go behind cache_seqlens, the keys that the cache has, got None")
-        check_tensor("k", k)
-        check_tensor("v", v)
+        is_rotated, is_packed = self.rotary.get("rotary_cos") is not None, self.cu_seqlens_k_new is not None
+        in_order, is_alone = self.scores["causal"] or self.window != (None, None), False
+        if is_rotated and batch and (is_packed or self.cu_seqlens_q is not None):
+            caches, ends, is_alone = (self.k_cache, self.v_cache), self.cu_seqlens_q, True
+            q = rotated_queries(q, caches, self._first(batch), ends=ends, in_order=in_order, rotary=self.rotary)
+        if is_packed:
+            self._append_packed(k, v, batch)
+            return q
         given: dict[str, Any] = dict(self.rotary)
-        if given.get("rotary_cos") is None:
+        if not is_rotated:
             given.pop("rotary_seqlens", None)  # which version 3 takes beside no angles
-        else:
-            given |= {"q": q, "q_causal": self.scores["causal"] or self.window != (None, None)}
-        k, v = with_rows(k, v)
+        elif not is_alone:
+            given |= {"q": q, "q_causal": in_order}
         rotated = flashgen.append_kv(
             k,
             v,
@@ -145,15 +180,42 @@ class CachedCall:
         )
         return q if rotated is None else rotated
 
-    def _lengths(self, batch: int, new: int) -> Tensor:
+    def _append_packed(self, k: Tensor, v: Tensor, batch: int) -> None:
+        if not batch:
+            return
+        assert self.cache_seqlens is not None
+        assert self.cu_seqlens_k_new is not None
+        append_packed(
+            k,
+            v,
+            (self.k_cache, self.v_cache),
+            self.cu_seqlens_k_new.contiguous(),
+            as_lengths(self.cache_seqlens, batch, self.k_cache),
+            block_table=self.block_table,
+            batch_idx=self.cache_batch_idx,
+            first=None if self.rotary.get("rotary_cos") is None else self._first(batch),
+            rotary=self.rotary,
+        )
+
+    def _first(self, batch: int) -> Tensor:
+        """Positions of the first new keys, int32 (batch,)."""
+        assert self.cache_seqlens is not None
+        pages = 1 if self.block_table is None else self.block_table.shape[1]
+        cos, given = self.rotary["rotary_cos"], self.rotary.get("rotary_seqlens")
+        return first_positions(
+            self.cache_seqlens, given, batch=batch, rotary_cos=cos, k_cache=self.k_cache, pages=pages
+        )
+
+    def _lengths(self, batch: int, new: int | Tensor) -> Tensor:
         """Keys of each sequence with the new ones, int32 (batch,)."""
         known = self.cache_seqlens
         if isinstance(known, Tensor):
-            return known + new if new else known
+            return known if isinstance(new, int) and not new else known + new
         if known is None:
             pages = 1 if self.block_table is None else self.block_table.shape[1]
             known = self.k_cache.shape[1] * pages
-        return torch.full((batch,), known + new, dtype=torch.int32, device=self.q.device)
+        after = known + new
+        return after if isinstance(after, Tensor) else as_lengths(after, batch, self.q)
 
     def _attended(self, q: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, return_lse: bool) -> OutAndLse:
         """A call of decoding for few queries, and one of packed sequences for more."""
@@ -233,3 +295,10 @@ class CachedCall:
                 **self.scores,
             )
         )
+
+
+def _number_at(place: Tensor | None, of: int | Tensor) -> int:
+    """The number of one sequence; 0 where there is no sequence."""
+    if isinstance(of, int):
+        return of
+    return 0 if place is None else int(of.flatten()[place])

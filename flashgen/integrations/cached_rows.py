@@ -93,12 +93,29 @@ def check_leftpad(leftpad: Tensor, lengths: Tensor, cache: Tensor, *, is_by_row:
     Raises:
         WorkloadError: it is not.
     """
-    check_tensor("cache_leftpad", leftpad)
-    expected = (torch.int32, (len(cache),) if is_by_row else tuple(lengths.shape), cache.device)
-    found = (leftpad.dtype, tuple(leftpad.shape), leftpad.device)
+    check_numbers("cache_leftpad", leftpad, (len(cache),) if is_by_row else tuple(lengths.shape), cache.device)
+
+
+def check_numbers(
+    name: str,
+    numbers: Tensor | None,
+    shape: tuple[int, ...],
+    device: torch.device,
+    what: str = "one number for each sequence",
+) -> None:
+    """Refuse what is no int32 tensor of a shape on a device; None is passed by.
+
+    Raises:
+        WorkloadError: it is none; the message has `what` it is.
+    """
+    if numbers is None:
+        return
+    check_tensor(name, numbers)
+    expected = (torch.int32, shape, device)
+    found = (numbers.dtype, tuple(numbers.shape), numbers.device)
     if found != expected:
-        said = [f"{dtype} {shape} on {device}" for dtype, shape, device in (expected, found)]
-        raise WorkloadError(f"cache_leftpad is {said[0]}, one number for each sequence, got {said[1]}")
+        said = [f"{dtype} {sizes} on {place}" for dtype, sizes, place in (expected, found)]
+        raise WorkloadError(f"{name} is {said[0]}, {what}, got {said[1]}")
 
 
 def _slots_between_rows(cache: Tensor) -> int | None:

@@ -53,7 +53,8 @@ def flash_attn_with_kvcache(
         q: queries, (batch, seqlen_q, nheads, head_dim); bfloat16 or float16.
         k_cache: (rows, slots, nheads_k, head_dim), or with a `page_table` (pages, page_size, nheads_k, head_dim).
         v_cache: the same with head_dim_v.
-        k: new keys, (batch, seqlen_new, nheads_k, head_dim), or None.
+        k: new keys, (batch, seqlen_new, nheads_k, head_dim), or None; with `cu_seqlens_k_new` (total_k_new, nheads_k,
+            head_dim).
         v: new values.
         qv: not supported.
         rotary_cos: (positions, rotary_dim / 2), for new keys and queries; None rotates nothing.
@@ -63,8 +64,9 @@ def flash_attn_with_kvcache(
         cache_leftpad: the first valid slot of each sequence, int32 (batch,); of pages that lie one behind the other.
         page_table: the pages of each sequence, int32 (batch, pages).
         cu_seqlens_q: where the queries of sequences begin, and where the last ones end, int32 (batch + 1,): then q is
-            (total_q, nheads, head_dim), and so are the output and (nheads, total_q) the LSE. Nothing is rotated.
-        cu_seqlens_k_new: not supported.
+            (total_q, nheads, head_dim), and so are the output and (nheads, total_q) the LSE.
+        cu_seqlens_k_new: where the new keys of sequences begin, and where the last ones end, int32 (batch + 1,): a
+            sequence may have none. Without effect where k is None.
         max_seqlen_q: the most queries of a sequence, with `cu_seqlens_q`.
         rotary_seqlens: positions of the first new tokens, int32 (batch,), where they are not `cache_seqlens`; without
             effect where nothing is rotated.
@@ -96,7 +98,6 @@ def flash_attn_with_kvcache(
         "k_descale": k_descale,
         "v_descale": v_descale,
         "attention_chunk": attention_chunk or None,
-        "cu_seqlens_k_new": cu_seqlens_k_new,
     }
     refuse("flash_attn_with_kvcache", not_supported)
     call = CachedCall(
@@ -119,6 +120,7 @@ def flash_attn_with_kvcache(
         scores={"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap, "alibi_slopes": None},
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
     )
     out, lse = call.run(return_lse=return_softmax_lse)
     return (out, lse) if return_softmax_lse else out

@@ -459,7 +459,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     *[(version_3, {name: ONE}, name) for name in ("qv", "q_descale", "k_descale", "v_descale")],
     (version_3, {"attention_chunk": 64}, "attention_chunk, got 64"),
-    *[(cached_3, {name: ONE}, name) for name in ("qv", "cu_seqlens_k_new")],
+    (cached_3, {"qv": ONE}, "qv"),
 ]
 
 
