@@ -98,6 +98,51 @@ def test_caches(is_paged: bool, queries: int) -> None:
     torch.testing.assert_close(*found, **TOLERANCE)
 
 
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_new_keys(is_paged: bool, causal: bool) -> None:
+    """And packed queries, rotated, also in a graph that is replayed with other lengths."""
+    table = torch.arange(36, dtype=torch.int32, device="cuda").flip(0).view(3, 12) if is_paged else None
+    shape = (36, 16, 2, 128) if is_paged else (3, 192, 2, 128)
+    q, k, v = randn(25, 8, 128), randn(24, 2, 128), randn(24, 2, 128, seed=1)
+    angle = torch.rand(192, 32, generator=torch.Generator().manual_seed(0)).to("cuda") * 6.3
+    lengths, new = torch.tensor([100, 0, 7], dtype=torch.int32, device="cuda"), ends(4, 0, 18)
+    given: dict[str, Any] = {
+        "rotary_cos": angle.cos().bfloat16(),
+        "rotary_sin": angle.sin().bfloat16(),
+        "causal": causal,
+        "page_table": table,
+        "cache_seqlens": lengths,
+        "cu_seqlens_q": ends(5, 1, 19),
+        "cu_seqlens_k_new": new,
+        "max_seqlen_q": 19,
+        "return_softmax_lse": True,
+    }
+    caches = randn(*shape, seed=2), randn(*shape, seed=3)
+
+    def found(*, exact: bool = False) -> list[Tensor]:
+        own = [cache.clone() for cache in caches]
+        if exact:
+            with on_reference():
+                both = flash_attn_interface.flash_attn_with_kvcache(q, *own, k, v, **given)
+        else:
+            both = flash_attn_interface.flash_attn_with_kvcache(q, *own, k, v, **given)
+        return [*both, *own]
+
+    def assert_like_the_reference(results: list[Tensor]) -> None:
+        torch.testing.assert_close([x.double() for x in results], [x.double() for x in found(exact=True)], **TOLERANCE)
+
+    assert_like_the_reference(found())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = found()
+    for now, counts in (([3, 150, 60], (0, 20, 4)), ([0, 1, 170], (1, 3, 19))):
+        lengths.copy_(torch.tensor(now))
+        new.copy_(ends(*counts))
+        graph.replay()
+        assert_like_the_reference(captured)
+
+
 KINDS = ["rows", "heads first", "halves", "pages", "batch_idx", "leftpad", "batch_idx and leftpad"]
 
 
