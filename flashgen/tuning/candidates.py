@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flashgen.codegen.cost import Ranking
-from flashgen.codegen.families import applicable, family, fitted, over_pages, usual
+from flashgen.codegen.families import applicable, family, fitted, over_pages, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -53,7 +53,11 @@ class Candidates:
             return tuple(fitted(config, spec, sizes, device) for config in configs)
 
         def others(configs: tuple[Config, ...]) -> tuple[Config, ...]:
-            return () if workload.is_decode else configs  # of decoding, those for smaller batches are wrong
+            if workload.is_decode:
+                return ()  # those for smaller batches are wrong
+            if workload.direction == "backward":
+                return tuple(config for config in configs if poor_at_sizes(config, sizes) is None)
+            return configs
 
         defaults = tuple(usual(config, spec, sizes, device) for config in self.defaults)
         spaces = (

@@ -19,6 +19,7 @@ from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPE
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import specialization
+from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.predict import predict_all
 
 H100, H200 = find_device("h100"), find_device("h200")
@@ -106,3 +107,10 @@ def test_packed_batches_are_balanced_by_what_a_host_knows() -> None:
     many = few._replace(seqlen_q=65536, seqlen_k=65536, sequences=64)
     assert balanced(config, spec, few, H200)["heads_per_tile"] == 1
     assert balanced(config, spec, many, H200)["heads_per_tile"] == 0
+
+
+def test_a_search_without_groups_has_no_tiles_of_some_heads() -> None:
+    alone = replace(GROUPS, nheads_k=28)
+    for workload, values in ((alone, {0}), (replace(GROUPS, nheads_k=14), {0, 1}), (GROUPS, {0, 1, 2, 4})):
+        found = Candidates.of(workload, H200, families=(HOPPER_BACKWARD_FUSED.id,))
+        assert {config["heads_per_tile"] for space in found.spaces for config in space.configs} == values
