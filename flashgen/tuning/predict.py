@@ -57,7 +57,7 @@ def predict_all(workload: Workload, configs: Iterable[Config], device: Device) -
     known: dict[tuple[object, ...], float] = {}
 
     def loop_ms(kernel: LoopKernel, config: Config) -> float:
-        knobs = config.knobs if kernel.knobs is None else tuple(config[name] for name in kernel.knobs)
+        knobs = config.knobs if kernel.knobs is None else tuple(config.get(name, False) for name in kernel.knobs)
         key = (kernel.entry(config), knobs)
         if key not in known:
             taken = kernel.taken(workload.specialization, config, device)

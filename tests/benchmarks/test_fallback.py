@@ -42,7 +42,7 @@ def checks(path: Path, layers: Layers, store: Store, executor: FakeExecutor, rul
         store=store,
         layers=layers,
         rules=rules,
-        budget=Budget(trials=4),
+        budget=Budget(trials=8),
         say=lambda line: None,
         options=Options(families=("hopper_backward_fused",)),  # a small space
         clock=executor.clock,

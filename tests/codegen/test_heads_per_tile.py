@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen.families import balanced, beside, default_config, fitted, invalid, poor_at_sizes, usual
-from flashgen.codegen.family import Sizes
+from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import specialization
@@ -75,18 +76,32 @@ def test_sums_never_go_through_memory_for_nothing(nheads_k: int) -> None:
 
 @pytest.mark.parametrize(("heads", "parts"), [(0, 1), (1, 7), (2, 4), (4, 2)])
 @pytest.mark.parametrize("row", [HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT], ids=lambda row: row.id)
-def test_tiles_and_sums_are_those_of_all_parts(heads: int, parts: int, row: object) -> None:
-    family = HOPPER_BACKWARD_FUSED if row is HOPPER_BACKWARD_FUSED else HOPPER_BACKWARD_SPLIT
+def test_tiles_and_sums_are_those_of_all_parts(heads: int, parts: int, row: KernelFamily) -> None:
     spec, sizes = specialization(GROUPS), Sizes.of(GROUPS)._replace(seqlen_k=1000)
-    config = family.default(spec, H200).replace(heads_per_tile=heads, persistent=False)
-    kernels = family.kernels(spec, config)
+    config = row.default(spec, H200).replace(heads_per_tile=heads, persistent=False)
+    kernels = row.kernels(spec, config)
     assert kernels[1].programs(H200, sizes) == 8 * 4 * parts
     assert kernels[-1].entry.endswith("_sum") == (heads > 0)
-    pieces = {piece.name: piece.shape for piece in family.scratch(spec, config, sizes)}
+    pieces = {piece.name: piece.shape for piece in row.scratch(spec, config, sizes)}
     sums = (4 * parts * 1000, 128) if heads else None
     assert (pieces.get("dk_parts"), pieces.get("dv_parts")) == (sums, sums)
     if heads:
         assert kernels[-1].programs(H200, sizes) == 63 * 4
+
+
+@pytest.mark.parametrize("name", ["a100", "rtx 4090", "h200"])
+@pytest.mark.parametrize("row", [PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT], ids=lambda row: row.id)
+def test_every_config_of_the_portable_families_has_the_heads_that_sizes_take(name: str, row: KernelFamily) -> None:
+    device, spec, sizes = find_device(name), specialization(GROUPS), Sizes.of(GROUPS)
+    default = row.default(spec, device)
+    assert default["heads_per_tile"] == 0
+    short, many = sizes._replace(seqlen_q=1024, seqlen_k=1024), sizes._replace(batch=64)
+    assert fitted(default, spec, short, device)["heads_per_tile"] in (1, 2)
+    assert fitted(default, spec, many, device)["heads_per_tile"] == 0
+    found = Candidates.of(replace(GROUPS, seqlen_q=1024, seqlen_k=1024), device, families=(row.id,))
+    values = {config["heads_per_tile"] for space in found.spaces for config in space.configs}
+    assert 0 in values, "a search may find the rule wrong"
+    assert values & {1, 2}
 
 
 def test_the_analytic_model_sees_that_few_tiles_leave_sms_idle() -> None:

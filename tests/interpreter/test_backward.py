@@ -109,6 +109,24 @@ def test_head_dimensions(row: KernelFamily, head_dims: tuple[int, int], split: b
 
 
 @FAMILY
+@pytest.mark.parametrize(
+    ("key", "rules", "knobs"),
+    [
+        ("bwd-fp32-d16", Rules(), {"heads_per_tile": 1}),
+        ("bwd-fp16-d40-dv24-causal", Rules(causal=True), {"heads_per_tile": 2}),
+        ("bwd-fp16-d72-causal", Rules(causal=True), {"heads_per_tile": 2, "split_d": True, "loads": "descriptor"}),
+        ("bwd-fp32-d16-causal-unaligned", Rules(causal=True), {"heads_per_tile": 4, "heads_per_group": 8}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_programs_of_some_heads_of_a_group(
+    row: KernelFamily, key: str, rules: Rules, knobs: dict[str, int | str | bool]
+) -> None:
+    """Of a group of 5, of which the last program has fewer, at keys that fill no block; two sequences."""
+    check(row, key, (2, 10, 2, 40, 70), rules, **knobs)
+
+
+@FAMILY
 @pytest.mark.parametrize("offset", [-40, -3, 30, 1000])
 def test_rows_that_see_no_key_have_no_gradient(row: KernelFamily, offset: int) -> None:
     rules = Rules(causal=True, q_offset=offset)

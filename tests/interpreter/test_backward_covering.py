@@ -33,6 +33,7 @@ class Case:
     dims: tuple[int, int]
     lengths: tuple[int, int]
     heads: tuple[int, int]
+    heads_per_tile: int
     position: str
     offset: str
     softcap: bool
@@ -107,6 +108,7 @@ CASES = [
             "dims": ((16, 16), (24, 40), (80, 48)),
             "lengths": ((1, 70), (37, 70), (70, 37)),
             "heads": ((2, 2), (2, 1)),
+            "heads_per_tile": (0, 1),
             "position": ("", "causal", "window", "causal-window"),
             "offset": ("default", "int", "tensor"),
             "softcap": (False, True),
@@ -135,4 +137,5 @@ def test_every_two_values_meet(case: Case) -> None:
         host=host,
         loads="descriptor" if case.loads == "descriptor" else "pointer",
         split_d=case.dims == (80, 48),
+        heads_per_tile=case.heads_per_tile,
     )

@@ -211,3 +211,13 @@ def test_gradients_are_right_and_nothing_flows_to_neighbours(name: str, family_i
     packed = make(CASES[name])
     right = gradients(packed, _gradient(packed, torch.empty(*packed.q.shape[:2], packed.v.shape[2]).to(packed.q.dtype)))
     assert_gradients(packed, differentiated(packed, family_id, loads=loads), right)
+
+
+@pytest.mark.parametrize("family_id", [SPLIT, FUSED])
+@pytest.mark.parametrize("name", ["rows that nobody has", "a neighbour of NaN", "softcap and slopes", "a function"])
+def test_programs_of_one_head_of_a_group_give_the_gradients(name: str, family_id: str) -> None:
+    """Their sums lie in memory that holds NaN before: of rows that no sequence has, too."""
+    packed = make(CASES[name])
+    assert packed.case.nheads > packed.case.nheads_k
+    right = gradients(packed, _gradient(packed, torch.empty(*packed.q.shape[:2], packed.v.shape[2]).to(packed.q.dtype)))
+    assert_gradients(packed, differentiated(packed, family_id, heads_per_tile=1), right)

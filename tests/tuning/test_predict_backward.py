@@ -24,7 +24,7 @@ H200 = find_device("h200")
 LONG = Workload.parse("bwd-b2-h16-s8192-d128")
 SPLIT, FUSED = family("portable_backward_split"), family("portable_backward_fused")
 FAST = {"block_m": 64, "block_n": 64, "num_warps": 8, "num_stages": 2, "loads": "descriptor", "split_d": False}
-FAST |= {"products": "ieee"}
+FAST |= {"products": "ieee", "heads_per_tile": 0}
 FAST_DQ = {"dq_block_m": 128, "dq_block_n": 64, "dq_num_warps": 8, "dq_num_stages": 3}
 
 

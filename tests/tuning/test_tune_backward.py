@@ -85,7 +85,7 @@ def test_a_search_with_determinism_begins_with_winners_without(store: Store) -> 
     record = store.record(BACKWARD, H200)
     assert record is not None
     row = family("portable_backward_split")
-    winner = row.default(BACKWARD.specialization, H200).replace(dq_num_stages=3, num_stages=3)
+    winner = row.default(BACKWARD.specialization, H200).replace(dq_num_stages=2, num_stages=2)
     store.put_record(dataclasses.replace(record, config=winner))
     executor = run(store, SAME_BITS, trials=2)
     assert [config for _, config in executor.evaluated] == [default_config(SAME_BITS.specialization, H200), winner]

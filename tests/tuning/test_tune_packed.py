@@ -65,7 +65,9 @@ def test_one_config_is_good_on_all_profiles(store: Store, direction: str, pages:
     record = chosen(store, batch)
     known = {config for _, config in executor.evaluated}
     least = {profile: min(time_ms(config, profile) for config in known) for profile in BEST}
-    assert behind(record.config, least) <= 1.01 * min(behind(config, least) for config in known)
+    # tiles of 64 and of 128 keys, which backward families have, are equally far from the best but for chance
+    tied = 1.01 if direction == "fwd" else 1.03
+    assert behind(record.config, least) <= tied * min(behind(config, least) for config in known)
     if direction == "fwd":
         assert record.config["block_n"] == 64, "the best of neither profile with all alike nor with one long"
     assert record.measurement is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from flashgen.codegen.common_groups import heads_per_tile
 from flashgen.codegen.common_loops import owning_keys, owning_queries, streamed_bytes
 from flashgen.codegen.common_wgmma import ROWS, block
 from flashgen.codegen.cost import CostModel, LoopKernel, Tiling
@@ -32,7 +33,7 @@ def _tile(spec: Specialization, config: Config, name: str) -> Tiling:
         pointer_loads=False,
         heads_per_group=config.integer("heads_per_group"),
         heavy_first=spec.causal,
-        walked_heads=0 if queries else resources.heads_per_tile(config),
+        walked_heads=0 if queries else heads_per_tile(config),
         steps_in_flight=2,
     )
 

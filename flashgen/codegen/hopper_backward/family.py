@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from flashgen.codegen.common_groups import HEADS_PER_TILE, heads_per_tile, why_pointless
 from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim, why_not_wgmma
@@ -39,13 +40,6 @@ _COMMON = (
         meaning="order of tiles: 1 blocks fastest, n heads fastest in groups of n, most work first",
     ),
 )
-_HEADS_PER_TILE = Knob(
-    name="heads_per_tile",
-    values=heads.HEADS_PER_TILE,
-    meaning="query heads of a group that a tile walks over; 0 is all, fewer make more tiles, whose sums are added",
-    default=0,
-    implied=True,
-)
 FUSED_KNOBS = (
     *_COMMON,
     Knob(
@@ -69,7 +63,7 @@ FUSED_KNOBS = (
         implied=True,
         former="scores",
     ),
-    _HEADS_PER_TILE,
+    HEADS_PER_TILE,
 )
 SPLIT_KNOBS = (
     *_COMMON,
@@ -77,7 +71,7 @@ SPLIT_KNOBS = (
     Knob(
         name="dq_stages", values=(2, 3), meaning="slots for blocks of K in the kernel for dq, and of V where they fit"
     ),
-    _HEADS_PER_TILE,
+    HEADS_PER_TILE,
 )
 
 
@@ -132,7 +126,7 @@ def _why_impossible_conversion(spec: Specialization, config: Config, device: Dev
         return None
     if not config["persistent"]:
         return "tiles of two kinds are for programs that fetch them"
-    if resources.heads_per_tile(config):
+    if heads_per_tile(config):
         return "the tiles of a head that end before it is converted are counted where they have all heads of a group"
     if resources.dq_columns(spec, config) < ROWS:
         return "rows of dq that a tile converts fill a line of the swizzle"
@@ -253,7 +247,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     scratch=kernels.scratch,
     seed_configs=_seed_configs,
     fitted=heads.fitted,
-    poor_at_sizes=heads.why_pointless,
+    poor_at_sizes=why_pointless,
     balanced=heads.balanced,
     beside=heads.beside,
     tolerated_spills=resources.TOLERATED_SPILLS,

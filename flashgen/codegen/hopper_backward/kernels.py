@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flashgen.codegen.common_groups import heads_per_tile, key_heads, programs_of_sums, sums_of_parts
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import SEQUENCE_POINTERS, SEQUENCE_SIZES, key_blocks, sequence_parameters
 from flashgen.codegen.common_wgmma import ROWS, block, descriptor_type
@@ -15,9 +16,6 @@ from flashgen.core.workload import Specialization
 
 PREPARE_ROWS = 32
 """Rows of a program of the first kernel; 16 to 128 took the same time."""
-
-SUM_ROWS = 16
-"""Keys of a program of the kernel that adds the sums of a group's tiles."""
 
 LINE = 32
 """Sums of dq in a line of 128 bytes, as TMA swizzles it."""
@@ -37,7 +35,7 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     found = [_prepare(spec, config), _over_keys(spec, config)]
     if not resources.converts(config):
         found.append(_finish(spec, config) if resources.is_fused(config) else _over_queries(spec, config))
-    if resources.heads_per_tile(config):
+    if heads_per_tile(config):
         found.append(_sum(spec, config))
     return tuple(found)
 
@@ -58,17 +56,8 @@ def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch
     if resources.converts(config):
         # counts of the warpgroups that have added all of a tile, by key head
         found.append(Scratch(name="tiles_done", shape=(sizes.batch * sizes.nheads,)))
-    if resources.heads_per_tile(config):
-        rows = sizes.batch * _key_heads(config, sizes) * sizes.seqlen_k
-        found.append(Scratch(name="dk_parts", shape=(rows, block(spec.head_dim))))
-        found.append(Scratch(name="dv_parts", shape=(rows, block(spec.head_dim_v))))
+    found += sums_of_parts(config, sizes, block(spec.head_dim), block(spec.head_dim_v))
     return tuple(found)
-
-
-def _key_heads(config: Config, sizes: Sizes) -> int:
-    """Heads of keys, times the tiles that share the query heads of one."""
-    some = resources.heads_per_tile(config)
-    return sizes.nheads_k * (-(-(sizes.nheads // sizes.nheads_k) // some) if some else 1)
 
 
 def _prepare(spec: Specialization, config: Config) -> KernelSpec:
@@ -98,12 +87,12 @@ def _over_keys(spec: Specialization, config: Config) -> KernelSpec:
 
     def programs(device: Device, sizes: Sizes) -> int:
         if spec.varlen:
-            return min(key_blocks(sizes, resources.block_n(spec)) * _key_heads(config, sizes), device.num_sms)
+            return min(key_blocks(sizes, resources.block_n(spec)) * key_heads(config, sizes), device.num_sms)
         tiles = -(-sizes.seqlen_k // resources.block_n(spec))
         if resources.converts(config):
             blocks = _padded_rows(spec, config, sizes) // block_m * (sizes.nheads // sizes.nheads_k)
             tiles += -(-blocks // resources.PART_BLOCKS)
-        tiles *= sizes.batch * _key_heads(config, sizes)
+        tiles *= sizes.batch * key_heads(config, sizes)
         return min(tiles, device.num_sms) if config["persistent"] else tiles
 
     return _gluon(config, "main" if fused else "dkdv", _parameters(spec, names, boxes), programs)
@@ -137,10 +126,9 @@ def _sum(spec: Specialization, config: Config) -> KernelSpec:
     names = ["DkParts", "DvParts", "DK", "DV", *_strides(spec, "dk"), *_strides(spec, "dv"), "softmax_scale", "nheads"]
     names += ["group_size", "total_k" if spec.varlen else "seqlen_k"]
 
-    def programs(device: Device, sizes: Sizes) -> int:
-        return -(-sizes.seqlen_k // SUM_ROWS) * sizes.batch * sizes.nheads_k
-
-    return _triton(config, "sum", _parameters(spec, names, {}), programs, num_warps=4)
+    return _triton(
+        config, "sum", _parameters(spec, names, {}), lambda device, sizes: programs_of_sums(sizes), num_warps=4
+    )
 
 
 def _padded_rows(spec: Specialization, config: Config, sizes: Sizes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_groups import heads_per_tile
 from flashgen.codegen.common_wgmma import BARRIER_BYTES, FIRST_NAMED_BARRIER, ROWS, block
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -67,13 +68,6 @@ def is_staggered(config: Config) -> bool:
 def prefetches_scores(config: Config) -> bool:
     """Whether s is computed a step ahead; a config that is older than the knob means that it is not."""
     return config.get("qk_prefetch", False) is True
-
-
-def heads_per_tile(config: Config) -> int:
-    """Query heads of a group that a tile walks over; 0 is all, also in a config that is older than the knob."""
-    heads = config.get("heads_per_tile", 0)
-    assert isinstance(heads, int)
-    return heads
 
 
 def key_gradients(config: Config) -> tuple[str, str]:

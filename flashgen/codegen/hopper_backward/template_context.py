@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_groups import SUM_ROWS, heads_per_tile
 from flashgen.codegen.common_scores import is_positional, window_edges
 from flashgen.codegen.common_sequences import SEQUENCE_FLAGS, SEQUENCE_POINTERS, SEQUENCE_SIZES
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.hopper_backward import resources
-from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS, SUM_ROWS
+from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
 
@@ -98,7 +99,7 @@ def _offset_name(spec: Specialization) -> str:
 
 def _heads(spec: Specialization, config: Config) -> dict[str, object]:
     """Names of the numbers that all roles are handed, and of what a tile is to them; the query heads it walks over."""
-    some, offset = resources.heads_per_tile(config), _offset_name(spec)
+    some, offset = heads_per_tile(config), _offset_name(spec)
     lengths = ["all_blocks", *(["total_k"] if some else [])] if spec.varlen else ["seqlen_q", "seqlen_k"]
     sizes = [*([] if spec.varlen else ["batch"]), "nheads", "group_size", *lengths]
     head = ["first_key", *([] if spec.varlen else ["b"]), "h_k", *(["part_head", *_WALK] if some else [])]

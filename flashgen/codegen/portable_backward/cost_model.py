@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from flashgen.codegen.common_groups import HEADS_PER_TILE, heads_per_tile
 from flashgen.codegen.common_loops import owning_keys, owning_queries, streamed_bytes
 from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD
 from flashgen.codegen.common_products import PRODUCTS, precision
@@ -39,6 +40,7 @@ def _tile(spec: Specialization, config: Config, prefix: str = "") -> Tiling:
         pointer_loads=config["loads"] == "pointer",
         heads_per_group=config.integer("heads_per_group"),
         heavy_first=spec.causal,
+        walked_heads=0 if prefix else heads_per_tile(config),
         precision=precision(spec, config),
     )
 
@@ -64,7 +66,7 @@ SPLIT_COST_MODEL = CostModel(
     kernels=(
         LoopKernel(
             name="dkdv",
-            knobs=(*_TILE, *_SHARED),
+            knobs=(*_TILE, *_SHARED, HEADS_PER_TILE.name),
             tile=_tile,
             loop=owning_keys,
             taken=functools.partial(_taken, name="dkdv"),
@@ -88,7 +90,7 @@ FUSED_COST_MODEL = CostModel(
     kernels=(
         LoopKernel(
             name="main",
-            knobs=(*_TILE, *_SHARED),
+            knobs=(*_TILE, *_SHARED, HEADS_PER_TILE.name),
             tile=_tile,
             loop=functools.partial(owning_keys, added_trips=ATOMIC_TRIPS),
             taken=functools.partial(_taken, name="main"),

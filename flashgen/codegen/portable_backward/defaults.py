@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_groups import HEADS_PER_TILE
 from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table_kind
 from flashgen.codegen.common_products import IEEE, PRODUCTS
 from flashgen.codegen.head_parts import padded
@@ -122,6 +123,7 @@ def _shared(spec: Specialization, device: Device, *tiles: Tile) -> dict[str, Kno
         "heads_per_group": 8 if spec.causal else 1,
         "split_d": False,
         PRODUCTS.name: IEEE,
+        HEADS_PER_TILE.name: 0,
     }
 
 

@@ -10,13 +10,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flashgen.codegen.aux_gradient import why_no_aux_gradient
+from flashgen.codegen.common_groups import (
+    HEADS_PER_TILE,
+    heads_per_tile,
+    key_heads,
+    programs_of_sums,
+    sums_of_parts,
+    why_pointless,
+)
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_portable import allowed_values_of_all, why_not_loads, why_not_portable
 from flashgen.codegen.common_products import PRODUCTS, products_values, uses_tensor_cores, why_not_products
 from flashgen.codegen.common_sequences import key_blocks, query_blocks, why_not_packed
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Scratch, Sizes
-from flashgen.codegen.head_parts import is_split, why_not_split
-from flashgen.codegen.portable_backward import parameters
+from flashgen.codegen.head_parts import is_split, padded, why_not_split
+from flashgen.codegen.portable_backward import heads, parameters
 from flashgen.codegen.portable_backward.cost_model import FUSED_COST_MODEL, SPLIT_COST_MODEL
 from flashgen.codegen.portable_backward.defaults import default_fused, default_split, seed_configs_fused
 from flashgen.codegen.portable_backward.resources import (
@@ -73,6 +81,7 @@ _SHARED = (
         meaning="heads in two tiles, a power of two and the rest, instead of one padded tile",
     ),
     PRODUCTS,
+    HEADS_PER_TILE,
 )
 _FUSED = (
     Knob(
@@ -155,6 +164,7 @@ def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
     found = allowed_values_of_all(spec)
     found[PRODUCTS.name] = products_values(spec)
+    found[HEADS_PER_TILE.name] = (0,)  # `heads.fitted` says at which sizes it is another one
     if not spec.causal:
         found["heads_per_group"] = (1,)
     return found
@@ -203,6 +213,9 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
                 _programs_of_queries(spec, config),
             )
         )
+    if heads_per_tile(config):
+        sums = parameters.sum_parameters(spec)
+        found.append(_kernel(f"{name}_sum", sums, rows, lambda device, sizes: programs_of_sums(sizes)))
     if has_dbias(spec):
         options = CompileOptions(num_warps=DBIAS_WARPS, num_stages=1)
         found.append(_kernel(f"{name}_dbias", parameters.dbias_parameters(spec), options, _programs_of_dbias(spec)))
@@ -230,8 +243,8 @@ def _blocks(seqlen: int, config: Config, knob: str) -> int:
 
 def _programs_of_keys(spec: Specialization, config: Config) -> Callable[[Device, Sizes], int]:
     if spec.varlen:
-        return lambda device, sizes: key_blocks(sizes, config.integer("block_n")) * sizes.nheads_k
-    return lambda device, sizes: _blocks(sizes.seqlen_k, config, "block_n") * sizes.batch * sizes.nheads_k
+        return lambda device, sizes: key_blocks(sizes, config.integer("block_n")) * key_heads(config, sizes)
+    return lambda device, sizes: _blocks(sizes.seqlen_k, config, "block_n") * sizes.batch * key_heads(config, sizes)
 
 
 def _programs_of_queries(spec: Specialization, config: Config) -> Callable[[Device, Sizes], int]:
@@ -262,6 +275,7 @@ def _scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratc
     found = [Scratch(name="neg_delta", shape=rows), Scratch(name="lse_log2", shape=rows)]
     if is_fused(config):
         found.append(Scratch(name="dq_acc", shape=(*rows, dq_columns(spec, config))))
+    found += sums_of_parts(config, sizes, padded(spec.head_dim, False), padded(spec.head_dim_v, False))
     return tuple(found)
 
 
@@ -284,6 +298,10 @@ PORTABLE_BACKWARD_FUSED = KernelFamily(
     kernels=_kernels,
     scratch=_scratch,
     allowed_values=_choices,
+    fitted=heads.fitted,
+    poor_at_sizes=why_pointless,
+    balanced=heads.fitted,
+    beside=heads.beside,
     seed_configs=_seed_configs_fused,
     tolerated_spills=TOLERATED_SPILLS,
     default_spills=FUSED_DEFAULT_SPILLS,
@@ -304,6 +322,10 @@ PORTABLE_BACKWARD_SPLIT = KernelFamily(
     kernels=_kernels,
     scratch=_scratch,
     allowed_values=_choices,
+    fitted=heads.fitted,
+    poor_at_sizes=why_pointless,
+    balanced=heads.fitted,
+    beside=heads.beside,
     tolerated_spills=TOLERATED_SPILLS,
     default_spills=SPLIT_DEFAULT_SPILLS,
     cost_model=SPLIT_COST_MODEL,

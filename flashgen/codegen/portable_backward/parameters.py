@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_groups import heads_per_tile
 from flashgen.codegen.common_mods import aux_parameters, daux_names, mod_parameters
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import sequence_parameters
@@ -27,12 +28,21 @@ def dkdv_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ..
     """Of the kernel that owns blocks of keys."""
     found = [*_inputs(spec, config, "block_m", "block_n"), *_rows()]
     found += [_scratch("DqAcc")] if is_fused(config) else []
-    found += [_pointer(spec, "dk"), _pointer(spec, "dv")]
+    some = heads_per_tile(config) > 0
+    found += [_scratch("DkParts"), _scratch("DvParts")] if some else [_pointer(spec, "dk"), _pointer(spec, "dv")]
     found += _typed("*fp32", "DBias") if sums_keys(spec) else []
     found += [*score_parameters(spec), *mod_parameters(spec, by_keys=True)]
     found += _typed("*fp32", *daux_names(spec))
     found += [*_typed("fp32", "softmax_scale"), *_sizes(spec)]
-    return (*found, *_input_strides(spec, config), *_strides(spec, "dk", "dv"))
+    return (*found, *_input_strides(spec, config), *([] if some else _strides(spec, "dk", "dv")))
+
+
+def sum_parameters(spec: Specialization) -> tuple[Parameter, ...]:
+    """Of the kernel that adds what tiles with some heads of a group have summed."""
+    found = [_scratch("DkParts"), _scratch("DvParts"), _pointer(spec, "dk"), _pointer(spec, "dv")]
+    found += _typed("fp32", "softmax_scale")
+    found += _typed("i32", "nheads", "group_size", "total_k" if spec.varlen else "seqlen_k")
+    return (*found, *_strides(spec, "dk", "dv"))
 
 
 def dq_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from flashgen.codegen.aux_gradient import aux_gradient_sources
+from flashgen.codegen.common_groups import SUM_ROWS, heads_per_tile
 from flashgen.codegen.common_mods import BLOCK_LISTS, aux_names, daux_names, has_blocks, hides, mod_values
 from flashgen.codegen.common_products import precision
 from flashgen.codegen.common_scores import has_additive_score, is_positional, score_strides
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
-from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
+from flashgen.codegen.head_parts import HeadPart, head_parts, is_split, padded
 from flashgen.codegen.portable_backward.resources import dbias_blocks, is_fused, prepare_rows, row_block
 from flashgen.codegen.score_mod_gradient import gradient_source
 from flashgen.core.config import Config
@@ -42,6 +43,12 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "prepare_rows": prepare_rows(spec),
         "dbias_block_m": dbias_blocks(spec)[0],
         "dbias_block_n": dbias_blocks(spec)[1],
+        "sum_rows": SUM_ROWS,
+        "sum_d": padded(spec.head_dim, False),
+        "sum_dv": padded(spec.head_dim_v, False),
+        "sum_multiple": ALIGNMENT_BYTES // DTYPE_BYTES[storage(spec)] if spec.aligned16 else 1,
+        # the head of a program: of keys, or one of the parts of its group
+        "tile_head": "part_head" if heads_per_tile(config) else "h_k",
         "zero_parts": d_parts if fused else (),
         **_features(spec, config),
         **mod_values(spec),
@@ -56,6 +63,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "dq_state": _each("dq", d_parts),
         "dq_arguments": _dq_arguments(spec, config, d_parts, v_parts),
         **dict(config.knobs),
+        "heads_per_tile": heads_per_tile(config),
     }
 
 

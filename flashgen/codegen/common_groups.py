@@ -1,0 +1,127 @@
+"""How many query heads of a group a tile of keys walks over in a backward pass: the knob `heads_per_tile`.
+
+A tile is a block of keys of one key head. With all query heads of the group in it, dk and dv are summed in registers;
+but 28 query heads over 4 key heads and 4096 keys are 128 tiles then, of which a causal mask leaves the first one twice
+the mean. Tiles with fewer heads of a group fill the SMs, and leave sums that another kernel adds: a tile writes and
+that kernel reads fp32 rows of dk and dv, in the time of `PART_STEPS` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flashgen.codegen.common_sequences import key_blocks
+from flashgen.codegen.family import Knob, Scratch, Sizes
+from flashgen.core.config import Config
+
+HEADS_PER_TILE = Knob(
+    name="heads_per_tile",
+    values=(0, 1, 2, 4),
+    meaning="query heads of a group that a tile walks over; 0 is all, fewer make more tiles, whose sums are added",
+    default=0,
+    implied=True,
+)
+
+BY_RULE = (0, 1, 2)
+"""Values that serve without a record of the sizes: 4 heads were at most 5% faster than 2."""
+
+PART_STEPS = 3.0
+"""Steps of 64 queries and 128 keys that take as long as the sums of a tile, in memory and back."""
+
+STEP_SCORES = 64 * 128
+
+COARSE = 0.3
+"""What SMs idle at the end under a causal mask, in tiles of the mean SM: the last ones end at different times."""
+
+WORTH = 0.98
+"""Another number of heads serves where the time that is expected falls below this share."""
+
+SUM_ROWS = 16
+"""Keys of a program of the kernel that adds the sums of a group's tiles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyTiles:
+    """The tiles of a kernel that owns keys.
+
+    Attributes:
+        block_m: queries of a step.
+        block_n: keys of a tile.
+        slots: tiles that run side by side on the device.
+        causal: whether later keys are seen by fewer queries, and tiles start with the heaviest.
+        coarse: whether the last tiles end at different times.
+    """
+
+    block_m: int
+    block_n: int
+    slots: int
+    causal: bool
+    coarse: bool
+
+    def steps(self, sizes: Sizes, heads: int) -> float:
+        """Steps until the last tile ends, in each of which a tile meets a block of queries of one head.
+
+        Tiles are of equal work, or begin with the heaviest: then the longest one, or the mean of all SMs, says when the
+        last one ends. On none of 20 shapes on an H100 was another number of heads more than 5% faster than the one with
+        the least (docs/decisions/heads-per-tile.md).
+        """
+        packed = sizes.sequences > 0
+        parts = -(-(sizes.nheads // sizes.nheads_k) // heads)
+        blocks = key_blocks(sizes, self.block_n) if packed else -(-sizes.seqlen_k // self.block_n)
+        tiles = sizes.batch * sizes.nheads_k * parts * blocks
+        rounds = -(-tiles // self.slots)
+        queries, keys = (sizes.max_seqlen_q, sizes.max_seqlen_k) if packed else (sizes.seqlen_q, sizes.seqlen_k)
+        longest = -(-queries // self.block_m)
+        # of packed sequences a host knows how long they are on average
+        mean = min(longest, sizes.seqlen_q / sizes.sequences / self.block_m + 1) if packed else longest
+        if self.causal:
+            mean *= 1 - min(queries, keys) / max(keys, 1) / 2
+        if self.causal or packed:
+            idle = COARSE * self.slots / tiles if self.coarse else 0.0
+            share = sizes.batch * sizes.nheads * blocks * mean / self.slots
+            walked = max(heads * longest, share * (1 + idle))
+        else:
+            walked = rounds * heads * longest
+        return walked + (PART_STEPS * STEP_SCORES / self.block_m / self.block_n * rounds if parts > 1 else 0.0)
+
+    def best(self, sizes: Sizes, own: int, values: Iterable[int] = BY_RULE) -> int:
+        """The value of the knob for these sizes, where that is better than a config's own, else that one."""
+        group = sizes.nheads // sizes.nheads_k
+        expected = {heads: self.steps(sizes, heads or group) for heads in values if heads < group}
+        best = min(expected, key=lambda heads: (expected[heads], heads))
+        return best if expected[best] < WORTH * self.steps(sizes, own or group) else own
+
+
+def heads_per_tile(config: Config) -> int:
+    """Query heads of a group that a tile walks over; 0 is all, also in a config that is older than the knob."""
+    heads = config.get("heads_per_tile", 0)
+    assert isinstance(heads, int)
+    return heads
+
+
+def why_pointless(config: Config, sizes: Sizes) -> str | None:
+    """The reason why sums go through memory for nothing at these sizes, or None."""
+    heads, group = heads_per_tile(config), sizes.nheads // sizes.nheads_k
+    if heads and group <= heads:
+        return f"its tiles walk over {heads} query heads of a group, which has {group}: no other tile has sums to add"
+    return None
+
+
+def key_heads(config: Config, sizes: Sizes) -> int:
+    """Heads of keys, times the tiles that share the query heads of one."""
+    some = heads_per_tile(config)
+    return sizes.nheads_k * (-(-(sizes.nheads // sizes.nheads_k) // some) if some else 1)
+
+
+def sums_of_parts(config: Config, sizes: Sizes, columns: int, columns_v: int) -> tuple[Scratch, ...]:
+    """The sums of dk and dv of tiles with some heads of a group, in rows of so many columns."""
+    if not heads_per_tile(config):
+        return ()
+    rows = sizes.batch * key_heads(config, sizes) * sizes.seqlen_k
+    return Scratch(name="dk_parts", shape=(rows, columns)), Scratch(name="dv_parts", shape=(rows, columns_v))
+
+
+def programs_of_sums(sizes: Sizes) -> int:
+    """Of the kernel that adds them."""
+    return -(-sizes.seqlen_k // SUM_ROWS) * sizes.batch * sizes.nheads_k
