@@ -31,7 +31,7 @@ SMALL_DQ: dict[str, KnobValue] = {"dq_block_m": 32, "dq_block_n": 32, "dq_num_wa
 # for Hopper are those that tests/codegen has compiled)
 CASES: dict[str, tuple[str, dict[str, KnobValue]]] = {
     "hopper_backward_fused": ("bwd-bf16-d128-causal", {}),
-    "hopper_backward_split": ("bwd-bf16-d256-causal", {}),
+    "hopper_backward_split": ("bwd-fp16-d256-causal-offset", {}),
     "portable_backward_fused": (f"bwd-bf16-d96-{FEATURES}", {**SMALL, "loads": "descriptor", "split_d": True}),
     "portable_backward_split": (f"bwd-bf16-d64-{FEATURES}", {**SMALL, **SMALL_DQ, "loads": "pointer"}),
 }
@@ -122,9 +122,12 @@ def test_every_parameter_of_every_kernel_has_the_value_of_the_call(family_id: st
     cuda.named = {part.kernel.entry: part.kernel.parameters for part in compiled.parts}
     launch = make_backward_plan(compiled, spec, config, geometry, 0)
     assert not isinstance(launch, TritonPlan)
-    neg_delta = launch(given, 0.25, None, features)
+    offsets = torch.full((2,), 133, dtype=torch.int32) if spec.offset_tensor else None
+    neg_delta = launch(given, 0.25, offsets, features)
     (call,) = calls_of(cuda, len(compiled.parts))
     expected, start = expected_arguments(given, features), neg_delta.data_ptr()
+    if offsets is not None:
+        expected["QOffset"] = offsets.data_ptr()
     scratch = {one.name: one for one in family(family_id).scratch(spec, config, geometry.sizes)}
     places: dict[str, set[int]] = {}
     for part, done in zip(compiled.parts, call, strict=True):
@@ -141,9 +144,9 @@ def test_every_parameter_of_every_kernel_has_the_value_of_the_call(family_id: st
                 places.setdefault(piece_of(name), set()).add(value - start)
     assert places.keys() == scratch.keys(), "every piece is used, and nothing else is left to bind"
     assert places["neg_delta"] == {0}
-    offsets = [offset for found in places.values() for offset in found]
-    assert len(offsets) == len(set(offsets)) == len(scratch), "all kernels of a call see the same memory"
-    assert all(offset % 256 == 0 for offset in offsets)
+    begins = [place for found in places.values() for place in found]
+    assert len(begins) == len(set(begins)) == len(scratch), "all kernels of a call see the same memory"
+    assert all(place % 256 == 0 for place in begins)
     if "split_d" in CASES[family_id][1]:
         main = next(one.values for one in call if "k1_desc" in one.values)
         assert [main[f"k{part}_desc.encoded"].box[0] for part in ("", "1")] == [64, 32], "64 and 32 of 96"
