@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -30,11 +32,17 @@ WORKLOADS = (
 
 
 @pytest.fixture
-def events(tmp_path: Path) -> list[Event]:
+def events() -> list[Event]:
     """All events of a run over two workloads."""
+    return list(told_once())
+
+
+@functools.cache
+def told_once() -> tuple[Event, ...]:
+    """Events are frozen: one run tells all tests of the same."""
     told: list[Event] = []
     executor = FakeExecutor()
-    with Store.open(tmp_path / "tuning.sqlite3") as store:
+    with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder, "tuning.sqlite3")) as store:
         tune(
             WORKLOADS,
             device=H200,
@@ -46,7 +54,7 @@ def events(tmp_path: Path) -> list[Event]:
             on_event=told.append,
             clock=executor.clock,
         )
-    return told
+    return tuple(told)
 
 
 def test_the_panel_shows_trials_best_peak_failures_and_time_left(

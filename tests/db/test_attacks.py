@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import sqlite3
 import tempfile
 import time
@@ -35,18 +36,23 @@ OTHER = replace(MEASURED, workload=SHORT)
 needs_limits = pytest.mark.skipif(not module.HAS_LIMITS, reason="Python 3.10 cannot set SQLite's limits")
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Two good records, a trial and a failed one, in a file without a WAL."""
-    with Store.open(tmp_path / "draft.sqlite3") as store:
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two good records, a trial and a failed one, in a file without a WAL, of which each test has a copy."""
+    folder = tmp_path_factory.mktemp("stranger")
+    with Store.open(folder / "draft.sqlite3") as store:
         store.put_records([MEASURED, OTHER])
         store.put_trial(TRIAL)
         store.put_trial(FAILED)
-    path = tmp_path / "stranger.sqlite3"
-    connection = sqlite3.connect(tmp_path / "draft.sqlite3")
-    connection.execute("VACUUM INTO ?", (str(path),))
+    connection = sqlite3.connect(folder / "draft.sqlite3")
+    connection.execute("VACUUM INTO ?", (str(folder / "stranger.sqlite3"),))
     connection.close()
-    return path
+    return folder / "stranger.sqlite3"
+
+
+@pytest.fixture
+def path(stranger: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(stranger, tmp_path))
 
 
 @pytest.fixture

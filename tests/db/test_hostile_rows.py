@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import warnings
 from dataclasses import replace
@@ -19,15 +20,20 @@ KNOBS = MEASURED.config.to_json()
 CODE = "__import__('os').system('touch /tmp/flashgen-was-here')"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Two good records with baselines and two good trials."""
-    path = tmp_path / "tuning.sqlite3"
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two good records with baselines and two good trials: a closed file, of which each test has a copy."""
+    path = tmp_path_factory.mktemp("good") / "tuning.sqlite3"
     with Store.open(path) as store:
         store.put_records([MEASURED, replace(MEASURED, workload=SHORT)])
         store.put_trial(TRIAL)
         store.put_trial(FAILED)
     return path
+
+
+@pytest.fixture
+def path(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(good, tmp_path))
 
 
 def tamper(path: Path, statement: str, *values: object) -> None:

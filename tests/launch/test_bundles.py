@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,8 +46,17 @@ def plain_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
     path = tmp_path / "h200.kernels"
-    bundles.write(path, [entry(), entry(*OTHER)], ["sm90"], version())
+    path.write_bytes(two_kernels())
     return path
+
+
+@functools.cache
+def two_kernels() -> bytes:
+    """A bundle of both, written once for all tests that read one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "h200.kernels")
+        bundles.write(path, [entry(), entry(*OTHER)], ["sm90"], version())
+        return path.read_bytes()
 
 
 @pytest.fixture
