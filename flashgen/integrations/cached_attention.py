@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import flashgen
-from flashgen.core.checks import flag
+from flashgen.core.checks import flag, whole_number
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
@@ -130,7 +130,12 @@ class CachedCall:
     def _check_room(self, new: int | Tensor) -> None:
         """Refuse lengths behind the block table: those of a tensor only where checks may wait for the GPU."""
         table, known = self.block_table, self.cache_seqlens
-        if table is None or known is None or table.dim() != 2 or self.k_cache.dim() != 4:
+        if table is None or known is None:
+            return
+        check_tensor("block_table", table)
+        if not isinstance(known, Tensor):
+            whole_number("cache_seqlens, where it is no tensor,", known, 0)
+        if table.dim() != 2 or self.k_cache.dim() != 4:
             return
         if isinstance(known, Tensor) or isinstance(new, Tensor):
             if not may_read(self.k_cache):

@@ -272,6 +272,9 @@ def test_lengths_behind_the_block_table_are_refused_where_they_are_known(
                     q, k_cache, v_cache, *more, cache_seqlens=known, **{name: given["block_table"]}
                 )
             assert isinstance(found.value, WorkloadError)
+    for wrong, rule in ((3.5, "must be a whole number, got 3.5"), (-1, "must be at least 0, got -1")):
+        with pytest.raises(WorkloadError, match=rule):
+            flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *more, cache_seqlens=wrong, **given)
     torch.testing.assert_close(k_cache, before, equal_nan=True)
     seqlens = torch.tensor([4, fits], dtype=torch.int32)
     flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *more, cache_seqlens=seqlens, **given)
