@@ -1,8 +1,9 @@
 """What searches compute again and again from the same values, computed once in a process of the tests.
 
-A test of a search enumerates the space of a workload, asks the analytic model about all of it, and reads the tables
-that ship, as the tests before it did: a fifth of their time. Each is a function of values alone, and remembered where
-the modules of tuning call it. Tests of these functions call the originals, from the modules that define them.
+A test of a search enumerates the space of a workload, fits it to the sizes, asks the analytic model about all of it,
+and reads the tables that ship, as the tests before it did: two fifths of their time. Each is a function of values
+alone, and remembered where the modules of tuning call it. Tests of these functions call the originals, from the modules
+that define them; candidates that are fitted, which are frozen, are those of the first test that asked.
 
 The statements that make the tables of a new database, which SQLAlchemy writes from the schema, are run as they were for
 the first one of a process. The command line, which a test of a command in this process reads from its functions, is
@@ -24,6 +25,9 @@ SPACES = 48
 
 MODELLED = 96
 
+FITTED = 24
+"""Spaces as they are at the sizes of a workload."""
+
 
 def remember() -> None:
     """Remember from now on, in the modules that are loaded."""
@@ -34,6 +38,9 @@ def remember() -> None:
     ):
         for module in filter(None, (sys.modules.get(f"flashgen.tuning.{each}") for each in modules)):
             setattr(module, name, wrapped(getattr(module, name)))
+    candidates = sys.modules.get("flashgen.tuning.candidates")
+    if candidates is not None:
+        candidates.Candidates.of = _candidates_of(candidates.Candidates.of)
     learned_cost = sys.modules.get("flashgen.tuning.learned_cost")
     if learned_cost is not None:
         learned_cost.Lesson.of = _lesson(learned_cost.Lesson.of)
@@ -80,6 +87,19 @@ def _predict_all(original: Any) -> Any:
         return dict(predicted(workload, tuple(configs), device, families.FAMILIES))
 
     return copied
+
+
+def _candidates_of(original: Any) -> Any:
+    from flashgen.codegen import families as table
+
+    @functools.lru_cache(maxsize=FITTED)
+    def found(workload: Any, device: Any, families: tuple[str, ...], rows: tuple[Any, ...]) -> Any:
+        return original(workload, device, families)
+
+    def of(workload: Any, device: Any, families: tuple[str, ...] = ()) -> Any:
+        return found(workload, device, families, (*table.FAMILIES, *table.DECODE_FAMILIES))
+
+    return of
 
 
 LOGS: dict[Path, Any] = {}
