@@ -8,7 +8,6 @@ that kernel reads fp32 rows of dk and dv, in the time of `PART_STEPS` steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashgen.codegen.common_sequences import key_blocks
@@ -67,7 +66,7 @@ class KeyTiles:
         the least (docs/decisions/heads-per-tile.md).
         """
         packed = sizes.sequences > 0
-        parts = -(-(sizes.nheads // sizes.nheads_k) // heads)
+        parts = parts_of(sizes.nheads // sizes.nheads_k, heads)
         blocks = key_blocks(sizes, self.block_n) if packed else -(-sizes.seqlen_k // self.block_n)
         tiles = sizes.batch * sizes.nheads_k * parts * blocks
         rounds = -(-tiles // self.slots)
@@ -85,12 +84,22 @@ class KeyTiles:
             walked = rounds * heads * longest
         return walked + (PART_STEPS * STEP_SCORES / self.block_m / self.block_n * rounds if parts > 1 else 0.0)
 
-    def best(self, sizes: Sizes, own: int, values: Iterable[int] = BY_RULE) -> int:
-        """The value of the knob for these sizes, where that is better than a config's own, else that one."""
+    def best(self, sizes: Sizes, own: int) -> int:
+        """The value of the knob for these sizes, where that is better than a config's own, else that one.
+
+        A config's own is below the heads of a group: see `why_pointless`.
+        """
         group = sizes.nheads // sizes.nheads_k
-        expected = {heads: self.steps(sizes, heads or group) for heads in values if heads < group}
+        if group == 1:
+            return own
+        expected = {heads: self.steps(sizes, heads or group) for heads in {own, *BY_RULE} if heads < group}
         best = min(expected, key=lambda heads: (expected[heads], heads))
-        return best if expected[best] < WORTH * self.steps(sizes, own or group) else own
+        return best if expected[best] < WORTH * expected[own] else own
+
+
+def parts_of(group: int, heads: int) -> int:
+    """Tiles that share the query heads of a group; `heads` 0 is all of them in one."""
+    return -(-group // heads) if heads else 1
 
 
 def heads_per_tile(config: Config) -> int:
@@ -110,8 +119,7 @@ def why_pointless(config: Config, sizes: Sizes) -> str | None:
 
 def key_heads(config: Config, sizes: Sizes) -> int:
     """Heads of keys, times the tiles that share the query heads of one."""
-    some = heads_per_tile(config)
-    return sizes.nheads_k * (-(-(sizes.nheads // sizes.nheads_k) // some) if some else 1)
+    return sizes.nheads_k * parts_of(sizes.nheads // sizes.nheads_k, heads_per_tile(config))
 
 
 def sums_of_parts(config: Config, sizes: Sizes, columns: int, columns_v: int) -> tuple[Scratch, ...]:

@@ -17,6 +17,7 @@ knobs, so it costs all configs of a family alike.
 from __future__ import annotations
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_groups import parts_of
 from flashgen.codegen.common_steps import key_steps, steps
 from flashgen.codegen.cost import Loop, Tiling
 from flashgen.codegen.family import Sizes
@@ -73,7 +74,7 @@ def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:
     d, dv, size = tile.query_columns, tile.value_columns, DTYPE_BYTES[w.dtype]
     added = d if added_trips else 0
     group = w.nheads // w.nheads_k
-    parts = -(-group // tile.walked_heads) if tile.walked_heads else 1
+    parts = parts_of(group, tile.walked_heads)
     # sums of parts are written, and read by another kernel
     parts_bytes = 2 * w.batch * w.nheads_k * parts * w.seqlen_k * (d + dv) * FP32_BYTES if tile.walked_heads else 0
     walked = _query_rows(w) * ((w.head_dim + w.head_dim_v) * size + STATISTICS_BYTES)

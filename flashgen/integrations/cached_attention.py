@@ -202,13 +202,17 @@ class CachedCall:
             rotary=self.rotary,
         )
 
+    @property
+    def _pages(self) -> int:
+        """Pages of a sequence; a row of a cache without pages is one."""
+        return 1 if self.block_table is None else self.block_table.shape[1]
+
     def _first(self, batch: int) -> Tensor:
         """Positions of the first new keys, int32 (batch,)."""
         assert self.cache_seqlens is not None
-        pages = 1 if self.block_table is None else self.block_table.shape[1]
         cos, given = self.rotary["rotary_cos"], self.rotary.get("rotary_seqlens")
         return first_positions(
-            self.cache_seqlens, given, batch=batch, rotary_cos=cos, k_cache=self.k_cache, pages=pages
+            self.cache_seqlens, given, batch=batch, rotary_cos=cos, k_cache=self.k_cache, pages=self._pages
         )
 
     def _lengths(self, batch: int, new: int | Tensor) -> Tensor:
@@ -217,8 +221,7 @@ class CachedCall:
         if isinstance(known, Tensor):
             return known if isinstance(new, int) and not new else known + new
         if known is None:
-            pages = 1 if self.block_table is None else self.block_table.shape[1]
-            known = self.k_cache.shape[1] * pages
+            known = self.k_cache.shape[1] * self._pages
         after = known + new
         return after if isinstance(after, Tensor) else as_lengths(after, batch, self.q)
 

@@ -128,7 +128,7 @@ def _reachable(
         return _reachable_steps(workload, spec, device)
     if workload.is_packed:
         return _reachable_packed(workload, spec, device)
-    from flashgen.codegen.families import beside, default_config, fitted, invalid, usual
+    from flashgen.codegen.families import default_config, invalid, usual
     from flashgen.codegen.family import Sizes
     from flashgen.runtime.lookup.ladder import resolve
 
@@ -141,9 +141,7 @@ def _reachable(
     known |= {twin.record.config for twin in choices.twins}
     known |= {resolve(exact, spec, device, records).config for exact in choices.same_bits}
     default, sizes = default_config(spec, device), Sizes.of(workload)
-    if spec.direction == "backward":  # whose tiles have the heads of a group that a batch takes
-        tiles = {other for config in (default, *known) for other in beside(config, spec, device)}
-        known |= {fitted(other, spec, sizes, device) for other in tiles}
+    known |= _other_tiles({default, *known}, workload, spec, device)
     rows = {sizes.seqlen_q, *range(1, min(sizes.seqlen_q, SHORT_QUERIES))}
     defaults = {usual(default, spec, sizes._replace(seqlen_q=n), device) for n in rows}
     return defaults | {config for config in known if invalid(config, spec, device) is None}
@@ -203,8 +201,6 @@ def _reachable_packed(workload: Workload, spec: Specialization, device: Device) 
     What is nearest does not depend on the number of sequences, which tells records of one class from others alone. A
     block table may have room for fewer keys than the queries that a sequence may have.
     """
-    from flashgen.codegen.families import beside, fitted, invalid
-    from flashgen.codegen.family import Sizes
     from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 
     records, most = serve.records(), PackedSizes.of(workload)
@@ -216,10 +212,17 @@ def _reachable_packed(workload: Workload, spec: Specialization, device: Device) 
                 if seqlen_k >= seqlen_q or spec.page_size:
                     sizes = most._replace(batch=1, total_q=rows, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
                     found.add(served_packed(spec, sizes, device, records).config)
-    # the heads of a tile of a backward pass follow from how many sequences there are, too
-    tiles = {other for config in found for other in beside(config, spec, device) if spec.direction == "backward"}
-    able = {other for other in tiles if invalid(other, spec, device) is None}
-    return found | {fitted(other, spec, Sizes.of(workload), device) for other in able}
+    return found | _other_tiles(found, workload, spec, device)
+
+
+def _other_tiles(configs: set[Config], workload: Workload, spec: Specialization, device: Device) -> set[Config]:
+    """What may serve in the place of configs of a backward pass, whose tiles have the heads that a batch takes."""
+    from flashgen.codegen.families import beside, fitted, invalid
+    from flashgen.codegen.family import Sizes
+
+    tiles = {tile for one in configs for tile in beside(one, spec, device) if spec.direction == "backward"}
+    able = {tile for tile in tiles if invalid(tile, spec, device) is None}
+    return {fitted(tile, spec, Sizes.of(workload), device) for tile in able}
 
 
 def _powers_to(size: int) -> list[int]:
