@@ -16,10 +16,12 @@ knobs, so it costs all configs of a family alike.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_groups import parts_of
 from flashgen.codegen.common_steps import key_steps, steps
-from flashgen.codegen.cost import Loop, Tiling
+from flashgen.codegen.cost import Loop, Steps, Tiling
 from flashgen.codegen.family import Sizes
 from flashgen.core.workload import DTYPE_BYTES, Workload
 
@@ -67,6 +69,19 @@ def forward_loop(w: Workload, tile: Tiling) -> Loop:
         precision=tile.precision,
         hardware_tanh=tile.hardware_tanh,
     )
+
+
+def of_shares(loop: Loop, w: Workload, splits: int) -> Loop:
+    """A forward pass whose programs have a share of the keys each, the last of them what is masked.
+
+    Their outputs in fp32 are written, and read by another kernel.
+    """
+    if splits == 1:
+        return loop
+    full = [f * (n + 1) // splits - f * n // splits for f in loop.steps.full for n in range(splits)]
+    masked = [m if n == splits - 1 else 0 for m in loop.steps.masked for n in range(splits)]
+    moved = 2 * splits * _query_rows(w) * w.head_dim_v * FP32_BYTES
+    return replace(loop, steps=Steps(full=tuple(full), masked=tuple(masked)), tensor_bytes=loop.tensor_bytes + moved)
 
 
 def owning_keys(w: Workload, tile: Tiling, added_trips: int = 0) -> Loop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.family import Parameter, Sizes
+from flashgen.codegen.head_parts import power_of_two
 from flashgen.core.workload import Specialization
 
 SEQUENCE_POINTERS = ("CuSeqlensQ", "CuSeqlensK", "SeqUsedQ", "SeqUsedK")
@@ -35,6 +36,17 @@ def query_blocks(sizes: Sizes, block: int) -> int:
 def key_blocks(sizes: Sizes, block: int) -> int:
     """The same of keys."""
     return min(sizes.seqlen_k // block + sizes.sequences, sizes.sequences * -(-sizes.max_seqlen_k // block)) + 1
+
+
+def of_class(sizes: Sizes) -> Sizes:
+    """The largest sizes of the class of a batch of packed sequences: no length is longer than all rows."""
+    rows = power_of_two(max(sizes.seqlen_q, 1))
+    return sizes._replace(
+        seqlen_q=rows,
+        sequences=power_of_two(max(sizes.sequences, 1)),
+        max_seqlen_q=min(power_of_two(max(sizes.max_seqlen_q, 1)), rows),
+        max_seqlen_k=power_of_two(max(sizes.max_seqlen_k, 1)),
+    )
 
 
 def why_not_packed(spec: Specialization) -> str | None:

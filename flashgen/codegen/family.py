@@ -75,7 +75,8 @@ class Sizes(NamedTuple):
     """The sizes of a launch that grids and scratch memory depend on.
 
     Packed sequences are one batch element: `seqlen_q` and `seqlen_k` are the rows of all of them, and what is known of
-    each is that there are `sequences` of them, none longer than `max_seqlen_q` and `max_seqlen_k`.
+    each is that there are `sequences` of them, none longer than `max_seqlen_q` and `max_seqlen_k`. `key_splits` CTAs
+    share the keys of a tile of queries.
     """
 
     batch: int
@@ -86,6 +87,7 @@ class Sizes(NamedTuple):
     sequences: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    key_splits: int = 1
 
     @classmethod
     def of(cls, workload: Workload) -> Sizes:
@@ -177,6 +179,10 @@ def _unchanged(spec: Specialization, config: Config, device: Device) -> Config:
     return config
 
 
+def _one(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> int:
+    return 1
+
+
 def _nothing_else(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
     return ()
 
@@ -207,6 +213,7 @@ class KernelFamily:
         template_values: what the template needs beside the parameters, by name.
         kernels: the kernels of a config, in the order of their launches.
         scratch: the memory that they share.
+        key_splits: how many CTAs share the keys of a tile of queries at some sizes.
         seed_configs: valid configs that won before, for a search to begin with (beside the default).
         allowed_values: values of some knobs in an enumeration, where others are never valid for a specialization
             or follow from sizes that it does not know.
@@ -240,6 +247,7 @@ class KernelFamily:
     template_values: Callable[[Specialization, Config], dict[str, object]]
     kernels: Callable[[Specialization, Config], tuple[KernelSpec, ...]]
     scratch: Callable[[Specialization, Config, Sizes], tuple[Scratch, ...]] = _no_scratch
+    key_splits: Callable[[Specialization, Config, Sizes, Device], int] = _one
     seed_configs: Callable[[Specialization, Device], tuple[Config, ...]] = _no_seed_configs
     allowed_values: Callable[[Specialization], dict[str, tuple[KnobValue, ...]]] = _all_values
     knob_rows: Callable[[], KnobRows] = _no_knob_rows

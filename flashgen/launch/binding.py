@@ -17,7 +17,15 @@ from flashgen.launch.backward import NEG_DELTA, check_backward
 from flashgen.launch.geometry import Geometry, clamp_offset, scalars
 from flashgen.launch.parameters import block_of, is_descriptor
 from flashgen.launch.scratch import ScratchPlan
-from flashgen.launch.vocabulary import CALL_SCALARS, COUNTER, DIRECTIONS, OFFSET_TENSOR, STRIDED, Direction
+from flashgen.launch.vocabulary import (
+    CALL_SCALARS,
+    COUNTER,
+    DIRECTIONS,
+    KEY_SPLITS,
+    OFFSET_TENSOR,
+    STRIDED,
+    Direction,
+)
 
 _WRITTEN = {name: frozenset((*CALL_SCALARS, *direction.rows)) for name, direction in DIRECTIONS.items()}
 """By direction: the numbers that every launch may write another value of."""
@@ -62,14 +70,14 @@ class Binding:
         Raises:
             LaunchError: one is not, or has two types; or a backward pass lacks what each of them has.
         """
-        scratch = ScratchPlan.of(spec, config, geometry.sizes, first=NEG_DELTA)
+        scratch = ScratchPlan.at(spec, config, geometry.sizes, compiled.device, first=NEG_DELTA)
         found = cls(
             compiled=compiled,
             spec=spec,
             config=config,
             direction=DIRECTIONS[spec.direction],
             geometry=geometry,
-            scalars=scalars(geometry),
+            scalars={**scalars(geometry), KEY_SPLITS: scratch.sizes.key_splits},
             written=_WRITTEN[spec.direction],
             scratch=scratch,
             names=frozenset(name for part in compiled.parts for name in part.kernel.names),

@@ -103,12 +103,12 @@ class DriverPlan:
         scratch = binding.scratch
         if geometry is not binding.geometry:
             spec, config = binding.spec, binding.config
-            scratch = ScratchPlan.of(spec, config, geometry.sizes, first=NEG_DELTA)
+            scratch = ScratchPlan.at(spec, config, geometry.sizes, binding.compiled.device, first=NEG_DELTA)
             if _kind(geometry, scratch) != self._kind:
                 return None
             if spec.direction == "backward":
                 check_backward(spec, config.family, geometry, scratch)
-        values = scalar_values(geometry)
+        values = [*scalar_values(geometry), scratch.sizes.key_splits]
         return SizedPlan(geometry, scratch, values[Q_OFFSET_PLACE], self.layout.filled(geometry, scratch, values))
 
     def calls(self, memory: PlanMemory) -> list[Call]:

@@ -35,7 +35,7 @@ from flashgen.launch.feature_arguments import LOG2E
 from flashgen.launch.geometry import Geometry, scalar_names
 from flashgen.launch.parameters import WORD_BYTES, WORD_FORMATS, Layout, block_of, element_of, is_descriptor
 from flashgen.launch.scratch import ScratchPlan
-from flashgen.launch.vocabulary import COUNTER, OFFSET_TENSOR
+from flashgen.launch.vocabulary import COUNTER, KEY_SPLITS, OFFSET_TENSOR
 
 ELEMENT_BYTES = {**DTYPE_BYTES, "u8": 1}
 """Bytes of one element of what a tensor descriptor may be of: of a mask a byte."""
@@ -155,7 +155,7 @@ class PlanLayout:
         Args:
             geometry: one of the kind that the parameters were placed for.
             scratch: its scratch memory.
-            scalars: the `scalar_values` of the geometry.
+            scalars: the `scalar_values` of the geometry, and how many CTAs share the keys of a tile.
         """
         words = self._copy(self._constants)
         start = ctypes.addressof(words)
@@ -198,7 +198,7 @@ class PlanLayout:
         self.places = {name: words.one(form, known.get(name, 0)) for name, form in written.items()}
         self._place_kernels(words, binding.compiled.parts)
         self.places["q_offset"] = words.one(WORD_FORMATS["i32"])  # with the sizes: a geometry says what it begins with
-        known_scalars = scalar_names(binding.geometry)
+        known_scalars = (*scalar_names(binding.geometry), KEY_SPLITS)
         self._scalars = tuple(known_scalars.index(name) for name in ("q_offset", *fixed))
         scalars = words.add(self.formats[name] for name in fixed)
         return self.places | dict(zip(fixed, range(scalars.start, scalars.stop), strict=True))

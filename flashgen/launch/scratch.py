@@ -12,6 +12,7 @@ import torch
 from flashgen.codegen.families import family
 from flashgen.codegen.family import Scratch, Sizes
 from flashgen.core.config import Config
+from flashgen.core.device import Device
 from flashgen.core.errors import LaunchError
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 from flashgen.launch.dtypes import TORCH_DTYPES
@@ -62,6 +63,16 @@ class ScratchPlan(NamedTuple):
     pieces: dict[str, Piece]
     floats: int
     sizes: Sizes
+
+    @classmethod
+    def at(cls, spec: Specialization, config: Config, sizes: Sizes, device: Device, *, first: str = "") -> ScratchPlan:
+        """The same as `of` for a launch on a device, which says how many CTAs share the keys of a tile of queries.
+
+        Raises:
+            LaunchError: the family names a piece twice.
+        """
+        splits = family(config.family).key_splits(spec, config, sizes, device)
+        return cls.of(spec, config, sizes if splits == 1 else sizes._replace(key_splits=splits), first=first)
 
     @classmethod
     def of(cls, spec: Specialization, config: Config, sizes: Sizes, *, first: str = "") -> ScratchPlan:

@@ -22,6 +22,7 @@ rank 5 with the heads that share keys in an axis of their own, or of packed sequ
 | `stride_<t>b`, `stride_<t>h`, `stride_<t>s` | i32, i64 | strides of `q`, `k`, `v`, `o`, `do`, `dq`, `dk`, `dv` |
 | `batch`, `nheads`, `seqlen_q`, `seqlen_k` | i32 | sizes of the call |
 | `group_size` | i32 | query heads of a KV head |
+| `key_splits` | i32 | CTAs that share the keys of a tile of queries: 1 where the config has none do so |
 | `softmax_scale` | fp32 | the factor of the scores |
 | `softmax_scale_log2` | fp32 | the same times log2(e) |
 | `q_offset` | i32 | the position of the first query among the keys, clamped to what makes a difference |
@@ -70,6 +71,7 @@ COUNTER = "Counter"
 """The one parameter whose value is not the same in all kernels of a call."""
 
 OFFSET_TENSOR = "QOffset"
+KEY_SPLITS = "key_splits"
 
 CALL_SCALARS = ("softmax_scale", "softmax_scale_log2", "q_offset", *feature_arguments.CALL_NUMBERS)
 """Numbers that may differ between the calls of one geometry."""

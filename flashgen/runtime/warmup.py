@@ -16,7 +16,10 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.runtime.ops import kernel_cache, serve
 
 SHORT_QUERIES = 1024
-"""From this query length on the default config is the same for all lengths."""
+"""From this query length on the default config is the same for all lengths, but for what more keys ask for."""
+
+MANY_KEYS = 1 << 17
+"""Over so many, CTAs share the keys of whatever tiles are few enough."""
 
 
 ALL_LENGTHS = tuple(1 << power for power in range(8, 25))
@@ -128,7 +131,7 @@ def _reachable(
         return _reachable_steps(workload, spec, device)
     if workload.is_packed:
         return _reachable_packed(workload, spec, device)
-    from flashgen.codegen.families import default_config, invalid, usual
+    from flashgen.codegen.families import balanced, default_config, invalid, usual
     from flashgen.codegen.family import Sizes
     from flashgen.runtime.lookup.ladder import resolve
 
@@ -143,8 +146,11 @@ def _reachable(
     default, sizes = default_config(spec, device), Sizes.of(workload)
     known |= _other_tiles({default, *known}, workload, spec, device)
     rows = {sizes.seqlen_q, *range(1, min(sizes.seqlen_q, SHORT_QUERIES))}
-    defaults = {usual(default, spec, sizes._replace(seqlen_q=n), device) for n in rows}
-    return defaults | {config for config in known if invalid(config, spec, device) is None}
+    at = [sizes._replace(seqlen_q=n, seqlen_k=keys) for n in rows for keys in {sizes.seqlen_k, MANY_KEYS}]
+    defaults = {usual(default, spec, each, device) for each in at}
+    able = {config for config in known if invalid(config, spec, device) is None}
+    some = [each for each in at if each.seqlen_q in {sizes.seqlen_q, *_powers_to(SHORT_QUERIES)}]
+    return defaults | able | {balanced(config, spec, each, device) for config in able for each in some}
 
 
 def _reachable_steps(workload: Workload, spec: Specialization, device: Device) -> set[Config]:
@@ -198,8 +204,9 @@ def _over_prefixes(workload: Workload, device: Device) -> Iterator[tuple[Special
 def _reachable_packed(workload: Workload, spec: Specialization, device: Device) -> set[Config]:
     """The configs of all classes of packed sequences that are not larger than this one; the bounds are of both sides.
 
-    What is nearest does not depend on the number of sequences, which tells records of one class from others alone. A
-    block table may have room for fewer keys than the queries that a sequence may have.
+    What is nearest does not depend on the number of sequences, which tells records of one class from others alone; but
+    of few, CTAs may share the keys of a tile. A block table may have room for fewer keys than the queries that a
+    sequence may have.
     """
     from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 
@@ -210,8 +217,9 @@ def _reachable_packed(workload: Workload, spec: Specialization, device: Device) 
         for seqlen_q in _powers_to(min(most.seqlen_q, rows)):
             for seqlen_k in _powers_to(most.seqlen_k):
                 if seqlen_k >= seqlen_q or spec.page_size:
-                    sizes = most._replace(batch=1, total_q=rows, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-                    found.add(served_packed(spec, sizes, device, records).config)
+                    for batch in {1, most.batch}:
+                        sizes = most._replace(batch=batch, total_q=rows, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+                        found.add(served_packed(spec, sizes, device, records).config)
     return found | _other_tiles(found, workload, spec, device)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashgen.codegen import families
+from flashgen.codegen.common_loops import of_shares
 from flashgen.codegen.cost import CostModel, LoopKernel
+from flashgen.codegen.family import Sizes
 from flashgen.core.compiled import Compiled, Taken
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -95,8 +97,11 @@ def _known(config: Config) -> CostModel:
 
 def _loop_ms(kernel: LoopKernel, workload: Workload, config: Config, device: Device, taken: Taken) -> float:
     dense = workload.as_dense  # of packed sequences it is told the rows, and not how they are divided
-    loop = kernel.loop(dense, kernel.tile(workload.specialization, config))
-    return LAUNCH_MS + LoopModel(loop, dense, device, taken).ms
+    spec = workload.specialization
+    loop = kernel.loop(dense, kernel.tile(spec, config))
+    splits = families.family(config.family).key_splits(spec, config, Sizes.of(dense), device)
+    launches = LAUNCH_MS * (1 if splits == 1 else 2)
+    return launches + LoopModel(of_shares(loop, dense, splits), dense, device, taken).ms
 
 
 def _streams_ms(model: CostModel, workload: Workload, device: Device) -> float:

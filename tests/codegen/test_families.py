@@ -10,6 +10,7 @@ from flashgen.codegen.common_groups import HEADS_PER_TILE
 from flashgen.codegen.families import FAMILIES, applicable, default_config, family, invalid, reasons, validate
 from flashgen.codegen.family import KernelFamily
 from flashgen.codegen.head_parts import head_parts
+from flashgen.codegen.key_splits import SPLIT_KEYS
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.portable_forward.resources import registers_needed, smem_needed
 from flashgen.codegen.space import search_space
@@ -107,7 +108,7 @@ def test_values_that_are_not_enumerated_are_never_valid(row: KernelFamily, key: 
             for knob in row.knobs
             for value in knob.values
             if value not in row.allowed_values(spec).get(knob.name, knob.values)
-            and knob.name != HEADS_PER_TILE.name  # which follows from sizes
+            and knob.name not in (HEADS_PER_TILE.name, SPLIT_KEYS.name)  # which follow from sizes
         ]
         other_dtypes = [config for config in left_out if config["products"] != default["products"]]
         softcaps = [config for config in left_out if config.get("tanh", "exact") != "exact"]

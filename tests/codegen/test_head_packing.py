@@ -80,11 +80,12 @@ def test_what_computes_twice_the_tiles_is_unfit() -> None:
 def test_values_that_are_not_enumerated_are_never_valid(key: str) -> None:
     spec, drawn = Specialization.parse(f"fwd-bf16-{key}"), random.Random(0)
     choices = HOPPER_FORWARD.allowed_values(spec)
-    assert choices["packed_heads"] == (1,), "which the sizes decide"
+    by_sizes = {"packed_heads", "split_keys"}
+    assert (choices["packed_heads"], choices["split_keys"]) == ((1,), (False,)), "which the sizes decide"
     default, left_out = HOPPER_FORWARD.default(spec, H200), 0
     for _ in range(400):
-        knob = drawn.choice([knob for knob in HOPPER_FORWARD.knobs if knob.name != "packed_heads"])
-        other = drawn.choice([knob for knob in HOPPER_FORWARD.knobs if knob.name in choices.keys() - {"packed_heads"}])
+        knob = drawn.choice([knob for knob in HOPPER_FORWARD.knobs if knob.name not in by_sizes])
+        other = drawn.choice([knob for knob in HOPPER_FORWARD.knobs if knob.name in choices.keys() - by_sizes])
         changes = {each.name: drawn.choice(each.values) for each in (knob, other)}
         if any(value not in choices.get(name, (value,)) for name, value in changes.items()):
             left_out += 1

@@ -481,6 +481,18 @@ def test_a_launch_has_no_more_programs_than_tiles() -> None:
         assert kernel.programs(H200, sizes) == programs
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(300, 5000), (300, 4992), (128, 128), (1, 4097), (256, 300)])
+def test_blocks_that_are_cut_along_the_diagonal_have_a_program_each(queries: int, keys: int) -> None:
+    """The first one begins before the first row, so there may be one more: it would wait for another one to end."""
+    spec = Specialization.parse("fwd-bf16-d128-causal")
+    config = HOPPER_FORWARD.default(spec, H200)
+    assert (config["masked_blocks"], hopper_resources.tile_rows(config)) == ("one", 128)
+    (kernel,) = HOPPER_FORWARD.kernels(spec, config)
+    sizes = Sizes(batch=1, nheads=16, nheads_k=16, seqlen_q=queries, seqlen_k=keys)
+    blocks = -(-(queries + (keys - queries) % 128) // 128)
+    assert min(132, 16 * blocks) <= kernel.programs(H200, sizes) <= 16 * (blocks + 1)
+
+
 def is_name(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 

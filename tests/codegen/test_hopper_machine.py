@@ -60,9 +60,16 @@ def storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def launched(
-    call: Packed | Paged, changes: dict[str, KnobValue], programs: int, products: list[int] | None = None
+    call: Packed | Paged,
+    changes: dict[str, KnobValue],
+    programs: int,
+    products: list[int] | None = None,
+    splits: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE, as so many CTAs compute them; `products` gets the rows of each product."""
+    """Output and LSE, as so many CTAs compute them; `products` gets the rows of each product.
+
+    What CTAs that share keys leave, of which there are `splits` for a tile, is merged in float64.
+    """
     paged = isinstance(call, Paged)
     packed = call.packed if isinstance(call, Paged) else call
     problem = paging.checked(call) if isinstance(call, Paged) else checked(call)
@@ -97,7 +104,11 @@ def launched(
         "has_seqused_k": "seqused_k" in named,
         "table_keys": geometry.packed and geometry.packed.table_keys,
         "stride_table": geometry.packed and geometry.packed.table_stride,
+        "key_splits": splits,
     }
+    o_parts = torch.full((sizes.nheads, splits, sizes.seqlen_q, spec.head_dim_v), math.nan)
+    lse_parts = torch.full(o_parts.shape[:3], math.nan)
+    values |= {"OParts": Pointer(memory=o_parts.view(-1)), "LseParts": Pointer(memory=lse_parts.view(-1))}
     ends_q = named["cu_seqlens_q"]
     ends_k = named.get("cu_seqlens_k", ends_q)
     pointers = {"CuSeqlensQ": ends_q, "CuSeqlensK": ends_k, "Sinks": named.get("sinks", ends_q)}
@@ -126,7 +137,11 @@ def launched(
         }
     machine.run(kernel_of(render(spec, config).text, HOPPER_FORWARD.id, machine, **instead), arguments)
     assert int(counter) == 0
-    return out, lse
+    if splits == 1:
+        return out, lse
+    lse = torch.logsumexp(lse_parts.double(), 1)
+    weights = torch.exp(lse_parts - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
+    return (weights[..., None] * o_parts).sum(1).transpose(0, 1).to(out.dtype), lse.float()
 
 
 CASES: dict[str, tuple[Case, dict[str, KnobValue]]] = {
@@ -159,6 +174,18 @@ def test_packed_sequences_are_right(name: str) -> None:
     if name == "computed again":
         packed.q.mul_(60.0)
     out, lse = launched(packed, changes, programs=3)
+    assert_right(packed, out, lse)
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize("name", ["full", "causal", "used", "computed again"])
+def test_ctas_that_share_the_keys_of_a_tile_are_right(name: str, splits: int) -> None:
+    """Five of them are more than most tiles have blocks of keys."""
+    case, changes = CASES[name]
+    packed = make(case)
+    if name == "computed again":
+        packed.q.mul_(60.0)
+    out, lse = launched(packed, changes | {"split_keys": True}, programs=3, splits=splits)
     assert_right(packed, out, lse)
 
 
@@ -212,6 +239,16 @@ PAGED: dict[str, tuple[Case, dict[str, KnobValue], int, str]] = {
         "hnd",
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["two pages of a block, causal", "computed again", "heads in parts"])
+def test_ctas_that_share_keys_over_pages_are_right(name: str) -> None:
+    case, changes, page, layout = PAGED[name]
+    call = paging.paged(case, page, layout, order=3)
+    if name == "computed again":
+        call.packed.q.mul_(60.0)
+    out, lse = launched(call, changes | {"split_keys": True}, programs=3, splits=2)
+    assert_right(call.packed, out, lse)
 
 
 @pytest.mark.parametrize("by_ends", [False, True], ids=["lengths", "ends"])

@@ -98,4 +98,6 @@ def test_a_bundle_has_what_serves_calls_with_an_lse() -> None:
     workload = Workload.parse("bf16-b1-h16-s4096-d128-causal-softcap")
     hardware = family("portable_forward").default(CAPPED, H200).replace(tanh="hardware")
     record = TuningRecord(workload=workload, device=H200, config=hardware, provenance="predicted")
-    assert [config for _, config, _ in jobs_of([record])] == [hardware, exact_sibling(hardware, CAPPED)]
+    shared = hardware.replace(split_keys=True)
+    able = [each for config in (hardware, shared) for each in (config, exact_sibling(config, CAPPED))]
+    assert [config for _, config, _ in jobs_of([record])] == able

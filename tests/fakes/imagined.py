@@ -82,7 +82,7 @@ def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch
 def imagined_family(name: str) -> Any:
     """The row of a family, imagined or real."""
     if name in (PLAIN.family, SPLIT.family):
-        return SimpleNamespace(scratch=scratch)
+        return SimpleNamespace(scratch=scratch, key_splits=lambda *_: 1)
     return families.family(name)
 
 

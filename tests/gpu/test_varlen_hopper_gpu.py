@@ -19,6 +19,7 @@ import torch
 import flashgen
 from flashgen.codegen import families
 from flashgen.codegen.families import beside
+from flashgen.codegen.hopper_forward import shares
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.hopper_forward.tile_choice import TILES
 from flashgen.core.config import Config, KnobValue
@@ -62,6 +63,7 @@ CHANGES: dict[str, dict[str, KnobValue]] = {
     "hidden blocks": {"block_n": 64, "v_stages": 3, "hidden_blocks": "skipped"},
     "given order": {"heads_per_group": 1},
     "all heads": {"heads_per_group": 32},
+    "shares": {"split_keys": True},
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dims": ((128, 128), (64, 64), (96, 80), (192, 128), (256, 256)),
@@ -100,6 +102,8 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
             return found if HOPPER_FORWARD.invalid(spec, found, device) is None else usual
 
         monkeypatch.setattr(records, "default_config", default)
+        number = 3 if changes.get("split_keys") else 1
+        monkeypatch.setattr(shares, "_best", lambda *_: number)  # at any sizes
         if changes:
             monkeypatch.setattr(packed_ladder, "balanced", lambda config, *_: config)
         flashgen.reload()

@@ -19,6 +19,7 @@ from flashgen.launch import feature_arguments
 from flashgen.launch.feature_arguments import LOG2E
 from flashgen.launch.geometry import scalars
 from flashgen.launch.parameters import block_of
+from flashgen.launch.scratch import ScratchPlan
 from tests.packing import Case, assert_right
 from tests.paging import LAYOUTS, Paged, checked, paged
 
@@ -28,24 +29,30 @@ DEVICE = find_device("sm90")
 SMALL = {"block_m": 16, "block_n": 16, "num_warps": 4, "loads": "pointer", "heads_per_group": 8, "page_ids": "load"}
 
 
-def interpreted(call: Paged, **knobs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of the portable kernel, in memory that holds NaN before."""
+def interpreted(call: Paged, splits: int = 1, **knobs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of the portable kernel, in memory that holds NaN before; programs that share keys are `splits`."""
     problem, row = checked(call), family("portable_forward")
     knobs = {**SMALL, "heavy_first": problem.spec.causal, **knobs}
     config = row.default(problem.spec, DEVICE).replace(**knobs)
     assert row.unsupported(problem.spec, DEVICE) is None
-    (kernel,) = row.kernels(problem.spec, config)
+    kernels = row.kernels(problem.spec, config)
     out = torch.full((*call.q.shape[:2], call.v.shape[3]), math.nan, dtype=call.q.dtype)
     lse = torch.full((call.q.shape[1], len(call.q)), math.nan)
     scale = call.named.get("softmax_scale") or call.q.shape[2] ** -0.5
     known: dict[str, Any] = scalars(problem.geometry) | {"Q": call.q, "K": call.k, "V": call.v, "O": out, "LSE": lse}
-    known |= {"lse_rows": len(call.q), "softmax_scale_log2": scale * LOG2E} | _described(kernel, call)
+    sizes = problem.geometry.sizes._replace(key_splits=splits)
+    scratch = ScratchPlan.of(problem.spec, config, sizes)
+    memory = torch.full((scratch.floats,), math.nan)
+    known |= {"lse_rows": len(call.q), "softmax_scale_log2": scale * LOG2E, "key_splits": splits}
+    known |= {piece.pointer: piece.of(memory) for piece in scratch.pieces.values()}
     assert problem.features is not None
-    names = frozenset(kernel.names)
-    known |= feature_arguments.arguments(names, problem.features, scale, known, causal=problem.spec.causal)
-    programs = kernel.programs(DEVICE, problem.geometry.sizes)
-    run = getattr(load_module(render(problem.spec, config)), kernel.entry)
-    run[(programs,)](*[known[name] for name in kernel.names])
+    module = load_module(render(problem.spec, config))
+    for kernel in kernels:
+        names = frozenset(kernel.names)
+        known |= _described(kernel, call)
+        known |= feature_arguments.arguments(names, problem.features, scale, known, causal=problem.spec.causal)
+        run = getattr(module, kernel.entry)
+        run[(kernel.programs(DEVICE, sizes),)](*[known[name] for name in kernel.names])
     return out, lse
 
 
@@ -115,6 +122,14 @@ def test_tiles_of_a_page_by_tma_are_right(name: str) -> None:
     case, knobs = TILES[name]
     call = paged(case, 32)
     assert_right(call.packed, *interpreted(call, **knobs))
+
+
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+@pytest.mark.parametrize("name", ["chunks", "more queries than keys"])
+def test_programs_that_share_the_keys_of_a_block_are_right(name: str, loads: str) -> None:
+    case, page, named = CASES[name]
+    call = paged(case, page, **named)
+    assert_right(call.packed, *interpreted(call, 3, split_keys=True, loads=loads))
 
 
 @pytest.mark.parametrize(("page", "loads"), [(8, "pointer"), (16, "descriptor")])

@@ -11,7 +11,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashgen.codegen.families import family
-from flashgen.codegen.family import KernelSpec
+from flashgen.codegen.family import KernelSpec, Sizes
 from flashgen.codegen.generated import load_module
 from flashgen.codegen.render import render
 from flashgen.core.config import Config
@@ -19,7 +19,7 @@ from flashgen.core.device import find_device
 from flashgen.launch import feature_arguments
 from flashgen.launch.backward import FIELDS, BackwardTensors, backward_geometry
 from flashgen.launch.feature_arguments import LOG2E
-from flashgen.launch.geometry import Geometry, scalars
+from flashgen.launch.geometry import scalars
 from flashgen.launch.parameters import block_of
 from flashgen.launch.scratch import ScratchPlan
 from flashgen.runtime.ops.calls import CheckedCall
@@ -31,25 +31,33 @@ pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  
 DEVICE = find_device("sm90")
 
 
-def interpreted(packed: Packed, **knobs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of the portable kernel, in memory that holds NaN before."""
+def interpreted(packed: Packed, splits: int = 1, **knobs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of the portable kernel, in memory that holds NaN before; programs that share keys are `splits`."""
     problem = checked(packed)
     spec = problem.spec
     row = family("portable_forward")
     small = {"block_m": 16, "block_n": 16, "num_warps": 4, "loads": "pointer", "heads_per_group": 8}
     config = row.default(spec, DEVICE).replace(**{**small, "heavy_first": spec.causal, **knobs})
-    return launched(packed, problem, config)
+    return launched(packed, problem, config, splits)
 
 
-def launched(packed: Packed, problem: CheckedCall, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel of a config writes."""
+def launched(
+    packed: Packed, problem: CheckedCall, config: Config, splits: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels of a config write."""
     out = torch.full((*packed.q.shape[:2], packed.v.shape[2]), math.nan, dtype=packed.q.dtype)
     lse = torch.full((packed.q.shape[1], len(packed.q)), math.nan)
-    (kernel,) = family(config.family).kernels(problem.spec, config)
+    kernels = family(config.family).kernels(problem.spec, config)
     tensors = {"q": packed.q, "k": packed.k, "v": packed.v}
+    sizes = problem.geometry.sizes._replace(key_splits=splits)
+    scratch = ScratchPlan.of(problem.spec, config, sizes)
+    memory = torch.full((scratch.floats,), math.nan)
     known: dict[str, Any] = scalars(problem.geometry) | {"O": out, "LSE": lse, "lse_rows": len(packed.q)}
-    known |= {name.upper(): tensor for name, tensor in tensors.items()} | _described(kernel, tensors)
-    _launch(kernel, load_module(render(problem.spec, config)), packed, known, problem, problem.geometry)
+    known |= {"key_splits": splits} | {piece.pointer: piece.of(memory) for piece in scratch.pieces.values()}
+    known |= {name.upper(): tensor for name, tensor in tensors.items()}
+    module = load_module(render(problem.spec, config))
+    for kernel in kernels:
+        _launch(kernel, module, packed, known | _described(kernel, tensors), problem, sizes)
     return out, lse
 
 
@@ -88,7 +96,7 @@ def differentiated(
     known |= {name.upper(): tensor for name, tensor in tensors.items()}
     module = load_module(render(spec, config))
     for kernel in row.kernels(spec, config):
-        _launch(kernel, module, packed, known | _described(kernel, tensors), problem, geometry)
+        _launch(kernel, module, packed, known | _described(kernel, tensors), problem, geometry.sizes)
     found = {name: tensors[f"d{name}"] for name in "qkv"}
     if problem.spec.sink:
         neg_delta = scratch.pieces["neg_delta"].of(memory)[:, :, : len(out)]
@@ -118,14 +126,14 @@ def _described(kernel: KernelSpec, tensors: dict[str, torch.Tensor]) -> dict[str
 
 
 def _launch(
-    kernel: KernelSpec, module: Any, packed: Packed, known: dict[str, Any], problem: CheckedCall, geometry: Geometry
+    kernel: KernelSpec, module: Any, packed: Packed, known: dict[str, Any], problem: CheckedCall, sizes: Sizes
 ) -> None:
     scale = packed.named.get("softmax_scale") or packed.q.shape[2] ** -0.5
     known |= {"softmax_scale_log2": scale * LOG2E, "softmax_scale": scale}
     assert problem.features is not None
     names = set(kernel.names)
     known |= feature_arguments.arguments(names, problem.features, scale, known, causal=problem.spec.causal)
-    getattr(module, kernel.entry)[(kernel.programs(DEVICE, geometry.sizes),)](*[known[name] for name in kernel.names])
+    getattr(module, kernel.entry)[(kernel.programs(DEVICE, sizes),)](*[known[name] for name in kernel.names])
 
 
 def document(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
@@ -172,6 +180,21 @@ def test_it_is_right_and_reads_nothing_that_does_not_count(name: str) -> None:
 def test_tiles_by_tma_are_right(name: str) -> None:
     packed = make(CASES[name])
     assert_right(packed, *interpreted(packed, loads="descriptor", heads_per_group=0))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 32])
+@pytest.mark.parametrize(
+    "name", ["a neighbour of NaN", "rows that nobody has", "more queries", "used", "softcap and slopes", "unaligned"]
+)
+def test_programs_that_share_the_keys_of_a_block_are_right(name: str, splits: int) -> None:
+    """With more of them than blocks of keys, too: most see none, and leave memory that holds NaN before."""
+    packed = make(CASES[name])
+    assert_right(packed, *interpreted(packed, splits, split_keys=True))
+
+
+def test_programs_that_share_keys_load_tiles_by_tma() -> None:
+    packed = make(CASES["used and causal"])
+    assert_right(packed, *interpreted(packed, 2, split_keys=True, loads="descriptor", heads_per_group=0))
 
 
 def test_the_bits_of_a_sequence_follow_from_itself_alone() -> None:

@@ -248,7 +248,7 @@ def test_installed_commands_of_extras_do_their_work(
     export_records([replace(PREDICTED, workload=SHORT, device=a100, config=config)], tmp_path / "a.sqlite3")
     expected = {
         "db import a.sqlite3": "1 added",
-        "db export b.sqlite3 --with-binaries --jobs 1": "1 kernels for sm80 by Triton",
+        "db export b.sqlite3 --with-binaries --jobs 1": "2 kernels for sm80 by Triton",
         "db import b.sqlite3 --with-binaries": "taken over from b.kernels",
         "tune --ray local --target h100 --family portable_forward --jobs 1 --budget 1 --shape b1-h2-s128-d64": "[1/1]",
     }

@@ -129,12 +129,17 @@ PACKED = [default().replace(packed_heads=heads, masked_blocks="branch") for head
 FULL = "b1-h2-s64-d64"
 
 
+def with_shares(*configs: Config) -> set[Config]:
+    """And those with CTAs that share the keys of a tile, which serve where there are few tiles."""
+    return {config.replace(split_keys=shared) for config in configs for shared in (False, True)}
+
+
 def test_a_warm_up_makes_ready_whatever_the_ladder_can_return(gpu: FakeGpu, ladder: Ladder) -> None:
     short, long = CAUSAL.with_shape(seqlen_q=256, seqlen_k=256), CAUSAL.with_shape(seqlen_k=60_000)
     ladder.user(measured(config=config(32)), measured(short, config=config(1)), predicted(long, config=config(0)))
     ladder.user(measured(replace(CAUSAL, head_dim=64, head_dim_v=64)), measured(device=RTX_4090, config=config(1)))
     ladder.ship(measured(short, H100, config=config(0, "pointer")))
-    expected = {default(), *PACKED, config(32), config(1), config(0), config(0, "pointer")}
+    expected = with_shares(default(), *PACKED, config(32), config(1), config(0), config(0, "pointer"))
     assert flashgen.warmup([KEY]) == len(expected)
     assert {chosen for _, chosen in gpu.compiled} == {chosen for _, chosen in gpu.loaded} == expected
     assert {spec for spec, _ in gpu.compiled} == {CAUSAL.specialization}
@@ -167,7 +172,7 @@ def test_warmup_compiles_helpers_where_they_are_asked_for(gpu: FakeGpu, monkeypa
 
 
 def test_a_warm_up_can_include_offset_tensors(gpu: FakeGpu) -> None:
-    assert flashgen.warmup([KEY, FULL], offset_tensor=True) == 2 * len([default(), *PACKED]) + 1
+    assert flashgen.warmup([KEY, FULL], offset_tensor=True) == 2 * len(with_shares(default(), *PACKED)) + 2
     keys = sorted({spec.key for spec, _ in gpu.compiled})
     assert keys == ["fwd-bf16-d128-causal", "fwd-bf16-d128-causal-offset", "fwd-bf16-d64"]
 
@@ -175,8 +180,8 @@ def test_a_warm_up_can_include_offset_tensors(gpu: FakeGpu) -> None:
 def test_a_warm_up_leaves_out_records_that_cannot_serve(gpu: FakeGpu, ladder: Ladder) -> None:
     too_large = config().replace(block_n=256, num_stages=5)
     ladder.user(measured(config=too_large))
-    assert flashgen.warmup([KEY]) == 3
-    assert {chosen for _, chosen in gpu.compiled} == {default(), *PACKED}
+    assert flashgen.warmup([KEY]) == 6
+    assert {chosen for _, chosen in gpu.compiled} == with_shares(default(), *PACKED)
 
 
 def test_a_warm_up_of_what_nobody_supports_is_an_error(gpu: FakeGpu) -> None:
@@ -476,6 +481,7 @@ def test_the_ops_with_features_keep_what_torch_asks_of_ops() -> None:
 
 def test_configs_of_a_warm_up_are_values(gpu: FakeGpu) -> None:
     flashgen.warmup([FULL, FULL, Workload.parse(FULL)])
-    ((spec, chosen),) = gpu.compiled
-    assert isinstance(spec, Specialization)
-    assert isinstance(chosen, Config)
+    assert len(gpu.compiled) == 2
+    for spec, chosen in gpu.compiled:
+        assert isinstance(spec, Specialization)
+        assert isinstance(chosen, Config)

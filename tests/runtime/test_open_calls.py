@@ -154,7 +154,7 @@ def test_records_read_again_serve_new_lengths(ladder: Ladder, gpu: FakeGpu) -> N
     near = Workload(batch=1, nheads=4, seqlen_q=512, head_dim=64, causal=True)
     for rows in (48, 64):
         attend(gpu, rows, 64, causal=True)
-    default = served()
+    default = served()  # of few tiles, whose keys CTAs share
     tuned = config().replace(block_n=32)
     ladder.user(measured(near, config=tuned))
     attend(gpu, 302, 302, causal=True)
@@ -162,7 +162,7 @@ def test_records_read_again_serve_new_lengths(ladder: Ladder, gpu: FakeGpu) -> N
     flashgen.reload()
     for rows in (48, 64):
         attend(gpu, rows, 64, causal=True)
-    assert served() == tuned
+    assert served() == tuned.replace(split_keys=True)
 
 
 def test_the_strides_of_what_is_like_a_tensor_are_those_that_torch_gives_it() -> None:

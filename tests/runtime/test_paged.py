@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashgen
 from flashgen.codegen.families import decode_config, family, invalid
 from flashgen.codegen.family import Sizes
+from flashgen.codegen.portable_forward import shares
 from flashgen.core.device import find_device
 from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
@@ -29,12 +31,24 @@ gpu = test_decode.gpu
 CHUNKS = Case(queries=(1, 1, 40, 7), keys=(600, 0, 60, 7), options={"causal": True})
 
 
+@pytest.fixture(autouse=True)
+def splits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many CTAs share the keys of a tile: at first one, whatever the sizes."""
+
+    def share(number: int) -> None:
+        monkeypatch.setattr(shares, "_best", lambda *_: number)
+
+    share(1)
+    return share
+
+
 def run(fake: FakeDriver, call: Paged, **changes: Any) -> tuple[list[Launched], Any]:
     """The launches of a call, and what it returns."""
     spec = checked(call).spec
     row = family("portable_forward")
-    (kernel,) = row.kernels(spec, row.default(spec, H200))
-    fake.named = {kernel.entry: kernel.parameters, **decode_kernels(call, spec, changes.get("num_decodes", 0))}
+    config = row.default(spec, H200).replace(split_keys=shares._best(spec, None, None, None) > 1)
+    kernels = {kernel.entry: kernel.parameters for kernel in row.kernels(spec, config)}
+    fake.named = {**kernels, **decode_kernels(call, spec, changes.get("num_decodes", 0))}
     before = len(fake.launches)
     found = flashgen.attention_varlen(call.q, call.k, call.v, **{**call.named, **changes})
     return fake.launches[before:], found
@@ -146,6 +160,30 @@ def test_what_a_call_allocates(
     counted = sum(event.name() == "[memory]" and event.nbytes() > 0 for event in events)
     temporaries = with_lse + by_ends + (not direct) if num_decodes else 0
     assert counted == 1 + with_lse + temporaries
+    del kept
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_ctas_that_share_keys_leave_their_outputs_in_memory_of_the_call(
+    gpu: FakeDriver, with_lse: bool, splits: Callable[[int], None]
+) -> None:
+    splits(3)
+    call = paged(CHUNKS, 16)
+    (main, merge), found = run(gpu, call, return_lse=with_lse)
+    out = found[0] if with_lse else found
+    assert main.values["key_splits"] == merge.values["key_splits"] == 3
+    assert main.grid[0] % 3 == 0
+    assert "O" not in main.values
+    assert main.values["OParts"] == merge.values["OParts"]
+    rows, heads, columns = out.shape
+    assert merge.values["LseParts"] == main.values["LseParts"] >= main.values["OParts"] + 3 * rows * heads * columns * 4
+    assert (merge.values["O"], merge.values["total_q"]) == (out.data_ptr(), rows)
+    assert merge.values["lse_rows"] == (rows if with_lse else 0)
+    assert merge.grid[0] == heads * -(-rows // 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        kept = flashgen.attention_varlen(call.q, call.k, call.v, return_lse=with_lse, **call.named)
+    events = seen.profiler.kineto_results.events()
+    assert sum(event.name() == "[memory]" and event.nbytes() > 0 for event in events) == 2 + with_lse
     del kept
 
 

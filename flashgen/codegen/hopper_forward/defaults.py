@@ -64,6 +64,7 @@ USUAL: Changes = {
     "qk_prefetch": "block",
     "softmax_reference": "running",
     "early_settle": False,
+    "split_keys": False,
     TANH.name: EXACT,
 }
 

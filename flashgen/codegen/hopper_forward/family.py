@@ -10,9 +10,10 @@ from flashgen.codegen.common_softcap import TANH, exact_sibling
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob, KnobRows
-from flashgen.codegen.hopper_forward import defaults, resources, rules, tile_choice
+from flashgen.codegen.hopper_forward import defaults, resources, rules, shares
 from flashgen.codegen.hopper_forward import template_context as text
 from flashgen.codegen.hopper_forward.cost_model import COST_MODEL
+from flashgen.codegen.key_splits import SPLIT_KEYS
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -114,6 +115,7 @@ KNOBS = (
         default=1,
         implied=True,
     ),
+    SPLIT_KEYS,
     TANH,
 )
 
@@ -158,14 +160,16 @@ HOPPER_FORWARD = KernelFamily(
     default=defaults.default,
     template_values=text.values,
     kernels=text.kernels,
+    scratch=shares.scratch,
+    key_splits=shares.key_splits,
     seed_configs=defaults.seed_configs,
     allowed_values=rules.allowed_values,
     knob_rows=_knob_rows,
-    fitted=defaults.fitted,
+    fitted=shares.fitted,
     over_pages=defaults.over_pages,
     poor_at_sizes=defaults.poor_at_sizes,
-    balanced=tile_choice.balanced,
-    beside=tile_choice.others,
+    balanced=shares.balanced,
+    beside=shares.beside,
     successor=resources.successor,
     exact_sibling=exact_sibling,
     tolerated_spills=resources.TOLERATED_SPILLS,

@@ -10,6 +10,7 @@ from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, NAMED_BARRIERS, R
 from flashgen.codegen.family import Knob
 from flashgen.codegen.head_parts import is_split, why_not_split
 from flashgen.codegen.hopper_forward import resources
+from flashgen.codegen.key_splits import split_keys, why_not_shared
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -22,6 +23,7 @@ def invalid(spec: Specialization, config: Config, device: Device) -> str | None:
         or _why_meaningless(spec, config)
         or why_not_tanh(spec, config, device)
         or _why_not_packed(spec, config)
+        or (why_not_shared(spec) if split_keys(config) else None)
         or resources.why_not_pages(spec.page_size, config.integer("block_n"))
         or why_impossible_mask(spec, config)
         or why_too_large(spec, config, device)
@@ -214,8 +216,12 @@ def _why_not_in_groups(spec: Specialization, config: Config) -> str | None:
 
 
 def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
-    """What a specialization leaves of knobs: no other value is valid or, of `packed_heads`, is for sizes to decide."""
-    found: dict[str, tuple[KnobValue, ...]] = {"packed_heads": (1,), TANH.name: tanh_values(spec)}
+    """What a specialization leaves of knobs: no other value is valid, or sizes decide which one serves."""
+    found: dict[str, tuple[KnobValue, ...]] = {
+        "packed_heads": (1,),
+        "split_keys": (False,),
+        TANH.name: tanh_values(spec),
+    }
     refused = {"first_block": why_not_first_block(spec), "row_sums": why_not_row_sums(spec)}
     found["softmax_reference"] = ("running", *(kind for kind, reason in refused.items() if reason is None))
     if refused["row_sums"] or not spec.varlen:

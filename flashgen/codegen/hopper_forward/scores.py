@@ -8,13 +8,20 @@ from flashgen.codegen.hopper_forward.resources import score_tiles
 from flashgen.core.workload import Specialization
 
 
-def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
-    """The values of the template that depend on the features; `aligned`: query blocks are cut along the diagonal."""
+def values(spec: Specialization, *, aligned: bool, shared_keys: bool) -> dict[str, object]:
+    """The values of the template that depend on the features.
+
+    Args:
+        spec: what is compiled in.
+        aligned: whether query blocks are cut along the diagonal.
+        shared_keys: whether a CTA has a share of the keys of a tile.
+    """
     offset = ("QOffset" if spec.offset_tensor else "q_offset") if is_positional(spec) else ""
     hides = spec.causal or spec.window
     # lengths of packed sequences, and with them the offset, belong to a tile
     of_call = [] if spec.varlen else ["seqlen_q", "seqlen_k", *([offset] if offset else [])]
-    sizes = ["nheads", "group_size", *of_call, *window_edges(spec)]
+    splits = ["key_splits"] if shared_keys else []
+    sizes = ["nheads", "group_size", *splits, *of_call, *window_edges(spec)]
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
     return {
@@ -41,14 +48,14 @@ def values(spec: Specialization, *, aligned: bool) -> dict[str, object]:
         "offset_unbounded": (spec.window or spec.alibi) and not spec.varlen,
         "aligned": aligned,
         # a row may see no key of a block, or of any
-        "guards": hides or bool(spec.bias or spec.mask) or spec.varlen,
+        "guards": hides or bool(spec.bias or spec.mask) or spec.varlen or shared_keys,
         # keys that no query sees; those of a packed sequence end with what its queries see, unless a page goes on
         "clears_hidden": spec.window or (spec.causal and not spec.varlen) or bool(spec.page_size),
         "clears_together": clears_together(spec),
         "offset_tensor": spec.offset_tensor,
         "offset_name": offset,
         "sizes": sizes,
-        "key_block_arguments": _key_block_arguments(spec),
+        "key_block_arguments": [*(["tile", *splits] if splits else []), *_key_block_arguments(spec)],
         "features": _features(spec),
         "kernel_features": scales(spec)[-1:] + _features(spec)[1:],
         "rule": _rule(spec),

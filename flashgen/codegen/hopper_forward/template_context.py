@@ -14,11 +14,18 @@ from flashgen.codegen.common_sequences import (
 )
 from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
-from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, descriptor_type
+from flashgen.codegen.common_wgmma import (
+    FIRST_NAMED_BARRIER,
+    ROWS,
+    SM90,
+    THREADS_PER_WARPGROUP,
+    descriptor_type,
+)
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
 from flashgen.codegen.head_parts import HeadPart
 from flashgen.codegen.hopper_forward import resources
 from flashgen.codegen.hopper_forward import scores as hopper_scores
+from flashgen.codegen.key_splits import KEY_SPLITS, merge_kernel, merge_values, share_parameters, split_keys
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError
@@ -39,7 +46,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
     if capped and not resources.is_capped(spec):
         # valid in records of earlier versions: a look-up passes them over, and nothing else may take their text either
         raise ConfigError(f"softmax_reference=first_block is for bf16 scores that a softcap bounds, got {spec.key}")
-    separate_o_smem = resources.separate_o_smem(spec, config, SM90)
+    # an output that shares leave in device memory has no place in shared memory at all
+    shared_keys = split_keys(config)
+    separate_o_smem = shared_keys or resources.separate_o_smem(spec, config, SM90)
     aligned = is_aligned(spec, config)
     settles = resources.softmax_reference(config) == "row_sums"
     few_keys_headroom = resources.FEW_KEYS_HEADROOM_BITS[spec.dtype]
@@ -97,7 +106,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         ],
         # what roles are handed together: tensor descriptors, tiles in shared memory, barriers, what the output needs
         "descs": [parameter.name for parameter in _descriptors(spec, config)],
-        "buffers": _buffers(spec, config, separate_o_smem=separate_o_smem),
+        "buffers": _buffers(spec, config, separate_o_smem=separate_o_smem and not shared_keys),
         # whether slots are released by named barriers; numbers and threads of those
         "named": config["barriers"] == "named",
         "first_barrier": FIRST_NAMED_BARRIER,
@@ -105,13 +114,9 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "slot_threads": THREADS_PER_WARPGROUP + 32,
         "barriers": list(barriers),
         "barrier_kinds": barriers,
-        "outputs": [
-            "LSE",
-            "lse_rows",
-            *(["O", *OUTPUT_STRIDES] if aligned else []),
-            *(["total_q"] if spec.varlen else []),
-        ],
-        **hopper_scores.values(spec, aligned=aligned),
+        "outputs": _outputs(spec, config),
+        **_shares(spec, config),
+        **hopper_scores.values(spec, aligned=aligned, shared_keys=shared_keys),
         "schedule_arguments": _schedule_arguments(config, aligned=aligned),
         **_sequences(spec),
         "paged": bool(spec.page_size),
@@ -119,6 +124,24 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "page_box": resources.page_box(spec, config.integer("block_n")),
         # whether the last tile of a sequence may have no row for a warpgroup
         "passes_over": spec.varlen and config.integer("warpgroups") > 1,
+    }
+
+
+def _outputs(spec: Specialization, config: Config) -> list[str]:
+    """What the output of a tile goes to, beside descriptors."""
+    if split_keys(config):
+        found = ["OParts", "LseParts"]
+    else:
+        found = ["LSE", "lse_rows", *(["O", *OUTPUT_STRIDES] if is_aligned(spec, config) else [])]
+    return [*found, *(["total_q"] if spec.varlen else [])]
+
+
+def _shares(spec: Specialization, config: Config) -> dict[str, object]:
+    """Whether CTAs share the keys of a tile, and what the kernel that merges them needs."""
+    return {
+        "split_keys": split_keys(config),
+        "ranged": spec.window or spec.mask == "keys" or split_keys(config),
+        **merge_values(spec.head_dim_v, spec.dtype),
     }
 
 
@@ -158,7 +181,8 @@ def is_aligned(spec: Specialization, config: Config) -> bool:
 def _schedule_arguments(config: Config, *, aligned: bool) -> list[str]:
     """What tells the first row, batch and heads of a tile."""
     group = ["group_size"] if resources.packed_heads(config) > 1 else []
-    return ["tile", "tiles", "nheads", *group, "seqlen_q", *(["q_offset"] if aligned else [])]
+    splits = ["key_splits"] if split_keys(config) else []
+    return ["tile", "tiles", *splits, "nheads", *group, "seqlen_q", *(["q_offset"] if aligned else [])]
 
 
 def _buffers(spec: Specialization, config: Config, *, separate_o_smem: bool) -> list[str]:
@@ -196,14 +220,16 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     `block_size` ends with one line of the swizzle (64 elements), and `num_warps` counts all roles: the block of a
     launch is 32 * num_warps threads, 128 for each warpgroup and as many for the producer.
     """
-    found = _descriptors(spec, config)
-    aligned = is_aligned(spec, config)
+    found, shared = _descriptors(spec, config), split_keys(config)
+    aligned = is_aligned(spec, config) and not shared
     found += [Parameter(name="O", type=f"*{spec.dtype}", aligned16=True)] if aligned else []
-    found += [Parameter(name="LSE", type="*fp32"), Parameter(name="Counter", type="*i32")]
+    found += share_parameters(wide=False) if shared else [Parameter(name="LSE", type="*fp32")]
+    found.append(Parameter(name="Counter", type="*i32"))
     found += score_parameters(spec)
     found += sequence_parameters(spec)
     lengths = _sequence_sizes(spec) if spec.varlen else ("seqlen_q", "seqlen_k")
-    names = (*(() if spec.varlen else ("batch",)), "nheads", "group_size", *lengths, "lse_rows")
+    last = KEY_SPLITS.name if shared else "lse_rows"
+    names = (*(() if spec.varlen else ("batch",)), "nheads", "group_size", *lengths, last)
     found += [Parameter(name=name, type="i32") for name in names]
     outputs = (Parameter(name=name, type="i64") for name in (OUTPUT_STRIDES if aligned else ()))
     return (*found, *outputs, *table_strides(spec))
@@ -225,6 +251,8 @@ def _descriptors(spec: Specialization, config: Config) -> list[Parameter]:
         "v": (key_rows, spec.head_dim_v),
         "o": (query_rows, spec.head_dim_v),
     }
+    if split_keys(config):
+        del boxes["o"]
     found = [
         Parameter(name=f"{tensor}{part.descriptor_suffix}_desc", type=descriptor_type(spec.dtype, *rows, part.block))
         for tensor, (rows, head_dim) in boxes.items()
@@ -239,19 +267,27 @@ def _options(config: Config) -> CompileOptions:
 
 
 def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
-    """The one kernel of a config, with the programs of a launch: no more than tiles, nor than run side by side."""
-    rows, packed_heads, side_by_side = (
+    """The kernel of a config, with the programs of a launch: no more than tiles, nor than run side by side.
+
+    And the one that merges what CTAs that share the keys of a tile come to.
+    """
+    rows, packed_heads, aligned = (
         resources.tile_rows(config),
         resources.packed_heads(config),
-        config.integer("blocks_per_sm"),
+        is_aligned(spec, config),
     )
+    side_by_side = config.integer("blocks_per_sm")
 
     def programs(device: Device, sizes: Sizes) -> int:
         if spec.varlen:
             tiles = query_blocks(sizes, rows) * sizes.nheads
+        elif aligned:
+            # the first block of a head begins up to a block before its first row, which takes one block more
+            tiles = head_packing.tiles(sizes._replace(seqlen_q=sizes.seqlen_q + rows - 1), rows, packed_heads)
         else:
             tiles = head_packing.tiles(sizes, rows, packed_heads)
-        return min(tiles, device.num_sms * side_by_side)
+        return min(tiles * sizes.key_splits, device.num_sms * side_by_side)
 
     parameters, options = _parameters(spec, config), _options(config)
-    return (KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs, language="gluon"),)
+    main = KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs, language="gluon")
+    return (main, merge_kernel(spec, FAMILY_ID, spec.dtype)) if split_keys(config) else (main,)

@@ -8,6 +8,7 @@ from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS, is_heavy, table
 from flashgen.codegen.common_products import IEEE, PRODUCTS
 from flashgen.codegen.common_softcap import EXACT, TANH
 from flashgen.codegen.head_parts import padded
+from flashgen.codegen.key_splits import SPLIT_KEYS
 from flashgen.codegen.portable_forward.pages import PAGE_IDS, default_page_ids, holds_tiles
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -153,6 +154,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
             PRODUCTS.name: products,
             TANH.name: EXACT,
             PAGE_IDS.name: default_page_ids(spec, device),
+            SPLIT_KEYS.name: False,
         },
     )
 

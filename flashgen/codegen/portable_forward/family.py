@@ -23,6 +23,15 @@ from flashgen.codegen.common_softcap import TANH, exact_sibling, tanh_values, wh
 from flashgen.codegen.common_types import storage
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import head_parts, is_split, padded, why_not_split
+from flashgen.codegen.key_splits import (
+    KEY_SPLITS,
+    SPLIT_KEYS,
+    merge_kernel,
+    share_parameters,
+    split_keys,
+    why_not_shared,
+)
+from flashgen.codegen.portable_forward import shares
 from flashgen.codegen.portable_forward.cost_model import COST_MODEL
 from flashgen.codegen.portable_forward.defaults import FAMILY_ID, default_config, seed_configs
 from flashgen.codegen.portable_forward.pages import (
@@ -63,6 +72,7 @@ KNOBS = (
     PRODUCTS,
     TANH,
     PAGE_IDS,
+    SPLIT_KEYS,
 )
 
 
@@ -86,6 +96,8 @@ def _why_meaningless(spec: Specialization, config: Config, device: Device) -> st
     if config.integer("num_stages") > 2 and not device.is_nvidia:
         return "the AMD pipeliner has two stages"
     if is_split(config) and (reason := why_not_split(spec)):
+        return reason
+    if split_keys(config) and (reason := why_not_shared(spec)):
         return reason
     if reason := why_not_products(spec, config, device) or why_not_tanh(spec, config, device):
         return reason
@@ -121,6 +133,7 @@ def _choices(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
     """Values that `_why_meaningless` refuses on every device; without them there is less to enumerate."""
     found = allowed_values_of_all(spec)
     found |= {PRODUCTS.name: products_values(spec), TANH.name: tanh_values(spec), PAGE_IDS.name: page_ids_values(spec)}
+    found[SPLIT_KEYS.name] = (False,)  # sizes decide
     if not spec.causal:
         found["heavy_first"] = (False,)
     return found
@@ -141,10 +154,15 @@ def _rows_per_warp(block_m: int, num_warps: int, device: Device, *, wide: bool) 
 def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     descriptors = config["loads"] == "descriptor"
     found = _descriptors(spec, config) if descriptors else _pointers(spec)
-    found += [Parameter(name="LSE", type="*fp32"), *score_parameters(spec), *mod_parameters(spec)]
+    shared = split_keys(config)
+    if shared:
+        found = [one for one in found if not one.name.lower().startswith("o")]
+    found += share_parameters(wide=True) if shared else [Parameter(name="LSE", type="*fp32")]
+    found += [*score_parameters(spec), *mod_parameters(spec)]
     lengths = ("sequences", "total_q", *key_lengths(spec)) if spec.varlen else ("seqlen_q", "seqlen_k")
     found += sequence_parameters(spec)
-    found += [Parameter(name=name, type="i32") for name in ("nheads", "group_size", *lengths, "lse_rows")]
+    found += [Parameter(name=name, type="i32") for name in ("nheads", "group_size", *lengths)]
+    found.append(KEY_SPLITS if shared else Parameter(name="lse_rows", type="i32"))
     found += [*table_strides(spec), *(Parameter(name=name, type="i64") for name in stride_names(spec, config))]
     return tuple(found)
 
@@ -181,11 +199,12 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
 
     def programs(device: Device, sizes: Sizes) -> int:
         if spec.varlen:
-            return query_blocks(sizes, block_m) * sizes.nheads
-        return -(-sizes.seqlen_q // block_m) * sizes.batch * sizes.nheads
+            return query_blocks(sizes, block_m) * sizes.nheads * sizes.key_splits
+        return -(-sizes.seqlen_q // block_m) * sizes.batch * sizes.nheads * sizes.key_splits
 
     parameters, options = _parameters(spec, config), _options(config)
-    return (KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs),)
+    main = KernelSpec(entry=FAMILY_ID, parameters=parameters, options=options, programs=programs)
+    return (main, merge_kernel(spec, FAMILY_ID, storage(spec))) if split_keys(config) else (main,)
 
 
 DEFAULT_SPILLS = 48
@@ -217,6 +236,11 @@ PORTABLE_FORWARD = KernelFamily(
     kernels=_kernels,
     seed_configs=_seed_configs,
     allowed_values=_choices,
+    scratch=shares.scratch,
+    key_splits=shares.key_splits,
+    fitted=shares.fitted,
+    balanced=shares.fitted,
+    beside=shares.beside,
     over_pages=over_pages,
     exact_sibling=exact_sibling,
     default_spills=DEFAULT_SPILLS,

@@ -8,6 +8,7 @@ from flashgen.codegen.common_scores import has_additive_score, is_positional, sc
 from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES, TORCH_DTYPES, bias_dtype, storage
 from flashgen.codegen.head_parts import HeadPart, head_parts, is_split
+from flashgen.codegen.key_splits import merge_values, split_keys
 from flashgen.codegen.portable_forward.pages import page_values
 from flashgen.core.config import Config
 from flashgen.core.workload import DTYPE_BYTES, Specialization
@@ -32,10 +33,12 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         **page_values(spec, config),
         **_strides(spec, config),
         **mod_values(spec),
+        **merge_values(spec.head_dim_v, storage(spec)),
         # names of what a step of the loop changes, and of what it reads
         "state": [*_each("acc", v_parts), "l_i", "m_i"],
         "step_arguments": _step_arguments(spec, config, d_parts),
         **dict(config.knobs),
+        "split_keys": split_keys(config),
     }
 
 
@@ -132,6 +135,8 @@ def stride_names(spec: Specialization, config: Config) -> list[str]:
     """Names of the strides of tensors that a kernel reads or writes by pointers."""
     descriptors = config["loads"] == "descriptor"
     tensors = ("o" if spec.varlen else "") if descriptors else "qkvo"
+    if split_keys(config):
+        tensors = tensors.replace("o", "")
     found = []
     for tensor in tensors:
         axes = "bhs" if not spec.varlen or (spec.page_size and tensor in "kv") else "hs"

@@ -160,6 +160,7 @@ class Explanation:
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
 _WITH_OTHER_TILE = "with another tile, whose CTAs leave fewer SMs without work at these sizes: the config above"
+_WITH_SHARES = "with CTAs that share the keys of a tile, of which there are few at these sizes: the config above"
 _WITHOUT_PAGES = "measured without pages, over which the config above serves"
 
 
@@ -183,7 +184,9 @@ def _record_lines(
     if served.config != record.config:
         sizes = PackedSizes.of(workload).largest.packed if workload.is_packed else Sizes.of(workload)
         has_other_tile = served.rung > LAST_EXACT and balanced(record.config, spec, sizes, device) != record.config
-        lines.append(f"           {_WITH_OTHER_TILE if has_other_tile else _why_another_config(workload, record)}")
+        is_shared = served.config == record.config.replace(split_keys=True)
+        other = _WITH_SHARES if is_shared else _WITH_OTHER_TILE
+        lines.append(f"           {other if has_other_tile else _why_another_config(workload, record)}")
     if stale:
         lines.append("           stale: the template has changed since; the config still serves")
     lines += [f"           not current: {reason}; it serves (flashgen tune --reverify)" for reason in changed]

@@ -1,0 +1,63 @@
+"""How many CTAs of the Hopper forward family share the keys of a tile at some sizes, and where that serves."""
+
+from __future__ import annotations
+
+from flashgen.codegen.family import Scratch, Sizes
+from flashgen.codegen.hopper_forward import defaults, resources, tile_choice
+from flashgen.codegen.key_splits import query_tiles, scratch_of_shares, split_keys, why_not_shared
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+
+def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch, ...]:
+    """What the shares of a tile leave for the kernel that merges them."""
+    return scratch_of_shares(sizes, sizes.key_splits, spec.head_dim_v) if split_keys(config) else ()
+
+
+def key_splits(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> int:
+    """The CTAs that share the keys of a tile in a launch."""
+    return _best(spec, config, sizes, device) if split_keys(config) else 1
+
+
+def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    """A config with as many heads in a tile as the sizes ask for, and with shared keys where these take less time."""
+    return _shared(spec, defaults.fitted(spec, config, sizes, device), sizes, device)
+
+
+def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    """A config that was measured at other sizes, with the tile and the shares that fill the SMs best at these."""
+    return _shared(spec, tile_choice.balanced(spec, config, sizes, device), sizes, device)
+
+
+def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
+    """What `balanced` may serve in the place of a config at one size or another."""
+    tiles = (config, *tile_choice.others(spec, config, device))
+    found = [tile.replace(split_keys=shared) for tile in tiles for shared in _ways(spec)]
+    return tuple(other for other in dict.fromkeys(found) if other != config)
+
+
+def _ways(spec: Specialization) -> tuple[bool, ...]:
+    return (False, True) if why_not_shared(spec) is None else (False,)
+
+
+def _shared(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    shared = why_not_shared(spec) is None and _best(spec, config, sizes, device) > 1
+    return config if shared == split_keys(config) else config.replace(split_keys=shared)
+
+
+def _best(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> int:
+    rows, block_n = resources.tile_rows(config), config.integer("block_n")
+    # a wait, exponentials that other warpgroups hide, products: of 32 shapes on an H100 within 20%
+    products = rows * block_n * (spec.head_dim + spec.head_dim_v) / (128 * 128 * 256)
+    found = query_tiles(
+        spec,
+        sizes,
+        device,
+        rows=rows,
+        block_n=block_n,
+        block_us=0.3 + 0.3 * block_n / 128 + 0.55 * products,
+        per_sm=config.integer("blocks_per_sm"),
+        packed_heads=resources.packed_heads(config),
+    )
+    return 1 if found is None else found.best()
