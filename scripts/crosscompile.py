@@ -8,7 +8,7 @@ an SM holds fewer programs than it says (`per_sm`). What features, other loads a
 not limited. With `--loops` the line also says how often machine code for NVIDIA touches what it spilled
 (`machine_loops.py`): that costs time in a mainloop, and next to none around it.
 
-Which kernels these are is in `crosscompile_jobs.py`. No helper kernel may spill.
+Which kernels these are is in `crosscompile_jobs.py` and `crosscompile_helpers.py`. No helper kernel may spill.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from flashgen.codegen import families
 from flashgen.codegen.build import CompiledKernel, compile_helper, compile_kernel
 from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES
 from flashgen.core.errors import BuildError
-from scripts.crosscompile_jobs import TARGETS, HelperJob, Job, few_jobs, helper_jobs, jobs
+from scripts.crosscompile_helpers import HelperJob, helper_jobs
+from scripts.crosscompile_jobs import TARGETS, Job, few_jobs, jobs
 from scripts.machine_loops import disassembled, local_accesses
 
 

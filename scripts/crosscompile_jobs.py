@@ -1,9 +1,10 @@
 """Which kernels `scripts/crosscompile.py` compiles.
 
 All targets are for the oldest Triton; the newest has `--few`. What a Triton no longer accepts is in the text of a
-kernel far more often than in what a target makes of it: so the newest compiles every family with every feature once,
-those for sm90 alone there and the others for sm90, an older target and one of AMD in turn, where the oldest has each
-feature for one of all targets. Helper kernels are compiled for sm80 and sm90.
+kernel far more often than in what a target makes of it: so each of the two compiles every branch of the templates that
+features have, and the oldest those of plain shapes of families for wgmma, too. A test of tests/codegen/test_goldens.py
+counts. Features have families for sm90 alone there, and the others for one target in turn, most for another one under
+each Triton.
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.append_kv import AppendSpec, append_kernel
 from flashgen.codegen.families import decode_config, family, fitted, invalid, unsupported
 from flashgen.codegen.family import KernelFamily, Sizes
-from flashgen.codegen.helper import HelperKernel
-from flashgen.codegen.merge_states import MergeSpec, merge_kernel
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device, find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
@@ -32,19 +30,27 @@ Shape = tuple[str, int, bool]
 Rows = Sequence[KernelFamily]
 
 WGMMA_SHAPES: tuple[Shape, ...] = (
-    *(("bf16", head_dim, causal) for head_dim in (64, 128) for causal in (False, True)),
+    ("bf16", 64, True),
+    *(("bf16", 128, causal) for causal in (False, True)),
     *(("fp16", 256, causal) for causal in (False, True)),  # which differs from bf16 in conversions alone
 )
-"""Of a forward pass where wgmma is, for which there are families of its own."""
+"""Of a forward pass where wgmma is, for which there are families of its own. The newest Triton has the sixth."""
 
 SHAPES: tuple[Shape, ...] = (("bf16", 64, False), ("bf16", 128, True), ("fp16", 256, True))
 """Each head_dim once, with and without a mask, in both dtypes: for sm90, and in turn for the other targets.
 
 tests/codegen compiles every shape for every target with the Triton that the tests run with, so that every two of a
-shape, a target and a Triton meet. A forward pass has the second one, with both kinds of loads and a decoding step, and
-one more for each other target, under `--few` one alone. A backward pass is several kernels: each other target has one
-of the two families for all targets, for one shape, and sm90 under `--few` one shape of every family.
+shape, a target and a Triton meet. A forward pass has the second one, with a decoding step, and one more for each other
+target, under `--few` one alone. A backward pass is several kernels: each other target has one of the two families for
+all targets, for one shape, and sm90 under `--few` one shape of every family. Where a forward pass has both kinds of
+loads, the newest Triton and that of the tests compile both.
 """
+
+WGMMA_ALONE = (
+    *(("forward", shape) for shape in WGMMA_SHAPES if shape not in (("bf16", 128, True), ("fp16", 256, True))),
+    *(("backward", shape) for shape in (("bf16", 64, False), ("bf16", 128, True))),
+)
+"""Those that the oldest Triton compiles by families for wgmma alone; the newest or tests/codegen have all others."""
 
 VARIED = ("bf16", 128)
 """The dtype and the head_dim of which other loads and packed heads are compiled, too."""
@@ -52,20 +58,18 @@ VARIED = ("bf16", 128)
 FEATURES = (
     "fwd-bf16-d64-causal-sink-window",
     "fwd-bf16-d256-causal-softcap-window",
-    "fwd-bf16-d128-alibi",
     "fwd-fp16-d64-bias",
     "fwd-bf16-d128-causal-keybias-scattered",
-    "fwd-bf16-d128-mask",
+    "fwd-bf16-d80-alibi",
+    "fwd-bf16-d64-mask",
     "fwd-fp32-d64-keymask",
+    "fwd-bf16-d192-dv128-causal-alibi-varlen",
     "fwd-tf32-d128-causal",
-    "fwd-bf16-d80",
-    "fwd-bf16-d192-dv128-causal",
     "fwd-fp16-d512-causal",
     "fwd-fp32-d64-softcap-offset-unaligned-dropout",
     "bwd-bf16-d80-causal-softcap-window-keymask",
-    "bwd-fp16-d128-alibi-bias-dbias",
+    "bwd-fp16-d64-alibi-bias-dbias",
     "bwd-tf32-d64-keybias-mask-dbias-scattered-offset-dropout",
-    "fwd-bf16-d128-causal-varlen",
     "bwd-bf16-d64-causal-window-varlen",
     "dec-bf16-d128-page16-softcap-alibi-sink",
     "dec-bf16-d128-page16-alibi-offset",
@@ -73,8 +77,19 @@ FEATURES = (
 )
 """Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
 
-Each is compiled for one of the targets, in turn, under the oldest Triton; under `--few` by the families for wgmma for
-sm90, and by the others for one of FEW_FEATURE_TARGETS, in turn. tests/codegen has features for sm90 in between.
+Under either Triton families for wgmma compile each for sm90, and the others for one of the targets, in turn.
+"""
+
+BY_DESCRIPTORS = (
+    "fwd-bf16-d256-causal-softcap-window",
+    "fwd-bf16-d128-causal-keybias-scattered",
+    "fwd-fp16-d512-causal",
+    "bwd-bf16-d80-causal-softcap-keymask-window",
+    "bwd-bf16-d64-causal-varlen-window",
+)
+"""Those of FEATURES, by their keys, that the others compile by TMA, too, where they have branches of their own.
+
+That is for sm90, if the target whose turn it is has no TMA.
 """
 
 ONE_WARPGROUP: dict[str, KnobValue] = {
@@ -92,9 +107,14 @@ SMALL_TILES = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
 SMALL_TILES |= {f"dq_{name}": most for name, most in SMALL_TILES.items()}
 """The most of these knobs with which the other families compile in half the time.
 
-`--few` has features, other loads and short queries with both, and all jobs have features and functions with the second
-where products are the same instructions in tiles of any size: a text is accepted or not, whatever the sizes of its
+Features, functions, other loads and short queries have them: a text is accepted or not, whatever the sizes of its
 tiles. SHAPES have the defaults.
+"""
+
+WGMMA_TILES = {name: 64 if "block" in name else most for name, most in SMALL_TILES.items()}
+"""The same for sm90 under the oldest: the smallest tiles of which it has products of its own kind, not those of sm80.
+
+Those of sm100 take no less time in small tiles.
 """
 
 FEW_FEATURE_TARGETS = ("sm80", "sm90", "gfx942")
@@ -114,37 +134,8 @@ FUNCTIONS = ScoreMods(
 )
 
 
-HELPERS = (
-    append_kernel(
-        AppendSpec(
-            dtype="bf16",
-            head_dim=128,
-            head_dim_v=128,
-            place="pages",
-            rotary="halves",
-            rotary_dim=128,
-            table_dtype="bf16",
-        )
-    ),
-    append_kernel(
-        AppendSpec(
-            dtype="fp16",
-            head_dim=80,
-            head_dim_v=80,
-            place="slots",
-            rotary="interleaved",
-            rotary_dim=32,
-            table_dtype="fp32",
-        )
-    ),
-    merge_kernel(MergeSpec(dtype="bf16", out_dtype="bf16", head_dim=128)),
-    merge_kernel(MergeSpec(dtype="fp32", out_dtype="bf16", head_dim=64, separate=2)),
-)
-HELPER_TARGETS = ("sm80", "sm90")
-
-
-FUNCTION_TARGETS = ("sm86", "sm90", "sm100", "gfx1200")
-"""Of the oldest Triton; the newest or tests/codegen compile functions for the others, but for sm89, sm86's twin."""
+FUNCTION_TARGETS = ("sm86", "sm100", "gfx1200")
+"""Of the oldest Triton. The newest compiles functions for sm90, and tests/codegen for it, sm120 and gfx942."""
 
 DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
 STEPS = (("dec-bf16-d128-page16", 64),)
@@ -161,58 +152,49 @@ class Job:
     may_spill: bool  # a default config may not: it serves where nothing was tuned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HelperJob:
-    """One helper kernel for one device; none may spill."""
-
-    helper: HelperKernel
-    device: Device
-
-
 def jobs(rows: Rows, targets: list[str]) -> list[Job]:
     """Defaults for each target, with and without a mask; functions and features for some targets."""
     found = []
     for number, device in enumerate(map(find_device, targets)):
         forward = WGMMA_SHAPES if device.has_wgmma else (SHAPES[1], SHAPES[number % 2 * 2])
-        found += with_shapes(rows, device, number, forward, shapes_in_turn(device, number))
-        found += map(in_cheap_tiles, with_functions(rows, device)) if device.arch in FUNCTION_TARGETS else []
+        # halves of the targets, so that every shape meets both families of a backward pass
+        found += with_shapes(rows, device, number // 4 + 1, forward, shapes_in_turn(device, number))
+        found += with_functions(rows, device) if device.arch in FUNCTION_TARGETS else []
         found += with_steps(rows, device) if device.has_wgmma else []
     found += fullest(rows) if FULLEST[0] in targets else []
-    return [*found, *map(in_cheap_tiles, with_features(rows, [find_device(target) for target in targets]))]
+    found += with_features(rows, [find_device(target) for target in targets], first=0)
+    return [in_small_tiles(job, WGMMA_TILES) if job.may_spill else job for job in found]
 
 
 def few_jobs(rows: Rows) -> list[Job]:
-    """A shape or more for each of FEW_TARGETS; functions for all of FEW_FEATURE_TARGETS, features for one."""
+    """A shape or more for each of FEW_TARGETS; features for one of FEW_FEATURE_TARGETS."""
     found = []
     for number, device in enumerate(map(find_device, FEW_TARGETS)):
         backward = SHAPES[1:2] if device.has_wgmma else shapes_in_turn(device, number)
-        of_shapes = with_shapes(rows, device, number, shapes_in_turn(device, number), backward)
-        found += [in_small_tiles(job) if job.may_spill else job for job in of_shapes]
-    sm80, sm90, _ = devices = [find_device(target) for target in FEW_FEATURE_TARGETS]
-    for device in devices:
-        found += map(in_small_tiles, with_functions(rows, device))
-    for number, spec in enumerate(map(Specialization.parse, FEATURES)):
-        on_sm80 = serving(rows, spec, sm80)
-        for row in serving(rows, spec, sm90):
-            device = devices[number % len(devices)] if row in on_sm80 else sm90
-            found.append(in_small_tiles(variants(row.default(spec, device), spec, device)[-1]))
-    return found + fullest(rows)
+        found += with_shapes(rows, device, number + 1, shapes_in_turn(device, number), backward, varied=True)
+        if device.has_wgmma:
+            found += [replace(job, may_spill=True) for job in with_steps(rows, device)]  # 112 bytes under Triton 3.9
+    devices = [find_device(target) for target in FEW_FEATURE_TARGETS]
+    found += with_functions(rows, find_device("sm90"))
+    found += [*fullest(rows), *with_features(rows, devices, first=1)]
+    return [in_small_tiles(job, SMALL_TILES) if job.may_spill else job for job in found]
 
 
-def in_cheap_tiles(job: Job) -> Job:
-    """The same features with SMALL_TILES, but for targets of which a small tile has products of an older kind."""
-    return job if job.device.has_warpgroup_mma else in_small_tiles(job)
+def in_small_tiles(job: Job, for_sm90: dict[str, int]) -> Job:
+    """The same features with less to compile, where that is valid.
 
-
-def in_small_tiles(job: Job) -> Job:
-    """The same features with ONE_WARPGROUP, where the family has its knobs, else with SMALL_TILES, if it is valid.
-
-    Families for wgmma declare no tile as small as these; theirs stay as they are.
+    Where sm90 keeps products of its own, pages keep two warpgroups, too: it is those that pass over hidden blocks.
+    Families for wgmma without a knob for warps stay as they are, and so does what is for sm100.
     """
+    if job.device.has_warpgroup_mma > job.device.has_wgmma:
+        return job
     declared = {knob.name: knob for knob in family(job.config.family).knobs}
     small = ONE_WARPGROUP if declared.keys() >= ONE_WARPGROUP.keys() else {}
-    if not small:
-        least = {name: min(job.config.integer(name), most) for name, most in SMALL_TILES.items() if name in declared}
+    if small and job.spec.page_size and for_sm90 is WGMMA_TILES:
+        return job
+    if not small and "num_warps" in declared:
+        most = for_sm90 if job.device.has_wgmma and job.spec.dtype != "fp32" else SMALL_TILES
+        least = {name: min(job.config.integer(name), size) for name, size in most.items() if name in declared}
         small = {name: value for name, value in least.items() if declared[name].allows(value)}
     config = job.config.replace(**small)
     return job if invalid(config, job.spec, job.device) else replace(job, config=config)
@@ -230,45 +212,62 @@ def serving(rows: Rows, spec: Specialization, device: Device) -> list[KernelFami
     return [row for row in rows if unsupported(row, spec, device) is None]
 
 
+def for_wgmma(rows: Rows, spec: Specialization) -> list[KernelFamily]:
+    """Those of the families that serve `spec` where wgmma is, and nowhere else."""
+    return [row for row in rows if unsupported(row, spec, find_device("sm80")) is not None]
+
+
 def shapes_in_turn(device: Device, number: int) -> tuple[Shape, ...]:
     """All of SHAPES where wgmma is, for which there are families of its own; else one of them, in turn."""
     return SHAPES if device.has_wgmma else (SHAPES[number % len(SHAPES)],)
 
 
 def with_shapes(
-    rows: Rows, device: Device, number: int, forward: tuple[Shape, ...], backward: tuple[Shape, ...]
+    rows: Rows,
+    device: Device,
+    turn: int,
+    forward: tuple[Shape, ...],
+    backward: tuple[Shape, ...],
+    *,
+    varied: bool = False,
 ) -> list[Job]:
-    """Defaults of shapes; both kinds of loads, and what fits a decoding step, where these differ."""
+    """Defaults of shapes; what fits a decoding step, and `varied` loads of both kinds, where these differ."""
     found = []
     for spec in specializations({"forward": forward, "backward": backward}):
         chosen = serving(rows, spec, device)
-        if (spec.head_dim, spec.causal) not in {(head_dim, causal) for _, head_dim, causal in SHAPES}:
-            chosen = [row for row in chosen if unsupported(row, spec, find_device("sm80")) is not None]
+        if (
+            not varied
+            and device.has_wgmma
+            and (spec.direction, (spec.dtype, spec.head_dim, spec.causal)) in WGMMA_ALONE
+        ):
+            chosen = for_wgmma(chosen, spec)
         if spec.direction == "backward" and not device.has_wgmma and chosen:
-            chosen = chosen[number % len(chosen) :][:1]
+            chosen = chosen[turn % len(chosen) :][:1]
         for row in chosen:
             config = row.default(spec, device)
             found.append(Job(spec=spec, config=config, device=device, may_spill=False))
-            other = other_loads(config, spec, device) + for_short_queries(config, spec, device)
+            other = other_loads(config, spec, device) if varied and spec.direction == "forward" else []
+            other += for_short_queries(config, spec, device)
             found += [Job(spec=spec, config=each, device=device, may_spill=True) for each in other]
     return found
 
 
-def with_features(rows: Rows, devices: list[Device]) -> list[Job]:
-    """Defaults of features, and with heads in two parts where these differ; what they hold may spill.
+def with_features(rows: Rows, devices: list[Device], *, first: int) -> list[Job]:
+    """Defaults of features, with heads in two parts where these differ; what they hold may spill.
 
-    A feature has the target whose turn it is, or the next that computes it; each of the two families of a backward pass
-    has one of its own.
+    The `first` of the devices has the first feature. A family has the one whose turn it is, or the next that it serves,
+    and each of the two families of a backward pass has one of its own.
     """
     found = []
-    for number, spec in enumerate(map(Specialization.parse, FEATURES)):
-        turn = number % len(devices)
-        able = [device for device in devices[turn:] + devices[:turn] if serving(rows, spec, device)]
-        for step, device in enumerate(able[: 2 if spec.direction == "backward" else 1]):
-            chosen = serving(rows, spec, device)
-            for row in chosen[step:][:1] if spec.direction == "backward" else chosen:
-                found += variants(row.default(spec, device), spec, device)
-    return list(dict.fromkeys(found))
+    for number, spec in enumerate(map(Specialization.parse, FEATURES), start=first):
+        for step, row in enumerate(row for row in rows if row.direction == spec.direction):
+            turn = (number + step) % len(devices)
+            able = [each for each in devices[turn:] + devices[:turn] if unsupported(row, spec, each) is None]
+            chosen = able[:1]
+            if spec.key in BY_DESCRIPTORS and chosen and not chosen[0].has_warpgroup_mma:
+                chosen += [each for each in able if each.has_wgmma]
+            found += [variants(row.default(spec, device), spec, device)[-1] for device in chosen]
+    return found
 
 
 def variants(config: Config, spec: Specialization, device: Device) -> list[Job]:
@@ -319,8 +318,3 @@ def for_short_queries(config: Config, spec: Specialization, device: Device) -> l
     """Of VARIED, what the config becomes for a decoding step of heads in groups."""
     short = fitted(config, spec, DECODE, device)
     return [short] if (spec.dtype, spec.head_dim) == VARIED and short != config else []
-
-
-def helper_jobs() -> list[HelperJob]:
-    """Helper kernels, which are small and alike everywhere."""
-    return [HelperJob(helper=helper, device=find_device(target)) for target in HELPER_TARGETS for helper in HELPERS]

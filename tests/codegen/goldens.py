@@ -10,7 +10,7 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
-from scripts.crosscompile_jobs import ONE_WARPGROUP
+from scripts.crosscompile_jobs import ONE_WARPGROUP, SMALL_TILES
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -78,7 +78,7 @@ OTHERS = {
     ),
     "forward_d80_unaligned_h200": Kernel(family="portable_forward", key="fwd-bf16-d80-unaligned", changes=SMALL),
     "forward_d192_dv128_causal_h200": Kernel(
-        family="portable_forward", key="fwd-bf16-d192-dv128-causal", changes={"heads_per_group": 0}
+        family="portable_forward", key="fwd-bf16-d192-dv128-causal", changes={**SMALL, "heads_per_group": 0}
     ),
     "forward_d64_fp32_h200": Kernel(family="portable_forward", key="fwd-fp32-d64-causal"),
     "forward_d128_mi300x": Kernel(family="portable_forward", key="fwd-fp16-d128", device="mi300x"),
@@ -113,7 +113,10 @@ OTHERS = {
         mods=ScoreMods(mask_mod=DOCUMENT, aux=("i32", "fp32")),
     ),
     "backward_split_bias_softcap_window_4090": Kernel(
-        family="portable_backward_split", key="bwd-bf16-d64-softcap-bias-window-dbias", device="rtx 4090"
+        family="portable_backward_split",
+        key="bwd-bf16-d64-softcap-bias-window-dbias",
+        device="rtx 4090",
+        changes={**SMALL_TILES},
     ),
     "forward_d64_dropout_h200": Kernel(family="portable_forward", key="fwd-bf16-d64-causal-dropout", changes=SMALL),
     "backward_split_dropout_a100": Kernel(family="portable_backward_split", key="bwd-fp16-d64-dropout", device="a100"),
@@ -149,20 +152,16 @@ Most are kernels of which other tests look at the machine code: Triton's cache h
 """
 
 COMPILED_BY_OTHERS = {
-    "portable_forward_causal": "fwd-bf16-d128-causal",
-    "portable_backward_split_causal": "bwd-bf16-d128-causal",
-    "forward_d128_causal_4090": "fwd-bf16-d128-causal",
-    "forward_d64_causal_a100_offset": "fwd-fp32-d64-softcap-unaligned-offset-dropout",
-    "forward_d80_unaligned_h200": "fwd-fp32-d64-softcap-unaligned-offset-dropout",
-    "forward_d192_dv128_causal_h200": "fwd-bf16-d192-dv128-causal",
-    "forward_d192_dv128_split_h200": "fwd-bf16-d192-dv128-causal",
-    "forward_d80_split_a100": "fwd-bf16-d80",
-    "forward_d256_gemma_h200": "fwd-bf16-d256-causal-softcap-window",
-    "forward_d64_bias_h200": "fwd-fp16-d64-bias",
-    "forward_d128_keymask_h200": "fwd-fp32-d64-keymask",
-    "backward_split_bias_softcap_window_4090": "bwd-fp16-d128-alibi-bias-dbias",
+    "portable_forward_causal",
+    "portable_backward_split_causal",
+    "forward_d128_causal_4090",
+    "forward_d80_unaligned_h200",
+    "forward_d192_dv128_split_h200",
+    "forward_d80_split_a100",
+    "forward_d256_gemma_h200",
+    "forward_d64_bias_h200",
 }
-"""Those whose branches `make crosscompile` compiles with the oldest and with the newest Triton, and where it does.
+"""Those whose branches `make crosscompile` compiles with the oldest and with the newest Triton.
 
 Of the Triton in between they are formatted and looked at, but not compiled once more.
 """

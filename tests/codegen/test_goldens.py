@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.families import FAMILIES, family
+from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, family
 from flashgen.codegen.render import render, render_standalone
 from flashgen.core.device import find_device
+from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
-from scripts.crosscompile_jobs import TARGETS, few_jobs, jobs
+from scripts.crosscompile_jobs import FEATURES, TARGETS, few_jobs, jobs, serving
+from tests.codegen.branches import Branch, Branches
 from tests.codegen.goldens import COMPILED_BY_OTHERS, COMPILED_HERE, GOLDEN, GOLDENS, OTHERS, kernel
 from tests.codegen.ruff import FORMAT, assert_passes
 
@@ -44,17 +46,41 @@ def test_all_are_formatted(tmp_path: Path) -> None:
     assert_passes(tmp_path, *FORMAT)
 
 
-LEFT_OUT = COMPILED_BY_OTHERS.keys() | COMPILED_HERE.keys()
+LEFT_OUT = COMPILED_BY_OTHERS | COMPILED_HERE.keys()
 
 
-def test_what_is_not_compiled_here_is_compiled_under_the_oldest_and_the_newest_triton() -> None:
-    found = [
-        {(job.config.family, job.spec.key) for job in each}
-        for each in (jobs(FAMILIES, list(TARGETS)), few_jobs(FAMILIES))
-    ]
-    for name, key in COMPILED_BY_OTHERS.items():
-        _, config = kernel(name)
-        assert all((config.family, key) in each for each in found), name
+BY_LARGE_TILES = 12
+"""How many branches features have in defaults alone, of which no text in small tiles has the conditions."""
+
+
+def test_what_is_not_compiled_here_is_compiled_under_the_oldest_and_the_newest_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that a text has of the templates, each in some kernel of its family.
+
+    The newest has what the oldest has, but for plain shapes of families for wgmma, and the oldest what features have in
+    the defaults of any target.
+    """
+    branches = Branches(monkeypatch)
+    rows = [*FAMILIES, *DECODE_FAMILIES]
+    oldest, newest = (
+        frozenset[Branch]().union(*(branches.of(job.spec, job.config) for job in each))
+        for each in (jobs(rows, list(TARGETS)), few_jobs(rows))
+    )
+    assert sorted(newest - oldest) == []
+    assert {branch.family for branch in oldest - newest} <= {
+        "hopper_forward",
+        "hopper_backward_fused",
+        "hopper_backward_split",
+    }
+    for name in COMPILED_BY_OTHERS:
+        assert sorted(branches.of(*kernel(name)) - (oldest & newest)) == [], name
+    every = set[Branch]()
+    for spec in map(Specialization.parse, FEATURES):
+        for device in map(find_device, TARGETS):
+            for row in serving(rows, spec, device):
+                every.update(branches.of(spec, row.default(spec, device)))
+    assert len(every - oldest) <= BY_LARGE_TILES, sorted(every - oldest)
 
 
 def test_of_every_family_one_is_compiled() -> None:

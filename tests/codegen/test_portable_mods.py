@@ -81,7 +81,7 @@ def test_compiles_for_sm90_with_a_pipeline(name: str, loads: str) -> None:
 def test_compiles_elsewhere(target: str) -> None:
     """What `scripts/crosscompile_jobs.py` has for no target, or with the smallest tiles alone.
 
-    It compiles functions for sm86, of which sm89 is the twin, and for sm80 with the newest Triton.
+    It compiles functions for sm86, whose products are those of sm80 and sm89.
     """
     device = find_device(target)
     spec = replace(PLAIN, mods=MODS["both"])
