@@ -122,6 +122,9 @@ FEW_FEATURE_TARGETS = ("sm80", "sm90", "gfx942")
 FULLEST = ("gfx1200", "fwd-fp32-d128-causal")
 """A target and a specialization whose default leaves nearly no register unused, and so is the first to spill."""
 
+SHARED = ("fwd-bf16-d192-dv128-causal-alibi-varlen",)
+"""Those of FEATURES, by their keys, with shared keys, too; what short queries of VARIED become has them densely."""
+
 FUNCTIONS = ScoreMods(
     score_mod=UserFunction(
         name="score_mod", source="def score_mod(score, b, h, q, k, doc):\n    return score - tl.abs(q - k) * 0.1\n"
@@ -267,6 +270,8 @@ def with_features(rows: Rows, devices: list[Device], *, first: int) -> list[Job]
             if spec.key in BY_DESCRIPTORS and chosen and not chosen[0].has_warpgroup_mma:
                 chosen += [each for each in able if each.has_wgmma]
             found += [variants(row.default(spec, device), spec, device)[-1] for device in chosen]
+            if chosen and spec.key in SHARED:
+                found += [replace(job, config=job.config.replace(split_keys=True)) for job in found[-len(chosen) :]]
     return found
 
 
