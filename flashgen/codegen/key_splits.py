@@ -8,7 +8,7 @@ al. 2023). How many there are is a number of the launch: the kernels are the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_sequences import of_class, query_blocks
@@ -27,7 +27,7 @@ SPLIT_KEYS = Knob(
     implied=True,
 )
 
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """CTAs that may share the keys of a tile: those that were raced."""
 
 MERGE_ROWS = 8
@@ -52,54 +52,7 @@ HOST_US = 4.0
 """Microseconds that shares have to gain: the host launches one kernel more and allocates what they leave."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryTiles:
-    """The tiles of a launch.
-
-    On 42 shapes on an H100 the number of shares that is chosen took 1.005 times as long as the best one in the
-    mean, and 1.11 at most (docs/decisions/shares-of-keys.md). What depends on the device cancels as far as it is faster
-    or slower in everything.
-
-    Attributes:
-        tiles: how many there are.
-        longest: blocks of keys of the one that sees the most.
-        mean: of all.
-        block_us: microseconds of a block of keys.
-        sm_count: SMs of the device.
-        per_sm: CTAs that run side by side on one.
-        elements: of the output of a tile.
-    """
-
-    tiles: int
-    longest: int
-    mean: float
-    block_us: float
-    sm_count: int
-    per_sm: int
-    elements: int
-
-    def time(self, splits: int) -> float:
-        """Microseconds until the last CTA ends, and its share is merged with the others."""
-        ctas, slots = self.tiles * splits, self.sm_count * self.per_sm
-        longest = -(-self.longest // splits) + CTA_BLOCKS
-        if self.mean > ALIKE * self.longest:
-            walked = longest * -(-ctas // slots)
-        else:
-            equal = (self.mean / splits + CTA_BLOCKS) * (ctas / slots + COARSE)
-            walked = max(longest, equal) if ctas > slots else longest
-        if splits == 1:
-            return walked * self.block_us
-        merged = MERGE_US + SHARE_US * self.elements / SHARE_ELEMENTS * ctas / self.sm_count
-        return walked * self.block_us + merged
-
-    def best(self) -> int:
-        """The number of shares that takes the least; 1 where none gains what the host takes for it."""
-        times = {splits: self.time(splits) for splits in SPLITS if splits <= self.longest}
-        best = min(times, key=lambda splits: (times[splits], splits))
-        return best if times[best] + HOST_US < times[1] else 1
-
-
-def query_tiles(
+def best_splits(
     spec: Specialization,
     sizes: Sizes,
     device: Device,
@@ -109,10 +62,15 @@ def query_tiles(
     block_us: float,
     per_sm: int,
     packed_heads: int = 1,
-) -> QueryTiles | None:
-    """The tiles of a launch; None for packed sequences of which the sizes say nothing, as a config is fitted first.
+) -> int:
+    """The number of CTAs that share the keys of a tile; 1 where none gains what the host takes for it.
 
-    Of packed sequences they are those of a class, as the config is: bits of a sequence follow from both.
+    On 42 shapes on an H100 the number that is chosen took 1.005 times as long as the best one in the mean, and 1.11 at
+    most (docs/decisions/shares-of-keys.md). What depends on the device cancels as far as it is faster or slower in
+    everything. Of packed sequences sizes are those of a class, as the config is: bits of a sequence follow from both.
+    Of sizes that say nothing of sequences, which a config is fitted to first, every tile has all keys.
+
+    A new length asks this, so it is written out: a tenth of the time in objects.
 
     Args:
         spec: what is compiled in.
@@ -124,31 +82,49 @@ def query_tiles(
         per_sm: CTAs side by side on an SM.
         packed_heads: heads side by side in the rows of a tile.
     """
-    if spec.varlen and not sizes.sequences:
-        return None
     if spec.varlen:
+        if not sizes.sequences:
+            return 1
         sizes = of_class(sizes)
         queries, keys = sizes.max_seqlen_q, sizes.max_seqlen_k
         tiles = query_blocks(sizes, rows) * sizes.nheads
     else:
         queries, keys = sizes.seqlen_q, sizes.seqlen_k
         tiles = head_packing.tiles(sizes, rows, packed_heads)
-    longest = max(1, -(-keys // block_n))
-    hidden = min(queries, keys) / max(keys, 1) / 2 if spec.causal else 0.0
-    return QueryTiles(
-        tiles=max(1, tiles),
-        longest=longest,
-        mean=longest * (1 - hidden),
-        block_us=block_us,
-        sm_count=device.num_sms,
-        per_sm=per_sm,
-        elements=rows * spec.head_dim_v,
-    )
+    sm_count = device.num_sms
+    slots = sm_count * per_sm
+    longest = -(-keys // block_n)
+    if tiles >= slots or longest < 2 or not tiles:
+        return 1
+    # blocks of keys that a tile sees in the mean: tiles that see about as many end together, in waves
+    mean = longest * (1 - min(queries, keys) / keys / 2) if spec.causal else float(longest)
+    in_waves = mean > ALIKE * longest
+    share_us = SHARE_US * rows * spec.head_dim_v / SHARE_ELEMENTS * tiles / sm_count
+    best, least = 1, (longest + CTA_BLOCKS) * block_us - HOST_US
+    for splits in SPLITS:
+        if splits > longest:
+            break
+        ctas = tiles * splits
+        walked = -(-longest // splits) + CTA_BLOCKS
+        if in_waves:
+            walked *= -(-ctas // slots)
+        elif ctas > slots:
+            walked = max(walked, (mean / splits + CTA_BLOCKS) * (ctas / slots + COARSE))
+        time = walked * block_us + MERGE_US + share_us * splits
+        if time < least:
+            best, least = splits, time
+    return best
 
 
 def split_keys(config: Config) -> bool:
     """Whether CTAs share the keys of a tile; not in a config that is older than the knob."""
     return bool(config.get("split_keys", False))
+
+
+@functools.lru_cache(maxsize=256)
+def with_shares(config: Config, shared: bool) -> Config:
+    """A config with shared keys or without; kept, because a new length asks for it."""
+    return config.replace(split_keys=shared)
 
 
 def why_not_shared(spec: Specialization) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.family import Scratch, Sizes
 from flashgen.codegen.hopper_forward import defaults, resources, tile_choice
-from flashgen.codegen.key_splits import query_tiles, scratch_of_shares, split_keys, why_not_shared
+from flashgen.codegen.key_splits import best_splits, scratch_of_shares, split_keys, why_not_shared, with_shares
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -43,14 +43,14 @@ def _ways(spec: Specialization) -> tuple[bool, ...]:
 
 def _shared(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     shared = why_not_shared(spec) is None and _best(spec, config, sizes, device) > 1
-    return config if shared == split_keys(config) else config.replace(split_keys=shared)
+    return config if shared == split_keys(config) else with_shares(config, shared)
 
 
 def _best(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> int:
     rows, block_n = resources.tile_rows(config), config.integer("block_n")
     # a wait, exponentials that other warpgroups hide, products: of 32 shapes on an H100 within 20%
     products = rows * block_n * (spec.head_dim + spec.head_dim_v) / (128 * 128 * 256)
-    found = query_tiles(
+    return best_splits(
         spec,
         sizes,
         device,
@@ -60,4 +60,3 @@ def _best(spec: Specialization, config: Config, sizes: Sizes, device: Device) ->
         per_sm=config.integer("blocks_per_sm"),
         packed_heads=resources.packed_heads(config),
     )
-    return 1 if found is None else found.best()

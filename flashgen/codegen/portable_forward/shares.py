@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.family import Scratch, Sizes
-from flashgen.codegen.key_splits import query_tiles, scratch_of_shares, split_keys, why_not_shared
+from flashgen.codegen.key_splits import best_splits, scratch_of_shares, split_keys, why_not_shared, with_shares
 from flashgen.codegen.portable_forward.resources import smem_needed
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -29,7 +29,7 @@ def key_splits(spec: Specialization, config: Config, sizes: Sizes, device: Devic
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config with shared keys where these take less time at some sizes, and without where they do not."""
     shared = why_not_shared(spec) is None and _best(spec, config, sizes, device) > 1
-    return config if shared == split_keys(config) else config.replace(split_keys=shared)
+    return config if shared == split_keys(config) else with_shares(config, shared)
 
 
 def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
@@ -43,5 +43,4 @@ def _best(spec: Specialization, config: Config, sizes: Sizes, device: Device) ->
     per_sm = max(1, min(by_registers, by_memory))
     block_m, block_n = config.integer("block_m"), config.integer("block_n")
     block_us = FP32_BLOCK_US if spec.dtype == "fp32" else BLOCK_US
-    found = query_tiles(spec, sizes, device, rows=block_m, block_n=block_n, block_us=block_us, per_sm=per_sm)
-    return 1 if found is None else found.best()
+    return best_splits(spec, sizes, device, rows=block_m, block_n=block_n, block_us=block_us, per_sm=per_sm)
