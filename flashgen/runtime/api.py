@@ -207,9 +207,10 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
             or v.requires_grad
             or (not (bypasses_dispatcher or is_traced) and is_tracked((q, k, v)))
         ):
-            options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=causal))
+            offsets = split_offset(q, q_offset, is_shifted=causal)
+            asked = (causal, softmax_scale, layout == "bshd", *offsets, deterministic, return_lse)
             train = training.direct_attention if bypasses_dispatcher else training.plain_attention
-            result = train(q, k, v, options, deterministic, return_lse)
+            result = train(q, k, v, asked)
             return result
         if bypasses_dispatcher:
             op = ops.attention_lse_kernel if return_lse else ops.attention_kernel

@@ -85,11 +85,10 @@ def direct_packed(
     return found
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], deterministic: bool, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`features_attention` without features."""
-    return features_attention(q, k, v, options, NO_FEATURES, deterministic, return_lse)
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor]:
+    """`features_attention` without features; its other options are the last ones of `options`."""
+    *others, deterministic, return_lse = options
+    return features_attention(q, k, v, tuple(others), NO_FEATURES, deterministic, return_lse)
 
 
 direct_attention: Any = super(torch.autograd.Function, functions.Plain).apply
