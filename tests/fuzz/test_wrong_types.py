@@ -11,8 +11,8 @@ import torch
 import flashgen
 from flashgen.core.errors import FlashgenError
 from flashgen.launch.decode_plan import Launch
-from flashgen.runtime.decode import recent, runs, shared_keys
-from flashgen.runtime.ops import append, helpers, merging, serve
+from flashgen.runtime.decode import runs, shared_keys
+from flashgen.runtime.ops import append, helpers, merging, recent, serve
 from tests.fakes.gpu import FakeGpu
 from tests.fuzz.calls import CALLS, is_of_its_type, parameters, values
 from tests.runtime.conftest import fresh_process, gpu, ladder  # noqa: F401 - fixtures

@@ -19,6 +19,7 @@ from flashgen.core.settings import settings
 from flashgen.launch import decode_plan
 from flashgen.runtime.decode import plans, recent, runs
 from flashgen.runtime.decode.call import DecodeCall
+from flashgen.runtime.ops import recent as ops_recent
 from tests.decoding import Case, arguments, make
 from tests.fakes.driver import FakeDriver
 from tests.runtime.test_decode import GOOD, RULES, broken, gpu, run  # noqa: F401 - a fixture
@@ -281,7 +282,7 @@ def test_without_the_parts_of_torch_that_it_uses_keys_are_made(
     gpu: FakeDriver,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recent, "_QUESTION", None)
+    monkeypatch.setattr(ops_recent, "_QUESTION", None)
     for seed in (0, 1):
         call = make(PAGED, seed=seed)
         assert run(gpu, call)[0].values["Q"] == call.q.data_ptr()

@@ -15,10 +15,11 @@ from flashgen.core.decode_limits import MAX_BATCH, MAX_KEYS
 from flashgen.core.features.positions import clamp_window
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.features.values import Window
+from flashgen.launch.allocation import empty_on_current
 from flashgen.launch.decode_numbers import DecodeShape, Strides
 from flashgen.launch.decode_plan import Launch
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall, strides_of
-from flashgen.runtime.decode.recent import GUARDS, Again, Kind, Ready, Result, Tensors, question
+from flashgen.runtime.decode.recent import Again, Kind, Ready, Result, Tensors, question
 from flashgen.runtime.ops import serve
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE
 from flashgen.runtime.ops.outputs import empty_output
@@ -64,7 +65,7 @@ class _Open:
 
     def again(self, fits: Callable[..., bool], index: int) -> Again:
         """What serves calls whose tensors fit, as those of `RECENT` do."""
-        empty, data_ptr = GUARDS._empty_strided_cuda, torch.Tensor.data_ptr
+        empty, data_ptr = empty_on_current(), torch.Tensor.data_ptr
         only_device, current = torch.cuda.device_count() == 1, torch._C._cuda_getDevice
         is_paged, with_lse, kind = self._page_size is not None, self._with_lse, self._kind
         known: dict[tuple[Any, ...], tuple[Ready, tuple[Any, ...], tuple[Any, ...]]] = {}

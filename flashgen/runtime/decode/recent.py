@@ -1,9 +1,7 @@
 """Calls like one of the last few, found by one question to torch: is everything about these tensors as it was?
 
-Torch's compiler guards its code with just this question, and has it in C++: of each tensor its class, dtype, device,
-shape, strides, whether it requires a gradient, and what torch's dispatcher would do for it (subclasses, transforms and
-modes included). It takes a third of the time of a key of the memo with the same facts. Only addresses are left: those
-of q, k, v and the output must be multiples of 16 bytes here.
+The question is that of `flashgen.runtime.ops.recent`. Only addresses are left: those of q, k, v and the output must be
+multiples of 16 bytes here.
 """
 
 from __future__ import annotations
@@ -15,8 +13,9 @@ import torch
 
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.settings import settings
+from flashgen.launch.allocation import empty_on_current, layout_of
 from flashgen.launch.decode_plan import Launch
-from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher
+from flashgen.runtime.ops import recent
 
 Kind = tuple[Any, ...]
 """What a call has beside its tensors, and which of them it has."""
@@ -38,10 +37,6 @@ MOST_LAYOUTS = 2
 MOST_KINDS = 256
 
 NOTHING: tuple[Again, ...] = ()
-
-GUARDS: Any = torch._C._dynamo.guards
-_QUESTION: Any = getattr(GUARDS, "TensorGuards", None) if hasattr(GUARDS, "_empty_strided_cuda") else None
-"""Neither is part of torch's interface: without them every call makes its key."""
 
 
 class Ready:
@@ -83,18 +78,9 @@ def question(tensors: Tensors, sizes: Any = None, strides: Any = None) -> Callab
         strides: likewise.
     """
     q, k, v, *_ = tensors
-    if (
-        _QUESTION is None
-        or q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or settings().checks
-        or not can_bypass_dispatcher(q, k, v)
-        or not are_plain(tensors)
-    ):
+    if q.requires_grad or k.requires_grad or v.requires_grad or settings().checks:
         return None
-    fits: Callable[..., bool] = _QUESTION(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return fits if fits(*tensors) else None  # a tensor that stands for two arguments never does
+    return recent.question(tensors, sizes, strides)
 
 
 def with_others(tensors: Tensors, given: tuple[torch.Tensor | None, ...]) -> tuple[Tensors, int]:
@@ -119,7 +105,7 @@ def _made(
 
 
 def _without_lse(fits: Any, out: torch.Tensor, launch: Launch, index: int) -> Again:
-    empty, data_ptr, layout = GUARDS._empty_strided_cuda, torch.Tensor.data_ptr, _layout(out)
+    empty, data_ptr, layout = empty_on_current(), torch.Tensor.data_ptr, layout_of(out)
     only_device, current = torch.cuda.device_count() == 1, torch._C._cuda_getDevice
     run, sized = launch
 
@@ -137,7 +123,7 @@ def _without_lse(fits: Any, out: torch.Tensor, launch: Launch, index: int) -> Ag
 
 
 def _with_lse(fits: Any, out: torch.Tensor, lse: torch.Tensor, launch: Launch, index: int) -> Again:
-    empty, data_ptr, layout, lse_layout = GUARDS._empty_strided_cuda, torch.Tensor.data_ptr, _layout(out), _layout(lse)
+    empty, data_ptr, layout, lse_layout = empty_on_current(), torch.Tensor.data_ptr, layout_of(out), layout_of(lse)
     only_device, current = torch.cuda.device_count() == 1, torch._C._cuda_getDevice
     run, sized = launch
 
@@ -152,7 +138,3 @@ def _with_lse(fits: Any, out: torch.Tensor, lse: torch.Tensor, launch: Launch, i
         return out, lse
 
     return again
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -28,15 +28,17 @@ from flashgen.runtime.ops.keys import (
     feature_key,
 )
 from flashgen.runtime.ops.open_packed import packed_open_key
+from flashgen.runtime.ops.recent import NOTHING, RECENT, remember
 
 Tensor = torch.Tensor
 
 _remembered = serve.MEMO.get
+_recent = RECENT.get
 is_deterministic = torch._C._get_deterministic_algorithms
 """`torch.are_deterministic_algorithms_enabled` without a call around it."""
 
 
-def attention_backward_kernel(
+def attention_backward_kernel(  # noqa: C901, PLR0912 - in one piece, as `attention_kernel`
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -82,6 +84,11 @@ def attention_backward_kernel(
             flags |= bit * needed
         for number, needed in enumerate(needs[len(GRADIENT_BITS) :]):
             flags |= needed << AUX_GRADIENT_SHIFT + number
+    else:
+        for fits, run in _recent(flags, NOTHING):
+            if fits(q, k, v, out, dout):
+                gradients: tuple[Tensor | None, ...] = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, None)
+                return gradients
     key: tuple[Any, ...] = (
         flags,
         q.shape,
@@ -105,6 +112,8 @@ def attention_backward_kernel(
     run = _remembered(key)
     if run is None:
         run = prepared(key, (q, k, v), out, dout, (lse, dlse), flags, features)
+    elif features is None:
+        remember(flags, (q, k, v, out, dout), run)
     found: tuple[Tensor | None, ...] = run(dout, dlse, q, k, v, out, lse, softmax_scale, offset, features)
     return found
 

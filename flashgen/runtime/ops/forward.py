@@ -35,6 +35,7 @@ from flashgen.runtime.ops.keys import (
     feature_key,
 )
 from flashgen.runtime.ops.open_packed import packed_open_key
+from flashgen.runtime.ops.recent import NOTHING, RECENT, remember
 from flashgen.runtime.ops.runs import Run
 from flashgen.runtime.ops.schemas import INPUTS, OPTIONS, SERVED
 
@@ -48,6 +49,7 @@ LIBRARY.define(f"attention_features({_PLAIN}, {SERVED.schema}) -> Tensor")  # ty
 LIBRARY.define(f"attention_features_lse({_PLAIN}, {SERVED.schema}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
 
 _remembered = serve.MEMO.get
+_recent = RECENT.get
 
 
 def attention_kernel(
@@ -78,6 +80,10 @@ def attention_kernel(
     dtype = q.dtype
     if dtype is FLOAT32 and allows_tf32():
         flags |= TF32
+    run: Run | None
+    for fits, run in _recent(flags, NOTHING):
+        if fits(q, k, v):
+            return run(q, k, v, softmax_scale, offset)
     key = (
         flags,
         q.shape,
@@ -93,9 +99,11 @@ def attention_kernel(
         k.get_device(),
         v.get_device(),
     )
-    run: Run | None = _remembered(key)
+    run = _remembered(key)
     if run is None:
         run = prepared(key, q, k, v, flags)
+    else:
+        remember(flags, (q, k, v), run)
     return run(q, k, v, softmax_scale, offset)
 
 
