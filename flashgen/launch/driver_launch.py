@@ -17,6 +17,7 @@ import torch
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.values import Features
 from flashgen.launch import driver
+from flashgen.launch.allocation import empty_on_current
 from flashgen.launch.backward import BackwardTensors, neg_delta_view
 from flashgen.launch.driver_plan import DriverPlan, SizedPlan
 from flashgen.launch.driver_writers import (
@@ -154,11 +155,11 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
     default_scale, set_stream, is_capturing = binding.default_scale, *stream_setter(plan)
     launch_kernel, pointers_at = driver.library().cuLaunchKernelEx, pointers_writer(plan)
     offset_of, write_offset = offset_writer(plan)
-    takes_tensor, is_far = binding.spec.offset_tensor, binding.is_far
+    takes_tensor, is_far, empty = binding.spec.offset_tensor, binding.is_far, empty_on_current()
     stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def at_sizes(sized: SizedPlan) -> Callable[..., torch.Tensor]:  # noqa: C901
-        memory, floats, (sizes, strides) = sized.memory, sized.scratch.floats, neg_delta_view(sized.scratch)
+        memory, scratch_shape, (sizes, strides) = sized.memory, (sized.scratch.floats,), neg_delta_view(sized.scratch)
         words, calls, write_pointers = memory.words, plan.calls(memory), pointers_at(sized)
         lock, (config, function, parameters, _) = threading.Lock(), calls[0]
         run = launch_kernel if len(calls) == 1 else runner(launch_kernel, calls)
@@ -181,7 +182,7 @@ def _backward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., torch.Ten
                 with torch.cuda.device(index):
                     return launch(tensors, softmax_scale, q_offset, features, with_neg_delta)
             q, k, v, out, lse, dout, dq, dk, dv, dlse, dbias = tensors
-            scratch = lse.new_empty(floats, dtype=fp32)
+            scratch = empty(scratch_shape, (1,), fp32)
             pointers = (  # in the order of the direction's tensors
                 scratch.data_ptr(),
                 q.data_ptr(),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flashgen.launch import driver, plan, scratch
+from flashgen.launch import allocation, driver, plan, scratch
 from tests.fakes.driver import FakeDriver
 from tests.fakes.imagined import imagined_family
 
@@ -41,6 +41,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(allocation.GUARDS, "_empty_strided_cuda", allocation.GUARDS._empty_strided_cpu)
     return state
 
 

@@ -20,7 +20,7 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
-from flashgen.launch import counters, driver, plan
+from flashgen.launch import allocation, counters, driver, plan
 from flashgen.launch.geometry import CLIPPED_ROWS
 from flashgen.runtime.lookup import records
 from flashgen.runtime.ops import kernel_cache, serve
@@ -40,6 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(plan, "_FUNCTIONS", {})
     monkeypatch.setattr(serve, "device_at", lambda index: H200)
     monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
+    monkeypatch.setattr(allocation.GUARDS, "_empty_strided_cuda", allocation.GUARDS._empty_strided_cpu)
     for name, value in (("_cuda_getCurrentRawStream", lambda index: 7), ("_cuda_getDevice", lambda: 0)):
         monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from flashgen.core.features.sequences import is_packed
 from flashgen.core.features.values import Features
+from flashgen.launch.allocation import Layout, elsewhere, empty_beside, layout_of, layout_of_view
 from flashgen.launch.backward import BackwardTensors
 from flashgen.runtime.ops.gradients import FORMULAS, META, bias_gradient, empty_bias_gradient, empty_gradient
 from flashgen.runtime.ops.runs import Offset
@@ -37,13 +39,19 @@ Tensors are in the layout of the call: a launch uses only their memory.
 def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> BackwardRun:
     """Allocate the gradients, launch the kernels of a config, and add what needs no kernel."""
     copies_dout, copies_bias, rule = problem.copies_dout, problem.copies_bias, problem.bias_rule
-    sizes, forward = problem.geometry.sizes, problem.call.forward
+    sizes, tensors, forward = problem.geometry.sizes, problem.geometry.tensors, problem.call.forward
+    inputs = forward.q, forward.k, forward.v
     formulas = {name: FORMULAS[name] for name in problem.call.gradients if name in FORMULAS}
     per_key = (sizes.batch, sizes.nheads, sizes.seqlen_k)
     learned = problem.spec.mods.aux_grads if problem.spec.mods else ()
     if not (rule or formulas or learned):
-        allocators = tuple(_allocator(tensor) for tensor in (forward.q, forward.k, forward.v))
-        return plain_run(launch, allocators, copies_dout=copies_dout)
+        if is_packed(forward.features):
+            return packed_run(
+                launch, forward.q, tuple(_allocator(tensor) for tensor in inputs), copies_dout=copies_dout
+            )
+        gradients = zip(("dq", "dk", "dv"), inputs, strict=True)
+        layouts = [layout_of_view(*tensors[name], like.dtype, bshd=forward.bshd) for name, like in gradients]
+        return plain_run(launch, forward.q, layouts, copies_dout=copies_dout)
 
     def run(
         dout: Tensor,
@@ -92,17 +100,17 @@ def _of_aux(features: Features, sums: dict[int, Tensor]) -> list[Tensor | None]:
     return [None if n not in sums else sums[n].to(tensor.dtype) for n, tensor in enumerate(features.aux)]
 
 
-def plain_run(launch: BackwardLaunch, allocators: tuple[Allocator, ...], *, copies_dout: bool) -> BackwardRun:
+def plain_run(launch: BackwardLaunch, beside: Tensor, layouts: Sequence[Layout], *, copies_dout: bool) -> BackwardRun:
     """The same where features have no gradient: no more than a training step of most models needs.
-
-    Packed sequences may come as (rows, heads, columns), too.
 
     Args:
         launch: of the kernels.
-        allocators: `empty_gradient`, or what does the same, for q, k and v.
+        beside: a tensor of their GPU.
+        layouts: of the gradients of q, k and v.
         copies_dout: whether the kernels get a copy of the output's gradient.
     """
-    empty_q, empty_k, empty_v = allocators
+    empty, is_elsewhere, index = empty_beside(beside), elsewhere(beside), beside.get_device()
+    layout_q, layout_k, layout_v = layouts
     absent = (None,) * len(GRADIENT_FIELDS)
 
     def run(
@@ -117,11 +125,60 @@ def plain_run(launch: BackwardLaunch, allocators: tuple[Allocator, ...], *, copi
         offset: Offset,
         features: Features | None,
     ) -> Gradients:
+        if is_elsewhere is not None and is_elsewhere():
+            with torch.cuda.device(index):
+                return run(dout, dlse, q, k, v, out, lse, scale, offset, features)
         if copies_dout:
             dout = torch.empty_like(out).copy_(dout)
         if dlse is not None:
             dlse = dlse.contiguous()
-        dq, dk, dv = empty_q(q), empty_k(k), empty_v(v)
+        dq, dk, dv = empty(*layout_q), empty(*layout_k), empty(*layout_v)
+        launch(BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse), scale, offset, features, False)
+        return dq, dk, dv, *absent
+
+    return run
+
+
+def packed_run(
+    launch: BackwardLaunch, beside: Tensor, allocators: tuple[Allocator, ...], *, copies_dout: bool
+) -> BackwardRun:
+    """The same of packed sequences, which may come as (rows, heads, columns), too.
+
+    Args:
+        launch: of the kernels.
+        beside: a tensor of their GPU.
+        allocators: `empty_gradient`, or what does the same, for q, k and v.
+        copies_dout: whether the kernels get a copy of the output's gradient.
+    """
+    empty, is_elsewhere, index = empty_beside(beside), elsewhere(beside), beside.get_device()
+    layouts: dict[int, list[Layout]] = {}
+    absent = (None,) * len(GRADIENT_FIELDS)
+
+    def run(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float | None,
+        offset: Offset,
+        features: Features | None,
+    ) -> Gradients:
+        if is_elsewhere is not None and is_elsewhere():
+            with torch.cuda.device(index):
+                return run(dout, dlse, q, k, v, out, lse, scale, offset, features)
+        known = layouts.get(q.dim())
+        if known is None:
+            likes = zip(allocators, (q, k, v), strict=True)
+            known = layouts[q.dim()] = [layout_of(allocate(tensor)) for allocate, tensor in likes]
+        if copies_dout:
+            dout = torch.empty_like(out).copy_(dout)
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        layout_q, layout_k, layout_v = known
+        dq, dk, dv = empty(*layout_q), empty(*layout_k), empty(*layout_v)
         launch(BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse), scale, offset, features, False)
         return dq, dk, dv, *absent
 

@@ -18,11 +18,12 @@ from flashgen.core.checks import MAX_SIZE
 from flashgen.core.errors import LaunchError
 from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.workload import DTYPE_BYTES
+from flashgen.launch.allocation import layout_of_view
 from flashgen.launch.geometry import Geometry, View4
 from flashgen.runtime.ops.backward_runs import BackwardRun, plain_run
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, CheckedCall
 from flashgen.runtime.ops.outputs import empty_output
-from flashgen.runtime.ops.runs import Run, kernel_lse_run, kernel_run
+from flashgen.runtime.ops.runs import Run, kernel_run
 
 if TYPE_CHECKING:
     from flashgen.core.config import Config
@@ -74,10 +75,8 @@ class OpenCall:
             launch = plan.sized(Geometry({"q": inputs[0], "k": inputs[1], "v": inputs[2], "o": out}))
         except LaunchError:
             return None
-        if with_lse:
-            shape = inputs[0][0][:3]
-            return kernel_lse_run(launch, bshd=bshd, same_head_dim=self._same_head_dim, lse_shape=shape)
-        return kernel_run(launch, bshd=bshd, same_head_dim=self._same_head_dim)
+        layout = layout_of_view(*out, q.dtype, bshd=bshd)
+        return kernel_run(launch, q, layout, lse_shape=inputs[0][0][:3] if with_lse else None)
 
 
 class OpenBackwardCall:
@@ -111,7 +110,8 @@ class OpenBackwardCall:
             launch = plan.sized(Geometry(dict(zip(BACKWARD, (*views, *gradients), strict=True))))
         except LaunchError:
             return None
-        return plain_run(launch, (torch.empty_like,) * 3, copies_dout=False)
+        layouts = [layout_of_view(*gradient, self._dtype, bshd=bshd) for gradient in gradients]
+        return plain_run(launch, q, layouts, copies_dout=False)
 
     def _is_output(self, tensor: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
         return tensor.shape == shape and tensor.dtype is self._dtype and tensor.device == q.device

@@ -22,7 +22,8 @@ from flashgen.core.nearest import visible_keys
 from flashgen.core.workload import DTYPE_BYTES
 from flashgen.launch.geometry import Geometry, PackedGrid
 from flashgen.runtime.lookup.packed_ladder import PackedSizes, has_window, served_packed
-from flashgen.runtime.ops.backward_runs import BackwardRun, plain_run
+from flashgen.runtime.ops.backward_runs import BackwardRun
+from flashgen.runtime.ops.backward_runs import packed_run as packed_backward_run
 from flashgen.runtime.ops.keys import fields_reader
 from flashgen.runtime.ops.open_calls import BACKWARD, is_aligned, sizes_of, view
 from flashgen.runtime.ops.outputs import empty_output
@@ -129,7 +130,7 @@ class OpenPackedCall(_OpenPacked):
         if launch is None or not bshd:
             return None if launch is None else feature_run(launch, bshd=bshd, with_lse=self._with_lse)
         shape = views["q"][0][1:3] if self._with_lse else None
-        return packed_run(launch, same_head_dim=self._same_head_dim, lse_shape=shape)
+        return packed_run(launch, q, same_head_dim=self._same_head_dim, lse_shape=shape)
 
 
 class OpenPackedBackwardCall(_OpenPacked):
@@ -154,7 +155,7 @@ class OpenPackedBackwardCall(_OpenPacked):
         if not all(is_aligned(each, self._step) for each in views[3:]):
             return None
         launch = self._planned(dict(zip(BACKWARD, views, strict=True)), q, features)
-        return None if launch is None else plain_run(launch, (torch.empty_like,) * 3, copies_dout=False)
+        return None if launch is None else packed_backward_run(launch, q, (torch.empty_like,) * 3, copies_dout=False)
 
 
 def _sequences(features: Features, q: Tensor) -> int:

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashgen.core.features.pages import is_paged
 from flashgen.core.features.sequences import is_packed
+from flashgen.launch.allocation import Layout, elsewhere, empty_beside, layout_of, layout_of_view
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 
 if TYPE_CHECKING:
@@ -28,48 +29,72 @@ FeatureRun = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None, O
 
 def forward_run(launch: Launch, problem: CheckedCall) -> Run | FeatureRun:
     """What serves the calls of a key by a generated kernel."""
-    call = problem.call
-    same_head_dim = call.q.shape[-1] == call.v.shape[-1]
-    if is_packed(call.features) and not is_paged(call.features) and call.bshd:
-        shape = problem.geometry.q_shape[1:3] if call.with_lse else None
-        return packed_run(launch, same_head_dim=same_head_dim, lse_shape=shape)
-    if call.features is not None:
+    call, geometry = problem.call, problem.geometry
+    if not is_packed(call.features):
+        out = layout_of_view(*geometry.tensor("o"), call.q.dtype, bshd=call.bshd)
+        return kernel_run(launch, call.q, out, lse_shape=geometry.q_shape[:3] if call.with_lse else None)
+    if is_paged(call.features) or not call.bshd:
         return feature_run(launch, bshd=call.bshd, with_lse=call.with_lse)
-    if call.with_lse:
-        lse_shape = problem.geometry.q_shape[:3]
-        return kernel_lse_run(launch, bshd=call.bshd, same_head_dim=same_head_dim, lse_shape=lse_shape)
-    return kernel_run(launch, bshd=call.bshd, same_head_dim=same_head_dim)
+    same_head_dim = call.q.shape[-1] == call.v.shape[-1]
+    lse_shape = geometry.q_shape[1:3] if call.with_lse else None
+    return packed_run(launch, call.q, same_head_dim=same_head_dim, lse_shape=lse_shape)
 
 
-def kernel_run(launch: Launch, *, bshd: bool, same_head_dim: bool) -> Run:
-    """Allocate an output and launch a generated kernel."""
+def kernel_run(
+    launch: Launch, beside: torch.Tensor, layout: Layout, *, lse_shape: tuple[int, ...] | None
+) -> Callable[..., Any]:
+    """Allocate an output, and an LSE where it has a shape, and launch a generated kernel.
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset) -> torch.Tensor:
-        out = empty_like(q) if same_head_dim else empty_output(q, v, bshd=bshd)
-        launch(q, k, v, out, None, scale, offset)
-        return out
+    What it returns is a `Run` and a `FeatureRun`.
 
-    empty_like = torch.empty_like
-    return run
-
-
-def kernel_lse_run(launch: Launch, *, bshd: bool, same_head_dim: bool, lse_shape: tuple[int, ...]) -> Run:
-    """Allocate an output and an LSE of this shape, and launch a generated kernel."""
+    Args:
+        launch: of the kernel.
+        beside: a tensor of its GPU.
+        layout: of the output.
+        lse_shape: batch, nheads and seqlen_q.
+    """
+    empty, is_elsewhere, index = empty_beside(beside), elsewhere(beside), beside.get_device()
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        offset: Offset,
+        features: Features | None = None,
+    ) -> torch.Tensor:
+        if is_elsewhere is not None and is_elsewhere():
+            with torch.cuda.device(index):
+                return run(q, k, v, scale, offset, features)
+        out = empty(*layout)
+        launch(q, k, v, out, None, scale, offset, features)
+        return out
+
+    if lse_shape is None:
+        return run
+    _, heads, rows = lse_shape
+    lse_layout = lse_shape, (heads * rows, rows, 1), torch.float32
+
+    def run_with_lse(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        offset: Offset,
+        features: Features | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = empty_like(q) if same_head_dim else empty_output(q, v, bshd=bshd)
-        lse = q.new_empty(lse_shape, dtype=fp32)
-        launch(q, k, v, out, lse, scale, offset)
+        if is_elsewhere is not None and is_elsewhere():
+            with torch.cuda.device(index):
+                return run_with_lse(q, k, v, scale, offset, features)
+        out, lse = empty(*layout), empty(*lse_layout)
+        launch(q, k, v, out, lse, scale, offset, features)
         return out, lse
 
-    empty_like, fp32 = torch.empty_like, torch.float32
-    return run
+    return run_with_lse
 
 
 def feature_run(launch: Launch, *, bshd: bool, with_lse: bool) -> FeatureRun:
-    """Allocate an output, and an LSE if it is asked for, and launch a generated kernel with its features."""
+    """The same of packed sequences whose tensors may have three or four dimensions."""
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset, features: Features
@@ -85,27 +110,43 @@ def feature_run(launch: Launch, *, bshd: bool, with_lse: bool) -> FeatureRun:
     return run
 
 
-def packed_run(launch: Launch, *, same_head_dim: bool, lse_shape: tuple[int, ...] | None) -> FeatureRun:
+def packed_run(
+    launch: Launch, beside: torch.Tensor, *, same_head_dim: bool, lse_shape: tuple[int, ...] | None
+) -> FeatureRun:
     """The same of packed sequences in bshd order, as (rows, heads, columns) or as one batch element of them.
 
     Args:
         launch: of the kernel.
+        beside: a tensor of its GPU.
         same_head_dim: whether rows of the output are as long as those of q.
         lse_shape: nheads and rows, where an LSE is asked for.
     """
+    empty, is_elsewhere, index = empty_beside(beside), elsewhere(beside), beside.get_device()
+    layouts: dict[int, tuple[Layout, Layout]] = {}
+
+    def layouts_of(q: torch.Tensor, v: torch.Tensor) -> tuple[Layout, Layout]:
+        """Those of output and LSE for tensors of as many dimensions."""
+        out = torch.empty_like(q) if same_head_dim else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        heads, rows = lse_shape or (0, 0)
+        shape, strides = ((heads, rows), (rows, 1)) if q.dim() == 3 else ((1, heads, rows), (heads * rows, rows, 1))
+        found = layouts[q.dim()] = layout_of(out), (shape, strides, torch.float32)
+        return found
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, offset: Offset, features: Features
     ) -> Any:
-        out = empty_like(q) if same_head_dim else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        if is_elsewhere is not None and is_elsewhere():
+            with torch.cuda.device(index):
+                return run(q, k, v, scale, offset, features)
+        layout, lse_layout = layouts.get(q.dim()) or layouts_of(q, v)
+        out = empty(*layout)
         if lse_shape is None:
             launch(q, k, v, out, None, scale, offset, features)
             return out
-        lse = q.new_empty(lse_shape if q.dim() == 3 else (1, *lse_shape), dtype=fp32)
+        lse = empty(*lse_layout)
         launch(q, k, v, out, lse, scale, offset, features)
         return out, lse
 
-    empty_like, fp32 = torch.empty_like, torch.float32
     return run
 
 
