@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from flashgen.core.lengths import page_class
@@ -37,9 +38,10 @@ def position(workload: Workload) -> Position:
 
 def position_of(seqlen_q: int, seqlen_k: int, heads: int, group: int, visible_keys: int = 0) -> Position:
     """The same by sizes: `heads` of all batch elements together, 0 visible keys where there is no window."""
+    rows = _log(seqlen_q)
     return (
-        _log(seqlen_q),
-        _log(seqlen_k),
+        rows,
+        rows if seqlen_k == seqlen_q else _log(seqlen_k),
         _log(heads) * HEADS_WEIGHT,
         _log(group) * GROUPS_WEIGHT,
         _log(visible_keys),
@@ -84,5 +86,6 @@ def visible_keys(seqlen_k: int, left: int | None, right: int | None, *, has_wind
     return min(left + right + 1, seqlen_k)
 
 
+@functools.lru_cache(maxsize=1024)  # heads and groups are the same few at every new length
 def _log(size: int) -> float:
     return math.log2(max(size, 1))

@@ -217,17 +217,19 @@ class TensorMaps:
     copies of it with another address, and a pointer that was seen lately costs no call of the driver at all.
     """
 
-    __slots__ = ("_buffers", "_encoding", "_sizes", "_spare", "known")
+    __slots__ = ("_buffers", "_encoding", "_entry", "_sizes", "_spare", "_words", "known")
 
-    def __init__(self, encoding: Encoding, sizes: int, room: int) -> None:
+    def __init__(self, encoding: Encoding, sizes: int, room: int, words: Any = None, entry: int = 0) -> None:
         """Describe a tensor; what lies at the two addresses is kept by whoever holds this object.
 
         Args:
             encoding: what does not depend on sizes.
             sizes: the address of the tensor's sizes, see `Encoding.encode`.
             room: an address for the first descriptor.
+            words: of a plan, for `point_to`.
+            entry: the word of these that holds the address of a descriptor.
         """
-        self._encoding, self._sizes, self._spare = encoding, sizes, room
+        self._encoding, self._sizes, self._spare, self._words, self._entry = encoding, sizes, room, words, entry
         self._buffers: tuple[Any, ...] = ()
         self.known: dict[int, int] = {}
 
@@ -238,6 +240,14 @@ class TensorMaps:
             LaunchError: the driver refuses, e.g. for an address or a stride that is not a multiple of 16 bytes.
         """
         return self.known.get(pointer) or self.describe(pointer)
+
+    def point_to(self, pointer: int) -> None:
+        """Have the plan's word hold that address.
+
+        Raises:
+            LaunchError: likewise.
+        """
+        self._words[self._entry] = self.known.get(pointer) or self.describe(pointer)
 
     def describe(self, pointer: int) -> int:
         """The same for a pointer that is not `known`.

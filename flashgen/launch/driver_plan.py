@@ -127,18 +127,8 @@ class DriverPlan:
         if len(entries) > 1 or pointer in layout.formats:
             word = layout.places[pointer] if pointer in layout.formats else None
             return lambda memory: _all_describer(entries, memory, word)
-        ((number, entry),) = entries
-
-        def of_one(memory: PlanMemory) -> PointTo:
-            words, maps = memory.words, memory.maps[number]
-            known, describe = maps.known.get, maps.describe
-
-            def point_to(pointer: int) -> None:
-                words[entry] = known(pointer) or describe(pointer)
-
-            return point_to
-
-        return of_one
+        ((number, _),) = entries
+        return lambda memory: memory.maps[number].point_to
 
     def features_writer(self, sized: SizedPlan) -> WriteFeatures | None:
         """What writes the arguments of features; None where the kernels have none."""

@@ -174,7 +174,7 @@ class PlanLayout:
                 if view != last or element_bytes != width:  # q, k, v and the output are often alike
                     last, width, found = view, element_bytes, _tensor_numbers(*view, element_bytes)
                 numbers += found
-            maps.append(tensor_maps(encoding, start + one.driver_sizes, at))
+            maps.append(tensor_maps(encoding, start + one.driver_sizes, at, words, one.entries[0]))
             at += TENSOR_MAP_BYTES
         addresses = (start * self._ones + self._offsets).to_bytes(self._addresses_bytes, "little")
         self._pack(words, self._sizes_at, *numbers, addresses)

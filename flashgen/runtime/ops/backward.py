@@ -132,7 +132,7 @@ def prepared(
     part = () if features is None else packed_open_key(features)
     open_key = None if part is None else (flags, *key[10:17], key[1][3:], key[2][3:], key[3][3:], *part)
     others = () if features is None else (features,)
-    run = None if open_key is None else serve.prepare_open(open_key, inputs, out, dout, *others)
+    run = None if open_key is None else serve.prepare_open(open_key, key, inputs, out, dout, *others)
     if run is not None:
         serve.remember(key, run)
         return run

@@ -51,7 +51,7 @@ def backward_run(launch: BackwardLaunch, problem: CheckedBackwardCall) -> Backwa
             )
         gradients = zip(("dq", "dk", "dv"), inputs, strict=True)
         layouts = [layout_of_view(*tensors[name], like.dtype, bshd=forward.bshd) for name, like in gradients]
-        return plain_run(launch, forward.q, layouts, copies_dout=copies_dout)
+        return plain_run_maker(forward.q, copies_dout=copies_dout)(launch, layouts)
 
     def run(
         dout: Tensor,
@@ -100,43 +100,48 @@ def _of_aux(features: Features, sums: dict[int, Tensor]) -> list[Tensor | None]:
     return [None if n not in sums else sums[n].to(tensor.dtype) for n, tensor in enumerate(features.aux)]
 
 
-def plain_run(launch: BackwardLaunch, beside: Tensor, layouts: Sequence[Layout], *, copies_dout: bool) -> BackwardRun:
+def plain_run_maker(beside: Tensor, *, copies_dout: bool) -> Callable[[BackwardLaunch, Sequence[Layout]], BackwardRun]:
     """The same where features have no gradient: no more than a training step of most models needs.
 
     Args:
-        launch: of the kernels.
-        beside: a tensor of their GPU.
-        layouts: of the gradients of q, k and v.
-        copies_dout: whether the kernels get a copy of the output's gradient.
+        beside: a tensor of the GPU, of which everything is asked once for many launches.
+        copies_dout: whether kernels get a copy of the output's gradient.
+
+    Returns:
+        What makes it of a launch and the layouts of the gradients of q, k and v.
     """
     empty, is_elsewhere, index = empty_beside(beside), elsewhere(beside), beside.get_device()
-    layout_q, layout_k, layout_v = layouts
     absent = (None,) * len(GRADIENT_FIELDS)
 
-    def run(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float | None,
-        offset: Offset,
-        features: Features | None,
-    ) -> Gradients:
-        if is_elsewhere is not None and is_elsewhere():
-            with torch.cuda.device(index):
-                return run(dout, dlse, q, k, v, out, lse, scale, offset, features)
-        if copies_dout:
-            dout = torch.empty_like(out).copy_(dout)
-        if dlse is not None:
-            dlse = dlse.contiguous()
-        dq, dk, dv = empty(*layout_q), empty(*layout_k), empty(*layout_v)
-        launch(BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse), scale, offset, features, False)
-        return dq, dk, dv, *absent
+    def made(launch: BackwardLaunch, layouts: Sequence[Layout]) -> BackwardRun:
+        layout_q, layout_k, layout_v = layouts
 
-    return run
+        def run(
+            dout: Tensor,
+            dlse: Tensor | None,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor,
+            lse: Tensor,
+            scale: float | None,
+            offset: Offset,
+            features: Features | None,
+        ) -> Gradients:
+            if is_elsewhere is not None and is_elsewhere():
+                with torch.cuda.device(index):
+                    return run(dout, dlse, q, k, v, out, lse, scale, offset, features)
+            if copies_dout:
+                dout = torch.empty_like(out).copy_(dout)
+            if dlse is not None:
+                dlse = dlse.contiguous()
+            dq, dk, dv = empty(*layout_q), empty(*layout_k), empty(*layout_v)
+            launch(BackwardTensors(q, k, v, out, lse, dout, dq, dk, dv, dlse), scale, offset, features, False)
+            return dq, dk, dv, *absent
+
+        return run
+
+    return made
 
 
 def packed_run(

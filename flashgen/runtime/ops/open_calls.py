@@ -9,7 +9,7 @@ kernel has not been built, and one that goes to torch's attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,10 +20,10 @@ from flashgen.core.features.score_tensors import ALIGNMENT_BYTES
 from flashgen.core.workload import DTYPE_BYTES
 from flashgen.launch.allocation import layout_of_view
 from flashgen.launch.geometry import Geometry, View4
-from flashgen.runtime.ops.backward_runs import BackwardRun, plain_run
+from flashgen.runtime.ops.backward_runs import BackwardRun, plain_run_maker
 from flashgen.runtime.ops.calls import MAX_ROW_STRIDE, CheckedCall
 from flashgen.runtime.ops.outputs import empty_output
-from flashgen.runtime.ops.runs import Run, kernel_run
+from flashgen.runtime.ops.runs import Run, run_maker
 
 if TYPE_CHECKING:
     from flashgen.core.config import Config
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 PlanOf = Callable[["Config"], "OpenPlan | None"]
 """The kernels of a config, where they have been built for this specialization."""
+
+Key = tuple[Any, ...]
+"""Of the memo: flags, the shapes of q, k and v, their strides, and what is the same for all calls here."""
 
 BACKWARD = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 """The tensors of a backward pass in the order of its geometry."""
@@ -55,16 +58,23 @@ class OpenCall:
         self._same_head_dim = call.q.shape[-1] == call.v.shape[-1]
         self._step = ALIGNMENT_BYTES // DTYPE_BYTES[problem.workload.dtype]
         self._lookup, self._plan_of = lookup, plan_of
+        self._dtype, self._made = call.q.dtype, run_maker(call.q)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
-        """What serves the calls of these shapes and strides, or None where the slow path has to be asked."""
+    def run(self, key: Key, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+        """What serves the calls of a key of the memo, or None where the slow path has to be asked."""
         bshd = self._bshd
-        inputs = view(q, bshd), view(k, bshd), view(v, bshd)
-        sizes = sizes_of(*inputs, self._step)
+        _, shape_q, shape_k, shape_v, strides_q, strides_k, strides_v, *_ = key
+        view_q = view_of(shape_q, strides_q, bshd)
+        view_k = view_of(shape_k, strides_k, bshd)
+        view_v = view_k if shape_v == shape_k and strides_v == strides_k else view_of(shape_v, strides_v, bshd)
+        sizes = sizes_of(view_q, view_k, view_v, self._step)
         if sizes is None:
             return None
-        out = like(q, bshd) if self._same_head_dim else view(empty_output(q, v, bshd=bshd), bshd)
-        if not is_aligned(out, self._step):
+        if not self._same_head_dim:
+            out = view(empty_output(q, v, bshd=bshd), bshd)
+        else:
+            out = view_q if q.is_contiguous() else like(q, bshd)
+        if out is not view_q and not is_aligned(out, self._step):
             return None
         with_lse = self._with_lse
         config = self._lookup.config(sizes, generated_only=self._generated_only, with_lse=with_lse)
@@ -72,11 +82,12 @@ class OpenCall:
         if plan is None:
             return None
         try:
-            launch = plan.sized(Geometry({"q": inputs[0], "k": inputs[1], "v": inputs[2], "o": out}))
+            launch = plan.sized(Geometry({"q": view_q, "k": view_k, "v": view_v, "o": out}))
         except LaunchError:
             return None
-        layout = layout_of_view(*out, q.dtype, bshd=bshd)
-        return kernel_run(launch, q, layout, lse_shape=inputs[0][0][:3] if with_lse else None)
+        layout = layout_of_view(*out, self._dtype, bshd=bshd)
+        run: Run = self._made(launch, layout, view_q[0][:3] if with_lse else None)
+        return run
 
 
 class OpenBackwardCall:
@@ -88,14 +99,16 @@ class OpenBackwardCall:
         self._bshd, self._dtype = forward.bshd, forward.q.dtype
         self._step = ALIGNMENT_BYTES // DTYPE_BYTES[problem.workload.dtype]
         self._lookup, self._plan_of = lookup, plan_of
+        self._made = plain_run_maker(forward.q, copies_dout=False)
 
-    def run(self, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, dout: Tensor) -> BackwardRun | None:
-        """What serves the backward passes of these shapes and strides, or None as of an `OpenCall`."""
+    def run(self, key: Key, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, dout: Tensor) -> BackwardRun | None:
+        """What serves the backward passes of a key of the memo, or None as of an `OpenCall`."""
         bshd, (q, _, v) = self._bshd, inputs
         expected = (*q.shape[:3], v.shape[3])
         if not (self._is_output(out, q, expected) and self._is_output(dout, q, expected)):
             return None
-        views = [view(tensor, bshd) for tensor in (*inputs, out, dout)]
+        views = [view_of(key[n], key[n + 3], bshd) for n in (1, 2, 3)]
+        views += view(out, bshd), view(dout, bshd)
         sizes = sizes_of(views[0], views[1], views[2], self._step)
         if sizes is None:
             return None
@@ -110,8 +123,7 @@ class OpenBackwardCall:
             launch = plan.sized(Geometry(dict(zip(BACKWARD, (*views, *gradients), strict=True))))
         except LaunchError:
             return None
-        layouts = [layout_of_view(*gradient, self._dtype, bshd=bshd) for gradient in gradients]
-        return plain_run(launch, q, layouts, copies_dout=False)
+        return self._made(launch, [layout_of_view(*gradient, self._dtype, bshd=bshd) for gradient in gradients])
 
     def _is_output(self, tensor: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
         return tensor.shape == shape and tensor.dtype is self._dtype and tensor.device == q.device
@@ -119,8 +131,12 @@ class OpenBackwardCall:
 
 def view(tensor: Tensor, bshd: bool) -> View4:
     """Shape and strides in (batch, head, sequence, head_dim) order."""
-    a, b, c, d = tensor.shape
-    e, f, g, h = tensor.stride()
+    return view_of(tensor.shape, tensor.stride(), bshd)
+
+
+def view_of(shape: tuple[int, ...], strides: tuple[int, ...], bshd: bool) -> View4:
+    """The same of a tensor of this shape and these strides."""
+    (a, b, c, d), (e, f, g, h) = shape, strides
     return ((a, c, b, d), (e, g, f, h)) if bshd else ((a, b, c, d), (e, f, g, h))
 
 
@@ -149,6 +165,16 @@ def is_aligned(view: View4, step: int) -> bool:
     return last == 1 and rows < MAX_ROW_STRIDE and not (batch | heads | rows) % step
 
 
+def are_aligned(q: View4, k: View4, v: View4, step: int) -> bool:
+    """The same of three tensors, in one piece for calls of a new length."""
+    (a, b, c, last_q), (d, e, f, last_k), (g, h, i, last_v) = q[1], k[1], v[1]
+    return (
+        last_q == last_k == last_v == 1
+        and not (a | b | c | d | e | f | g | h | i) % step
+        and max(c, f, i) < MAX_ROW_STRIDE
+    )
+
+
 def sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
     """The sizes of a call, or None where shapes do not fit together, one is 0, or a stride is unusual."""
     (batch, nheads, seqlen_q, head_dim), (batch_k, nheads_k, seqlen_k, head_dim_k) = q[0], k[0]
@@ -157,6 +183,6 @@ def sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
         return None
     if max(batch, nheads, seqlen_q, seqlen_k) > MAX_SIZE:
         return None
-    if not (is_aligned(q, step) and is_aligned(k, step) and is_aligned(v, step)):
+    if not are_aligned(q, k, v, step):
         return None
     return Sizes(batch, nheads, nheads_k, seqlen_q, seqlen_k)

@@ -25,7 +25,7 @@ from flashgen.runtime.lookup.packed_ladder import PackedSizes, has_window, serve
 from flashgen.runtime.ops.backward_runs import BackwardRun
 from flashgen.runtime.ops.backward_runs import packed_run as packed_backward_run
 from flashgen.runtime.ops.keys import fields_reader
-from flashgen.runtime.ops.open_calls import BACKWARD, is_aligned, sizes_of, view
+from flashgen.runtime.ops.open_calls import BACKWARD, Key, is_aligned, sizes_of, view
 from flashgen.runtime.ops.outputs import empty_output
 from flashgen.runtime.ops.runs import FeatureRun, feature_run, packed_run
 
@@ -119,7 +119,7 @@ class OpenPackedCall(_OpenPacked):
         self._with_lse, self._bshd = call.with_lse, call.bshd
         self._same_head_dim = call.q.shape[-1] == call.v.shape[-1]
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, features: Features) -> FeatureRun | None:
+    def run(self, key: Key, q: Tensor, k: Tensor, v: Tensor, features: Features) -> FeatureRun | None:
         """What serves the calls of these shapes and strides, or None where the slow path has to be asked."""
         bshd = self._bshd
         out = view(empty_output(q, v, bshd=bshd), bshd)
@@ -142,7 +142,7 @@ class OpenPackedBackwardCall(_OpenPacked):
         self._bshd, self._dtype = problem.call.forward.bshd, problem.call.forward.q.dtype
 
     def run(
-        self, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, dout: Tensor, features: Features
+        self, key: Key, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, dout: Tensor, features: Features
     ) -> BackwardRun | None:
         """What serves the backward passes of these shapes and strides, or None as of an `OpenPackedCall`."""
         bshd, (q, _, v) = self._bshd, inputs

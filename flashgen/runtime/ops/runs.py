@@ -53,44 +53,55 @@ def kernel_run(
         layout: of the output.
         lse_shape: batch, nheads and seqlen_q.
     """
+    return run_maker(beside)(launch, layout, lse_shape)
+
+
+def run_maker(
+    beside: torch.Tensor,
+) -> Callable[[Launch, Layout, tuple[int, ...] | None], Callable[..., Any]]:
+    """`kernel_run` beside a tensor, for many launches: what a GPU decides is asked once."""
     empty, is_elsewhere, index = empty_beside(beside), elsewhere(beside), beside.get_device()
 
-    def run(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | None,
-        offset: Offset,
-        features: Features | None = None,
-    ) -> torch.Tensor:
-        if is_elsewhere is not None and is_elsewhere():
-            with torch.cuda.device(index):
-                return run(q, k, v, scale, offset, features)
-        out = empty(*layout)
-        launch(q, k, v, out, None, scale, offset, features)
-        return out
+    def made(launch: Launch, layout: Layout, lse_shape: tuple[int, ...] | None) -> Callable[..., Any]:
+        if lse_shape is None:
 
-    if lse_shape is None:
-        return run
-    _, heads, rows = lse_shape
-    lse_layout = lse_shape, (heads * rows, rows, 1), torch.float32
+            def run(
+                q: torch.Tensor,
+                k: torch.Tensor,
+                v: torch.Tensor,
+                scale: float | None,
+                offset: Offset,
+                features: Features | None = None,
+            ) -> torch.Tensor:
+                if is_elsewhere is not None and is_elsewhere():
+                    with torch.cuda.device(index):
+                        return run(q, k, v, scale, offset, features)
+                out = empty(*layout)
+                launch(q, k, v, out, None, scale, offset, features)
+                return out
 
-    def run_with_lse(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | None,
-        offset: Offset,
-        features: Features | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if is_elsewhere is not None and is_elsewhere():
-            with torch.cuda.device(index):
-                return run_with_lse(q, k, v, scale, offset, features)
-        out, lse = empty(*layout), empty(*lse_layout)
-        launch(q, k, v, out, lse, scale, offset, features)
-        return out, lse
+            return run
+        _, heads, rows = lse_shape
+        lse_layout = lse_shape, (heads * rows, rows, 1), torch.float32
 
-    return run_with_lse
+        def run_with_lse(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            scale: float | None,
+            offset: Offset,
+            features: Features | None = None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if is_elsewhere is not None and is_elsewhere():
+                with torch.cuda.device(index):
+                    return run_with_lse(q, k, v, scale, offset, features)
+            out, lse = empty(*layout), empty(*lse_layout)
+            launch(q, k, v, out, lse, scale, offset, features)
+            return out, lse
+
+        return run_with_lse
+
+    return made
 
 
 def feature_run(launch: Launch, *, bshd: bool, with_lse: bool) -> FeatureRun:

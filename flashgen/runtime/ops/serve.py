@@ -174,18 +174,18 @@ def _decoded(problem: CheckedCall, device: Device, index: int) -> Any:
         return None
 
 
-def prepare_open(key: tuple[Any, ...], *tensors: Any) -> Any:
+def prepare_open(open_key: tuple[Any, ...], *given: Any) -> Any:
     """What serves a call like an earlier one but for its sizes, or None where the slow path has to be asked.
 
     Args:
-        key: the `open_key` of both.
-        tensors: what `OpenCall.run` or `OpenBackwardCall.run` takes.
+        open_key: of both.
+        given: what `OpenCall.run` or `OpenBackwardCall.run` takes.
     """
-    found = _OPEN.get(key)
+    found = _OPEN.get(open_key)
     if found is None:
         return None
     with LOCK:
-        return found.run(*tensors)
+        return found.run(*given)
 
 
 def _open_to_sizes(key: tuple[Any, ...], problem: AnyCheckedCall, device: Device, index: int) -> None:
