@@ -94,7 +94,7 @@ def best_splits(
     sm_count = device.num_sms
     slots = sm_count * per_sm
     longest = -(-keys // block_n)
-    if tiles >= slots or longest < 2 or not tiles:
+    if tiles >= slots or longest * block_us <= MERGE_US + HOST_US or not tiles:
         return 1
     # blocks of keys that a tile sees in the mean: tiles that see about as many end together, in waves
     mean = longest * (1 - min(queries, keys) / keys / 2) if spec.causal else float(longest)

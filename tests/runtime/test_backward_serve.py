@@ -357,8 +357,8 @@ def test_explain_says_what_serves(gpu: EmulatedGpu, ladder: Ladder) -> None:
 def test_a_warm_up_for_training_compiles_what_training_needs(gpu: EmulatedGpu, ladder: Ladder) -> None:
     ladder.user(recorded())
     keys = ["b1-h4-hk2-sq48-sk64-d64", "b1-h4-hk2-sq48-sk64-d64-causal-sink-bias"]
-    # both forward passes, the plain one with shared keys, too; two configs of the plain backward pass, one of them with one head of a group in a tile, too;
-    # the bias with a gradient and without
+    # both forward passes, the plain one with shared keys, too; two configs of the plain backward pass, one of them with
+    # one head of a group in a tile, too; the bias with a gradient and without
     assert flashgen.warmup(keys, training=True) == 3 + 3 + 2
     before = len(gpu.compiled)
     train()
