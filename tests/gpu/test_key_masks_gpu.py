@@ -183,6 +183,7 @@ def masked_time(launch: Callable[[Features], object], mask: torch.Tensor) -> flo
     return min(times)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["hopper_forward", "portable_forward"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_mask_costs_what_its_visible_keys_cost(name: str, head_dim: int) -> None:
