@@ -122,8 +122,8 @@ FEW_FEATURE_TARGETS = ("sm80", "sm90", "gfx942")
 FULLEST = ("gfx1200", "fwd-fp32-d128-causal")
 """A target and a specialization whose default leaves nearly no register unused, and so is the first to spill."""
 
-SHARED = ("fwd-bf16-d192-dv128-causal-alibi-varlen",)
-"""Those of FEATURES, by their keys, with shared keys, too; what short queries of VARIED become has them densely."""
+SHARED = ("fwd-bf16-d192-dv128-causal-alibi-varlen", "fwd-fp16-d512-causal")
+"""Those of FEATURES, by their keys, with shared keys, too."""
 
 FUNCTIONS = ScoreMods(
     score_mod=UserFunction(

@@ -253,7 +253,7 @@ def test_installed_commands_of_extras_do_their_work(
         "tune --ray local --target h100 --family portable_forward --jobs 1 --budget 1 --shape b1-h2-s128-d64": "[1/1]",
     }
     run_commands(installed, tmp_path, expected, PYTHONPATH=str(extras), RAY_USAGE_STATS_ENABLED="0")
-    assert len(list((tmp_path / "cache" / "bundles").glob("*.kernel"))) == 1
+    assert len(list((tmp_path / "cache" / "bundles").glob("*.kernel"))) == 2
 
 
 def test_a_package_of_records_is_installed_beside_the_wheel_and_serves(installed: Path, tmp_path: Path) -> None:
