@@ -20,6 +20,9 @@ MIN_WARPGROUP_ROWS = 64
 TENSOR_MEMORY_ROWS, TENSOR_MEMORY_COLUMNS = 128, 512
 """Of an SM, in 32-bit words."""
 
+MANY_WARPS = 8
+"""Programs with so many take the registers of an SM, as their sums do."""
+
 LARGE_SMEM = 160 * 1024
 """A block of a data-centre card has at least this much shared memory, one of a consumer card at most 100 KB."""
 
@@ -55,6 +58,12 @@ def why_not_loads(spec: Specialization, config: Config, device: Device) -> str |
     if not spec.aligned16:
         return "descriptors need pointers and strides that are multiples of 16 bytes"
     return None
+
+
+def programs_side_by_side(config: Config, smem: int, device: Device) -> int:
+    """Programs with so many bytes of shared memory that an SM runs at once, before they are compiled."""
+    by_registers = max(1, MANY_WARPS // config.integer("num_warps"))
+    return max(1, min(by_registers, device.smem_per_sm // max(smem, 1)))
 
 
 def table_kind(device: Device) -> str:

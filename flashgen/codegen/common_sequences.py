@@ -38,15 +38,24 @@ def key_blocks(sizes: Sizes, block: int) -> int:
     return min(sizes.seqlen_k // block + sizes.sequences, sizes.sequences * -(-sizes.max_seqlen_k // block)) + 1
 
 
+def largest_of_class(sequences: int, rows: int, queries: int, keys: int) -> tuple[int, int, int, int]:
+    """The largest batch of packed sequences of a class: no length is longer than all rows.
+
+    Args:
+        sequences: how many.
+        rows: query rows of all of them.
+        queries: the bound of their lengths.
+        keys: likewise.
+    """
+    most = power_of_two(rows)
+    return power_of_two(sequences), most, min(power_of_two(queries), most), power_of_two(keys)
+
+
 def of_class(sizes: Sizes) -> Sizes:
-    """The largest sizes of the class of a batch of packed sequences: no length is longer than all rows."""
-    rows = power_of_two(max(sizes.seqlen_q, 1))
-    return sizes._replace(
-        seqlen_q=rows,
-        sequences=power_of_two(max(sizes.sequences, 1)),
-        max_seqlen_q=min(power_of_two(max(sizes.max_seqlen_q, 1)), rows),
-        max_seqlen_k=power_of_two(max(sizes.max_seqlen_k, 1)),
-    )
+    """The largest sizes of the class of a batch of packed sequences."""
+    given = sizes.sequences, sizes.seqlen_q, sizes.max_seqlen_q, sizes.max_seqlen_k
+    sequences, rows, queries, keys = largest_of_class(*given)
+    return sizes._replace(sequences=sequences, seqlen_q=rows, max_seqlen_q=queries, max_seqlen_k=keys)
 
 
 def why_not_packed(spec: Specialization) -> str | None:

@@ -121,9 +121,13 @@ def split_keys(config: Config) -> bool:
     return bool(config.get("split_keys", False))
 
 
-@functools.lru_cache(maxsize=256)
 def with_shares(config: Config, shared: bool) -> Config:
-    """A config with shared keys or without; kept, because a new length asks for it."""
+    """A config with shared keys or without."""
+    return config if shared == split_keys(config) else _other(config, shared)
+
+
+@functools.lru_cache(maxsize=256)  # a new length asks for it
+def _other(config: Config, shared: bool) -> Config:
     return config.replace(split_keys=shared)
 
 
@@ -138,10 +142,12 @@ def why_not_shared(spec: Specialization) -> str | None:
     return None
 
 
-def scratch_of_shares(sizes: Sizes, splits: int, head_dim_v: int) -> tuple[Scratch, ...]:
-    """The output and the LSE of each share of each row."""
-    rows = sizes.batch * sizes.nheads * splits * sizes.seqlen_q
-    return Scratch(name="o_parts", shape=(rows, head_dim_v)), Scratch(name="lse_parts", shape=(rows,))
+def scratch_of_shares(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch, ...]:
+    """The output and the LSE of each share of each row, for the kernel that merges them; nothing without shares."""
+    if not split_keys(config):
+        return ()
+    rows = sizes.batch * sizes.nheads * sizes.key_splits * sizes.seqlen_q
+    return Scratch(name="o_parts", shape=(rows, spec.head_dim_v)), Scratch(name="lse_parts", shape=(rows,))
 
 
 def share_parameters(*, wide: bool) -> list[Parameter]:

@@ -11,18 +11,15 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.codegen.build import compile_kernel
-from flashgen.codegen.families import family, invalid
+from flashgen.codegen.families import family
 from flashgen.codegen.hopper_forward import shares as hopper_shares
 from flashgen.codegen.portable_forward import shares as portable_shares
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization
-from flashgen.launch.geometry import Geometry
 from flashgen.launch.gpu import current_device
-from flashgen.launch.plan import make_plan
-from flashgen.measure.odd_shapes import check_odd, odd_problems
 from flashgen.measure.verify import check, oracle_of
 from flashgen.runtime.ops import kernel_cache
+from tests.gpu.test_hopper_gpu import assert_passes_the_gate
 from tests.gpu.test_varlen_hopper_gpu import times
 from tests.packing import Case, assert_right, make
 
@@ -75,15 +72,8 @@ def test_shares_pass_the_gate(
 ) -> None:
     """Of odd shapes, most of whose tiles have fewer blocks of keys than 32."""
     monkeypatch.setattr(FAMILIES[name], "_best", lambda *_: splits)
-    spec, device = Specialization.parse(key), current_device()
-    config = family(name).default(spec, device).replace(**changes, split_keys=True)
-    assert invalid(config, spec, device) is None
-    compiled = compile_kernel(spec, config, device)
-    verdict = check_odd(
-        lambda q, k, v, out, features: make_plan(compiled, spec, config, Geometry.of(q, k, v, out, features), 0),
-        odd_problems(spec, "cuda"),
-    )
-    assert verdict is None, str(verdict)
+    config = family(name).default(Specialization.parse(key), current_device()).replace(**changes, split_keys=True)
+    assert_passes_the_gate(key, config)
 
 
 def few_tiles(**shape: int) -> tuple[torch.Tensor, ...]:

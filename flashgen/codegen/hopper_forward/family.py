@@ -13,7 +13,7 @@ from flashgen.codegen.family import KernelFamily, Knob, KnobRows
 from flashgen.codegen.hopper_forward import defaults, resources, rules, shares
 from flashgen.codegen.hopper_forward import template_context as text
 from flashgen.codegen.hopper_forward.cost_model import COST_MODEL
-from flashgen.codegen.key_splits import SPLIT_KEYS
+from flashgen.codegen.key_splits import SPLIT_KEYS, scratch_of_shares
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
@@ -160,7 +160,7 @@ HOPPER_FORWARD = KernelFamily(
     default=defaults.default,
     template_values=text.values,
     kernels=text.kernels,
-    scratch=shares.scratch,
+    scratch=scratch_of_shares,
     key_splits=shares.key_splits,
     seed_configs=defaults.seed_configs,
     allowed_values=rules.allowed_values,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.family import Scratch, Sizes
+from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import defaults, resources, tile_choice
-from flashgen.codegen.key_splits import best_splits, scratch_of_shares, split_keys, why_not_shared, with_shares
+from flashgen.codegen.key_splits import best_splits, split_keys, why_not_shared, with_shares
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
-
-
-def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch, ...]:
-    """What the shares of a tile leave for the kernel that merges them."""
-    return scratch_of_shares(sizes, sizes.key_splits, spec.head_dim_v) if split_keys(config) else ()
 
 
 def key_splits(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> int:
@@ -42,8 +37,7 @@ def _ways(spec: Specialization) -> tuple[bool, ...]:
 
 
 def _shared(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    shared = why_not_shared(spec) is None and _best(spec, config, sizes, device) > 1
-    return config if shared == split_keys(config) else with_shares(config, shared)
+    return with_shares(config, why_not_shared(spec) is None and _best(spec, config, sizes, device) > 1)
 
 
 def _best(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> int:

@@ -14,13 +14,7 @@ from flashgen.codegen.common_sequences import (
 )
 from flashgen.codegen.common_softcap import HARDWARE, tanh
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
-from flashgen.codegen.common_wgmma import (
-    FIRST_NAMED_BARRIER,
-    ROWS,
-    SM90,
-    THREADS_PER_WARPGROUP,
-    descriptor_type,
-)
+from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, descriptor_type
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Sizes
 from flashgen.codegen.head_parts import HeadPart
 from flashgen.codegen.hopper_forward import resources

@@ -62,9 +62,8 @@ class Plain(torch.autograd.Function):
             (offset_tensor,) = others
         if dout is None:
             dout = torch.zeros_like(out)
-        if torch.is_grad_enabled() or not can_bypass_dispatcher(
-            q, k, v
-        ):  # the op says that there is no second derivative
+        # where a second derivative may be asked for, the op says that there is none
+        if torch.is_grad_enabled() or not can_bypass_dispatcher(q, k, v):
             options = (causal, scale, bshd, offset, offset_tensor)
             dq, dk, dv, *_ = attention_backward_op(
                 dout, dlse, q, k, v, out, lse, *options, *_NO_FLAT_FEATURES, deterministic

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from flashgen.codegen.common_sequences import largest_of_class
 from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import power_of_two
@@ -72,17 +73,10 @@ class PackedSizes(NamedTuple):
 
     @property
     def largest(self) -> PackedSizes:
-        """The largest sizes of their class: no length is longer than all rows."""
-        rows = power_of_two(max(self.total_q, 1))
-        return PackedSizes(
-            power_of_two(max(self.batch, 1)),
-            self.nheads,
-            self.nheads_k,
-            rows,
-            min(power_of_two(max(self.seqlen_q, 1)), rows),
-            power_of_two(max(self.seqlen_k, 1)),
-            power_of_two(self.visible_keys) if self.visible_keys else 0,
-        )
+        """The largest sizes of their class."""
+        batch, rows, queries, keys = largest_of_class(self.batch, self.total_q, self.seqlen_q, self.seqlen_k)
+        seen = power_of_two(self.visible_keys) if self.visible_keys else 0
+        return PackedSizes(batch, self.nheads, self.nheads_k, rows, queries, keys, seen)
 
     @property
     def position(self) -> Position:
