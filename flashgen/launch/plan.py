@@ -104,14 +104,19 @@ class OpenPlan:
         """
         self._compiled, self._spec, self._config, self._device_index = compiled, spec, config, device_index
         self._empty, self._through_triton = _KINDS[spec.direction]
+        self._head_dims = spec.head_dim, spec.head_dim_v
         self._made: tuple[DriverPlan, Callable[[SizedPlan], Any]] | None = None
 
     def sized(self, geometry: Geometry) -> Any:
         """The `Launch` or `BackwardLaunch` at a geometry.
 
         Raises:
-            LaunchError: as `make_plan` and `make_backward_plan`.
+            LaunchError: as `make_plan` and `make_backward_plan`; or the tensors have other head dims than the kernels,
+                which would run on them and give wrong results without a word.
         """
+        found = geometry.q_shape[3], geometry.tensors["v"][0][3]
+        if found != self._head_dims:
+            raise LaunchError(f"the kernels are for head_dim and head_dim_v {self._head_dims}, got {found}")
         if geometry.is_empty:
             return self._empty()
         if self._made is not None:

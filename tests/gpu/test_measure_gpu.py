@@ -20,6 +20,7 @@ from flashgen.measure.executor import LocalExecutor
 from flashgen.measure.inputs import make_inputs
 from flashgen.measure.protocol import EvaluateJob, RaceJob, specialization
 from flashgen.measure.reference import eager, oracle
+from flashgen.measure.source import version_of_source
 from flashgen.measure.timing import CudaStopwatch, make_unit, measure
 from flashgen.measure.verify import Errors, check, oracle_of
 
@@ -42,7 +43,7 @@ def bench() -> Bench:
 def test_the_device_is_the_one_that_the_executor_measures_on(executor: LocalExecutor) -> None:
     found = executor.describe()
     assert found.device == current_device()
-    assert found.versions == gpu.versions()
+    assert found.versions == replace(gpu.versions(), flashgen=version_of_source())
     assert found.device.num_sms == torch.cuda.get_device_properties(0).multi_processor_count
 
 

@@ -26,6 +26,7 @@ from flashgen.runtime.ops.keys import (
     allows_tf32,
     asked_gradients,
     feature_key,
+    last_sizes,
 )
 from flashgen.runtime.ops.open_packed import packed_open_key
 from flashgen.runtime.ops.recent import NOTHING, RECENT, remember
@@ -130,7 +131,7 @@ def prepared(
     """The slow path of a key, whose first parts are those of the key above, for tensors of four dimensions."""
     q, k, v = inputs
     part = () if features is None else packed_open_key(features)
-    open_key = None if part is None else (flags, *key[10:17], key[1][3:], key[2][3:], key[3][3:], *part)
+    open_key = None if part is None else (flags, *key[10:17], *last_sizes(key), *part)
     others = () if features is None else (features,)
     run = None if open_key is None else serve.prepare_open(open_key, key, inputs, out, dout, *others)
     if run is not None:
