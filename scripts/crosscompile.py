@@ -4,7 +4,8 @@ Runs in an environment with Triton and without torch (`make crosscompile` builds
 newest Triton). One line per kernel, and one for what it spills. A family that compiles nowhere, a compile error, or a
 default config of a plain shape that spills more than the row of its family allows (`default_spills`: from 24 to 280
 bytes of local memory a thread, what was found under these two) ends it with exit code 1, and so does a config of which
-an SM holds fewer programs than it says (`per_sm`). What features, other loads and packed heads spill is printed, and
+an SM holds fewer programs than it says (`per_sm`), and a kernel that hands values to its roles where a warp may still
+read something else (`role_captures.py`). What features, other loads and packed heads spill is printed, and
 not limited. With `--loops` the line also says how often machine code for NVIDIA touches what it spilled
 (`machine_loops.py`): that costs time in a mainloop, and next to none around it.
 
@@ -30,6 +31,7 @@ from flashgen.core.errors import BuildError
 from scripts.crosscompile_helpers import HelperJob, helper_jobs
 from scripts.crosscompile_jobs import TARGETS, Job, few_jobs, jobs
 from scripts.machine_loops import disassembled, local_accesses
+from scripts.role_captures import overwritten
 
 
 def main() -> int:
@@ -78,6 +80,10 @@ def compile_one(job: Job | HelperJob, *, loops: bool = False) -> tuple[bool, str
     wanted = job.config.get("per_sm", 1)
     if job.device.is_nvidia and wanted > 1 and compiled.main.occupancy(job.device) < wanted:
         return False, f"an SM holds {compiled.main.occupancy(job.device)} programs instead of {wanted}"
+    for part in compiled.parts if job.device.is_nvidia else ():
+        places = overwritten(part.handle.asm["ptx"])
+        if places:
+            return False, f"{part.kernel.entry} hands values to roles where warps may still read: {', '.join(places)}"
     if compiled.spills == 0:
         return True, ""
     limit = families.family(job.config.family).default_spills

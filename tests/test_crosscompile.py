@@ -18,7 +18,7 @@ GFX1200 = find_device("gfx1200")
 
 
 def outcome(monkeypatch: pytest.MonkeyPatch, job: Job, spills: int) -> tuple[bool, str]:
-    compiled = SimpleNamespace(spills=spills, device=job.device)
+    compiled = SimpleNamespace(spills=spills, device=job.device, parts=())
     monkeypatch.setattr(crosscompile, "compile_kernel", lambda spec, config, device: compiled)
     return crosscompile.compile_one(job)
 
@@ -63,11 +63,25 @@ def test_programs_that_do_not_fit_beside_each_other_fail(monkeypatch: pytest.Mon
     assert wanted > 1
     for fits in (wanted, wanted - 1):
         main = SimpleNamespace(occupancy=lambda device, fits=fits: fits)
-        compiled = SimpleNamespace(spills=0, device=job.device, main=main)
+        compiled = SimpleNamespace(spills=0, device=job.device, main=main, parts=())
         monkeypatch.setattr(crosscompile, "compile_kernel", lambda spec, config, device, found=compiled: found)
         passed, remark = crosscompile.compile_one(job)
         assert passed is (fits == wanted)
         assert passed or "programs instead of" in remark
+
+
+def test_values_that_roles_are_handed_too_early_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed = "ld.shared.b32 %r1, [global_smem+8];\n{}st.shared.b32 [global_smem+8], %r2;\nbarrier.sync 1;\n"
+    job = next(job for job in crosscompile_jobs.jobs(list(FAMILIES), ["sm90"]) if job.spec.varlen)
+    for between, right in (("", False), ("bar.sync 0, 128;\n", True)):
+        part = SimpleNamespace(
+            handle=SimpleNamespace(asm={"ptx": summed.format(between)}), kernel=SimpleNamespace(entry="x")
+        )
+        compiled = SimpleNamespace(spills=0, device=job.device, parts=(part,))
+        monkeypatch.setattr(crosscompile, "compile_kernel", lambda spec, config, device, found=compiled: found)
+        passed, remark = crosscompile.compile_one(job)
+        assert passed is right
+        assert passed or "global_smem+8" in remark
 
 
 @pytest.mark.parametrize("few", [False, True])
