@@ -59,19 +59,22 @@ class SizesLookup:
         self._faster_beside: dict[int, bool] = {}
         self._has_others: dict[int, bool] = {}
 
-    def config(self, sizes: Sizes, *, generated_only: bool, with_lse: bool = False) -> Config | None:
+    def config(
+        self, sizes: Sizes, *, generated_only: bool, with_lse: bool = False, has_own_offset: bool = False
+    ) -> Config | None:
         """The config that the generated kernel is served with, or None where the ladder has to be asked.
 
         Args:
             sizes: none of them 0.
             generated_only: whether torch's attention would not compute the same.
             with_lse: whether the call asks for the LSE, or trains.
+            has_own_offset: whether it has a query offset, which no decode family takes.
         """
-        found = self._found(sizes, generated_only=generated_only)
+        found = self._found(sizes, generated_only=generated_only, may_decode=not has_own_offset)
         return exact_sibling(found, self._spec) if with_lse and found is not None else found
 
-    def _found(self, sizes: Sizes, *, generated_only: bool) -> Config | None:
-        if sizes.seqlen_q <= MAX_SEQLEN_Q:  # with more queries there is only a reason to be put into words
+    def _found(self, sizes: Sizes, *, generated_only: bool, may_decode: bool) -> Config | None:
+        if may_decode and sizes.seqlen_q <= MAX_SEQLEN_Q:  # with more there is only a reason to be put into words
             decoding = served_by_decoding(self._spec, sizes, sizes.seqlen_k, self._device, self._records)
             if not isinstance(decoding, str):
                 return decoding.config

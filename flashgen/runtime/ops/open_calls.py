@@ -55,6 +55,7 @@ class OpenCall:
         """
         call = problem.call
         self._bshd, self._with_lse, self._generated_only = call.bshd, call.with_lse, call.generated_only
+        self._has_own_offset = call.explicit_offset or call.offset_tensor
         self._same_head_dim = call.q.shape[-1] == call.v.shape[-1]
         self._step = ALIGNMENT_BYTES // DTYPE_BYTES[problem.workload.dtype]
         self._lookup, self._plan_of = lookup, plan_of
@@ -76,8 +77,10 @@ class OpenCall:
             out = view_q if q.is_contiguous() else like(q, bshd)
         if out is not view_q and not is_aligned(out, self._step):
             return None
-        with_lse = self._with_lse
-        config = self._lookup.config(sizes, generated_only=self._generated_only, with_lse=with_lse)
+        with_lse, has_own_offset = self._with_lse, self._has_own_offset
+        config = self._lookup.config(
+            sizes, generated_only=self._generated_only, with_lse=with_lse, has_own_offset=has_own_offset
+        )
         plan = None if config is None else self._plan_of(config)
         if plan is None:
             return None
