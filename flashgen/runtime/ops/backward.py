@@ -131,7 +131,9 @@ def prepared(
     """The slow path of a key, whose first parts are those of the key above, for tensors of four dimensions."""
     q, k, v = inputs
     part = () if features is None else packed_open_key(features)
-    open_key = None if part is None else (flags, *key[10:17], *last_sizes(key), *part)
+    # a gradient of the output at an odd address is copied, which calls that are open to sizes do not do
+    is_copied = flags >> DOUT_SHIFT & 15
+    open_key = None if part is None or is_copied else (flags, *key[10:17], *last_sizes(key), *part)
     others = () if features is None else (features,)
     run = None if open_key is None else serve.prepare_open(open_key, key, inputs, out, dout, *others)
     if run is not None:
