@@ -135,10 +135,11 @@ class _Open:
     def _shape(self, tensors: Tensors, o_strides: Strides) -> DecodeShape | None:
         q, k, v, *lists = tensors
         known, batch = self._checked.shape, q.shape[0]
-        if not 0 < batch <= MAX_BATCH:
+        # strides that the first call had no use for may be any
+        if not 0 < batch <= MAX_BATCH or (batch > 1 and q.stride(0) % self._unit):
             return None
         for one in lists:
-            if one.dtype is torch.int32 and one.shape[0] != batch:
+            if one.dtype is torch.int32 and (one.shape[0] != batch or (one.shape[-1] > 1 and one.stride(-1) != 1)):
                 return None
         left, right = self._window
         if self._page_size is not None:
