@@ -175,6 +175,7 @@ def _launch(
         lens.stride(),
         lens.dtype,
         lens.get_device(),
+        out.stride(),  # a part of a larger output is laid out in another way than one of its own
         *[None if one is None else (one.shape, one.stride(), one.dtype, one.get_device()) for one in optional],
         None if features is NO_FEATURES else (features.window, features.softcap),
         causal,
