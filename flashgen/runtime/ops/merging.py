@@ -55,7 +55,7 @@ def merge(outs: States, lses: States, layout: str = "bhsd", dtype: torch.dtype |
     addresses = 0
     for tensor in one:
         addresses |= tensor.data_ptr()
-    key = (is_stacked, layout, dtype, not addresses & 15, *map(_facts, one), *map(_facts, two))
+    key = (is_stacked, len(one), layout, dtype, not addresses & 15, *map(_facts, one), *map(_facts, two))
     run = _remembered(key)
     if run is None:
         check(outs, lses, layout, dtype)
