@@ -10,7 +10,7 @@ import torch
 from flashgen.core.config import KnobValue
 from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.decode.prefix import Prefix
-from flashgen.runtime.decode.shared_keys import passes
+from flashgen.runtime.decode.shared_keys import passes, shared_call
 from flashgen.runtime.ops.merging import merge
 from tests.decoding import Case, assert_right, make, only
 from tests.interpreter.test_decode import GRID, WARPS, interpreted, launched, results, small_config
@@ -30,7 +30,7 @@ def with_prefix(call: DecodeCall, prefix: Prefix, **knobs: KnobValue) -> tuple[t
         slopes = call.features.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             beside["AlibiSlopes"] = slopes[sequences]
-        groups = replace(one.call, q=call.q[sequences])
+        groups = replace(shared_call(call, shared, one.run), q=call.q[sequences])
         launched(groups, one.checked, small_config(one.checked, **knobs), out[sequences], lse[sequences], **beside)
     return merge((out, own[0]), (lse, own[1]), "bshd")
 

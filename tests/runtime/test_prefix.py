@@ -67,12 +67,22 @@ def test_the_kernels_read_groups(gpu: FakeDriver, merges: list[list[int]]) -> No
 
 def test_a_second_call_prepares_nothing(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811
     case = Case(lens=(300, 0, 64, 7))
-    (first, *_) = shared_launches(gpu, make(case), make_prefix(case, (400, 90)))
-    (again, *_) = shared_launches(gpu, other := make(case, seed=3), make_prefix(case, (3, 400)))
+    call, other = make(case), make(case, seed=3)
+    (first, *_) = shared_launches(gpu, call, make_prefix(case, (400, 90)))
+    (again, *_) = shared_launches(gpu, other, make_prefix(case, (3, 400)))
     assert len(shared_keys._MEMO) == 1
     assert again.values["Q"] == other.q.data_ptr() != first.values["Q"]
     shared_launches(gpu, other, make_prefix(case, (3, 400), (0, 1)))
     assert len(shared_keys._MEMO) == 2
+
+
+def test_a_reload_forgets_passes_over_shared_keys(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811
+    """So a record of today serves them, and calls that are recorded are counted."""
+    case = Case(lens=(300, 0, 64, 7))
+    shared_launches(gpu, make(case), make_prefix(case, (400, 90)))
+    assert shared_keys._MEMO
+    flashgen.reload()
+    assert not shared_keys._MEMO
 
 
 def test_groups_of_several_sizes_are_several_launches(gpu: FakeDriver, merges: list[list[int]]) -> None:  # noqa: F811

@@ -89,17 +89,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPass:
-    """A launch's call, as one of decoding with a group in the place of a sequence.
+    """A launch's call, as one of decoding with a group in the place of a sequence; without tensors, for it is kept.
 
     Attributes:
-        call: of the groups of a run; of q it has as many sequences as there are groups.
         checked: what is compiled in, and the numbers.
         run: the groups.
         reach: keys that a query and a window show in front of a sequence's end; None without a window.
         room: keys that a prefix has at most.
     """
 
-    call: DecodeCall
     checked: CheckedDecode
     run: Run
     reach: int | None
@@ -114,6 +112,8 @@ class SharedPass:
 
 
 _MEMO: dict[tuple[Any, ...], tuple[tuple[SharedPass, Launch | None], ...]] = {}
+
+serve.FORGETTING.append(_MEMO.clear)
 
 
 def attend_shared(call: DecodeCall, shared: SharedKeys, out: Tensor, lse: Tensor, *, keeps: bool) -> None:
@@ -149,7 +149,7 @@ def passes(call: DecodeCall, shared: SharedKeys, out: Tensor) -> Iterator[Shared
     left, right = call.features.window
     right = 0 if call.causal else right
     for run in shared.runs(len(call.q)):
-        own = _shared_call(call, shared, run)
+        own = shared_call(call, shared, run)
         try:
             checked = CheckedDecode.of(own, out[run.sequences][: run.groups])
         except WorkloadError as error:
@@ -170,7 +170,7 @@ def passes(call: DecodeCall, shared: SharedKeys, out: Tensor) -> Iterator[Shared
         # of one group, too, sequences are steps of a stride
         aligned = checked.spec.aligned16 and is_aligned(call.q) and is_aligned(out)
         spec = replace(checked.spec, offset_tensor=True, aligned16=aligned)
-        yield SharedPass(call=own, checked=CheckedDecode(spec=spec, shape=shape), run=run, reach=reach, room=room)
+        yield SharedPass(checked=CheckedDecode(spec=spec, shape=shape), run=run, reach=reach, room=room)
 
 
 def check_shared(call: DecodeCall, shared: SharedKeys) -> None:
@@ -180,12 +180,13 @@ def check_shared(call: DecodeCall, shared: SharedKeys) -> None:
         WorkloadError: there is one.
     """
     for one in passes(call, shared, call.q.new_empty((*call.q.shape[:3], call.v_cache.shape[3]))):
-        features = replace(one.call.features, window=(None, None))
-        check_contents(replace(one.call, features=features), one.first_keys(shared.seqlens, call.seqlens))
+        own = shared_call(call, shared, one.run)
+        features = replace(own.features, window=(None, None))
+        check_contents(replace(own, features=features), one.first_keys(shared.seqlens, call.seqlens))
 
 
-def _shared_call(call: DecodeCall, shared: SharedKeys, run: Run) -> DecodeCall:
-    """The call over the shared keys of a run; sinks count once, with the own keys."""
+def shared_call(call: DecodeCall, shared: SharedKeys, run: Run) -> DecodeCall:
+    """The call over the shared keys of a run, with as many sequences as groups; sinks count once, with the own keys."""
     features = call.features
     slopes = features.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
