@@ -1,0 +1,213 @@
+"""Calls of many kinds in turns on an imagined GPU: each is launched as where no other call was before it.
+
+Kernels have the parameters of the real ones, and nothing is compiled. What the driver would have read is kept, with
+tensors by their names in the place of addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashgen.codegen import build
+from flashgen.codegen.build import CompiledKernel, CompiledPart
+from flashgen.codegen.families import family
+from flashgen.codegen.family import KernelSpec
+from flashgen.codegen.render import KernelSource
+from flashgen.core.device import Device, find_device
+from flashgen.core.errors import FlashgenError
+from flashgen.launch import allocation, binaries, counters, decode_passes, decode_plan, driver, plan
+from flashgen.launch.parameters import slot_sizes
+from flashgen.runtime.decode import plans
+from flashgen.runtime.ops import append, helpers, merging, serve
+from tests.fakes.driver import FakeDriver, Launched
+from tests.fakes.imagined import metadata_of
+
+H200 = find_device("h200")
+Tensor = torch.Tensor
+Results = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call at some sizes: its tensors, and what makes it, which gives the results of one pass after the other."""
+
+    tensors: Results
+    passes: Callable[[], Iterable[Results]]
+
+
+Kind = Callable[[int], Call]
+"""Calls that differ in sizes alone, by a number that says which."""
+
+
+class _Handle:
+    """Stands for Triton's compiled kernel."""
+
+    def __init__(self, kernel: KernelSpec, title: str) -> None:
+        self.hash = title
+        self.asm = {"cubin": b""}
+        self.metadata = SimpleNamespace(**vars(metadata_of(kernel.parameters)), name=title)
+        sizes = [size for parameter in kernel.parameters for size in slot_sizes(parameter)]
+        self.parameter_bytes = (*sizes, 8, 8)
+
+
+@dataclass
+class Turns(FakeDriver):
+    """The driver, and what was compiled."""
+
+    compiled: list[str] = field(default_factory=list)
+
+    def make(self, kernels: Iterable[KernelSpec], device: Device, title: str) -> CompiledKernel:
+        """Kernels whose names say what was compiled in."""
+        parts = []
+        for kernel in kernels:
+            handle = _Handle(kernel, f"{kernel.entry} of {title}")
+            self.named[handle.hash] = kernel.parameters
+            parts.append(
+                CompiledPart(
+                    kernel=kernel,
+                    registers=32,
+                    spills=0,
+                    shared_bytes=1000,
+                    num_warps=4,
+                    compile_ms=0.0,
+                    handle=handle,
+                )
+            )
+        self.compiled.append(title)
+        return CompiledKernel(source=KernelSource(entry="imagined", text=""), device=device, parts=tuple(parts))
+
+    def told(self, one: Launched, named: Mapping[int, str]) -> tuple[str, object]:
+        """The kernel of a launch, and what it read, with names for addresses."""
+        values = dict(one.values)
+        for parameter in self.kernels[one.function]:
+            if parameter.type.startswith(("*", "tensordesc")):
+                values[parameter.name] = named.get(values[parameter.name], bool(values[parameter.name]))
+        return self.loaded[one.function - 0x6001][1].decode(), (values, one.grid, one.stream, one.attributes)
+
+    def launched(self, call: Call) -> list[object]:
+        """What a call launches, and how its results are laid out; or the error that it raises."""
+        found: list[object] = []
+        before = len(self.launches)
+        try:
+            for results in call.passes():
+                known = {**call.tensors, **results}
+                named = {one.data_ptr(): name for name, one in known.items() if one is not None and one.numel()}
+                found += [self.told(one, named) for one in self.launches[before:]]
+                found += [(name, _layout(one)) for name, one in results.items() if one is not None]
+                before = len(self.launches)
+        except FlashgenError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    def check(self, kinds: Mapping[str, Kind], sizes: Iterable[int], *, repeats: int = 2) -> None:
+        """Call all kinds in turns, at one size after the other; and each alone, with the first one before or behind it.
+
+        What is remembered of few kinds alone is there where there are two.
+
+        Raises:
+            AssertionError: a call is launched in another way than where nothing is remembered, or its tensors are kept.
+        """
+        sizes, names, given = tuple(sizes), tuple(kinds), list[weakref.ref[Tensor]]()
+        expected = {}
+        for name, kind in kinds.items():
+            for size in sizes:
+                forget()
+                expected[name, size] = self.launched(kind(size))
+        pairs = [pair for name in names[1:] for pair in ((names[0], name), (name, names[0]))]
+        for turns in (names, names[::-1], *pairs):
+            forget()
+            for size in sizes:
+                for name in turns:
+                    for _ in range(repeats):
+                        call = kinds[name](size)
+                        given += (weakref.ref(one) for one in call.tensors.values() if one is not None)
+                        _compare(self.launched(call), expected[name, size], f"{name} at {size} of {turns}")
+            del call
+            _check_dead(given, f"what is remembered of {turns} keeps their tensors")
+            given.clear()
+
+
+def forget() -> None:
+    """Forget everything but compiled kernels."""
+    serve.forget_runs()
+    for memo in (serve._PLANS, plans.PLANS, append._MEMO, merging._MEMO):
+        memo.clear()  # type: ignore[attr-defined]
+
+
+def _check_dead(tensors: list[weakref.ref[Tensor]], message: str) -> None:
+    for _ in range(2):
+        if all(one() is None for one in tensors):
+            return
+        gc.collect()  # some are in cycles
+    raise AssertionError(message)
+
+
+def _compare(found: list[object], expected: list[object], call: str) -> None:
+    """Say what differs, which is little of much."""
+    if found != expected:
+        pairs = ((one, other) for one, other in zip(found, expected, strict=False) if one != other)
+        differing = next(pairs, (found, expected))
+        raise AssertionError(f"{call}: {_flat(*differing)}")
+
+
+def _flat(one: object, other: object) -> dict[str, object]:
+    """Of two launches the numbers that differ."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and one[0] == other[0] and isinstance(one[1][0], dict):
+        read, wanted = one[1][0], other[1][0]
+        return {name: (read[name], wanted[name]) for name in read if read[name] != wanted[name]} or {"": (one, other)}
+    return {"": (one, other)}
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+@contextlib.contextmanager
+def imagined_gpu() -> Iterator[Turns]:
+    """The imagined GPU in the place of a real one: tensors of the CPU are on it."""
+    fake = Turns()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "library", lambda: fake)
+        patch.setattr(plan, "_FUNCTIONS", {})
+        patch.setattr(serve, "device_at", lambda index: H200)
+        patch.setattr(serve, "gpu_index", lambda tensor: 0)
+        patch.setattr(allocation.GUARDS, "_empty_strided_cuda", allocation.GUARDS._empty_strided_cpu)
+        patch.setattr(counters, "zeros", lambda index, count: torch.zeros(count, dtype=torch.int32))
+        patch.setattr(counters, "_FREE", {})
+        lengths = torch.full((1024,), 2**31 - 1, dtype=torch.int32)
+        patch.setattr(decode_passes, "_LENGTHS", {0: lengths})
+        patch.setattr(decode_plan, "_SHARED", {})
+        patch.setattr(helpers, "_LAUNCHERS", {})
+        for name, value in (("_cuda_getCurrentRawStream", lambda index: 7), ("_cuda_getDevice", lambda: 0)):
+            patch.setattr(torch._C, name, value, raising=False)
+        patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", lambda: None)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(
+            build,
+            "compile_kernel",
+            lambda spec, config, device: fake.make(
+                family(config.family).kernels(spec, config), device, f"{spec.key} {config}"
+            ),
+        )
+        patch.setattr(
+            build,
+            "compile_helper",
+            lambda helper, device: fake.make((helper.kernel,), device, f"{helper.id} {helper.key}"),
+        )
+        for name in ("read", "write", "read_helper", "write_helper"):
+            patch.setattr(binaries, name, lambda *asked: None)
+        driver._primary_context.cache_clear()
+        forget()
+        yield fake
+        forget()
+        driver._primary_context.cache_clear()

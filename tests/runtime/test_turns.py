@@ -1,0 +1,287 @@
+"""Calls of `flashgen.attention` of many kinds in turns, which no memo may take for each other: forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import flashgen
+from tests.fakes.turns import Call, Kind, Results, Turns, imagined_gpu
+from tests.runtime.ladders import Ladder
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture
+def gpu(ladder: Ladder) -> Iterator[Turns]:
+    with imagined_gpu() as fake:
+        yield fake
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """A copy whose address is no multiple of 16 bytes."""
+    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+
+
+def odd(tensor: Tensor) -> Tensor:
+    """A copy whose rows are no multiple of 16 bytes apart."""
+    return torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 1, dtype=tensor.dtype)[..., :-1]
+
+
+def swapped(tensor: Tensor) -> Tensor:
+    """A copy with the second and the third dimension in the other order in memory."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def cut(tensor: Tensor) -> Tensor:
+    """Rows and heads of longer ones."""
+    return torch.empty(*(size + 8 for size in tensor.shape), dtype=tensor.dtype)[tuple(slice(n) for n in tensor.shape)]
+
+
+def expanded(tensor: Tensor) -> Tensor:
+    """One number in the place of all."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def one_head(tensor: Tensor) -> Tensor:
+    """One head in the place of all; of (batch, rows, heads, head_dim) one row."""
+    return tensor[:, :1].expand(tensor.shape)
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def shift_scores(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return score + h
+
+
+def scale_scores(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return score * 2.0
+
+
+def from_table(score, b, h, q_idx, k_idx, table):  # type: ignore[no-untyped-def]
+    return score + tl.load(table + h)
+
+
+def evens(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
+    return (k_idx % 2) == 0
+
+
+def options_at(batch: int, heads: int, rows: int, keys: int, bshd: bool, **options: Any) -> dict[str, Any]:
+    """Options of a call, some of which are made for its sizes."""
+    made = {
+        name: one(batch, heads, rows, keys) if callable(one) and name in SIZED else one for name, one in options.items()
+    }
+    return {"layout": "bshd" if bshd else "bhsd", **made}
+
+
+SIZED = ("q_offset", "alibi_slopes", "sinks", "bias", "mask", "aux", "rng_state")
+
+
+def dense(
+    size: int,
+    *,
+    trains: str = "",
+    few: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    dims: tuple[int, int] = (64, 64),
+    heads: tuple[int, int] = (4, 2),
+    bshd: bool = False,
+    laid_q: Callable[[Tensor], Tensor] = same,
+    laid_k: Callable[[Tensor], Tensor] = same,
+    laid_dout: Callable[[Tensor], Tensor] = same,
+    tf32: bool = False,
+    of: tuple[str, ...] = (),
+    **options: Any,
+) -> Call:
+    """A call; `trains` names the tensors whose gradients are asked for."""
+    batch, rows, keys = 1 + size % 2, 3 if few else 50 + 3 * size, 2000 + size if few else 60 + 5 * size
+
+    def made(head: int, length: int, dim: int) -> Tensor:
+        return torch.zeros(*((batch, length, head, dim) if bshd else (batch, head, length, dim)), dtype=dtype)
+
+    q, k, v = (
+        laid_q(made(heads[0], rows, dims[0])),
+        laid_k(made(heads[1], keys, dims[0])),
+        made(heads[1], keys, dims[1]),
+    )
+    given = options_at(batch, heads[0], rows, keys, bshd, **options)
+    tensors: dict[str, Any] = {"q": q, "k": k, "v": v}
+    tensors |= {name: one for name, one in given.items() if isinstance(one, Tensor)}
+    tensors |= {f"aux{n}": one for n, one in enumerate(given.get("aux", ()))}
+    wanted = [tensors[name] for name in trains.split()]
+
+    def passes() -> Iterator[Results]:
+        before = torch.backends.cuda.matmul.fp32_precision
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+        for one in wanted:
+            one.requires_grad_()
+        try:
+            out = flashgen.attention(q, k, v, **given)
+            results = dict(zip(("out", "lse"), out if isinstance(out, tuple) else (out,), strict=False))
+            yield results
+            if wanted:
+                asked = [results[name] for name in of or results]
+                douts = [laid_dout(torch.zeros_like(one)) for one in asked]
+                found = torch.autograd.grad(asked, wanted, douts)
+                yield results | {f"d{name}": one for name, one in zip(trains.split(), found, strict=True)}
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before
+
+    return Call(tensors=tensors, passes=passes)
+
+
+def slopes(batch: int, heads: int, rows: int, keys: int) -> Tensor:
+    return torch.zeros(heads)
+
+
+def slopes_of_each(batch: int, heads: int, rows: int, keys: int) -> Tensor:
+    return torch.zeros(batch, heads)
+
+
+def wide_slopes(batch: int, heads: int, rows: int, keys: int) -> Tensor:
+    return torch.zeros(batch, heads + 3)[:, :heads]
+
+
+def numbers(dtype: torch.dtype, batch: int, heads: int, rows: int, keys: int) -> Tensor:
+    return torch.zeros(heads, dtype=dtype)
+
+
+def table(dtype: torch.dtype, batch: int, heads: int, rows: int, keys: int) -> tuple[Tensor, ...]:
+    return (torch.zeros(heads, dtype=dtype),)
+
+
+def scores(
+    dtype: torch.dtype,
+    axes: str,
+    batch: int,
+    heads: int,
+    rows: int,
+    keys: int,
+    laid: Callable[[Tensor], Tensor] = same,
+) -> Tensor:
+    """A bias or a mask with those of its axes that are named, of rows of whole 16 bytes."""
+    sizes = {"b": batch, "h": heads, "q": rows, "k": keys}
+    room = [sizes[axis] if axis in axes else 1 for axis in "bhq"]
+    return laid(torch.zeros(*room, -keys % 16 + keys, dtype=dtype))[..., :keys]
+
+
+def offsets(batch: int, heads: int, rows: int, keys: int) -> Tensor:
+    return torch.zeros(batch, dtype=torch.int32)
+
+
+def state(batch: int, heads: int, rows: int, keys: int) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64)
+
+
+CAUSAL = {"causal": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "head dims": {"dims": (128, 128)},
+    "wide values": {"dims": (64, 128)},
+    "narrow values": {"dims": (128, 64)},
+    "fp16": {"dtype": torch.float16},
+    "fp32": {"dtype": torch.float32},
+    "tf32": {"dtype": torch.float32, "tf32": True},
+    "heads": {"heads": (6, 1)},
+    "bshd": {"bshd": True},
+    "causal": CAUSAL,
+    "causal bshd": {**CAUSAL, "bshd": True},
+    "offset": {**CAUSAL, "q_offset": 3},
+    "other offset": {**CAUSAL, "q_offset": -7},
+    "far offset": {**CAUSAL, "q_offset": 10**6},
+    "no offset": {**CAUSAL, "q_offset": 0},
+    "offsets": {**CAUSAL, "q_offset": offsets},
+    "scale": {"softmax_scale": 0.3},
+    "other scale": {"softmax_scale": 0.5, **CAUSAL},
+    "lse": {"return_lse": True},
+    "causal lse": {"return_lse": True, **CAUSAL},
+    "odd address": {"laid_q": shifted},
+    "odd address of keys": {"laid_k": shifted},
+    "odd strides": {"laid_q": odd},
+    "other order": {"laid_q": swapped},
+    "cut": {"laid_q": cut, "laid_k": cut},
+    "one head": {"laid_k": one_head},
+    "one query": {"laid_q": one_head, "bshd": True},
+    "left": {"window": (8, None)},
+    "right": {"window": (None, 8)},
+    "both": {"window": (8, 8)},
+    "all": {"window": (10**9, 8)},
+    "left and causal": {"window": (8, None), **CAUSAL},
+    "left and zero": {"window": (8, 0)},
+    "left, causal and offset": {"window": (8, None), **CAUSAL, "q_offset": 5},
+    "left and offsets": {"window": (8, None), "q_offset": offsets},
+    "softcap": {"softcap": 30.0},
+    "other softcap": {"softcap": 50.0},
+    "softcap and scale": {"softcap": 30.0, "softmax_scale": 0.5},
+    "slopes": {"alibi_slopes": slopes},
+    "slopes of each": {"alibi_slopes": slopes_of_each},
+    "slopes far apart": {"alibi_slopes": wide_slopes},
+    "slopes and offset": {"alibi_slopes": slopes, "q_offset": 9},
+    "sinks": {"sinks": partial(numbers, torch.float32)},
+    "sinks bf16": {"sinks": partial(numbers, torch.bfloat16)},
+    "sinks and lse": {"sinks": partial(numbers, torch.float32), "return_lse": True},
+    "bias": {"bias": partial(scores, torch.bfloat16, "bhqk")},
+    "bias fp32": {"bias": partial(scores, torch.float32, "bhqk")},
+    "bias of heads": {"bias": partial(scores, torch.bfloat16, "hqk")},
+    "bias of keys": {"bias": partial(scores, torch.bfloat16, "bk")},
+    "odd bias": {"bias": partial(scores, torch.bfloat16, "bhqk", laid=shifted)},
+    "mask": {"mask": partial(scores, torch.bool, "bhqk")},
+    "mask of keys": {"mask": partial(scores, torch.bool, "bk")},
+    "mask and bias": {
+        "mask": partial(scores, torch.bool, "qk"),
+        "bias": partial(scores, torch.bfloat16, "hqk"),
+    },
+    "score_mod": {"score_mod": shift_scores},
+    "other score_mod": {"score_mod": scale_scores},
+    "mask_mod": {"mask_mod": evens},
+    "aux": {"score_mod": from_table, "aux": partial(table, torch.float32)},
+    "aux bf16": {"score_mod": from_table, "aux": partial(table, torch.bfloat16)},
+    "dropout": {"dropout_p": 0.1, "rng_state": state},
+    "other dropout": {"dropout_p": 0.5, "rng_state": state},
+}
+FEW: dict[str, dict[str, Any]] = {
+    f"few, {name}": {**KINDS[name], "few": True}
+    for name in (
+        *("plain", "causal", "offset", "no offset", "offsets", "scale", "lse", "left and causal", "softcap"),
+        *("other softcap", "slopes", "slopes of each", "sinks", "sinks bf16", "head dims", "odd address", "bshd"),
+    )
+}
+TRAINED: dict[str, dict[str, Any]] = {
+    f"{name}, trained": {"trains": "q k v", **KINDS[name]}
+    for name in KINDS
+    if name not in ("far offset", "no offset", "all", "left and zero")
+} | {
+    "keys alone": {"trains": "k"},
+    "deterministic": {"trains": "q k v", "deterministic": True},
+    "deterministic and causal": {"trains": "q k v", "deterministic": True, **CAUSAL},
+    "of the lse": {"trains": "q k", "return_lse": True, "of": ("lse",)},
+    "of the output": {"trains": "q k v", "return_lse": True, "of": ("out",)},
+    "odd gradient": {"trains": "q k v", "laid_dout": shifted},
+    "gradient in other order": {"trains": "q k v", "laid_dout": swapped},
+    "odd strides of a gradient": {"trains": "q k v", "laid_dout": odd},
+    "expanded gradient": {"trains": "q k v", "laid_dout": expanded},
+    "bias that is learned": {**KINDS["bias"], "trains": "q bias"},
+    "bias of heads that is learned": {**KINDS["bias of heads"], "trains": "q bias"},
+    "bias of keys that is learned": {**KINDS["bias of keys"], "trains": "q k bias"},
+    "sinks that are learned": {**KINDS["sinks"], "trains": "q sinks"},
+    "table that is learned": {**KINDS["aux"], "trains": "q aux0"},
+}
+
+
+def kinds_of(named: dict[str, dict[str, Any]]) -> dict[str, Kind]:
+    return {name: partial(dense, **given) for name, given in named.items()}
+
+
+def test_forward_calls_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
+    gpu.check(kinds_of(KINDS | FEW), range(4))
+
+
+def test_backward_passes_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
+    gpu.check(kinds_of({"plain": {}, "causal": CAUSAL, "lse": {"return_lse": True}} | TRAINED), range(4))

@@ -1,0 +1,195 @@
+"""Calls of `flashgen.attention_varlen` of many kinds in turns, which no memo may take for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.runtime.ops import serve
+from tests.fakes.turns import Call, Kind, Results, Turns, imagined_gpu
+from tests.runtime.ladders import Ladder
+from tests.runtime.test_turns import cut, evens, expanded, odd, same, shifted
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture
+def gpu(ladder: Ladder) -> Iterator[Turns]:
+    with imagined_gpu() as fake:
+        yield fake
+
+
+def heads_first(rows: Tensor) -> Tensor:
+    """The same with the rows of a head side by side in memory."""
+    return rows.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def shifted_integers(*shape: int) -> Tensor:
+    return shifted(integers(*shape))
+
+
+def varlen(
+    size: int,
+    *,
+    trains: str = "",
+    dtype: torch.dtype = torch.bfloat16,
+    dims: tuple[int, int] = (64, 64),
+    heads: tuple[int, int] = (4, 2),
+    page: int | None = None,
+    pages: int = 40,
+    laid_q: Callable[[Tensor], Tensor] = same,
+    laid_k: Callable[[Tensor], Tensor] = same,
+    laid_table: Callable[[Tensor], Tensor] = same,
+    laid_dout: Callable[[Tensor], Tensor] = same,
+    ends: Callable[..., Tensor] = integers,
+    own_ends: bool = True,
+    used_q: bool = False,
+    used_k: bool = False,
+    max_seqlen_q: int | None = None,
+    slopes: str = "",
+    sinks: torch.dtype | None = None,
+    steps: int = 0,
+    as_steps: bool = False,
+    **options: Any,
+) -> Call:
+    """A call of packed sequences, over pages where there are some; `as_steps` is of its steps of decoding alone."""
+    batch, rows = 5 + size % 3, 40 + 7 * size
+    keys = rows if page is None and not own_ends else rows + 9 * size
+    q = laid_q(torch.zeros(rows, heads[0], dims[0], dtype=dtype))
+    shape = (keys,) if page is None else (pages, page)
+    k, v = (torch.zeros(*shape, heads[1], dim, dtype=dtype) for dim in dims)
+    given: dict[str, Any] = {"q": q, "k": laid_k(k), "v": v, "cu_seqlens_q": ends(batch + 1)}
+    if page is not None:
+        given["block_table"] = laid_table(integers(batch, 600 // page))
+    elif own_ends:
+        given["cu_seqlens_k"] = ends(batch + 1)
+    if used_q:
+        given["seqused_q"] = integers(batch)
+    if used_k or page is not None:
+        given["seqused_k"] = integers(batch)
+    if slopes:
+        given["alibi_slopes"] = torch.zeros(batch, heads[0]) if slopes == "each" else torch.zeros(heads[0])
+    if sinks is not None:
+        given["sinks"] = torch.zeros(heads[0], dtype=sinks)
+    if options.get("dropout_p"):
+        given["rng_state"] = torch.zeros(2, dtype=torch.int64)
+    tensors = dict(given)
+    given["max_seqlen_q"] = max_seqlen_q or 20 + size
+    given["max_seqlen_k"] = None if page is not None or not own_ends else 30 + size
+    given["num_decodes"] = steps
+    wanted = [tensors[name] for name in trains.split()]
+
+    def passes() -> Iterator[Results]:
+        if as_steps:
+            first = slice(0, 4)
+            one = q[first].unsqueeze(1), given["k"], v, given["seqused_k"][first]
+            yield {"out": flashgen.attention_decode(*one, block_table=given["block_table"][first], **options)}
+            return
+        for one in wanted:
+            one.requires_grad_()
+        out = flashgen.attention_varlen(**given, **options)
+        results = dict(zip(("out", "lse"), out if isinstance(out, tuple) else (out,), strict=False))
+        yield results
+        if wanted:
+            douts = [laid_dout(torch.zeros_like(one)) for one in results.values()]
+            found = torch.autograd.grad(tuple(results.values()), wanted, douts)
+            yield results | {f"d{name}": one for name, one in zip(trains.split(), found, strict=True)}
+
+    return Call(tensors=tensors, passes=passes)
+
+
+CAUSAL = {"causal": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "head dims": {"dims": (128, 128)},
+    "wide values": {"dims": (64, 128)},
+    "fp16": {"dtype": torch.float16},
+    "fp32": {"dtype": torch.float32},
+    "heads": {"heads": (6, 1)},
+    "causal": CAUSAL,
+    "the same ends": {"own_ends": False},
+    "used queries": {"used_q": True},
+    "used keys": {"used_k": True},
+    "ends at odd addresses": {"ends": shifted_integers},
+    "other bounds": {"max_seqlen_q": 39},
+    "window": {"window": (8, None)},
+    "wide window": {"window": (10**9, 0)},
+    "window and causal": {"window": (8, None), **CAUSAL},
+    "softcap": {"softcap": 30.0},
+    "other softcap": {"softcap": 50.0},
+    "scale": {"softmax_scale": 0.3},
+    "lse": {"return_lse": True},
+    "slopes": {"slopes": "shared"},
+    "slopes of each": {"slopes": "each"},
+    "sinks": {"sinks": torch.float32},
+    "sinks bf16": {"sinks": torch.bfloat16},
+    "mask_mod": {"mask_mod": evens},
+    "dropout": {"dropout_p": 0.1},
+    "other dropout": {"dropout_p": 0.5},
+    "deterministic": {"deterministic": True},
+    "odd address": {"laid_q": shifted},
+    "odd strides": {"laid_q": odd},
+    "heads first": {"laid_q": heads_first},
+    "cut": {"laid_q": cut, "laid_k": cut},
+}
+PAGED: dict[str, dict[str, Any]] = {
+    "pages": {"page": 16},
+    "large pages": {"page": 64},
+    "more pages": {"page": 16, "pages": 90},
+    "wide table": {"page": 16, "laid_table": odd},
+    "pages at an odd address": {"page": 16, "laid_k": shifted},
+    "steps": {"page": 16, "steps": 4},
+    "fewer steps": {"page": 16, "steps": 3},
+    "steps heads first": {"page": 16, "steps": 4, "laid_q": heads_first, "softcap": 9.0},
+    "steps alone heads first": {"page": 16, "as_steps": True, "laid_q": heads_first, "softcap": 9.0},
+    "steps at an odd address": {"page": 16, "steps": 4, "laid_q": shifted},
+} | {
+    f"{kind}, {name}": {**given, **KINDS[name]}
+    for kind, given in {"pages": {"page": 16}, "steps": {"page": 16, "steps": 4}}.items()
+    for name in (
+        *("head dims", "wide values", "fp16", "fp32", "causal", "used queries", "window", "window and causal"),
+        *("softcap", "other softcap", "scale", "lse", "slopes", "slopes of each", "sinks", "sinks bf16", "mask_mod"),
+        *("deterministic", "odd strides", "cut"),
+    )
+}
+TRAINED: dict[str, dict[str, Any]] = {
+    f"{name}, trained": {"trains": "q k v", **KINDS[name]}
+    for name in KINDS
+    if name not in ("other bounds", "wide window")
+} | {
+    "odd gradient": {"trains": "q k v", "laid_dout": shifted},
+    "odd strides of a gradient": {"trains": "q k v", "laid_dout": odd},
+    "expanded gradient": {"trains": "q k v", "laid_dout": expanded},
+    "sinks that are learned": {"trains": "q sinks", **KINDS["sinks"]},
+}
+
+
+def kinds_of(named: dict[str, dict[str, Any]]) -> dict[str, Kind]:
+    return {name: partial(varlen, **given) for name, given in named.items()}
+
+
+def test_forward_calls_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
+    gpu.check(kinds_of(KINDS), range(4))
+    assert serve._OPEN
+
+
+def test_calls_over_pages_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
+    gpu.check(kinds_of(PAGED), range(3))
+
+
+def test_mixed_batches_and_their_steps_alone_are_launched_as_each_alone(gpu: Turns) -> None:
+    kinds = kinds_of(PAGED)
+    gpu.check({name: kinds[f"steps {name}"] for name in ("heads first", "alone heads first")}, range(3))
+
+
+def test_backward_passes_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
+    gpu.check(kinds_of({"plain": {}, "lse": {"return_lse": True}} | TRAINED), range(4))
