@@ -177,3 +177,12 @@ def test_without_the_parts_of_torch_that_it_uses_keys_are_made(
         flashgen.attention(*inputs())
         assert len(keys) > made
     assert not recent.RECENT
+
+
+def test_no_more_is_kept_than_the_memo_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "MEMO_LIMIT", 3)
+    for rows in range(20, 32):
+        for _ in range(3):
+            flashgen.attention(*inputs(rows))
+        assert len(serve.MEMO) <= 3
+        assert 0 < len(recent._ENTRIES) <= 3

@@ -36,7 +36,7 @@ _QUESTION: Any = getattr(GUARDS, "TensorGuards", None)
 """No part of torch's interface: without it every call makes its key."""
 
 _ENTRIES: dict[Any, Entry | None] = {}
-"""By what serves; None where no question can be asked."""
+"""By what serves; None where no question can be asked. As many as the memo has, for they keep what that may forget."""
 
 
 def question(tensors: Tensors, sizes: Any = None, strides: Any = None) -> Fits | None:
@@ -67,6 +67,8 @@ def remember(flags: int, tensors: Tensors, run: Any) -> None:
     entry = _ENTRIES.get(run)
     # the same layouts may be other tensors to torch, as those of inference mode
     if (entry is None and run not in _ENTRIES) or (entry is not None and not entry[0](*tensors)):
+        if len(_ENTRIES) >= serve.MEMO_LIMIT:
+            _forget()
         fits = question(tensors)
         entry = _ENTRIES[run] = None if fits is None else (fits, run)
     if entry is not None:
