@@ -41,6 +41,7 @@ class Call:
 
     tensors: Results
     passes: Callable[[], Iterable[Results]]
+    stream: int = 7
 
 
 Kind = Callable[[int], Call]
@@ -63,6 +64,7 @@ class Turns(FakeDriver):
     """The driver, and what was compiled."""
 
     compiled: list[str] = field(default_factory=list)
+    stream: int = 0
 
     def make(self, kernels: Iterable[KernelSpec], device: Device, title: str) -> CompiledKernel:
         """Kernels whose names say what was compiled in."""
@@ -95,7 +97,7 @@ class Turns(FakeDriver):
     def launched(self, call: Call) -> list[object]:
         """What a call launches, and how its results are laid out; or the error that it raises."""
         found: list[object] = []
-        before = len(self.launches)
+        before, self.stream = len(self.launches), call.stream
         try:
             for results in call.passes():
                 known = {**call.tensors, **results}
@@ -186,7 +188,7 @@ def imagined_gpu() -> Iterator[Turns]:
         patch.setattr(decode_passes, "_LENGTHS", {0: lengths})
         patch.setattr(decode_plan, "_SHARED", {})
         patch.setattr(helpers, "_LAUNCHERS", {})
-        for name, value in (("_cuda_getCurrentRawStream", lambda index: 7), ("_cuda_getDevice", lambda: 0)):
+        for name, value in (("_cuda_getCurrentRawStream", lambda index: fake.stream), ("_cuda_getDevice", lambda: 0)):
             patch.setattr(torch._C, name, value, raising=False)
         patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda: None)

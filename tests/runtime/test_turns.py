@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import triton.language as tl
 
 import flashgen
+from flashgen.runtime.autograd.ops import attention_backward_op
 from tests.fakes.turns import Call, Kind, Results, Turns, imagined_gpu
 from tests.runtime.ladders import Ladder
 
@@ -57,6 +60,36 @@ def same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def of_inference(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+@contextlib.contextmanager
+def tf32() -> Iterator[None]:
+    """TF32 is allowed."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@contextlib.contextmanager
+def same_bits() -> Iterator[None]:
+    """Algorithms are deterministic."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
 def shift_scores(score, b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
     return score + h
 
@@ -87,6 +120,7 @@ SIZED = ("q_offset", "alibi_slopes", "sinks", "bias", "mask", "aux", "rng_state"
 def dense(
     size: int,
     *,
+    stream: int = 7,
     trains: str = "",
     few: bool = False,
     dtype: torch.dtype = torch.bfloat16,
@@ -96,7 +130,7 @@ def dense(
     laid_q: Callable[[Tensor], Tensor] = same,
     laid_k: Callable[[Tensor], Tensor] = same,
     laid_dout: Callable[[Tensor], Tensor] = same,
-    tf32: bool = False,
+    under: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     of: tuple[str, ...] = (),
     **options: Any,
 ) -> Call:
@@ -118,23 +152,19 @@ def dense(
     wanted = [tensors[name] for name in trains.split()]
 
     def passes() -> Iterator[Results]:
-        before = torch.backends.cuda.matmul.fp32_precision
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
         for one in wanted:
             one.requires_grad_()
-        try:
+        with under():
             out = flashgen.attention(q, k, v, **given)
             results = dict(zip(("out", "lse"), out if isinstance(out, tuple) else (out,), strict=False))
             yield results
-            if wanted:
+            if wanted and torch.is_grad_enabled():
                 asked = [results[name] for name in of or results]
                 douts = [laid_dout(torch.zeros_like(one)) for one in asked]
                 found = torch.autograd.grad(asked, wanted, douts)
                 yield results | {f"d{name}": one for name, one in zip(trains.split(), found, strict=True)}
-        finally:
-            torch.backends.cuda.matmul.fp32_precision = before
 
-    return Call(tensors=tensors, passes=passes)
+    return Call(tensors=tensors, passes=passes, stream=stream)
 
 
 def slopes(batch: int, heads: int, rows: int, keys: int) -> Tensor:
@@ -188,7 +218,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "narrow values": {"dims": (128, 64)},
     "fp16": {"dtype": torch.float16},
     "fp32": {"dtype": torch.float32},
-    "tf32": {"dtype": torch.float32, "tf32": True},
+    "tf32": {"dtype": torch.float32, "under": tf32},
+    "autocast": {"dtype": torch.float32, "under": autocast},
+    "no gradient": {"trains": "q", "under": torch.no_grad},
+    "inference": {"under": torch.inference_mode},
+    "tensors of inference": {"laid_q": of_inference, "laid_k": of_inference, "under": torch.inference_mode},
     "heads": {"heads": (6, 1)},
     "bshd": {"bshd": True},
     "causal": CAUSAL,
@@ -201,6 +235,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "scale": {"softmax_scale": 0.3},
     "other scale": {"softmax_scale": 0.5, **CAUSAL},
     "lse": {"return_lse": True},
+    "stream": {"stream": 9},
     "causal lse": {"return_lse": True, **CAUSAL},
     "odd address": {"laid_q": shifted},
     "odd address of keys": {"laid_k": shifted},
@@ -256,10 +291,12 @@ FEW: dict[str, dict[str, Any]] = {
 TRAINED: dict[str, dict[str, Any]] = {
     f"{name}, trained": {"trains": "q k v", **KINDS[name]}
     for name in KINDS
-    if name not in ("far offset", "no offset", "all", "left and zero")
+    if name not in ("far offset", "no offset", "all", "left and zero", "autocast") and "inference" not in name
 } | {
     "keys alone": {"trains": "k"},
     "deterministic": {"trains": "q k v", "deterministic": True},
+    "deterministic by torch": {"trains": "q k v", "under": same_bits},
+    "softcap, deterministic by torch": {"trains": "q k v", "under": same_bits, "softcap": 30.0},
     "deterministic and causal": {"trains": "q k v", "deterministic": True, **CAUSAL},
     "of the lse": {"trains": "q k", "return_lse": True, "of": ("lse",)},
     "of the output": {"trains": "q k v", "return_lse": True, "of": ("out",)},
@@ -285,3 +322,51 @@ def test_forward_calls_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
 
 def test_backward_passes_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
     gpu.check(kinds_of({"plain": {}, "causal": CAUSAL, "lse": {"return_lse": True}} | TRAINED), range(4))
+
+
+def differentiated(
+    size: int,
+    *,
+    bshd: bool = False,
+    laid_out: Callable[[Tensor], Tensor] = same,
+    laid_lse: Callable[[Tensor], Tensor] = same,
+    laid_dlse: Callable[[Tensor], Tensor] | None = None,
+    **features: Any,
+) -> Call:
+    """The op of backward passes, which programs of ring attention call with outputs and LSEs of their own."""
+    batch, heads, rows = 1 + size % 2, 4, 50 + 3 * size
+    shape = (batch, rows, heads, 64) if bshd else (batch, heads, rows, 64)
+    q, k, v, out, dout = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(5))
+    lse = torch.zeros(batch, heads, rows)
+    given = {"q": q, "k": k, "v": v, "out": laid_out(out), "lse": laid_lse(lse), "dout": dout}
+    given["dlse"] = None if laid_dlse is None else laid_dlse(lse)
+
+    def passes() -> Iterator[Results]:
+        found = attention_backward_op(**given, bshd=bshd, **features)
+        yield dict(zip(("dq", "dk", "dv"), found, strict=False))
+
+    return Call(tensors=given, passes=passes)
+
+
+DIFFERENTIATED: dict[str, dict[str, Any]] = {
+    f"{kind}{name}": {**options, **given}
+    for kind, options in {"": {}, "bshd, ": {"bshd": True}, "softcap, ": {"softcap": 9.0}}.items()
+    for name, given in {
+        "plain": {},
+        "output in fp32": {"laid_out": Tensor.float},
+        "output in fp16": {"laid_out": Tensor.half},
+        "output of fewer rows": {"laid_out": lambda out: out[:, :-1]},
+        "output of all rows": {"laid_out": lambda out: out[:, :1].expand(out.shape)},
+        "lse in bf16": {"laid_lse": Tensor.bfloat16},
+        "lse of more rows": {"laid_lse": lambda lse: torch.nn.functional.pad(lse, (0, 8))},
+        "lse by rows": {"laid_lse": lambda lse: lse.transpose(1, 2).contiguous().transpose(1, 2)},
+        "gradient of the lse": {"laid_dlse": same},
+        "gradient of the lse in fp16": {"laid_dlse": Tensor.half},
+        "gradient of the lse of one row": {"laid_dlse": lambda lse: lse[..., :1]},
+        "expanded gradient of the lse": {"laid_dlse": expanded},
+    }.items()
+}
+
+
+def test_ops_of_backward_passes_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
+    gpu.check({name: partial(differentiated, **given) for name, given in DIFFERENTIATED.items()}, range(3))

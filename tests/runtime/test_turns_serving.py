@@ -54,6 +54,7 @@ def odd_steps(queries: Tensor) -> Tensor:
 def step(
     size: int,
     *,
+    stream: int = 7,
     queries: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     dims: tuple[int, int] = (64, 64),
@@ -103,11 +104,12 @@ def step(
         out = flashgen.attention_decode(**given, **options)
         yield dict(zip(("out", "lse"), out if isinstance(out, tuple) else (out,), strict=False))
 
-    return Call(tensors=tensors, passes=passes)
+    return Call(tensors=tensors, passes=passes, stream=stream)
 
 
 STEPS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "stream": {"stream": 9},
     "queries": {"queries": 3},
     "causal": {"queries": 3, "causal": True},
     "head dims": {"dims": (128, 128)},
@@ -173,6 +175,7 @@ def test_steps_of_decoding_in_turns_are_launched_as_each_alone(gpu: Turns) -> No
 def new_keys(
     size: int,
     *,
+    stream: int = 7,
     dtype: torch.dtype = torch.bfloat16,
     dims: tuple[int, int] = (64, 64),
     heads: int = 2,
@@ -224,11 +227,14 @@ def new_keys(
     def passes() -> Iterator[Results]:
         yield {"q_out": flashgen.append_kv(**given, **options)}
 
-    return Call(tensors={name: one for name, one in given.items() if isinstance(one, Tensor)}, passes=passes)
+    return Call(
+        tensors={name: one for name, one in given.items() if isinstance(one, Tensor)}, passes=passes, stream=stream
+    )
 
 
 APPENDED: dict[str, dict[str, Any]] = {
     "plain": {},
+    "stream": {"stream": 9},
     "fp16": {"dtype": torch.float16},
     "fp32": {"dtype": torch.float32},
     "head dims": {"dims": (128, 128)},
@@ -273,6 +279,7 @@ def test_new_keys_in_turns_are_written_as_each_alone(gpu: Turns) -> None:
 def states(
     size: int,
     *,
+    stream: int = 7,
     count: int = 2,
     made_of: torch.dtype = torch.bfloat16,
     dim: int = 64,
@@ -296,11 +303,12 @@ def states(
     def passes() -> Iterator[Results]:
         yield dict(zip(("out", "lse"), flashgen.merge_states(*given, layout=layout, **options), strict=True))
 
-    return Call(tensors={str(name): one for name, one in tensors.items()}, passes=passes)
+    return Call(tensors={str(name): one for name, one in tensors.items()}, passes=passes, stream=stream)
 
 
 MERGED: dict[str, dict[str, Any]] = {
     "plain": {},
+    "stream": {"stream": 9},
     "three": {"count": 3},
     "six": {"count": 6},
     "stacked": {"is_stacked": True},

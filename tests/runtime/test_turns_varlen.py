@@ -40,6 +40,7 @@ def shifted_integers(*shape: int) -> Tensor:
 def varlen(
     size: int,
     *,
+    stream: int = 7,
     trains: str = "",
     dtype: torch.dtype = torch.bfloat16,
     dims: tuple[int, int] = (64, 64),
@@ -104,7 +105,7 @@ def varlen(
             found = torch.autograd.grad(tuple(results.values()), wanted, douts)
             yield results | {f"d{name}": one for name, one in zip(trains.split(), found, strict=True)}
 
-    return Call(tensors=tensors, passes=passes)
+    return Call(tensors=tensors, passes=passes, stream=stream)
 
 
 CAUSAL = {"causal": True}
@@ -128,6 +129,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "other softcap": {"softcap": 50.0},
     "scale": {"softmax_scale": 0.3},
     "lse": {"return_lse": True},
+    "stream": {"stream": 9},
     "slopes": {"slopes": "shared"},
     "slopes of each": {"slopes": "each"},
     "sinks": {"sinks": torch.float32},

@@ -14,6 +14,8 @@ from flashgen.core.errors import UnsupportedError
 from flashgen.core.features import table
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops.backward import attention_backward_kernel, is_deterministic
+from flashgen.runtime.ops.backward_calls import check_outputs
+from flashgen.runtime.ops.calls import check_lse
 from flashgen.runtime.ops.fakes import backward_fake, forward_fake
 from flashgen.runtime.ops.forward import LIBRARY, attention_features_kernel, attention_kernel
 from flashgen.runtime.ops.keys import AUX_GRADIENT_SHIFT, DETERMINISTIC, GRADIENT_BITS, TRAINS, WITH_LSE
@@ -164,7 +166,16 @@ def _attention_backward(
     q_offset_tensor: Tensor | None = None,
     *flat: Any,
 ) -> tuple[Tensor, ...]:
-    """The op, which always returns a tensor for each gradient: an empty one for what was not asked for."""
+    """The op, which always returns a tensor for each gradient: an empty one for what was not asked for.
+
+    Output and sums are those of autograd wherever no op is called, so only here they are looked at in every call.
+    """
+    if q.dim() == v.dim() == 4:  # else that is what is wrong
+        check_outputs(out, dout, q, v)
+        check_lse("lse", lse, q, bshd=bshd)
+        if dlse is not None:
+            check_lse("dlse", dlse, q, bshd=bshd)
+    lse = lse.contiguous()
     features, deterministic, *needs = DIFFERENTIATED.restored(*flat)
     gradients = _backward(
         *(dout, dlse, q, k, v, out, lse, causal, softmax_scale, bshd, q_offset, q_offset_tensor, deterministic),

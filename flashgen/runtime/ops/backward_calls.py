@@ -109,7 +109,7 @@ class CheckedBackwardCall:
         rule, features, copies_bias = _bias(call, forward)
         out = call.out if call.out is not None else _new_output(call.forward)
         dout = call.dout if call.dout is not None else out
-        _check_outputs(out, dout, call.forward)
+        check_outputs(out, dout, call.q, call.forward.v)
         workload = replace(
             forward.workload,
             direction="backward",
@@ -197,10 +197,16 @@ def _must_copy(dout: torch.Tensor, bshd: bool) -> bool:
     return (dout.shape[3] > 1 and dout.stride(3) != 1) or rows >= MAX_ROW_STRIDE
 
 
-def _check_outputs(out: torch.Tensor, dout: torch.Tensor, forward: Call) -> None:
-    expected = (*forward.q.shape[:3], forward.v.shape[3])
+def check_outputs(out: torch.Tensor, dout: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Check the output of a call and its gradient, for a q and a v that are right.
+
+    Raises:
+        WorkloadError: one has not the shape of q with the columns of v, in the dtype of q on its device; or the last
+            dimension of the output is not contiguous.
+    """
+    expected = (*q.shape[:3], v.shape[3])
     for name, tensor in (("out", out), ("dout", dout)):
-        if tuple(tensor.shape) != expected or tensor.dtype != forward.q.dtype or tensor.device != forward.q.device:
+        if tuple(tensor.shape) != expected or tensor.dtype != q.dtype or tensor.device != q.device:
             raise WorkloadError(
                 f"out and dout are {expected} in the dtype of q on its device, got {name} {tuple(tensor.shape)} in "
                 f"{tensor.dtype} on {tensor.device}"
