@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 
 import flashgen
+from flashgen.core.features.values import BlockMask
 from flashgen.runtime.autograd.ops import attention_backward_op
 from tests.fakes.turns import Call, Kind, Results, Turns, imagined_gpu
 from tests.runtime.ladders import Ladder
@@ -44,6 +45,13 @@ def swapped(tensor: Tensor) -> Tensor:
 def cut(tensor: Tensor) -> Tensor:
     """Rows and heads of longer ones."""
     return torch.empty(*(size + 8 for size in tensor.shape), dtype=tensor.dtype)[tuple(slice(n) for n in tensor.shape)]
+
+
+def odd_steps(tensor: Tensor) -> Tensor:
+    """A copy whose batch elements are no multiple of 16 bytes apart."""
+    batch, width = len(tensor), tensor[0].numel()
+    whole = torch.zeros(batch + 1, width + 1, dtype=tensor.dtype)
+    return whole[:, :-1].unflatten(1, tensor.shape[1:])[:batch]
 
 
 def expanded(tensor: Tensor) -> Tensor:
@@ -114,7 +122,7 @@ def options_at(batch: int, heads: int, rows: int, keys: int, bshd: bool, **optio
     return {"layout": "bshd" if bshd else "bhsd", **made}
 
 
-SIZED = ("q_offset", "alibi_slopes", "sinks", "bias", "mask", "aux", "rng_state")
+SIZED = ("q_offset", "alibi_slopes", "sinks", "bias", "mask", "aux", "block_mask", "rng_state")
 
 
 def dense(
@@ -122,7 +130,7 @@ def dense(
     *,
     stream: int = 7,
     trains: str = "",
-    few: bool = False,
+    few: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     dims: tuple[int, int] = (64, 64),
     heads: tuple[int, int] = (4, 2),
@@ -134,8 +142,8 @@ def dense(
     of: tuple[str, ...] = (),
     **options: Any,
 ) -> Call:
-    """A call; `trains` names the tensors whose gradients are asked for."""
-    batch, rows, keys = 1 + size % 2, 3 if few else 50 + 3 * size, 2000 + size if few else 60 + 5 * size
+    """A call, of a `few` queries where it says so; `trains` names the tensors whose gradients are asked for."""
+    batch, rows, keys = 1 + size % 2, few or 50 + 3 * size, 2000 + size if few else 60 + 5 * size
 
     def made(head: int, length: int, dim: int) -> Tensor:
         return torch.zeros(*((batch, length, head, dim) if bshd else (batch, head, length, dim)), dtype=dtype)
@@ -165,6 +173,17 @@ def dense(
                 yield results | {f"d{name}": one for name, one in zip(trains.split(), found, strict=True)}
 
     return Call(tensors=tensors, passes=passes, stream=stream)
+
+
+def blocks(of_each: bool, trains: bool, batch: int, heads: int, rows: int, keys: int) -> BlockMask:
+    """A block mask of all blocks, for all heads or of each."""
+    axes, (one, other) = (batch, heads) if of_each else (1, 1), (-(-rows // 128), -(-keys // 128))
+    lists = {}
+    for prefix, first, second in (("", one, other), *((("q_", other, one),) if trains else ())):
+        for kind in ("partial", "full"):
+            lists[f"{prefix}{kind}_counts"] = torch.zeros(*axes, first, dtype=torch.int32)
+            lists[f"{prefix}{kind}_indices"] = torch.zeros(*axes, first, second, dtype=torch.int32)
+    return BlockMask(**lists, seqlen_q=rows, seqlen_k=keys)
 
 
 def slopes(batch: int, heads: int, rows: int, keys: int) -> Tensor:
@@ -214,6 +233,7 @@ CAUSAL = {"causal": True}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "head dims": {"dims": (128, 128)},
+    "odd head dims": {"dims": (20, 20)},
     "wide values": {"dims": (64, 128)},
     "narrow values": {"dims": (128, 64)},
     "fp16": {"dtype": torch.float16},
@@ -240,6 +260,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "odd address": {"laid_q": shifted},
     "odd address of keys": {"laid_k": shifted},
     "odd strides": {"laid_q": odd},
+    "odd steps": {"laid_q": odd_steps, "laid_k": odd_steps},
     "other order": {"laid_q": swapped},
     "cut": {"laid_q": cut, "laid_k": cut},
     "one head": {"laid_k": one_head},
@@ -278,11 +299,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "mask_mod": {"mask_mod": evens},
     "aux": {"score_mod": from_table, "aux": partial(table, torch.float32)},
     "aux bf16": {"score_mod": from_table, "aux": partial(table, torch.bfloat16)},
+    "block mask": {"mask_mod": evens, "block_mask": partial(blocks, False, False)},
+    "block mask of each": {"mask_mod": evens, "block_mask": partial(blocks, True, True)},
+    "block mask that trains": {"mask_mod": evens, "block_mask": partial(blocks, False, True)},
+    "block mask of other lengths": {"mask_mod": evens, "block_mask": lambda *_: blocks(False, True, 1, 1, 8, 8)},
+    "wrong offsets": {**CAUSAL, "q_offset": lambda batch, *_: torch.zeros(batch, dtype=torch.int64)},
+    "wrong slopes": {"alibi_slopes": partial(numbers, torch.bfloat16)},
+    "wrong sinks": {"sinks": partial(numbers, torch.float16)},
+    "wrong mask": {"mask": partial(scores, torch.uint8, "bhqk")},
+    "wrong bias": {"bias": partial(scores, torch.float64, "bhqk")},
+    "bias of fewer keys": {"bias": lambda batch, heads, rows, keys: torch.zeros(rows, keys - 1)},
+    "wrong state": {"dropout_p": 0.1, "rng_state": lambda *_: torch.zeros(2, dtype=torch.int32)},
     "dropout": {"dropout_p": 0.1, "rng_state": state},
     "other dropout": {"dropout_p": 0.5, "rng_state": state},
 }
 FEW: dict[str, dict[str, Any]] = {
-    f"few, {name}": {**KINDS[name], "few": True}
+    f"{words}, {name}": {**KINDS[name], "few": count}
+    for words, count in {"few": 3, "one": 1}.items()
     for name in (
         *("plain", "causal", "offset", "no offset", "offsets", "scale", "lse", "left and causal", "softcap"),
         *("other softcap", "slopes", "slopes of each", "sinks", "sinks bf16", "head dims", "odd address", "bshd"),

@@ -14,7 +14,7 @@ from flashgen.runtime.decode.open_calls import OPEN
 from flashgen.runtime.decode.recent import RECENT
 from tests.fakes.turns import Call, Results, Turns, imagined_gpu
 from tests.runtime.ladders import Ladder
-from tests.runtime.test_turns import cut, odd, same, shifted, swapped
+from tests.runtime.test_turns import cut, odd, odd_steps, same, shifted, swapped
 
 Tensor = torch.Tensor
 PAGES = 6
@@ -42,13 +42,6 @@ def by_columns(numbers: Tensor) -> Tensor:
 
 def one_for_all(numbers: Tensor) -> Tensor:
     return torch.zeros((), dtype=numbers.dtype).expand(numbers.shape)
-
-
-def odd_steps(queries: Tensor) -> Tensor:
-    """The same with sequences that are no multiple of 16 bytes apart."""
-    (batch, rows, *rest), width = queries.shape, queries[0].numel()
-    whole = torch.zeros(batch + 1, rows * width + 1, dtype=queries.dtype)
-    return whole[:, :-1].unflatten(1, (rows, *rest))[:batch]
 
 
 def step(
@@ -150,6 +143,10 @@ STEPS: dict[str, dict[str, Any]] = {
     "pages and slopes of each": {"page": 16, "slopes": "each"},
     "table by columns": {"page": 16, "laid_table": by_columns, "columns": (1, 1, 3, 2), "batches": (3, 3, 3, 3)},
     "table with gaps": {"page": 16, "laid_table": every_other, "columns": (1, 3, 1, 2)},
+    "wrong lengths": {"laid_lens": Tensor.long},
+    "too many lengths": {"laid_lens": lambda lens: integers(len(lens) + 1)},
+    "wrong lengths and padding": {"laid_lens": Tensor.long, "leftpad": True},
+    "wrong table": {"page": 16, "laid_table": Tensor.long},
     "trained": {"requires_grad": True},
     "prefix": {"prefix": 1},
     "prefixes": {"prefix": 2, "batches": (4, 6, 2, 8)},

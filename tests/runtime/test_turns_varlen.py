@@ -37,6 +37,10 @@ def shifted_integers(*shape: int) -> Tensor:
     return shifted(integers(*shape))
 
 
+def wrong_integers(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
 def varlen(
     size: int,
     *,
@@ -53,6 +57,7 @@ def varlen(
     laid_dout: Callable[[Tensor], Tensor] = same,
     ends: Callable[..., Tensor] = integers,
     own_ends: bool = True,
+    used: Callable[..., Tensor] = integers,
     used_q: bool = False,
     used_k: bool = False,
     max_seqlen_q: int | None = None,
@@ -74,9 +79,9 @@ def varlen(
     elif own_ends:
         given["cu_seqlens_k"] = ends(batch + 1)
     if used_q:
-        given["seqused_q"] = integers(batch)
+        given["seqused_q"] = used(batch)
     if used_k or page is not None:
-        given["seqused_k"] = integers(batch)
+        given["seqused_k"] = used(batch)
     if slopes:
         given["alibi_slopes"] = torch.zeros(batch, heads[0]) if slopes == "each" else torch.zeros(heads[0])
     if sinks is not None:
@@ -121,6 +126,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "used queries": {"used_q": True},
     "used keys": {"used_k": True},
     "ends at odd addresses": {"ends": shifted_integers},
+    "wrong ends": {"ends": wrong_integers},
+    "ends apart": {"ends": lambda count: integers(2 * count)[::2]},
+    "wrong numbers of used keys": {"used_k": True, "used": wrong_integers},
+    "too many numbers of used keys": {"used_k": True, "used": lambda batch: integers(batch + 1)},
+    "used keys apart": {"used_k": True, "used": lambda batch: integers(2 * batch)[::2]},
     "other bounds": {"max_seqlen_q": 39},
     "window": {"window": (8, None)},
     "wide window": {"window": (10**9, 0)},
@@ -147,6 +157,12 @@ PAGED: dict[str, dict[str, Any]] = {
     "pages": {"page": 16},
     "large pages": {"page": 64},
     "more pages": {"page": 16, "pages": 90},
+    "wrong table": {"page": 16, "laid_table": Tensor.long},
+    "table by columns": {"page": 16, "laid_table": lambda table: table.t().contiguous().t()},
+    "wrong numbers of keys": {"page": 16, "used": wrong_integers},
+    "steps, wrong table": {"page": 16, "steps": 4, "laid_table": Tensor.long},
+    "steps, wrong numbers of keys": {"page": 16, "steps": 4, "used": wrong_integers},
+    "too many steps": {"page": 16, "steps": 99},
     "wide table": {"page": 16, "laid_table": odd},
     "pages at an odd address": {"page": 16, "laid_k": shifted},
     "steps": {"page": 16, "steps": 4},
