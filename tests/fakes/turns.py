@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,57 @@ class Call:
 
 Kind = Callable[[int], Call]
 """Calls that differ in sizes alone, by a number that says which."""
+
+Change = Callable[[Tensor], Tensor]
+
+OTHER_DTYPES = {
+    torch.bfloat16: torch.float16,
+    torch.float32: torch.float16,
+    torch.int32: torch.int64,
+    torch.int64: torch.int32,
+    torch.bool: torch.uint8,
+}
+
+
+def _in_another_dtype(tensor: Tensor) -> Tensor:
+    return tensor.to(OTHER_DTYPES[tensor.dtype])
+
+
+def _with_one_more(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(len(tensor) + 1, *tensor.shape[1:])
+
+
+def _with_two_more_columns(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 2)
+
+
+def _with_gaps(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])[..., ::2]
+
+
+def _at_odd_steps(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 1)[..., :-1]
+
+
+def _at_an_odd_address(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape)
+
+
+CHANGES: dict[str, Change] = {
+    "in another dtype": _in_another_dtype,
+    "with one more": _with_one_more,
+    "with two more columns": _with_two_more_columns,
+    "with gaps": _with_gaps,
+    "at odd steps": _at_odd_steps,
+    "at an odd address": _at_an_odd_address,
+}
+"""What may be different about one tensor of a call alone, be it an error."""
+
+
+def changed(*names: str, **given: Any) -> dict[str, dict[str, Any]]:
+    """The arguments of a call, and of those of which one tensor is another one: that is what `changes` says by name."""
+    found = {f"{name} {words}": {**given, "changes": {name: one}} for name in names for words, one in CHANGES.items()}
+    return {"unchanged": given, **found}
 
 
 class _Handle:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import triton.language as tl
 import flashgen
 from flashgen.core.features.values import BlockMask
 from flashgen.runtime.autograd.ops import attention_backward_op
-from tests.fakes.turns import Call, Kind, Results, Turns, imagined_gpu
+from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed, imagined_gpu
 from tests.runtime.ladders import Ladder
 
 Tensor = torch.Tensor
@@ -140,6 +140,7 @@ def dense(
     laid_dout: Callable[[Tensor], Tensor] = same,
     under: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     of: tuple[str, ...] = (),
+    changes: Mapping[str, Change] = {},
     **options: Any,
 ) -> Call:
     """A call, of a `few` queries where it says so; `trains` names the tensors whose gradients are asked for."""
@@ -156,6 +157,9 @@ def dense(
     given = options_at(batch, heads[0], rows, keys, bshd, **options)
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v}
     tensors |= {name: one for name, one in given.items() if isinstance(one, Tensor)}
+    tensors |= {name: change(tensors[name]) for name, change in changes.items()}
+    given |= {name: tensors[name] for name in changes}
+    q, k, v = (given.pop(name, tensors[name]) for name in "qkv")
     tensors |= {f"aux{n}": one for n, one in enumerate(given.get("aux", ()))}
     wanted = [tensors[name] for name in trains.split()]
 
@@ -355,6 +359,24 @@ def test_forward_calls_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
 
 def test_backward_passes_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
     gpu.check(kinds_of({"plain": {}, "causal": CAUSAL, "lse": {"return_lse": True}} | TRAINED), range(4))
+
+
+CHANGED = (
+    changed("q", "k", "v", **CAUSAL),
+    changed("q", "k", "v", bshd=True, trains="q k v"),
+    changed("q_offset", q_offset=offsets, **CAUSAL),
+    changed("alibi_slopes", "sinks", alibi_slopes=slopes_of_each, sinks=partial(numbers, torch.float32)),
+    changed("bias", "mask", bias=partial(scores, torch.bfloat16, "bhqk"), mask=partial(scores, torch.bool, "qk")),
+    changed("bias", bias=partial(scores, torch.bfloat16, "hqk"), trains="q bias"),
+    changed("rng_state", rng_state=state, dropout_p=0.1),
+)
+
+
+@pytest.mark.parametrize("kinds", CHANGED)
+def test_calls_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
+    gpu: Turns, kinds: dict[str, dict[str, Any]]
+) -> None:
+    gpu.check(kinds_of(kinds), range(4))
 
 
 def differentiated(

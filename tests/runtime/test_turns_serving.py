@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import flashgen
 from flashgen.runtime.decode.open_calls import OPEN
 from flashgen.runtime.decode.recent import RECENT
-from tests.fakes.turns import Call, Results, Turns, imagined_gpu
+from tests.fakes.turns import Call, Change, Results, Turns, changed, imagined_gpu
 from tests.runtime.ladders import Ladder
 from tests.runtime.test_turns import cut, odd, odd_steps, same, shifted, swapped
 
@@ -67,6 +67,7 @@ def step(
     prefix: int = 0,
     starts: tuple[int, ...] = (),
     requires_grad: bool = False,
+    changes: Mapping[str, Change] = {},
     **options: Any,
 ) -> Call:
     """A step of decoding."""
@@ -85,6 +86,7 @@ def step(
         given["alibi_slopes"] = torch.zeros(batch, heads[0]) if slopes == "each" else torch.zeros(heads[0])
     if sinks is not None:
         given["sinks"] = torch.zeros(heads[0], dtype=sinks)
+    given |= {name: change(given[name]) for name, change in changes.items()}
     tensors = dict(given)
     if prefix:
         shared = [torch.zeros(prefix, 128, heads[1], dim, dtype=dtype) for dim in dims]
@@ -163,6 +165,22 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+CHANGED_STEPS = (
+    changed("q", "k_cache", "v_cache", "seqlens", "block_table", page=16),
+    changed("k_cache", "v_cache", "leftpad", "batch_idx", leftpad=True, batch_idx=True),
+    changed("sinks", "alibi_slopes", sinks=torch.float32, slopes="each"),
+    changed("alibi_slopes", slopes="shared"),
+    changed("k_cache", "v_cache", "seqlens", prefix=1),
+)
+
+
+@pytest.mark.parametrize("kinds", CHANGED_STEPS)
+def test_steps_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
+    gpu: Turns, kinds: dict[str, dict[str, Any]]
+) -> None:
+    gpu.check({name: partial(step, **given) for name, given in kinds.items()}, range(3))
+
+
 def test_steps_of_decoding_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
     gpu.check({name: partial(step, **given) for name, given in STEPS.items()}, range(4), repeats=3)
     assert OPEN
@@ -179,7 +197,7 @@ def new_keys(
     place: str = "rows",
     page: int = 16,
     pages: int = 40,
-    seqlens: int | None = None,
+    seqlens: int | str = "each",
     laid_k: Callable[[Tensor], Tensor] = same,
     laid_cache: Callable[[Tensor], Tensor] = same,
     laid_table: Callable[[Tensor], Tensor] = same,
@@ -190,6 +208,9 @@ def new_keys(
     laid_rotary: Callable[[Tensor], Tensor] = same,
     starts: bool = False,
     queries: bool = False,
+    batch_idx: bool = False,
+    leftpad: bool = False,
+    changes: Mapping[str, Change] = {},
     **options: Any,
 ) -> Call:
     """New keys and values into caches, which may lie so many numbers apart, and the new keys inside of them."""
@@ -207,8 +228,7 @@ def new_keys(
     if inside:
         k = caches[0][:, :count]
     given: dict[str, Any] = {"k": laid_k(k), "v": v, "k_cache": caches[0], "v_cache": caches[1]}
-    lens: int | Tensor | None = None if place == "flat" else integers(batch) if seqlens is None else seqlens
-    given["seqlens"] = lens
+    given["seqlens"] = None if place == "flat" or not seqlens else integers(batch) if seqlens == "each" else seqlens
     if place == "pages":
         given["block_table"] = laid_table(integers(batch, 3))
     if place in ("slots", "flat"):
@@ -220,6 +240,12 @@ def new_keys(
         given["rotary_seqlens"] = integers(batch)
     if queries:
         given["q"] = torch.zeros(batch, count, 2 * heads, dims[0], dtype=dtype)
+
+    if batch_idx:
+        given["batch_idx"] = integers(batch)
+    if leftpad:
+        given["leftpad"] = integers(batch)
+    given |= {name: change(given[name]) for name, change in changes.items()}
 
     def passes() -> Iterator[Results]:
         yield {"q_out": flashgen.append_kv(**given, **options)}
@@ -237,6 +263,11 @@ APPENDED: dict[str, dict[str, Any]] = {
     "head dims": {"dims": (128, 128)},
     "wide values": {"dims": (64, 128)},
     "heads": {"heads": 4},
+    "no lengths": {"seqlens": ""},
+    "slots and no lengths": {"place": "slots", "seqlens": ""},
+    "slots and a length": {"place": "slots", "seqlens": 5},
+    "rows": {"batch_idx": True},
+    "padding": {"leftpad": True},
     "a length": {"seqlens": 5},
     "another length": {"seqlens": 6},
     "a length that is too long": {"seqlens": 40 * 16},
@@ -267,6 +298,21 @@ APPENDED: dict[str, dict[str, Any]] = {
     "queries at one place": {"rotary": 32, "queries": True, "q_causal": False},
     "queries and pages": {"rotary": 32, "queries": True, "place": "pages", "starts": True},
 }
+
+
+CHANGED_KEYS = (
+    changed("k", "v", "k_cache", "v_cache", "seqlens", "block_table", place="pages"),
+    changed("slot_mapping", place="slots"),
+    changed("k", "v_cache", "batch_idx", "leftpad", batch_idx=True, leftpad=True),
+    changed("rotary_cos", "rotary_sin", "rotary_seqlens", "q", rotary=32, starts=True, queries=True),
+)
+
+
+@pytest.mark.parametrize("kinds", CHANGED_KEYS)
+def test_new_keys_of_which_a_tensor_is_another_one_are_written_as_each_alone(
+    gpu: Turns, kinds: dict[str, dict[str, Any]]
+) -> None:
+    gpu.check({name: partial(new_keys, **given) for name, given in kinds.items()}, range(3))
 
 
 def test_new_keys_in_turns_are_written_as_each_alone(gpu: Turns) -> None:

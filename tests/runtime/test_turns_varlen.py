@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 import flashgen
 from flashgen.runtime.ops import serve
-from tests.fakes.turns import Call, Kind, Results, Turns, imagined_gpu
+from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed, imagined_gpu
 from tests.runtime.ladders import Ladder
 from tests.runtime.test_turns import cut, evens, expanded, odd, same, shifted
 
@@ -65,6 +65,7 @@ def varlen(
     sinks: torch.dtype | None = None,
     steps: int = 0,
     as_steps: bool = False,
+    changes: Mapping[str, Change] = {},
     **options: Any,
 ) -> Call:
     """A call of packed sequences, over pages where there are some; `as_steps` is of its steps of decoding alone."""
@@ -88,7 +89,8 @@ def varlen(
         given["sinks"] = torch.zeros(heads[0], dtype=sinks)
     if options.get("dropout_p"):
         given["rng_state"] = torch.zeros(2, dtype=torch.int64)
-    tensors = dict(given)
+    given |= {name: change(given[name]) for name, change in changes.items()}
+    q, v, tensors = given["q"], given["v"], dict(given)
     given["max_seqlen_q"] = max_seqlen_q or 20 + size
     given["max_seqlen_k"] = None if page is not None or not own_ends else 30 + size
     given["num_decodes"] = steps
@@ -211,3 +213,19 @@ def test_mixed_batches_and_their_steps_alone_are_launched_as_each_alone(gpu: Tur
 
 def test_backward_passes_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
     gpu.check(kinds_of({"plain": {}, "lse": {"return_lse": True}} | TRAINED), range(4))
+
+
+CHANGED = (
+    changed("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", used_q=True, used_k=True),
+    changed("q", "k", "v", "cu_seqlens_q", "seqused_k", trains="q k v", used_k=True),
+    changed("sinks", "alibi_slopes", "cu_seqlens_k", sinks=torch.float32, slopes="each"),
+    changed("q", "k", "v", "cu_seqlens_q", "seqused_k", "block_table", page=16),
+    changed("q", "k", "v", "cu_seqlens_q", "seqused_k", "block_table", page=16, steps=4),
+)
+
+
+@pytest.mark.parametrize("kinds", CHANGED)
+def test_calls_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
+    gpu: Turns, kinds: dict[str, dict[str, Any]]
+) -> None:
+    gpu.check(kinds_of(kinds), range(3))
