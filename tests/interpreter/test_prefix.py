@@ -67,7 +67,9 @@ def test_other_schedules_are_right(knobs: dict[str, KnobValue]) -> None:
 @pytest.mark.parametrize("page", [None, 16, 64])
 def test_with_fixed_splits_a_group_does_not_matter(page: int | None, knobs: dict[str, KnobValue]) -> None:
     """In a window, either, where others of a group see shared keys in front of those that one sees."""
-    case = Case(lens=(90, 60, 0, 300, 401), page=16, options={"window": (400, 0), "fixed_split_size": 128})
+    case = Case(
+        lens=(90, 60, 0, 300, 401), nheads=2, nheads_k=1, page=16, options={"window": (400, 0), "fixed_split_size": 128}
+    )
     call, prefix = make(case), make_prefix(case, (700,), page=page)
     out, lse = with_prefix(call, prefix, **knobs)
     assert_right(joined(call, prefix), out, lse)
