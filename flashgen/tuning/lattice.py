@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -50,15 +52,19 @@ class Lattice:
 
     def nearest(self, wanted: Config, among: Iterable[Config]) -> Config:
         """The config of `among` with the smallest distance; the first one of equals."""
-        target = self._point(wanted)
-        return min(among, key=lambda config: self._distance(target, self.points[config]))
+        # what each step of an axis is away from the target: distances were a fifth of the time of a search
+        away = [self._away(axis, step) for axis, step in enumerate(self._point(wanted))]
+        points = self.points
+        # not `sum`, which rounds in another way since Python 3.12
+        return min(
+            among, key=lambda config: functools.reduce(operator.add, map(operator.getitem, away, points[config]))
+        )
 
     def _point(self, config: Config) -> tuple[int, ...]:
         return tuple(steps[config[name]] for name, steps in zip(self._names, self._steps, strict=True))
 
-    def _distance(self, one: tuple[int, ...], other: tuple[int, ...]) -> float:
-        total = 0.0
-        for axis, (a, b) in enumerate(zip(one, other, strict=True)):
-            if a != b:
-                total += abs(a - b) / (len(self._steps[axis]) - 1) if self._is_scale[axis] else 1.0
-        return total
+    def _away(self, axis: int, here: int) -> list[float]:
+        steps = range(len(self._steps[axis]))
+        if self._is_scale[axis]:
+            return [abs(step - here) / max(len(steps) - 1, 1) for step in steps]
+        return [float(step != here) for step in steps]

@@ -53,6 +53,7 @@ class ConfigSampler(optuna.samplers.BaseSampler):
         self.told: list[tuple[float, int, Config]] = []
         self.source = "random"
         self._family, self._seed, self._has_begun = space.family, seed, False
+        self._common: tuple[optuna.Study, optuna.search_space.IntersectionSearchSpace] | None = None
 
     def before_trial(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
         """A config that was enqueued is seen, and so is what the study had before this sampler."""
@@ -128,9 +129,16 @@ class ConfigSampler(optuna.samplers.BaseSampler):
         if len(self.told) < STARTUP_POINTS or chance.random() < RANDOM_SHARE:
             return next(iter(self.unseen)), "random"
         tpe = optuna.samplers.TPESampler(seed=self._seed + turn, n_startup_trials=STARTUP_POINTS)
-        found = tpe.sample_relative(study, trial, tpe.infer_relative_search_space(study, trial))
+        found = tpe.sample_relative(study, trial, self._tried(study))
         wanted = self._whole(found)
         return (wanted if wanted in self.unseen else self.lattice.nearest(wanted, self.unseen)), "sampler"
+
+    def _tried(self, study: optuna.Study) -> dict[str, BaseDistribution]:
+        """What all trials have and what has a choice, as TPE infers it, a new one from every trial again."""
+        if self._common is None or self._common[0] is not study:
+            self._common = study, optuna.search_space.IntersectionSearchSpace(include_pruned=True)
+        common = self._common[1].calculate(study, use_cache=True)
+        return {name: distribution for name, distribution in common.items() if not distribution.single()}
 
     def _whole(self, found: Mapping[str, Any]) -> Config:
         """With the knobs that have one value, which TPE leaves out."""

@@ -74,6 +74,18 @@ def test_a_study_in_a_storage_goes_on_with_a_sampler_of_its_trials(tmp_path: Pat
     assert configs(half) == configs(whole)
 
 
+def test_tpe_models_the_knobs_that_it_would_infer_of_each_study_in_turn() -> None:
+    sampler, tpe = ConfigSampler(SPACE, 1), optuna.samplers.TPESampler
+    with Quiet():
+        made, older = study(sampler, 20), study(optuna.samplers.RandomSampler(seed=0), 3)
+        older.optimize(lambda trial: trial.suggest_float("another", 0.0, 1.0), n_trials=1)
+        for one in (made, older, made):
+            inferred = tpe().infer_relative_search_space(one, one.trials[-1])
+            assert list(sampler._tried(one).items()) == list(inferred.items())
+            assert bool(inferred) is (one is made)
+            one.tell(one.ask(sampler.distributions if one is made else {}), state=optuna.trial.TrialState.FAIL)
+
+
 def test_misuse_is_refused() -> None:
     few = FamilySpace(family=SPACE.family, knobs=SPACE.knobs, configs=SPACE.configs[:3])
     with Quiet():
