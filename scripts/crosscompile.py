@@ -5,9 +5,10 @@ newest Triton). One line per kernel, and one for what it spills. A family that c
 default config of a plain shape that spills more than the row of its family allows (`default_spills`: from 24 to 280
 bytes of local memory a thread, what was found under these two) ends it with exit code 1, and so does a config of which
 an SM holds fewer programs than it says (`per_sm`), and a kernel that hands values to its roles where a warp may still
-read something else (`role_captures.py`). What features, other loads and packed heads spill is printed, and
-not limited. With `--loops` the line also says how often machine code for NVIDIA touches what it spilled
-(`machine_loops.py`): that costs time in a mainloop, and next to none around it.
+read something else (`role_captures.py`) or has one thread act for warps that are not ready (`role_order.py`). What
+features, other loads and packed heads spill is printed, and not limited. With `--loops` the line also says how often
+machine code for NVIDIA touches what it spilled (`machine_loops.py`): that costs time in a mainloop, and next to none
+around it.
 
 Which kernels these are is in `crosscompile_jobs.py` and `crosscompile_helpers.py`. No helper kernel may spill.
 """
@@ -32,6 +33,7 @@ from scripts.crosscompile_helpers import HelperJob, helper_jobs
 from scripts.crosscompile_jobs import TARGETS, Job, few_jobs, jobs
 from scripts.machine_loops import disassembled, local_accesses
 from scripts.role_captures import overwritten
+from scripts.role_order import hasty
 
 
 def main() -> int:
@@ -84,6 +86,9 @@ def compile_one(job: Job | HelperJob, *, loops: bool = False) -> tuple[bool, str
         places = overwritten(part.handle.asm["ptx"])
         if places:
             return False, f"{part.kernel.entry} hands values to roles where warps may still read: {', '.join(places)}"
+        early = hasty(part.handle.asm["ptx"])
+        if early:
+            return False, f"{part.kernel.entry} has one thread act for warps that are not ready: {'; '.join(early[:3])}"
     if compiled.spills == 0:
         return True, ""
     limit = families.family(job.config.family).default_spills

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 
+from scripts.ptx_flow import Facts, visit
+
 ROLES_BEGIN = re.compile(r"barrier\.sync\s+1\s*;")
 """All warps of a CTA meet at barrier 1: roles read what they capture behind it."""
 
 _BARRIER = re.compile(r"\bbar(rier)?\.sync\b")
-_ACCESS = re.compile(r"\b(?P<what>ld|st)\.shared\S*\s+(.*?)\[\s*(?P<place>[^\]]*?)\s*\]")
+_ACCESS = re.compile(r"\b(?P<what>ld|st)(\.shared|matrix)\S*\s+(.*?)\[\s*(?P<place>[^\]]*?)\s*\]")
 
 
 def overwritten(ptx: str) -> list[str]:
@@ -25,19 +27,27 @@ def overwritten(ptx: str) -> list[str]:
     Args:
         ptx: the text of a kernel; without roles nothing is found.
     """
-    before, *roles = ROLES_BEGIN.split(ptx, maxsplit=1)
-    if not roles:
-        return []
-    lines = before.splitlines()
-    last = max((number for number, line in enumerate(lines) if _BARRIER.search(line)), default=-1)
-    read, found = set[str](), []
-    for line in lines[last + 1 :]:
+    found = set[str]()
+
+    def step(facts: Facts, line: str) -> Facts:
+        if ROLES_BEGIN.search(line):
+            found.update(place for what, place in facts if what == "overwritten")
+            return _ENDED
+        if facts == _ENDED or _BARRIER.search(line):
+            return facts & _ENDED
         access = _ACCESS.search(line)
         if access is None:
-            continue
+            return facts
         place = access["place"]
         if access["what"] == "ld":
-            read.add(place)
-        elif read and (place in read or any(one.startswith("%") for one in (place, *read))):
-            found.append(place)
-    return found
+            return facts | {("read", place)}
+        read = {other for what, other in facts if what == "read"}
+        may_be_one = place in read or any(one.startswith("%") for one in (place, *read))
+        return facts | {("overwritten", place)} if read and may_be_one else facts
+
+    visit(ptx, step)
+    return sorted(found)
+
+
+_ENDED: Facts = frozenset({("roles", "")})
+"""Behind the first meeting: what follows are the roles."""
