@@ -214,13 +214,19 @@ Role = tuple[int, int, dict[int, NamedBarrier]]
 class Machine:
     """The grid of one launch."""
 
-    def __init__(self, programs: int) -> None:
+    def __init__(self, programs: int, room: int | None = None) -> None:
         self._local, self._lock, self._programs = threading.local(), threading.Lock(), programs
+        self._room = threading.Semaphore(room or programs)
         self._failures: list[BaseException] = []
 
     def run(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
-        """Run all CTAs at the same time, and raise what the first of them raised."""
-        self._together([(kernel, arguments, (program, 128, {})) for program in range(self._programs)])
+        """Run as many CTAs at the same time as there is room for, and raise what the first of them raised."""
+
+        def in_turn(*arguments: Any) -> None:
+            with self._room:
+                kernel(*arguments)
+
+        self._together([(in_turn, arguments, (program, 128, {})) for program in range(self._programs)])
 
     def run_each(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """Run all programs of a kernel without barriers, one after the other."""
