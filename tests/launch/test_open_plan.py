@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashgen.codegen.families import family
+from flashgen.core.errors import LaunchError
 from flashgen.core.features.values import Features
 from flashgen.launch.backward import backward_geometry
 from flashgen.launch.driver_plan import DriverPlan
@@ -88,6 +89,17 @@ def test_a_geometry_of_another_kind_asks_for_a_plan_of_its_own(cuda: FakeDriver)
     assert plan.sized(Geometry.of(*tensors(kernel.spec, SHAPES[1]))) is not None
     with_bias = Features(bias=torch.zeros(2, 6, 200, 333, dtype=torch.bfloat16))
     assert plan.sized(Geometry.of(*four, with_bias)) is None
+
+
+def test_kernels_of_other_head_dims_are_refused(cuda: FakeDriver) -> None:
+    """TMA fills narrower tensors with zeros, so they would run, at the scale of theirs."""
+    spec, config, compiled = kernel("pointers")
+    open_plan = OpenPlan(compiled, spec, config, 0)
+    q, k, v, out = tensors(spec)
+    narrow_q, narrow_k, narrow_v, narrow_out = (one[..., : one.shape[-1] // 2].contiguous() for one in (q, k, v, out))
+    for four in ((narrow_q, narrow_k, v, out), (q, k, narrow_v, narrow_out)):
+        with pytest.raises(LaunchError, match=r"kernels are for head_dim and head_dim_v \("):
+            open_plan.sized(Geometry.of(*four))
 
 
 def test_an_empty_call_needs_no_kernel(cuda: FakeDriver) -> None:

@@ -237,46 +237,6 @@ def test_what_is_open_to_sizes_is_launched_as_on_the_slow_path(
             memo.update(saved)  # type: ignore[attr-defined]
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "head_dim": {"head_dim": 16},
-    "head_dim_v": {"head_dim_v": 16},
-    "dtype": {"dtype": torch.bfloat16},
-    "heads": {"nheads": 6},
-    "causal": {"options": {}},
-    "window": {"options": {"causal": True, "window": (40, 0)}},
-    "softcap": {"options": {"causal": True, "softcap": 30.0}},
-    "scale": {"options": {"causal": True, "softmax_scale": 0.3}},
-}
-
-
-@pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("other", OTHERS.values(), ids=list(OTHERS))
-def test_what_is_open_to_sizes_serves_calls_of_its_kind_alone(
-    gpu: FakeDriver, other: dict[str, Any], is_first: bool, trains: bool
-) -> None:
-    """Two kinds of calls in turns, each of which is open by then, are launched as where there is one kind."""
-    kinds = [Case(queries=(1,), options={"causal": True})]
-    kinds.insert(0 if is_first else 1, replace(kinds[0], **other))
-
-    def launched(kind: Case, rows: int) -> list[tuple[int, dict[str, Any]]]:
-        packed = make(replace(kind, queries=(rows, 20, 3)))
-        before = len(gpu.launches)
-        if trains:
-            differentiated(gpu, packed)
-        else:
-            run(gpu, packed, return_lse=True)
-        found = gpu.launches[before:]
-        return [(one.function, told) for one, told in zip(found, numbers(found), strict=True)]
-
-    found = [(kind, rows, launched(kind, rows)) for rows in range(30, 36) for kind in kinds]
-    assert serve._OPEN
-    for kind, rows, launches in found:
-        for memo in (serve.MEMO, serve._OPEN, serve._SEEN):
-            memo.clear()  # type: ignore[attr-defined]
-        assert launched(kind, rows) == launches
-
-
 def test_a_call_with_something_odd_about_it_is_not_open(gpu: FakeDriver) -> None:
     for rows in (5, 6, 7):
         run(gpu, make(Case(queries=(rows, 9))))
