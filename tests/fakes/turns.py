@@ -22,16 +22,16 @@ from flashgen.codegen.build import CompiledKernel, CompiledPart
 from flashgen.codegen.families import family
 from flashgen.codegen.family import KernelSpec
 from flashgen.codegen.render import KernelSource
-from flashgen.core.device import Device, find_device
+from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
-from flashgen.launch import allocation, binaries, counters, decode_passes, decode_plan, driver, plan
+from flashgen.launch import binaries, counters, decode_passes, decode_plan
 from flashgen.launch.parameters import slot_sizes
 from flashgen.runtime.decode import plans
 from flashgen.runtime.ops import append, helpers, merging, serve
 from tests.fakes.driver import FakeDriver, Launched
+from tests.fakes.gpu_zero import on_gpu_zero
 from tests.fakes.imagined import metadata_of
 
-H200 = find_device("h200")
 Tensor = torch.Tensor
 Results = Mapping[str, Tensor | None]
 
@@ -224,21 +224,12 @@ def imagined_gpu() -> Iterator[Turns]:
     """The imagined GPU in the place of a real one: tensors of the CPU are on it."""
     fake = Turns()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "library", lambda: fake)
-        patch.setattr(plan, "_FUNCTIONS", {})
-        patch.setattr(serve, "device_at", lambda index: H200)
-        patch.setattr(serve, "gpu_index", lambda tensor: 0)
-        patch.setattr(allocation.GUARDS, "_empty_strided_cuda", allocation.GUARDS._empty_strided_cpu)
         patch.setattr(counters, "zeros", lambda index, count: torch.zeros(count, dtype=torch.int32))
         patch.setattr(counters, "_FREE", {})
         lengths = torch.full((1024,), 2**31 - 1, dtype=torch.int32)
         patch.setattr(decode_passes, "_LENGTHS", {0: lengths})
         patch.setattr(decode_plan, "_SHARED", {})
         patch.setattr(helpers, "_LAUNCHERS", {})
-        for name, value in (("_cuda_getCurrentRawStream", lambda index: fake.stream), ("_cuda_getDevice", lambda: 0)):
-            patch.setattr(torch._C, name, value, raising=False)
-        patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "current_stream", lambda: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         patch.setattr(
@@ -255,8 +246,7 @@ def imagined_gpu() -> Iterator[Turns]:
         )
         for name in ("read", "write", "read_helper", "write_helper"):
             patch.setattr(binaries, name, lambda *asked: None)
-        driver._primary_context.cache_clear()
-        forget()
-        yield fake
-        forget()
-        driver._primary_context.cache_clear()
+        with on_gpu_zero(fake, patch, lambda: fake.stream):
+            forget()
+            yield fake
+            forget()

@@ -15,6 +15,7 @@ from flashgen.launch import binaries, nvml, plan
 from flashgen.runtime.ops import kernel_cache, serve
 from tests.db.samples import H200, MEASURED
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, MadeAnew
+from tests.fakes.turns import Turns, imagined_gpu
 from tests.runtime.ladders import Ladder
 
 AnyGpu = TypeVar("AnyGpu", bound=FakeGpu)
@@ -42,6 +43,13 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def gpu(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """An H200 on which nothing is compiled or launched; its databases are those of `ladder`."""
     return _installed(FakeGpu(), monkeypatch)
+
+
+@pytest.fixture
+def turns(ladder: Ladder) -> Iterator[Turns]:
+    """An H200 on which calls of many kinds are made in turns; its databases are those of `ladder`."""
+    with imagined_gpu() as fake:
+        yield fake
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,40 +18,27 @@ from flashgen.core.errors import FlashgenError, LaunchError, UnsupportedError, W
 from flashgen.core.features.values import Features
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
-from flashgen.launch import decode_plan, driver, plan
+from flashgen.launch import decode_plan
 from flashgen.launch.decode_plan import POINTERS
 from flashgen.runtime.decode import api, plans, runs
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.decode.contents import check_contents
-from flashgen.runtime.ops import serve
 from tests.decoding import Case, arguments, make
 from tests.fakes.driver import INVALID_VALUE, FakeDriver, Launched
-
-H200 = find_device("h200")
+from tests.fakes.gpu_zero import H200, on_gpu_zero
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """A driver that keeps what kernels would have read, and tensors of the CPU that claim to be on GPU 0."""
     fake = FakeDriver()
-    monkeypatch.setattr(driver, "library", lambda: fake)
-    monkeypatch.setattr(plan, "_FUNCTIONS", {})
-    monkeypatch.setattr(serve, "device_at", lambda index: H200)
-    monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
-    for name, value in (("_cuda_getCurrentRawStream", lambda index: 7), ("_cuda_getDevice", lambda: 0)):
-        monkeypatch.setattr(torch._C, name, value, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
-    monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
     runs.forget()
     plans.PLANS.clear()
     decode_plan._SHARED.clear()
-    driver._primary_context.cache_clear()
-    yield fake
-    driver._primary_context.cache_clear()
+    with on_gpu_zero(fake, monkeypatch):
+        yield fake
     runs.forget()
     plans.PLANS.clear()
 

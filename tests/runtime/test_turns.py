@@ -15,16 +15,9 @@ import triton.language as tl
 import flashgen
 from flashgen.core.features.values import BlockMask
 from flashgen.runtime.autograd.ops import attention_backward_op
-from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed, imagined_gpu
-from tests.runtime.ladders import Ladder
+from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed
 
 Tensor = torch.Tensor
-
-
-@pytest.fixture
-def gpu(ladder: Ladder) -> Iterator[Turns]:
-    with imagined_gpu() as fake:
-        yield fake
 
 
 def shifted(tensor: Tensor) -> Tensor:
@@ -38,8 +31,8 @@ def odd(tensor: Tensor) -> Tensor:
 
 
 def swapped(tensor: Tensor) -> Tensor:
-    """A copy with the second and the third dimension in the other order in memory."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    """A copy with the dimensions in front of the columns in the other order in memory."""
+    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def cut(tensor: Tensor) -> Tensor:
@@ -62,6 +55,10 @@ def expanded(tensor: Tensor) -> Tensor:
 def one_head(tensor: Tensor) -> Tensor:
     """One head in the place of all; of (batch, rows, heads, head_dim) one row."""
     return tensor[:, :1].expand(tensor.shape)
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
 
 
 def same(tensor: Tensor) -> Tensor:
@@ -353,12 +350,12 @@ def kinds_of(named: dict[str, dict[str, Any]]) -> dict[str, Kind]:
     return {name: partial(dense, **given) for name, given in named.items()}
 
 
-def test_forward_calls_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
-    gpu.check(kinds_of(KINDS | FEW), range(3))
+def test_forward_calls_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
+    turns.check(kinds_of(KINDS | FEW), range(3))
 
 
-def test_backward_passes_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
-    gpu.check(kinds_of({"plain": {}, "causal": CAUSAL, "lse": {"return_lse": True}} | TRAINED), range(3))
+def test_backward_passes_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
+    turns.check(kinds_of({"plain": {}, "causal": CAUSAL, "lse": {"return_lse": True}} | TRAINED), range(3))
 
 
 CHANGED = (
@@ -374,9 +371,9 @@ CHANGED = (
 
 @pytest.mark.parametrize("kinds", CHANGED)
 def test_calls_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
-    gpu: Turns, kinds: dict[str, dict[str, Any]]
+    turns: Turns, kinds: dict[str, dict[str, Any]]
 ) -> None:
-    gpu.check(kinds_of(kinds), range(3))
+    turns.check(kinds_of(kinds), range(3))
 
 
 def differentiated(
@@ -423,5 +420,5 @@ DIFFERENTIATED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_ops_of_backward_passes_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
-    gpu.check({name: partial(differentiated, **given) for name, given in DIFFERENTIATED.items()}, range(3))
+def test_ops_of_backward_passes_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
+    turns.check({name: partial(differentiated, **given) for name, given in DIFFERENTIATED.items()}, range(3))

@@ -12,22 +12,11 @@ import torch
 import flashgen
 from flashgen.runtime.decode.open_calls import OPEN
 from flashgen.runtime.decode.recent import RECENT
-from tests.fakes.turns import Call, Change, Results, Turns, changed, imagined_gpu
-from tests.runtime.ladders import Ladder
-from tests.runtime.test_turns import cut, odd, odd_steps, same, shifted, swapped
+from tests.fakes.turns import Call, Change, Results, Turns, changed
+from tests.runtime.test_turns import cut, expanded, integers, odd, odd_steps, same, shifted, swapped
 
 Tensor = torch.Tensor
 PAGES = 6
-
-
-@pytest.fixture
-def gpu(ladder: Ladder) -> Iterator[Turns]:
-    with imagined_gpu() as fake:
-        yield fake
-
-
-def integers(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
 
 
 def every_other(numbers: Tensor) -> Tensor:
@@ -38,10 +27,6 @@ def every_other(numbers: Tensor) -> Tensor:
 def by_columns(numbers: Tensor) -> Tensor:
     """The same with columns side by side in memory."""
     return numbers.t().contiguous().t()
-
-
-def one_for_all(numbers: Tensor) -> Tensor:
-    return torch.zeros((), dtype=numbers.dtype).expand(numbers.shape)
 
 
 def step(
@@ -134,8 +119,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "odd address of keys": {"laid_k": shifted},
     "heads first": {"laid_k": swapped},
     "lengths apart": {"laid_lens": every_other},
-    "one length": {"laid_lens": one_for_all, "batches": (1, 4, 1, 2)},
-    "one length and rows": {"laid_lens": one_for_all, "batches": (1, 4, 1, 2), "batch_idx": True},
+    "one length": {"laid_lens": expanded, "batches": (1, 4, 1, 2)},
+    "one length and rows": {"laid_lens": expanded, "batches": (1, 4, 1, 2), "batch_idx": True},
     "odd steps of queries": {"laid_q": odd_steps, "batches": (1, 4, 1, 2)},
     "pages": {"page": 16},
     "large pages": {"page": 64},
@@ -176,13 +161,13 @@ CHANGED_STEPS = (
 
 @pytest.mark.parametrize("kinds", CHANGED_STEPS)
 def test_steps_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
-    gpu: Turns, kinds: dict[str, dict[str, Any]]
+    turns: Turns, kinds: dict[str, dict[str, Any]]
 ) -> None:
-    gpu.check({name: partial(step, **given) for name, given in kinds.items()}, range(3))
+    turns.check({name: partial(step, **given) for name, given in kinds.items()}, range(3))
 
 
-def test_steps_of_decoding_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
-    gpu.check({name: partial(step, **given) for name, given in STEPS.items()}, range(4), repeats=3)
+def test_steps_of_decoding_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
+    turns.check({name: partial(step, **given) for name, given in STEPS.items()}, range(4), repeats=3)
     assert OPEN
     assert RECENT
 
@@ -310,13 +295,13 @@ CHANGED_KEYS = (
 
 @pytest.mark.parametrize("kinds", CHANGED_KEYS)
 def test_new_keys_of_which_a_tensor_is_another_one_are_written_as_each_alone(
-    gpu: Turns, kinds: dict[str, dict[str, Any]]
+    turns: Turns, kinds: dict[str, dict[str, Any]]
 ) -> None:
-    gpu.check({name: partial(new_keys, **given) for name, given in kinds.items()}, range(3))
+    turns.check({name: partial(new_keys, **given) for name, given in kinds.items()}, range(3))
 
 
-def test_new_keys_in_turns_are_written_as_each_alone(gpu: Turns) -> None:
-    gpu.check({name: partial(new_keys, **given) for name, given in APPENDED.items()}, range(4))
+def test_new_keys_in_turns_are_written_as_each_alone(turns: Turns) -> None:
+    turns.check({name: partial(new_keys, **given) for name, given in APPENDED.items()}, range(4))
 
 
 def states(
@@ -369,5 +354,5 @@ MERGED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_states_in_turns_are_merged_as_each_alone(gpu: Turns) -> None:
-    gpu.check({name: partial(states, **given) for name, given in MERGED.items()}, range(4))
+def test_states_in_turns_are_merged_as_each_alone(turns: Turns) -> None:
+    turns.check({name: partial(states, **given) for name, given in MERGED.items()}, range(4))

@@ -11,26 +11,10 @@ import torch
 
 import flashgen
 from flashgen.runtime.ops import serve
-from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed, imagined_gpu
-from tests.runtime.ladders import Ladder
-from tests.runtime.test_turns import cut, evens, expanded, odd, same, shifted
+from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed
+from tests.runtime.test_turns import cut, evens, expanded, integers, odd, same, shifted, swapped
 
 Tensor = torch.Tensor
-
-
-@pytest.fixture
-def gpu(ladder: Ladder) -> Iterator[Turns]:
-    with imagined_gpu() as fake:
-        yield fake
-
-
-def heads_first(rows: Tensor) -> Tensor:
-    """The same with the rows of a head side by side in memory."""
-    return rows.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def integers(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
 
 
 def shifted_integers(*shape: int) -> Tensor:
@@ -152,7 +136,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "odd address": {"laid_q": shifted},
     "odd strides": {"laid_q": odd},
-    "heads first": {"laid_q": heads_first},
+    "heads first": {"laid_q": swapped},
     "cut": {"laid_q": cut, "laid_k": cut},
 }
 PAGED: dict[str, dict[str, Any]] = {
@@ -169,8 +153,8 @@ PAGED: dict[str, dict[str, Any]] = {
     "pages at an odd address": {"page": 16, "laid_k": shifted},
     "steps": {"page": 16, "steps": 4},
     "fewer steps": {"page": 16, "steps": 3},
-    "steps heads first": {"page": 16, "steps": 4, "laid_q": heads_first, "softcap": 9.0},
-    "steps alone heads first": {"page": 16, "as_steps": True, "laid_q": heads_first, "softcap": 9.0},
+    "steps heads first": {"page": 16, "steps": 4, "laid_q": swapped, "softcap": 9.0},
+    "steps alone heads first": {"page": 16, "as_steps": True, "laid_q": swapped, "softcap": 9.0},
     "steps at an odd address": {"page": 16, "steps": 4, "laid_q": shifted},
 } | {
     f"{kind}, {name}": {**given, **KINDS[name]}
@@ -197,22 +181,22 @@ def kinds_of(named: dict[str, dict[str, Any]]) -> dict[str, Kind]:
     return {name: partial(varlen, **given) for name, given in named.items()}
 
 
-def test_forward_calls_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
-    gpu.check(kinds_of(KINDS), range(3))
+def test_forward_calls_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
+    turns.check(kinds_of(KINDS), range(3))
     assert serve._OPEN
 
 
-def test_calls_over_pages_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
-    gpu.check(kinds_of(PAGED), range(3))
+def test_calls_over_pages_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
+    turns.check(kinds_of(PAGED), range(3))
 
 
-def test_mixed_batches_and_their_steps_alone_are_launched_as_each_alone(gpu: Turns) -> None:
+def test_mixed_batches_and_their_steps_alone_are_launched_as_each_alone(turns: Turns) -> None:
     kinds = kinds_of(PAGED)
-    gpu.check({name: kinds[f"steps {name}"] for name in ("heads first", "alone heads first")}, range(3))
+    turns.check({name: kinds[f"steps {name}"] for name in ("heads first", "alone heads first")}, range(3))
 
 
-def test_backward_passes_in_turns_are_launched_as_each_alone(gpu: Turns) -> None:
-    gpu.check(kinds_of({"plain": {}, "lse": {"return_lse": True}} | TRAINED), range(3))
+def test_backward_passes_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
+    turns.check(kinds_of({"plain": {}, "lse": {"return_lse": True}} | TRAINED), range(3))
 
 
 CHANGED = (
@@ -226,6 +210,6 @@ CHANGED = (
 
 @pytest.mark.parametrize("kinds", CHANGED)
 def test_calls_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
-    gpu: Turns, kinds: dict[str, dict[str, Any]]
+    turns: Turns, kinds: dict[str, dict[str, Any]]
 ) -> None:
-    gpu.check(kinds_of(kinds), range(3))
+    turns.check(kinds_of(kinds), range(3))

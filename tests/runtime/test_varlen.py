@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import weakref
@@ -20,15 +19,15 @@ from flashgen.core.device import find_device
 from flashgen.core.errors import FlashgenError, UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
-from flashgen.launch import allocation, counters, driver, plan
+from flashgen.launch import counters
 from flashgen.launch.geometry import CLIPPED_ROWS
 from flashgen.runtime.lookup import records
 from flashgen.runtime.ops import kernel_cache, serve
 from flashgen.runtime.varlen import api
 from tests.fakes.driver import FakeDriver, Launched
+from tests.fakes.gpu_zero import H200, on_gpu_zero
 from tests.packing import Case, Packed, checked, make
 
-H200 = find_device("h200")
 GOOD = Case(queries=(40, 0, 7), keys=(30, 5, 60), nheads=3, nheads_k=1)
 
 
@@ -36,18 +35,8 @@ GOOD = Case(queries=(40, 0, 7), keys=(30, 5, 60), nheads=3, nheads_k=1)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """A driver that keeps what kernels would have read, and tensors of the CPU that claim to be on GPU 0."""
     fake = FakeDriver()
-    monkeypatch.setattr(driver, "library", lambda: fake)
-    monkeypatch.setattr(plan, "_FUNCTIONS", {})
-    monkeypatch.setattr(serve, "device_at", lambda index: H200)
-    monkeypatch.setattr(serve, "gpu_index", lambda tensor: 0)
-    monkeypatch.setattr(allocation.GUARDS, "_empty_strided_cuda", allocation.GUARDS._empty_strided_cpu)
-    for name, value in (("_cuda_getCurrentRawStream", lambda index: 7), ("_cuda_getDevice", lambda: 0)):
-        monkeypatch.setattr(torch._C, name, value, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    driver._primary_context.cache_clear()
-    yield fake
-    driver._primary_context.cache_clear()
+    with on_gpu_zero(fake, monkeypatch):
+        yield fake
 
 
 def run(fake: FakeDriver, packed: Packed, **changes: Any) -> Launched:
