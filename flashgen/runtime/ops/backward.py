@@ -26,7 +26,6 @@ from flashgen.runtime.ops.keys import (
     allows_tf32,
     asked_gradients,
     feature_key,
-    last_sizes,
 )
 from flashgen.runtime.ops.open_packed import packed_open_key
 from flashgen.runtime.ops.recent import NOTHING, RECENT, remember
@@ -133,7 +132,7 @@ def prepared(
     part = () if features is None else packed_open_key(features)
     # a gradient of the output at an odd address is copied, which calls that are open to sizes do not do
     is_copied = flags >> DOUT_SHIFT & 15
-    open_key = None if part is None or is_copied else (flags, *key[10:17], *last_sizes(key), *part)
+    open_key = None if part is None or is_copied else (flags, *key[10:17], q.shape[3:], k.shape[3:], v.shape[3:], *part)
     others = () if features is None else (features,)
     run = None if open_key is None else serve.prepare_open(open_key, key, inputs, out, dout, *others)
     if run is not None:

@@ -35,15 +35,6 @@ WITHOUT_TRAINING = (1 << AUX_GRADIENT_SHIFT) - 1 & ~(TRAINS | DETERMINISTIC | AN
 """What of the flags a forward pass has that is the same with and without gradients to come."""
 
 
-def last_sizes(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The head dims of q, k and v in a key, whose shapes follow its flags, and the dimensions of their tensors.
-
-    Packed sequences have three (`flashgen.runtime.ops.rows`), a cache in pages has four.
-    """
-    _, q, k, v, *_ = key
-    return len(q), q[-1:], len(k), k[-1:], len(v), v[-1:]
-
-
 def asked_gradients(flags: int) -> frozenset[str]:
     """The fields of features whose gradients are asked for, and the names of aux tensors (`aux_gradient`)."""
     found = {field for field, bit in GRADIENT_BITS.items() if flags & bit}
