@@ -108,15 +108,24 @@ def _visible_blocks(workload: Workload, features: Features) -> dict[str, Any]:
     """
     if workload.head_dim > MAX_BLOCK_SPARSE_DIM:
         return {}
-    size = (SMALL_HEADS_BLOCK_M if workload.head_dim <= 64 else BLOCK, BLOCK)
+    size = block_size(workload)
     lengths = (workload.seqlen_q, workload.seqlen_k)
     device = features.mask.device if features.mask is not None else None
     found = flex_module().create_block_mask(
         mask_mod(workload, features), workload.batch, None, *lengths, device=device, BLOCK_SIZE=size
     )
+    return {"block_sparse_tensors": listed(found, size)}
+
+
+def block_size(workload: Workload) -> tuple[int, int]:
+    """Queries and keys of its own tiles, for heads up to 128."""
+    return SMALL_HEADS_BLOCK_M if workload.head_dim <= 64 else BLOCK, BLOCK
+
+
+def listed(found: Any, size: tuple[int, int]) -> Any:
+    """FlexAttention's block mask, whose blocks have this size, as it takes it."""
     blocks = (found.kv_num_blocks, found.kv_indices, found.full_kv_num_blocks, found.full_kv_indices)
-    made = importlib.import_module(f"{MODULE}.block_sparsity").BlockSparseTensorsTorch(*blocks, block_size=size)
-    return {"block_sparse_tensors": made}
+    return importlib.import_module(f"{MODULE}.block_sparsity").BlockSparseTensorsTorch(*blocks, block_size=size)
 
 
 def forward(q: Tensors, k: Tensors, v: Tensors, *, causal: bool, **options: Any) -> Run:

@@ -16,6 +16,9 @@ cute: Any = importlib.import_module("cutlass.cute")
 mlir_math: Any = importlib.import_module("cutlass._mlir.dialects.math")
 utils: Any = importlib.import_module("flash_attn.cute.utils")
 
+ROOM = 256
+"""Rows: more than any tile has."""
+
 PAIRS = 2
 """Keys at a time: the most that its kernels for Hopper hand to a function."""
 
@@ -64,6 +67,57 @@ def mask(visible: torch.Tensor) -> dict[str, Any]:
 
     function = of_score if visible.dim() == 3 else of_key
     return {"mask_mod": cute.jit(function), "aux_tensors": [visible.view(torch.uint8)]}
+
+
+def alibi_without_offset(slopes: torch.Tensor) -> dict[str, Any]:
+    """`alibi` of as many queries as keys."""
+    return alibi(slopes, 0)
+
+
+def relative(table: torch.Tensor) -> dict[str, Any]:
+    """Plus the value of a head and a distance, (nheads, distances), of which 0 is in the middle."""
+    middle = table.shape[1] // 2
+
+    def plus_value(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        place = kv_idx[0] - q_idx[0] + middle
+        return score + utils.scalar_to_ssa(aux_tensors[0][h[0], place], cutlass.Float32)
+
+    return {"score_mod": cute.jit(plus_value), "aux_tensors": [table]}
+
+
+def documents(ids: torch.Tensor) -> dict[str, Any]:
+    """Keys of the query's own document, (seqlen,) int32."""
+
+    def same(b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        mine = utils.scalar_to_ssa(aux_tensors[0][q_idx[0]], cutlass.Int32)
+        return mine == utils.scalar_to_ssa(aux_tensors[0][kv_idx[0]], cutlass.Int32)
+
+    return {"mask_mod": cute.jit(same), "aux_tensors": [_with_room(ids)]}
+
+
+def causal_documents(ids: torch.Tensor) -> dict[str, Any]:
+    """Those of them that are not behind the query."""
+
+    def same(b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        mine = utils.scalar_to_ssa(aux_tensors[0][q_idx[0]], cutlass.Int32)
+        theirs = utils.scalar_to_ssa(aux_tensors[0][kv_idx[0]], cutlass.Int32)
+        return (mine == theirs) & (q_idx >= kv_idx)
+
+    return {"mask_mod": cute.jit(same), "aux_tensors": [_with_room(ids)]}
+
+
+def prefix_lm(prefix: torch.Tensor) -> dict[str, Any]:
+    """Keys of a sequence's prefix, (batch,) int32, and those that are not behind the query."""
+
+    def seen(b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return (q_idx >= kv_idx) | (kv_idx < utils.scalar_to_ssa(aux_tensors[0][b[0]], cutlass.Int32))
+
+    return {"mask_mod": cute.jit(seen), "aux_tensors": [prefix]}
+
+
+def _with_room(ids: torch.Tensor) -> torch.Tensor:
+    """With entries behind the last row, which the last tile of rows may read."""
+    return torch.nn.functional.pad(ids, (0, ROOM), value=-1)
 
 
 def _paired(function: Any) -> Any:

@@ -130,14 +130,20 @@ class Plan:
     finer: tuple[Variant, ...]
 
 
-def plan(workload: Workload, *, flash: bool = True) -> Plan:
-    """The variants for a workload. Without `flash` only those that Triton compiles."""
+def plan(workload: Workload, *, flash: bool = True, has_mask_mod: bool = False) -> Plan:
+    """The variants for a workload.
+
+    Args:
+        workload: what is raced.
+        flash: without it only those that Triton compiles.
+        has_mask_mod: whether a function of the caller hides keys, at other edges than those of blocks.
+    """
     largest = max(workload.head_dim, workload.head_dim_v)
     tiles = next((tiles for limit, tiles in TILES if largest <= limit), TILES[-1][1])
     given = {"USE_TMA": True, **sound_options(workload)}
     first, *others = (Variant(name=f"TMA {tile.name}", options={**given, **tile.options}) for tile in tiles)
     finer = [*others, DEFAULT]
-    if workload.specialization.window or workload.is_packed:
+    if workload.specialization.window or workload.is_packed or has_mask_mod:
         finer.insert(0, Variant(name=f"{first.name} mask 64x64", options=first.options, block_size=(64, 64)))
     if workload.direction == "backward":
         finer = [Variant(name=f"{first.name} bwd 64x64", options={**first.options, **BACKWARD_TILE}), DEFAULT]
@@ -236,11 +242,12 @@ class FlexVariants:
     Args:
         of: makes an implementation of a variant.
         flash: whether FlashAttention-4 may be the backend.
+        has_mask_mod: as for `plan`.
     """
 
-    def __init__(self, of: Callable[[Variant], Impl], *, flash: bool = True) -> None:
+    def __init__(self, of: Callable[[Variant], Impl], *, flash: bool = True, has_mask_mod: bool = False) -> None:
         self._of = of
-        self._flash = flash
+        self._plan = partial(plan, flash=flash, has_mask_mod=has_mask_mod)
         self._near: dict[Hashable, tuple[Variant, ...]] = {}
 
     def next(self, workload: Workload, seen: Mapping[str, float]) -> Impl | None:
@@ -248,7 +255,7 @@ class FlexVariants:
         if not seen:
             forget_compiled()
         kind = class_of(workload)
-        tried = plan(workload, flash=self._flash)
+        tried = self._plan(workload)
         tried = Plan(first=self._near[kind], finer=()) if kind in self._near else tried
         chosen = next((each for each in _wanted(tried, seen) if each.version not in seen), None)
         if chosen is None:

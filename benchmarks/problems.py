@@ -78,18 +78,25 @@ def problem(workload: Workload, *, copies: int, where: torch.device, data: str =
     """
     if workload.direction == "backward":
         training = training_inputs(workload, copies=copies, where=where, data=data)
-        return Problem(inputs=training, expected=_last_gradients(workload, training))
+        return Problem(inputs=training, expected=expected_of(workload, training, training.features[0]))
     inputs = make_inputs(workload, copies=copies, seed=INPUT_SEED, device=where, data=data)
+    expected = expected_of(workload, inputs, inputs.features[0])
+    return Problem(inputs=inputs, expected=expected, every_row=data != NORMAL)
+
+
+def expected_of(workload: Workload, inputs: Inputs, features: Features) -> tuple[torch.Tensor, ...]:
+    """What `Problem.expected` says of the first set of inputs, with these features in the place of its own."""
+    if isinstance(inputs, TrainingInputs):
+        return _last_gradients(workload, inputs, features)
     q, k, v = inputs.q[0][:1, -1:], inputs.k[0][:1, -1:], inputs.v[0][:1, -1:]
-    right = oracle(q, k, v, causal=workload.causal, features=last_heads(inputs.features[0], 1))[0]
-    return Problem(inputs=inputs, expected=(right,), every_row=data != NORMAL)
+    return (oracle(q, k, v, causal=workload.causal, features=last_heads(features, 1))[0],)
 
 
-def _last_gradients(workload: Workload, inputs: TrainingInputs) -> tuple[torch.Tensor, ...]:
+def _last_gradients(workload: Workload, inputs: TrainingInputs, features: Features) -> tuple[torch.Tensor, ...]:
     group = workload.nheads // workload.nheads_k
     q, dout = inputs.q[0][:1, -group:], inputs.dout[0][:1, -group:]
     k, v = inputs.k[0][:1, -1:], inputs.v[0][:1, -1:]
-    features = last_heads(inputs.features[0], group)
+    features = last_heads(features, group)
     rule = ScoreRule.of(q, k, causal=workload.causal, q_offset=None, softmax_scale=None, features=features)
     exact = exact_gradients(q, k, v, dout, rule)
     return (*(exact.gradients[name] for name in ("dq", "dk", "dv")), exact.forward.out)

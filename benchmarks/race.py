@@ -106,9 +106,17 @@ def race(
     An implementation that refuses the workload, fails, or computes something else gets no time but a reason. The result
     of one with variants has the variant that raced.
     """
+    copies = rotation_copies(workload, device.l2_bytes)
+    make = partial(problem, workload, copies=copies, where=where, data=data)
+    return race_on(make, workload, impls, stopwatch=stopwatch, pace=pace)
+
+
+def race_on(
+    make: Callable[[], Problem], workload: Workload, impls: Sequence[Impl], *, stopwatch: RaceStopwatch, pace: Pace
+) -> list[Result]:
+    """As `race`, on a problem that `make` makes on the stream of the race."""
     with stopwatch.stream():
-        task = problem(workload, copies=rotation_copies(workload, device.l2_bytes), where=where, data=data)
-        found = _race(workload, impls, task, stopwatch, pace)
+        found = _race(workload, impls, make(), stopwatch, pace)
     gc.collect()  # graphs and their memory, where a cycle holds them
     return found
 

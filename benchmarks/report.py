@@ -59,6 +59,7 @@ FILES = (
     "varlen.csv",
     "packed_training.csv",
     "features.csv",
+    "functions.csv",
     "memory.csv",
     "overhead.csv",
     "training.csv",

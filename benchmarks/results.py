@@ -32,6 +32,9 @@ RACE_COLUMNS = (*COLUMNS[:4], "timing", *COLUMNS[4:])
 DATA_COLUMNS = (*COLUMNS[:2], "data", *RACE_COLUMNS[2:])
 """Columns of `data.csv`."""
 
+FUNCTION_COLUMNS = (*COLUMNS[:2], "function", *RACE_COLUMNS[2:])
+"""Columns of `functions.csv`."""
+
 MEMORY_COLUMNS = (*COLUMNS[:4], "extra_bytes", *RACE_COLUMNS[4:])
 """Columns of `memory.csv` and `features.csv`."""
 
@@ -95,7 +98,7 @@ Subject = tuple[str, ...]
 
 
 def subject_of(suite: str, workload: str, impl: str, data: str = "") -> Subject:
-    """What a row of these measures."""
+    """What a row of these measures; `data` is the kind of data, or the function of the caller."""
     return (suite, workload, impl, data) if data else (suite, workload, impl)
 
 
@@ -107,16 +110,17 @@ class Row:
     that was allocated, and `outcome` says whether it came to its end. In no file are `loss_deviation`, the mean
     distance from the losses of the run that it is compared with, and `loss_mean` and `accuracy` of its last steps:
     `training_tables` finds them in the curves. Of a race, `outcome` is the reason why an implementation has no time,
-    `timing` says how its time was taken, `graph` or `queue`, and `data` is the kind of data where a file has several
-    (`flashgen.measure.data_kinds`). What repeats of one call differ by is explained in `spread.Spread`. Of a call under
-    the profiler, `hbm_read_bytes`, `hbm_write_bytes` and `l2_bytes` (between L2 and the SMs) are what its `kernels`
-    moved, and `median_ms` is their time. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was
-    measured on and with.
+    `timing` says how its time was taken, `graph` or `queue`, `data` is the kind of data where a file has several
+    (`flashgen.measure.data_kinds`), and `function` what a call has beside its workload (`functions_cases`).
+    What repeats of one call differ by is explained in `spread.Spread`. Of a call under the profiler, `hbm_read_bytes`,
+    `hbm_write_bytes` and `l2_bytes` (between L2 and the SMs) are what its `kernels` moved, and `median_ms` is their
+    time. `device`, `torch`, `triton`, `commit` and `date` (UTC) say what a row was measured on and with.
     """
 
     suite: str
     workload: str
     data: str = ""
+    function: str = ""
     impl: str
     impl_version: str
     extra_bytes: int | None = None
@@ -155,7 +159,7 @@ class Row:
     @property
     def subject(self) -> Subject:
         """What was measured."""
-        return subject_of(self.suite, self.workload, self.impl, self.data)
+        return subject_of(self.suite, self.workload, self.impl, self.data or self.function)
 
     @property
     def version(self) -> str:

@@ -161,6 +161,11 @@ def alone(impl: Impl) -> Impl:
     return replace(impl, unsupported=unsupported, prepare=_OWN_BACKWARD.get(impl.name) or partial(graph_kept, impl))
 
 
+def alone_through_autograd(impl: Impl) -> Impl:
+    """The backward pass of an implementation, whatever features and functions its forward pass has."""
+    return replace(impl, unsupported=partial(_why_not, impl), prepare=partial(graph_kept, impl))
+
+
 def together(impl: Impl) -> Impl:
     """Both passes of an implementation."""
     return replace(impl, unsupported=partial(_why_not, impl), prepare=partial(both_passes, impl))

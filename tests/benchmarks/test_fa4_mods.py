@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fa4, flex
+from benchmarks import fa4, flex, functions_impls
+from benchmarks.functions_cases import FORWARD, FUNCTIONS, Case
 from flashgen.core.workload import Workload
 from flashgen.measure.inputs import make_inputs
 from tests.benchmarks.test_race import CPU, fake_module
@@ -56,6 +57,21 @@ class Vector:
 
     def __ne__(self, other: object) -> Any:
         return self._with(other, operator.ne)
+
+    def __eq__(self, other: object) -> Any:
+        return self._with(other, operator.eq)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._with(other, operator.ge)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._with(other, operator.lt)
+
+    def __and__(self, other: Any) -> Any:
+        return self._with(other, operator.and_)
+
+    def __or__(self, other: Any) -> Any:
+        return self._with(other, operator.or_)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -142,6 +158,35 @@ def test_scores_become_what_flex_makes_of_them(tokens: str, mods: Any) -> None:
     right = everywhere(flex.score_mod(workload, features), workload, torch.ones(1))
     torch.testing.assert_close(found, right.float())
     assert getattr(given["score_mod"], "__vec_size__", 1) == (1 if tokens.endswith("odd") else 2)
+
+
+@pytest.mark.parametrize("name", ["relative-bias", "alibi-mod"])
+def test_functions_of_the_caller_change_scores_as_flexes_do(name: str, mods: Any) -> None:
+    function, workload = FUNCTIONS[name], Workload.parse("b2-h4-hk2-sq6-d32")
+    aux = function.aux(workload, CPU)
+    given = getattr(mods, function.fa4)(*aux)
+    assert function.flex_score is not None
+    right = everywhere(function.flex_score(aux), workload, torch.ones(1))
+    torch.testing.assert_close(scores_of(given["score_mod"], given["aux_tensors"], workload), right.float())
+
+
+@pytest.mark.parametrize("name", ["documents", "causal-documents", "prefix-lm"])
+def test_functions_of_the_caller_hide_what_flexes_do(name: str, mods: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, int]] = []
+    part = types.SimpleNamespace(BlockSparseTensorsTorch=lambda *found, block_size: sizes.append(block_size) or found)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", part)  # type: ignore[arg-type]
+    workload = Workload.parse("b1-h2-sq24-d32")
+    case = Case(suite=FORWARD, function=FUNCTIONS[name], sizes=workload)
+    given = functions_impls._fa4_options(case.function, case.twin, case.inputs(1, CPU))
+    assert given.keys() == {"mask_mod", "aux_tensors", "block_sparse_tensors"}
+    assert sizes == [(192, 128)]
+    axes = (1, 2, 24, 24)
+    found = torch.empty(axes, dtype=torch.bool)
+    for at in torch.cartesian_prod(*map(torch.arange, axes)).tolist():
+        found[tuple(at)] = given["mask_mod"](*map(index, at), None, given["aux_tensors"]).values[0]
+    assert case.function.flex_mask is not None
+    right = everywhere(case.function.flex_mask(case.function.aux(workload, CPU)), workload)
+    assert torch.equal(found, right)
 
 
 @pytest.mark.parametrize("kind", ["mask", "keymask"])

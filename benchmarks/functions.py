@@ -1,0 +1,254 @@
+"""Functions of the caller, and built-in features that train: writes `results/<device>/functions.csv`.
+
+python -m benchmarks.functions [--only 'documents*'] [--suite functions_backward] [--flex default] [--prepare 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import flashgen
+from benchmarks.exit_codes import MISSING, STOPPED
+from benchmarks.forward import REASON_LENGTH, add_race_arguments, say
+from benchmarks.functions_cases import BACKWARD, BOTH, FORWARD, Case, cases
+from benchmarks.functions_impls import PEERS, impls_of, options_of
+from benchmarks.impls import IMPLS, Impl, flashgen_features
+from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.race import Pace, Result, attempt, race_on
+from benchmarks.results import FUNCTION_COLUMNS, ResultsFile, Row, subject_of
+from benchmarks.time_limit import TimeLimit
+from benchmarks.variants import fastest
+from flashgen.core.errors import FlashgenError
+from flashgen.launch.gpu import current_device
+from flashgen.measure import gpu
+from flashgen.measure.inputs import Inputs, rotation_copies
+from flashgen.measure.timing import CudaStopwatch
+from flashgen.tuning.shards import Shard
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITES = (FORWARD, BOTH, BACKWARD)
+DEFAULT_SUITES = (FORWARD, BOTH)
+
+PREPARING_SECONDS = 240
+"""What compiling beforehand may take; a race compiles what is not there by then."""
+
+Impls = Callable[[Case], tuple[Impl, ...]]
+Racer = Callable[[Case, Sequence[Impl]], list[Result]]
+
+
+def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
+    """Run; 0 is done, 1 if flashgen has no row where it should have one, 3 stopped at the time limit."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    names = options.impls.split(",")
+    if unknown := set(names) - set(PEERS):
+        parser.error(f"an implementation is one of {', '.join(PEERS)}, got {', '.join(sorted(unknown))}")
+    impls, limit = _kept(names, options.flex), TimeLimit(options.limit_seconds, clock)
+    with tempfile.TemporaryDirectory() as scratch:
+        serve_generated(options.db, Path(scratch))
+        try:
+            shard = Shard.parse(options.shard)
+            wanted = chosen(options.suite or DEFAULT_SUITES, options.only)[shard.index :: shard.count]
+            if options.compile_only:
+                return compile_all(wanted, impls, torch.device("cuda", 0))
+            provenance = Provenance.here(options.commit)
+            path = options.results / provenance.slug / "functions.csv"
+            file = ResultsFile(path, FUNCTION_COLUMNS, append=options.append, commit=provenance.commit)
+        except (FlashgenError, ValueError) as error:
+            parser.error(str(error))
+        if options.prepare:
+            prepare(arguments, options.prepare)
+        say(f"{provenance.device}, torch {provenance.torch}, triton {provenance.triton}, commit {provenance.commit}")
+        return run(wanted, impls, file, provenance, racer_of(options), limit)
+
+
+def chosen(suites: Sequence[str], patterns: Sequence[str]) -> tuple[Case, ...]:
+    """The cases of suites whose `function/workload` fits one of the patterns; all of them if there is none."""
+    return tuple(
+        case
+        for case in cases(*suites)
+        if not patterns or any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)
+    )
+
+
+def run(
+    wanted: Sequence[Case],
+    impls: Impls,
+    file: ResultsFile,
+    provenance: Provenance,
+    racer: Racer,
+    limit: TimeLimit,
+) -> int:
+    """Race every case of which no implementation has a row yet, and write its rows together."""
+    done, missing = file.done(provenance.commit), False
+    left = [case for case in wanted if not any(_subject(case, impl.name) in done for impl in impls(case))]
+    for number, case in enumerate(left):
+        if not limit.has_room():
+            say(f"stopped at the time limit, {len(left) - number} races left: run again with --append")
+            return STOPPED
+        say(f"[{number + 1}/{len(left)}] {case.suite} {case.name}  ({limit.elapsed_s:.0f} s)")
+        results = racer(case, impls(case))
+        file.write(row_of(case, result, provenance) for result in results if result.reason is None)
+        for result in results:
+            say(f"  {line_of(case, result)}")
+            for trial in result.trials:
+                say(f"    {trial}")
+            missing = missing or (result.impl.name == "flashgen" and result.reason is not None)
+        limit.part_ended()
+    say(f"{file.path}: {len(file.rows)} rows")
+    return MISSING if missing else 0
+
+
+def racer_of(options: argparse.Namespace) -> Racer:
+    """Races on this process's first GPU; prints what serves flashgen's call."""
+    device, where = current_device(), torch.device("cuda", 0)
+    pace = Pace(warm_ms=1e3 * options.warm, window_ms=1e3 * options.window, rounds=options.rounds)
+    stopwatch = CudaStopwatch(gpu.sm_clock_mhz)
+    for other in gpu.other_processes():
+        say(f"warning: another process uses this GPU: {other}")
+
+    def racer(case: Case, impls: Sequence[Impl]) -> list[Result]:
+        say(f"  {served_by(case, where)}")
+        copies = rotation_copies(case.workload, device.l2_bytes)
+        with _autograd(case):
+            found = race_on(lambda: case.problem(copies, where), case.twin, impls, stopwatch=stopwatch, pace=pace)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return found
+
+    return racer
+
+
+def served_by(case: Case, where: torch.device) -> str:
+    """Which family and rung serve flashgen's call, in both directions where it trains."""
+    inputs = case.inputs(1, where)
+    given = inputs.q[0], inputs.k[0], inputs.v[0]
+    options = options_of(case.function, case.twin, where)
+    options |= flashgen_features(inputs.features[0]) if case.function.is_built_in else {}
+    directions = ("forward",) if case.suite == FORWARD else ("forward", "backward")
+    try:
+        found = [flashgen.explain(*given, direction=direction, **options) for direction in directions]
+    except FlashgenError as error:
+        return f"not served: {str(error)[:REASON_LENGTH]}"
+    return "; ".join(
+        f"{name} rung {one.served.rung}: {one.served.config}" for name, one in zip(directions, found, strict=True)
+    )
+
+
+def compile_all(wanted: Sequence[Case], impls: Impls, where: torch.device) -> int:
+    """Call everything that may race once, so that its kernels are in the caches on the disk."""
+    for case in wanted:
+        with _autograd(case):
+            enter = partial(_called, case, case.inputs(1, where))
+            for impl in impls(case):
+                found = fastest(impl, case.twin, enter=enter, trial=lambda each, made: 1.0)
+                say(f"{case.suite} {case.name} {impl.name}: {found.made or 'compiled'}")
+        gc.collect()
+    return 0
+
+
+def _called(case: Case, inputs: Inputs, impl: Impl) -> str:
+    """Empty, or why it cannot run."""
+
+    def work() -> str:
+        reason = impl.unsupported(case.twin)
+        if reason is None:
+            call = impl.prepare(case.twin, inputs)
+            with call.context():
+                call.run(0)
+        return reason or ""
+
+    return attempt(work)
+
+
+def prepare(arguments: Sequence[str], processes: int) -> None:
+    """Fill the caches of torch.compile, Triton and the CuTe DSL in so many processes side by side, untimed."""
+    command = [sys.executable, "-m", "benchmarks.functions", *arguments, "--compile-only"]
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # before anybody imports it
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+    started, quiet = time.monotonic(), {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    children = [
+        subprocess.Popen([*command, "--shard", f"{n}/{processes}"], cwd=ROOT, env=environment, **quiet)
+        for n in range(processes)
+    ]
+    watch = threading.Timer(PREPARING_SECONDS, lambda: [child.kill() for child in children])
+    watch.start()
+    codes = [child.wait() for child in children]
+    watch.cancel()
+    say(f"compiled in {processes} processes, which ended with {codes} ({time.monotonic() - started:.0f} s)")
+
+
+def row_of(case: Case, result: Result, provenance: Provenance) -> Row:
+    """The row of an implementation; `tflops` counts the visible pairs of all passes that are timed."""
+    impl, ms = result.impl, result.median_ms
+    row = provenance.row(
+        case.suite, case.workload, impl.name, impl.version(), median_ms=ms, timing=result.timing, rates=False
+    )
+    return replace(row, function=case.function.name, tflops=case.flops / ms / 1e9)
+
+
+def line_of(case: Case, result: Result) -> str:
+    """One implementation's result for people."""
+    if result.reason is not None:
+        return f"{result.impl.name:12} no row: {result.reason}"
+    tail = f", {result.timing}" + (f": {result.queued_because}" if result.queued_because else "")
+    rate = case.flops / result.median_ms / 1e9
+    return f"{result.impl.name:12} {result.median_ms:9.4f} ms {rate:6.1f} TFLOP/s, spread {result.spread:.1%}{tail}"
+
+
+def _subject(case: Case, impl: str) -> tuple[str, ...]:
+    return subject_of(case.suite, case.workload.key, impl, case.function.name)
+
+
+def _kept(names: Sequence[str], flex: str) -> Impls:
+    """The implementations of a case: the same ones for all calls of a function in a suite."""
+    made: dict[tuple[str, str], tuple[Impl, ...]] = {}
+
+    def impls(case: Case) -> tuple[Impl, ...]:
+        key = case.suite, case.function.name
+        if key not in made:
+            made[key] = impls_of(case.suite, case.function, names, flex)
+        return made[key]
+
+    return impls
+
+
+@contextlib.contextmanager
+def _autograd(case: Case) -> Iterator[None]:
+    """A forward pass alone keeps nothing for a backward pass."""
+    with contextlib.nullcontext() if case.suite != FORWARD else torch.no_grad():
+        yield
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.functions", description=(__doc__ or "").split("\n")[0])
+    add_arguments(parser)
+    parser.add_argument("--suite", action="append", choices=SUITES, help=f"default: {' and '.join(DEFAULT_SUITES)}")
+    add_race_arguments(parser, [impl for impl in IMPLS if impl.name in PEERS])
+    parser.set_defaults(warm=0.04, window=0.08, rounds=2)
+    parser.add_argument(
+        "--prepare", type=int, default=0, metavar="N", help="first compile in N processes side by side, untimed"
+    )
+    parser.add_argument("--compile-only", action="store_true", help="call everything once, and write nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
