@@ -74,7 +74,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _race("models", 620, "--rounds", "2"),
     Benchmark(name="decode", module="decode", seconds=300, is_sharded=True, has_limit=True),
     Benchmark(name="functions", module="functions", seconds=300, options=("--prepare", "8"), has_limit=True),
-    Benchmark(name="packed_training", module="packed_training", seconds=120),
+    Benchmark(name="packed_training", module="packed_training", seconds=120, has_limit=True),
     Benchmark(name="overhead", module="overhead", seconds=160),
     Benchmark(name="memory", module="memory", seconds=90),
     Benchmark(name="spread", module="spread", seconds=30),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,10 @@ import pytest
 import torch
 
 import flashgen
-from benchmarks import packed_training, varlen, varlen_impls
+from benchmarks import packed_training, report, varlen, varlen_impls
 from benchmarks.cases import selected
-from benchmarks.exit_codes import STOPPED
+from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.impls import results_of
-from benchmarks.packed_training import packed_gpt2
 from benchmarks.provenance import Provenance
 from benchmarks.results import TRAINING_COLUMNS, read_rows
 from benchmarks.variants import fastest
@@ -27,6 +27,9 @@ from benchmarks.varlen_tables import varlen_parts
 from flashgen import reference
 from flashgen.core.workload import Workload
 from tests.benchmarks.rows import SHARED
+
+sys.path.insert(0, str(packed_training.EXAMPLE.parent))
+import packed_gpt2
 
 CPU = torch.device("cpu")
 
@@ -331,31 +334,67 @@ def test_a_document_does_not_see_the_one_before(text: torch.Tensor) -> None:
     assert torch.equal(loss(inputs[: int(ends[1])]), loss(inputs[: int(ends[1])].flip(0)))
 
 
-def test_a_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+FOUND = {"losses": [5.0, 4.0], "step_ms": 100.0, "tokens_per_s": 163840.0, "peak_gib": 12.0, "outcome": "done"}
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Provenance, "here", lambda commit=None: SHARED)
     monkeypatch.setattr(packed_training, "serve_generated", lambda db, scratch: None)
+    return ["--results", str(tmp_path), "--append"]
+
+
+def test_a_run_is_a_row_and_a_part_of_the_page(recorded: list[str], tmp_path: Path) -> None:
     seen = []
 
-    def train(options: Any) -> Any:
-        seen.append(options)
-        return packed_gpt2.Result(
-            attention=options.attention,
-            backend="",
-            seqlen=1024,
-            compiled=False,
-            tokens=16384,
-            losses=[5.0, 4.0],
-            steps_ms=[100.0],
-        )
+    def train(attention: str, steps: int, run_seconds: float) -> dict[str, Any]:
+        seen.append((attention, steps, run_seconds))
+        return FOUND
 
     for names in ("flashgen,padded", "flashgen,padded,flex"):
-        assert packed_training.main(["--results", str(tmp_path), "--append", "--attentions", names], train) == 0
-    assert [each.attention for each in seen] == ["flashgen", "padded", "flex"]
+        assert packed_training.main([*recorded, "--attentions", names, "--run-seconds", "9"], train) == 0
+    assert seen == [(name, 100, 9.0) for name in ("flashgen", "padded", "flex")]
     rows = read_rows(tmp_path / SHARED.slug / "packed_training.csv", TRAINING_COLUMNS)
     assert [(row.impl, row.tokens_per_s) for row in rows] == [(name, 163840) for name in ("flashgen", "padded", "flex")]
+    assert (rows[0].steps, rows[0].loss_first, rows[0].loss_last, rows[0].peak_gib) == (2, 5.0, 4.0, 12.0)
+    assert (rows[0].impl_version, rows[1].impl_version) == (flashgen.__version__, torch.__version__)
     title, table = varlen_parts(rows)
     assert title == "### Packed GPT-2"
-    assert "| flashgen | 163840 | 100.0 |" in table
+    assert "| flashgen | 163840 | 100.0 | 12.0 |" in table
+    (tmp_path / "README.md").write_text(f"{report.START}\n{report.END}\n")
+    given = ["--results", str(tmp_path), "--readme", str(tmp_path / "README.md")]
+    assert report.main(given) == 0
+    assert table in (tmp_path / report.PAGE).read_text()
+
+
+def test_a_run_that_ends_badly_costs_its_own_row_alone(recorded: list[str], tmp_path: Path) -> None:
+    def train(attention: str, steps: int, run_seconds: float) -> dict[str, Any] | str:
+        return {"flashgen": FOUND, "padded": FOUND | {"tokens_per_s": None, "step_ms": None, "losses": []}}.get(
+            attention, "its process ended with 1"
+        )
+
+    ticks = itertools.count(0.0, 10.0)
+    limited = [*recorded, "--limit-seconds", "15"]
+    assert packed_training.main(limited, train, clock=lambda: next(ticks)) == STOPPED
+    assert packed_training.main(recorded, train) == 0
+    rows = read_rows(tmp_path / SHARED.slug / "packed_training.csv", TRAINING_COLUMNS)
+    assert [(row.impl, row.tokens_per_s, row.steps) for row in rows] == [("flashgen", 163840, 2), ("padded", None, 0)]
+    given = ["--results", str(tmp_path / "other"), "--attentions", "flashgen"]
+    assert packed_training.main(given, lambda *_: "why") == MISSING
+
+
+def test_the_example_runs_in_a_process_that_may_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_run = ("--device", "cpu", "--tokens", "32", "--longest", "16", "--layers", "1")
+    found = packed_training.train("reference", 1, 60.0, more=small_run)
+    assert not isinstance(found, str), found
+    assert (found["outcome"], len(found["losses"]), found["attention"]) == ("done", 1, "reference")
+    assert packed_training.row_of("padded", found, SHARED).steps == 1
+    assert packed_training.train("reference", 1, 60.0, more=["--tokens", "0"]) == "its process ended with 2"
+    script = tmp_path / "hangs.py"
+    script.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(packed_training, "EXAMPLE", script)
+    monkeypatch.setattr(packed_training, "START_SECONDS", 0.5)
+    assert packed_training.train("flex", 1, 0.5) == "its process took longer than 1 s"
 
 
 @pytest.mark.parametrize("wrong", [["--tokens", "0"], ["--compile"], ["--attention", "flashgen"]])
