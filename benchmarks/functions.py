@@ -24,7 +24,7 @@ import torch
 
 import flashgen
 from benchmarks.exit_codes import MISSING, STOPPED
-from benchmarks.forward import REASON_LENGTH, add_race_arguments, say
+from benchmarks.forward import add_race_arguments, say
 from benchmarks.functions_cases import BACKWARD, BOTH, FORWARD, Case, cases
 from benchmarks.functions_impls import PEERS, impls_of, options_of
 from benchmarks.impls import IMPLS, Impl, flashgen_features
@@ -141,14 +141,13 @@ def served_by(case: Case, where: torch.device) -> str:
     given = inputs.q[0], inputs.k[0], inputs.v[0]
     options = options_of(case.function, case.twin, where)
     options |= flashgen_features(inputs.features[0]) if case.function.is_built_in else {}
+
+    def told(direction: str) -> str:
+        served = flashgen.explain(*given, direction=direction, **options).served
+        return f"{direction} rung {served.rung}: {served.config}"
+
     directions = ("forward",) if case.suite == FORWARD else ("forward", "backward")
-    try:
-        found = [flashgen.explain(*given, direction=direction, **options) for direction in directions]
-    except FlashgenError as error:
-        return f"not served: {str(error)[:REASON_LENGTH]}"
-    return "; ".join(
-        f"{name} rung {one.served.rung}: {one.served.config}" for name, one in zip(directions, found, strict=True)
-    )
+    return "; ".join(attempt(partial(told, direction)) for direction in directions)
 
 
 def compile_all(wanted: Sequence[Case], impls: Impls, where: torch.device) -> int:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +196,25 @@ def test_arguments_of_flashgens_call(on_the_cpu: None) -> None:
     assert "block_mask" not in plain
     score = functions_impls.options_of(FUNCTIONS["relative-bias"], replace(SMALL, causal=True), CPU)
     assert (score["causal"], score["aux"][0].shape, "mask_mod" in score) == (True, (4, TABLE), False)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_what_serves_a_call_is_said_of_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, direction: str, **options: Any) -> Any:
+        asked.append(options)
+        if direction == "backward":
+            raise ValueError("no\nway")
+        return SimpleNamespace(served=SimpleNamespace(rung=3, config="a config"))
+
+    monkeypatch.setattr(flashgen, "explain", explain, raising=False)
+    assert functions.served_by(small("documents", FORWARD), CPU) == "forward rung 3: a config"
+    assert asked[0].keys() == {"causal", "aux", "mask_mod", "block_mask"}
+    assert functions.served_by(small("softcap", BOTH), CPU) == "forward rung 3: a config; ValueError: no"
+    assert (asked[-1]["softcap"], asked[-1]["causal"]) == (50.0, True)
+    functions.served_by(small("softcap-mod", FORWARD), CPU)
+    assert "softcap" not in asked[-1]
 
 
 # --- rows, going on, and the table -----------------------------------------------------------------------------------
