@@ -162,6 +162,11 @@ def over_pages(config: Config, spec: Specialization, device: Device) -> Config:
     return family(config.family).over_pages(spec, config, device)
 
 
+def for_functions(config: Config, spec: Specialization, device: Device) -> Config:
+    """The config most like one that was measured without functions of the caller for them; may be invalid."""
+    return family(config.family).for_functions(spec, config, device)
+
+
 def successor(config: Config, spec: Specialization) -> Config:
     """The config of today's families most like this one of an older record, which may be the same."""
     return family(config.family).successor(spec, config)

@@ -151,6 +151,9 @@ class Pointer:
     def __add__(self, steps: Any) -> Pointer:
         return Pointer(memory=self.memory, place=self.place + steps)
 
+    def __sub__(self, steps: Any) -> Pointer:
+        return self + -steps
+
     def __getitem__(self, axes: Any) -> Pointer:
         return Pointer(memory=self.memory, place=self.place[axes])
 
@@ -280,6 +283,8 @@ class Machine:
             constexpr=lambda value: value,
             int32=torch.int64,
             int64=torch.int64,
+            int1=torch.bool,
+            static_assert=_assert,
             float32=torch.float32,
             bfloat16=torch.bfloat16,
             float16=torch.float16,
@@ -339,6 +344,10 @@ def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Any:
     if layout is Barriers:
         return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
     return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -99, dtype=dtype))
+
+
+def _assert(condition: bool, message: str) -> None:
+    assert condition, message
 
 
 def _init(barrier: Barrier, count: int) -> None:

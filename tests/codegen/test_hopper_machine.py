@@ -39,6 +39,16 @@ PLAIN: dict[str, KnobValue] = {
 SETTLES: dict[str, KnobValue] = {**PLAIN, "conditional_rescale": True, "softmax_reference": "row_sums", "q_stages": 2}
 SMALL: dict[str, KnobValue] = {**PLAIN, "warpgroups": 1, "blocks_per_sm": 2, "block_n": 64, "ping_pong": False}
 SKIPPED: dict[str, KnobValue] = {**PLAIN, "block_n": 64, "v_stages": 3, "hidden_blocks": "skipped"}
+
+
+def local_causal(b, h, q_idx, k_idx):
+    return (k_idx <= q_idx) & (k_idx % 5 != 4) & ((q_idx + b) % 7 != 0)
+
+
+def shifted(score, b, h, q_idx, k_idx):
+    return score * 0.5 + k_idx % 3 + h
+
+
 LENGTHS: dict[str, Any] = {"nheads": 3, "nheads_k": 1, "head_dim": 64, "dtype": torch.bfloat16}
 
 
@@ -108,6 +118,7 @@ def launched(
     }
     o_parts = torch.full((sizes.nheads, splits, sizes.seqlen_q, spec.head_dim_v), math.nan)
     lse_parts = torch.full(o_parts.shape[:3], math.nan)
+    values |= {f"Aux{number}": Pointer(memory=x) for number, x in enumerate(named.get("aux", ()))}
     values |= {"OParts": Pointer(memory=o_parts.view(-1)), "LseParts": Pointer(memory=lse_parts.view(-1))}
     ends_q = named["cu_seqlens_q"]
     ends_k = named.get("cu_seqlens_k", ends_q)
@@ -159,6 +170,18 @@ CASES: dict[str, tuple[Case, dict[str, KnobValue]]] = {
     "window": (
         Case(queries=(260, 9), keys=(300, 40), options={"window": (100, 30), "softcap": 5.0}, poison=(1,), **LENGTHS),
         SMALL | {"masked_blocks": "branch"},
+    ),
+    "functions": (
+        Case(
+            queries=(70, 200, 1, 0, 20),
+            keys=(300, 150, 129, 9, 0),
+            spare=70,
+            mod=local_causal,
+            score_mod=shifted,
+            options={"causal": True},
+            **LENGTHS,
+        ),
+        PLAIN | {"heads_per_group": 2, "masked_blocks": "branch"},
     ),
     "computed again": (
         Case(queries=(140, 60, 150), poison=(1,), options={"causal": True}, **LENGTHS),

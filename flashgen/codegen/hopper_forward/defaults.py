@@ -113,6 +113,16 @@ def over_pages(spec: Specialization, config: Config, device: Device) -> Config:
     return _tidy(spec, _over_pages(spec, config), device)
 
 
+def for_functions(spec: Specialization, config: Config, device: Device) -> Config:
+    """A config that knows of no functions of the caller with what these leave of it, or the default.
+
+    References follow the running maximum, and the rows of a tile are of one head.
+    """
+    changes: Changes = {"softmax_reference": "running", "early_settle": False, "packed_heads": 1, "split_keys": False}
+    found = _tidy(spec, _over_pages(spec, config.replace(**changes)), device)
+    return found if rules.invalid(spec, found, device) is None else default(spec, device)
+
+
 def smallest(spec: Specialization, device: Device) -> Config:
     """What takes the least registers and shared memory for a warpgroup's rows, of what is not pointless."""
     changes: Changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED_BARRIERS}

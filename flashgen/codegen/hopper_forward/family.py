@@ -121,7 +121,10 @@ KNOBS = (
 
 
 FEATURES = frozenset(
-    {"causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "q_offset", "varlen", "pages", "deterministic"}
+    {
+        *("causal", "window", "softcap", "alibi", "sinks", "bias", "mask", "functions", "q_offset", "deterministic"),
+        *("varlen", "pages"),
+    }
 )
 
 
@@ -132,6 +135,8 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return reason
     if resources.score_tiles(spec) and not spec.aligned_scores:
         return "TMA needs tiles of bias and mask with strides that are multiples of 16 bytes, 1 along the keys"
+    if reason := rules.why_not_functions(spec):
+        return reason
     if spec.dtype not in GL_DTYPES:
         return f"its tensor cores multiply bf16 and fp16, not {spec.dtype}"
     if reason := why_not_head_dim(spec):
@@ -167,6 +172,7 @@ HOPPER_FORWARD = KernelFamily(
     knob_rows=_knob_rows,
     fitted=shares.fitted,
     over_pages=defaults.over_pages,
+    for_functions=defaults.for_functions,
     poor_at_sizes=defaults.poor_at_sizes,
     balanced=shares.balanced,
     beside=shares.beside,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from flashgen.codegen.common_mods import hides
 from flashgen.codegen.common_types import bias_dtype
 from flashgen.codegen.common_wgmma import BARRIER_BYTES, ROWS, THREADS_PER_WARPGROUP, block
 from flashgen.codegen.head_parts import HeadPart, can_split, head_parts, is_split
@@ -26,6 +27,9 @@ FEW_OTHER_REGS = 24
 registers of three warpgroups, with 8 to 40 bytes of spills without a mask, and 64 x 64 with 64 columns the 104 of four
 programs, with up to 32."""
 
+FUNCTION_REGS = 16
+"""What the functions of a caller hold beside a score: the index of a row, places and values of what they load."""
+
 TOLERATED_SPILLS = 384
 """Bytes of local memory of a thread. The roles divide all registers between them, and the fastest kernels leave none
 unused: what spills is around the mainloop and under its branch of masked blocks
@@ -42,7 +46,7 @@ SWIZZLED_ROWS = 8
 
 OVERFLOW_FLAG_BYTES = 512
 """Where a tile may be recomputed: the flags of a warpgroup for two tiles. Masks of single scores need as much again as
-barriers for the rest."""
+barriers for the rest, and so do functions that hide them."""
 
 SETTLING_HEADROOM_BITS = {"bf16": 16, "fp16": 0}
 """How far above the first keys' maximum the reference of exponentials is that then follows the row sums, as an
@@ -154,12 +158,17 @@ def qk_prefetch(config: Config) -> str:
 
 def is_capped(spec: Specialization) -> bool:
     """Whether a softcap bounds the scores that exponentials are taken of, in a dtype that has room for all of them."""
-    return spec.softcap and not (spec.alibi or spec.bias) and spec.dtype == "bf16"
+    return spec.softcap and not (spec.alibi or spec.bias or spec.mods) and spec.dtype == "bf16"
 
 
 def may_recompute(spec: Specialization, config: Config) -> bool:
-    """Whether sums of a tile may overflow, or be NaN of what a mask hides: then it is computed a second time."""
-    return spec.mask == "full" or softmax_reference(config) == "row_sums"
+    """Whether sums of a tile may overflow, or be NaN of what is hidden: then it is computed a second time."""
+    return hides_single(spec) or softmax_reference(config) == "row_sums"
+
+
+def hides_single(spec: Specialization) -> bool:
+    """Whether single scores may be hidden, by a mask for every query and key or by a function of the caller."""
+    return spec.mask == "full" or hides(spec)
 
 
 def successor(spec: Specialization, config: Config) -> Config:
@@ -218,7 +227,8 @@ def live_registers(spec: Specialization, config: Config) -> int:
     # the weights of the block before are in use while the scores come, unless these come after
     weights = block_n // 4 if qk_prefetch(config) == "block" else 0
     other = OTHER_REGS if qk_prefetch(config) == "block" else FEW_OTHER_REGS
-    return block_n // 2 + weights + by_key + tiles + columns(spec.head_dim_v, config) // 2 + other
+    functions = FUNCTION_REGS if spec.mods else 0
+    return block_n // 2 + weights + by_key + tiles + functions + columns(spec.head_dim_v, config) // 2 + other
 
 
 def smem_bytes(spec: Specialization, config: Config, *, separate_o_smem: bool) -> int:
@@ -229,7 +239,7 @@ def smem_bytes(spec: Specialization, config: Config, *, separate_o_smem: bool) -
     tiles = config.integer("warpgroups") * score_bytes(spec, config)
     barriers = BARRIER_BYTES
     if may_recompute(spec, config):
-        barriers += OVERFLOW_FLAG_BYTES * config.integer("warpgroups") + (BARRIER_BYTES if spec.mask == "full" else 0)
+        barriers += OVERFLOW_FLAG_BYTES * config.integer("warpgroups") + (BARRIER_BYTES if hides_single(spec) else 0)
     return elements * DTYPE_BYTES[spec.dtype] + tiles + barriers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from flashgen.codegen.common_mods import has_blocks, hides
 from flashgen.codegen.common_softcap import TANH, tanh_values, why_not_tanh
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, NAMED_BARRIERS, ROWS
 from flashgen.codegen.family import Knob
@@ -147,8 +148,21 @@ def why_not_row_sums(spec: Specialization) -> str | None:
 
 
 def _why_running(spec: Specialization) -> str | None:
+    if spec.mods:
+        return "where a function of the caller makes or hides scores, a row may see its first key in any block"
     if spec.bias or spec.mask == "full":
         return "where a bias or a mask hides single scores, a row may see its first key in any block"
+    return None
+
+
+def why_not_functions(spec: Specialization) -> str | None:
+    """What of a call with functions of its caller is left to the portable family: the reason, or None."""
+    if has_blocks(spec):
+        return "it walks no lists of a block mask"
+    if hides(spec) and spec.mask == "keys":
+        return (
+            "a mask of keys and a function that hides more of them would clear the same rows of V one after the other"
+        )
     return None
 
 
@@ -167,6 +181,8 @@ def _why_not_packed(spec: Specialization, config: Config) -> str | None:
         return "of the five axes of TMA packed sequences take two, and heads side by side would need one more"
     if resources.packed_heads(config) > 1 and (spec.bias or spec.mask):
         return "heads side by side may have different biases or masks, and a step loads those of one"
+    if resources.packed_heads(config) > 1 and spec.mods:
+        return "a function of the caller is asked about one head, and heads side by side are several"
     return None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_mods import aux_names, has_blocks, hides, mod_values
 from flashgen.codegen.common_scores import has_additive_score, is_positional, scales, score_strides, window_edges
 from flashgen.codegen.common_types import bias_dtype
-from flashgen.codegen.hopper_forward.resources import score_tiles
+from flashgen.codegen.hopper_forward.resources import hides_single, score_tiles
 from flashgen.core.workload import Specialization
 
 
@@ -17,14 +18,19 @@ def values(spec: Specialization, *, aligned: bool, shared_keys: bool) -> dict[st
         shared_keys: whether a CTA has a share of the keys of a tile.
     """
     offset = ("QOffset" if spec.offset_tensor else "q_offset") if is_positional(spec) else ""
-    hides = spec.causal or spec.window
+    ends = spec.causal or spec.window
     # lengths of packed sequences, and with them the offset, belong to a tile
     of_call = [] if spec.varlen else ["seqlen_q", "seqlen_k", *([offset] if offset else [])]
     splits = ["key_splits"] if shared_keys else []
     sizes = ["nheads", "group_size", *splits, *of_call, *window_edges(spec)]
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
+    host |= {"aux": bool(aux_names(spec)), "block_mask": has_blocks(spec)}
     return {
+        **mod_values(spec),
+        "functions": spec.mods is not None,
+        # whether a mask or a function hides single scores, so that rows of V may turn out to be seen by no query
+        "hides_single": hides_single(spec),
         "causal": spec.causal,
         "window": spec.window,
         "softcap": spec.softcap,
@@ -48,7 +54,7 @@ def values(spec: Specialization, *, aligned: bool, shared_keys: bool) -> dict[st
         "offset_unbounded": (spec.window or spec.alibi) and not spec.varlen,
         "aligned": aligned,
         # a row may see no key of a block, or of any
-        "guards": hides or bool(spec.bias or spec.mask) or spec.varlen or shared_keys,
+        "guards": ends or bool(spec.bias or spec.mask or spec.mods) or spec.varlen or shared_keys,
         # keys that no query sees; those of a packed sequence end with what its queries see, unless a page goes on
         "clears_hidden": spec.window or (spec.causal and not spec.varlen) or bool(spec.page_size),
         "clears_together": clears_together(spec),
@@ -74,11 +80,13 @@ def score_axes(spec: Specialization) -> list[str]:
 
 
 def _seen(spec: Specialization) -> list[str]:
-    """What tells which keys of a block some query of a tile sees, where a mask hides single scores."""
-    if spec.mask != "full":
+    """What tells which keys of a block some query of a tile sees, where single scores may be hidden."""
+    if not hides_single(spec):
         return []
     offset = ["offset"] if spec.causal or spec.window else []
-    return ["mask_base", "stride_mask_q", "tile_row", *offset, *window_edges(spec), "seqlen_q", "seqlen_k"]
+    found = ["mask_base", "stride_mask_q"] if spec.mask == "full" else []
+    found += ["b", "h", *aux_names(spec)] if hides(spec) else []
+    return [*found, "tile_row", *offset, *window_edges(spec), "seqlen_q", "seqlen_k"]
 
 
 def _key_block_arguments(spec: Specialization) -> list[str]:
@@ -96,6 +104,7 @@ def _features(spec: Specialization) -> list[str]:
     found += ["Sinks"] if spec.sink else []
     found += ["Bias", *score_strides(spec, "bias", spec.bias)] if spec.bias == "keys" else []
     found += ["Mask", *score_strides(spec, "mask", spec.mask)] if spec.mask else []
+    found += aux_names(spec)
     return ["scale", *found] if found else []
 
 
@@ -113,6 +122,7 @@ def _rule(spec: Specialization) -> list[str]:
         if kind == "keys":
             found += [f"{name}_base", *([] if spec.aligned_scores else [f"stride_{name}_k"])]
     found += ["seqlen_k"] if "keys" in (spec.bias, spec.mask) else []
+    found += ["b", "h", "row", "end_key", *aux_names(spec)] if spec.mods else []
     if not clears_together(spec):
         return found
     return [*found, *(["key_start"] if spec.window else []), "key_end"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen import head_packing
+from flashgen.codegen.common_mods import mod_parameters
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import (
     SEQUENCE_FLAGS,
@@ -219,7 +220,7 @@ def _parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
     found += [Parameter(name="O", type=f"*{spec.dtype}", aligned16=True)] if aligned else []
     found += share_parameters(wide=False) if shared else [Parameter(name="LSE", type="*fp32")]
     found.append(Parameter(name="Counter", type="*i32"))
-    found += score_parameters(spec)
+    found += [*score_parameters(spec), *mod_parameters(spec)]
     found += sequence_parameters(spec)
     lengths = _sequence_sizes(spec) if spec.varlen else ("seqlen_q", "seqlen_k")
     last = KEY_SPLITS.name if shared else "lse_rows"

@@ -121,7 +121,7 @@ def _tiles(spec: Specialization) -> tuple[Tile, ...]:
     """Those of a specialization without any feature that changes its work; none of one without a table."""
     plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
     plain += "-varlen" if spec.varlen else ""
-    if spec.workload_class != plain or spec.dtype not in MARGINS:
+    if spec.workload_class != plain or spec.dtype not in MARGINS or spec.mods:
         return ()
     return TILES.get((spec.head_dim, spec.causal), ())
 

@@ -95,7 +95,7 @@ class SizesLookup:
 
     def _balanced(self, candidate: Candidate, sizes: Sizes) -> Config:
         """A candidate's config with the tile that fills the SMs best, where its family has any to choose from."""
-        config, found = candidate.record.config, self._has_others.get(id(candidate))
+        config, found = candidate.config, self._has_others.get(id(candidate))
         if found is None:
             found = self._has_others[id(candidate)] = bool(beside(config, self._spec, self._device))
         return balanced(config, self._spec, sizes, self._device) if found else config
@@ -140,11 +140,11 @@ class NearestRecords:
         if not self._ordered:
             return None
         found = self._ordered[self._nearest(here)][2]
-        if poor_at_sizes(found.record.config, sizes) is None:
+        if poor_at_sizes(found.config, sizes) is None:
             return found
         ranked = sorted((distance(here, at), key, number) for number, (at, key, _) in enumerate(self._ordered))
         others = (self._ordered[number][2] for _, _, number in ranked)
-        return next((one for one in others if poor_at_sizes(one.record.config, sizes) is None), None)
+        return next((one for one in others if poor_at_sizes(one.config, sizes) is None), None)
 
     def _nearest(self, here: Position) -> int:
         """Outwards from the place of the first coordinate, to where that alone is farther than the nearest one."""

@@ -25,7 +25,8 @@ save most of the work. Where they serve, the tile is another one than the record
 (`flashgen.codegen.family.KernelFamily.balanced`).
 A call that asks for the LSE, or trains, is served by the exact sibling of a config whose LSE is not exact.
 "Nearest" is what `flashgen.core.nearest` says. A call with a user's score functions is served from the records of its
-class without them, none of which is exact.
+class without them, none of which is exact: from those of the family that serves such calls without any record, with
+configs as these are best for functions (`flashgen.codegen.family.KernelFamily.for_functions`).
 
 `flashgen.runtime.lookup.handover` says which calls then go to torch's own attention.
 """
@@ -127,16 +128,16 @@ def _walked(
         why_none = "no such record"
         for candidate in candidates:
             record, layer = candidate.record, candidate.layer
-            reason = candidate.reason or (poor_at_sizes(record.config, sizes) if rung > LAST_EXACT else None)
+            reason = candidate.reason or (poor_at_sizes(candidate.config, sizes) if rung > LAST_EXACT else None)
             if reason is None:
                 twin = _faster_twin(choices.same_bits.get(workload, ()), record, rung) if rung <= LAST_EXACT else None
                 if twin is not None:
                     return _by_twin(twin, record, skipped)
                 rule = choices.rule if rung == NEAREST_HERE and any(one is candidate for one in choices.here) else None
-                own = record.config
+                own = candidate.config
                 served = own if rung <= LAST_EXACT else balanced(own, spec, sizes, device)
                 return Served(config=served, rung=rung, record=record, layer=layer, skipped=tuple(skipped), rule=rule)
-            why_none = f"{record.config} cannot serve: {reason}"
+            why_none = f"{candidate.config} cannot serve: {reason}"
         skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
     return Served(config=usual(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
 
@@ -188,7 +189,7 @@ def _here(workload: Workload, choices: Choices) -> Iterator[Candidate]:
     leaf = None if choices.rule is None else choices.rule.leaf(answers(sizes))
     if leaf is not None:
         ranked = _nearest(workload, choices.here)
-        able = (one for one in ranked if one.reason is None and poor_at_sizes(one.record.config, sizes) is None)
+        able = (one for one in ranked if one.reason is None and poor_at_sizes(one.config, sizes) is None)
         nearest = next(able, None)
         if nearest is not None and nearest.layer.startswith(SHIPPED):
             yield from _nearest(workload, choices.with_config(leaf.config))

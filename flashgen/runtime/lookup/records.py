@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashgen.codegen.families import default_config, invalid, over_pages, unconfirmed
+from flashgen.codegen.families import default_config, for_functions, invalid, over_pages, unconfirmed
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, position
@@ -20,7 +20,7 @@ from flashgen.runtime.lookup.rules import Rule, shipped_rules
 class Candidate:
     """One record of a class, with what every look-up asks of it.
 
-    `config` is the record's, or of one without pages what stands for it over pages.
+    `config` is the record's, or what stands for it where the call has pages or functions and the record has none.
     """
 
     record: TuningRecord
@@ -62,13 +62,13 @@ class Choices:
         own: dict[str, list[Candidate]] = {"measured": [], "predicted": []}
         elsewhere: list[Candidate] = []
         for record, layer in sorted(found, key=lambda each: each[0].device.identity != device.identity):
-            candidate = _candidate(record, layer, spec, device)
+            candidate = _candidate(record, layer, spec, device, default.family)
             if device.may_use(record.device):
                 own.setdefault(record.provenance, []).append(candidate)
             elif record.provenance == "measured":
                 elsewhere.append(candidate)
         others = tuple(
-            _candidate(record, layer, spec, device)
+            _candidate(record, layer, spec, device, default.family)
             for record, layer in twins
             if device.may_use(record.device)
             and record.provenance == "measured"
@@ -99,11 +99,16 @@ def _grouped(candidates: Iterable[tuple[Workload, Candidate]]) -> dict[Workload,
     return found
 
 
-def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: Device) -> Candidate:
+def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: Device, family: str) -> Candidate:
+    """`family` is that of the default config, which serves forward passes with functions of the caller alone."""
     config = record.config
     if spec.page_size and record.workload.page_size is None:
         config = over_pages(config, spec, device)
+    if spec.mods is not None:
+        config = for_functions(config, spec, device)
     reason = invalid(config, spec, device)
+    if reason is None and spec.mods is not None and spec.direction == "forward" and config.family != family:
+        reason = f"it was the fastest without functions of the caller, which {family} computes, too"
     is_measured = record.provenance == "measured" and record.workload.varlen == spec.varlen
     if reason is None and not is_measured:
         reason = unconfirmed(config, spec)
@@ -176,7 +181,7 @@ class Records:
             family = self.choices(spec, device).default.family
             plain = replace(spec, page_size=None) if spec.page_size else replace(spec, varlen=False)
             beside = [one for one in self.of(plain, device) if one[0].config.family == family]
-            found = self._plainer[spec, device] = _beside(beside, spec, device)
+            found = self._plainer[spec, device] = _beside(beside, spec, device, family)
         return found
 
     def other_pages(self, spec: Specialization, device: Device) -> BesideChoices:
@@ -185,13 +190,15 @@ class Records:
         if found is None:
             others = [name for name in spec.page_classes if name != spec.workload_class]
             beside = [one for name in others for one in self._of_class(name, device)]
-            found = self._other_pages[spec, device] = _beside(beside, spec, device)
+            found = self._other_pages[spec, device] = _beside(
+                beside, spec, device, self.choices(spec, device).default.family
+            )
         return found
 
 
-def _beside(found: Iterable[Found], spec: Specialization, device: Device) -> BesideChoices:
+def _beside(found: Iterable[Found], spec: Specialization, device: Device, family: str) -> BesideChoices:
     measured = [(record, layer) for record, layer in found if record.provenance == "measured"]
-    candidates = [_candidate(record, layer, spec, device) for record, layer in measured]
+    candidates = [_candidate(record, layer, spec, device, family) for record, layer in measured]
     able = [one for one in candidates if one.reason is None]
     is_here = [device.may_use(one.record.device) for one in able]
     return BesideChoices(
