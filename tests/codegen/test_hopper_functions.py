@@ -67,6 +67,14 @@ def relative(score, b, h, q_idx, k_idx, table):
     return score + tl.load(table + h * 1024 + k_idx - q_idx + 512)
 
 
+def by_table(b, h, q_idx, k_idx, table):
+    return (tl.load(table + k_idx) > -0.5) & (k_idx % 200 < 100 + 30 * h)
+
+
+def nothing_of_table(b, h, q_idx, k_idx, table):
+    return tl.load(table + k_idx) > 1000.0
+
+
 def halves(score, b, h, q_idx, k_idx):
     return tl.where(score > 0.1, score * 0.5, float("-inf"))
 
@@ -276,3 +284,16 @@ def test_every_way_to_hide_behind_the_diagonal_is_right(kind: str) -> None:
         assert_right(case, {**changes, "heads_per_group": 2, "masked_blocks": kind})
     skipped = {"heads_per_group": 2, "masked_blocks": "branch", "hidden_blocks": "skipped"}
     assert_right(case, {**NAMED, **skipped})
+
+
+@pytest.mark.parametrize("name", [*CASES, "both"])
+def test_blocks_of_a_block_mask_are_right(name: str) -> None:
+    """Also under a causal mask or a window, which hide keys of the blocks that are listed."""
+    case = {**CASES, "both": Case(score=relative, mask=by_table, aux="table", per_head=True)}[name]
+    for changes in kinds(case):
+        assert_right(case, changes, listed=True)
+
+
+def test_a_tile_without_a_listed_block_asks_no_function() -> None:
+    case = Case(score=relative, mask=nothing_of_table, aux="table", poison=True)
+    assert_right(case, next(kinds(case)), listed=True)

@@ -29,7 +29,7 @@ pytestmark = [
     ),
 ]
 
-LISTED = [False]
+LISTED = [False, True]
 """Without and with a block mask."""
 
 Formula = Callable[..., torch.Tensor]

@@ -14,6 +14,7 @@ from flashgen.codegen.hopper_forward import resources
 from flashgen.codegen.key_splits import split_keys, why_not_shared
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
+from flashgen.core.score_mods import MASK_BLOCK
 from flashgen.core.workload import Specialization
 
 
@@ -27,6 +28,7 @@ def invalid(spec: Specialization, config: Config, device: Device) -> str | None:
         or (why_not_shared(spec) if split_keys(config) else None)
         or resources.why_not_pages(spec.page_size, config.integer("block_n"))
         or why_impossible_mask(spec, config)
+        or _why_not_listed(spec, config)
         or why_too_large(spec, config, device)
         or _why_pointless(spec, config, device)
         or _why_not_in_groups(spec, config)
@@ -157,8 +159,6 @@ def _why_running(spec: Specialization) -> str | None:
 
 def why_not_functions(spec: Specialization) -> str | None:
     """What of a call with functions of its caller is left to the portable family: the reason, or None."""
-    if has_blocks(spec):
-        return "it walks no lists of a block mask"
     if hides(spec) and spec.mask == "keys":
         return (
             "a mask of keys and a function that hides more of them would clear the same rows of V one after the other"
@@ -173,6 +173,7 @@ def hides_whole_blocks(spec: Specialization, config: Config) -> bool:
         and config["masked_blocks"] == "branch"
         and resources.tile_rows(config) - ROWS >= resources.packed_heads(config) * config.integer("block_n")
         and not resources.score_tiles(spec)
+        and not has_blocks(spec)
     )
 
 
@@ -186,9 +187,22 @@ def _why_not_packed(spec: Specialization, config: Config) -> str | None:
     return None
 
 
+def _why_not_listed(spec: Specialization, config: Config) -> str | None:
+    rows = resources.tile_rows(config)
+    if has_blocks(spec) and MASK_BLOCK % rows:
+        return f"tiles of {rows} query rows do not divide the {MASK_BLOCK} of a block mask"
+    return None
+
+
 def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
     """The reason why `masked_blocks` cannot hide what causal mask and window hide, or None."""
     kind = config["masked_blocks"]
+    if has_blocks(spec) and spec.causal:
+        return (
+            None
+            if kind == "branch"
+            else "the blocks of a block mask come in no order, and only a branch tells them apart"
+        )
     if spec.window:
         return (
             None if kind == "branch" else "a window hides keys at both ends, in blocks that only a branch tells apart"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_mods import aux_names, has_blocks, hides, mod_values
+from flashgen.codegen.common_mods import BLOCK_LISTS, SIZES, aux_names, has_blocks, hides, mod_values
 from flashgen.codegen.common_scores import has_additive_score, is_positional, scales, score_strides, window_edges
 from flashgen.codegen.common_types import bias_dtype
 from flashgen.codegen.hopper_forward.resources import hides_single, score_tiles
+from flashgen.core.features.functions import LISTS
 from flashgen.core.workload import Specialization
 
 
@@ -23,12 +24,15 @@ def values(spec: Specialization, *, aligned: bool, shared_keys: bool) -> dict[st
     of_call = [] if spec.varlen else ["seqlen_q", "seqlen_k", *([offset] if offset else [])]
     splits = ["key_splits"] if shared_keys else []
     sizes = ["nheads", "group_size", *splits, *of_call, *window_edges(spec)]
+    sizes += ["lists"] if has_blocks(spec) else []
     host = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi}
     host |= {"sinks": spec.sink, "bias": bool(spec.bias), "mask": bool(spec.mask)}
     host |= {"aux": bool(aux_names(spec)), "block_mask": has_blocks(spec)}
     return {
         **mod_values(spec),
         "functions": spec.mods is not None,
+        # what tells the blocks of a tile where a block mask lists them
+        "lists": [*(BLOCK_LISTS[name] for name in LISTS), *SIZES] if has_blocks(spec) else [],
         # whether a mask or a function hides single scores, so that rows of V may turn out to be seen by no query
         "hides_single": hides_single(spec),
         "causal": spec.causal,
@@ -55,8 +59,9 @@ def values(spec: Specialization, *, aligned: bool, shared_keys: bool) -> dict[st
         "aligned": aligned,
         # a row may see no key of a block, or of any
         "guards": ends or bool(spec.bias or spec.mask or spec.mods) or spec.varlen or shared_keys,
-        # keys that no query sees; those of a packed sequence end with what its queries see, unless a page goes on
-        "clears_hidden": spec.window or (spec.causal and not spec.varlen) or bool(spec.page_size),
+        # keys that no query sees, but for those that are found in a second pass only, wherever lists have them; those of a packed sequence end with what its queries see, unless a page goes on
+        "clears_hidden": not has_blocks(spec)
+        and (spec.window or (spec.causal and not spec.varlen) or bool(spec.page_size)),
         "clears_together": clears_together(spec),
         "offset_tensor": spec.offset_tensor,
         "offset_name": offset,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen import head_packing
-from flashgen.codegen.common_mods import mod_parameters
+from flashgen.codegen.common_mods import has_blocks, mod_parameters
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import (
     SEQUENCE_FLAGS,
@@ -135,7 +135,7 @@ def _shares(spec: Specialization, config: Config) -> dict[str, object]:
     """Whether CTAs share the keys of a tile, and what the kernel that merges them needs."""
     return {
         "split_keys": split_keys(config),
-        "ranged": spec.window or spec.mask == "keys" or split_keys(config),
+        "ranged": (spec.window or spec.mask == "keys" or split_keys(config)) and not has_blocks(spec),
         **merge_values(spec.head_dim_v, spec.dtype),
     }
 
