@@ -210,6 +210,12 @@ def _tensors(*values: Any) -> tuple[torch.Tensor, ...]:
     return tuple(map(torch.as_tensor, values))
 
 
+def key_places(first_key: Any, end_key: Any, whole: Any, block_n: int) -> torch.Tensor:
+    """The keys of a block, for functions of the caller: in the place of `_k_idx`, which asks for layouts."""
+    keys = first_key + torch.arange(block_n)
+    return (keys if whole else keys.clamp(max=int(end_key)))[None, :]
+
+
 Role = tuple[int, int, dict[int, NamedBarrier]]
 """The CTA of a thread, how many threads it stands for, and the named barriers of the CTA."""
 

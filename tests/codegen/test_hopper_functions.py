@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import block_of, is_descriptor
 from flashgen.runtime.block_mask import _listed
 from flashgen.runtime.ops.mods import score_mods
-from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of
+from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of, key_places
 
 H200 = find_device("h200")
 LOG2E = math.log2(math.e)
@@ -233,7 +234,8 @@ def launched(
         else:
             arguments.append(values[parameter.name])
     machine = Machine(programs)
-    machine.run(kernel_of(render(spec, config).text, HOPPER_FORWARD.id, machine), arguments)
+    places = functools.partial(key_places, block_n=config.integer("block_n"))
+    machine.run(kernel_of(render(spec, config).text, HOPPER_FORWARD.id, machine, _k_idx=places), arguments)
     assert int(counter) == 0
     return out, lse
 

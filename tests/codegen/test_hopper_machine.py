@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from flashgen.core.device import find_device
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import block_of, is_descriptor
 from tests import paging
-from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of
+from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of, key_places
 from tests.packing import Case, Packed, assert_right, checked, make
 from tests.paging import Paged
 
@@ -140,6 +141,7 @@ def launched(
             arguments.append(values[parameter.name])
     machine = Machine(programs)
     instead: dict[str, Callable[..., Any]] = SETTLED if changes["softmax_reference"] == "row_sums" else {}
+    instead = {**instead, "_k_idx": functools.partial(key_places, block_n=config.integer("block_n"))}
     if products is not None:
         multiply = machine.names()["warpgroup_mma"]
         instead = {

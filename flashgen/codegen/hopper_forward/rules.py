@@ -198,11 +198,7 @@ def why_impossible_mask(spec: Specialization, config: Config) -> str | None:
     """The reason why `masked_blocks` cannot hide what causal mask and window hide, or None."""
     kind = config["masked_blocks"]
     if has_blocks(spec) and spec.causal:
-        return (
-            None
-            if kind == "branch"
-            else "the blocks of a block mask come in no order, and only a branch tells them apart"
-        )
+        return None if kind == "branch" else "blocks of a block mask come in no order, and a branch tells them apart"
     if spec.window:
         return (
             None if kind == "branch" else "a window hides keys at both ends, in blocks that only a branch tells apart"

@@ -59,7 +59,8 @@ def values(spec: Specialization, *, aligned: bool, shared_keys: bool) -> dict[st
         "aligned": aligned,
         # a row may see no key of a block, or of any
         "guards": ends or bool(spec.bias or spec.mask or spec.mods) or spec.varlen or shared_keys,
-        # keys that no query sees, but for those that are found in a second pass only, wherever lists have them; those of a packed sequence end with what its queries see, unless a page goes on
+        # keys that no query sees, but for those of blocks in lists, which are found in a second pass; those of a packed
+        # sequence end with what its queries see, unless a page goes on
         "clears_hidden": not has_blocks(spec)
         and (spec.window or (spec.causal and not spec.varlen) or bool(spec.page_size)),
         "clears_together": clears_together(spec),
