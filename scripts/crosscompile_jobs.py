@@ -138,7 +138,10 @@ FUNCTIONS = ScoreMods(
 
 
 FUNCTION_TARGETS = ("sm86", "sm100", "gfx1200")
-"""Of the oldest Triton. The newest compiles functions for sm90, and tests/codegen for it, sm120 and gfx942."""
+"""Of the oldest Triton. The newest compiles functions for sm90, and tests/codegen for it, sm120 and gfx942.
+
+Families for wgmma compile them under either.
+"""
 
 DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
 STEPS = (("dec-bf16-d128-page16", 64),)
@@ -163,6 +166,7 @@ def jobs(rows: Rows, targets: list[str]) -> list[Job]:
         # halves of the targets, so that every shape meets both families of a backward pass
         found += with_shapes(rows, device, number // 4 + 1, forward, shapes_in_turn(device, number))
         found += with_functions(rows, device) if device.arch in FUNCTION_TARGETS else []
+        found += functions_for_wgmma(rows, device) if device.has_wgmma else []
         found += with_steps(rows, device) if device.has_wgmma else []
     found += fullest(rows) if FULLEST[0] in targets else []
     found += with_features(rows, [find_device(target) for target in targets], first=0)
@@ -178,7 +182,7 @@ def few_jobs(rows: Rows) -> list[Job]:
         if device.has_wgmma:
             found += [replace(job, may_spill=True) for job in with_steps(rows, device)]  # 112 bytes under Triton 3.9
     devices = [find_device(target) for target in FEW_FEATURE_TARGETS]
-    found += with_functions(rows, find_device("sm90"))
+    found += with_functions(rows, find_device("sm90")) + functions_for_wgmma(rows, find_device("sm90"))
     found += [*fullest(rows), *with_features(rows, devices, first=1)]
     return [in_small_tiles(job, SMALL_TILES) if job.may_spill else job for job in found]
 
@@ -295,10 +299,22 @@ def with_steps(rows: Rows, device: Device) -> list[Job]:
 
 
 def with_functions(rows: Rows, device: Device) -> list[Job]:
-    """Every family's default with functions of a user and a block mask; what they hold may spill."""
+    """The default of every family for all targets with functions of a user and a block mask; what they hold may spill."""
     spec = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
-    chosen = serving(rows, spec, device)
+    others = for_wgmma(rows, spec)
+    chosen = [row for row in serving(rows, spec, device) if row not in others]
     return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True) for row in chosen]
+
+
+def functions_for_wgmma(rows: Rows, device: Device) -> list[Job]:
+    """The same of families for wgmma, and functions without lists, in packed sequences."""
+    listed = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
+    packed = replace(listed, causal=True, varlen=True, mods=replace(FUNCTIONS, block_mask=False))
+    return [
+        Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True)
+        for spec in (listed, packed)
+        for row in serving(for_wgmma(rows, spec), spec, device)
+    ]
 
 
 def specializations(passes: dict[str, tuple[Shape, ...]]) -> list[Specialization]:

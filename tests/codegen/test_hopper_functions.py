@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
 
-from flashgen.codegen.families import unsupported
+from flashgen.codegen.build import compile_kernel
+from flashgen.codegen.families import default_config, invalid, unsupported
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.config import KnobValue
@@ -23,7 +26,11 @@ from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import block_of, is_descriptor
 from flashgen.runtime.block_mask import _listed
 from flashgen.runtime.ops.mods import score_mods
+from scripts.role_captures import overwritten
+from scripts.role_order import hasty
 from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of, key_places
+from tests.codegen.goldens import DOCUMENT, SLOPED
+from tests.codegen.ruff import FORMAT, assert_passes
 
 H200 = find_device("h200")
 LOG2E = math.log2(math.e)
@@ -183,11 +190,9 @@ def launched(
     data: dict[str, torch.Tensor],
     changes: dict[str, KnobValue],
     blocks: BlockMask | None = None,
-    programs: int = 2,
-    dtypes: Sequence[torch.dtype] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE, as so many CTAs compute them."""
-    mods = score_mods(case.score, case.mask, tuple(dtypes or ([data[case.aux].dtype] if case.aux else [])))
+    mods = score_mods(case.score, case.mask, (data[case.aux].dtype,) if case.aux else ())
     mods = replace(mods, block_mask=blocks is not None)
     spec = replace(Specialization.parse(f"fwd-bf16-d{case.head_dim}{case.features}"), mods=mods)
     assert unsupported(HOPPER_FORWARD, spec, H200) is None
@@ -233,7 +238,7 @@ def launched(
             arguments.append(Descriptor(memory=one.view(-1), shape=shape, strides=strides, block=block_of(parameter)))
         else:
             arguments.append(values[parameter.name])
-    machine = Machine(programs)
+    machine = Machine(programs=2)
     places = functools.partial(key_places, block_n=config.integer("block_n"))
     machine.run(kernel_of(render(spec, config).text, HOPPER_FORWARD.id, machine, _k_idx=places), arguments)
     assert int(counter) == 0
@@ -299,3 +304,76 @@ def test_blocks_of_a_block_mask_are_right(name: str) -> None:
 def test_a_tile_without_a_listed_block_asks_no_function() -> None:
     case = Case(score=relative, mask=nothing_of_table, aux="table", poison=True)
     assert_right(case, next(kinds(case)), listed=True)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+MODS = {
+    "score": score_mods(halves, None),
+    "mask": score_mods(None, early),
+    "lists": replace(score_mods(None, early), block_mask=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "changes", "reason"),
+    [
+        ("fwd-bf16-d64", "mask", {"packed_heads": 4}, "a function of the caller is asked about one head"),
+        ("fwd-bf16-d64", "score", {"softmax_reference": "row_sums"}, "a row may see its first key in any block"),
+        ("fwd-bf16-d64", "mask", {"split_keys": True}, "a CTA has all keys of a tile"),
+        ("fwd-bf16-d64", "lists", {"warpgroups": 3, "block_n": 64}, "192 query rows do not divide the 128"),
+        ("fwd-bf16-d64-causal", "lists", {"masked_blocks": "one"}, "blocks of a block mask come in no order"),
+        ("fwd-bf16-d64", "score", {"warpgroups": 3}, "a consumer thread needs about 172 registers and gets 160"),
+    ],
+)
+def test_configs_that_cannot_work_say_why(key: str, kind: str, changes: dict[str, KnobValue], reason: str) -> None:
+    spec = replace(Specialization.parse(key), mods=MODS[kind])
+    config = default_config(spec, H200)
+    assert config.family == HOPPER_FORWARD.id
+    assert invalid(config, spec, H200) is None
+    assert reason in str(invalid(config.replace(**changes), spec, H200))
+
+
+def test_a_mask_of_keys_beside_a_mask_mod_is_left_to_the_portable_family() -> None:
+    spec = Specialization.parse("fwd-bf16-d64-keymask")
+    assert "would clear the same rows of V" in str(unsupported(HOPPER_FORWARD, replace(spec, mods=MODS["mask"]), H200))
+    assert unsupported(HOPPER_FORWARD, replace(spec, mods=MODS["score"]), H200) is None
+
+
+# --- the text, and what becomes of it ------------------------------------------------------------------------------
+
+KEYS = (
+    "fwd-bf16-d64",
+    "fwd-fp16-d96-causal-bias-sink",
+    "fwd-bf16-d128-mask-window",
+    "fwd-bf16-d256-causal-softcap-alibi-window",
+    "fwd-bf16-d64-keybias-offset-causal",
+)
+AUX = ("i32", "fp32")
+GIVEN = {
+    "score": ScoreMods(score_mod=SLOPED, aux=AUX),
+    "mask": ScoreMods(mask_mod=DOCUMENT, aux=AUX),
+    "both": ScoreMods(score_mod=SLOPED, mask_mod=DOCUMENT, aux=AUX),
+    "lists": ScoreMods(score_mod=SLOPED, mask_mod=DOCUMENT, aux=AUX, block_mask=True),
+}
+
+
+def test_every_variant_is_formatted(tmp_path: Path) -> None:
+    for key, (name, mods) in itertools.product(KEYS, GIVEN.items()):
+        spec = replace(Specialization.parse(key), mods=mods)
+        source = render(spec, HOPPER_FORWARD.default(spec, H200))
+        (tmp_path / f"{name}_{source.module}.py").write_text(source.text)
+    assert_passes(tmp_path, *FORMAT)
+    assert len(list(tmp_path.glob("*.py"))) == 4 * len(KEYS)
+
+
+TOLERATED_SPILLS = 256
+"""Bytes of a thread, in the pass that runs where hidden rows held NaN alone."""
+
+
+def test_functions_and_lists_compile_for_sm90() -> None:
+    spec = replace(Specialization.parse("fwd-bf16-d128"), mods=GIVEN["lists"])
+    compiled = compile_kernel(spec, HOPPER_FORWARD.default(spec, H200), H200)
+    assert compiled.spills <= TOLERATED_SPILLS
+    assert not overwritten(compiled.main.handle.asm["ptx"])
+    assert not hasty(compiled.main.handle.asm["ptx"])

@@ -19,7 +19,7 @@ from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import block_of, is_descriptor
 from tests import paging
 from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of, key_places
-from tests.packing import Case, Packed, assert_right, checked, make
+from tests.packing import Case, Packed, assert_right, checked, make, oracle
 from tests.paging import Paged
 
 H200 = find_device("h200")
@@ -200,6 +200,18 @@ def test_packed_sequences_are_right(name: str) -> None:
         packed.q.mul_(60.0)
     out, lse = launched(packed, changes, programs=3)
     assert_right(packed, out, lse)
+
+
+def test_what_a_function_hides_of_packed_sequences_may_hold_nan() -> None:
+    case, changes = CASES["functions"]
+    packed = make(case)
+    right, right_lse = oracle(packed)
+    for _, _, keys in packed.sequences():
+        hidden = torch.arange(keys.stop - keys.start) % 5 == 4
+        packed.k[keys][hidden], packed.v[keys][hidden] = math.nan, math.nan
+    out, lse = launched(packed, changes, programs=3)
+    torch.testing.assert_close(out.double(), right, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), right_lse, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("splits", [2, 5])

@@ -10,6 +10,8 @@ import pytest
 
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import default_config, family, invalid
+from flashgen.codegen.family import KernelFamily
+from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.portable_forward.family import PORTABLE_FORWARD
 from flashgen.codegen.render import render
 from flashgen.core.device import find_device
@@ -51,7 +53,7 @@ def test_every_variant_is_formatted(tmp_path: Path) -> None:
     keys = ("fwd-bf16-d64", "fwd-fp16-d80-causal-bias-sink", "fwd-bf16-d64-mask-window", "fwd-fp32-d32-causal-window")
     for key, (name, mods), loads in itertools.product(keys, MODS.items(), ("pointer", "descriptor")):
         spec = replace(Specialization.parse(key), mods=mods)
-        source = render(spec, default_config(spec, H200).replace(loads=loads))
+        source = render(spec, PORTABLE_FORWARD.default(spec, H200).replace(loads=loads))
         compile(source.text, "kernel", "exec")
         (tmp_path / f"{name}_{source.module}.py").write_text(source.text)
     assert_passes(tmp_path, *FORMAT)
@@ -71,7 +73,7 @@ def test_every_variant_is_formatted(tmp_path: Path) -> None:
 def test_compiles_for_sm90_with_a_pipeline(name: str, loads: str) -> None:
     """As much shared memory as without functions: the stages of K and V are there, loops over lists included."""
     spec = replace(PLAIN, mods=MODS[name])
-    config = default_config(spec, H200).replace(loads=loads)
+    config = PORTABLE_FORWARD.default(spec, H200).replace(loads=loads)
     compiled = compile_kernel(spec, config, H200)
     assert compiled.spills <= TOLERATED_SPILLS
     assert compiled.shared_bytes >= compile_kernel(PLAIN, config, H200).shared_bytes
@@ -109,7 +111,7 @@ def test_parameters_come_in_the_order_of_the_launch() -> None:
 
 def test_tiles_divide_the_blocks_of_a_block_mask() -> None:
     spec = replace(PLAIN, mods=MODS["blocks"])
-    config = default_config(spec, H200)
+    config = PORTABLE_FORWARD.default(spec, H200)
     assert invalid(config, spec, H200) is None
     reason = invalid(config.replace(block_m=256, num_warps=16), spec, H200)
     assert reason == "block_m 256 does not divide the 128 of a block mask"
@@ -131,8 +133,9 @@ def test_functions_need_registers() -> None:
         ("tl.foo(q_idx) < 3", r"no attribute 'foo'.* \(at `return tl\.foo\(q_idx\) < 3`\)"),
     ],
 )
-def test_an_error_shows_the_line_of_the_function(body: str, message: str) -> None:
+@pytest.mark.parametrize("row", [PORTABLE_FORWARD, HOPPER_FORWARD], ids=lambda row: row.id)
+def test_an_error_shows_the_line_of_the_function(row: KernelFamily, body: str, message: str) -> None:
     wrong = UserFunction(name="mask_mod", source=f"def mask_mod(b, h, q_idx, k_idx):\n    return {body}\n")
     spec = replace(PLAIN, mods=ScoreMods(mask_mod=wrong))
     with pytest.raises(BuildError, match=message):
-        compile_kernel(spec, default_config(spec, H200), H200)
+        compile_kernel(spec, row.default(spec, H200), H200)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 import flashgen
 from flashgen.codegen.block_mask import render_block_mask
-from flashgen.codegen.families import default_config
+from flashgen.codegen.families import default_config, invalid
 from flashgen.core.device import find_device
 from flashgen.core.errors import DeviceError, WorkloadError
 from flashgen.core.features.functions import check_aux, check_block_mask
@@ -29,6 +29,7 @@ from flashgen.runtime.block_mask import block_mask
 from flashgen.runtime.ops import mods, serve
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import score_mods, user_function
+from tests.runtime.ladders import Ladder, measured
 
 WIDTH = 3
 
@@ -389,7 +390,46 @@ def test_the_default_config_walks_blocks() -> None:
         device = find_device(name)
         spec = Specialization(direction="forward", dtype="bf16", head_dim=64, head_dim_v=64, mods=MODS)
         config = default_config(spec, device)
-        assert MASK_BLOCK % config.integer("block_m") == MASK_BLOCK % config.integer("block_n") == 0
+        rows = config.integer("block_m") if "block_m" in dict(config.knobs) else 64 * config.integer("warpgroups")
+        assert MASK_BLOCK % rows == MASK_BLOCK % config.integer("block_n") == 0
+
+
+WITH_LISTS = Specialization(direction="forward", dtype="bf16", head_dim=64, head_dim_v=64, mods=MODS)
+WITHOUT = replace(WITH_LISTS, mods=replace(MODS, block_mask=False))
+
+
+@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"window": True}, {"head_dim": 128, "head_dim_v": 256}])
+@pytest.mark.parametrize("spec", [WITH_LISTS, WITHOUT, replace(WITHOUT, varlen=True)], ids=["lists", "dense", "packed"])
+def test_functions_are_computed_by_the_hopper_family_where_it_can(
+    spec: Specialization, changes: dict[str, Any]
+) -> None:
+    assert default_config(replace(spec, **changes), find_device("h200")).family == "hopper_forward"
+    assert default_config(replace(spec, **changes), find_device("a100")).family == "portable_forward"
+    for other in ({"dtype": "fp32"}, {"aligned16": False}, {"head_dim": 32}):
+        assert default_config(replace(spec, **other), find_device("h200")).family == "portable_forward"
+
+
+def test_records_without_functions_are_served_as_functions_need_them(ladder: Ladder) -> None:
+    """Those of the Hopper family alone; in the place of a tile that leaves no room for them the default is served."""
+    workload = Workload.parse("b4-h32-hk8-s4096-d64")
+    plain, h200 = workload.specialization, find_device("h200")
+    without, with_lists = (replace(plain, mods=replace(MODS, block_mask=listed)) for listed in (False, True))
+    usual = default_config(plain, h200)
+    narrow = usual.replace(warpgroups=2, barriers="named", exp_order="data", v_stages=2)
+    ladder.user(measured(workload))
+    for spec in (without, with_lists):
+        served = ladder.resolve(workload, h200, spec=spec)
+        assert (served.rung, served.config) == (8, default_config(spec, h200))
+        assert "it was the fastest without functions of the caller" in " ".join(served.skipped)
+    for config in (usual, narrow):
+        ladder.user(measured(workload, config=config))
+        for spec in (without, with_lists):
+            served = ladder.resolve(workload, h200, spec=spec)
+            assert served.rung == 5
+            assert invalid(served.config, spec, h200) is None
+            assert served.config["softmax_reference"] == "running"
+            kept = served.config.integer("v_stages") == config.integer("v_stages")
+            assert kept is (config is narrow) or served.config == default_config(spec, h200)
 
 
 def test_the_functions_of_the_page_are_functions_that_are_taken(tmp_path: Path) -> None:
