@@ -299,7 +299,7 @@ def with_steps(rows: Rows, device: Device) -> list[Job]:
 
 
 def with_functions(rows: Rows, device: Device) -> list[Job]:
-    """The default of every family for all targets with functions of a user and a block mask; what they hold may spill."""
+    """The default with functions of a user and a block mask of every family for all targets; functions may spill."""
     spec = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
     others = for_wgmma(rows, spec)
     chosen = [row for row in serving(rows, spec, device) if row not in others]
