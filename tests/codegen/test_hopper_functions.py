@@ -306,6 +306,23 @@ def test_a_tile_without_a_listed_block_asks_no_function() -> None:
     assert_right(case, next(kinds(case)), listed=True)
 
 
+def test_mask_mod_is_asked_in_partial_blocks_alone() -> None:
+    """A list that calls a partial block full shows all of it, and its values count in the second pass, too."""
+    case = Case(mask=early, sizes=(1, 2, 1, 128, 400))
+    data = made(case)
+    shown, _, s = seen_and_scores(case, data)
+    found = block_mask_of(case, shown, score_mods(None, early))
+    blocks = replace(
+        found, partial_counts=found.partial_counts * 0, full_counts=found.full_counts + found.partial_counts
+    )
+    s = s.masked_fill(torch.arange(400) >= 256, -math.inf)
+    expected = torch.softmax(s, -1) @ data["v"].double(), torch.logsumexp(s, -1)
+    for changes in kinds(case):
+        got = launched(case, data, changes, blocks)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, atol=2e-2, rtol=2e-2)
+
+
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 MODS = {
