@@ -338,9 +338,19 @@ MODS = {
         ("fwd-bf16-d64", "mask", {"packed_heads": 4}, "a function of the caller is asked about one head"),
         ("fwd-bf16-d64", "score", {"softmax_reference": "row_sums"}, "a row may see its first key in any block"),
         ("fwd-bf16-d64", "mask", {"split_keys": True}, "a CTA has all keys of a tile"),
-        ("fwd-bf16-d64", "lists", {"warpgroups": 3, "block_n": 64}, "192 query rows do not divide the 128"),
+        (
+            "fwd-bf16-d64",
+            "lists",
+            {"warpgroups": 3, "block_n": 64, "blocks_per_sm": 1},
+            "192 query rows do not divide the 128",
+        ),
         ("fwd-bf16-d64-causal", "lists", {"masked_blocks": "one"}, "blocks of a block mask come in no order"),
-        ("fwd-bf16-d64", "score", {"warpgroups": 3}, "a consumer thread needs about 172 registers and gets 160"),
+        (
+            "fwd-bf16-d64",
+            "score",
+            {"warpgroups": 3, "blocks_per_sm": 1},
+            "a consumer thread needs about 172 registers and gets 160",
+        ),
     ],
 )
 def test_configs_that_cannot_work_say_why(key: str, kind: str, changes: dict[str, KnobValue], reason: str) -> None:

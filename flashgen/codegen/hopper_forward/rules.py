@@ -236,7 +236,7 @@ def _why_not_in_groups(spec: Specialization, config: Config) -> str | None:
     """Asked last: an enumeration is the shorter, the fewer rules are behind a knob that they do not look at."""
     if spec.causal and not spec.window and config["heads_per_group"] == 1:
         return "tiles with the most keys start first, and only groups of heads have an order for that"
-    if not spec.causal and config["heads_per_group"] != 1:
+    if not (spec.causal or has_blocks(spec)) and config["heads_per_group"] != 1:
         return "without a causal mask all tiles are equally heavy"
     return None
 
@@ -256,7 +256,7 @@ def allowed_values(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:
         found["split_d"] = (False,)
     if spec.page_size:
         found["block_n"] = tuple(n for n in resources.BLOCK_NS if resources.why_not_pages(spec.page_size, n) is None)
-    if not spec.causal:
+    if not (spec.causal or has_blocks(spec)):
         found["heads_per_group"] = (1,)
     if not (spec.causal or spec.window):
         found["hidden_blocks"] = ("computed",)
