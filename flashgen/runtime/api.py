@@ -22,7 +22,14 @@ from flashgen.runtime.arguments import (
 )
 from flashgen.runtime.autograd import training
 from flashgen.runtime.ops import forward as ops
-from flashgen.runtime.ops.keys import WITH_LSE, are_plain, can_bypass_dispatcher, is_tracked, tensors_of
+from flashgen.runtime.ops.keys import (
+    WITH_LSE,
+    are_plain,
+    can_bypass_dispatcher,
+    have_plain_functions,
+    is_tracked,
+    tensors_of,
+)
 from flashgen.runtime.ops.mods import UserCallable
 from flashgen.runtime.ops.schemas import SERVED
 
@@ -185,9 +192,9 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
             options = (causal, softmax_scale, layout == "bshd", *split_offset(q, q_offset, is_shifted=is_shifted))
             bypasses_dispatcher = (
                 not is_traced
-                and not features.mods
                 and can_bypass_dispatcher(q, k, v)
                 and are_plain(tensors_of(features))
+                and (not features.mods or have_plain_functions(features))
             )
             if torch.is_grad_enabled() and requires_gradient(
                 q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)

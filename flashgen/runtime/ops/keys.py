@@ -11,6 +11,7 @@ from torch.autograd import profiler
 
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features import table
+from flashgen.core.features.functions import LISTS, QUERY_LISTS
 from flashgen.core.features.values import Features
 from flashgen.runtime.ops.generated import feature_key_function
 
@@ -96,6 +97,13 @@ def are_plain(
     return True
 
 
+def have_plain_functions(features: Features) -> bool:
+    """Whether what functions of the caller load from, and their block mask, are plain tensors without a gradient."""
+    if not are_plain(features.aux) or any(tensor.requires_grad for tensor in features.aux):
+        return False
+    return features.block_mask is None or are_plain(_lists_of(features.block_mask))
+
+
 def is_transformed() -> bool:
     """Whether a transform of `torch.func` is at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -128,6 +136,8 @@ def fields_reader(names: tuple[str, ...]) -> Callable[[Features], tuple[Any, ...
         return attrgetter(*names)
     return lambda features: tuple(getattr(features, name) for name in names)
 
+
+_lists_of = attrgetter(*LISTS, *QUERY_LISTS)
 
 tensors_of = fields_reader(tuple(value.name for value in table.values() if value.is_tensor))
 """The tensors of a call's features, None for those that it has not; without those of functions."""

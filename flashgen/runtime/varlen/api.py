@@ -13,7 +13,7 @@ from flashgen.core.features.values import Features, Window
 from flashgen.core.settings import settings
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure, refuse_names
 from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast
-from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher, tensors_of
+from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher, have_plain_functions, tensors_of
 from flashgen.runtime.ops.mods import UserCallable
 from flashgen.runtime.varlen.arguments import packed_features
 from flashgen.runtime.varlen.contents import check_contents
@@ -220,7 +220,10 @@ def attention_varlen(
         page_size = k.shape[1] if paged and k.dim() == 4 else 0
         features = packed_features(scores, *lengths, is_invariant, block_table, page_size)
         bypasses_dispatcher = (
-            not is_traced and not features.mods and can_bypass_dispatcher(q, k, v) and are_plain(tensors_of(features))
+            not is_traced
+            and can_bypass_dispatcher(q, k, v)
+            and are_plain(tensors_of(features))
+            and (not features.mods or have_plain_functions(features))
         )
         if bypasses_dispatcher and has_numbers_alone and not paged and num_decodes == 0:
             found = attend_rows(q, k, v, causal, softmax_scale, deterministic, return_lse, features)
