@@ -299,7 +299,7 @@ def with_steps(rows: Rows, device: Device) -> list[Job]:
 
 
 def with_functions(rows: Rows, device: Device) -> list[Job]:
-    """The default with functions of a user and a block mask of every family for all targets; functions may spill."""
+    """Defaults of families for all targets with functions of a user and a block mask; what they hold may spill."""
     spec = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
     others = for_wgmma(rows, spec)
     chosen = [row for row in serving(rows, spec, device) if row not in others]
@@ -310,11 +310,12 @@ def functions_for_wgmma(rows: Rows, device: Device) -> list[Job]:
     """The same of families for wgmma, and functions without lists, in packed sequences."""
     listed = Specialization(direction="forward", dtype="bf16", head_dim=128, head_dim_v=128, mods=FUNCTIONS)
     packed = replace(listed, causal=True, varlen=True, mods=replace(FUNCTIONS, block_mask=False))
-    return [
-        Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True)
-        for spec in (listed, packed)
-        for row in serving(for_wgmma(rows, spec), spec, device)
-    ]
+    back = replace(listed, direction="backward")
+    wide = replace(back, head_dim=256, head_dim_v=256)
+    chosen = [(row, spec) for spec in (listed, packed) for row in serving(for_wgmma(rows, spec), spec, device)]
+    # of a backward pass the family that serves by default: lists, and heads of which dk and dv have a warpgroup each
+    chosen += [(row, spec) for spec in (back, wide) for row in serving(for_wgmma(rows, spec), spec, device)[:1]]
+    return [Job(spec=spec, config=row.default(spec, device), device=device, may_spill=True) for row, spec in chosen]
 
 
 def specializations(passes: dict[str, tuple[Shape, ...]]) -> list[Specialization]:

@@ -162,6 +162,11 @@ def over_pages(config: Config, spec: Specialization, device: Device) -> Config:
     return family(config.family).over_pages(spec, config, device)
 
 
+def share_template(one: str, other: str) -> bool:
+    """Whether two families, by their ids, are kernels of one template."""
+    return family(one).template == family(other).template
+
+
 def for_functions(config: Config, spec: Specialization, device: Device) -> Config:
     """The config most like one that was measured without functions of the caller for them; may be invalid."""
     return family(config.family).for_functions(spec, config, device)

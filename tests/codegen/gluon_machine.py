@@ -308,6 +308,8 @@ class Machine:
             minimum=lambda a, b: torch.minimum(*_tensors(a, b)),
             maximum=lambda a, b: torch.maximum(*_tensors(a, b)),
             max=lambda x, axis: x.amax(axis),
+            min=lambda x, axis: x.amin(axis),
+            num_warps=lambda: 1,
             sum=lambda x, axis=None: x.sum(axis),
             cdiv=lambda a, b: torch.as_tensor(a + b - 1).div(b, rounding_mode="trunc"),
             exp2=torch.exp2,

@@ -100,7 +100,8 @@ def test_gradients_of_every_pair_of_features_are_right(number: int, deterministi
     right = gradients(packed, dout)
     if packed.case.poison:
         right.pop("sinks", None)  # of sequences of NaN, too
-    assert_gradients(packed, dict(zip(given, found, strict=True)), right)
+    # of keys that do not count in a sequence of NaN some kernels make 0 and others NaN
+    assert_gradients(packed, dict(zip(given, found, strict=True)), right, whole=True)
     if deterministic:
         again = torch.autograd.grad(out, tuple(given.values()), dout)
         assert all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(found, again, strict=True))

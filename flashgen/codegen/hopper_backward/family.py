@@ -8,14 +8,16 @@ from __future__ import annotations
 import dataclasses
 
 from flashgen.codegen.common_groups import HEADS_PER_TILE, heads_per_tile, why_pointless
+from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob
-from flashgen.codegen.hopper_backward import heads, kernels, resources
+from flashgen.codegen.hopper_backward import heads, kernels, resources, scores
 from flashgen.codegen.hopper_backward import template_context as text
 from flashgen.codegen.hopper_backward.cost_model import FUSED_COST_MODEL, SPLIT_COST_MODEL
 from flashgen.codegen.hopper_backward.resources import FUSED_ID, SPLIT_ID
+from flashgen.codegen.score_mod_gradient import why_no_gradient
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -84,7 +86,7 @@ def _why_not(spec: Specialization, device: Device) -> str | None:
         return reason
     if not spec.aligned16:
         return "TMA needs pointers and strides that are multiples of 16 bytes"
-    return None
+    return _why_not_scores(spec)
 
 
 def _why_not_fused(spec: Specialization, device: Device) -> str | None:
@@ -93,12 +95,24 @@ def _why_not_fused(spec: Specialization, device: Device) -> str | None:
     return _why_not(spec, device)
 
 
+def _why_not_scores(spec: Specialization) -> str | None:
+    """What of its features a pass has no gradient of."""
+    if spec.mask == "full":
+        return "it reads a mask of one value a key, and none of one a score"
+    if spec.mods is not None and spec.mods.aux_grads:
+        return "it sums no gradients of the tensors of functions"
+    if spec.mods is not None and spec.mods.score_mod is not None:
+        return why_no_gradient(spec.mods.score_mod)
+    return None
+
+
 def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | None:
     return (
         _why_meaningless(spec, config)
         or _why_not_packed(spec, config)
         or (_why_impossible_conversion if resources.is_fused(config) else _why_pointless_step)(spec, config, device)
         or _why_impossible_order(spec, config)
+        or _why_not_functions(spec, config)
         or _why_too_large(spec, config, device)
     )
 
@@ -108,7 +122,7 @@ def _why_meaningless(spec: Specialization, config: Config) -> str | None:
         return "dk, dv and scores of 128 queries take more registers than a thread has at heads of more than 64 columns"
     if spec.causal and config["heads_per_group"] == 1:
         return "tiles with the most queries start first, and only groups of heads have an order for that"
-    if not (spec.causal or spec.window or spec.varlen) and config["heads_per_group"] != 1:
+    if not (spec.causal or spec.window or spec.varlen or has_blocks(spec)) and config["heads_per_group"] != 1:
         return "without a mask all tiles are equally heavy"
     return None
 
@@ -142,6 +156,12 @@ def _why_impossible_order(spec: Specialization, config: Config) -> str | None:
         return "s that is computed a step ahead has its start long before dp"
     if resources.is_staggered(config) and (spec.causal or spec.window):
         return "the loop of the warpgroup that is ahead would spill what it hides scores by"
+    return None
+
+
+def _why_not_functions(spec: Specialization, config: Config) -> str | None:
+    if has_blocks(spec) and resources.converts(config):
+        return "the tiles of a head that end before it is converted are counted where all walk the same queries"
     return None
 
 
@@ -185,12 +205,27 @@ def _split_default(spec: Specialization, device: Device) -> Config:
 
 def _common_default(spec: Specialization) -> dict[str, KnobValue]:
     return {
-        "block_m": ROWS if _width(spec) > ROWS else 2 * ROWS,
+        "block_m": ROWS if _width(spec) > ROWS or _takes_registers(spec) else 2 * ROWS,
         "q_stages": 2,
-        "persistent": True,
-        "heads_per_group": 8 if spec.causal else 1,
+        # beside functions the values of a tile take registers of the next ones
+        "persistent": spec.varlen or not (scores.weighs_first(spec) or has_blocks(spec)),
+        # tiles of a block mask have lists of any lengths, most of them the longer the sooner
+        "heads_per_group": 8 if spec.causal or has_blocks(spec) else 1,
         "heads_per_tile": 0,
     }
+
+
+def _takes_registers(spec: Specialization) -> bool:
+    """Whether what scores become leaves a thread registers for those of 64 queries, and not of 128.
+
+    A mask_mod that is asked in the partial blocks of a block mask takes them in a branch.
+    """
+    return scores.starts_at_zero(spec) or (spec.mods is not None and not has_blocks(spec))
+
+
+def _for_functions(spec: Specialization, config: Config, device: Device) -> Config:
+    """The default, whatever won without functions of the caller: there a step has more scores."""
+    return (_fused_default if resources.is_fused(config) else _split_default)(spec, device)
 
 
 def _width(spec: Specialization) -> int:
@@ -229,7 +264,7 @@ def _seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
 
-FEATURES = frozenset({"causal", "window", "sinks", "q_offset", "varlen"})
+FEATURES = frozenset({"causal", "window", "softcap", "alibi", "sinks", "mask", "functions", "q_offset", "varlen"})
 """Sinks are part of the LSE that a backward pass starts from."""
 
 HOPPER_BACKWARD_FUSED = KernelFamily(
@@ -250,6 +285,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     poor_at_sizes=why_pointless,
     balanced=heads.balanced,
     beside=heads.beside,
+    for_functions=_for_functions,
     tolerated_spills=resources.TOLERATED_SPILLS,
     default_spills=resources.FUSED_DEFAULT_SPILLS,
     cost_model=FUSED_COST_MODEL,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashgen.codegen.common_groups import heads_per_tile, key_heads, programs_of_sums, sums_of_parts
+from flashgen.codegen.common_mods import mod_parameters
 from flashgen.codegen.common_scores import score_parameters
 from flashgen.codegen.common_sequences import SEQUENCE_POINTERS, SEQUENCE_SIZES, key_blocks, sequence_parameters
 from flashgen.codegen.common_wgmma import ROWS, block, descriptor_type
 from flashgen.codegen.family import CompileOptions, KernelSpec, Parameter, Scratch, Sizes
-from flashgen.codegen.hopper_backward import resources
+from flashgen.codegen.hopper_backward import resources, scores
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -64,7 +65,8 @@ def _prepare(spec: Specialization, config: Config) -> KernelSpec:
     names = ["O", "DO", "LSE", "DLSE", "NegDelta", "LseStart", *(["DpStart"] if spec.varlen else [])]
     names += ["DqAcc"] if resources.is_fused(config) else []
     names += ["TilesDone"] if resources.converts(config) else []
-    names += [*_strides(spec, "o"), *_strides(spec, "do"), "softmax_scale_log2", "nheads", *_query_rows(spec)]
+    scale = [] if scores.starts_at_zero(spec) else ["softmax_scale_log2"]
+    names += [*_strides(spec, "o"), *_strides(spec, "do"), *scale, "nheads", *_query_rows(spec)]
     names.append("dlse_rows")
 
     def programs(device: Device, sizes: Sizes) -> int:
@@ -110,7 +112,7 @@ def _over_queries(spec: Specialization, config: Config) -> KernelSpec:
             return _blocks_of_sequences(sizes, 2 * ROWS) * sizes.nheads
         return -(-sizes.seqlen_q // (2 * ROWS)) * sizes.batch * sizes.nheads
 
-    return _gluon(config, "dq", _parameters(spec, names, boxes), programs)
+    return _gluon(config, "dq", _parameters(spec, names, boxes, by_keys=False), programs)
 
 
 def _finish(spec: Specialization, config: Config) -> KernelSpec:
@@ -163,12 +165,12 @@ def _gluon(config: Config, what: str, parameters: tuple[Parameter, ...], program
     return KernelSpec(entry=entry, parameters=parameters, options=options, programs=programs, language="gluon")
 
 
-def _parameters(spec: Specialization, names: list[str], boxes: Boxes) -> tuple[Parameter, ...]:
-    """Parameters by name; `scores` stands for those that make scores of products, `lengths` for those of sequences."""
+def _parameters(spec: Specialization, names: list[str], boxes: Boxes, *, by_keys: bool = True) -> tuple[Parameter, ...]:
+    """Parameters by name; `scores` stands for all that make scores of products, `lengths` for those of sequences."""
     found: list[Parameter] = []
     for name in names:
         if name == "scores":
-            found += score_parameters(spec)
+            found += [*score_parameters(spec), *mod_parameters(spec, by_keys=by_keys)]
         elif name == "lengths":
             found += sequence_parameters(spec)
         else:

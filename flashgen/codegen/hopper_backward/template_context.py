@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_groups import SUM_ROWS, heads_per_tile
+from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_scores import is_positional, window_edges
 from flashgen.codegen.common_sequences import SEQUENCE_FLAGS, SEQUENCE_POINTERS, SEQUENCE_SIZES
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
 from flashgen.codegen.common_wgmma import FIRST_NAMED_BARRIER, ROWS, SM90, THREADS_PER_WARPGROUP, block
-from flashgen.codegen.hopper_backward import resources
+from flashgen.codegen.hopper_backward import resources, scores
 from flashgen.codegen.hopper_backward.kernels import PREPARE_ROWS
 from flashgen.core.config import Config
 from flashgen.core.workload import Specialization
@@ -49,7 +50,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "dq_chunk": ROWS * dq_columns,
         "dq_v_stages": 0 if fused else resources.dq_v_stages(spec, config, SM90),
         # of 128 keys and 64 queries at the diagonal a quarter is visible
-        "skips": fused and spec.causal and config["block_m"] == ROWS,
+        "skips": fused and spec.causal and config["block_m"] == ROWS and not has_blocks(spec),
         "prepare_rows": PREPARE_ROWS,
         "maxnreg": resources.MAXNREG,
         "consumer_registers": resources.CONSUMER_REGISTERS,
@@ -58,6 +59,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "gl_dtype": GL_DTYPES[spec.dtype],
         "torch_dtype": TORCH_DTYPES[spec.dtype],
         **_features(spec),
+        **scores.values(spec),
         **_heads(spec, config),
         **_sequences(spec),
         **_names(spec, config),
@@ -66,19 +68,21 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
 
 
 def _features(spec: Specialization) -> dict[str, object]:
-    positional = is_positional(spec)
+    positional = spec.causal or spec.window
     edges = window_edges(spec)
     seen = ["offset", *edges] if positional else []
+    hidden = scores.visibility_arguments(spec)
     return {
         "causal": spec.causal,
         "window": spec.window,
         "positional": positional,
-        # offsets beyond the lengths still change what a window shows
-        "offset_unbounded": spec.window and not spec.varlen,
+        "has_offset": is_positional(spec),
+        # offsets beyond the lengths still change what a window shows, and what a slope adds
+        "offset_unbounded": (spec.window or spec.alibi) and not spec.varlen,
         # rows of K and V that no query sees may hold NaN, and are cleared in shared memory; the last query of a packed
         # sequence stands at its last key
         "clears_hidden": spec.window or (spec.causal and not spec.varlen),
-        "offset_tensor": spec.offset_tensor and positional,
+        "offset_tensor": spec.offset_tensor and is_positional(spec),
         "offset_name": _offset_name(spec),
         # names of what functions of the roles take and return
         "query_block_arguments": (["first_key", *seen] if positional else [])
@@ -86,9 +90,22 @@ def _features(spec: Specialization) -> dict[str, object]:
         "key_block_arguments": (["first_row", *seen, "seqlen_q"] if positional else []) + ["seqlen_k"],
         "seen_arguments": [*seen, "seqlen_q", "seqlen_k"],
         "visibility": _visibility(spec),
-        "visibility_arguments": ["own_key", *seen, "seqlen_k"],
-        "host_features": ["window"] if spec.window else [],
+        "visibility_arguments": ["own_key", *hidden, *seen, "seqlen_k"],
+        # of the next head; the one behind the last head of a call is none
+        "next_visibility_arguments": [*_of_head("gl.minimum(h, nheads - 1)", hidden), *seen, "seqlen_k"],
+        "listed_visibility_arguments": [*_of_head("gl.minimum(next_h, nheads - 1)", hidden), *seen, "seqlen_k"],
+        "host_features": _host_features(spec),
     }
+
+
+def _of_head(head: str, names: list[str]) -> list[str]:
+    return ["own_key", *(head if name == "h" else name for name in names)]
+
+
+def _host_features(spec: Specialization) -> list[str]:
+    found = {"window": spec.window, "softcap": spec.softcap, "alibi_slopes": spec.alibi, "mask": bool(spec.mask)}
+    found |= {"aux": bool(spec.mods and spec.mods.aux), "block_mask": has_blocks(spec)}
+    return [name for name, present in found.items() if present]
 
 
 def _offset_name(spec: Specialization) -> str:
@@ -102,14 +119,22 @@ def _heads(spec: Specialization, config: Config) -> dict[str, object]:
     some, offset = heads_per_tile(config), _offset_name(spec)
     lengths = ["all_blocks", *(["total_k"] if some else [])] if spec.varlen else ["seqlen_q", "seqlen_k"]
     sizes = [*([] if spec.varlen else ["batch"]), "nheads", "group_size", *lengths]
-    head = ["first_key", *([] if spec.varlen else ["b"]), "h_k", *(["part_head", *_WALK] if some else [])]
-    own = [*head, *(["offset"] if is_positional(spec) else []), "first", "blocks"]
+    numbers = [*sizes, *([offset] if offset else []), *window_edges(spec), *scores.mask_names(spec)]
+    head = [
+        "first_key",
+        *([] if spec.varlen and not scores.by_head(spec) else ["b"]),
+        "h_k",
+        *(["part_head", *_WALK] if some else []),
+    ]
+    own = [*head, *(["offset"] if is_positional(spec) else []), *([] if has_blocks(spec) else ["first", "blocks"])]
+    own += ["all_shown"] if spec.mask else []
     return {
         "heads_per_tile": some,
         "sum_rows": SUM_ROWS,
         # the head of a tile: of keys, or one of the parts of its group
         "tile_head": "part_head" if some else "h_k",
-        "sizes": [*sizes, *([offset] if offset else []), *window_edges(spec)],
+        "sizes": [*numbers, *scores.lists(spec, by_keys=True)],
+        "dq_sizes": [*numbers, *scores.lists(spec, by_keys=False)],
         "tile_values": [*own, *(PLACE[2:] if spec.varlen else [])],
         "place": [PLACE[0], "part_head" if some else "h_k", *PLACE[2:]],
     }

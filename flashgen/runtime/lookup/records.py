@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashgen.codegen.families import default_config, for_functions, invalid, over_pages, unconfirmed
+from flashgen.codegen.families import default_config, for_functions, invalid, over_pages, share_template, unconfirmed
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.nearest import Position, position
@@ -100,14 +100,14 @@ def _grouped(candidates: Iterable[tuple[Workload, Candidate]]) -> dict[Workload,
 
 
 def _candidate(record: TuningRecord, layer: str, spec: Specialization, device: Device, family: str) -> Candidate:
-    """`family` is that of the default config, which serves forward passes with functions of the caller alone."""
+    """`family` is that of the default config: calls with functions of the caller are served by its template alone."""
     config = record.config
     if spec.page_size and record.workload.page_size is None:
         config = over_pages(config, spec, device)
     if spec.mods is not None:
         config = for_functions(config, spec, device)
     reason = invalid(config, spec, device)
-    if reason is None and spec.mods is not None and spec.direction == "forward" and config.family != family:
+    if reason is None and spec.mods is not None and not share_template(config.family, family):
         reason = f"it was the fastest without functions of the caller, which {family} computes, too"
     is_measured = record.provenance == "measured" and record.workload.varlen == spec.varlen
     if reason is None and not is_measured:
