@@ -14,6 +14,7 @@ from flashgen.core.config import KnobValue
 from flashgen.core.features.values import BlockMask, Features
 from flashgen.core.score_mods import MASK_BLOCK, ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
+from flashgen.runtime.block_mask import _listed
 
 FUSED, SPLIT = HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
 Tensor = torch.Tensor
@@ -77,25 +78,23 @@ def scored(case: Case, s: Tensor) -> Tensor:
     return s * s * 0.2 - 0.05 * ((q - k).abs() + ids_of(max(s.shape[2:]))[k] + h[:, None, None])
 
 
-def listed(visible: Tensor, queries: int, keys: int, shared: bool) -> BlockMask:
+def listed(case: Case, visible: Tensor) -> BlockMask:
     """The lists of blocks of visible scores, with numbers of no block behind the end of each."""
+    queries, keys = case.sizes
     rows, columns = -(-queries // MASK_BLOCK), -(-keys // MASK_BLOCK)
     padded = torch.zeros(*visible.shape[:2], rows * MASK_BLOCK, columns * MASK_BLOCK, dtype=torch.bool)
     padded[..., :queries, :keys] = visible
     seen = padded.view(*visible.shape[:2], rows, MASK_BLOCK, columns, MASK_BLOCK).sum((3, 5))
-    if shared:
+    if case.blocks == "shared":
         seen = seen[:1, :1]
-    full = seen == MASK_BLOCK * MASK_BLOCK
-    partial = (seen > 0) & ~full
-    named: dict[str, Tensor] = {}
-    for name, blocks in (("partial", partial), ("full", full), ("q_partial", partial.mT), ("q_full", full.mT)):
-        named[f"{name}_counts"] = blocks.sum(-1, dtype=torch.int32)
-        indices = torch.full(blocks.shape, 1 << 20, dtype=torch.int32)
-        for place in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])):
-            found = blocks[tuple(place)].nonzero()[:, 0]
-            indices[tuple(place)][: len(found)] = found.int()
-        named[f"{name}_indices"] = indices
-    return BlockMask(**named, seqlen_q=queries, seqlen_k=keys)
+    assert case.mods is not None
+    found = _listed(seen.int(), queries, keys, case.mods)
+    poisoned: dict[str, Tensor] = {}
+    for name in ("partial", "full", "q_partial", "q_full"):
+        counts, indices = getattr(found, f"{name}_counts"), getattr(found, f"{name}_indices")
+        behind = torch.arange(indices.shape[-1]) >= counts[..., None]
+        poisoned[f"{name}_indices"] = indices.masked_fill(behind, 1 << 20)
+    return replace(found, **poisoned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +159,6 @@ def problem(case: Case) -> Problem:
     named: dict[str, Any] = {"window": (100, None if spec.causal else 30)} if spec.window else {}
     named |= {"mask": mask.expand(2, heads, queries, keys)} if case.hides_keys else {}
     named |= {"aux": (ids_of(max(queries, keys)),)} if case.mods and case.mods.aux else {}
-    named |= {"block_mask": listed(visible, queries, keys, case.blocks == "shared")} if case.blocks else {}
+    named |= {"block_mask": listed(case, visible)} if case.blocks else {}
     features = Features(softcap=case.softcap, alibi_slopes=slopes, **named)
     return Problem(spec=spec, tensors=tensors, features=features, right=right)

@@ -61,11 +61,19 @@ def aux_parameters(spec: Specialization) -> list[Parameter]:
 
 def mod_parameters(spec: Specialization, *, by_keys: bool = False) -> list[Parameter]:
     """These, and those of a block mask; `by_keys` is a kernel whose programs own keys and walk query blocks."""
-    found = aux_parameters(spec)
-    if has_blocks(spec):
-        found += [Parameter(name=name, type="*i32") for name in map(list_pointer, QUERY_LISTS if by_keys else LISTS)]
-        found += [Parameter(name=name, type="i32") for name in (*(["num_q_blocks"] if by_keys else []), *SIZES)]
-    return found
+    return [*aux_parameters(spec), *_block_parameters(spec, by_keys=by_keys)]
+
+
+def block_names(spec: Specialization, *, by_keys: bool = False) -> list[str]:
+    """Names of the parameters of a block mask alone, likewise."""
+    return [parameter.name for parameter in _block_parameters(spec, by_keys=by_keys)]
+
+
+def _block_parameters(spec: Specialization, *, by_keys: bool) -> list[Parameter]:
+    if not has_blocks(spec):
+        return []
+    found = [Parameter(name=name, type="*i32") for name in map(list_pointer, QUERY_LISTS if by_keys else LISTS)]
+    return found + [Parameter(name=name, type="i32") for name in (*(["num_q_blocks"] if by_keys else []), *SIZES)]
 
 
 def why_mods_do_not_fit(spec: Specialization, config: Config, threads: int) -> str | None:

@@ -168,8 +168,9 @@ def share_template(one: str, other: str) -> bool:
 
 
 def for_functions(config: Config, spec: Specialization, device: Device) -> Config:
-    """The config most like one that was measured without functions of the caller for them; may be invalid."""
-    return family(config.family).for_functions(spec, config, device)
+    """What serves functions of the caller in the place of a config that was measured without them; may be invalid."""
+    row = family(config.family)
+    return row.default(spec, device) if row.default_for_functions else config
 
 
 def successor(config: Config, spec: Specialization) -> Config:

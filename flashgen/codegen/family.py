@@ -225,8 +225,8 @@ class KernelFamily:
         beside: what `balanced` may serve in the place of a config at one size or another.
         over_pages: of a config that was measured without pages, the one most like it for a specialization that has them
             (whether valid or not).
-        for_functions: of a config that was measured without functions of the caller, what serves a specialization
-            that has them (whether valid or not).
+        default_for_functions: whether calls with functions of the caller have its default, and not the config that won
+            without them.
         successor: of a config that the family offered once and no more, the one most like it that it offers today
             (whether valid or not); any other config itself.
         exact_sibling: of a config whose LSE is not exact, the one most like it whose LSE is, valid wherever it is
@@ -259,7 +259,7 @@ class KernelFamily:
     balanced: Callable[[Specialization, Config, Sizes, Device], Config] = _as_it_is
     beside: Callable[[Specialization, Config, Device], tuple[Config, ...]] = _nothing_else
     over_pages: Callable[[Specialization, Config, Device], Config] = _unchanged
-    for_functions: Callable[[Specialization, Config, Device], Config] = _unchanged
+    default_for_functions: bool = False
     successor: Callable[[Specialization, Config], Config] = _itself
     exact_sibling: Callable[[Specialization, Config], Config] = _itself
     tolerated_spills: int = TOLERATED_SPILLS

@@ -112,7 +112,6 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
         or _why_not_packed(spec, config)
         or (_why_impossible_conversion if resources.is_fused(config) else _why_pointless_step)(spec, config, device)
         or _why_impossible_order(spec, config)
-        or _why_not_functions(spec, config)
         or _why_too_large(spec, config, device)
     )
 
@@ -142,6 +141,8 @@ def _why_impossible_conversion(spec: Specialization, config: Config, device: Dev
         return "tiles of two kinds are for programs that fetch them"
     if heads_per_tile(config):
         return "the tiles of a head that end before it is converted are counted where they have all heads of a group"
+    if has_blocks(spec):
+        return "the tiles of a head that end before it is converted are counted where all walk the same queries"
     if resources.dq_columns(spec, config) < ROWS:
         return "rows of dq that a tile converts fill a line of the swizzle"
     return None
@@ -156,12 +157,6 @@ def _why_impossible_order(spec: Specialization, config: Config) -> str | None:
         return "s that is computed a step ahead has its start long before dp"
     if resources.is_staggered(config) and (spec.causal or spec.window):
         return "the loop of the warpgroup that is ahead would spill what it hides scores by"
-    return None
-
-
-def _why_not_functions(spec: Specialization, config: Config) -> str | None:
-    if has_blocks(spec) and resources.converts(config):
-        return "the tiles of a head that end before it is converted are counted where all walk the same queries"
     return None
 
 
@@ -223,11 +218,6 @@ def _takes_registers(spec: Specialization) -> bool:
     return scores.starts_at_zero(spec) or (spec.mods is not None and not has_blocks(spec))
 
 
-def _for_functions(spec: Specialization, config: Config, device: Device) -> Config:
-    """The default, whatever won without functions of the caller: there a step has more scores."""
-    return (_fused_default if resources.is_fused(config) else _split_default)(spec, device)
-
-
 def _width(spec: Specialization) -> int:
     return max(block(spec.head_dim), block(spec.head_dim_v))
 
@@ -285,7 +275,8 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     poor_at_sizes=why_pointless,
     balanced=heads.balanced,
     beside=heads.beside,
-    for_functions=_for_functions,
+    # a step has fewer scores there
+    default_for_functions=True,
     tolerated_spills=resources.TOLERATED_SPILLS,
     default_spills=resources.FUSED_DEFAULT_SPILLS,
     cost_model=FUSED_COST_MODEL,

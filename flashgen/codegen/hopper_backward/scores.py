@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_mods import SIZES, aux_names, has_blocks, hides, mod_values
+from flashgen.codegen.common_mods import aux_names, has_blocks, hides, mod_values
 from flashgen.codegen.common_scores import changes_scores, has_additive_score, scales, score_strides
 from flashgen.codegen.common_wgmma import ROWS, block
 from flashgen.codegen.score_mod_gradient import gradient_source
-from flashgen.core.features.functions import LISTS, QUERY_LISTS, list_pointer
 from flashgen.core.workload import Specialization
 
 
@@ -100,11 +99,3 @@ def _dq_visibility(spec: Specialization) -> list[str]:
     """What hides keys from the rows of the kernel that owns queries."""
     window = ["from_key", "all_from"] if spec.window else []
     return ["limit", "all_to", *window, *(["shown_keys"] if spec.mask else [])]
-
-
-def lists(spec: Specialization, *, by_keys: bool) -> list[str]:
-    """What tells all roles which query blocks of a block mask a tile walks over, or which key blocks a program."""
-    if not has_blocks(spec):
-        return []
-    found = map(list_pointer, QUERY_LISTS if by_keys else LISTS)
-    return [*found, *(["num_q_blocks"] if by_keys else []), *SIZES]

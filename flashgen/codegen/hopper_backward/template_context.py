@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_groups import SUM_ROWS, heads_per_tile
-from flashgen.codegen.common_mods import has_blocks
+from flashgen.codegen.common_mods import block_names, has_blocks
 from flashgen.codegen.common_scores import is_positional, window_edges
 from flashgen.codegen.common_sequences import SEQUENCE_FLAGS, SEQUENCE_POINTERS, SEQUENCE_SIZES
 from flashgen.codegen.common_types import GL_DTYPES, TORCH_DTYPES
@@ -133,8 +133,8 @@ def _heads(spec: Specialization, config: Config) -> dict[str, object]:
         "sum_rows": SUM_ROWS,
         # the head of a tile: of keys, or one of the parts of its group
         "tile_head": "part_head" if some else "h_k",
-        "sizes": [*numbers, *scores.lists(spec, by_keys=True)],
-        "dq_sizes": [*numbers, *scores.lists(spec, by_keys=False)],
+        "sizes": [*numbers, *block_names(spec, by_keys=True)],
+        "dq_sizes": [*numbers, *block_names(spec)],
         "tile_values": [*own, *(PLACE[2:] if spec.varlen else [])],
         "place": [PLACE[0], "part_head" if some else "h_k", *PLACE[2:]],
     }

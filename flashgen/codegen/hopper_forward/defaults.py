@@ -131,11 +131,6 @@ def over_pages(spec: Specialization, config: Config, device: Device) -> Config:
     return _tidy(spec, _over_pages(spec, config), device)
 
 
-def for_functions(spec: Specialization, config: Config, device: Device) -> Config:
-    """The default, whatever won without functions of the caller: tiles had other references there, and more room."""
-    return default(spec, device)
-
-
 def smallest(spec: Specialization, device: Device) -> Config:
     """What takes the least registers and shared memory for a warpgroup's rows, of what is not pointless."""
     changes: Changes = {"block_n": 64, "heads_per_group": 8 if spec.causal else 1, **NAMED_BARRIERS}

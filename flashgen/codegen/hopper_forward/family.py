@@ -172,7 +172,8 @@ HOPPER_FORWARD = KernelFamily(
     knob_rows=_knob_rows,
     fitted=shares.fitted,
     over_pages=defaults.over_pages,
-    for_functions=defaults.for_functions,
+    # tiles have other references there, and less room
+    default_for_functions=True,
     poor_at_sizes=defaults.poor_at_sizes,
     balanced=shares.balanced,
     beside=shares.beside,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_mods import BLOCK_LISTS, SIZES, aux_names, has_blocks, hides, mod_values
+from flashgen.codegen.common_mods import aux_names, block_names, has_blocks, hides, mod_values
 from flashgen.codegen.common_scores import has_additive_score, is_positional, scales, score_strides, window_edges
 from flashgen.codegen.common_types import bias_dtype
 from flashgen.codegen.hopper_forward.resources import hides_single, score_tiles
-from flashgen.core.features.functions import LISTS
 from flashgen.core.workload import Specialization
 
 
@@ -32,7 +31,7 @@ def values(spec: Specialization, *, aligned: bool, shared_keys: bool) -> dict[st
         **mod_values(spec),
         "functions": spec.mods is not None,
         # what tells the blocks of a tile where a block mask lists them
-        "lists": [*(BLOCK_LISTS[name] for name in LISTS), *SIZES] if has_blocks(spec) else [],
+        "lists": block_names(spec),
         # whether a mask or a function hides single scores, so that rows of V may turn out to be seen by no query
         "hides_single": hides_single(spec),
         "causal": spec.causal,

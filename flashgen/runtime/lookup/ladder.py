@@ -25,8 +25,8 @@ save most of the work. Where they serve, the tile is another one than the record
 (`flashgen.codegen.family.KernelFamily.balanced`).
 A call that asks for the LSE, or trains, is served by the exact sibling of a config whose LSE is not exact.
 "Nearest" is what `flashgen.core.nearest` says. A call with a user's score functions is served from the records of its
-class without them, none of which is exact: from those of the family that serves such calls without any record, with
-configs as these are best for functions (`flashgen.codegen.family.KernelFamily.for_functions`).
+class without them, none of which is exact: from those of the template that serves such calls without any record, with
+the default where its family says so (`flashgen.codegen.family.KernelFamily.default_for_functions`).
 
 `flashgen.runtime.lookup.handover` says which calls then go to torch's own attention.
 """
