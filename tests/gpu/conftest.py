@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+import flashgen
+
 REPORT_S = 1.0
 """What a worker needs to send the report of its last test."""
 
@@ -28,6 +30,16 @@ def _use_all_gpus() -> None:
 
 
 _use_all_gpus()
+
+
+@pytest.fixture
+def generated_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Generated kernels only, and nothing remembered from another test's database."""
+    monkeypatch.setenv("FLASHGEN_POLICY", "generated")
+    monkeypatch.setenv("FLASHGEN_QUIET", "1")
+    flashgen.reload()
+    yield
+    flashgen.reload()
 
 
 @pytest.fixture(autouse=True)

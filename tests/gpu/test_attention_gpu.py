@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -23,19 +22,9 @@ from flashgen.launch.triton_plan import TritonForward
 from flashgen.measure.verify import check, oracle_of
 from flashgen.runtime.ops import kernel_cache, serve
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("generated_kernels")]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Generated kernels only, and nothing remembered from another test's database."""
-    monkeypatch.setenv("FLASHGEN_POLICY", "generated")
-    monkeypatch.setenv("FLASHGEN_QUIET", "1")
-    flashgen.reload()
-    yield
-    flashgen.reload()
 
 
 def tensors(

@@ -6,7 +6,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,10 @@ import triton.language as tl
 import flashgen
 from flashgen.core.errors import BuildError, WorkloadError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("generated_kernels")]
 
 ROOT = Path(__file__).resolve().parents[2]
 Mask = Callable[..., torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FLASHGEN_POLICY", "generated")
-    monkeypatch.setenv("FLASHGEN_QUIET", "1")
-    flashgen.reload()
-    yield
-    flashgen.reload()
 
 
 def document(b, h, q_idx, k_idx, doc):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from tests.packing import Case, assert_right, make
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("generated_kernels"),
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm90"
@@ -33,15 +34,6 @@ LISTED = [False, True]
 """Without and with a block mask."""
 
 Formula = Callable[..., torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FLASHGEN_POLICY", "generated")
-    monkeypatch.setenv("FLASHGEN_QUIET", "1")
-    flashgen.reload()
-    yield
-    flashgen.reload()
 
 
 def document(b, h, q_idx, k_idx, doc):
