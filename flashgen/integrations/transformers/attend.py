@@ -11,7 +11,7 @@ from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.values import Window
 from flashgen.integrations.flash_attention import with_rows
-from flashgen.integrations.transformers.lengths import Lengths, leftpad, packed_lengths
+from flashgen.integrations.transformers.lengths import Lengths, cached_keys, packed_lengths
 from flashgen.integrations.transformers.mask import CompactMask, Visible, checked_mask
 from flashgen.integrations.transformers.paged import attend_paged
 from flashgen.integrations.transformers.steps import StepMask
@@ -175,9 +175,9 @@ class Attention:
             bias = bias if bias is None else bias[..., :end]
             keys = None if keys is None else keys[:, :end]
         if bias is None and "dropout_p" not in scores and self._can_decode(query, key, value):
-            pad = leftpad(visible, key.shape[2])
-            if pad is not None:
-                seqlens = visible.found["seqlens"]
+            cached = cached_keys(visible, key.shape[2])
+            if cached is not None:
+                seqlens, pad = cached
                 return self._decoded(
                     query, key, value, seqlens, leftpad=pad, causal=right == 0, window=(left, None), **scores
                 )

@@ -29,20 +29,20 @@ def packed_lengths(visible: Visible) -> Lengths:
     return lengths
 
 
-def leftpad(visible: Visible, seqlen_k: int) -> Tensor | None:
-    """The first key of each sequence that is no padding, int32 (batch,), where none of those behind it is padding.
+def cached_keys(visible: Visible, seqlen_k: int) -> tuple[Tensor, Tensor] | None:
+    """How many keys each sequence has in a cache, and the first that is no padding, int32 (batch,) both.
 
-    `visible.found["seqlens"]` has seqlen_k then, for each sequence. None where padding lies elsewhere, which waits for
-    the GPU once for a mask.
+    All have `seqlen_k` keys, padding included. None where padding lies elsewhere than before all others, which waits
+    for the GPU once for a mask and a `seqlen_k`: layers with caches of their own lengths may share a mask.
     """
-    found = visible.found
-    if "leftpad" not in found:
-        found["leftpad"] = None
+    name = f"keys of {seqlen_k}"
+    if name not in visible.found:
+        visible.found[name] = None
         if visible.keys is not None and type(visible.offset) is int and seqlen_k:
             keys = visible.keys[:, :seqlen_k]
             first = seqlen_k - keys.sum(1)
             if bool((keys == (torch.arange(seqlen_k, device=keys.device) >= first[:, None])).all()):
-                found["leftpad"] = first.to(torch.int32)
-                found["seqlens"] = torch.full_like(found["leftpad"], seqlen_k)
-    pad: Tensor | None = found["leftpad"]
-    return pad
+                first = first.to(torch.int32)
+                visible.found[name] = torch.full_like(first, seqlen_k), first
+    found: tuple[Tensor, Tensor] | None = visible.found[name]
+    return found

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, masking_utils
 
 from flashgen.core.errors import UnsupportedError, WorkloadError
-from flashgen.integrations.transformers.lengths import leftpad, packed_lengths
+from flashgen.integrations.transformers.lengths import cached_keys, packed_lengths
 from flashgen.integrations.transformers.mask import CompactMask, Visible, checked_mask
 from flashgen.integrations.transformers.masks import attention_mask
 from flashgen.integrations.transformers.patterns import read
@@ -138,8 +138,16 @@ def test_packed_sequences_begin_where_numbers_change() -> None:
     ],
 )
 def test_padding_in_front_is_a_number_for_each_sequence(keys: list[list[int]], expected: list[int] | None) -> None:
-    found = leftpad(Visible(window=(None, None), keys=torch.tensor(keys, dtype=torch.bool)), 4)
-    assert (found if found is None else found.tolist()) == expected
+    found = cached_keys(Visible(window=(None, None), keys=torch.tensor(keys, dtype=torch.bool)), 4)
+    assert (found if found is None else found[1].tolist()) == expected
+
+
+def test_layers_with_caches_of_other_lengths_may_share_a_mask() -> None:
+    visible = Visible(window=(None, None), keys=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool))
+    for seqlen_k in (4, 3, 4):
+        found = cached_keys(visible, seqlen_k)
+        assert found is not None
+        assert [each.tolist() for each in found] == [[seqlen_k, seqlen_k], [1, 0]]
 
 
 def test_what_models_do_with_a_mask_happens_to_a_tensor_of_it() -> None:
