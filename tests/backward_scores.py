@@ -34,6 +34,10 @@ SQUARED = function(
     "    near = tl.abs(q_idx - k_idx) + tl.load(ids + k_idx) + h\n"
     "    return tl.where(k_idx == 3, float('-inf'), score * score * 0.2 - 0.05 * near)\n"
 )
+RAISED, LOWERED = (
+    function(f"def shifted(score, b, h, q_idx, k_idx, ids):\n    return score + {shift:.1f}\n") for shift in (200, -200)
+)
+"""Weights of products of 0, as those beyond the ends are, overflow: beside no LSE, and beside one of -200."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,8 @@ class Case:
     hides_keys: str = ""
     mods: ScoreMods | None = None
     blocks: str = ""
+    raised: int = 0
+    """What score_mod, then `RAISED` or `LOWERED`, adds to all scores, which changes the LSE alone."""
 
 
 def ids_of(keys: int) -> Tensor:
@@ -74,6 +80,8 @@ def shown(case: Case, queries: int, keys: int) -> Tensor:
 def scored(case: Case, s: Tensor) -> Tensor:
     if not (case.mods and case.mods.score_mod):
         return s
+    if case.raised:
+        return s + case.raised
     q, k, h = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])[None, :], torch.arange(s.shape[1])
     return s * s * 0.2 - 0.05 * ((q - k).abs() + ids_of(max(s.shape[2:]))[k] + h[:, None, None])
 

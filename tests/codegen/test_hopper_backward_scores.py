@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashgen.core.score_mods import ScoreMods
-from tests.backward_scores import BY_HEAD, DOCUMENTS, SPLIT, SQUARED, Case, problem
+from tests.backward_scores import BY_HEAD, DOCUMENTS, FUSED, LOWERED, RAISED, SPLIT, SQUARED, Case, problem
 from tests.codegen.backward_machine import launched
 
 CASES: dict[str, Case] = {
@@ -96,9 +96,26 @@ CASES: dict[str, Case] = {
     ),
 }
 
+ENDS: dict[str, Case] = {
+    f"{row.id}, {words} to ({queries}, {keys})": Case(
+        key="bf16-d128",
+        row=row,
+        mods=ScoreMods(score_mod=mod, mask_mod=DOCUMENTS, aux=("i32",), block_mask=True),
+        raised=shift,
+        sizes=(queries, keys),
+        heads=(2, 2),
+        blocks="shared",
+        changes={"block_m": 64},
+    )
+    for row in (FUSED, SPLIT)
+    for words, mod, shift in (("up", RAISED, 200), ("down", LOWERED, -200))
+    for queries, keys in ((130, 128), (128, 130), (190, 193))
+}
+"""The last block of 128 queries or keys of a list ends in its first half, behind which there is no step."""
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", CASES | ENDS)
 def test_gradients_are_right(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | ENDS)[name]
     given = problem(case)
     given.assert_right(launched(case.row, given.spec, case.changes, given.tensors, given.features))

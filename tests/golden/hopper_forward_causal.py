@@ -742,7 +742,7 @@ def hopper_forward_call(q, k, v, softmax_scale=None, q_offset=None):
 
     scale = (HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale) * LOG2E
     offset = seqlen_k - seqlen_q if q_offset is None else max(-seqlen_q, min(q_offset, seqlen_k))
-    programs = triton.cdiv(seqlen_q, BLOCK_M.value) * batch * nheads
+    programs = triton.cdiv(seqlen_q + BLOCK_M.value - 1, BLOCK_M.value) * batch * nheads
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     programs = min(programs, num_sms * BLOCKS_PER_SM)
     hopper_forward[(programs,)](
