@@ -106,6 +106,8 @@ class KernelSpec:
         options: what the compiler is told.
         programs: the number of programs of a launch.
         language: "triton" or "gluon".
+        overlaps: whether its programs may be scheduled before the kernel in front of it has ended: they wait for that
+            themselves (griddepcontrol.wait) before they read what it wrote.
     """
 
     entry: str
@@ -113,6 +115,7 @@ class KernelSpec:
     options: CompileOptions
     programs: Callable[[Device, Sizes], int]
     language: str = "triton"
+    overlaps: bool = False
 
     @property
     def names(self) -> list[str]:

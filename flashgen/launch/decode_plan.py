@@ -32,12 +32,6 @@ POINTERS = ("O", "LSE", "Q", "K", "V", "Lens", "Table", "Leftpad", "BatchIdx", "
 
 SCRATCH = ("PartO", "PartLse")
 
-PROGRAMMATIC_SERIALIZATION = 6
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: a kernel need not wait for the end of the one before it."""
-
-ATTRIBUTE_WORDS = 9
-"""A CUlaunchAttribute: its id, padded to 8 bytes, and a value of 64 bytes."""
-
 GRID = struct.Struct("<3I")
 """How the first numbers of a launch configuration lie."""
 
@@ -232,14 +226,14 @@ class _Words:
         places = {name: word for word, name in enumerate((*given, *SCRATCH, "", *numbers))}  # "" stays 0
         absent = places[""]
         places |= {name: absent for name in POINTERS if name not in given}
-        attribute = absent + 1 + len(numbers)
-        starts, count = [], attribute + ATTRIBUTE_WORDS
+        end = absent + 1 + len(numbers)
+        starts, count = [], end
         for layout in layouts:
             starts.append((count, count + CONFIG_WORDS))
             count += CONFIG_WORDS + len(layout.parameters) + layout.trailing
         self.words: Any = (ctypes.c_uint64 * count)()
         self._bytes = memoryview(self.words).cast("B")
-        self._numbers = slice(WORD_BYTES * (absent + 1), WORD_BYTES * attribute)
+        self._numbers = slice(WORD_BYTES * (absent + 1), WORD_BYTES * end)
         self._grids = [slice(WORD_BYTES * word, WORD_BYTES * word + GRID.size) for word, _ in starts]
         self.streams = [word + STREAM_WORD for word, _ in starts]
         start = ctypes.addressof(self.words)
@@ -247,14 +241,13 @@ class _Words:
             driver.launch_arguments(start + WORD_BYTES * word, function, start + WORD_BYTES * addresses)
             for (word, addresses), function in zip(starts, functions, strict=True)
         )
-        self.words[attribute], self.words[attribute + 1] = PROGRAMMATIC_SERIALIZATION, 1
         overlaps = bool(config.get("early", False)), bool(config.get("pdl", False))
         for part, layout, (word, addresses), is_early in zip(parts, layouts, starts, overlaps, strict=True):
             launch = driver.LaunchConfig.from_buffer(self.words, WORD_BYTES * word)
             launch.block_x, launch.block_y, launch.block_z = part.handle.metadata.num_warps * 32, 1, 1
             launch.shared_bytes = part.handle.metadata.shared
             if is_early:
-                launch.attributes, launch.num_attributes = start + WORD_BYTES * attribute, 1
+                launch.attributes, launch.num_attributes = driver.PROGRAMMATIC_ATTRIBUTE, 1
             read = [places[parameter.name] for parameter in layout.parameters] + [absent] * layout.trailing
             self.words[addresses : addresses + len(read)] = [start + WORD_BYTES * word for word in read]
 

@@ -45,6 +45,17 @@ class LaunchConfig(Structure):
     )
 
 
+PROGRAMMATIC_SERIALIZATION = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: a kernel need not wait for the end of the one before it."""
+
+_ATTRIBUTE_WORDS = 9
+"""A CUlaunchAttribute: its id, padded to 8 bytes, and a value of 64 bytes."""
+
+_PROGRAMMATIC: Any = (ctypes.c_uint64 * _ATTRIBUTE_WORDS)(PROGRAMMATIC_SERIALIZATION, 1)
+PROGRAMMATIC_ATTRIBUTE = ctypes.addressof(_PROGRAMMATIC)
+"""The address of that attribute, the only one of a `LaunchConfig` that has one."""
+
+
 @functools.cache
 def library() -> Any:
     """The CUDA driver of this machine.

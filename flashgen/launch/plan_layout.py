@@ -228,7 +228,8 @@ class PlanLayout:
         """Place what each kernel has of its own but the addresses, and a null pointer."""
         self._null = words.one()
         for part in parts:
-            kernel, config = part.kernel, _place_config(words, part.handle.metadata)
+            kernel = part.kernel
+            config = _place_config(words, part.handle.metadata, overlaps=kernel.overlaps)
             counter = words.one() if COUNTER in kernel.names else None
             self.kernels.append(
                 KernelPlace(entry=kernel.entry, programs=kernel.programs, config=config, counter=counter)
@@ -292,7 +293,9 @@ def _tensor_numbers(shape: Shape4, strides: Shape4, element_bytes: int) -> tuple
     return a, b, c, d, e, f, g, 1, d, c, b, a, g * element_bytes, f * element_bytes, e * element_bytes
 
 
-def _place_config(words: _Words, metadata: Any) -> int:
+def _place_config(words: _Words, metadata: Any, *, overlaps: bool) -> int:
     """A `driver.LaunchConfig` of blocks that a geometry says, on the default stream."""
     threads = metadata.num_warps * 32  # of all partitions, where a kernel specialises its warps
-    return int(words.add([POINTER] * CONFIG_WORDS, [HIGH, 1 | threads * HIGH, 1 | HIGH, metadata.shared]).start)
+    attributes = [driver.PROGRAMMATIC_ATTRIBUTE, 1] if overlaps else []
+    values = [HIGH, 1 | threads * HIGH, 1 | HIGH, metadata.shared, 0, *attributes]
+    return int(words.add([POINTER] * CONFIG_WORDS, values).start)

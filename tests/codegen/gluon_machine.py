@@ -337,7 +337,7 @@ class Machine:
         tma = {"async_load": _copy_in, "async_store": _copy_out, "async_atomic_add": _add_out}
         return {
             "gl": SimpleNamespace(**vars(gl), **vars(nothing)),
-            "tl": SimpleNamespace(**vars(gl), range=range, permute=torch.permute),
+            "tl": SimpleNamespace(**vars(gl), range=range, permute=torch.permute, extra=_EXTRA),
             "gluon": jit,
             "triton": jit,
             "mbarrier": mbarrier,
@@ -346,6 +346,10 @@ class Machine:
             "warpgroup_mma": _mma,
             "warpgroup_mma_wait": lambda count, values: values[0] if len(values) == 1 else values,
         }
+
+
+_EXTRA = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None))
+"""Kernels run one after the other."""
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Any:

@@ -161,6 +161,8 @@ def hopper_backward_fused_prepare(
     seqlen_q,
     dlse_rows,
 ):
+    # the next kernel may be scheduled as soon as programs end; it waits for all of them before it reads
+    tl.extra.cuda.gdc_launch_dependents()
     # multiples of 16 bytes, written so that the compiler sees it and loads 16 bytes at a time
     stride_ob = stride_ob.to(tl.int64) // 8 * 8
     stride_oh = stride_oh.to(tl.int64) // 8 * 8
@@ -653,6 +655,8 @@ def hopper_backward_fused_main(
     for i in gl.static_range(2):
         mbarrier.init(tile_empty.index(i), count=4)
     fence_async_shared()
+    # for what the first kernel wrote
+    tl.extra.cuda.gdc_wait()
 
     descs = (q_desc, k_desc, v_desc, do_desc, lse_start_desc, neg_delta_desc, dq_acc_desc, dk_desc, dv_desc)
     buffers = (q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles, next_tiles)
@@ -683,6 +687,8 @@ def hopper_backward_fused_main(
     ]
 )
 def hopper_backward_fused_finish(DqAcc, DQ, stride_dqb, stride_dqh, stride_dqs, softmax_scale, nheads, seqlen_q):
+    # programs without a row wait as well: this kernel must not end before those in front of it
+    tl.extra.cuda.gdc_wait()
     # multiples of 16 bytes, written so that the compiler sees it and stores 16 bytes at a time
     stride_dqb = stride_dqb.to(tl.int64) // 8 * 8
     stride_dqh = stride_dqh.to(tl.int64) // 8 * 8

@@ -151,6 +151,8 @@ def hopper_backward_split_prepare(
     seqlen_q,
     dlse_rows,
 ):
+    # the next kernel may be scheduled as soon as programs end; it waits for all of them before it reads
+    tl.extra.cuda.gdc_launch_dependents()
     # multiples of 16 bytes, written so that the compiler sees it and loads 16 bytes at a time
     stride_ob = stride_ob.to(tl.int64) // 8 * 8
     stride_oh = stride_oh.to(tl.int64) // 8 * 8
@@ -559,6 +561,10 @@ def hopper_backward_split_dkdv(
     for i in gl.static_range(2):
         mbarrier.init(tile_empty.index(i), count=2)
     fence_async_shared()
+    # for what the first kernel wrote
+    tl.extra.cuda.gdc_wait()
+    # programs of the next kernel, one for an SM, may take the SMs as programs of this one end
+    tl.extra.cuda.gdc_launch_dependents()
 
     descs = (q_desc, k_desc, v_desc, do_desc, lse_start_desc, neg_delta_desc, dk_desc, dv_desc)
     buffers = (q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, p_tiles, next_tiles)
@@ -735,6 +741,7 @@ def hopper_backward_split_dq(
     for i in gl.static_range(DQ_V_STAGES):
         mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
+    tl.extra.cuda.gdc_wait()
 
     descs = (q_desc, k_desc, v_desc, do_desc, dq_desc)
     buffers = (q_tiles, k_tiles, v_tiles, do_tiles)

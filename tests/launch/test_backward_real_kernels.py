@@ -16,7 +16,7 @@ from flashgen.core.device import find_device
 from flashgen.core.features.positions import MAX_OFFSET
 from flashgen.core.features.values import Features
 from flashgen.core.workload import Specialization
-from flashgen.launch import counters
+from flashgen.launch import counters, driver
 from flashgen.launch.backward import FIELDS, BackwardTensors, backward_geometry
 from flashgen.launch.parameters import ptx_sizes, slot_sizes
 from flashgen.launch.plan import known_layout, make_backward_plan
@@ -134,6 +134,9 @@ def test_every_parameter_of_every_kernel_has_the_value_of_the_call(family_id: st
         assert done.grid == (part.kernel.programs(compiled.device, geometry.sizes), 1, 1)
         assert done.block == (32 * part.num_warps, 1, 1)
         assert done.shared_bytes == part.shared_bytes
+        overlaps = part.kernel.overlaps
+        assert done.attributes == ([(driver.PROGRAMMATIC_SERIALIZATION, 1)] if overlaps else [])
+        assert overlaps == ("griddepcontrol.wait" in part.handle.asm["ptx"])
         for parameter in part.kernel.parameters:
             name, value = parameter.name, done.values[parameter.name]
             if name in expected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from flashgen.codegen.common_groups import heads_per_tile, key_heads, programs_of_sums, sums_of_parts
@@ -38,7 +39,8 @@ def kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
         found.append(_finish(spec, config) if resources.is_fused(config) else _over_queries(spec, config))
     if heads_per_tile(config):
         found.append(_sum(spec, config))
-    return tuple(found)
+    # all but the first read what kernels in front of them wrote, and wait for those themselves
+    return (found[0], *(dataclasses.replace(kernel, overlaps=True) for kernel in found[1:]))
 
 
 def scratch(spec: Specialization, config: Config, sizes: Sizes) -> tuple[Scratch, ...]:
