@@ -125,13 +125,18 @@ def test_heads_packed_into_a_tile_and_other_families_stay() -> None:
     assert balanced(portable, spec, sizes, A100) == portable
 
 
+OTHERS = {(128, False): 2, (64, False): 2, (64, True): 4}
+"""Tiles of one warpgroup for few queries, with what else each tile's config has, and orders for few tiles."""
+
+
 @pytest.mark.parametrize(("head_dim", "causal"), TILES)
 def test_what_may_serve_beside_a_config_is_all_that_sizes_choose(head_dim: int, causal: bool) -> None:
     spec = spec_of(head_dim, causal)
     for tile in TILES[head_dim, causal]:
         config = config_of(spec, tile)
         able = {config, *beside(config, spec, H200)}
-        assert len(able) == 2 * len(TILES[head_dim, causal]), "with shared keys and without"
+        others = len(able) - 2 * len(TILES[head_dim, causal])  # with shared keys and without
+        assert 0 < others <= OTHERS[head_dim, causal]
         chosen = {balanced(config, specialization(w), Sizes.of(w), H200) for w in measured(head_dim, causal)}
         assert len(chosen) > 1
         assert chosen <= able

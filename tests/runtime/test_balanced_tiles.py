@@ -23,6 +23,10 @@ ONE_WAVE = Workload.parse("b1-h12-s1664-d128")
 DEFAULT = default_config(FULL.specialization, H200)
 
 
+def tile(config: Config) -> tuple[int, int]:
+    return config.integer("warpgroups"), config.integer("block_n")
+
+
 def warpgroups(config: Config) -> int:
     return config.integer("warpgroups")
 
@@ -47,6 +51,19 @@ def test_explain_says_why_the_record_s_config_does_not_serve(ladder: Ladder) -> 
     assert "another tile, whose CTAs leave fewer SMs without work at these sizes" in text
     far = replace(FULL, seqlen_q=4000, seqlen_k=4000)
     assert "another tile" not in str(explain(far, far.specialization, H200, ladder.records()))
+
+
+def test_explain_says_which_knob_is_another_one(ladder: Ladder) -> None:
+    causal = Workload.parse("b4-h16-s4096-d128-causal")
+    few = Workload.parse("b2-h3-s5696-d128-causal")
+    backward = Workload.parse("bwd-b4-h16-s4096-d64-causal")
+    config = default_config(backward.specialization, H200).replace(stagger_warpgroups=False)
+    ladder.user(measured(causal, config=default_config(causal.specialization, H200)), measured(backward, config=config))
+    text = str(explain(few, few.specialization, H200, ladder.records()))
+    assert "with all heads in one group, since there are few tiles at these sizes" in text
+    other = replace(backward, batch=2)
+    text = str(explain(other, other.specialization, H200, ladder.records()))
+    assert "with one warpgroup ahead of the other, which is faster at these sizes" in text
 
 
 def test_calls_of_new_lengths_get_what_the_ladder_says(ladder: Ladder) -> None:
@@ -79,7 +96,7 @@ def test_most_shipped_winners_keep_their_tile_by_the_estimate() -> None:
     with Layers.open() as layers:
         records = [one for one, _ in layers.records(device=H200) if one.config.family == "hopper_forward"]
     kept = [
-        balanced(one.config, specialization(one.workload), Sizes.of(one.workload), H200) == one.config
+        tile(balanced(one.config, specialization(one.workload), Sizes.of(one.workload), H200)) == tile(one.config)
         for one in records
         if specialization(one.workload).workload_class in ("fwd-bf16-d64", "fwd-bf16-d64-causal", "fwd-bf16-d128")
     ]

@@ -1,9 +1,9 @@
-"""How many CTAs of the Hopper forward family share the keys of a tile at some sizes, and where that serves."""
+"""What serves sizes that nobody measured: a tile that fills the SMs, CTAs that share its keys, an order of tiles."""
 
 from __future__ import annotations
 
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_forward import defaults, resources, tile_choice
+from flashgen.codegen.hopper_forward import defaults, resources, short_queries, tile_choice, tile_order
 from flashgen.codegen.key_splits import best_splits, split_keys, why_not_shared, with_shares
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -21,14 +21,21 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """A config that was measured at other sizes, with the tile and the shares that fill the SMs best at these."""
-    return _shared(spec, tile_choice.balanced(spec, config, sizes, device), sizes, device)
+    """A config that was measured at other sizes, with the tile, its order and the shares that fill the SMs at these."""
+    found = _shared(spec, tile_choice.balanced(spec, config, sizes, device), sizes, device)
+    if split_keys(found):
+        return found
+    return tile_order.ordered(spec, short_queries.narrowed(spec, found, sizes, device), sizes, device)
 
 
 def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
     """What `balanced` may serve in the place of a config at one size or another."""
     tiles = (config, *tile_choice.others(spec, config, device))
     found = [tile.replace(split_keys=shared) for tile in tiles for shared in _ways(spec)]
+    alone = [tile.replace(split_keys=False) for tile in tiles]
+    alone += [other for tile in alone for other in short_queries.others(spec, tile, device)]
+    # where keys are shared there are too few tiles for an order
+    found += [*alone, *(tile_order.in_one_group(spec, tile, device) for tile in alone)]
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
 

@@ -160,8 +160,21 @@ class Explanation:
 
 _WITHOUT_LSE = "measured without an LSE, which needs the config above"
 _WITH_OTHER_TILE = "with another tile, whose CTAs leave fewer SMs without work at these sizes: the config above"
-_WITH_SHARES = "with CTAs that share the keys of a tile, of which there are few at these sizes: the config above"
+_WITH_ONE_KNOB = {
+    "split_keys": "with CTAs that share the keys of a tile, of which there are few at these sizes: the config above",
+    "heads_per_group": "with all heads in one group, since there are few tiles at these sizes: the config above",
+    "stagger_warpgroups": "with one warpgroup ahead of the other, which is faster at these sizes: the config above",
+}
+"""What `balanced` changed, where that is one knob."""
+
 _WITHOUT_PAGES = "measured without pages, over which the config above serves"
+
+
+def _with_what(measured: Config, balanced_config: Config) -> str:
+    """What a config that was measured at other sizes has instead at those of the call."""
+    known = dict(measured.knobs)
+    changed = [knob for knob, value in balanced_config.knobs if known.get(knob) != value]
+    return _WITH_ONE_KNOB.get(changed[0], _WITH_OTHER_TILE) if len(changed) == 1 else _WITH_OTHER_TILE
 
 
 def _record_lines(
@@ -184,9 +197,8 @@ def _record_lines(
     if served.config != record.config:
         sizes = PackedSizes.of(workload).largest.packed if workload.is_packed else Sizes.of(workload)
         has_other_tile = served.rung > LAST_EXACT and balanced(record.config, spec, sizes, device) != record.config
-        is_shared = served.config == record.config.replace(split_keys=True)
-        other = _WITH_SHARES if is_shared else _WITH_OTHER_TILE
-        lines.append(f"           {other if has_other_tile else _why_another_config(workload, record)}")
+        other = _with_what(record.config, served.config) if has_other_tile else _why_another_config(workload, record)
+        lines.append(f"           {other}")
     if stale:
         lines.append("           stale: the template has changed since; the config still serves")
     lines += [f"           not current: {reason}; it serves (flashgen tune --reverify)" for reason in changed]

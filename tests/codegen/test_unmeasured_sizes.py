@@ -1,0 +1,163 @@
+"""What serves sizes that nobody measured, against races of the alternatives on an H100.
+
+`tile_orders_nvidia_h100.csv` has groups of heads in the order of the tiles of a causal forward pass,
+`short_queries_nvidia_h100.csv` tiles for few queries of a head, and `staggered_warpgroups_nvidia_h100.csv` warpgroups
+of a backward pass in step and staggered.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashgen.codegen.families import balanced, beside, default_config, invalid, usual
+from flashgen.codegen.family import Sizes
+from flashgen.core.config import Config
+from flashgen.core.device import find_device
+from flashgen.core.workload import Specialization, Workload
+from flashgen.measure.protocol import specialization
+
+H100 = find_device("h100")
+Times = dict[tuple[str, ...], float]
+
+
+def measured(what: str, columns: tuple[str, ...]) -> dict[Workload, Times]:
+    found: dict[Workload, Times] = defaultdict(dict)
+    with (Path(__file__).parent / f"{what}_nvidia_h100.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            found[Workload.parse(row["workload"])][tuple(row[column] for column in columns)] = float(row["ms"])
+    return found
+
+
+def served(workload: Workload, config: Config) -> Config:
+    """What serves a workload beside that of a record of other sizes, which is valid, and known to `beside`."""
+    spec = specialization(workload)
+    found = balanced(config, spec, Sizes.of(workload), H100)
+    assert invalid(found, spec, H100) is None
+    assert found in {config, *beside(config, spec, H100)}
+    return found
+
+
+def losses(times: dict[Workload, Times], chosen: Callable[[Workload], tuple[str, ...]]) -> list[float]:
+    """Time over that of the best, of all workloads in which what was chosen had been raced."""
+    return [own[key] / min(own.values()) for workload, own in times.items() if (key := chosen(workload)) in own]
+
+
+def words(config: Config, *knobs: str) -> tuple[str, ...]:
+    return tuple(str(config[knob]).lower() for knob in knobs)
+
+
+@pytest.mark.parametrize("own", [4, 8, 16])
+def test_few_tiles_of_a_causal_mask_are_one_group_of_heads(own: int) -> None:
+    times = measured("tile_orders", ("heads_per_group",))
+
+    def of(workload: Workload) -> Config:
+        spec = specialization(workload)
+        return usual(default_config(spec, H100), spec, Sizes.of(workload), H100).replace(heads_per_group=own)
+
+    lost = losses(times, lambda workload: words(served(workload, of(workload)), "heads_per_group"))
+    assert len(lost) == len(times) == 35
+    assert statistics.geometric_mean(lost) <= 1.02
+    assert max(lost) <= 1.11
+    without = losses(times, lambda workload: (str(own),))
+    assert statistics.geometric_mean(without) > {4: 1.15, 8: 1.10, 16: 1.06}[own], "which the order is there for"
+    assert max(without) > 1.35
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(Sizes(batch=4, nheads=16, nheads_k=16, seqlen_q=4096, seqlen_k=4096), id="many tiles"),
+        pytest.param(Sizes(batch=1, nheads=4, nheads_k=4, seqlen_q=5000, seqlen_k=5000), id="no more heads"),
+        pytest.param(Sizes(batch=1, nheads=8, nheads_k=8, seqlen_q=1024, seqlen_k=8192), id="tiles of equal work"),
+        pytest.param(Sizes(batch=1, nheads=12, nheads_k=12, seqlen_q=1024, seqlen_k=1024), id="one wave"),
+    ],
+)
+def test_the_order_stays_where_it_decides_nothing(sizes: Sizes) -> None:
+    spec = Specialization.parse("fwd-bf16-d128-causal")
+    assert balanced(default_config(spec, H100), spec, sizes, H100)["heads_per_group"] == 4
+
+
+@pytest.mark.parametrize("key", ["fwd-bf16-d128-causal-window", "fwd-bf16-d128", "fwd-bf16-d128-causal-varlen"])
+def test_orders_that_nobody_timed_stay(key: str) -> None:
+    spec = Specialization.parse(key)
+    config = default_config(spec, H100)
+    sizes = Sizes(batch=1, nheads=12, nheads_k=12, seqlen_q=3000, seqlen_k=3000)
+    assert balanced(config, spec, sizes, H100)["heads_per_group"] == config["heads_per_group"]
+
+
+def test_few_queries_have_tiles_of_one_warpgroup() -> None:
+    times = measured("short_queries", ("warpgroups", "block_n", "blocks_per_sm"))
+    before = measured("short_queries", ("config", "ms"))
+
+    def tile(workload: Workload) -> tuple[str, ...]:
+        spec = specialization(workload)
+        config = usual(default_config(spec, H100), spec, Sizes.of(workload), H100)
+        return words(config, "warpgroups", "block_n", "blocks_per_sm")
+
+    lost = losses(times, tile)
+    assert len(lost) >= 9
+    assert statistics.geometric_mean(lost) <= 1.01
+    assert max(lost) <= 1.06
+    alone = [
+        min(own.values()) / next(ms for (kind, _), ms in own.items() if kind == "served") for own in before.values()
+    ]
+    assert statistics.geometric_mean(alone) < 0.9, "which these tiles are there for"
+
+
+def test_few_queries_keep_tiles_that_share_keys_and_those_of_many_heads() -> None:
+    spec = Specialization.parse("fwd-bf16-d128")
+    config = default_config(spec, H100)
+    long = Sizes(batch=1, nheads=16, nheads_k=16, seqlen_q=48, seqlen_k=2000)
+    assert words(balanced(config, spec, long, H100), "warpgroups", "split_keys") == ("2", "true")
+    many = Sizes(batch=64, nheads=16, nheads_k=16, seqlen_q=48, seqlen_k=2000)
+    assert balanced(config, spec, many, H100)["warpgroups"] == config["warpgroups"]
+    with_slopes = Specialization.parse("fwd-bf16-d128-alibi")
+    config = default_config(with_slopes, H100)
+    few = Sizes(batch=2, nheads=16, nheads_k=16, seqlen_q=48, seqlen_k=300)
+    assert balanced(config, with_slopes, few, H100)["warpgroups"] == config["warpgroups"]
+
+
+def test_packed_heads_of_few_queries_fit_into_one_warpgroup() -> None:
+    """9 queries of 8 heads are 72 rows: two packs of four heads."""
+    spec = Specialization.parse("fwd-bf16-d64")
+    sizes = Sizes(batch=1, nheads=16, nheads_k=2, seqlen_q=9, seqlen_k=500)
+    found = usual(default_config(spec, H100), spec, sizes, H100)
+    assert words(found, "warpgroups", "packed_heads") == ("1", "4")
+
+
+def stale(workload: Workload) -> Config:
+    """A record's config with warpgroups in step, as most of the H200's for a causal mask."""
+    spec = specialization(workload)
+    return usual(default_config(spec, H100), spec, Sizes.of(workload), H100).replace(stagger_warpgroups=False)
+
+
+def test_warpgroups_of_a_backward_pass_stagger_where_that_is_faster() -> None:
+    times = measured("staggered_warpgroups", ("stagger_warpgroups", "heads_per_group"))
+
+    def chosen(workload: Workload) -> tuple[str, ...]:
+        return words(served(workload, stale(workload)), "stagger_warpgroups", "heads_per_group")
+
+    lost = losses(times, chosen)
+    assert len(lost) == len(times) == 32
+    assert statistics.geometric_mean(lost) <= 1.011
+    assert max(lost) <= 1.08
+    in_step = losses(times, lambda workload: words(stale(workload), "stagger_warpgroups", "heads_per_group"))
+    assert statistics.geometric_mean(in_step) > 1.04, "which the rule is there for"
+    assert max(in_step) > 1.4
+
+
+@pytest.mark.parametrize("key", ["bwd-bf16-d64-causal-varlen", "bwd-bf16-d64-deterministic"])
+def test_backward_passes_that_nobody_timed_or_that_cannot_keep_their_order(key: str) -> None:
+    spec = Specialization.parse(key)
+    config = default_config(spec, H100)
+    if "stagger_warpgroups" in dict(config.knobs):
+        config = config.replace(stagger_warpgroups=False)
+    sizes = Sizes(batch=1, nheads=4, nheads_k=4, seqlen_q=500, seqlen_k=500)
+    found = balanced(config, spec, sizes, H100)
+    assert found.get("stagger_warpgroups", False) is False
