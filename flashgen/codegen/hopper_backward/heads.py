@@ -8,6 +8,8 @@ times as fast in step.
 
 from __future__ import annotations
 
+import functools
+
 from flashgen.codegen.common_groups import BY_RULE, KeyTiles, heads_per_tile, key_heads, why_pointless
 from flashgen.codegen.common_wgmma import ROWS, block
 from flashgen.codegen.family import Sizes
@@ -45,6 +47,7 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
     return tuple(other for other in dict.fromkeys(found) if other != config)
 
 
+@functools.lru_cache(maxsize=256)
 def stagger(spec: Specialization, config: Config) -> Config:
     """A config with one warpgroup ahead of the other; as it is where that is not valid, or nobody timed it."""
     if not resources.is_fused(config) or resources.prefetches_scores(config) or spec.varlen:

@@ -7,6 +7,8 @@ are 1.1 to 1.6 times as fast by them, where all CTAs run at once.
 
 from __future__ import annotations
 
+import functools
+
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
@@ -34,17 +36,18 @@ MOST_COLUMNS = 128
 
 def narrowed(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config that was measured at other sizes, with tiles of one warpgroup where these have few queries."""
-    packed = resources.packed_heads(config)
-    while packed > 1 and packed * sizes.seqlen_q > ROWS:
-        packed //= 2
-    if spec.varlen or packed * sizes.seqlen_q > ROWS:
+    if sizes.seqlen_q > ROWS or spec.varlen:
         return config
+    packed = resources.packed_heads(config)
+    while packed * sizes.seqlen_q > ROWS:
+        packed //= 2
     found = in_one_warpgroup(spec, config, packed, device)
     is_short = sizes.seqlen_k <= MOST_STEPS * found.integer("block_n")
     slots = device.num_sms * found.integer("blocks_per_sm")
     return found if is_short and head_packing.packs(sizes, packed) <= slots else config
 
 
+@functools.lru_cache(maxsize=256)
 def in_one_warpgroup(spec: Specialization, config: Config, packed: int, device: Device) -> Config:
     """A config with such tiles, of so many heads; as it is where there are none, or none were timed."""
     if not _is_timed(spec):

@@ -9,6 +9,8 @@ take 1.04 times as long in one group.
 
 from __future__ import annotations
 
+import functools
+
 from flashgen.codegen import head_packing
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.family import Sizes
@@ -29,15 +31,17 @@ STEEP = 2
 
 def ordered(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config that was measured at other sizes, with its heads in one group where these have few tiles."""
+    if not spec.causal or sizes.seqlen_k > STEEP * sizes.seqlen_q:
+        return config
     rows, packed = resources.tile_rows(config), resources.packed_heads(config)
     tiles = head_packing.tiles(sizes, rows, packed)
     slots = device.num_sms * config.integer("blocks_per_sm")
-    is_few = slots < tiles <= FEW_WAVES * slots and sizes.seqlen_k <= STEEP * sizes.seqlen_q
-    if not is_few or config.integer("heads_per_group") >= head_packing.packs(sizes, packed):
+    if not slots < tiles <= FEW_WAVES * slots or config.integer("heads_per_group") >= head_packing.packs(sizes, packed):
         return config
     return in_one_group(spec, config, device)
 
 
+@functools.lru_cache(maxsize=256)
 def in_one_group(spec: Specialization, config: Config, device: Device) -> Config:
     """A config with that order; as it is where tiles have no such order, or sizes that nobody knows."""
     if not spec.causal or spec.window or spec.varlen or has_blocks(spec):
