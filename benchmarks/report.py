@@ -169,10 +169,11 @@ def with_kernels(devices: dict[str, list[Row]]) -> dict[str, list[Row]]:
 
 def summary_of(devices: dict[str, list[Row]]) -> str:
     """The text between README's markers. README is also the page of the package index, so it names charts in full."""
-    return "\n".join(
+    found = (
         summary(slug, rows, charts=[f"{RAW}/{IMAGES.as_posix()}/{name}" for name in charts_of(slug, rows)])
         for slug, rows in with_kernels(devices).items()
     )
+    return "\n".join(text for text in found if text)
 
 
 SEARCHES = {
