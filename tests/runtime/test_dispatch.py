@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from flashgen.codegen.families import FAMILIES, default_config, family, fitted, invalid, unsupported, validate
+from flashgen.codegen.families import FAMILIES, default_config, family, invalid, unsupported, usual, validate
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.render import render
 from flashgen.core.device import CATALOGUE, Device
@@ -319,7 +319,7 @@ def test_the_ladder_never_fails_on_a_workload_that_a_family_supports(
     spec = Specialization.of(workload, aligned16=aligned, offset_tensor=causal and offset_tensor)
     served = resolve(workload, spec, device, crowd)
     assert invalid(validate(served.config), spec, device) is None
-    safe = fitted(default_config(spec, device), spec, Sizes.of(workload), device)
+    safe = usual(default_config(spec, device), spec, Sizes.of(workload), device)
     assert served.config == safe or served.record is not None
 
 
