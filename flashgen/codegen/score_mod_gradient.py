@@ -28,7 +28,7 @@ _ELEMENTWISE = {
     "log": "{d} / {x}",
     "log2": f"{{d}} / ({{x}} * {LN2})",
     "sqrt": "{d} * 0.5 / tl.sqrt({x})",
-    "sigmoid": "{d} * (tl.sigmoid({x}) * tl.sigmoid(-{x}))",
+    "sigmoid": "{d} * (tl.sigmoid({x}) * (1.0 - tl.sigmoid({x})))",
     "abs": "tl.where({x} > 0.0, {d}, tl.where({x} < 0.0, -{d}, 0.0))",
 }
 _PAIRS = {"maximum": ">", "minimum": "<"}
