@@ -67,6 +67,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _race("forward", 410, "--suite", "forward"),
     _race("forward_fp16", 180, "--suite", "forward_fp16", "--impls", FP16_PEERS, module="forward"),
     Benchmark(name="data", module="data", seconds=360, is_sharded=True, has_limit=True),
+    Benchmark(name="unseen", module="unseen", seconds=700, is_sharded=True, has_limit=True),
     Benchmark(name="varlen", module="varlen", seconds=800, is_sharded=True, has_limit=True),
     _race("backward", 770),
     _race("forward_backward", 710),

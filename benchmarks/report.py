@@ -53,6 +53,7 @@ FILES = (
     "backward.csv",
     "forward_backward.csv",
     "data.csv",
+    "unseen.csv",
     "models.csv",
     "models_transformers.csv",
     "decode.csv",

@@ -16,6 +16,7 @@ from benchmarks.race_tables import RACES, TITLES, race_parts
 from benchmarks.results import Row
 from benchmarks.speedup_tables import speedup_parts
 from benchmarks.training_tables import training_parts
+from benchmarks.unseen_tables import unseen_parts
 from benchmarks.varlen_tables import varlen_parts
 from flashgen.core.feature_words import describe
 from flashgen.core.workload import Workload
@@ -51,6 +52,7 @@ def block(device_slug: str, rows: Sequence[Row], *, charts: Sequence[str]) -> st
     for suite in RACES:
         parts += race_parts(device_slug, rows, suite, charts)
     parts += data_parts(device_slug, rows, charts)
+    parts += unseen_parts(rows)
     parts += training_parts(device_slug, rows, charts)
     parts += model_parts(rows)
     parts += decode_parts(rows)
