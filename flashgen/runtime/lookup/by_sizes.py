@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 
-from flashgen.codegen.families import balanced, beside, exact_sibling, poor_at_sizes, usual
+from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.decode_limits import MAX_SEQLEN_Q
@@ -57,7 +57,6 @@ class SizesLookup:
         self._named = {config: NearestRecords(choices.with_config(config)) for config in named}
         # by candidate: a look-up of it costs less than its workload's hash
         self._faster_beside: dict[int, bool] = {}
-        self._has_others: dict[int, bool] = {}
 
     def config(
         self, sizes: Sizes, *, generated_only: bool, with_lse: bool = False, has_own_offset: bool = False
@@ -90,15 +89,8 @@ class SizesLookup:
                 goes_to_torch = not generated_only and self._hands_over(candidate, rung, sizes)
                 if goes_to_torch:
                     return None
-                return self._balanced(candidate, sizes)
+                return balanced(candidate.config, self._spec, sizes, self._device)
         return usual(self._default, self._spec, sizes, self._device)
-
-    def _balanced(self, candidate: Candidate, sizes: Sizes) -> Config:
-        """A candidate's config with the tile that fills the SMs best, where its family has any to choose from."""
-        config, found = candidate.config, self._has_others.get(id(candidate))
-        if found is None:
-            found = self._has_others[id(candidate)] = bool(beside(config, self._spec, self._device))
-        return balanced(config, self._spec, sizes, self._device) if found else config
 
     def _by_rule(self, nearest: Candidate, here: Position, sizes: Sizes) -> Candidate:
         """The record that the rule of the class prefers to the nearest one, which is of this device; as the ladder."""
