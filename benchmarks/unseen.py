@@ -9,7 +9,6 @@ sizes from the whole of its range, head dims, groups and masks as models have th
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import random
 import sys
@@ -28,6 +27,7 @@ from benchmarks.impls import IMPLS, Impl
 from benchmarks.provenance import Provenance, add_arguments, serve_generated
 from benchmarks.results import RACE_COLUMNS, ResultsFile
 from benchmarks.training_impls import BACKWARD
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import FlashgenError
 from flashgen.core.workload import Workload
 from flashgen.tuning.shards import Shard
@@ -40,7 +40,6 @@ HEAD_DIMS = (64, 64, 64, 72, 80, 96, 128, 128, 128, 128, 192, 256, 256)
 GROUPS, KEY_HEADS, BATCHES = (1, 1, 1, 2, 4, 8), (1, 2, 3, 4, 5, 8, 8, 12, 16, 20, 24, 32), (1, 1, 2, 3, 4, 8, 16)
 MOST_HEADS = 64
 FEWEST_TOKENS_LOG2, MOST_TOKENS_LOG2 = 7, 14
-MOST_QUERIES = 16
 MOST_BYTES = 2 * 10**9
 """Of keys and values, so that rotated inputs fit beside each other."""
 
@@ -85,7 +84,7 @@ def workloads(name: str, *, seed: int, count: int) -> tuple[Workload, ...]:
 
 
 def _drawn(suite: Suite, generator: random.Random) -> Iterator[Workload]:
-    for _ in itertools.count():
+    while True:
         keys = 2 ** generator.uniform(FEWEST_TOKENS_LOG2, MOST_TOKENS_LOG2)
         # lengths of training are powers of two, those of serving are any
         seqlen = 2 ** round(math.log2(keys)) if generator.random() < 0.4 else int(keys)
@@ -98,7 +97,7 @@ def _drawn(suite: Suite, generator: random.Random) -> Iterator[Workload]:
             batch=generator.choice(BATCHES),
             nheads=nheads_k * group,
             nheads_k=nheads_k,
-            seqlen_q=generator.randint(1, MOST_QUERIES) if suite.few_queries else seqlen,
+            seqlen_q=generator.randint(1, MAX_SEQLEN_Q) if suite.few_queries else seqlen,
             seqlen_k=seqlen_k,
             head_dim=generator.choice(HEAD_DIMS),
             causal=generator.random() < 0.55 or has_window,
@@ -120,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        chosen(options.impls, [impl for impl in IMPLS if impl.name in PEERS])
+        names = {impl.name for impl in chosen(options.impls, raced("forward"))}
         shard, provenance = Shard.parse(options.shard), Provenance.here(options.commit)
         path = options.results / provenance.slug / "unseen.csv"
         file = ResultsFile(path, RACE_COLUMNS, append=options.append, commit=provenance.commit)
@@ -135,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             jobs = [(name, workloads(name, seed=options.seed, count=options.count))]
             limit_s = options.limit_seconds - (time.monotonic() - began)
             with torch.no_grad() if direction == "forward" else nullcontext():
-                impls = [impl for impl in raced(direction) if impl.name in options.impls.split(",")]
+                impls = [impl for impl in raced(direction) if impl.name in names]
                 codes.add(run(jobs, impls, file, provenance, racer, shard=shard, limit_s=limit_s, say=say))
     return next((code for code in (STOPPED, MISSING) if code in codes), 0)
 

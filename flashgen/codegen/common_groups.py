@@ -58,6 +58,15 @@ class KeyTiles:
     causal: bool
     coarse: bool
 
+    def blocks(self, sizes: Sizes) -> int:
+        """Blocks of keys of a head, of packed sequences those of all."""
+        return key_blocks(sizes, self.block_n) if sizes.sequences else -(-sizes.seqlen_k // self.block_n)
+
+    def count(self, sizes: Sizes, heads: int) -> int:
+        """All tiles, of which each walks over so many query heads of a group; 0 is all of them."""
+        parts = parts_of(sizes.nheads // sizes.nheads_k, heads)
+        return sizes.batch * sizes.nheads_k * parts * self.blocks(sizes)
+
     def steps(self, sizes: Sizes, heads: int) -> float:
         """Steps until the last tile ends, in each of which a tile meets a block of queries of one head.
 
@@ -67,8 +76,7 @@ class KeyTiles:
         """
         packed = sizes.sequences > 0
         parts = parts_of(sizes.nheads // sizes.nheads_k, heads)
-        blocks = key_blocks(sizes, self.block_n) if packed else -(-sizes.seqlen_k // self.block_n)
-        tiles = sizes.batch * sizes.nheads_k * parts * blocks
+        blocks, tiles = self.blocks(sizes), self.count(sizes, heads)
         rounds = -(-tiles // self.slots)
         queries, keys = (sizes.max_seqlen_q, sizes.max_seqlen_k) if packed else (sizes.seqlen_q, sizes.seqlen_k)
         longest = -(-queries // self.block_m)

@@ -241,12 +241,11 @@ class _Words:
             driver.launch_arguments(start + WORD_BYTES * word, function, start + WORD_BYTES * addresses)
             for (word, addresses), function in zip(starts, functions, strict=True)
         )
-        overlaps = bool(config.get("early", False)), bool(config.get("pdl", False))
-        for part, layout, (word, addresses), is_early in zip(parts, layouts, starts, overlaps, strict=True):
+        for part, layout, (word, addresses) in zip(parts, layouts, starts, strict=True):
             launch = driver.LaunchConfig.from_buffer(self.words, WORD_BYTES * word)
             launch.block_x, launch.block_y, launch.block_z = part.handle.metadata.num_warps * 32, 1, 1
             launch.shared_bytes = part.handle.metadata.shared
-            if is_early:
+            if part.kernel.overlaps:
                 launch.attributes, launch.num_attributes = driver.PROGRAMMATIC_ATTRIBUTE, 1
             read = [places[parameter.name] for parameter in layout.parameters] + [absent] * layout.trailing
             self.words[addresses : addresses + len(read)] = [start + WORD_BYTES * word for word in read]

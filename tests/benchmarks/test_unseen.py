@@ -14,8 +14,9 @@ from benchmarks.impls import Impl
 from benchmarks.provenance import Provenance
 from benchmarks.race import Result
 from benchmarks.results import read_rows
-from benchmarks.unseen import HEAD_DIMS, MOST_BYTES, MOST_HEADS, MOST_QUERIES, SUITES, raced, workloads
+from benchmarks.unseen import HEAD_DIMS, MOST_BYTES, MOST_HEADS, SUITES, raced, workloads
 from benchmarks.unseen_tables import PASSES, unseen_parts
+from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.workload import Workload
 from flashgen.measure.timing import Window
 from tests.benchmarks.rows import SHARED
@@ -31,7 +32,7 @@ def test_shapes_are_of_their_suite(name: str) -> None:
         assert suite.least <= workload.flops <= suite.most
         assert workload.nheads <= MOST_HEADS
         assert 4 * workload.batch * workload.nheads_k * workload.seqlen_k * workload.head_dim <= MOST_BYTES
-        assert workload.seqlen_q <= (MOST_QUERIES if suite.few_queries else 2**14)
+        assert workload.seqlen_q <= (MAX_SEQLEN_Q if suite.few_queries else 2**14)
         assert workload.window_left is None or (workload.causal and suite.has_windows)
     assert {workload.head_dim for workload in found} == set(HEAD_DIMS)
     assert {workload.dtype for workload in found} == {"bf16", "fp16"}

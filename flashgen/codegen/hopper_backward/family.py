@@ -11,7 +11,7 @@ from flashgen.codegen.common_groups import HEADS_PER_TILE, heads_per_tile, why_p
 from flashgen.codegen.common_mods import has_blocks
 from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
-from flashgen.codegen.common_wgmma import ROWS, block, why_not_head_dim, why_not_wgmma
+from flashgen.codegen.common_wgmma import ROWS, why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob
 from flashgen.codegen.hopper_backward import heads, kernels, resources, scores
 from flashgen.codegen.hopper_backward import template_context as text
@@ -117,7 +117,7 @@ def _why_invalid(spec: Specialization, config: Config, device: Device) -> str | 
 
 
 def _why_meaningless(spec: Specialization, config: Config) -> str | None:
-    if config["block_m"] == 2 * ROWS and _width(spec) > ROWS:
+    if config["block_m"] == 2 * ROWS and resources.width(spec) > ROWS:
         return "dk, dv and scores of 128 queries take more registers than a thread has at heads of more than 64 columns"
     if spec.causal and config["heads_per_group"] == 1:
         return "tiles with the most queries start first, and only groups of heads have an order for that"
@@ -151,7 +151,7 @@ def _why_impossible_conversion(spec: Specialization, config: Config, device: Dev
 def _why_impossible_order(spec: Specialization, config: Config) -> str | None:
     if not resources.prefetches_scores(config):
         return None
-    if _width(spec) > ROWS:
+    if resources.width(spec) > ROWS:
         return "s of the next step takes the registers that dk and dv of heads of more than 64 columns need"
     if config["accumulator_init"] == "upfront":
         return "s that is computed a step ahead has its start long before dp"
@@ -191,16 +191,16 @@ def _fused_default(spec: Specialization, device: Device) -> Config:
 def _split_default(spec: Specialization, device: Device) -> Config:
     own: dict[str, KnobValue] = {
         # with scores of 128 queries the starts of all sums do not fit beside the mask of none
-        "accumulator_init": "upfront" if _width(spec) > ROWS or spec.causal else "interleaved",
+        "accumulator_init": "upfront" if resources.width(spec) > ROWS or spec.causal else "interleaved",
         "dq_block_n": ROWS if resources.is_wide(spec) else 2 * ROWS,
-        "dq_stages": 2 if _width(spec) > ROWS else 3,
+        "dq_stages": 2 if resources.width(spec) > ROWS else 3,
     }
     return Config.of(SPLIT_ID, {**_common_default(spec), **own})
 
 
 def _common_default(spec: Specialization) -> dict[str, KnobValue]:
     return {
-        "block_m": ROWS if _width(spec) > ROWS or _takes_registers(spec) else 2 * ROWS,
+        "block_m": ROWS if resources.width(spec) > ROWS or _takes_registers(spec) else 2 * ROWS,
         "q_stages": 2,
         # beside functions the values of a tile take registers of the next ones
         "persistent": spec.varlen or not (scores.weighs_first(spec) or has_blocks(spec)),
@@ -216,10 +216,6 @@ def _takes_registers(spec: Specialization) -> bool:
     A mask_mod that is asked in the partial blocks of a block mask takes them in a branch.
     """
     return scores.starts_at_zero(spec) or (spec.mods is not None and not has_blocks(spec))
-
-
-def _width(spec: Specialization) -> int:
-    return max(block(spec.head_dim), block(spec.head_dim_v))
 
 
 Changes = dict[str, KnobValue]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 
-from flashgen.codegen.common_groups import BY_RULE, KeyTiles, heads_per_tile, key_heads, why_pointless
-from flashgen.codegen.common_wgmma import ROWS, block
+from flashgen.codegen.common_groups import BY_RULE, KeyTiles, heads_per_tile, why_pointless
+from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_backward import resources
 from flashgen.core.config import Config
@@ -37,7 +37,7 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
         causal=spec.causal,
         coarse=spec.causal and not spec.window and not resources.is_wide(spec),
     )
-    return _staggered(spec, _with(config, tiles.best(sizes, heads_per_tile(config))), sizes, device)
+    return _staggered(spec, _with(config, tiles.best(sizes, heads_per_tile(config))), sizes, tiles)
 
 
 def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
@@ -55,12 +55,10 @@ def stagger(spec: Specialization, config: Config) -> Config:
     return config.replace(stagger_warpgroups=True)
 
 
-def _staggered(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    is_narrow = max(block(spec.head_dim), block(spec.head_dim_v)) == ROWS
-    if not is_narrow and (spec.causal or spec.window):
-        tiles = sizes.batch * key_heads(config, sizes) * -(-sizes.seqlen_k // resources.block_n(spec))
-        if tiles > FEW_WAVES * device.num_sms:
-            return config
+def _staggered(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> Config:
+    decides = resources.width(spec) > ROWS and (spec.causal or spec.window)
+    if decides and tiles.count(sizes, heads_per_tile(config)) > FEW_WAVES * tiles.slots:
+        return config
     return stagger(spec, config)
 
 

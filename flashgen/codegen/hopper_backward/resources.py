@@ -40,9 +40,14 @@ FUSED_DEFAULT_SPILLS, SPLIT_DEFAULT_SPILLS = 48, 24
 """Of defaults of plain shapes, the most under Triton 3.6 and 3.9."""
 
 
+def width(spec: Specialization) -> int:
+    """Columns of the wider of both kinds of tiles."""
+    return max(block(spec.head_dim), block(spec.head_dim_v))
+
+
 def is_wide(spec: Specialization) -> bool:
     """Whether one warpgroup sums dk and the other dv, of the same 64 keys."""
-    return max(block(spec.head_dim), block(spec.head_dim_v)) > WIDEST
+    return width(spec) > WIDEST
 
 
 def block_n(spec: Specialization) -> int:

@@ -13,6 +13,7 @@ from flashgen.codegen import head_packing
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_forward import resources, rules
+from flashgen.codegen.hopper_forward.tile_choice import is_plain
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -32,11 +33,12 @@ MOST_STEPS = 16
 """Steps up to which such a tile was timed. Over long keys it is how much of them an SM has under way that counts."""
 
 MOST_COLUMNS = 128
+"""Of heads of which such tiles were timed."""
 
 
 def narrowed(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config that was measured at other sizes, with tiles of one warpgroup where these have few queries."""
-    if sizes.seqlen_q > ROWS or spec.varlen:
+    if sizes.seqlen_q > ROWS:
         return config
     packed = resources.packed_heads(config)
     while packed * sizes.seqlen_q > ROWS:
@@ -50,7 +52,7 @@ def narrowed(spec: Specialization, config: Config, sizes: Sizes, device: Device)
 @functools.lru_cache(maxsize=256)
 def in_one_warpgroup(spec: Specialization, config: Config, packed: int, device: Device) -> Config:
     """A config with such tiles, of so many heads; as it is where there are none, or none were timed."""
-    if not _is_timed(spec):
+    if not is_plain(spec) or spec.varlen or spec.head_dim > MOST_COLUMNS:
         return config
     for block_n in _STEPS:
         found = config.replace(**_ONE_WARPGROUP, block_n=block_n, packed_heads=packed)
@@ -65,9 +67,3 @@ def others(spec: Specialization, config: Config, device: Device) -> tuple[Config
     heads = (number for number in head_packing.PACKED_HEADS if number <= packed)
     found = (in_one_warpgroup(spec, config, number, device) for number in heads)
     return tuple(other for other in dict.fromkeys(found) if other != config)
-
-
-def _is_timed(spec: Specialization) -> bool:
-    """Whether a specialization has no feature that changes its work, and heads of which such tiles were timed."""
-    plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
-    return spec.workload_class == plain and not spec.mods and spec.head_dim <= MOST_COLUMNS

@@ -119,11 +119,16 @@ def _packed(sizes: Sizes) -> tuple[Sizes, ...]:
 @functools.lru_cache(maxsize=256)
 def _tiles(spec: Specialization) -> tuple[Tile, ...]:
     """Those of a specialization without any feature that changes its work; none of one without a table."""
-    plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
-    plain += "-varlen" if spec.varlen else ""
-    if spec.workload_class != plain or spec.dtype not in MARGINS or spec.mods:
+    if not is_plain(spec) or spec.dtype not in MARGINS:
         return ()
     return TILES.get((spec.head_dim, spec.causal), ())
+
+
+def is_plain(spec: Specialization) -> bool:
+    """Whether a specialization has no feature but a causal mask and packed sequences."""
+    plain = f"fwd-{spec.dtype}-d{spec.head_dim}" + ("-causal" if spec.causal else "")
+    plain += "-varlen" if spec.varlen else ""
+    return spec.workload_class == plain and not spec.mods
 
 
 def _own(tiles: Sequence[Tile], config: Config) -> int | None:

@@ -238,10 +238,11 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
         maxnreg=register_limit(config),
     )
     main, reduce = _main_parameters(spec, config), _reduce_parameters(spec, config)
+    early, pdl = bool(config.get("early", False)), bool(config.get("pdl", False))
     reduce_options = CompileOptions(num_warps=config.integer("reduce_warps"), num_stages=1)
     return (
-        KernelSpec(entry=FAMILY_ID, parameters=main, options=options, programs=programs),
-        KernelSpec(entry=REDUCE, parameters=reduce, options=reduce_options, programs=reduce_programs),
+        KernelSpec(entry=FAMILY_ID, parameters=main, options=options, programs=programs, overlaps=early),
+        KernelSpec(entry=REDUCE, parameters=reduce, options=reduce_options, programs=reduce_programs, overlaps=pdl),
     )
 
 
