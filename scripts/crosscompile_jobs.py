@@ -17,6 +17,7 @@ from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device, find_device
 from flashgen.core.score_mods import ScoreMods, UserFunction
+from flashgen.core.workload import DECODE as STEP
 from flashgen.core.workload import Specialization
 
 TARGETS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx1200")
@@ -74,6 +75,7 @@ FEATURES = (
     "dec-bf16-d128-page16-softcap-alibi-sink",
     "dec-bf16-d128-page16-alibi-offset",
     "fwd-bf16-d128-causal-window-page16-varlen",
+    "dec-fp16-d64-page64-sink",
 )
 """Specializations of features and head sizes, which open the branches of the templates that SHAPES do not.
 
@@ -144,8 +146,9 @@ Families for wgmma compile them under either.
 """
 
 DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
-STEPS = (("dec-bf16-d128-page16", 64),)
-"""What families of decoding read, and how many sequences: programs of these are near the registers of an SM."""
+STEPS = (("dec-bf16-d128-page16", 64, 1), ("dec-bf16-d128-sink", 1, 16))
+"""What families of decoding read, how many sequences there are and their queries: programs of the first are near the
+registers of an SM, and the second is for warpgroups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +270,7 @@ def with_features(rows: Rows, devices: list[Device], *, first: int) -> list[Job]
     """
     found = []
     for number, spec in enumerate(map(Specialization.parse, FEATURES), start=first):
-        for step, row in enumerate(row for row in rows if row.direction == spec.direction):
+        for step, row in enumerate(in_turn(rows, spec)):
             turn = (number + step) % len(devices)
             able = [each for each in devices[turn:] + devices[:turn] if unsupported(row, spec, each) is None]
             chosen = able[:1]
@@ -277,6 +280,13 @@ def with_features(rows: Rows, devices: list[Device], *, first: int) -> list[Job]
             if chosen and spec.key in SHARED:
                 found += [replace(job, config=job.config.replace(split_keys=True)) for job in found[-len(chosen) :]]
     return found
+
+
+def in_turn(rows: Rows, spec: Specialization) -> list[KernelFamily]:
+    """The families of a direction; of decoding those for wgmma last, which take no turn from that for all targets."""
+    plain = replace(spec, softcap=False, alibi=False, offset_tensor=False)
+    last = for_wgmma(rows, plain) if spec.direction == STEP else []
+    return sorted((row for row in rows if row.direction == spec.direction), key=lambda row: row in last)
 
 
 def variants(config: Config, spec: Specialization, device: Device) -> list[Job]:
@@ -290,10 +300,10 @@ def variants(config: Config, spec: Specialization, device: Device) -> list[Job]:
 def with_steps(rows: Rows, device: Device) -> list[Job]:
     """Configs of decoding at sizes that a default does not know."""
     found = []
-    for key, batch in STEPS:
+    for key, batch, queries in STEPS:
         spec = Specialization.parse(key)
         if serving(rows, spec, device):
-            config = decode_config(spec, DECODE._replace(batch=batch), device)
+            config = decode_config(spec, DECODE._replace(batch=batch, seqlen_q=queries), device)
             found.append(Job(spec=spec, config=config, device=device, may_spill=False))
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.codegen.hopper_backward.family import HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
+from flashgen.codegen.hopper_decode.family import HOPPER_DECODE
 from flashgen.codegen.hopper_forward.family import HOPPER_FORWARD
 from flashgen.codegen.portable_backward.family import PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT
 from flashgen.codegen.portable_decode.family import PORTABLE_DECODE
@@ -27,7 +28,7 @@ FAMILIES: tuple[KernelFamily, ...] = (
 )
 """Every kernel family of forward and backward passes, in the order in which their defaults are preferred."""
 
-DECODE_FAMILIES: tuple[KernelFamily, ...] = (PORTABLE_DECODE,)
+DECODE_FAMILIES: tuple[KernelFamily, ...] = (HOPPER_DECODE, PORTABLE_DECODE)
 """Those of decoding over caches, which end without a launcher."""
 
 
@@ -137,8 +138,15 @@ def fitted(config: Config, spec: Specialization, sizes: Sizes, device: Device) -
 
 
 def usual(default: Config, spec: Specialization, sizes: Sizes, device: Device) -> Config:
-    """A family's default as it serves sizes without any record: of most families as any config fits them."""
+    """A family's default as it serves sizes without any record: of most families as any config fits them.
+
+    Where the next family that applies has a faster default at these sizes, that one's.
+    """
     row = family(default.family)
+    if row.slower_at(spec, sizes, device):
+        rows = applicable(spec, device)
+        row = next(iter(rows[rows.index(row) + 1 :]), row)
+        default = row.default(spec, device) if row.id != default.family else default
     return row.balanced(spec, (row.usual or row.fitted)(spec, default, sizes, device), sizes, device)
 
 

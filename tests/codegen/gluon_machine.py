@@ -223,8 +223,9 @@ Role = tuple[int, int, dict[int, NamedBarrier]]
 class Machine:
     """The grid of one launch."""
 
-    def __init__(self, programs: int, room: int | None = None) -> None:
+    def __init__(self, programs: int, room: int | None = None, grid: tuple[int, int, int] | None = None) -> None:
         self._local, self._lock, self._programs = threading.local(), threading.Lock(), programs
+        self._grid = grid or (programs, 1, 1)
         self._room = threading.Semaphore(room or programs)
         self._failures: list[BaseException] = []
 
@@ -277,6 +278,16 @@ class Machine:
             return arguments[0]
         return _computed(asm, arguments)
 
+    def _program_id(self, axis: int) -> torch.Tensor:
+        x, y, _ = self._grid
+        number = self._local.program
+        return torch.tensor((number % x, number // x % y, number // (x * y))[axis])
+
+    def _copies_landed(self, barrier: Barrier, increment_count: bool) -> None:
+        """All threads of a role arrive, whose copies are done when they are asked for."""
+        assert not increment_count
+        barrier.take(self._local.threads, 0)
+
     def _atomic_add(self, pointer: Pointer, value: int, **_: object) -> torch.Tensor:
         with self._lock:
             before = _load(pointer)
@@ -294,7 +305,7 @@ class Machine:
             float32=torch.float32,
             bfloat16=torch.bfloat16,
             float16=torch.float16,
-            program_id=lambda axis: torch.tensor(self._local.program),
+            program_id=self._program_id,
             num_programs=lambda axis: self._programs,
             warp_specialize=self._specialize,
             atomic_add=self._atomic_add,
@@ -313,6 +324,9 @@ class Machine:
             sum=lambda x, axis=None: x.sum(axis),
             cdiv=lambda a, b: torch.as_tensor(a + b - 1).div(b, rounding_mode="trunc"),
             exp2=torch.exp2,
+            log2=torch.log2,
+            cumsum=torch.cumsum,
+            expand_dims=torch.unsqueeze,
             abs=torch.abs,
             broadcast=torch.broadcast_tensors,
             static_range=range,
@@ -321,7 +335,7 @@ class Machine:
             inline_asm_elementwise=self._inline,
             to_tensor=torch.as_tensor,
             shared_memory_descriptor=Shared,
-            NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
+            NVMMASharedLayout=_NoLayout,
             **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout"), lambda *_: None),
             **dict.fromkeys(("SliceLayout", "SwizzledSharedLayout", "DistributedLinearLayout"), lambda *_: None),
         )
@@ -341,11 +355,23 @@ class Machine:
             "gluon": jit,
             "triton": jit,
             "mbarrier": mbarrier,
+            "async_copy": SimpleNamespace(async_load=_copy_rows, mbarrier_arrive=self._copies_landed),
             "tma": SimpleNamespace(**tma, store_wait=lambda pending: None),
             "fence_async_shared": lambda: None,
             "warpgroup_mma": _mma,
             "warpgroup_mma_wait": lambda count, values: values[0] if len(values) == 1 else values,
         }
+
+
+class _NoLayout:
+    def __init__(self, *_: object) -> None:
+        pass
+
+    get_default_for = staticmethod(lambda *_: None)
+
+
+def _copy_rows(tile: Shared, pointers: Pointer) -> None:
+    tile.store(_load(pointers))
 
 
 _EXTRA = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None))

@@ -9,9 +9,10 @@ import pytest
 
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.decode_splits import MOST_PROGRAMS, SplitCounts, split_counts
-from flashgen.codegen.families import decode_config, invalid
+from flashgen.codegen.families import decode_config, invalid, usual
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.portable_decode.defaults import ONLY_GRID, ONLY_SHARES, fitted, poor_at_sizes, seed_configs
+from flashgen.codegen.portable_decode.family import PORTABLE_DECODE
 from flashgen.codegen.portable_decode.resources import register_limit, smem_needed
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
@@ -144,8 +145,11 @@ def test_padded_rows_serve_any_number_of_them_and_are_for_warpgroups() -> None:
 
 def test_where_bits_follow_from_a_sequence_alone_there_is_one_order_of_sums() -> None:
     found = [
-        decode_config(
-            replace(SPEC, page_size=page), Sizes(batch=b, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=0), H200
+        usual(
+            PORTABLE_DECODE.default(replace(SPEC, page_size=page), H200),
+            replace(SPEC, page_size=page),
+            Sizes(batch=b, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=0),
+            H200,
         )
         for page in (None, 1, 16, 64, 256)
         for b in (1, 16, 64, 1024)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flashgen.codegen.common_decode import BATCH_PADS, CHUNKS, ONLY_GRID, ONLY_SHARES, batch_pad, default_partials
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.resources import why_too_large
@@ -17,20 +18,15 @@ from flashgen.core.workload import Specialization
 
 FAMILY_ID = "portable_decode"
 
-BATCH_PADS = (16, 128, 1024)
 FEWEST_ROWS = 8
 """Query rows of a tile of half a product: the other half of its rows is the first one again."""
 
 BLOCK_MS = (16, 32, 64)
-CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
 
 FEWEST_PARTIALS = 8
 """Partial results of a step of the merge where rows are many or sequences alike: its programs are small, and more of
 them have room beside the first kernel. A long sequence among short ones is merged faster with more."""
 
-ONLY_SHARES: dict[str, int] = {"slack": 0, "slack_percent": 0, "overhead": 0}
-ONLY_GRID: dict[str, int] = {"chunk": CHUNKS[0]}
-"""Knobs that one schedule reads, and what they are with the other one."""
 MAX_TILE = 64 * 256
 """Numbers of a tile of queries and its outputs; larger ones spill registers."""
 
@@ -142,11 +138,6 @@ def default_config(spec: Specialization, device: Device) -> Config:
     return _fitting(spec, Config.of(FAMILY_ID, knobs), device)
 
 
-def default_partials(spec: Specialization) -> int:
-    """Partial results that the merge reads at once, as its registers allow."""
-    return 32 if tile_side(spec.head_dim_v) <= 128 else 16
-
-
 def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """The default at the sizes of a call; without lengths (`sizes.seqlen_k` 0) no sum over keys depends on its batch.
 
@@ -166,15 +157,14 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     """
     # the lengths of few sequences lie in all threads, and then two programs of eight warps have too few registers
     pads = BATCH_PADS[1:] if config["num_warps"] == 8 and config["per_sm"] == 2 else BATCH_PADS
-    batch_pad = next((size for size in pads if sizes.batch <= size), pads[-1])
-    if config["schedule"] == "grid":
-        batch_pad = BATCH_PADS[0]  # which it does not read
     block_m = _block_m(spec, sizes)
     if config["block_m"] == FEWEST_ROWS and _rows(sizes) <= FEWEST_ROWS:
         block_m = FEWEST_ROWS
     if config["padded_rows"]:
         block_m = BLOCK_MS[-1]
-    config = config.replace(block_m=block_m, batch_pad=batch_pad, pdl=device.has_dependent_launch)
+    config = config.replace(
+        block_m=block_m, batch_pad=batch_pad(config, sizes.batch, pads), pdl=device.has_dependent_launch
+    )
     return _fitting(spec, config, device)
 
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from flashgen.codegen.common_decode import (
+    BATCH_PAD,
+    BATCH_PADS,
+    CHUNK,
+    CHUNKS,
+    EARLY,
+    MIN_TILES,
+    ONLY_SHARES,
+    OVERHEAD,
+    PARTIALS,
+    PDL,
+    REDUCE_WARPS,
+    SCHEDULE,
+    SLACK,
+    SLACK_PERCENT,
+    default_partials,
+    main_parameters,
+    reduce_parameters,
+    why_unused,
+)
 from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES
 from flashgen.codegen.decode_splits import split_counts
-from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows, Parameter, Sizes
+from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows, Sizes
 from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.defaults import (
-    BATCH_PADS,
     BLOCK_MS,
-    CHUNKS,
     FAMILY_ID,
     FEWEST_ROWS,
-    ONLY_GRID,
-    ONLY_SHARES,
     default_config,
-    default_partials,
     fitted,
     has_parted_tiles,
     poor_at_sizes,
@@ -34,7 +49,7 @@ MIN_WARP_KEYS = 16
 """Keys that `tl.dot` sums at least."""
 
 KNOBS = (
-    Knob(name="schedule", values=("shares", "grid"), meaning="equal shares of all keys, or programs for each sequence"),
+    SCHEDULE,
     Knob(name="block_m", values=(FEWEST_ROWS, *BLOCK_MS), meaning="query rows of a program"),
     Knob(
         name="padded_rows",
@@ -63,35 +78,14 @@ KNOBS = (
         values=(1, 2, 3, 4, 6),
         meaning="programs for each SM: of a launch, or that splits of sequences make at least",
     ),
-    Knob(name="min_tiles", values=(1, 2, 4, 8), meaning="steps that are worth a program of its own"),
-    Knob(
-        name="chunk",
-        values=CHUNKS,
-        meaning="keys for each of which a sequence gets a program, if that makes more; 0 is never (schedule: grid)",
-    ),
-    Knob(
-        name="slack",
-        values=(0, 2, 4, 8, 16),
-        meaning="steps more than an equal share that whole sequences may take, so that nothing is merged "
-        "(schedule: shares)",
-    ),
-    Knob(
-        name="slack_percent",
-        values=(0, 4, 8, 16),
-        meaning="the same in hundredths of an equal share; the larger one counts (schedule: shares)",
-    ),
-    Knob(
-        name="overhead",
-        values=(0, 2, 4, 8),
-        meaning="steps that a new sequence costs a program that has several (schedule: shares)",
-    ),
-    Knob(
-        name="batch_pad",
-        values=BATCH_PADS,
-        meaning="sequences whose lengths a program looks at (schedule: shares)",
-    ),
-    Knob(name="partials", values=(8, 16, 32, 64), meaning="partial results that the merge reads at once"),
-    Knob(name="reduce_warps", values=(1, 2, 4), meaning="warps of a program of the merge"),
+    MIN_TILES,
+    CHUNK,
+    SLACK,
+    SLACK_PERCENT,
+    OVERHEAD,
+    BATCH_PAD,
+    PARTIALS,
+    REDUCE_WARPS,
     Knob(name="page_ids", values=("asm", "load"), meaning="page ids hidden from the software pipeliner, or seen by it"),
     Knob(
         name="ids_per",
@@ -114,8 +108,8 @@ KNOBS = (
         default=False,
         implied=True,
     ),
-    Knob(name="early", values=(False, True), meaning="the first kernel is scheduled before those in front have ended"),
-    Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended"),
+    EARLY,
+    PDL,
     Knob(name="maxnreg", values=(0, 128, 168), meaning="register limit of a thread; 0 is what per_sm programs leave"),
 )
 
@@ -132,10 +126,8 @@ def _unsupported(spec: Specialization, device: Device) -> str | None:
 
 
 def _invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    unused = ONLY_SHARES if config["schedule"] == "grid" else ONLY_GRID
-    for name, value in unused.items():
-        if config[name] != value:
-            return f"schedule {config['schedule']} has no use for {name}: it is {value} there"
+    if (reason := why_unused(config)) is not None:
+        return reason
     if config["warp_keys"] and config.integer("block_n") < MIN_WARP_KEYS * config.integer("num_warps"):
         return f"each warp multiplies {MIN_WARP_KEYS} keys at least"
     if (config["pdl"] or config["early"]) and not device.has_dependent_launch:
@@ -157,79 +149,20 @@ def _invalid(spec: Specialization, config: Config, device: Device) -> str | None
     return why_too_large(spec, config, device)
 
 
-def _pointers(spec: Specialization, names: str) -> list[Parameter]:
-    return [Parameter(name=name, type=f"*{spec.dtype}", aligned16=spec.aligned16) for name in names]
-
-
-def _scores(spec: Specialization) -> list[Parameter]:
-    names = ["softcap_rate", "softcap_scale_log2"] if spec.softcap else ["softmax_scale_log2"]
-    found = [Parameter(name=name, type="fp32") for name in names]
-    if spec.alibi:
-        found += [Parameter(name="AlibiSlopes", type="*fp32"), Parameter(name="stride_alibi_b", type="i32")]
-    return found
-
-
-def _sinks(spec: Specialization) -> list[Parameter]:
-    return [Parameter(name="Sinks", type=f"*{spec.sink_dtype or 'fp32'}")] if spec.sink else []
-
-
-def _integers(*names: str) -> list[Parameter]:
-    return [Parameter(name=name, type="i32") for name in names]
-
-
-def _strides(*names: str) -> list[Parameter]:
-    return [Parameter(name=f"stride_{name}", type="i64") for name in names]
-
-
-PARTS = (Parameter(name="PartO", type="*fp32", aligned16=True), Parameter(name="PartLse", type="*fp32"))
-GRID_NUMBERS = ("slots", "least_splits", "most_splits")
-SHARES_NUMBERS = ("groups", "beside", "most_pairs", "most_parts", "pair_units")
-
-
-def _is_grid(config: Config) -> bool:
-    return config["schedule"] == "grid"
-
-
-def _lengths() -> list[Parameter]:
-    return [Parameter(name=name, type="*i32") for name in ("Lens", "Leftpad")]
-
-
-def _main_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
-    pages = [Parameter(name="Table" if spec.page_size else "BatchIdx", type="*i32")]
-    pages += [Parameter(name="OwnLens", type="*i32")] if spec.offset_tensor else []
-    found = [*_pointers(spec, "QKVO"), Parameter(name="LSE", type="*fp32"), *_lengths(), *pages, *_sinks(spec), *PARTS]
-    found += _scores(spec)
-    found += _integers("nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "split_tiles")
-    found += _integers("window_left", "window_right", "has_leftpad", "lse_rows")
-    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", *SHARES_NUMBERS)))
-    found += [*_integers("num_pages"), *_strides("table")] if spec.page_size else _integers("has_batch_idx")
-    found += _integers("members", "own_seqlen_k") if spec.offset_tensor else []
-    return (*found, *_strides("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh"))
-
-
-def _reduce_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
-    found = [*_pointers(spec, "O"), Parameter(name="LSE", type="*fp32"), *_sinks(spec), *PARTS, *_lengths()]
-    found += _integers("nheads_k", "group_size", "seqlen_q", "m_blocks", "tile_rows", "split_tiles", "lse_rows")
-    found += _integers("seqlen_k", "window_left", "has_leftpad")
-    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", *SHARES_NUMBERS)))
-    found += _integers("members") if spec.offset_tensor else []
-    return (*found, *_strides("ob", "os", "oh"))
-
-
 def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
     def pairs(sizes: Sizes) -> int:
         rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
         return sizes.batch * sizes.nheads_k * -(-rows // config.integer("block_m"))
 
     def programs(device: Device, sizes: Sizes) -> int:
-        if not _is_grid(config):
+        if config["schedule"] != "grid":
             return device.num_sms * config.integer("per_sm")
         counts = split_counts(config, device, pairs=pairs(sizes), seqlen_k=sizes.seqlen_k, split_size=0)
         return pairs(sizes) * counts.most
 
     def reduce_programs(device: Device, sizes: Sizes) -> int:
         rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-        groups = pairs(sizes) if _is_grid(config) else programs(device, sizes)
+        groups = pairs(sizes) if config["schedule"] == "grid" else programs(device, sizes)
         return groups * min(rows, config.integer("block_m"))
 
     options = CompileOptions(
@@ -237,7 +170,7 @@ def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
         num_stages=config.integer("num_stages"),
         maxnreg=register_limit(config),
     )
-    main, reduce = _main_parameters(spec, config), _reduce_parameters(spec, config)
+    main, reduce = main_parameters(spec, config), reduce_parameters(spec, config)
     early, pdl = bool(config.get("early", False)), bool(config.get("pdl", False))
     reduce_options = CompileOptions(num_warps=config.integer("reduce_warps"), num_stages=1)
     return (

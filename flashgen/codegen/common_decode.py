@@ -1,0 +1,134 @@
+"""What the families of decoding share: parameters of both kernels, and knobs of splits and of the merge."""
+
+from __future__ import annotations
+
+from flashgen.codegen.family import Knob, Parameter
+from flashgen.codegen.head_parts import tile_side
+from flashgen.core.config import Config
+from flashgen.core.workload import Specialization
+
+CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
+"""Keys for each of which a sequence gets a program; 0 is never."""
+
+BATCH_PADS = (16, 128, 1024)
+
+ONLY_SHARES: dict[str, int] = {"slack": 0, "slack_percent": 0, "overhead": 0}
+ONLY_GRID: dict[str, int] = {"chunk": CHUNKS[0]}
+"""Knobs that one schedule reads, and what they are with the other one."""
+
+SCHEDULE = Knob(
+    name="schedule", values=("shares", "grid"), meaning="equal shares of all keys, or programs for each sequence"
+)
+CHUNK = Knob(
+    name="chunk",
+    values=CHUNKS,
+    meaning="keys for each of which a sequence gets a program, if that makes more; 0 is never (schedule: grid)",
+)
+SLACK = Knob(
+    name="slack",
+    values=(0, 2, 4, 8, 16),
+    meaning="steps more than an equal share that whole sequences may take, so that nothing is merged "
+    "(schedule: shares)",
+)
+SLACK_PERCENT = Knob(
+    name="slack_percent",
+    values=(0, 4, 8, 16),
+    meaning="the same in hundredths of an equal share; the larger one counts (schedule: shares)",
+)
+OVERHEAD = Knob(
+    name="overhead",
+    values=(0, 2, 4, 8),
+    meaning="steps that a new sequence costs a program that has several (schedule: shares)",
+)
+BATCH_PAD = Knob(
+    name="batch_pad", values=BATCH_PADS, meaning="sequences whose lengths a program looks at (schedule: shares)"
+)
+MIN_TILES = Knob(name="min_tiles", values=(1, 2, 4, 8), meaning="steps that are worth a program of its own")
+PARTIALS = Knob(name="partials", values=(8, 16, 32, 64), meaning="partial results that the merge reads at once")
+REDUCE_WARPS = Knob(name="reduce_warps", values=(1, 2, 4), meaning="warps of a program of the merge")
+EARLY = Knob(
+    name="early", values=(False, True), meaning="the first kernel is scheduled before those in front have ended"
+)
+PDL = Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended")
+
+
+def why_unused(config: Config) -> str | None:
+    """The reason against a knob that is set and that the schedule of a config does not read, or None."""
+    unused = ONLY_SHARES if config["schedule"] == "grid" else ONLY_GRID
+    for name, value in unused.items():
+        if config[name] != value:
+            return f"schedule {config['schedule']} has no use for {name}: it is {value} there"
+    return None
+
+
+def batch_pad(config: Config, batch: int, pads: tuple[int, ...] = BATCH_PADS) -> int:
+    """The least of `pads` with room for so many sequences; the schedule `grid` does not read it."""
+    if config["schedule"] == "grid":
+        return BATCH_PADS[0]
+    return next((size for size in pads if batch <= size), pads[-1])
+
+
+def default_partials(spec: Specialization) -> int:
+    """Partial results that the merge reads at once, as its registers allow."""
+    return 32 if tile_side(spec.head_dim_v) <= 128 else 16
+
+
+def _pointers(spec: Specialization, names: str) -> list[Parameter]:
+    return [Parameter(name=name, type=f"*{spec.dtype}", aligned16=spec.aligned16) for name in names]
+
+
+def _scores(spec: Specialization) -> list[Parameter]:
+    names = ["softcap_rate", "softcap_scale_log2"] if spec.softcap else ["softmax_scale_log2"]
+    found = [Parameter(name=name, type="fp32") for name in names]
+    if spec.alibi:
+        found += [Parameter(name="AlibiSlopes", type="*fp32"), Parameter(name="stride_alibi_b", type="i32")]
+    return found
+
+
+def _sinks(spec: Specialization) -> list[Parameter]:
+    return [Parameter(name="Sinks", type=f"*{spec.sink_dtype or 'fp32'}")] if spec.sink else []
+
+
+def _integers(*names: str) -> list[Parameter]:
+    return [Parameter(name=name, type="i32") for name in names]
+
+
+def _strides(*names: str) -> list[Parameter]:
+    return [Parameter(name=f"stride_{name}", type="i64") for name in names]
+
+
+PARTS = (Parameter(name="PartO", type="*fp32", aligned16=True), Parameter(name="PartLse", type="*fp32"))
+GRID_NUMBERS = ("slots", "least_splits", "most_splits")
+SHARES_NUMBERS = ("groups", "beside", "most_pairs", "most_parts", "pair_units")
+
+
+def _is_grid(config: Config) -> bool:
+    return config["schedule"] == "grid"
+
+
+def _lengths() -> list[Parameter]:
+    return [Parameter(name=name, type="*i32") for name in ("Lens", "Leftpad")]
+
+
+def main_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
+    """Those of the kernel that reads the keys."""
+    pages = [Parameter(name="Table" if spec.page_size else "BatchIdx", type="*i32")]
+    pages += [Parameter(name="OwnLens", type="*i32")] if spec.offset_tensor else []
+    found = [*_pointers(spec, "QKVO"), Parameter(name="LSE", type="*fp32"), *_lengths(), *pages, *_sinks(spec), *PARTS]
+    found += _scores(spec)
+    found += _integers("nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "split_tiles")
+    found += _integers("window_left", "window_right", "has_leftpad", "lse_rows")
+    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", *SHARES_NUMBERS)))
+    found += [*_integers("num_pages"), *_strides("table")] if spec.page_size else _integers("has_batch_idx")
+    found += _integers("members", "own_seqlen_k") if spec.offset_tensor else []
+    return (*found, *_strides("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh"))
+
+
+def reduce_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ...]:
+    """Those of the merge."""
+    found = [*_pointers(spec, "O"), Parameter(name="LSE", type="*fp32"), *_sinks(spec), *PARTS, *_lengths()]
+    found += _integers("nheads_k", "group_size", "seqlen_q", "m_blocks", "tile_rows", "split_tiles", "lse_rows")
+    found += _integers("seqlen_k", "window_left", "has_leftpad")
+    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", *SHARES_NUMBERS)))
+    found += _integers("members") if spec.offset_tensor else []
+    return (*found, *_strides("ob", "os", "oh"))

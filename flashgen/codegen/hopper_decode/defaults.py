@@ -1,0 +1,118 @@
+"""Configs of the Hopper decode family that serve where nothing was tuned, by what is compiled in and by sizes."""
+
+from __future__ import annotations
+
+from flashgen.codegen.common_decode import BATCH_PADS, ONLY_GRID, ONLY_SHARES, batch_pad, default_partials
+from flashgen.codegen.common_wgmma import ROWS
+from flashgen.codegen.family import Sizes
+from flashgen.codegen.hopper_decode.resources import why_too_large
+from flashgen.core.config import Config, KnobValue
+from flashgen.core.device import Device
+from flashgen.core.workload import Specialization
+
+FAMILY_ID = "hopper_decode"
+
+SHARES: dict[str, KnobValue] = {"schedule": "shares", "slack": 4, "slack_percent": 0, "overhead": 4, **ONLY_GRID}
+GRID: dict[str, KnobValue] = {"schedule": "grid", **ONLY_SHARES, **ONLY_GRID}
+
+ONE: dict[str, KnobValue] = {"block_n": 64, "num_stages": 4, "per_sm": 1}
+"""Within 1% of the best of its space at heads of 128 over contiguous caches and pages, with 1 to 16 queries."""
+
+TWO: dict[str, KnobValue] = {"block_n": 64, "num_stages": 3, "per_sm": 2}
+"""One program begins while the other one ends: for more programs than run at a time."""
+
+WIDE: dict[str, KnobValue] = {"block_n": 128, "num_stages": 2, "per_sm": 1}
+"""Fewer steps, for pairs with many of them."""
+
+OTHERS: tuple[dict[str, KnobValue], ...] = (
+    TWO,
+    WIDE,
+    {"block_n": 64, "num_stages": 6, "per_sm": 1},
+    {"block_n": 32, "num_stages": 6, "per_sm": 2},
+    GRID,
+    {**GRID, **TWO},
+    {**GRID, **TWO, "chunk": 2048},
+    {**GRID, **WIDE},
+    {**TWO, "slack": 16},
+)
+"""What was ahead somewhere, or nearly."""
+
+FEW_ROWS = 16
+"""Query rows of a key head up to which the portable family multiplies no more of them than there are. A warpgroup
+multiplies 64, and is ahead of it where sequences are about as long, and behind where most are short."""
+
+SHORT = 2048
+"""Keys up to which programs for each sequence are faster than equal shares, which every row of the merge asks for."""
+
+MANY_PAIRS = 4
+"""Pairs of sequence and key head for each SM from which on two programs have room there."""
+
+
+def default_config(spec: Specialization, device: Device) -> Config:
+    """A config that is valid wherever the family applies."""
+    knobs: dict[str, KnobValue] = {
+        **ONE,
+        **SHARES,
+        "block_m": ROWS,
+        "min_tiles": 1,
+        "batch_pad": BATCH_PADS[-1],
+        "partials": default_partials(spec),
+        "reduce_warps": 1,
+        "early": False,
+        "pdl": True,
+    }
+    return _fitting(spec, Config.of(FAMILY_ID, knobs), device)
+
+
+def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
+    """What was ahead somewhere, as it fits."""
+    default = default_config(spec, device)
+    return tuple(_fitting(spec, default.replace(**tiles), device) for tiles in OTHERS)
+
+
+def slower_at(spec: Specialization, sizes: Sizes, device: Device) -> str | None:
+    """The reason why the portable family's default is faster at some sizes, or None."""
+    is_fixed, is_wide = not sizes.seqlen_k, spec.head_dim > 128
+    if is_fixed and is_wide:
+        return "splits of fixed size of heads of 256 are as fast there, and its programs are smaller"
+    if not is_fixed and _rows(sizes) <= FEW_ROWS:
+        return f"a key head has {_rows(sizes)} query rows, and tiles have {ROWS}"
+    return None
+
+
+def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    """The default at the sizes of a call; without lengths (`sizes.seqlen_k` 0) by what is compiled in alone."""
+    is_narrow, is_wide = spec.head_dim < 128, spec.head_dim > 128
+    pairs = sizes.batch * sizes.nheads_k * -(-_rows(sizes) // ROWS)
+    if not sizes.seqlen_k:
+        tiles = {**SHARES, **(TWO if is_narrow else WIDE)}
+    elif sizes.seqlen_k > SHORT and sizes.batch > 1:
+        tiles = {**SHARES, **({**TWO, "slack": 16} if is_narrow else ONE if is_wide else WIDE)}
+    else:
+        is_many = pairs > MANY_PAIRS * device.num_sms
+        tiles = {**GRID, **(TWO if is_narrow or (is_many and not is_wide) else ONE)}
+    return fitted(spec, _fitting(spec, config.replace(**tiles), device), sizes, device)
+
+
+def _rows(sizes: Sizes) -> int:
+    return sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
+
+
+def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
+    """A config at the sizes of a call, which decide how many lengths a program looks at."""
+    return config.replace(batch_pad=batch_pad(config, sizes.batch))
+
+
+def _fitting(spec: Specialization, config: Config, device: Device) -> Config:
+    """The config with as few stages and keys a step as the SM asks for."""
+    smaller: tuple[dict[str, KnobValue], ...] = (
+        {"num_stages": 3},
+        {"num_stages": 2},
+        {"block_n": 32, "num_stages": 4},
+        {"per_sm": 1},
+    )
+    for changes in smaller:
+        if why_too_large(spec, config, device) is None:
+            return config
+        config = config.replace(**changes)
+    return config

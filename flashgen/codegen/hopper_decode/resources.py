@@ -1,0 +1,67 @@
+"""Shared memory and registers of the Hopper decode family, as arithmetic: what does not fit is not compiled."""
+
+from __future__ import annotations
+
+from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD
+from flashgen.codegen.common_wgmma import BARRIER_BYTES, ROWS, SM90
+from flashgen.codegen.inspect import RESERVED_SMEM
+from flashgen.core.config import Config
+from flashgen.core.device import Device
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+PRODUCER_WARPS, CONSUMER_WARPS = 4, 4
+"""With one or two warps that copy, addresses took as long as the memory does."""
+
+REGISTER_STEP = 8
+"""setmaxnreg moves the registers of a warpgroup in steps of eight a thread."""
+
+PRODUCER_REGISTERS = {1: 128, 2: 80}
+"""Of a thread that copies, by the programs of an SM: addresses of 8 to 32 rows."""
+
+MAX_CONSUMER_REGISTERS = 248
+OTHER_REGS = 40
+"""Registers of a consumer thread beside scores, weights and output: statistics, the range of each row, phases."""
+
+
+def q_stages(spec: Specialization, config: Config) -> int:
+    """Slots for queries: two where one program has an SM and leaves so much, for those of the next pair."""
+    has_room = _smem_bytes(spec, config, 2) <= SM90.smem_per_block
+    return 2 if config["per_sm"] == 1 and has_room else 1
+
+
+def smem_needed(spec: Specialization, config: Config) -> int:
+    """The shared memory of a program in bytes: the ring of K and V, and the queries."""
+    return _smem_bytes(spec, config, q_stages(spec, config))
+
+
+def _smem_bytes(spec: Specialization, config: Config, tiles_of_queries: int) -> int:
+    rows = 2 * config.integer("num_stages") * config.integer("block_n") + tiles_of_queries * ROWS
+    return rows * spec.head_dim * DTYPE_BYTES[spec.dtype] + BARRIER_BYTES
+
+
+def register_limit(config: Config) -> int:
+    """Registers of a thread before the roles divide them, so that the programs of an SM lie side by side; 0 is any."""
+    return {1: 0, 2: 128}[config.integer("per_sm")]
+
+
+def consumer_registers(config: Config, device: Device) -> int:
+    """Those of a thread that multiplies: what the threads that copy leave."""
+    warps = PRODUCER_WARPS + CONSUMER_WARPS
+    a_thread = min(device.regs_per_sm // (config.integer("per_sm") * warps * device.warp_size), MAX_REGS_PER_THREAD)
+    left = a_thread * warps - PRODUCER_REGISTERS[config.integer("per_sm")] * PRODUCER_WARPS
+    return min(left // CONSUMER_WARPS // REGISTER_STEP * REGISTER_STEP, MAX_CONSUMER_REGISTERS)
+
+
+def why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:
+    """The resource that the programs of a config cannot have side by side on an SM of `device`, or None."""
+    per_sm, shared = config.integer("per_sm"), smem_needed(spec, config)
+    if shared > device.smem_per_block:
+        return f"it needs {shared} bytes of shared memory and a block has {device.smem_per_block}"
+    if per_sm * (shared + RESERVED_SMEM) > device.smem_per_sm:
+        return f"{per_sm} programs of {shared} bytes of shared memory do not fit into the {device.smem_per_sm} of an SM"
+    # of a tile of 64 rows a thread has half a row: scores and output in fp32, weights in two bytes
+    needed = (spec.head_dim + config.integer("block_n") + config.integer("block_n") // 2) // 2 + OTHER_REGS
+    available = consumer_registers(config, device)
+    if needed > available:
+        return f"a consumer thread needs about {needed} registers and gets {available}"
+    return None
