@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.codegen.families import decode_config, invalid
-from flashgen.codegen.portable_decode.defaults import ONLY_SHARES
-from flashgen.core.config import KnobValue
+from flashgen.codegen.common_decode import ONLY_SHARES
+from flashgen.codegen.families import family, invalid, usual
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.launch.gpu import current_device
 from flashgen.runtime.decode import runs
@@ -87,6 +87,12 @@ def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, split: int | No
     assert torch.equal(lse, lse_again)
 
 
+def portable(checked: CheckedDecode) -> Config:
+    """What serves by the rule of the family for all GPUs, even where there is another one."""
+    device, sizes = current_device(0), checked.shape.sizes
+    return usual(family("portable_decode").default(checked.spec, device), checked.spec, sizes, device)
+
+
 SMALL: dict[str, KnobValue] = {
     "block_n": 64,
     "num_warps": 4,
@@ -116,7 +122,7 @@ def test_configs_that_no_rule_takes_are_right(name: str, knobs: str) -> None:
     split = 256 if name == "queries of 4" else None
     call = replace(make(CASES[name], "cuda"), fixed_split_size=split, return_lse=True)
     checked, device = CheckedDecode.of(call, torch.empty_like(call.q)), current_device(0)
-    config = decode_config(checked.spec, checked.shape.sizes, device).replace(**{**SMALL, **OTHERS[knobs]})
+    config = portable(checked).replace(**{**SMALL, **OTHERS[knobs]})
     assert invalid(config, checked.spec, device) is None
     out, lse = runs.run(call, config)
     assert lse is not None
@@ -138,7 +144,7 @@ AHEAD: dict[str, dict[str, KnobValue]] = {
 def test_page_ids_of_a_page_and_those_of_the_next_step_are_right(name: str, knobs: str) -> None:
     call = replace(make(CASES[name], "cuda"), return_lse=True)
     checked, device = CheckedDecode.of(call, torch.empty_like(call.q)), current_device(0)
-    config = decode_config(checked.spec, checked.shape.sizes, device).replace(**{**SMALL, **AHEAD[knobs]})
+    config = portable(checked).replace(**{**SMALL, **AHEAD[knobs]})
     assert invalid(config, checked.spec, device) is None
     assert_right(call, *runs.run(call, config))
 

@@ -12,7 +12,7 @@ import torch
 
 import flashgen
 from flashgen.codegen import build
-from flashgen.codegen.families import decode_config
+from flashgen.codegen.families import family, usual
 from flashgen.core.errors import LaunchError
 from flashgen.launch import decode_plan
 from flashgen.runtime.decode import runs
@@ -174,16 +174,17 @@ def _given_up(call: DecodeCall) -> None:
     raise ZeroDivisionError
 
 
-def test_with_fixed_splits_the_number_of_programs_changes_no_bits() -> None:
+@pytest.mark.parametrize(("family_id", "most"), [("portable_decode", 3), ("hopper_decode", 2)])
+def test_with_fixed_splits_the_number_of_programs_changes_no_bits(family_id: str, most: int) -> None:
     call = make(Case(lens=(400, 3000, 7, 5000), page=64, options={"fixed_split_size": 512}, **WIDE), "cuda")
-    found = [_with_programs(call, per_sm) for per_sm in (1, 2, 3)]
+    found = [_with_programs(call, family_id, per_sm) for per_sm in range(1, most + 1)]
     assert all(torch.equal(found[0], out) for out in found[1:])
 
 
-def _with_programs(call: DecodeCall, per_sm: int) -> torch.Tensor:
+def _with_programs(call: DecodeCall, family_id: str, per_sm: int) -> torch.Tensor:
     """The output of the config that the rule chooses, with another number of programs for each SM."""
     device = serve.device_at(0)
     checked = CheckedDecode.of(call, torch.empty_like(call.q))
-    config = decode_config(checked.spec, checked.shape.sizes, device)
+    config = usual(family(family_id).default(checked.spec, device), checked.spec, checked.shape.sizes, device)
     smaller = config.replace(num_stages=2, block_n=min(config.integer("block_n"), 64), per_sm=per_sm)
     return runs.run(call, smaller)[0]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashgen.codegen.common_decode import ONLY_SHARES
 from flashgen.codegen.families import family, invalid, unsupported
 from flashgen.core.config import KnobValue
 from flashgen.launch.gpu import current_device
@@ -19,13 +20,23 @@ pytestmark = pytest.mark.gpu
 
 CONFIGS: dict[str, dict[str, KnobValue]] = {
     "default": {},
-    "two programs, chunks": {"block_n": 64, "num_stages": 3, "per_sm": 2, "chunk": 1024, "early": True},
+    "two programs": {"block_n": 64, "num_stages": 3, "per_sm": 2, "slack": 16, "slack_percent": 8},
+    "splits": {"schedule": "grid", **ONLY_SHARES},
+    "splits, two programs, chunks": {
+        "schedule": "grid",
+        **ONLY_SHARES,
+        "block_n": 64,
+        "num_stages": 3,
+        "per_sm": 2,
+        "chunk": 1024,
+        "early": True,
+    },
     "wide steps": {"block_n": 128, "num_stages": 2, "min_tiles": 4},
     "narrow steps": {"block_n": 32, "num_stages": 6, "pdl": False},
 }
 
 
-@pytest.mark.parametrize("split", [None, 256], ids=["splits", "fixed"])
+@pytest.mark.parametrize("split", [None, 256], ids=["any", "fixed"])
 @pytest.mark.parametrize("knobs", CONFIGS)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, knobs: str, split: int | None) -> None:
@@ -36,6 +47,7 @@ def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, knobs: str, spl
     if reason is not None:
         pytest.skip(reason)
     config = row.default(checked.spec, device).replace(**CONFIGS[knobs])
+    config = row.fitted(checked.spec, config, checked.shape.sizes, device)
     if (reason := invalid(config, checked.spec, device)) is not None:
         pytest.skip(reason)
     out, lse = runs.run(call, config)
