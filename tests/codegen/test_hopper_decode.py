@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +19,9 @@ from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_decode.family import HOPPER_DECODE
 from flashgen.codegen.hopper_decode.resources import consumer_registers, smem_needed
 from flashgen.codegen.render import render
-from flashgen.core.config import KnobValue
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
+from flashgen.core.lengths import PROFILES
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.decode_numbers import DecodeNumbers
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
@@ -194,3 +199,47 @@ def test_where_no_bits_depend_on_the_batch_the_rule_reads_none_of_it(key: str, f
         config = decode_config(spec, sizes, H200)
         found.add((config.family, config["block_n"], config["schedule"]))
     assert [row[0] for row in found] == [family_id]
+
+
+# --- the rule, held to races -----------------------------------------------------------------------------------------
+
+RACES = Path(__file__).with_name("decode_families_nvidia_h100.csv")
+"""Races of both families on an H100, us of a call on each profile of lengths, before queries had slots of their own."""
+
+
+def tiles_of(config: Config) -> str:
+    """The name that a config has in the file."""
+    if config.family != HOPPER_DECODE.id:
+        return "portable"
+    one = "two" if config["per_sm"] == 2 else "wide" if config["block_n"] == 128 else "one"
+    return f"{'grid ' if config['schedule'] == 'grid' else ''}{one}{' slack' if config['slack'] == 16 else ''}"
+
+
+def races() -> Iterator[tuple[str, dict[str, float]]]:
+    """What the rule chooses for each shape, and the times of all on all profiles together."""
+    with RACES.open() as file:
+        rows = list(csv.DictReader(file))
+    shape = ("nheads", "nheads_k", "head_dim", "batch", "seqlen_q", "seqlen_k", "page_size", "split_size")
+    for _, each in itertools.groupby(rows, key=lambda row: [row[name] for name in shape]):
+        found = list(each)
+        at = {name: int(found[0][name]) for name in shape}
+        page = f"-page{at['page_size']}" if at["page_size"] else ""
+        spec = Specialization.parse(f"dec-bf16-d{at['head_dim']}{page}")
+        sizes = Sizes(
+            **{name: at[name] for name in ("batch", "nheads", "nheads_k", "seqlen_q")},
+            seqlen_k=0 if at["split_size"] else at["seqlen_k"],
+        )
+        times = {row["tiles"]: sum(float(row[f"{name}_us"] or 0) for name in PROFILES) for row in found}
+        yield tiles_of(decode_config(spec, sizes, find_device("h100"))), times
+
+
+def test_the_rule_is_near_the_best_of_both_families() -> None:
+    found = list(races())
+    behind = [times[chosen] / min(times.values()) for chosen, times in found]
+    assert len(behind) == 143
+    assert statistics.geometric_mean(behind) < 1.02
+    assert max(behind) < 1.22, "one sequence in splits of fixed size, whose tiles may not depend on there being one"
+    ahead = [times["portable"] / times[chosen] for chosen, times in found if chosen != "portable"]
+    assert len(ahead) == 76
+    assert statistics.geometric_mean(ahead) > 1.17
+    assert sorted(ahead)[5] > 0.98

@@ -37,12 +37,16 @@ OTHERS: tuple[dict[str, KnobValue], ...] = (
 )
 """What was ahead somewhere, or nearly."""
 
-FEW_ROWS = 16
-"""Query rows of a key head up to which the portable family multiplies no more of them than there are. A warpgroup
-multiplies 64, and is ahead of it where sequences are about as long, and behind where most are short."""
+FEWEST_ROWS, FEW_ROWS = 8, 16
+"""Query rows of a key head up to which the portable family multiplies no more of them than there are: with fewer than
+the first always faster where some sequences are short, up to the second where they may be long."""
 
-SHORT = 2048
-"""Keys up to which programs for each sequence are faster than equal shares, which every row of the merge asks for."""
+BRIEF, SHORT = 1024, 2048
+"""Keys up to which sequences with few rows are served, and up to which programs for each sequence are faster than equal
+shares, which every row of the merge asks for."""
+
+FEW_SEQUENCES = 4
+"""Up to so many sequences likewise, of any length: there is little to share."""
 
 MANY_PAIRS = 4
 """Pairs of sequence and key head for each SM from which on two programs have room there."""
@@ -75,8 +79,9 @@ def slower_at(spec: Specialization, sizes: Sizes, device: Device) -> str | None:
     is_fixed, is_wide = not sizes.seqlen_k, spec.head_dim > 128
     if is_fixed and is_wide:
         return "splits of fixed size of heads of 256 are as fast there, and its programs are smaller"
-    if not is_fixed and _rows(sizes) <= FEW_ROWS:
-        return f"a key head has {_rows(sizes)} query rows, and tiles have {ROWS}"
+    rows = _rows(sizes)
+    if not is_fixed and (rows < FEWEST_ROWS or (rows <= FEW_ROWS and sizes.seqlen_k > BRIEF)):
+        return f"a key head has {rows} query rows, and tiles have {ROWS}"
     return None
 
 
@@ -85,8 +90,8 @@ def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) ->
     is_narrow, is_wide = spec.head_dim < 128, spec.head_dim > 128
     pairs = sizes.batch * sizes.nheads_k * -(-_rows(sizes) // ROWS)
     if not sizes.seqlen_k:
-        tiles = {**SHARES, **(TWO if is_narrow else WIDE)}
-    elif sizes.seqlen_k > SHORT and sizes.batch > 1:
+        tiles = {**SHARES, **TWO}
+    elif sizes.seqlen_k > SHORT and sizes.batch > FEW_SEQUENCES:
         tiles = {**SHARES, **({**TWO, "slack": 16} if is_narrow else ONE if is_wide else WIDE)}
     else:
         is_many = pairs > MANY_PAIRS * device.num_sms
