@@ -69,6 +69,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def nothing_ships(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No database ships, of an H100 either."""
+    monkeypatch.setattr("flashgen.db.layers.shipped_databases", dict)
+
+
+@pytest.fixture
 def h100_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an H100."""
     monkeypatch.setattr(arguments, "device_here", lambda: find_device("h100"))

@@ -40,7 +40,7 @@ def records(count: int) -> None:
             )
 
 
-def test_files_are_written_that_searches_and_look_ups_read(invoke: Invoke, tmp_path: Path) -> None:
+def test_files_are_written_that_searches_and_look_ups_read(invoke: Invoke, nothing_ships: None, tmp_path: Path) -> None:
     records(7)
     out = tmp_path / "learned"
     done = invoke("db", "learn", table(tmp_path), "-o", out, "--device", "h100", "--commit", "abc")
@@ -67,7 +67,7 @@ def test_files_are_written_that_searches_and_look_ups_read(invoke: Invoke, tmp_p
         assert (again / path.name).read_bytes() == path.read_bytes()
 
 
-def test_figures_are_printed_for_machines(invoke: Invoke) -> None:
+def test_figures_are_printed_for_machines(invoke: Invoke, nothing_ships: None) -> None:
     records(2)
     done = invoke("db", "learn", "--device", "h100", "--json")
     found = json.loads(done.stdout)

@@ -75,7 +75,7 @@ def test_doctor_judges_versions(
     assert checks[package]["state"] == state
 
 
-def test_doctor_notes_a_gpu_without_records(invoke: Invoke, h100_here: None) -> None:
+def test_doctor_notes_a_gpu_without_records(invoke: Invoke, h100_here: None, nothing_ships: None) -> None:
     shown = invoke("doctor").stdout
     assert "none for NVIDIA H100: `flashgen tune` makes them" in shown
 
@@ -264,7 +264,9 @@ def test_a_file_in_the_place_of_tritons_cache_is_named(
     assert report(invoke)["Triton's cache"]["state"] == "bad"
 
 
-def test_versions_that_do_not_match_are_named(invoke: Invoke, h100_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_do_not_match_are_named(
+    invoke: Invoke, h100_here: None, nothing_ships: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = replace(MEASURED, device=find_device("h100"), versions=replace(MEASURED.versions, triton="3.5.0"))
     with Store.open(settings().db_layers[0]) as store:
         store.put_records([record])

@@ -59,7 +59,7 @@ def test_all_sizes_of_a_class_have_one_config(ladder: Ladder) -> None:
 
 def test_every_shipped_record_of_a_profile_serves_its_workload(tmp_path: Path) -> None:
     records = Records(Layers.open([tmp_path / "none.sqlite3"]))
-    shipped = [record for record, _ in records._layers.records(arch=H200.arch) if record.workload.has_profiles]
+    shipped = [record for record, _ in records._layers.records(device=H200) if record.workload.has_profiles]
     assert {record.workload.direction for record in shipped} == {"forward", "backward", "decode"}
     for record in shipped:
         served = explain(record.workload, record.workload.specialization, H200, records).served
