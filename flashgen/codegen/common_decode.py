@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.family import Knob, Parameter
+from flashgen.codegen.decode_splits import split_counts
+from flashgen.codegen.family import CompileOptions, KernelSpec, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import tile_side
 from flashgen.core.config import Config
+from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
 
 CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
@@ -132,3 +134,43 @@ def reduce_parameters(spec: Specialization, config: Config) -> tuple[Parameter, 
     found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", *SHARES_NUMBERS)))
     found += _integers("members") if spec.offset_tensor else []
     return (*found, *_strides("ob", "os", "oh"))
+
+
+def both_kernels(
+    spec: Specialization, config: Config, options: CompileOptions, *, language: str = "triton"
+) -> tuple[KernelSpec, ...]:
+    """The kernels of a config, named after its family: what reads the keys, with these options, and the merge."""
+    is_grid, block_m = config["schedule"] == "grid", config.integer("block_m")
+
+    def rows(sizes: Sizes) -> int:
+        return sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
+
+    def pairs(sizes: Sizes) -> int:
+        return sizes.batch * sizes.nheads_k * -(-rows(sizes) // block_m)
+
+    def programs(device: Device, sizes: Sizes) -> int:
+        if not is_grid:
+            return device.num_sms * config.integer("per_sm")
+        counts = split_counts(config, device, pairs=pairs(sizes), seqlen_k=sizes.seqlen_k, split_size=0)
+        return pairs(sizes) * counts.most
+
+    def merged(device: Device, sizes: Sizes) -> int:
+        return (pairs(sizes) if is_grid else programs(device, sizes)) * min(rows(sizes), block_m)
+
+    return (
+        KernelSpec(
+            entry=config.family,
+            parameters=main_parameters(spec, config),
+            options=options,
+            programs=programs,
+            language=language,
+            overlaps=bool(config.get("early", False)),
+        ),
+        KernelSpec(
+            entry=f"{config.family}_reduce",
+            parameters=reduce_parameters(spec, config),
+            options=CompileOptions(num_warps=config.integer("reduce_warps"), num_stages=1),
+            programs=merged,
+            overlaps=bool(config.get("pdl", False)),
+        ),
+    )

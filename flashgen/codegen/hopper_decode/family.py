@@ -24,15 +24,13 @@ from flashgen.codegen.common_decode import (
     SHARES_NUMBERS,
     SLACK,
     SLACK_PERCENT,
+    both_kernels,
     default_partials,
-    main_parameters,
-    reduce_parameters,
     why_unused,
 )
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, GL_DTYPES, TL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS
-from flashgen.codegen.decode_splits import split_counts
-from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows, Sizes
+from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows
 from flashgen.codegen.hopper_decode.defaults import FAMILY_ID, default_config, fitted, seed_configs, slower_at, usual
 from flashgen.codegen.hopper_decode.resources import (
     CONSUMER_WARPS,
@@ -46,7 +44,6 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
-REDUCE = f"{FAMILY_ID}_reduce"
 HEAD_DIMS = (64, 128, 256)
 """A row is copied by 8, 16 or 32 lanes, 16 bytes each; others would be padded."""
 
@@ -86,30 +83,8 @@ def _invalid(spec: Specialization, config: Config, device: Device) -> str | None
 
 
 def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
-    def pairs(sizes: Sizes) -> int:
-        rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-        return sizes.batch * sizes.nheads_k * -(-rows // ROWS)
-
-    def programs(device: Device, sizes: Sizes) -> int:
-        if config["schedule"] != "grid":
-            return device.num_sms * config.integer("per_sm")
-        counts = split_counts(config, device, pairs=pairs(sizes), seqlen_k=sizes.seqlen_k, split_size=0)
-        return pairs(sizes) * counts.most
-
-    def reduce_programs(device: Device, sizes: Sizes) -> int:
-        groups = pairs(sizes) if config["schedule"] == "grid" else programs(device, sizes)
-        return groups * min(sizes.seqlen_q * (sizes.nheads // sizes.nheads_k), ROWS)
-
     options = CompileOptions(num_warps=CONSUMER_WARPS, num_stages=1, maxnreg=register_limit(config))
-    reduce_options = CompileOptions(num_warps=config.integer("reduce_warps"), num_stages=1)
-    early, pdl = bool(config["early"]), bool(config["pdl"])
-    main, reduce = main_parameters(spec, config), reduce_parameters(spec, config)
-    return (
-        KernelSpec(
-            entry=FAMILY_ID, parameters=main, options=options, programs=programs, language="gluon", overlaps=early
-        ),
-        KernelSpec(entry=REDUCE, parameters=reduce, options=reduce_options, programs=reduce_programs, overlaps=pdl),
-    )
+    return both_kernels(spec, config, options, language="gluon")
 
 
 def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:

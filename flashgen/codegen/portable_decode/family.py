@@ -17,15 +17,13 @@ from flashgen.codegen.common_decode import (
     SCHEDULE,
     SLACK,
     SLACK_PERCENT,
+    both_kernels,
     default_partials,
-    main_parameters,
-    reduce_parameters,
     why_unused,
 )
 from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS
 from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES
-from flashgen.codegen.decode_splits import split_counts
-from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows, Sizes
+from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows
 from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.defaults import (
     BLOCK_MS,
@@ -43,7 +41,6 @@ from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
 
-REDUCE = f"{FAMILY_ID}_reduce"
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MIN_WARP_KEYS = 16
 """Keys that `tl.dot` sums at least."""
@@ -150,33 +147,12 @@ def _invalid(spec: Specialization, config: Config, device: Device) -> str | None
 
 
 def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:
-    def pairs(sizes: Sizes) -> int:
-        rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-        return sizes.batch * sizes.nheads_k * -(-rows // config.integer("block_m"))
-
-    def programs(device: Device, sizes: Sizes) -> int:
-        if config["schedule"] != "grid":
-            return device.num_sms * config.integer("per_sm")
-        counts = split_counts(config, device, pairs=pairs(sizes), seqlen_k=sizes.seqlen_k, split_size=0)
-        return pairs(sizes) * counts.most
-
-    def reduce_programs(device: Device, sizes: Sizes) -> int:
-        rows = sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-        groups = pairs(sizes) if config["schedule"] == "grid" else programs(device, sizes)
-        return groups * min(rows, config.integer("block_m"))
-
     options = CompileOptions(
         num_warps=config.integer("num_warps"),
         num_stages=config.integer("num_stages"),
         maxnreg=register_limit(config),
     )
-    main, reduce = main_parameters(spec, config), reduce_parameters(spec, config)
-    early, pdl = bool(config.get("early", False)), bool(config.get("pdl", False))
-    reduce_options = CompileOptions(num_warps=config.integer("reduce_warps"), num_stages=1)
-    return (
-        KernelSpec(entry=FAMILY_ID, parameters=main, options=options, programs=programs, overlaps=early),
-        KernelSpec(entry=REDUCE, parameters=reduce, options=reduce_options, programs=reduce_programs, overlaps=pdl),
-    )
+    return both_kernels(spec, config, options)
 
 
 def _searched(spec: Specialization) -> dict[str, tuple[KnobValue, ...]]:

@@ -7,7 +7,7 @@ that records are kept by. All calls of a class have one config, which is found o
 3., 4. a record of the class on this device, of the user or shipped
 5. the nearest measured record of this device within `NEAR` whose tiles have such query rows, as it fits the class
 6. likewise of another device of the architecture
-8. the rule of the first family that applies
+8. the rule of the first family that applies, or of the next where that says that it is slower at such sizes
 
 Of several records of a class, the one for any lengths comes first. A call whose bits must not depend on its batch
 (`fixed_split_size`) is served by the rule, which reads its query rows alone: a record would make its bits depend on
