@@ -284,8 +284,7 @@ def with_features(rows: Rows, devices: list[Device], *, first: int) -> list[Job]
 
 def in_turn(rows: Rows, spec: Specialization) -> list[KernelFamily]:
     """The families of a direction; of decoding those for wgmma last, which take no turn from that for all targets."""
-    plain = replace(spec, softcap=False, alibi=False, offset_tensor=False)
-    last = for_wgmma(rows, plain) if spec.direction == STEP else []
+    last = for_wgmma(rows, spec) if spec.direction == STEP else []
     return sorted((row for row in rows if row.direction == spec.direction), key=lambda row: row in last)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+
+from flashgen.codegen.common_types import ALIGNMENT_BYTES
 from flashgen.codegen.decode_splits import split_counts
 from flashgen.codegen.family import CompileOptions, KernelSpec, Knob, Parameter, Sizes
 from flashgen.codegen.head_parts import tile_side
-from flashgen.core.config import Config
+from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
-from flashgen.core.workload import Specialization
+from flashgen.core.workload import DTYPE_BYTES, Specialization
+
+TooLarge = Callable[[Config], str | None]
+"""The resource of an SM that a config asks too much of, or None."""
 
 CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
 """Keys for each of which a sequence gets a program; 0 is never."""
@@ -54,9 +60,38 @@ EARLY = Knob(
 PDL = Knob(name="pdl", values=(False, True), meaning="the merge is scheduled before the first kernel has ended")
 
 
+def is_grid(config: Config) -> bool:
+    """Whether a config has a program for each split, and no shares of all keys."""
+    return config["schedule"] == "grid"
+
+
+def query_rows(sizes: Sizes) -> int:
+    """Query rows of a key head."""
+    return sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
+
+
+def count_pairs(sizes: Sizes, block_m: int) -> int:
+    """Pairs of a sequence and a block of query rows of one of its key heads."""
+    return sizes.batch * sizes.nheads_k * -(-query_rows(sizes) // block_m)
+
+
+def zero_bits(spec: Specialization) -> int:
+    """Of strides in elements, the low bits that are 0 where rows are aligned."""
+    return (ALIGNMENT_BYTES // DTYPE_BYTES[spec.dtype]).bit_length() - 1 if spec.aligned16 else 0
+
+
+def first_that_fits(config: Config, smaller: Iterable[Mapping[str, KnobValue]], too_large: TooLarge) -> Config:
+    """The config with as many of these changes, in their order, as it takes until nothing is too large."""
+    for changes in smaller:
+        if too_large(config) is None:
+            return config
+        config = config.replace(**changes)
+    return config
+
+
 def why_unused(config: Config) -> str | None:
     """The reason against a knob that is set and that the schedule of a config does not read, or None."""
-    unused = ONLY_SHARES if config["schedule"] == "grid" else ONLY_GRID
+    unused = ONLY_SHARES if is_grid(config) else ONLY_GRID
     for name, value in unused.items():
         if config[name] != value:
             return f"schedule {config['schedule']} has no use for {name}: it is {value} there"
@@ -65,7 +100,7 @@ def why_unused(config: Config) -> str | None:
 
 def batch_pad(config: Config, batch: int, pads: tuple[int, ...] = BATCH_PADS) -> int:
     """The least of `pads` with room for so many sequences; the schedule `grid` does not read it."""
-    if config["schedule"] == "grid":
+    if is_grid(config):
         return BATCH_PADS[0]
     return next((size for size in pads if batch <= size), pads[-1])
 
@@ -100,12 +135,19 @@ def _strides(*names: str) -> list[Parameter]:
 
 
 PARTS = (Parameter(name="PartO", type="*fp32", aligned16=True), Parameter(name="PartLse", type="*fp32"))
+MAIN_NUMBERS = (
+    *("nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "split_tiles"),
+    *("window_left", "window_right", "has_leftpad", "lse_rows"),
+)
+"""Numbers of the kernel that reads the keys, whatever its schedule."""
+
 GRID_NUMBERS = ("slots", "least_splits", "most_splits")
-SHARES_NUMBERS = ("groups", "beside", "most_pairs", "most_parts", "pair_units")
+SHARES_NUMBERS = ("batch", "groups", "beside", "most_pairs", "most_parts", "pair_units")
 
 
-def _is_grid(config: Config) -> bool:
-    return config["schedule"] == "grid"
+def schedule_numbers(config: Config) -> tuple[str, ...]:
+    """Those that the schedule of a config adds, in both kernels."""
+    return GRID_NUMBERS if is_grid(config) else SHARES_NUMBERS
 
 
 def _lengths() -> list[Parameter]:
@@ -118,9 +160,7 @@ def main_parameters(spec: Specialization, config: Config) -> tuple[Parameter, ..
     pages += [Parameter(name="OwnLens", type="*i32")] if spec.offset_tensor else []
     found = [*_pointers(spec, "QKVO"), Parameter(name="LSE", type="*fp32"), *_lengths(), *pages, *_sinks(spec), *PARTS]
     found += _scores(spec)
-    found += _integers("nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "split_tiles")
-    found += _integers("window_left", "window_right", "has_leftpad", "lse_rows")
-    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", *SHARES_NUMBERS)))
+    found += _integers(*MAIN_NUMBERS, *schedule_numbers(config))
     found += [*_integers("num_pages"), *_strides("table")] if spec.page_size else _integers("has_batch_idx")
     found += _integers("members", "own_seqlen_k") if spec.offset_tensor else []
     return (*found, *_strides("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh"))
@@ -130,8 +170,7 @@ def reduce_parameters(spec: Specialization, config: Config) -> tuple[Parameter, 
     """Those of the merge."""
     found = [*_pointers(spec, "O"), Parameter(name="LSE", type="*fp32"), *_sinks(spec), *PARTS, *_lengths()]
     found += _integers("nheads_k", "group_size", "seqlen_q", "m_blocks", "tile_rows", "split_tiles", "lse_rows")
-    found += _integers("seqlen_k", "window_left", "has_leftpad")
-    found += _integers(*(GRID_NUMBERS if _is_grid(config) else ("batch", *SHARES_NUMBERS)))
+    found += _integers("seqlen_k", "window_left", "has_leftpad", *schedule_numbers(config))
     found += _integers("members") if spec.offset_tensor else []
     return (*found, *_strides("ob", "os", "oh"))
 
@@ -140,22 +179,17 @@ def both_kernels(
     spec: Specialization, config: Config, options: CompileOptions, *, language: str = "triton"
 ) -> tuple[KernelSpec, ...]:
     """The kernels of a config, named after its family: what reads the keys, with these options, and the merge."""
-    is_grid, block_m = config["schedule"] == "grid", config.integer("block_m")
-
-    def rows(sizes: Sizes) -> int:
-        return sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-
-    def pairs(sizes: Sizes) -> int:
-        return sizes.batch * sizes.nheads_k * -(-rows(sizes) // block_m)
+    block_m = config.integer("block_m")
 
     def programs(device: Device, sizes: Sizes) -> int:
-        if not is_grid:
+        if not is_grid(config):
             return device.num_sms * config.integer("per_sm")
-        counts = split_counts(config, device, pairs=pairs(sizes), seqlen_k=sizes.seqlen_k, split_size=0)
-        return pairs(sizes) * counts.most
+        pairs = count_pairs(sizes, block_m)
+        return pairs * split_counts(config, device, pairs=pairs, seqlen_k=sizes.seqlen_k, split_size=0).most
 
     def merged(device: Device, sizes: Sizes) -> int:
-        return (pairs(sizes) if is_grid else programs(device, sizes)) * min(rows(sizes), block_m)
+        groups = count_pairs(sizes, block_m) if is_grid(config) else programs(device, sizes)
+        return groups * min(query_rows(sizes), block_m)
 
     return (
         KernelSpec(

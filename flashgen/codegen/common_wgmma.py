@@ -14,6 +14,12 @@ ROWS = 64
 
 THREADS_PER_WARPGROUP = 128
 
+REGISTER_STEP = 8
+"""setmaxnreg moves the registers of a warpgroup in steps of eight a thread."""
+
+MAX_REGISTERS = 248
+"""The most that setmaxnreg may give a thread (255 less what does not divide by eight)."""
+
 BARRIER_BYTES = 1024
 """Barriers, the next tile and alignment; 330 to 800 bytes were measured."""
 

@@ -145,8 +145,9 @@ def usual(default: Config, spec: Specialization, sizes: Sizes, device: Device) -
     row = family(default.family)
     if row.slower_at(spec, sizes, device):
         rows = applicable(spec, device)
-        row = next(iter(rows[rows.index(row) + 1 :]), row)
-        default = row.default(spec, device) if row.id != default.family else default
+        others = rows[rows.index(row) + 1 :]
+        if others:
+            row, default = others[0], others[0].default(spec, device)
     return row.balanced(spec, (row.usual or row.fitted)(spec, default, sizes, device), sizes, device)
 
 

@@ -164,6 +164,11 @@ class Pointer:
         return place, kept
 
 
+def storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory, as what `Descriptor` and `Pointer` have."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: object) -> torch.Tensor:
     place, kept = pointer.places(mask)
     value = pointer.memory[torch.where(kept, place, 0)] if len(pointer.memory) else torch.zeros(place.shape)

@@ -26,7 +26,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.decode_numbers import DecodeNumbers
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
-from tests.codegen.gluon_machine import Machine, Pointer, kernel_of
+from tests.codegen.gluon_machine import Machine, Pointer, kernel_of, storage
 from tests.decoding import Case, assert_right, make, only
 
 H200 = find_device("h200")
@@ -60,10 +60,6 @@ CASES = {
 def tensors(*axes: int, **given: Any) -> Iterator[torch.Tensor]:
     """A range whose numbers are tensors, as they are in a kernel."""
     return (torch.tensor(i) for i in range(*map(int, axes)))
-
-
-def storage(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def pointer(tensor: torch.Tensor) -> Pointer:

@@ -18,7 +18,7 @@ from flashgen.core.device import find_device
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import block_of, is_descriptor
 from tests import paging
-from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of, key_places
+from tests.codegen.gluon_machine import Descriptor, Machine, Pointer, kernel_of, key_places, storage
 from tests.packing import Case, Packed, assert_right, checked, make, oracle
 from tests.paging import Paged
 
@@ -64,10 +64,6 @@ SETTLED = {
     "_rescale": lambda acc, alpha: acc * of_threads(acc, alpha),
     "_settle": lambda w, acc, m_i, l_i: (w.bfloat16(), acc, m_i, l_i),
 }
-
-
-def storage(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def launched(

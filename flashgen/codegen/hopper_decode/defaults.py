@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.common_decode import BATCH_PADS, ONLY_GRID, ONLY_SHARES, batch_pad, default_partials
+from flashgen.codegen.common_decode import (
+    BATCH_PADS,
+    ONLY_GRID,
+    ONLY_SHARES,
+    batch_pad,
+    count_pairs,
+    default_partials,
+    first_that_fits,
+    query_rows,
+)
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_decode.resources import why_too_large
@@ -79,7 +88,7 @@ def slower_at(spec: Specialization, sizes: Sizes, device: Device) -> str | None:
     is_fixed, is_wide = not sizes.seqlen_k, spec.head_dim > 128
     if is_fixed and is_wide:
         return "splits of fixed size of heads of 256 are as fast there, and its programs are smaller"
-    rows = _rows(sizes)
+    rows = query_rows(sizes)
     if not is_fixed and (rows < FEWEST_ROWS or (rows <= FEW_ROWS and sizes.seqlen_k > BRIEF)):
         return f"a key head has {rows} query rows, and tiles have {ROWS}"
     return None
@@ -88,19 +97,14 @@ def slower_at(spec: Specialization, sizes: Sizes, device: Device) -> str | None:
 def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """The default at the sizes of a call; without lengths (`sizes.seqlen_k` 0) by what is compiled in alone."""
     is_narrow, is_wide = spec.head_dim < 128, spec.head_dim > 128
-    pairs = sizes.batch * sizes.nheads_k * -(-_rows(sizes) // ROWS)
     if not sizes.seqlen_k:
         tiles = {**SHARES, **TWO}
     elif sizes.seqlen_k > SHORT and sizes.batch > FEW_SEQUENCES:
         tiles = {**SHARES, **({**TWO, "slack": 16} if is_narrow else ONE if is_wide else WIDE)}
     else:
-        is_many = pairs > MANY_PAIRS * device.num_sms
+        is_many = count_pairs(sizes, ROWS) > MANY_PAIRS * device.num_sms
         tiles = {**GRID, **(TWO if is_narrow or (is_many and not is_wide) else ONE)}
     return fitted(spec, _fitting(spec, config.replace(**tiles), device), sizes, device)
-
-
-def _rows(sizes: Sizes) -> int:
-    return sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
 
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -116,8 +120,4 @@ def _fitting(spec: Specialization, config: Config, device: Device) -> Config:
         {"block_n": 32, "num_stages": 4},
         {"per_sm": 1},
     )
-    for changes in smaller:
-        if why_too_large(spec, config, device) is None:
-            return config
-        config = config.replace(**changes)
-    return config
+    return first_that_fits(config, smaller, lambda one: why_too_large(spec, one, device))

@@ -1,8 +1,8 @@
 """The Hopper decode family: flash-decoding with warp specialization, over contiguous and paged caches, in two kernels.
 
-It has the parameters, the splits and the merge of the portable family with its schedule `grid`; the kernel that reads
-the keys is in Gluon. Keys are copied by `cp.async` and not by TMA: a launch writes nothing but pointers and numbers,
-pages are of any size, and rows that nobody sees are not read.
+It has the parameters, the schedules and the merge of the portable family; the kernel that reads the keys is in Gluon.
+Keys are copied by `cp.async` and not by TMA: a launch writes nothing but pointers and numbers, pages are of any size,
+and rows that nobody sees are not read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flashgen.codegen.common_decode import (
     CHUNK,
     CHUNKS,
     EARLY,
-    GRID_NUMBERS,
+    MAIN_NUMBERS,
     MIN_TILES,
     ONLY_SHARES,
     OVERHEAD,
@@ -21,14 +21,16 @@ from flashgen.codegen.common_decode import (
     PDL,
     REDUCE_WARPS,
     SCHEDULE,
-    SHARES_NUMBERS,
     SLACK,
     SLACK_PERCENT,
     both_kernels,
     default_partials,
+    is_grid,
+    schedule_numbers,
     why_unused,
+    zero_bits,
 )
-from flashgen.codegen.common_types import ALIGNMENT_BYTES, GL_DTYPES, TL_DTYPES
+from flashgen.codegen.common_types import GL_DTYPES, TL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows
 from flashgen.codegen.hopper_decode.defaults import FAMILY_ID, default_config, fitted, seed_configs, slower_at, usual
@@ -42,7 +44,7 @@ from flashgen.codegen.hopper_decode.resources import (
 )
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
-from flashgen.core.workload import DTYPE_BYTES, Specialization
+from flashgen.core.workload import Specialization
 
 HEAD_DIMS = (64, 128, 256)
 """A row is copied by 8, 16 or 32 lanes, 16 bytes each; others would be padded."""
@@ -52,7 +54,11 @@ KNOBS = (
     Knob(name="block_m", values=(ROWS,), meaning="query rows of a program: those that a warpgroup multiplies"),
     Knob(name="block_n", values=(32, 64, 128), meaning="keys of a step"),
     Knob(name="num_stages", values=(2, 3, 4, 6, 8), meaning="slots of the ring of K and V"),
-    Knob(name="per_sm", values=(1, 2), meaning="programs for each SM that splits of sequences make at least"),
+    Knob(
+        name="per_sm",
+        values=(1, 2),
+        meaning="programs for each SM: of a launch, or that splits of sequences make at least",
+    ),
     MIN_TILES,
     CHUNK,
     SLACK,
@@ -107,16 +113,9 @@ SCHEDULES = KnobRows(
 )
 """Those that a search looks at, each with the knobs that it reads."""
 
-NUMBERS = (
-    *("nheads_k", "group_size", "seqlen_q", "seqlen_k", "m_blocks", "tile_rows", "split_tiles"),
-    *("window_left", "window_right", "has_leftpad", "lse_rows"),
-)
-OF_GRID, OF_SHARES = GRID_NUMBERS, ("batch", *SHARES_NUMBERS, "blocks_of_sequence")
-
 
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
     page = spec.page_size or 0
-    is_grid = config["schedule"] == "grid"
     whole_pages = bool(page) and page % config.integer("block_n") == 0
     caches = ["K", "V", *(f"stride_{tensor}{axis}" for tensor in "kv" for axis in "psh")]
     return {
@@ -124,7 +123,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "head_dim_v": spec.head_dim_v,
         "gl_dtype": GL_DTYPES[spec.dtype],
         "tl_dtype": TL_DTYPES[spec.dtype],
-        "zero_bits": (ALIGNMENT_BYTES // DTYPE_BYTES[spec.dtype]).bit_length() - 1,
+        "zero_bits": zero_bits(spec),
         "paged": bool(page),
         "page_size": page,
         "whole_pages": whole_pages,
@@ -139,7 +138,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "producer_warps": PRODUCER_WARPS,
         "producer_registers": PRODUCER_REGISTERS[config.integer("per_sm")],
         "maxnreg": register_limit(config),
-        "sizes": [*NUMBERS, *(OF_GRID if is_grid else OF_SHARES)],
+        "sizes": [*MAIN_NUMBERS, *schedule_numbers(config), *([] if is_grid(config) else ["blocks_of_sequence"])],
         "lists": ["Lens", "Leftpad", *(["num_pages"] if page else ["BatchIdx", "has_batch_idx"])],
         "caches": [*caches, *(["Table", "stride_table"] if page else [])],
         **dict(config.knobs),

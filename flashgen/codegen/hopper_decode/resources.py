@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.common_portable import MAX_REGS_PER_THREAD
-from flashgen.codegen.common_wgmma import BARRIER_BYTES, ROWS, SM90
+from flashgen.codegen.common_wgmma import BARRIER_BYTES, MAX_REGISTERS, REGISTER_STEP, ROWS, SM90
 from flashgen.codegen.inspect import RESERVED_SMEM
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -12,13 +12,9 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 PRODUCER_WARPS, CONSUMER_WARPS = 4, 4
 """With one or two warps that copy, addresses took as long as the memory does."""
 
-REGISTER_STEP = 8
-"""setmaxnreg moves the registers of a warpgroup in steps of eight a thread."""
-
 PRODUCER_REGISTERS = {1: 128, 2: 80}
 """Of a thread that copies, by the programs of an SM: addresses of 8 to 32 rows."""
 
-MAX_CONSUMER_REGISTERS = 248
 OTHER_REGS = 40
 """Registers of a consumer thread beside scores, weights and output: statistics, the range of each row, phases."""
 
@@ -49,7 +45,7 @@ def consumer_registers(config: Config, device: Device) -> int:
     warps = PRODUCER_WARPS + CONSUMER_WARPS
     a_thread = min(device.regs_per_sm // (config.integer("per_sm") * warps * device.warp_size), MAX_REGS_PER_THREAD)
     left = a_thread * warps - PRODUCER_REGISTERS[config.integer("per_sm")] * PRODUCER_WARPS
-    return min(left // CONSUMER_WARPS // REGISTER_STEP * REGISTER_STEP, MAX_CONSUMER_REGISTERS)
+    return min(left // CONSUMER_WARPS // REGISTER_STEP * REGISTER_STEP, MAX_REGISTERS)
 
 
 def why_too_large(spec: Specialization, config: Config, device: Device) -> str | None:

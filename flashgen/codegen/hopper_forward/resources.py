@@ -6,17 +6,18 @@ import struct
 
 from flashgen.codegen.common_mods import hides
 from flashgen.codegen.common_types import bias_dtype
-from flashgen.codegen.common_wgmma import BARRIER_BYTES, ROWS, THREADS_PER_WARPGROUP, block
+from flashgen.codegen.common_wgmma import (
+    BARRIER_BYTES,
+    MAX_REGISTERS,
+    REGISTER_STEP,
+    ROWS,
+    THREADS_PER_WARPGROUP,
+    block,
+)
 from flashgen.codegen.head_parts import HeadPart, can_split, head_parts, is_split
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import DTYPE_BYTES, Specialization
-
-REGISTER_STEP = 8
-"""setmaxnreg moves the registers of a warpgroup in steps of eight a thread."""
-
-MAX_REGISTERS = 248
-"""The most that setmaxnreg may give a thread (255 less what does not divide by eight)."""
 
 OTHER_REGS = 28
 """Registers of a consumer thread beside scores, weights and output: statistics, addresses, phases. A mask under a

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashgen.codegen.common_decode import BATCH_PADS, CHUNKS, ONLY_GRID, ONLY_SHARES, batch_pad, default_partials
+from flashgen.codegen.common_decode import (
+    BATCH_PADS,
+    CHUNKS,
+    ONLY_GRID,
+    ONLY_SHARES,
+    batch_pad,
+    count_pairs,
+    default_partials,
+    first_that_fits,
+    query_rows,
+)
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.resources import why_too_large
@@ -144,7 +154,7 @@ def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) ->
     What is not chosen by the rule is that of `config`.
     """
     block_m = _block_m(spec, sizes)
-    pairs = sizes.batch * sizes.nheads_k * -(-_rows(sizes) // block_m)
+    pairs = count_pairs(sizes, block_m)
     tiles: Mapping[str, KnobValue] = _tiles(spec, block_m, pairs, sizes, device)
     config = config.replace(**tiles, aligned_steps=not sizes.seqlen_k)
     return fitted(spec, config, sizes, device)
@@ -158,7 +168,7 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
     # the lengths of few sequences lie in all threads, and then two programs of eight warps have too few registers
     pads = BATCH_PADS[1:] if config["num_warps"] == 8 and config["per_sm"] == 2 else BATCH_PADS
     block_m = _block_m(spec, sizes)
-    if config["block_m"] == FEWEST_ROWS and _rows(sizes) <= FEWEST_ROWS:
+    if config["block_m"] == FEWEST_ROWS and query_rows(sizes) <= FEWEST_ROWS:
         block_m = FEWEST_ROWS
     if config["padded_rows"]:
         block_m = BLOCK_MS[-1]
@@ -170,7 +180,7 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 
 def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
     """The reason why a config that was measured for other query rows is far from the best for these, or None."""
-    rows, block_m = _rows(sizes), config.integer("block_m")
+    rows, block_m = query_rows(sizes), config.integer("block_m")
     is_wide = block_m > BLOCK_MS[0] and rows <= block_m // 2
     if rows > block_m or (is_wide and not config["padded_rows"]):
         return f"its tiles have {block_m} query rows, and a key head has {rows}"
@@ -201,13 +211,9 @@ def _page_ids(spec: Specialization, tiles: Mapping[str, KnobValue]) -> dict[str,
     return {"ids_per": per, "ids_ahead": bool(spec.page_size)}
 
 
-def _rows(sizes: Sizes) -> int:
-    return sizes.seqlen_q * (sizes.nheads // sizes.nheads_k)
-
-
 def _block_m(spec: Specialization, sizes: Sizes) -> int:
     block_ms = [size for size in BLOCK_MS if size * _width(spec) <= MAX_TILE]
-    return next((size for size in block_ms if _rows(sizes) <= size), block_ms[-1])
+    return next((size for size in block_ms if query_rows(sizes) <= size), block_ms[-1])
 
 
 def _tiles(spec: Specialization, block_m: int, pairs: int, sizes: Sizes, device: Device) -> Mapping[str, KnobValue]:
@@ -252,8 +258,4 @@ def _fitting(spec: Specialization, config: Config, device: Device) -> Config:
     )
     if not device.is_nvidia:
         config = config.replace(num_stages=min(config.integer("num_stages"), 2))
-    for changes in smaller:
-        if why_too_large(spec, config, device) is None:
-            return config
-        config = config.replace(**changes)
-    return config
+    return first_that_fits(config, smaller, lambda one: why_too_large(spec, one, device))

@@ -20,9 +20,10 @@ from flashgen.codegen.common_decode import (
     both_kernels,
     default_partials,
     why_unused,
+    zero_bits,
 )
 from flashgen.codegen.common_portable import MIN_WARPGROUP_ROWS
-from flashgen.codegen.common_types import ALIGNMENT_BYTES, TL_DTYPES
+from flashgen.codegen.common_types import TL_DTYPES
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows
 from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.portable_decode.defaults import (
@@ -39,7 +40,7 @@ from flashgen.codegen.portable_decode.defaults import (
 from flashgen.codegen.portable_decode.resources import register_limit, uses_wgmma, why_too_large
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
-from flashgen.core.workload import DTYPE_BYTES, Specialization
+from flashgen.core.workload import Specialization
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MIN_WARP_KEYS = 16
@@ -193,7 +194,6 @@ SCHEDULES = KnobRows(
 
 
 def _values(spec: Specialization, config: Config) -> dict[str, object]:
-    zero_bits = (ALIGNMENT_BYTES // DTYPE_BYTES[spec.dtype]).bit_length() - 1 if spec.aligned16 else 0
     page = spec.page_size or 0
     tensors = ("qb", "qs", "qh", "kp", "ks", "kh", "vp", "vs", "vh", "ob", "os", "oh")
     scales = ["softcap_rate", "softcap_scale_log2"] if spec.softcap else ["softmax_scale_log2"]
@@ -234,7 +234,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "shared": spec.offset_tensor,
         "owner": owner,
         "scales": scales,
-        "strides": [(f"stride_{name}", zero_bits) for name in tensors],
+        "strides": [(f"stride_{name}", zero_bits(spec)) for name in tensors],
         "step_arguments": step,
         "step_parameters": ["row" if name == "cache_row" else name for name in step],
         "attend_parameters": [*bases, "start", "stop", *scores, *rows],
