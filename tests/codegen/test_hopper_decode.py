@@ -6,10 +6,11 @@ import csv
 import itertools
 import math
 import statistics
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -67,7 +68,27 @@ def pointer(tensor: torch.Tensor) -> Pointer:
     return Pointer(memory=memory if memory.dtype.is_floating_point else memory.long(), place=tensor.storage_offset())
 
 
-def launched(call: DecodeCall, **knobs: KnobValue) -> tuple[torch.Tensor, torch.Tensor]:
+class Changing:
+    """Lengths that another stream writes while a call runs: each read finds the next of some batches of them."""
+
+    dtype = torch.int32
+
+    def __init__(self, *batches: tuple[int, ...]) -> None:
+        self._found = itertools.cycle([torch.tensor(lens) for lens in batches])
+        self._lock = threading.Lock()
+        self._batch = len(batches[0])
+
+    def __len__(self) -> int:
+        return self._batch
+
+    def __getitem__(self, places: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            return next(self._found)[places]
+
+
+def launched(
+    call: DecodeCall, *, lens: Changing | None = None, **knobs: KnobValue
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE as both kernels compute them, from memory that holds NaN before."""
     out = empty_output(call.q, call.v_cache, bshd=True).fill_(math.nan)
     lse = empty_lse(call.q, bshd=True).fill_(math.nan)
@@ -90,6 +111,7 @@ def launched(call: DecodeCall, **knobs: KnobValue) -> tuple[torch.Tensor, torch.
     given |= {"Table": call.block_table, "Leftpad": call.leftpad, "BatchIdx": call.batch_idx}
     given |= {"Sinks": call.features.sinks, "PartO": parts[0], "PartLse": parts[1]}
     memory = {name: pointer(call.seqlens if tensor is None else tensor) for name, tensor in given.items()}
+    memory["Lens"] = memory["Lens"] if lens is None else Pointer(memory=cast("torch.Tensor", lens))
     text = render(spec, config).text
     kernels = HOPPER_DECODE.kernels(spec, config)
     for kernel, grid in zip(kernels, numbers.grids, strict=True):
@@ -121,6 +143,19 @@ def test_the_bits_of_a_sequence_follow_from_itself_alone(schedule: str) -> None:
         same, same_lse = launched(only(whole, rows), **knobs)
         assert torch.equal(out[rows], same)
         assert torch.equal(lse[rows], same_lse)
+
+
+@pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("splits", [None, 128], ids=["equal shares", "splits of 128"])
+@pytest.mark.parametrize("knobs", [SHARES, GRID], ids=["shares", "grid"])
+def test_lengths_that_change_under_way_end_a_call(
+    knobs: dict[str, KnobValue], splits: int | None, page: int | None
+) -> None:
+    options = {"fixed_split_size": splits} if splits else {}
+    lens = Changing((300, 0, 40, 129, 7), (3, 200, 140, 0, 300), (64, 64, 0, 0, 1))
+    call = make(Case(lens=(300, 300, 300, 300, 300), page=page, options=options, **D64))
+    # what it computes has no meaning; every piece that producers find is one that the consumers were told of
+    launched(call, lens=lens, **knobs)
 
 
 # --- what it serves --------------------------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "producer_registers": PRODUCER_REGISTERS[config.integer("per_sm")],
         "maxnreg": register_limit(config),
         "sizes": [*MAIN_NUMBERS, *schedule_numbers(config), *([] if is_grid(config) else ["blocks_of_sequence"])],
-        "lists": ["Lens", "Leftpad", *(["num_pages"] if page else ["BatchIdx", "has_batch_idx"])],
-        "caches": [*caches, *(["Table", "stride_table"] if page else [])],
+        "lists": ["Lens", "Leftpad", "has_leftpad", *([] if page else ["BatchIdx", "has_batch_idx"])],
+        "caches": [*caches, *(["Table", "stride_table", "num_pages"] if page else [])],
         **dict(config.knobs),
     }
 

@@ -20,9 +20,10 @@ OTHER_REGS = 40
 
 
 def q_stages(spec: Specialization, config: Config) -> int:
-    """Slots for queries: two where one program has an SM and leaves so much, for those of the next pair."""
-    has_room = _smem_bytes(spec, config, 2) <= SM90.smem_per_block
-    return 2 if config["per_sm"] == 1 and has_room else 1
+    """Slots for queries, each of a piece: as many as the ring has, for pieces of one tile, or as there is room for."""
+    room = min(SM90.smem_per_block, SM90.smem_per_sm // config.integer("per_sm") - RESERVED_SMEM)
+    slots = range(config.integer("num_stages"), 1, -1)
+    return next((slot for slot in slots if _smem_bytes(spec, config, slot) <= room), 1)
 
 
 def smem_needed(spec: Specialization, config: Config) -> int:
