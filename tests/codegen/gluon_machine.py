@@ -332,6 +332,7 @@ class Machine:
             log2=torch.log2,
             cumsum=torch.cumsum,
             expand_dims=torch.unsqueeze,
+            permute=torch.permute,
             abs=torch.abs,
             broadcast=torch.broadcast_tensors,
             static_range=range,
@@ -356,7 +357,7 @@ class Machine:
         tma = {"async_load": _copy_in, "async_store": _copy_out, "async_atomic_add": _add_out}
         return {
             "gl": SimpleNamespace(**vars(gl), **vars(nothing)),
-            "tl": SimpleNamespace(**vars(gl), range=range, permute=torch.permute, extra=_EXTRA),
+            "tl": SimpleNamespace(**vars(gl), range=range, extra=_EXTRA),
             "gluon": jit,
             "triton": jit,
             "mbarrier": mbarrier,

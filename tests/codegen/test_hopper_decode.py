@@ -38,6 +38,8 @@ SHARES: dict[str, KnobValue] = {"block_n": 32, "num_stages": 2, "slack": 0, "ove
 WHOLE: dict[str, KnobValue] = {**SHARES, "slack": 16, "overhead": 4, "slack_percent": 8}
 GRID: dict[str, KnobValue] = {**SHARES, "schedule": "grid"}
 CHUNKS: dict[str, KnobValue] = {**GRID, "chunk": 1024, "min_tiles": 2, "early": True}
+FEW_ROWS: dict[str, KnobValue] = {**WHOLE, "block_m": 8, "block_n": 64}
+FEW_ROWS_GRID: dict[str, KnobValue] = {**GRID, "block_m": 16, "block_n": 64}
 
 CASES = {
     "contiguous": Case(lens=(70, 0, 1, 200), **D64),
@@ -123,7 +125,11 @@ def launched(
     return out, lse
 
 
-@pytest.mark.parametrize("knobs", [SHARES, WHOLE, GRID, CHUNKS], ids=["shares", "whole", "grid", "chunks"])
+@pytest.mark.parametrize(
+    "knobs",
+    [SHARES, WHOLE, GRID, CHUNKS, FEW_ROWS, FEW_ROWS_GRID],
+    ids=["shares", "whole", "grid", "chunks", "few rows", "few rows, grid"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, knobs: dict[str, KnobValue]) -> None:
     call = make(CASES[name])

@@ -33,6 +33,10 @@ CONFIGS: dict[str, dict[str, KnobValue]] = {
     },
     "wide steps": {"block_n": 128, "num_stages": 2, "min_tiles": 4},
     "narrow steps": {"block_n": 32, "num_stages": 6, "pdl": False},
+    "rows of 8": {"block_m": 8, "block_n": 64, "num_stages": 3, "slack": 16},
+    "rows of 16, wide steps": {"block_m": 16, "block_n": 128, "num_stages": 2},
+    "rows of 16, three programs": {"block_m": 16, "block_n": 64, "num_stages": 2, "per_sm": 3},
+    "rows of 8, splits": {"block_m": 8, "schedule": "grid", **ONLY_SHARES, "block_n": 64, "num_stages": 3},
 }
 
 

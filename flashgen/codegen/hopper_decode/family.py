@@ -36,6 +36,7 @@ from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Kn
 from flashgen.codegen.hopper_decode.defaults import FAMILY_ID, default_config, fitted, seed_configs, slower_at, usual
 from flashgen.codegen.hopper_decode.resources import (
     CONSUMER_WARPS,
+    FEW_ROWS,
     PRODUCER_REGISTERS,
     PRODUCER_WARPS,
     q_stages,
@@ -51,12 +52,16 @@ HEAD_DIMS = (64, 128, 256)
 
 KNOBS = (
     SCHEDULE,
-    Knob(name="block_m", values=(ROWS,), meaning="query rows of a program: those that a warpgroup multiplies"),
+    Knob(
+        name="block_m",
+        values=(*FEW_ROWS, ROWS),
+        meaning="query rows of a program: as rows of the products 64, as columns of their transposes 8 or 16",
+    ),
     Knob(name="block_n", values=(32, 64, 128), meaning="keys of a step"),
     Knob(name="num_stages", values=(2, 3, 4, 6, 8), meaning="slots of the ring of K and V"),
     Knob(
         name="per_sm",
-        values=(1, 2),
+        values=(1, 2, 3),
         meaning="programs for each SM: of a launch, or that splits of sequences make at least",
     ),
     MIN_TILES,
@@ -134,6 +139,7 @@ def _values(spec: Specialization, config: Config) -> dict[str, object]:
         "same_cuts": False,
         "shared": False,
         "sink": spec.sink,
+        "few_rows": config["block_m"] != ROWS,
         "q_stages": q_stages(spec, config),
         "producer_warps": PRODUCER_WARPS,
         "producer_registers": PRODUCER_REGISTERS[config.integer("per_sm")],

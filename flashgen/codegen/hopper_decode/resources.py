@@ -12,7 +12,10 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 PRODUCER_WARPS, CONSUMER_WARPS = 4, 4
 """With one or two warps that copy, addresses took as long as the memory does."""
 
-PRODUCER_REGISTERS = {1: 128, 2: 80}
+FEW_ROWS = (8, 16)
+"""Query rows of programs that compute the transposes of scores and output: what a wgmma has least, and twice that."""
+
+PRODUCER_REGISTERS = {1: 128, 2: 80, 3: 80}
 """Of a thread that copies, by the programs of an SM: addresses of 8 to 32 rows."""
 
 OTHER_REGS = 40
@@ -32,19 +35,23 @@ def smem_needed(spec: Specialization, config: Config) -> int:
 
 
 def _smem_bytes(spec: Specialization, config: Config, tiles_of_queries: int) -> int:
-    rows = 2 * config.integer("num_stages") * config.integer("block_n") + tiles_of_queries * ROWS
-    return rows * spec.head_dim * DTYPE_BYTES[spec.dtype] + BARRIER_BYTES
+    block_m, block_n = config.integer("block_m"), config.integer("block_n")
+    elements = (2 * config.integer("num_stages") * block_n + tiles_of_queries * block_m) * spec.head_dim
+    # the transpose of the weights is an operand that lies in shared memory
+    elements += block_m * block_n if block_m != ROWS else 0
+    return elements * DTYPE_BYTES[spec.dtype] + BARRIER_BYTES
 
 
 def register_limit(config: Config) -> int:
     """Registers of a thread before the roles divide them, so that the programs of an SM lie side by side; 0 is any."""
-    return {1: 0, 2: 128}[config.integer("per_sm")]
+    return {1: 0, 2: 128, 3: 80}[config.integer("per_sm")]
 
 
 def consumer_registers(config: Config, device: Device) -> int:
     """Those of a thread that multiplies: what the threads that copy leave."""
     warps = PRODUCER_WARPS + CONSUMER_WARPS
-    a_thread = min(device.regs_per_sm // (config.integer("per_sm") * warps * device.warp_size), MAX_REGS_PER_THREAD)
+    threads = config.integer("per_sm") * warps * device.warp_size
+    a_thread = min(device.regs_per_sm // threads // REGISTER_STEP * REGISTER_STEP, MAX_REGS_PER_THREAD)
     left = a_thread * warps - PRODUCER_REGISTERS[config.integer("per_sm")] * PRODUCER_WARPS
     return min(left // CONSUMER_WARPS // REGISTER_STEP * REGISTER_STEP, MAX_REGISTERS)
 
@@ -56,8 +63,14 @@ def why_too_large(spec: Specialization, config: Config, device: Device) -> str |
         return f"it needs {shared} bytes of shared memory and a block has {device.smem_per_block}"
     if per_sm * (shared + RESERVED_SMEM) > device.smem_per_sm:
         return f"{per_sm} programs of {shared} bytes of shared memory do not fit into the {device.smem_per_sm} of an SM"
-    # of a tile of 64 rows a thread has half a row: scores and output in fp32, weights in two bytes
-    needed = (spec.head_dim + config.integer("block_n") + config.integer("block_n") // 2) // 2 + OTHER_REGS
+    block_m, block_n = config.integer("block_m"), config.integer("block_n")
+    if block_m != ROWS and block_n < ROWS:
+        return f"keys are rows of a product, of which a warpgroup has {ROWS}, and a step has {block_n}"
+    # a thread's part of a tile: scores and output in fp32, weights in two bytes, and with few rows the sums of keys
+    sums = block_n if block_m != ROWS else 0
+    needed = (spec.head_dim + block_n + block_n // 2 + sums) * block_m // (
+        CONSUMER_WARPS * device.warp_size
+    ) + OTHER_REGS
     available = consumer_registers(config, device)
     if needed > available:
         return f"a consumer thread needs about {needed} registers and gets {available}"
