@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
-from benchmarks.search_files import add_arguments, add_rows, opened, read
+from benchmarks.search_files import FALLBACK, add_arguments, add_rows, opened, read
 from flashgen.codegen.families import default_config, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
@@ -89,7 +89,7 @@ UNSEEN = (
 )
 """Shapes between and beside those that are tuned, of classes that have records."""
 
-FILE = "fallback.csv"
+FILE = FALLBACK
 
 Say = Callable[[str], None]
 

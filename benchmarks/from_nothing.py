@@ -1,10 +1,14 @@
 """What a search finds on a GPU that nobody has seen, beside the records that ship: no list, record, default or lesson.
 
-python -m benchmarks.from_nothing --out FOLDER [--workload KEY] [--seconds 180] [--mark 20 --mark 60]
+python -m benchmarks.from_nothing --out FOLDER [--workload KEY] [--seconds 180] [--mark 20 --mark 60] [--shard 0/4]
 
-Each workload of `HELD_OUT` has a shipped record of this GPU. It is searched for with `--from-nothing` in a database of
-its own, once, for the most seconds; then the best config that was known after each mark, the winner and the record race
-each other. So a mark counts seconds of searching, without finals: `flashgen tune --budget 20s` keeps some for these.
+Each workload of `HELD_OUT` has a shipped record, of this GPU or, where it has none, of another one of its architecture
+(`record_of`). It is searched for with `--from-nothing` in a database of its own, once, for the most seconds; then the
+best config that was known after each mark, the winner and the config of the record race each other on this GPU. So a
+mark counts seconds of searching, without finals: `flashgen tune --budget 20s` keeps some for these.
+
+`--from-nothing` learns from tables of other GPUs; with `--own-trials` the model has those of its search alone.
+`lessons` counts the trials of others that it knew.
 
 Rows go to `results/<device>/from_nothing.csv` when a workload is done, so that the same command goes on where it
 stopped, and searches to a database in FOLDER; it ends with 3 as long as something is left, and prints how far each is
@@ -26,7 +30,16 @@ from pathlib import Path
 from benchmarks.exit_codes import STOPPED
 from benchmarks.fallback import AFTER_S, cell, raced, ratio
 from benchmarks.markdown import table_row
-from benchmarks.search_files import add_arguments, add_rows, opened, read
+from benchmarks.search_files import (
+    FROM_NOTHING,
+    add_arguments,
+    add_rows,
+    add_shard_argument,
+    judge,
+    of_others,
+    opened,
+    read,
+)
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import Failure, Measurement, Trial, TuningRecord
@@ -42,13 +55,15 @@ from flashgen.tuning.known_searches import learned_from
 from flashgen.tuning.learned_cost import LearnedCost
 from flashgen.tuning.regrets import right_ms
 from flashgen.tuning.runs import make_compiler, make_executor
+from flashgen.tuning.shards import Shard
 from flashgen.tuning.tune import new_run, plain, tune_one
 
 RECORD, WINNER = "record", "winner"
 
 GOAL = 1.02
 
-COLUMNS = ("workload", "direction", "way", "trials", "ms", "ratio", "family", "knobs", "outcome")
+RACED = ("workload", "direction", "way", "trials", "ms", "ratio", "family", "knobs", "outcome")
+COLUMNS = (*RACED, "record_of", "lessons")
 
 HELD_OUT = (
     "b4-h16-s4096-d128-causal",
@@ -62,7 +77,7 @@ HELD_OUT = (
 )
 """Forward and backward, each width of heads, with and without a mask, a window, fp16."""
 
-FILE = "from_nothing.csv"
+FILE = FROM_NOTHING
 
 Say = Callable[[str], None]
 
@@ -88,19 +103,19 @@ class Searches:
         """Do what is not in the file yet; False if the clock came to `until` before all was.
 
         Raises:
-            ValueError: a workload has no measured record of this GPU, beside which a search could be judged.
+            ValueError: no GPU of the architecture has a measured record of a workload, to judge a search by.
         """
         done = {row["workload"] for row in read(self.path)}
         device = self.executor.describe().device
         for workload in workloads:
             if workload.key in done:
                 continue
-            found = self.layers.record(workload, device, provenance="measured")
-            if found is None:
-                raise ValueError(f"a search is judged by a record, and {device.name} has none of {workload.key}")
+            record = judge(self.layers, workload, device)
+            if record is None:
+                raise ValueError(f"a search is judged by a record, and no {device.arch} has one of {workload.key}")
             if self.clock() + (self.budget.seconds or 0.0) + AFTER_S > until:
                 return False
-            rows = [{**row, **self.stamp} for row in self._judged(workload, found[0])]
+            rows = [{**row, **self.stamp} for row in self._judged(workload, record)]
             add_rows(self.path, (*COLUMNS, *self.stamp), rows)
             self.say(f"{workload.key}: done")
         return True
@@ -112,7 +127,17 @@ class Searches:
         tried = {f"{mark:g} s": len(_until(trials, mark)) for mark in self.marks} | {WINNER: len(trials)}
         configs = [config for config in by_way.values() if config is not None]
         outcomes = raced(self.executor, self.compiler, workload, configs, hard=True)
-        return [_row(workload, way, config, tried.get(way, ""), outcomes, record) for way, config in by_way.items()]
+        of = {"record_of": record.device.name, "lessons": self._lessons(workload)}
+        return [
+            {**_row(workload, way, config, tried.get(way, ""), outcomes, record), **of}
+            for way, config in by_way.items()
+        ]
+
+    def _lessons(self, workload: Workload) -> int:
+        """Trials of other searches that the model of a search from nothing has learned from."""
+        device = self.executor.describe().device
+        model = self.learned.of(workload, device, without_device=True) if self.learned is not None else None
+        return 0 if model is None else model.size
 
     def _searched(self, workload: Workload) -> tuple[list[Trial], Config | None]:
         host, run = self.executor.describe(), new_run()
@@ -166,15 +191,15 @@ def _row(
         config.to_json() if config else "",
         str(found) if isinstance(found, Failure) else "" if own else "nothing was found",
     )
-    return dict(zip(COLUMNS, cells, strict=True))
+    return dict(zip(RACED, cells, strict=True))
 
 
 def page(rows: Sequence[dict[str, str]]) -> str:
-    """How far what a search found is behind the records, forward, backward and all, in Markdown."""
+    """How far what a search found is behind the records, forward, backward and all, then each, in Markdown."""
     ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != RECORD]
     lines = [
-        f"Time over that of the shipped record, in one race: geometric mean and, in brackets, the worst. The goal is "
-        f"{GOAL}.",
+        f"Time over that of the shipped record{of_others(rows)}, in one race: geometric mean and, in brackets, the "
+        f"worst. The goal is {GOAL}.{_taught(rows)}",
         "",
         table_row(["pass", "workloads", *ways]),
         table_row(["---"] * (2 + len(ways))),
@@ -183,7 +208,27 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         own = [row for row in rows if row["direction"] in directions]
         cells = [cell([float(row["ratio"]) for row in own if row["way"] == way and row["ratio"]]) for way in ways]
         lines.append(table_row([name, str(len({row["workload"] for row in own})), *cells]))
+    head = [word for way in ways for word in (f"trials, {way}", "time over the record's")]
+    lines += ["", table_row(["workload", *head]), table_row(["---", *["---:"] * len(head)])]
+    for key in dict.fromkeys(row["workload"] for row in rows):
+        found = {row["way"]: row for row in rows if row["workload"] == key}
+        pairs = [(found[way]["trials"], _ratio(found[way])) if way in found else ("-", "-") for way in ways]
+        lines.append(table_row([f"`{key}`", *(word for pair in pairs for word in pair)]))
     return "\n".join(lines) + "\n"
+
+
+def _ratio(row: Mapping[str, str]) -> str:
+    return f"{float(row['ratio']):.3f}" if row["ratio"] else "-"
+
+
+def _taught(rows: Sequence[Mapping[str, str]]) -> str:
+    """What the model of the searches had learned from, where rows say so."""
+    counts = {int(row["lessons"]) for row in rows if row["lessons"]}
+    if not counts:
+        return ""
+    if counts == {0}:
+        return " A search knew its own trials alone."
+    return f" Tables of other GPUs had taught it {min(counts)} to {max(counts)} trials before."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     began = time.monotonic()
     try:
-        workloads = [Workload.parse(key) for key in options.workload or HELD_OUT]
+        shard = Shard.parse(options.shard)
+        workloads = [Workload.parse(key) for key in options.workload or HELD_OUT][shard.index :: shard.count]
         budget = Budget(seconds=options.seconds)
     except FlashgenError as error:
         parser.error(str(error))
@@ -212,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             layers=layers,
             budget=budget,
             marks=tuple(options.mark or (20.0, 60.0)),
-            learned=None if options.sampler else learned_from(layers),
+            learned=None if options.sampler else LearnedCost() if options.own_trials else learned_from(layers),
             say=lambda line: print(line, file=sys.stderr, flush=True),
             options=Options(from_nothing=True, lookahead=lookahead(jobs)),
             stamp=stamp,
@@ -231,6 +277,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=180.0, help="of each search (default: %(default)s)")
     parser.add_argument("--mark", type=float, action="append", help="seconds to judge a search at (default: 20 and 60)")
     parser.add_argument("--sampler", action="store_true", help="search without the model that learns")
+    parser.add_argument("--own-trials", action="store_true", help="a model that learns from no other search")
+    add_shard_argument(parser)
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all, the start included")
     parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
     parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")

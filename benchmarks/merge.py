@@ -3,7 +3,7 @@
 python -m benchmarks.merge /tmp/gpu0 /tmp/gpu1 --into benchmarks/results
 
 Each folder is one that a benchmark was given with --results. Files of one name become one file, in the order of the
-suites, and nothing is written unless everything fits.
+suites (those of races of searches in the order of the folders), and nothing is written unless everything fits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
-from benchmarks import curves
+from benchmarks import curves, search_files
 from benchmarks.decode_cases import GRID, MORE, MORE_SUITE
 from benchmarks.decode_cases import SUITE as DECODE_SUITE
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE, memory_grid, training_grid
@@ -108,12 +108,15 @@ def merge(folders: Sequence[Path], into: Path) -> list[Path]:
             found.setdefault(path.relative_to(folder), []).append(path)
     _refuse_several("device of all folders", (name.parent.name for name in found))
     drawn = {name: paths for name, paths in found.items() if header_of(paths[0])[:-1] == curves.COLUMNS}
-    tables = {name: _rows(paths) for name, paths in found.items() if name not in drawn}
+    searched = {name: search_files.join(paths) for name, paths in found.items() if name.name in search_files.FILES}
+    tables = {name: _rows(paths) for name, paths in found.items() if name not in drawn and name not in searched}
     joined = {name: curves.join(paths, _place) for name, paths in drawn.items()}
     for name, rows in tables.items():
         ResultsFile(into / name, header_of(found[name][0])).write(rows)
     for name, lines in joined.items():
         curves.write(into / name, lines, header_of(found[name][0])[-1])
+    for name, own in searched.items():
+        search_files.write(into / name, own)
     return [into / name for name in sorted(found)]
 
 

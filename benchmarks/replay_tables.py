@@ -1,13 +1,14 @@
 """Replay tables: what every config of a search space takes, so that searches can be compared without a GPU.
 
 python -m benchmarks.replay_tables --workload KEY [--workload KEY] [--families hopper_forward] [--configs 400]
-    [--limit-seconds 120] --out FOLDER
-python -m benchmarks.replay_tables --matrix 16 --configs 50 [--limit-seconds 300] --out FOLDER
+    [--limit-seconds 120] [--shard 0/4] --out FOLDER
+python -m benchmarks.replay_tables --matrix 16 --configs 50 [--whole] [--limit-seconds 300] [--shard 0/4] --out FOLDER
 
 What is measured goes to `FOLDER/replays.sqlite3` at once, in the order of the list; the same command goes on where it
 stopped, and ends with 3 as long as something is left. Then the best of each workload race, and each workload has a file
 `FOLDER/<key>.jsonl.gz` for `tuning_db/<device>/replays/`, of a matrix `<key>-matrix.jsonl.gz`. Kernels are compiled,
-verified and timed as a search does it.
+verified and timed as a search does it. Records are those of all GPUs of the architecture, so that a GPU without any has
+a matrix, too. Several GPUs take a `--shard` of the workloads each, and a folder each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
-from benchmarks.replay_plan import MATRIX, Plan, of_winners, searched, spread
+from benchmarks.replay_plan import MATRIX, WHOLE, Plan, of_winners, searched, spread
+from benchmarks.search_files import add_shard_argument
 from flashgen.codegen.families import family
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -41,6 +43,7 @@ from flashgen.tuning.finals import near_best
 from flashgen.tuning.measured import DECODE_WARM_S, DECODE_WINDOW_S, DROP_FACTOR
 from flashgen.tuning.notes import Evaluated, SearchNotes, not_measured
 from flashgen.tuning.runs import make_compiler, make_executor
+from flashgen.tuning.shards import Shard
 from flashgen.tuning.tune import plain
 
 RACE_SHARE = 0.15
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
         device = executor.describe().device
         with Layers.open() as layers:
-            records = [record for record, _ in layers.records(device=device, provenance="measured")]
+            records = [record for record, _ in layers.records(arch=device.arch, provenance="measured")]
         try:
             plans = planned(options, device, records)
         except FlashgenError as error:
@@ -82,14 +85,17 @@ def planned(options: argparse.Namespace, device: Device, records: Sequence[Tunin
     """What the options ask for, in their order.
 
     Raises:
-        FlashgenError: a key is none, or no family applies.
+        FlashgenError: a key or the shard is none, or no family applies.
     """
-    named = [Workload.parse(key) for key in options.workload]
+    named, shard = [Workload.parse(key) for key in options.workload], Shard.parse(options.shard)
     if options.matrix is not None:
-        chosen = named or spread(records, options.matrix)
-        return [of_winners(workload, device, records, options.configs or 50) for workload in chosen]
+        most, whole = options.configs or 50, options.whole
+        usual = map(Workload.parse, WHOLE) if whole else spread(records, options.matrix)
+        chosen = shard.of(named or list(usual)[: options.matrix])
+        return [of_winners(workload, device, records, most, whole=whole) for workload in chosen]
     families = tuple(options.families.split(",")) if options.families else ()
-    fitting = {workload: _of_direction(families, workload) for workload in named}
+    own = shard.of(named)
+    fitting = {workload: _of_direction(families, workload) for workload in own}
     return [
         searched(
             workload,
@@ -99,7 +105,7 @@ def planned(options: argparse.Namespace, device: Device, records: Sequence[Tunin
             seed=options.seed,
             records=records,
         )
-        for workload in named
+        for workload in own
     ]
 
 
@@ -239,6 +245,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--families", default="", help="of these alone, by commas; those of other passes are left out")
     parser.add_argument("--configs", type=int, help="of each workload; all without, and 50 of a matrix")
     parser.add_argument("--matrix", type=int, metavar="W", help="W workloads by the configs that win most often")
+    parser.add_argument(
+        "--whole", action="store_true", help="of a matrix: as many configs of each of some usual workloads"
+    )
+    add_shard_argument(parser)
     parser.add_argument("--race", type=int, default=16, help="configs that race at the end (default: %(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all workloads, the start included")
     parser.add_argument("--seed", type=int, default=0, help="of the order behind the lists")

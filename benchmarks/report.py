@@ -15,7 +15,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import curves, fallback, from_nothing, search_files, spread_tables, transformers_tables
+from benchmarks import (
+    curves,
+    fallback,
+    from_nothing,
+    repeatability,
+    reverify,
+    search_files,
+    spread_tables,
+    transformers_tables,
+)
 from benchmarks.io_cases import FORWARD_SUITE as IO_SUITE
 from benchmarks.markdown import RAW
 from benchmarks.memory import MEMORY_SUITE, TRAINING_SUITE
@@ -180,6 +189,8 @@ def summary_of(devices: dict[str, list[Row]]) -> str:
 SEARCHES = {
     from_nothing.FILE: ("What a search finds by itself", from_nothing.page),
     fallback.FILE: ("Shapes without a record", fallback.page),
+    repeatability.FILE: ("Tuned twice", repeatability.page),
+    reverify.FILE: ("Records timed again", reverify.page),
 }
 """Files of races with rows of their own, and what is said of them."""
 

@@ -2,7 +2,9 @@
 
 python -m benchmarks.search [TABLE.jsonl.gz ...] [--seeds 5] [--only 'flashgen*'] [--jobs 2] [--out FOLDER]
 
-The tables of `tuning_db/*/replays/` if none is named; `--synthetic` takes made-up ones, to try the bench itself. Prints
+The tables of `tuning_db/*/replays/` if none is named, of some devices alone with `--device`, its folder there;
+`--synthetic` takes made-up ones, to try the bench itself. What is learned comes from the tables that ship, and with
+`--learn-from FOLDER` from those of a folder, too. Prints
 a table of how much longer the best config takes that a search has tried than the best of the table, after so many
 trials and after so many seconds of the machine that measured it; writes `search.csv`, `search.md` and `search.png`.
 """
@@ -72,12 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        tables = _tables(options.tables, options.synthetic)
+        tables = _tables(options.tables or shipped(options.device), options.synthetic)
     except (FlashgenError, ValueError) as error:
         parser.error(str(error))
     if not tables:
         parser.error("no table is named, and none ships; python -m benchmarks.replay_tables measures one")
-    found, absent = _everybody()
+    found, absent = _everybody(options.learn_from)
     patterns = options.only or ["*"]
     chosen = [name for name in found if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     for name, reason in absent.items():
@@ -86,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         makers = {name: found[name] for name in chosen}
         runs = compare(tables, makers, seeds=range(options.seeds), trials=options.trials, say=_say)
     else:
-        asked = [(name, options.tables, options.synthetic, options.seeds, options.trials) for name in chosen]
+        paths = options.tables or shipped(options.device)
+        common = (paths, options.synthetic, options.seeds, options.trials, options.learn_from)
+        asked = [(name, *common) for name in chosen]
         with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
             runs = [run for own in pool.map(_alone, *zip(*asked, strict=True)) for run in own]
     text = page(runs, tables)
@@ -97,28 +101,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tables(paths: Sequence[Path], with_synthetic: bool) -> list[Table]:
-    tables = [Table.of(read_log(path)) for path in paths or shipped()]
+    tables = [Table.of(read_log(path)) for path in paths]
     if with_synthetic:
         device = find_device("h200")
         tables += [Table.of(synthetic(Workload.parse(key), device, families=names)) for key, names in SYNTHETIC]
     return tables
 
 
-def _everybody() -> tuple[dict[str, Maker], dict[str, str]]:
+def _everybody(folders: Sequence[Path] = ()) -> tuple[dict[str, Maker], dict[str, str]]:
     with Layers.open() as layers:
         records = [record for record, _ in layers.records(provenance="measured")]
-    return contestants(records, LearnedCost(shipped_tables()) if is_installed() else None)
+    more = [read_log(path) for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    return contestants(records, LearnedCost([*shipped_tables(), *more]) if is_installed() else None)
 
 
-def _alone(name: str, paths: Sequence[Path], with_synthetic: bool, seeds: int, trials: int) -> list[Run]:
+def _alone(
+    name: str, paths: Sequence[Path], with_synthetic: bool, seeds: int, trials: int, folders: Sequence[Path]
+) -> list[Run]:
     """One contestant, in a process that knows nothing yet."""
-    makers = {name: _everybody()[0][name]}
+    makers = {name: _everybody(folders)[0][name]}
     return compare(_tables(paths, with_synthetic), makers, seeds=range(seeds), trials=trials, say=_say)
 
 
-def shipped() -> list[Path]:
-    """The tables that ship, but for those of a matrix: a few configs are no space to search."""
-    every = sorted(TABLES.glob(f"*/replays/*{SUFFIX}"))
+def shipped(devices: Sequence[str] = ()) -> list[Path]:
+    """The tables that ship, but for those of a matrix: a few configs are no space to search.
+
+    Args:
+        devices: folders of `tuning_db`; none named means all.
+    """
+    every = [path for name in devices or ("*",) for path in sorted(TABLES.glob(f"{name}/replays/*{SUFFIX}"))]
     return [path for path in every if not path.name.endswith(f"-{MATRIX}{SUFFIX}")]
 
 
@@ -184,8 +195,8 @@ def page(runs: Sequence[Run], tables: Sequence[Table]) -> str:
         table_row(["---"] * (1 + len(marks))),
         *(table_row([name, *map(_cell, found)]) for name, found in scores(runs).items()),
         "",
-        table_row(["table", "configs", "with a time", "median / best"]),
-        table_row(["---"] * 4),
+        table_row(["table", "device", "configs", "with a time", "median / best"]),
+        table_row(["---"] * 5),
         *(table_row(_about(table)) for table in tables),
         "",
     ]
@@ -214,7 +225,7 @@ def write(runs: Sequence[Run], text: str, folder: Path) -> None:
 def _about(table: Table) -> list[str]:
     times = [answer.right_ms for answer in table.answers.values() if answer.right_ms]
     middle = statistics.median(times) / table.best_ms
-    return [f"`{table.name}`", str(len(table.answers)), str(len(times)), f"{middle:.2f}"]
+    return [f"`{table.name}`", table.device.name, str(len(table.answers)), str(len(times)), f"{middle:.2f}"]
 
 
 def _cell(found: Score | None) -> str:
@@ -231,6 +242,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--synthetic", action="store_true", help="made-up tables as well")
     parser.add_argument("--seeds", type=int, default=5, help="of each (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=max(TRIALS), help="the most of each (default: %(default)s)")
+    parser.add_argument("--device", action="append", default=[], metavar="FOLDER", help="tables of these; repeatable")
+    parser.add_argument("--learn-from", action="append", type=Path, default=[], metavar="FOLDER", help="more tables")
     parser.add_argument("--only", action="append", metavar="NAME", help="contestants with such a name; repeatable")
     parser.add_argument("--jobs", type=int, default=1, help="contestants side by side (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for search.md, search.csv and search.png")

@@ -154,8 +154,23 @@ SAMPLERS: dict[str, tuple[Callable[[int], optuna.samplers.BaseSampler], tuple[st
 ELSEWHERE = {"Helion": "its searches take a kernel of its own with its own knobs, and no table of others"}
 
 
-WITH_MODEL = ("flashgen", "flashgen, model alone", "flashgen, from nothing")
-"""As it is; with neither lists nor records nor a default; with nothing that was measured on the device before."""
+OTHER_DEVICE = "flashgen, other device"
+
+WITH_MODEL = ("flashgen", "flashgen, model alone", OTHER_DEVICE, "flashgen, from nothing")
+"""As it is; with neither lists nor records nor a default; the same where all that it has learned was measured on other
+devices; and with nothing that was measured before."""
+
+
+def _of_other_devices(table: Table, seed: int, lessons: LearnedCost | None) -> Ours:
+    """What was measured on the device is left out; of others, all that is known, of the workload itself, too.
+
+    Raises:
+        ValueError: nothing of another device is known.
+    """
+    model = lessons and lessons.of(table.workload, table.device, seed=seed, without_device=True)
+    if model is None or not model.size:
+        raise ValueError(f"nothing is known that was not measured on {table.device.name}")
+    return Ours(table, seed, (), model)
 
 
 def contestants(
@@ -168,20 +183,19 @@ def contestants(
         learned: what the tables teach; what one teaches of its own workload is left out.
     """
 
-    def ours(starts: Starts, lessons: LearnedCost | None = None, *, without_device: bool = False) -> Maker:
+    def ours(starts: Starts, lessons: LearnedCost | None = None) -> Maker:
         def make(table: Table, seed: int) -> Ours:
-            model = lessons and lessons.of(
-                table.workload, table.device, seed=seed, without_workload=True, without_device=without_device
-            )
+            model = lessons and lessons.of(table.workload, table.device, seed=seed, without_workload=True)
             return Ours(table, seed, starts(table), model)
 
         return make
 
-    full, alone, nothing = WITH_MODEL
+    full, alone, elsewhere, nothing = WITH_MODEL
     found: dict[str, Maker] = {
         full: ours(lambda table: table.starts(records), learned),
         alone: ours(lambda table: (), learned),
-        nothing: ours(lambda table: (), learned, without_device=True),
+        elsewhere: partial(_of_other_devices, lessons=learned),
+        nothing: ours(lambda table: (), LearnedCost()),
         "sampler, lists and records": ours(lambda table: table.starts(records)),
         "sampler, lists": ours(lambda table: table.starts()),
         "sampler, default alone": ours(lambda table: [start for start in table.starts() if start[1] == "default"]),

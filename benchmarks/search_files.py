@@ -1,4 +1,4 @@
-"""Files of races with rows of their own among the results of a device: `from_nothing.csv` and `fallback.csv`.
+"""Files of races with rows of their own among the results of a device: `from_nothing.csv`, `fallback.csv` and others.
 
 A row ends with what it was measured on and with, as all results do; all rows of a file are of one commit.
 """
@@ -8,12 +8,21 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.provenance import ROOT, commit_of
 from benchmarks.results import RESULTS
+from flashgen.core.device import Device
+from flashgen.core.record import TuningRecord
+from flashgen.core.workload import Workload
+from flashgen.db.layers import Layers
 from flashgen.measure.protocol import HostInfo
+
+FALLBACK, FROM_NOTHING, REPEATABILITY, REVERIFY = (
+    f"{name}.csv" for name in ("fallback", "from_nothing", "repeatability", "reverify")
+)
+FILES = (FALLBACK, FROM_NOTHING, REPEATABILITY, REVERIFY)
 
 STAMP = ("device", "torch", "triton", "commit", "date")
 """The last columns of every row."""
@@ -23,6 +32,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where rows go, and what is measured."""
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git to ask")
+
+
+def add_shard_argument(parser: argparse.ArgumentParser) -> None:
+    """The option of searches that several GPUs share."""
+    parser.add_argument(
+        "--shard",
+        default="0/1",
+        metavar="I/N",
+        help="part i of n of the workloads, from 0; each into folders of its own",
+    )
+
+
+def judge(layers: Layers, workload: Workload, device: Device) -> TuningRecord | None:
+    """The measured record beside which a search is judged: of the device, else of another one of its architecture.
+
+    Its config is timed on the device in any case; its own time is of no use there.
+    """
+    found = layers.record(workload, device, provenance="measured")
+    if found is not None:
+        return found[0]
+    others = layers.records(
+        arch=device.arch, specialization=workload.specialization.workload_class, provenance="measured"
+    )
+    return next((record for record, _ in others if record.workload == workload), None)
+
+
+def of_others(rows: Sequence[Mapping[str, str]]) -> str:
+    """Words on whose the records of rows are, where they are not the GPU's that was measured on."""
+    others = sorted({row["record_of"] for row in rows if row["record_of"]} - {row.get("device", "") for row in rows})
+    return f" of {', '.join(others)}, timed on this GPU" if others else ""
 
 
 def stamp_of(host: HostInfo, commit: str | None) -> dict[str, str]:
@@ -70,7 +109,36 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def add_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
+def join(paths: Sequence[Path]) -> list[dict[str, str]]:
+    """The rows of the files that several GPUs wrote of one benchmark, in the order of the files.
+
+    Raises:
+        ValueError: they differ in their columns, devices, versions or commits, or two have one workload.
+    """
+    found: list[dict[str, str]] = []
+    for path in paths:
+        rows = read(path)
+        twice = {row["workload"] for row in rows} & {row["workload"] for row in found}
+        if twice:
+            raise ValueError(f"a workload of {path.name} is in one folder alone, got {min(twice)} twice")
+        found += rows
+    for what, different in {
+        "columns": {",".join(row) for row in found},
+        **{name: {row[name] for row in found} for name in STAMP if name != "date"},
+    }.items():
+        if len(different) > 1:
+            raise ValueError(f"all rows of {paths[0].name} have one {what}, got {' and '.join(sorted(different))}")
+    return found
+
+
+def write(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """The whole file anew."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    add_rows(path, list(rows[0]) if rows else [], rows)
+
+
+def add_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
     """Add all rows of a workload at once."""
     is_new = not path.is_file()
     with path.open("a", newline="") as file:

@@ -38,8 +38,12 @@ def no_list(spec: Specialization, device: Device) -> Sequence[Config] | None:
 
 
 def left_out(table: Table, records: Sequence[TuningRecord], logs: Sequence[SearchLog]) -> Lists:
-    """The list that the class of a table would have if nobody had measured its workload."""
-    others = [log for log in logs if log.search is not None and log.search.workload != table.workload]
+    """The list that the class of a table would have on its device if nobody had measured its workload."""
+    others = [
+        log
+        for log in logs
+        if log.search is not None and log.search.workload != table.workload and table.device.may_use(log.search.device)
+    ]
     known = known_of([each for each in records if each.workload != table.workload], others, table.device)
     name = seed_class(table.workload.specialization)
     rows = (Row.of(each, table.device) for each in known if seed_class(each.workload.specialization) == name)
@@ -88,17 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not tables:
         parser.error("no table is named, and none ships; python -m benchmarks.replay_tables measures one")
     with Layers.open() as layers:
-        device = tables[0].device
-        records = [record for record, _ in layers.records(device=device, provenance="measured")]
-    logs = [log for log in others if log.search is not None and log.search.device.identity == device.identity]
+        records = [record for record, _ in layers.records(provenance="measured")]
     runs = compare(
         tables,
-        contestants(tables, records, logs),
+        contestants(tables, records, others),
         seeds=range(options.seeds),
         trials=options.trials,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    text = page(runs, tables) + "\n" + counts(tables, records, logs)
+    text = page(runs, tables) + "\n" + counts(tables, records, others)
     print(text)
     if options.out:
         write(runs, text, options.out)

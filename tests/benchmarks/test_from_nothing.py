@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from benchmarks import from_nothing
 from benchmarks.exit_codes import STOPPED
 from benchmarks.from_nothing import HELD_OUT, RECORD, WINNER, Searches, page
 from benchmarks.search_files import STAMP, read
+from benchmarks.search_synthetic import synthetic
 from flashgen.core.config import Config
+from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.learned_cost import LearnedCost
-from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
+from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor, true_ms
 
 WORKLOADS = [Workload.parse(key) for key in HELD_OUT if key.startswith("bwd-")][:2]
 
@@ -77,13 +80,50 @@ def test_what_was_known_at_each_mark_races_the_record_and_a_stopped_run_goes_on(
     text = page(rows)
     assert "| backward | 2 |" in text
     assert "| forward | 0 | - | - | - |" in text
+    ratios = [float(found[way]["ratio"]) for way in ("2 s", "5 s", WINNER)]
+    cells = " | ".join(f"{count} | {ratio:.3f}" for count, ratio in zip(counts, ratios, strict=True))
+    assert f"| `{WORKLOADS[0].key}` | {cells} |" in text
+    assert "A search knew its own trials alone." in text
+
+
+def test_a_gpu_without_a_record_has_that_of_another_one_which_its_rows_name(layers: Layers, tmp_path: Path) -> None:
+    h100 = find_device("h100")
+    executor = FakeExecutor(clock=Clock(), device=h100)
+    assert layers.record(WORKLOADS[0], h100) is None
+    with Store.open(tmp_path / "own.sqlite3") as store:
+        stamped = replace(searches(tmp_path, layers, store, executor), stamp={"device": h100.name})
+        assert stamped.run(WORKLOADS[:1], until=1e6)
+    rows = read(tmp_path / "from_nothing.csv")
+    assert {row["record_of"] for row in rows} == {"NVIDIA H200"}
+    assert {row["lessons"] for row in rows} == {"0"}
+    record = layers.record(WORKLOADS[0], H200)
+    assert record is not None
+    assert Config.from_json(rows[0]["family"], rows[0]["knobs"]) == record[0].config
+    assert float(rows[0]["ms"]) == pytest.approx(true_ms(WORKLOADS[0], record[0].config), rel=0.1), "its own race"
+    assert "the shipped record of NVIDIA H200, timed on this GPU, in one race" in page(rows)
+    own = [{**row, "device": "NVIDIA H200"} for row in rows]
+    assert "the shipped record, in one race" in page(own)
+
+
+def test_lessons_count_what_other_devices_taught(layers: Layers, tmp_path: Path) -> None:
+    h100 = find_device("h100")
+    log = synthetic(WORKLOADS[0], h100, families=("hopper_backward_fused",), most=20)
+    with Store.open(tmp_path / "own.sqlite3") as store:
+        for device, lessons in ((H200, "20"), (h100, "0")):
+            folder = tmp_path / device.slug
+            folder.mkdir()
+            taught = searches(folder, layers, store, FakeExecutor(clock=Clock(), device=device))
+            assert replace(taught, learned=LearnedCost([log])).run(WORKLOADS[:1], until=1e6)
+            rows = read(folder / "from_nothing.csv")
+            assert {row["lessons"] for row in rows} == {lessons}
+            assert ("had taught it 20 to 20 trials" in page(rows)) is (device == H200)
 
 
 def test_a_workload_without_a_record_is_refused(layers: Layers, tmp_path: Path) -> None:
     executor = FakeExecutor(clock=Clock())
     with (
         Store.open(tmp_path / "own.sqlite3") as store,
-        pytest.raises(ValueError, match=r"has none of fwd-bf16-b1-h1-hk1-sq7-sk7-d64"),
+        pytest.raises(ValueError, match=r"no sm90 has one of fwd-bf16-b1-h1-hk1-sq7-sk7-d64"),
     ):
         searches(tmp_path, layers, store, executor).run([Workload.parse("b1-h1-s7-d64")], until=1e6)
 
@@ -116,7 +156,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         "triton": "3.6.0",
         "commit": "0123456789ab",
     }
-    for wrong in (["--workload", "b1"], ["--seconds", "0"], ["--commit", "ba9876543210"]):
+    assert from_nothing.main([*common, "--workload", WORKLOADS[1].key, "--shard", "1/2", "--mark", "0.5"]) == 0
+    assert {row["workload"] for row in read(path)} == {each.key for each in WORKLOADS}
+    for wrong in (["--shard", "2"], ["--workload", "b1"], ["--seconds", "0"], ["--commit", "ba9876543210"]):
         with pytest.raises(SystemExit, match="2"):
             from_nothing.main([*common, *wrong])
     said = capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import curves
 from benchmarks.merge import GRIDS, KINDS, main, merge
 from benchmarks.results import DATA_COLUMNS, RACE_COLUMNS, RESULTS, TRAINING_COLUMNS, ResultsFile, Row, read_rows
+from benchmarks.search_files import FROM_NOTHING, STAMP, add_rows, read
 from benchmarks.suites import DATA_SUITE, data_grid, paper_grid
 from benchmarks.training_tasks import EAGER_SUITE
 from benchmarks.varlen import row_of as packed_row
@@ -124,6 +125,43 @@ def test_a_kind_of_data_that_nobody_has_is_refused(tmp_path: Path) -> None:
 )
 def test_what_does_not_belong_together_is_refused(change: dict[str, str], message: str, tmp_path: Path) -> None:
     folders = shards(tmp_path, lambda each: replace(each, **change))
+    with pytest.raises(ValueError, match=message):
+        merge(folders, tmp_path / "into")
+    assert not (tmp_path / "into").exists()
+
+
+def searched(folder: Path, workload: str, **changes: str) -> Path:
+    """A folder of results with a row of a race of searches, which has columns of its own."""
+    path = folder / SHARED.slug / FROM_NOTHING
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stamp = dict(zip(STAMP, ("NVIDIA H200", "2.11.0", "3.6.0", "0123456789ab", "2026-11-27"), strict=True))
+    add_rows(path, ("workload", "way", *STAMP), [{"workload": workload, "way": "20 s", **stamp, **changes}])
+    return folder
+
+
+def test_races_of_searches_are_merged_in_the_order_of_the_folders(tmp_path: Path) -> None:
+    folders = [searched(tmp_path / name, name, date=f"2026-11-2{day}") for day, name in enumerate("ba")]
+    write(folders[0], ROWS)
+    found = merge(folders, tmp_path / "into")
+    assert found == [tmp_path / "into" / SHARED.slug / name for name in ("forward.csv", FROM_NOTHING)]
+    assert [row["workload"] for row in read(found[1])] == ["b", "a"]
+    merge(folders[:1], tmp_path / "into")
+    assert [row["workload"] for row in read(found[1])] == ["b"], "in place of what was there"
+
+
+@pytest.mark.parametrize(
+    ("workload", "change", "message"),
+    [
+        ("w", {}, "a workload of from_nothing.csv is in one folder alone, got w twice"),
+        ("other", {"commit": "ba9876543210"}, "have one commit, got 0123456789ab and ba9876543210"),
+        ("other", {"triton": "3.7.1"}, "have one triton"),
+        ("other", {"device": "NVIDIA H100"}, "have one device"),
+    ],
+)
+def test_races_of_searches_that_do_not_fit_are_refused(
+    workload: str, change: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    folders = [searched(tmp_path / "a", "w"), searched(tmp_path / "b", workload, **change)]
     with pytest.raises(ValueError, match=message):
         merge(folders, tmp_path / "into")
     assert not (tmp_path / "into").exists()

@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks import replay_tables
 from benchmarks.exit_codes import STOPPED
-from benchmarks.replay_plan import EVERY, MATRIX, SAMPLE, of_winners, searched, spread
+from benchmarks.replay_plan import EVERY, MATRIX, SAMPLE, WHOLE, of_winners, searched, spread
 from benchmarks.replay_tables import Tables
+from flashgen.core.device import find_device
 from flashgen.core.errors import DatabaseError
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.search_log import SearchLog
@@ -22,11 +23,16 @@ from flashgen.core.workload import Workload
 from flashgen.db.log_files import MAX_BYTES, read_log, write_log
 from flashgen.db.store import Store
 from flashgen.tuning.candidates import Candidates
+from flashgen.tuning.lattice import Lattice
 from tests.db.samples import FINALISTS, KNOWN_TRIAL, MEASURED, SEARCH
 from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
 
 BACKWARD = Workload.parse("bwd-b4-h16-s1024-d128")
 FORWARD = Workload.parse("b4-h16-s1024-d256")
+KNOWN = Workload.parse("b8-h32-s2048-d64-causal")
+"""Which an H200 has a record of."""
+
+H100 = find_device("h100")
 FAMILIES = ("hopper_backward_fused", "hopper_backward_split")
 
 
@@ -102,6 +108,63 @@ def test_a_sample_has_the_lists_first_and_a_matrix_the_winners() -> None:
     assert [source for _, source in backward.starts] == ["default"], "what won forward is none of its own"
     of_class = [replace(MEASURED, workload=near), MEASURED, *records]
     assert spread(of_class, 3) == [MEASURED.workload, records[1].workload, near]
+
+
+def test_a_whole_row_of_a_matrix_goes_on_around_what_won() -> None:
+    """Winners that are not valid here stand for the configs nearest to them."""
+    spaces = {space.family: space for space in Candidates.of(FORWARD, H200).spaces}
+    default = Candidates.of(FORWARD, H200).default
+    elsewhere = Candidates.of(Workload.parse("b4-h16-s1024-d64-causal"), H200, ("hopper_forward",)).spaces[0].configs
+    foreign = next(config for config in elsewhere if config not in spaces["hopper_forward"].configs)
+    records = [replace(MEASURED, workload=FORWARD.with_shape(seqlen_q=512, seqlen_k=512), config=foreign)]
+    assert len(of_winners(FORWARD, H200, records, 50).starts) == 1
+    plan = of_winners(FORWARD, H200, records, 50, whole=True)
+    assert (plan.kind, plan.candidates, len({config for config, _ in plan.starts})) == (MATRIX, 50, 50)
+    assert all(config in spaces[config.family].configs for config, _ in plan.starts)
+    (first, of_default), (second, near), *others = plan.starts
+    lattice = Lattice(spaces["hopper_forward"])
+    assert (first, of_default, near) == (default, "default", "neighbour")
+    assert second == lattice.nearest(foreign, lattice.points) != first
+    of_family, *around = others
+    assert (of_family[0].family, of_family[1]) == ("portable_forward", "default")
+    assert {source for _, source in around} == {"local"}
+    assert around[0][0] in Lattice(spaces[first.family]).neighbours(first)
+    assert of_winners(FORWARD, H200, records, 2, whole=True).starts == plan.starts[:2]
+    assert plan == of_winners(FORWARD, H200, records, 50, whole=True)
+
+
+def test_a_gpu_takes_its_shard_of_the_workloads_and_records_of_its_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = replay_tables._parser()
+    keys = [FORWARD.key, BACKWARD.key]
+    common = ["--out", str(tmp_path), *(word for key in keys for word in ("--workload", key))]
+    parts = [
+        [
+            plan.workload
+            for plan in replay_tables.planned(parser.parse_args([*common, *more, "--shard", part]), H200, [])
+        ]
+        for more in (["--configs", "9"], ["--matrix", "2"])
+        for part in ("0/2", "1/2")
+    ]
+    assert parts == [[BACKWARD], [FORWARD]] * 2
+    assert len({Workload.parse(key) for key in WHOLE}) == 16
+    whole = [["--matrix", "16", "--whole", "--configs", "2", "--shard", f"{part}/4"] for part in range(4)]
+    quarters = [replay_tables.planned(parser.parse_args([*common[:2], *each]), H200, []) for each in whole]
+    assert [len(plans) for plans in quarters] == [4] * 4
+    assert {plan.workload for plans in quarters for plan in plans} == {Workload.parse(key) for key in WHOLE}
+    executor = FakeExecutor(device=H100)
+    monkeypatch.setattr(replay_tables, "make_executor", lambda index: executor)
+    monkeypatch.setattr(replay_tables, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+    row = ["--out", str(tmp_path), "--matrix", "1", "--configs", "6"]
+    assert replay_tables.main([*row, "--workload", KNOWN.key]) == 0
+    log = read_log(tmp_path / f"{KNOWN.key}-matrix.jsonl.gz")
+    assert log.search is not None
+    assert log.search.device == H100
+    assert {trial.source for trial in log.trials} == {"default", "incumbent", "neighbour"}, "those of an H200"
+    with pytest.raises(SystemExit, match="2"):
+        replay_tables.main([*row, "--shard", "2/2"])
+    assert "a shard is i/n" in capsys.readouterr().err
 
 
 def test_the_command_takes_the_families_of_each_pass(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

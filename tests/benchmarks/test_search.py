@@ -16,7 +16,7 @@ import pytest
 from benchmarks import search, search_kernel_tuner
 from benchmarks.replay_plan import EVERY, MATRIX, SAMPLE
 from benchmarks.search import TRIALS, compare, page, score, scores, shipped
-from benchmarks.search_contestants import WITH_MODEL, contestants
+from benchmarks.search_contestants import OTHER_DEVICE, WITH_MODEL, contestants
 from benchmarks.search_replay import Outcome, Table, after_seconds, after_trials, replay
 from benchmarks.search_synthetic import synthetic
 from flashgen.core.config import Config
@@ -32,6 +32,7 @@ from tests.db.samples import MEASURED
 from tests.tuning.fakes import H200
 
 BACKWARD = Workload.parse("bwd-b4-h16-s4096-d64-causal")
+NOTHING = WITH_MODEL[-1]
 FUSED = ("hopper_backward_fused",)
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,7 +91,7 @@ def test_a_model_of_other_workloads_is_ahead_of_the_lists_and_chance_on_tables_t
     tables = [Table.of(read_log(path)) for path in shipped() if path.name.removesuffix(SUFFIX) in SHIPPED]
     assert len(tables) == len(SHIPPED)
     found, _ = contestants((), LearnedCost(shipped_tables()))
-    alone, nothing = "flashgen, model alone", "flashgen, from nothing"
+    _, alone, _, nothing = WITH_MODEL
 
     def held(name: str, trials: int, seeds: int = 2) -> float:
         runs = compare(tables, {name: found[name]}, seeds=range(seeds), trials=trials)
@@ -101,6 +102,31 @@ def test_a_model_of_other_workloads_is_ahead_of_the_lists_and_chance_on_tables_t
     assert held("random", 10) > HELD_AFTER_10 + 0.01
     # its first trials are chance, of which two seeds say little
     assert held(nothing, 25, seeds=40) < HELD_FROM_NOTHING_AFTER_25
+
+
+def test_what_was_learned_on_another_device_takes_part_where_there_is_any() -> None:
+    h100 = find_device("h100")
+    here, there = (synthetic(BACKWARD, device, families=FUSED, most=60) for device in (H200, h100))
+    tables, said, steps = [Table.of(here)], list[str](), []
+    for logs, takes_part in (([here], False), ([here, there], True)):
+        found, _ = contestants((), LearnedCost(logs))
+        makers = {name: found[name] for name in (OTHER_DEVICE, NOTHING)}
+        runs = compare(tables, makers, seeds=range(1), trials=8, say=said.append)
+        assert (OTHER_DEVICE in {run.contestant for run in runs}) is takes_part
+        steps.append(next(run.steps for run in runs if run.contestant == NOTHING))
+    assert steps[0] == steps[1], "from nothing knows of neither"
+    assert f"{OTHER_DEVICE} does not take part: nothing is known that was not measured on {H200.name}" in said
+    own = contestants((), LearnedCost([there]))[0][OTHER_DEVICE](tables[0], 0)
+    best = min(there.trials, key=lambda t: t.outcome.median_ms if isinstance(t.outcome, Measurement) else 1e9).config
+    assert best in [own.ask() for _ in range(8)], "of the workload itself, too"
+
+
+def test_tables_of_a_device_are_chosen_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {path.parent.parent.name for path in shipped(["nvidia_h200"])} == {"nvidia_h200"}
+    assert set(shipped(["nvidia_h200"])) <= set(shipped())
+    assert shipped(["nvidia_h900"]) == []
+    with pytest.raises(SystemExit, match="2"):
+        search.main(["--device", "nvidia_h900"])
 
 
 def test_the_goals_have_the_figures_of_their_own_table() -> None:
@@ -115,8 +141,10 @@ def test_the_goals_have_the_figures_of_their_own_table() -> None:
     alone, nothing, chance = (found[name] for name in ("flashgen, model alone", "flashgen, from nothing", "random"))
     assert f"mean 1.05, worst 1.10 | {', '.join(alone['25 trials'])} (`model alone`)" in goals
     assert f"| the same after 100: 1.02, 1.04 | {', '.join(alone['100 trials'])} (`model alone`)" in goals
-    assert f"after 25: 1.05, 1.10 | {', '.join(nothing['25 trials'])} (`from nothing`)" in goals
-    assert f"| the same after 100: 1.02, 1.04 | {', '.join(nothing['100 trials'])} (`from nothing`)" in goals
+    word = "other device" if OTHER_DEVICE in found else "from nothing"  # where tables are of one device alone
+    left_out = found[f"flashgen, {word}"]
+    assert f"after 25: 1.05, 1.10 | {', '.join(left_out['25 trials'])} (`{word}`)" in goals
+    assert f"| the same after 100: 1.02, 1.04 | {', '.join(left_out['100 trials'])} (`{word}`)" in goals
     assert f"after 25: 1.01 | {found['flashgen']['25 trials'][0]} (`flashgen`)" in goals
     means = [", ".join(row[f"{count} trials"][0] for count in (5, 10, 25, 50)) for row in (nothing, chance)]
     assert f"| {means[0]} `from nothing`; chance {means[1]} |" in goals
@@ -131,12 +159,14 @@ def test_the_goals_count_the_tables_that_ship() -> None:
     logs = [read_log(path) for path in (ROOT / "tuning_db").glob(f"*/replays/*{SUFFIX}")]
     of = {kind: [log for log in logs if dict(log.search.settings)["kind"] == kind] for kind in (EVERY, SAMPLE, MATRIX)}  # type: ignore[union-attr]
     assert f"| {len(of[EVERY])} and {len(of[SAMPLE])} |" in goals
-    cells = {(log.search.workload, trial.config): trial.outcome for log in of[MATRIX] for trial in log.trials}  # type: ignore[union-attr]
-    timed = sum(isinstance(outcome, Measurement) for outcome in cells.values())
-    configs = len({config for _, config in cells})
-    assert (
-        f"| {len(of[MATRIX])} workloads, {configs} configs, {len(cells)} cells of which {timed} have a time |" in goals
-    )
+    matrices: dict[str, list[SearchLog]] = {}
+    for log in of[MATRIX]:
+        matrices.setdefault(log.search.device.identity, []).append(log)  # type: ignore[union-attr]
+    for logs in matrices.values():
+        cells = {(log.search.workload, trial.config): trial.outcome for log in logs for trial in log.trials}  # type: ignore[union-attr]
+        timed = sum(isinstance(outcome, Measurement) for outcome in cells.values())
+        configs = len({config for _, config in cells})
+        assert f"{len(logs)} workloads, {configs} configs, {len(cells)} cells of which {timed} have a time" in goals
     with Layers.open() as layers:
         records = [record for record, _ in layers.records(device=find_device("h200"), provenance="measured")]
     sure = sum(record.measurement is not None and record.measurement.confidence is not None for record in records)
@@ -289,7 +319,7 @@ def test_the_command_writes_a_table_a_file_and_a_chart(tmp_path: Path, capsys: p
     assert search.main(arguments) == 0
     text = capsys.readouterr().out
     assert "| random | 1." in text
-    assert f"| `{BACKWARD.key}` | 30 |" in text
+    assert f"| `{BACKWARD.key}` | NVIDIA H200 | 30 |" in text
     assert (tmp_path / "out/search.md").read_text() in text
     with (tmp_path / "out/search.csv").open() as file:
         rows = list(csv.DictReader(file))

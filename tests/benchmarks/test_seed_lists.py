@@ -11,6 +11,7 @@ from benchmarks import seed_lists
 from benchmarks.search_replay import Table
 from benchmarks.search_synthetic import synthetic
 from benchmarks.seed_lists import contestants, counts, left_out, no_list
+from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
 from flashgen.db.log_files import write_log
 from tests.db.samples import MEASURED
@@ -30,6 +31,8 @@ def test_a_list_knows_nothing_of_the_table_that_it_is_judged_on() -> None:
     assert left_out(TABLES[1], [], LOGS[:1])(spec, H200)
     assert left_out(TABLES[0], [OWN], LOGS[:1])(spec, H200) == ()
     assert no_list(spec, H200) == ()
+    elsewhere = synthetic(Workload.parse(KEYS[1]), find_device("h100"), families=("hopper_forward",), seed=1)
+    assert left_out(TABLES[0], [], [*LOGS[1:], elsewhere])(spec, H200) == learned, "nor what another device measured"
 
 
 def test_every_list_takes_part_alone_and_behind_records() -> None:
