@@ -9,7 +9,7 @@ import pytest
 
 from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.decode_splits import MOST_PROGRAMS, SplitCounts, split_counts
-from flashgen.codegen.families import decode_config, invalid, usual
+from flashgen.codegen.families import invalid, usual
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.portable_decode.defaults import ONLY_GRID, ONLY_SHARES, fitted, poor_at_sizes, seed_configs
 from flashgen.codegen.portable_decode.family import PORTABLE_DECODE
@@ -23,7 +23,7 @@ SPEC = Specialization(direction="decode", dtype="bf16", head_dim=128, head_dim_v
 
 
 def config(schedule: str = "grid", **knobs: int | bool) -> Config:
-    found = decode_config(SPEC, Sizes(batch=1, nheads=8, nheads_k=8, seqlen_q=1, seqlen_k=8192), H200)
+    found = PORTABLE_DECODE.default(SPEC, H200)
     usual = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "per_sm": 1, "min_tiles": 1}
     return found.replace(**{"schedule": schedule, **usual, **ONLY_SHARES, **ONLY_GRID, **knobs})
 
@@ -102,7 +102,7 @@ def test_programs_of_an_sm_have_registers_side_by_side() -> None:
 def test_as_many_programs_of_the_rule_for_small_pages_fit_as_it_wants() -> None:
     spec = replace(SPEC, page_size=16)
     sizes = Sizes(batch=64, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
-    found = decode_config(spec, sizes, H200)
+    found = usual(PORTABLE_DECODE.default(spec, H200), spec, sizes, H200)
     compiled = compile_kernel(spec, found, H200)
     assert compiled.occupancy(H200) >= found.integer("per_sm")
     assert compiled.spills == 0

@@ -330,7 +330,7 @@ def test_with_fixed_splits_neither_batch_nor_pages_choose_tiles() -> None:
 
     calls = [(batch, page) for batch in (1, 16, 64, 1024) for page in (None, 16, 64)]
     assert len({tiles(*call, 0) for call in calls}) == 1
-    assert len({tiles(*call, 8192) for call in calls}) > 3
+    assert len({tiles(*call, 8192) for call in calls}) > 1
     call = make(Case(lens=(300, 2), options={"fixed_split_size": 256}))
     out = torch.empty_like(call.q)
     assert CheckedDecode.of(call, out).shape.sizes.seqlen_k == 0

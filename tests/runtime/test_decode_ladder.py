@@ -38,10 +38,10 @@ def rule(workload: Workload = STEP) -> Config:
 
 
 def tuned(workload: Workload = STEP, min_tiles: int = 4, device: Device = H200) -> TuningRecord:
-    """A record with the config of the rule but for one knob, which tells it from others; it may serve any pages."""
+    """A record with the config of the rule but for one knob, which tells it from others."""
     others = () if workload.lengths or workload.batch == 1 else (("ramp", (5.0, 5.1)),)
     times = Measurement(times_ms=(9.0, 9.1), reference_ms=9.0, profile_times_ms=others)
-    config = rule(workload).replace(min_tiles=min_tiles, ids_per="row")
+    config = rule(workload).replace(min_tiles=min_tiles)
     return replace(MEASURED, workload=workload, device=device, config=config, baselines=(), measurement=times)
 
 
@@ -68,7 +68,7 @@ def test_a_record_fits_the_rows_and_the_batch_of_those_that_it_serves(ladder: La
     assert (served.rung, served.config["batch_pad"], served.config["block_m"]) == (8, 128, 64), "too far away"
     served = served_step(SPEC, sizes(16, 8192, queries=8), H200, ladder.records())
     assert served.rung == 8
-    assert "its tiles have 16 query rows, and a key head has 32" in served.skipped[2]
+    assert "its tiles have 8 query rows, and a key head has 32" in served.skipped[2]
     served = served_step(SPEC, sizes(64, 8192, queries=2), H200, ladder.records())
     assert (served.rung, served.config["batch_pad"], served.config["min_tiles"]) == (5, 128, 4)
 
@@ -106,7 +106,7 @@ def test_an_explicit_config_is_checked() -> None:
     config = rule().replace(min_tiles=8)
     assert served_step(SPEC, Sizes.of(STEP), H200, records, config).config == config
     with pytest.raises(ConfigError, match="cannot serve dec-bf16-d128-page16"):
-        served_step(SPEC, Sizes.of(STEP), H200, records, config.replace(num_stages=6, block_n=128, per_sm=6))
+        served_step(SPEC, Sizes.of(STEP), H200, records, config.replace(num_stages=6, block_n=128, per_sm=3))
     with pytest.raises(UnsupportedError, match="16 to 256"):
         decode_config(replace(SPEC, head_dim=512), Sizes.of(STEP), H200)
 
@@ -119,7 +119,7 @@ def test_explain_says_what_serves_and_how_fast_it_is_on_each_profile(ladder: Lad
     text = str(found)
     assert "rung       3. user database, exact" in text
     assert "GB/s of keys and values, 5.0500 ms on ramp" in text
-    assert "family     portable_decode: applies" in text
+    assert "family     hopper_decode: applies" in text
     assert "hopper_forward" not in text
 
 

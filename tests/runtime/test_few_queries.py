@@ -112,7 +112,7 @@ def test_where_nothing_may_be_compiled_a_forward_family_serves(
     monkeypatch.setattr(kernel_cache, "compiled", refuse)
     with pytest.raises(BuildError):
         run(gpu, PLAIN, made(PLAIN))
-    assert [config.family for config in asked][:2] == ["portable_decode", "hopper_forward"]
+    assert [config.family for config in asked][:2] == ["hopper_decode", "hopper_forward"]
 
 
 def test_lengths_are_made_once_and_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +185,9 @@ def test_offsets_and_other_makers_are_left_to_forward_families() -> None:
 def test_it_is_explained(gpu: FakeDriver, lengths: torch.Tensor) -> None:  # noqa: F811
     tensors = made(PLAIN)
     found = flashgen.explain(*tensors, causal=True)
-    assert (found.served.config.family, found.forward.config.family) == ("portable_decode", "hopper_forward")
+    assert (found.served.config.family, found.forward.config.family) == ("hopper_decode", "hopper_forward")
     assert "by decoding: all SMs share the keys" in str(found)
-    assert found.to_dict()["family"] == "portable_decode"
+    assert found.to_dict()["family"] == "hopper_decode"
     shifted = flashgen.explain(*tensors, causal=True, q_offset=3)
     assert shifted.served == shifted.forward
     assert "by a forward family: its queries do not stand" in str(shifted)

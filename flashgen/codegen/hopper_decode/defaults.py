@@ -14,7 +14,7 @@ from flashgen.codegen.common_decode import (
 )
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
-from flashgen.codegen.hopper_decode.resources import why_too_large
+from flashgen.codegen.hopper_decode.resources import FEW_ROWS, why_too_large
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -43,19 +43,22 @@ OTHERS: tuple[dict[str, KnobValue], ...] = (
     {**GRID, **TWO, "chunk": 2048},
     {**GRID, **WIDE},
     {**TWO, "slack": 16},
+    *(
+        {"block_m": FEW_ROWS[0], "overhead": 2, **schedule, **tiles}
+        for schedule in ({}, GRID)
+        for tiles in (ONE, TWO, WIDE)
+    ),
 )
-"""What was ahead somewhere, or nearly."""
+"""What was ahead somewhere, or nearly; few rows are as many as a call has."""
 
-FEWEST_ROWS, FEW_ROWS = 8, 16
-"""Query rows of a key head up to which the portable family multiplies no more of them than there are: with fewer than
-the first always faster where some sequences are short, up to the second where they may be long."""
+MOST_COLUMNS = 16
+"""Query rows of a key head up to which they are columns of the products."""
 
-BRIEF, SHORT = 1024, 2048
-"""Keys up to which sequences with few rows are served, and up to which programs for each sequence are faster than equal
-shares, which every row of the merge asks for."""
+SHORT = 2048
+"""Keys up to which programs for each sequence are faster than equal shares, which every row of the merge asks for."""
 
 FEW_SEQUENCES = 4
-"""Up to so many sequences likewise, of any length: there is little to share."""
+"""Up to so many sequences of any length likewise, in tiles of 64 rows: there is little to share."""
 
 MANY_PAIRS = 4
 """Pairs of sequence and key head for each SM from which on two programs have room there."""
@@ -85,39 +88,66 @@ def seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
 
 def slower_at(spec: Specialization, sizes: Sizes, device: Device) -> str | None:
     """The reason why the portable family's default is faster at some sizes, or None."""
-    is_fixed, is_wide = not sizes.seqlen_k, spec.head_dim > 128
-    if is_fixed and is_wide:
+    if not sizes.seqlen_k and spec.head_dim > 128 and query_rows(sizes) > MOST_COLUMNS:
         return "splits of fixed size of heads of 256 are as fast there, and its programs are smaller"
+    return None
+
+
+def poor_at_sizes(config: Config, sizes: Sizes) -> str | None:
+    """The reason why a config that was measured for other query rows is far from the best for these, or None."""
     rows = query_rows(sizes)
-    if not is_fixed and (rows < FEWEST_ROWS or (rows <= FEW_ROWS and sizes.seqlen_k > BRIEF)):
-        return f"a key head has {rows} query rows, and tiles have {ROWS}"
+    if (config["block_m"] in FEW_ROWS) != (rows <= MOST_COLUMNS):
+        return f"its tiles have {config['block_m']} query rows, and a key head has {rows}"
     return None
 
 
 def usual(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """The default at the sizes of a call; without lengths (`sizes.seqlen_k` 0) by what is compiled in alone."""
-    is_narrow, is_wide = spec.head_dim < 128, spec.head_dim > 128
-    if not sizes.seqlen_k:
-        tiles = {**SHARES, **TWO}
-    elif sizes.seqlen_k > SHORT and sizes.batch > FEW_SEQUENCES:
-        tiles = {**SHARES, **({**TWO, "slack": 16} if is_narrow else ONE if is_wide else WIDE)}
+    if query_rows(sizes) <= MOST_COLUMNS:
+        tiles = {**_of_few_rows(spec, sizes, device), "block_m": FEW_ROWS[0]}
     else:
-        is_many = count_pairs(sizes, ROWS) > MANY_PAIRS * device.num_sms
-        tiles = {**GRID, **(TWO if is_narrow or (is_many and not is_wide) else ONE)}
+        tiles = _of_many_rows(spec, sizes, device)
     return fitted(spec, _fitting(spec, config.replace(**tiles), device), sizes, device)
 
 
+def _of_few_rows(spec: Specialization, sizes: Sizes, device: Device) -> dict[str, KnobValue]:
+    shares = {**SHARES, "overhead": 2}
+    if spec.head_dim > 128:
+        return {**SHARES, **ONE}
+    if not sizes.seqlen_k:
+        return {**shares, **TWO}
+    if sizes.seqlen_k > SHORT and sizes.batch > 1:
+        return {**shares, **WIDE}
+    return {**GRID, **(TWO if count_pairs(sizes, ROWS) > MANY_PAIRS * device.num_sms else WIDE)}
+
+
+def _of_many_rows(spec: Specialization, sizes: Sizes, device: Device) -> dict[str, KnobValue]:
+    is_narrow, is_wide = spec.head_dim < 128, spec.head_dim > 128
+    if not sizes.seqlen_k:
+        return {**SHARES, **TWO}
+    if sizes.seqlen_k > SHORT and sizes.batch > FEW_SEQUENCES:
+        return {**SHARES, **({**TWO, "slack": 16} if is_narrow else ONE if is_wide else WIDE)}
+    is_many = count_pairs(sizes, ROWS) > MANY_PAIRS * device.num_sms
+    return {**GRID, **(TWO if is_narrow or (is_many and not is_wide) else ONE)}
+
+
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """A config at the sizes of a call, which decide how many lengths a program looks at."""
-    return config.replace(batch_pad=batch_pad(config, sizes.batch))
+    """A config at the sizes of a call: how many lengths a program looks at, and few rows are as many as there are."""
+    config = config.replace(batch_pad=batch_pad(config, sizes.batch))
+    if config["block_m"] not in FEW_ROWS:
+        return config
+    rows = query_rows(sizes)
+    enough = config.replace(block_m=next((few for few in FEW_ROWS if few >= rows), FEW_ROWS[-1]))
+    return config if why_too_large(spec, enough, device) else enough
 
 
 def _fitting(spec: Specialization, config: Config, device: Device) -> Config:
     """The config with as few stages and keys a step as the SM asks for."""
+    is_few = config["block_m"] in FEW_ROWS
     smaller: tuple[dict[str, KnobValue], ...] = (
         {"num_stages": 3},
         {"num_stages": 2},
-        {"block_n": 32, "num_stages": 4},
+        {"block_n": 64, "num_stages": 3} if is_few else {"block_n": 32, "num_stages": 4},
         {"per_sm": 1},
     )
     return first_that_fits(config, smaller, lambda one: why_too_large(spec, one, device))

@@ -33,7 +33,15 @@ from flashgen.codegen.common_decode import (
 from flashgen.codegen.common_types import GL_DTYPES, TL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import CompileOptions, KernelFamily, KernelSpec, Knob, KnobRows
-from flashgen.codegen.hopper_decode.defaults import FAMILY_ID, default_config, fitted, seed_configs, slower_at, usual
+from flashgen.codegen.hopper_decode.defaults import (
+    FAMILY_ID,
+    default_config,
+    fitted,
+    poor_at_sizes,
+    seed_configs,
+    slower_at,
+    usual,
+)
 from flashgen.codegen.hopper_decode.resources import (
     CONSUMER_WARPS,
     FEW_ROWS,
@@ -55,7 +63,7 @@ KNOBS = (
     Knob(
         name="block_m",
         values=(*FEW_ROWS, ROWS),
-        meaning="query rows of a program: as rows of the products 64, as columns of their transposes 8 or 16",
+        meaning="query rows of a program: as rows of the products 64, as columns of their transposes fewer",
     ),
     Knob(name="block_n", values=(32, 64, 128), meaning="keys of a step"),
     Knob(name="num_stages", values=(2, 3, 4, 6, 8), meaning="slots of the ring of K and V"),
@@ -169,4 +177,5 @@ HOPPER_DECODE = KernelFamily(
     fitted=fitted,
     usual=usual,
     slower_at=slower_at,
+    poor_at_sizes=poor_at_sizes,
 )

@@ -12,8 +12,8 @@ from flashgen.core.workload import DTYPE_BYTES, Specialization
 PRODUCER_WARPS, CONSUMER_WARPS = 4, 4
 """With one or two warps that copy, addresses took as long as the memory does."""
 
-FEW_ROWS = (8, 16)
-"""Query rows of programs that compute the transposes of scores and output: what a wgmma has least, and twice that."""
+FEW_ROWS = (8, 16, 32)
+"""Query rows of programs that compute the transposes of scores and output, as columns, of which wgmma has 8 or more."""
 
 PRODUCER_REGISTERS = {1: 128, 2: 80, 3: 80}
 """Of a thread that copies, by the programs of an SM: addresses of 8 to 32 rows."""
