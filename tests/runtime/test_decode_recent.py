@@ -161,7 +161,8 @@ def test_streams_have_memory_of_their_own(
 
 
 def test_memory_that_has_grown_is_that_of_all_calls(gpu: FakeDriver, no_key: Any) -> None:  # noqa: F811
-    small, large = make(PAGED), make(Case(lens=(2000, 4), page=16, head_dim=64))
+    small = make(replace(PAGED, head_dim=64))
+    large = make(Case(lens=(2000, 4), nheads=64, nheads_k=32, page=16, head_dim=64))
     (before, _), (grown, _) = run(gpu, small), run(gpu, large)
     assert before.values["PartO"] != grown.values["PartO"]
     with no_key():
