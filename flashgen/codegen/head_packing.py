@@ -44,8 +44,10 @@ def packing(sizes: Sizes, rows: int) -> int:
 
 def poor_at_sizes(sizes: Sizes, rows: int, packed_heads: int) -> str | None:
     """The reason why another packing takes much less work at these sizes, or None."""
-    own, heads = tiles(sizes, rows, packed_heads), packing(sizes, rows)
-    best = own if heads == packed_heads else tiles(sizes, rows, heads)
+    heads = packing(sizes, rows)
+    if heads == packed_heads:
+        return None
+    own, best = tiles(sizes, rows, packed_heads), tiles(sizes, rows, heads)
     if own < MUCH * best:
         return None
     return f"with {packed_heads} of the heads that share keys in a tile it computes {own} tiles, where {best} would do"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+from math import log2
 
 from flashgen.core.lengths import page_class
 from flashgen.core.workload import Workload
@@ -38,10 +38,11 @@ def position(workload: Workload) -> Position:
 
 def position_of(seqlen_q: int, seqlen_k: int, heads: int, group: int, visible_keys: int = 0) -> Position:
     """The same by sizes: `heads` of all batch elements together, 0 visible keys where there is no window."""
-    rows = _log(seqlen_q)
+    # not by `_log`: most lengths are new
+    rows = log2(seqlen_q) if seqlen_q > 1 else 0.0
     return (
         rows,
-        rows if seqlen_k == seqlen_q else _log(seqlen_k),
+        rows if seqlen_k == seqlen_q else log2(seqlen_k) if seqlen_k > 1 else 0.0,
         _log(heads) * HEADS_WEIGHT,
         _log(group) * GROUPS_WEIGHT,
         _log(visible_keys),
@@ -88,4 +89,4 @@ def visible_keys(seqlen_k: int, left: int | None, right: int | None, *, has_wind
 
 @functools.lru_cache(maxsize=1024)  # heads and groups are the same few at every new length
 def _log(size: int) -> float:
-    return math.log2(max(size, 1))
+    return log2(max(size, 1))

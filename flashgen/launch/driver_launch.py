@@ -56,8 +56,8 @@ def _forward(plan: DriverPlan) -> Callable[[SizedPlan], Callable[..., None]]:  #
     def at_sizes(sized: SizedPlan) -> Callable[..., None]:  # noqa: C901, PLR0915
         memory, geometry = sized.memory, sized.geometry
         words, calls = memory.words, plan.calls(memory)
-        describe_q, describe_k = describer_q(memory), describer_k(memory)
-        describe_v, describe_o = describer_v(memory), describer_o(memory)
+        describe_q, describe_k = describer_q and describer_q(memory), describer_k and describer_k(memory)
+        describe_v, describe_o = describer_v and describer_v(memory), describer_o and describer_o(memory)
         rows, lock, (config, function, parameters, _) = geometry.q_shape[2], threading.Lock(), calls[0]
         run = launch_kernel if len(calls) == 1 else runner(launch_kernel, calls)
         new_scratch = scratch_maker(plan, sized) if has_scratch else None

@@ -116,14 +116,14 @@ class DriverPlan:
         start = memory.start
         return [(start + config, function, start + addresses, None) for config, function, addresses in self._calls]
 
-    def describer(self, subject: str, pointer: str = "") -> Callable[[PlanMemory], PointTo | None]:
+    def describer(self, subject: str, pointer: str = "") -> Callable[[PlanMemory], PointTo] | None:
         """Of a plan's memory, what makes the descriptors of a tensor or a piece point to it; None where it has none.
 
         And the parameter `pointer`, where a kernel has that as well.
         """
         entries, layout = self.entries.get(subject), self.layout
         if entries is None:
-            return lambda memory: None
+            return None
         if len(entries) > 1 or pointer in layout.formats:
             word = layout.places[pointer] if pointer in layout.formats else None
             return lambda memory: _all_describer(entries, memory, word)
@@ -135,8 +135,8 @@ class DriverPlan:
         if self._write_features is None:
             return None
         memory = sized.memory
-        found = {name: self.describer(subject)(memory) for name, subject in self._described_features.items()}
-        describe = {name: point_to for name, point_to in found.items() if point_to is not None}
+        made = {name: self.describer(subject) for name, subject in self._described_features.items()}
+        describe = {name: describer(memory) for name, describer in made.items() if describer is not None}
         return self._write_features(memory.words, scalars(sized.geometry), describe)
 
     def point_counters(self, words: Any, stream: int) -> list[torch.Tensor]:

@@ -65,9 +65,13 @@ def stream_setter(plan: DriverPlan) -> tuple[Callable[[Any, int], list[torch.Ten
 
 def scratch_maker(plan: DriverPlan, sized: SizedPlan) -> Callable[[torch.Tensor], torch.Tensor]:
     """Allocates scratch memory beside a tensor and points parameters to its pieces, one by one."""
-    scratch, words = sized.scratch, sized.memory.words
+    scratch, memory, words = sized.scratch, sized.memory, sized.memory.words
     pieces = [
-        (plan.describer(name)(sized.memory), plan.layout.places[piece.pointer], piece.offset_bytes)
+        (
+            (describer := plan.describer(name)) and describer(memory),
+            plan.layout.places[piece.pointer],
+            piece.offset_bytes,
+        )
         for name, piece in scratch.pieces.items()
     ]
 

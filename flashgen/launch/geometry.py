@@ -218,15 +218,19 @@ def scalar_values(geometry: Geometry) -> list[int]:
         table = (pages, seqlen_k, packed.table_stride)
     values = [batch, nheads, nheads // nheads_k, seqlen_q, seqlen_k, seqlen_k - seqlen_q, geometry.alibi_batch_stride]
     if blocks is None:
-        values += (0, 0, 0, 0)
+        values += _ABSENT
     else:
         values += (blocks.query_blocks, blocks.key_blocks, blocks.stride_b, blocks.stride_h)
     values += (0 if packed is None else packed.sequences, seqlen_q, seqlen_k, *table)
+    if len(tensors) == len(_PLAIN):  # written out: most new lengths are of these
+        (_, (a, b, c, _)), (_, (d, e, f, _)), (_, (g, h, i, _)), (_, (s, t, u, _)) = tensors.values()
+        values += (a, b, c, d, e, f, g, h, i, s, t, u, *_ABSENT, *_ABSENT)
+        return values
     for name, (_, strides) in tensors.items():
         values += strides[:3] if name in _STRIDES else strides
     for name in _SCORE_STRIDES:
         if name not in tensors:
-            values += (0, 0, 0, 0)
+            values += _ABSENT
     if "dq" in tensors:
         values += _dbias_scalars(geometry)
     return values
@@ -244,6 +248,7 @@ def _scalar_names(tensors: tuple[str, ...]) -> tuple[str, ...]:
 
 _STRIDES = {name: tuple(f"stride_{name}{axis}" for axis in "bhs") for name in STRIDED}
 _SCORE_STRIDES = {name: tuple(f"stride_{name}_{axis}" for axis in "bhqk") for name in ("bias", "mask")}
+_PLAIN, _ABSENT = ("q", "k", "v", "o"), (0, 0, 0, 0)
 _DBIAS_SCALARS = ("stride_dbias_b", "stride_dbias_h", "stride_dbias_q", "bias_batch", "bias_heads")
 
 Q_OFFSET_PLACE = _scalar_names(()).index("q_offset")

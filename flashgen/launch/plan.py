@@ -114,7 +114,8 @@ class OpenPlan:
             LaunchError: as `make_plan` and `make_backward_plan`; or the tensors have other head dims than the kernels,
                 which would run on them and give wrong results without a word.
         """
-        found = geometry.q_shape[3], geometry.tensors["v"][0][3]
+        tensors = geometry.tensors
+        found = tensors["q"][0][3], tensors["v"][0][3]
         if found != self._head_dims:
             raise LaunchError(f"the kernels are for head_dim and head_dim_v {self._head_dims}, got {found}")
         if geometry.is_empty:

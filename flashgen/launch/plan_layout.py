@@ -21,6 +21,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from flashgen.codegen.build import CompiledPart
@@ -159,14 +160,12 @@ class PlanLayout:
         """
         words = self._copy(self._constants)
         start = ctypes.addressof(words)
-        numbers = [scalars[place] for place in self._scalars]
+        numbers = [*self._scalars(scalars)]
         maps: list[driver.TensorMaps] = []
         at = start + self._maps_at
         at += -at % TENSOR_MAP_ALIGNMENT
         tensors, tensor_maps, last, width = geometry.tensors, driver.TensorMaps, None, 0
-        for one in self.described:
-            encoding, subject = one.encoding, one.subject
-            rank, element_bytes = encoding.rank, encoding.element_bytes
+        for subject, encoding, rank, element_bytes, driver_sizes, entry in self._filled:
             view = tensors.get(subject)
             if view is None or rank != 4:
                 numbers += _view_numbers(*view_of(subject, rank, geometry, scratch), element_bytes)
@@ -174,7 +173,7 @@ class PlanLayout:
                 if view != last or element_bytes != width:  # q, k, v and the output are often alike
                     last, width, found = view, element_bytes, _tensor_numbers(*view, element_bytes)
                 numbers += found
-            maps.append(tensor_maps(encoding, start + one.driver_sizes, at, words, one.entries[0]))
+            maps.append(tensor_maps(encoding, start + driver_sizes, at, words, entry))
             at += TENSOR_MAP_BYTES
         addresses = (start * self._ones + self._offsets).to_bytes(self._addresses_bytes, "little")
         self._pack(words, self._sizes_at, *numbers, addresses)
@@ -199,7 +198,9 @@ class PlanLayout:
         self._place_kernels(words, binding.compiled.parts)
         self.places["q_offset"] = words.one(WORD_FORMATS["i32"])  # with the sizes: a geometry says what it begins with
         known_scalars = (*scalar_names(binding.geometry), KEY_SPLITS)
-        self._scalars = tuple(known_scalars.index(name) for name in ("q_offset", *fixed))
+        places = [known_scalars.index(name) for name in ("q_offset", *fixed)]
+        self._scalars: Callable[[Sequence[int]], Sequence[int]]
+        self._scalars = itemgetter(*places) if fixed else itemgetter(slice(places[0], places[0] + 1))
         scalars = words.add(self.formats[name] for name in fixed)
         return self.places | dict(zip(fixed, range(scalars.start, scalars.stop), strict=True))
 
@@ -256,6 +257,10 @@ class PlanLayout:
                 offsets += [WORD_BYTES * word for word in read if word is not None]
             offsets += [WORD_BYTES * self._null] * layout.trailing
         words.add([POINTER] * len(offsets))
+        self._filled = [
+            (one.subject, one.encoding, one.encoding.rank, one.encoding.element_bytes, one.driver_sizes, one.entries[0])
+            for one in self.described
+        ]
         self._addresses_bytes = WORD_BYTES * len(offsets)
         sizes_from = self.places["q_offset"]
         formats = "".join([*words.formats[sizes_from:first], f"{self._addresses_bytes}s"])

@@ -71,8 +71,11 @@ class ScratchPlan(NamedTuple):
         Raises:
             LaunchError: the family names a piece twice.
         """
-        splits = family(config.family).key_splits(spec, config, sizes, device)
-        return cls.of(spec, config, sizes if splits == 1 else sizes._replace(key_splits=splits), first=first)
+        row = family(config.family)
+        splits = row.key_splits(spec, config, sizes, device)
+        sizes = sizes if splits == 1 else sizes._replace(key_splits=splits)
+        asked = row.scratch(spec, config, sizes)
+        return cls._laid_out(asked, config, sizes, first) if asked else cls({}, 0, sizes)
 
     @classmethod
     def of(cls, spec: Specialization, config: Config, sizes: Sizes, *, first: str = "") -> ScratchPlan:
@@ -87,9 +90,10 @@ class ScratchPlan(NamedTuple):
         Raises:
             LaunchError: the family names a piece twice.
         """
-        asked: Sequence[Scratch] = family(config.family).scratch(spec, config, sizes)
-        if not asked:
-            return cls(pieces={}, floats=0, sizes=sizes)
+        return cls._laid_out(family(config.family).scratch(spec, config, sizes), config, sizes, first)
+
+    @classmethod
+    def _laid_out(cls, asked: Sequence[Scratch], config: Config, sizes: Sizes, first: str) -> ScratchPlan:
         asked = sorted(asked, key=lambda one: one.name != first)
         names = [one.name for one in asked]
         if len(set(names)) < len(names):

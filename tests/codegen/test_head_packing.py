@@ -74,6 +74,7 @@ def test_what_computes_twice_the_tiles_is_unfit() -> None:
     assert poor_at_sizes(sizes(1, 4), 128, 8) is None, "rows that stay empty cost nothing where there is room"
     assert "computes 32 tiles, where 8" in str(poor_at_sizes(sizes(128, 1), 128, 4))
     assert poor_at_sizes(sizes(4096, 8), 128, 1) is None
+    assert poor_at_sizes(sizes(0, 1), 128, 1) is None, "nothing is as much work in any packing"
 
 
 @pytest.mark.parametrize("key", ["d64", "d128-causal-window", "d192-dv128", "d256-softcap-offset"])

@@ -33,6 +33,14 @@ def test_a_geometry_is_that_of_the_tensors() -> None:
     assert [found[f"stride_o{axis}"] for axis in "bhs"] == [1024, 256, 32]
 
 
+def test_numbers_of_four_tensors_are_those_that_they_have_beside_a_bias() -> None:
+    plain = contiguous()
+    beside = plain._replace(tensors=plain.tensors | {"bias": ((1, 4, 8, 9), (0, 72, 9, 1))})
+    strides = {f"stride_bias_{axis}": 0 for axis in "bhqk"}
+    assert scalars(plain) == scalars(beside) | strides
+    assert scalars(beside)["stride_bias_h"] == 72
+
+
 def test_heads_that_share_keys_have_an_axis_of_their_own() -> None:
     q, k = torch.empty(2, 8, 6, 64).transpose(1, 2), torch.empty(2, 2, 9, 64)
     geometry = Geometry.of(q, k, k, torch.empty(2, 6, 8, 64))

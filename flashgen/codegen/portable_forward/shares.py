@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from flashgen.codegen.common_portable import programs_side_by_side
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.key_splits import best_splits, split_keys, why_not_shared, with_shares
@@ -30,7 +32,12 @@ def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config
 
 
 def _best(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> int:
-    per_sm = programs_side_by_side(config, smem_needed(spec, config, device), device)
     block_m, block_n = config.integer("block_m"), config.integer("block_n")
     block_us = FP32_BLOCK_US if spec.dtype == "fp32" else BLOCK_US
+    per_sm = _side_by_side(spec, config, device)
     return best_splits(spec, sizes, device, rows=block_m, block_n=block_n, block_us=block_us, per_sm=per_sm)
+
+
+@functools.lru_cache(maxsize=256)  # a new length asks for it
+def _side_by_side(spec: Specialization, config: Config, device: Device) -> int:
+    return programs_side_by_side(config, smem_needed(spec, config, device), device)

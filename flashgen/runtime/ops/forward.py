@@ -163,7 +163,7 @@ def prepared(
     """The slow path of a key, whose first parts are those of the keys above, for tensors of four dimensions."""
     alone = (flags & WITHOUT_TRAINING, *key[1:]) if flags & TRAINS else key
     part = () if features is None else packed_open_key(features)
-    open_key = None if part is None else (alone[0], *key[7:13], q.shape[3:], k.shape[3:], v.shape[3:], *part)
+    open_key = None if part is None else (alone[0], *key[7:13], key[1][3:], key[2][3:], key[3][3:], *part)
     if open_key is not None and (alone is key or (flags, open_key) in serve.TRAINABLE):
         run = serve.prepare_open(open_key, key, q, k, v, *([] if features is None else [features]))
         if run is not None:

@@ -74,7 +74,7 @@ class OpenCall:
         if not self._same_head_dim:
             out = view(empty_output(q, v, bshd=bshd), bshd)
         else:
-            out = view_q if q.is_contiguous() else like(q, bshd)
+            out = view_q if q.is_contiguous() else _without_holes(q, shape_q, strides_q, bshd)
         if out is not view_q and not is_aligned(out, self._step):
             return None
         with_lse, has_own_offset = self._with_lse, self._has_own_offset
@@ -150,8 +150,12 @@ def like(tensor: Tensor, bshd: bool) -> View4:
     """
     if tensor.is_contiguous():
         return view(tensor, bshd)
-    a, b, c, d = tensor.shape
-    e, f, g, h = tensor.stride()
+    return _without_holes(tensor, tensor.shape, tensor.stride(), bshd)
+
+
+def _without_holes(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], bshd: bool) -> View4:
+    """The same of a tensor that is not contiguous, of this shape and these strides."""
+    (a, b, c, d), (e, f, g, h) = shape, strides
     if e > f > g > h:
         e, f, g, h = b * c * d, c * d, d, 1
     else:
@@ -174,7 +178,7 @@ def are_aligned(q: View4, k: View4, v: View4, step: int) -> bool:
     return (
         last_q == last_k == last_v == 1
         and not (a | b | c | d | e | f | g | h | i) % step
-        and max(c, f, i) < MAX_ROW_STRIDE
+        and (c | f | i) < MAX_ROW_STRIDE  # a power of 2
     )
 
 
@@ -184,7 +188,7 @@ def sizes_of(q: View4, k: View4, v: View4, step: int) -> Sizes | None:
     fit = batch == batch_k and head_dim == head_dim_k and k[0][:3] == v[0][:3]
     if not (fit and batch and seqlen_q and seqlen_k and nheads and nheads_k) or nheads % nheads_k:
         return None
-    if max(batch, nheads, seqlen_q, seqlen_k) > MAX_SIZE:
+    if (batch | nheads | seqlen_q | seqlen_k) > MAX_SIZE:  # which is all ones
         return None
     if not are_aligned(q, k, v, step):
         return None
