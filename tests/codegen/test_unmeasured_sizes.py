@@ -1,8 +1,9 @@
 """What serves sizes that nobody measured, against races of the alternatives on an H100.
 
 `tile_orders_nvidia_h100.csv` has groups of heads in the order of the tiles of a causal forward pass,
-`short_queries_nvidia_h100.csv` tiles for few queries of a head, and `staggered_warpgroups_nvidia_h100.csv` warpgroups
-of a backward pass in step and staggered.
+`short_queries_nvidia_h100.csv` tiles for few queries of a head, `staggered_warpgroups_nvidia_h100.csv` warpgroups
+of a backward pass in step and staggered, and `small_backward_nvidia_h100.csv` both of its families and steps of 64 and
+128 queries for few queries and keys.
 """
 
 from __future__ import annotations
@@ -161,3 +162,31 @@ def test_backward_passes_that_nobody_timed_or_that_cannot_keep_their_order(key: 
     sizes = Sizes(batch=1, nheads=4, nheads_k=4, seqlen_q=500, seqlen_k=500)
     found = balanced(config, spec, sizes, H100)
     assert found.get("stagger_warpgroups", False) is False
+
+
+def test_short_backward_passes_take_steps_and_a_family_of_their_own() -> None:
+    times = measured("small_backward", ("family", "block_m"))
+
+    def chosen(workload: Workload) -> tuple[str, ...]:
+        spec = specialization(workload)
+        found = served(workload, default_config(spec, H100))
+        return found.family.removeprefix("hopper_backward_"), str(found["block_m"])
+
+    lost = losses(times, chosen)
+    assert len(lost) == len(times)
+    assert statistics.geometric_mean(lost) <= 1.005
+    assert max(lost) <= 1.02
+    fused = losses(times, lambda workload: ("fused", "64" if workload.head_dim > 64 else "128"))
+    assert statistics.geometric_mean(fused) > 1.06, "which the rules are there for"
+    assert max(fused) > 1.6
+
+
+@pytest.mark.parametrize(
+    "key", ["bwd-bf16-d64-causal-varlen", "bwd-bf16-d64-window", "bwd-bf16-d128-softcap", "bwd-bf16-d128-deterministic"]
+)
+def test_short_backward_passes_that_nobody_timed_keep_what_was_measured(key: str) -> None:
+    spec = Specialization.parse(key)
+    config = default_config(spec, H100)
+    sizes = Sizes(batch=64, nheads=16, nheads_k=16, seqlen_q=100, seqlen_k=100)
+    found = balanced(config, spec, sizes, H100)
+    assert (found.family, found["block_m"]) == (config.family, config["block_m"])

@@ -13,9 +13,10 @@ from flashgen.codegen.common_sequences import why_not_packed
 from flashgen.codegen.common_types import GL_DTYPES
 from flashgen.codegen.common_wgmma import ROWS, why_not_head_dim, why_not_wgmma
 from flashgen.codegen.family import KernelFamily, Knob
-from flashgen.codegen.hopper_backward import heads, kernels, resources, scores
+from flashgen.codegen.hopper_backward import heads, kernels, resources
 from flashgen.codegen.hopper_backward import template_context as text
 from flashgen.codegen.hopper_backward.cost_model import FUSED_COST_MODEL, SPLIT_COST_MODEL
+from flashgen.codegen.hopper_backward.defaults import fused_default, split_default
 from flashgen.codegen.hopper_backward.resources import FUSED_ID, SPLIT_ID
 from flashgen.codegen.score_mod_gradient import why_no_gradient
 from flashgen.core.config import Config, KnobValue
@@ -178,46 +179,6 @@ def _why_too_large(spec: Specialization, config: Config, device: Device) -> str 
     return None
 
 
-def _fused_default(spec: Specialization, device: Device) -> Config:
-    own: dict[str, KnobValue] = {
-        "dq_conversion": "kernel",
-        "stagger_warpgroups": True,
-        "qk_prefetch": False,
-        "accumulator_init": "upfront",
-    }
-    return Config.of(FUSED_ID, {**_common_default(spec), **own})
-
-
-def _split_default(spec: Specialization, device: Device) -> Config:
-    own: dict[str, KnobValue] = {
-        # with scores of 128 queries the starts of all sums do not fit beside the mask of none
-        "accumulator_init": "upfront" if resources.width(spec) > ROWS or spec.causal else "interleaved",
-        "dq_block_n": ROWS if resources.is_wide(spec) else 2 * ROWS,
-        "dq_stages": 2 if resources.width(spec) > ROWS else 3,
-    }
-    return Config.of(SPLIT_ID, {**_common_default(spec), **own})
-
-
-def _common_default(spec: Specialization) -> dict[str, KnobValue]:
-    return {
-        "block_m": ROWS if resources.width(spec) > ROWS or _takes_registers(spec) else 2 * ROWS,
-        "q_stages": 2,
-        # beside functions the values of a tile take registers of the next ones
-        "persistent": spec.varlen or not (scores.weighs_first(spec) or has_blocks(spec)),
-        # tiles of a block mask have lists of any lengths, most of them the longer the sooner
-        "heads_per_group": 8 if spec.causal or has_blocks(spec) else 1,
-        "heads_per_tile": 0,
-    }
-
-
-def _takes_registers(spec: Specialization) -> bool:
-    """Whether what scores become leaves a thread registers for those of 64 queries, and not of 128.
-
-    A mask_mod that is asked in the partial blocks of a block mask takes them in a branch.
-    """
-    return scores.starts_at_zero(spec) or (spec.mods is not None and not has_blocks(spec))
-
-
 Changes = dict[str, KnobValue]
 
 _ONE_EACH: Changes = {"persistent": False}
@@ -245,7 +206,7 @@ _ORDERS: tuple[Changes, ...] = (
 
 
 def _seed_configs(spec: Specialization, device: Device) -> tuple[Config, ...]:
-    default = _fused_default(spec, device)
+    default = fused_default(spec, device)
     found = dict.fromkeys(default.replace(**changes) for changes in (*_ORDERS, *_WON))
     return tuple(config for config in found if _why_invalid(spec, config, device) is None)
 
@@ -262,7 +223,7 @@ HOPPER_BACKWARD_FUSED = KernelFamily(
     features=FEATURES,
     unsupported=_why_not_fused,
     invalid=_why_invalid,
-    default=_fused_default,
+    default=fused_default,
     template_values=text.values,
     kernels=kernels.kernels,
     scratch=kernels.scratch,
@@ -285,9 +246,9 @@ HOPPER_BACKWARD_SPLIT = dataclasses.replace(
     knobs=SPLIT_KNOBS,
     features=FEATURES | {"deterministic"},
     unsupported=_why_not,
-    default=_split_default,
+    default=split_default,
     seed_configs=lambda spec, device: tuple(
-        _split_default(spec, device).replace(**changes) for changes in (_ONE_EACH, {"heads_per_tile": 1})
+        split_default(spec, device).replace(**changes) for changes in (_ONE_EACH, {"heads_per_tile": 1})
     ),
     default_spills=resources.SPLIT_DEFAULT_SPILLS,
     cost_model=SPLIT_COST_MODEL,

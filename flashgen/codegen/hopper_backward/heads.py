@@ -1,9 +1,12 @@
-"""What of the Hopper backward families serves sizes that nobody measured: heads of a tile, warpgroups that stagger.
+"""What of the Hopper backward families serves sizes that nobody measured: heads of a tile, their steps, who has dq.
 
 Two warpgroups in the same part of a step wait for the tensor cores together; with one of them half a step ahead they do
 not, but a tile takes half a step more. On an H100 the latter is faster for heads of up to 64 columns and where there
 are few tiles, 1.0 to 1.4 times. With many tiles under a causal mask heads of 128 columns are up to 1.05 times as fast
 in step; with a window either is, on one card or the other.
+
+Sums of dq in memory are cleared, added to and read again, which costs the same however few blocks of keys add to them.
+Where many tiles have few, another kernel that computes scores again is faster: up to 1.6 times on an H100.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from flashgen.codegen.common_groups import BY_RULE, KeyTiles, heads_per_tile, wh
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
 from flashgen.codegen.hopper_backward import resources
+from flashgen.codegen.hopper_backward.defaults import split_default
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.workload import Specialization
@@ -22,14 +26,23 @@ FEW_WAVES = 4
 """Tiles for each SM up to which heads of 128 columns are better off with staggered warpgroups under a causal mask."""
 
 
+SHORT = 512
+"""Queries up to which heads of 64 columns take steps of 64 of them: those of 128 end further behind the last one."""
+
+FEW_BLOCKS, MANY_TILES = 3, 3
+"""Blocks of keys up to which, and tiles for each SM above which, a kernel of its own computes dq of wider heads."""
+
+
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """The same without sums in memory where a tile has all heads of a group anyway."""
     return config if why_pointless(config, sizes) is None else config.replace(heads_per_tile=0)
 
 
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
-    """A config with as many heads a tile as these sizes take and warpgroups that stagger, where that is better."""
+    """A config with as many heads a tile as these sizes take, and what else of a tile is faster at them."""
     config = fitted(spec, config, sizes, device)
+    if max(sizes.seqlen_q, sizes.max_seqlen_q) <= SHORT:
+        config = short_steps(spec, config)
     tiles = KeyTiles(
         block_m=config.integer("block_m"),
         block_n=resources.block_n(spec),
@@ -37,14 +50,39 @@ def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device)
         causal=spec.causal,
         coarse=spec.causal and not spec.window and not resources.is_wide(spec),
     )
+    if _reads_dq_for_little(spec, config, sizes, tiles):
+        config = split_default(spec, device)
     return _staggered(spec, _with(config, tiles.best(sizes, heads_per_tile(config))), sizes, tiles)
 
 
 def beside(spec: Specialization, config: Config, device: Device) -> tuple[Config, ...]:
     """The configs that `balanced` may serve in the place of one."""
-    found = [_with(config, heads) for heads in dict.fromkeys((heads_per_tile(config), *BY_RULE))]
+    kinds = [config, short_steps(spec, config), *([split_default(spec, device)] if _may_split(spec, config) else [])]
+    found = [_with(kind, heads) for kind in kinds for heads in dict.fromkeys((heads_per_tile(config), *BY_RULE))]
     found += [stagger(spec, other) for other in found]
     return tuple(other for other in dict.fromkeys(found) if other != config)
+
+
+@functools.lru_cache(maxsize=256)
+def short_steps(spec: Specialization, config: Config) -> Config:
+    """A config with steps of 64 queries; as it is where nobody timed them."""
+    if not resources.is_fused(config) or resources.prefetches_scores(config) or not _is_plain(spec):
+        return config
+    return config.replace(block_m=ROWS)
+
+
+def _reads_dq_for_little(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> bool:
+    if not _may_split(spec, config) or sizes.seqlen_k > FEW_BLOCKS * tiles.block_n:
+        return False
+    return tiles.count(sizes, heads_per_tile(config)) > MANY_TILES * tiles.slots
+
+
+def _may_split(spec: Specialization, config: Config) -> bool:
+    return resources.is_fused(config) and ROWS < resources.width(spec) <= 2 * ROWS and _is_plain(spec)
+
+
+def _is_plain(spec: Specialization) -> bool:
+    return not (spec.varlen or spec.window or spec.mods or spec.mask or spec.softcap or spec.alibi)
 
 
 @functools.lru_cache(maxsize=256)
