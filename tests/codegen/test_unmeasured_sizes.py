@@ -173,11 +173,11 @@ def test_short_backward_passes_take_steps_and_a_family_of_their_own() -> None:
         return found.family.removeprefix("hopper_backward_"), str(found["block_m"])
 
     lost = losses(times, chosen)
-    assert len(lost) == len(times)
-    assert statistics.geometric_mean(lost) <= 1.005
-    assert max(lost) <= 1.02
+    assert len(lost) == len(times) == 59
+    assert statistics.geometric_mean(lost) <= 1.002
+    assert max(lost) <= 1.021
     fused = losses(times, lambda workload: ("fused", "64" if workload.head_dim > 64 else "128"))
-    assert statistics.geometric_mean(fused) > 1.06, "which the rules are there for"
+    assert statistics.geometric_mean(fused) > 1.085, "which the rules are there for"
     assert max(fused) > 1.6
 
 

@@ -26,11 +26,12 @@ FEW_WAVES = 4
 """Tiles for each SM up to which heads of 128 columns are better off with staggered warpgroups under a causal mask."""
 
 
-SHORT = 512
-"""Queries up to which heads of 64 columns take steps of 64 of them: those of 128 end further behind the last one."""
+SHORT, ODD = 6, 11
+"""Steps of 64 queries up to which heads of 64 columns take these; and where steps of 128 would compute one more."""
 
-FEW_BLOCKS, MANY_TILES = 3, 3
-"""Blocks of keys up to which, and tiles for each SM above which, a kernel of its own computes dq of wider heads."""
+FEW_BLOCKS, MANY_TILES = 4, 3
+"""Blocks of keys up to which, and tiles of one query head for each SM above which, a kernel of its own computes dq of
+wider heads."""
 
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
@@ -41,7 +42,8 @@ def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -
 def balanced(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config with as many heads a tile as these sizes take, and what else of a tile is faster at them."""
     config = fitted(spec, config, sizes, device)
-    if max(sizes.seqlen_q, sizes.max_seqlen_q) <= SHORT:
+    steps = -(-sizes.seqlen_q // ROWS)
+    if steps <= SHORT or (steps % 2 and steps <= ODD):
         config = short_steps(spec, config)
     tiles = KeyTiles(
         block_m=config.integer("block_m"),
@@ -74,7 +76,7 @@ def short_steps(spec: Specialization, config: Config) -> Config:
 def _reads_dq_for_little(spec: Specialization, config: Config, sizes: Sizes, tiles: KeyTiles) -> bool:
     if not _may_split(spec, config) or sizes.seqlen_k > FEW_BLOCKS * tiles.block_n:
         return False
-    return tiles.count(sizes, heads_per_tile(config)) > MANY_TILES * tiles.slots
+    return tiles.count(sizes, 1) > MANY_TILES * tiles.slots
 
 
 def _may_split(spec: Specialization, config: Config) -> bool:
