@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
-from benchmarks.search_files import FALLBACK, add_arguments, add_rows, opened, read
+from benchmarks.search_files import FALLBACK, add_rows, add_run_arguments, opened, read
 from flashgen.codegen.families import default_config, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
@@ -302,11 +301,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rules", type=Path, help="a file of flashgen db learn, whose trees are raced whether they serve or not"
     )
     parser.add_argument("--budget", default="10s", help="of each search (default: %(default)s)")
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all shapes, the start included")
-    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
-    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the searches' database")
-    add_arguments(parser)
+    add_run_arguments(parser, out="a folder for the searches' database")
     return parser
 
 

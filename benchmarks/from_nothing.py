@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import statistics
 import sys
 import time
@@ -32,8 +31,8 @@ from benchmarks.fallback import AFTER_S, cell, raced, ratio
 from benchmarks.markdown import table_row
 from benchmarks.search_files import (
     FROM_NOTHING,
-    add_arguments,
     add_rows,
+    add_run_arguments,
     add_shard_argument,
     judge,
     of_others,
@@ -279,11 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sampler", action="store_true", help="search without the model that learns")
     parser.add_argument("--own-trials", action="store_true", help="a model that learns from no other search")
     add_shard_argument(parser)
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all, the start included")
-    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
-    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the searches' database")
-    add_arguments(parser)
+    add_run_arguments(parser, out="a folder for the searches' database")
     return parser
 
 

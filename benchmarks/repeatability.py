@@ -28,8 +28,8 @@ from benchmarks.fallback import AFTER_S, raced, ratio
 from benchmarks.markdown import table_row
 from benchmarks.search_files import (
     REPEATABILITY,
-    add_arguments,
     add_rows,
+    add_run_arguments,
     add_shard_argument,
     judge,
     of_others,
@@ -274,11 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", action="append", default=[], metavar="KEY", help="in place of the usual ones")
     parser.add_argument("--budget", default="20s", help="of each search (default: %(default)s)")
     add_shard_argument(parser)
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all, the start included")
-    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
-    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the searches' databases")
-    add_arguments(parser)
+    add_run_arguments(parser, out="a folder for the searches' databases")
     return parser
 
 

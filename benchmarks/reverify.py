@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import random
 import statistics
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
-from benchmarks.search_files import REVERIFY, add_arguments, add_rows, add_shard_argument, judge, opened, read
+from benchmarks.search_files import REVERIFY, add_rows, add_run_arguments, add_shard_argument, judge, opened, read
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import TuningRecord
@@ -196,11 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", action="append", default=[], metavar="KEY", help="in place of all with a record")
     parser.add_argument("--top", type=int, default=3, help="configs of a record (default: %(default)s)")
     add_shard_argument(parser)
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all, the start included")
-    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
-    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for a database that serves nobody")
-    add_arguments(parser)
+    add_run_arguments(parser, out="a folder for a database that serves nobody")
     return parser
 
 

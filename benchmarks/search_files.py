@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where rows go, and what is measured."""
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git to ask")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
+    """Add what every run of searches takes: its limit, processes, GPU, the folder of databases (`out`), the results."""
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all, the start included")
+    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
+    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help=out)
+    add_arguments(parser)
 
 
 def add_shard_argument(parser: argparse.ArgumentParser) -> None:
