@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flashgen.codegen.families import decode_config, family, fitted, invalid, unsupported
+from flashgen.codegen.families import family, fitted, invalid, unsupported, usual
 from flashgen.codegen.family import KernelFamily, Sizes
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device, find_device
@@ -297,12 +297,12 @@ def variants(config: Config, spec: Specialization, device: Device) -> list[Job]:
 
 
 def with_steps(rows: Rows, device: Device) -> list[Job]:
-    """Configs of decoding at sizes that a default does not know."""
+    """Configs of decoding at sizes that a default does not know, of each family."""
     found = []
     for key, batch, queries in STEPS:
-        spec = Specialization.parse(key)
-        if serving(rows, spec, device):
-            config = decode_config(spec, DECODE._replace(batch=batch, seqlen_q=queries), device)
+        spec, sizes = Specialization.parse(key), DECODE._replace(batch=batch, seqlen_q=queries)
+        for row in serving(rows, spec, device):
+            config = usual(row.default(spec, device), spec, sizes, device)
             found.append(Job(spec=spec, config=config, device=device, may_spill=False))
     return found
 

@@ -115,6 +115,9 @@ def _in_parts(spec: Specialization, config: Config, device: Device) -> Config:
     if _width(spec) == LEAST_COLUMNS or why_not_split(spec):
         return config
     parts = config.replace(split_d=True)
+    if spec.causal and spec.head_dim == spec.head_dim_v > 2 * LEAST_COLUMNS:
+        # 2 x 10 heads of 8192 tokens take 0.74 ms on an H100, and 0.78 in groups of 8; of 4096 tokens either is equal
+        parts = parts.replace(heads_per_group=4)
     wide = _over_pages(spec, parts.replace(block_n=128, v_stages=2))
     return wide if rules.why_too_large(spec, wide, device) is None else parts
 
