@@ -178,7 +178,9 @@ class Pieces(NamedTuple):
         return start, start + 4 * self.second
 
     def shared(self, beside: torch.Tensor, index: int, stream: int) -> Memory:
-        """What the calls on a stream of a GPU share."""
+        """What the calls on a stream of a GPU share; nothing for one that splits no sequence."""
+        if not self.total:
+            return _NONE
         found = _SHARED.setdefault((index, stream), [*_NONE])
         if found[0].numel() < self.total:
             found[:] = self.new(beside)
