@@ -84,7 +84,9 @@ def test_the_same_command_skips_what_is_done_and_retune_does_not(invoke: Invoke,
     with Store.open(settings().db_layers[0], read_only=True) as store:
         last = store.trials(Workload.parse(SHAPE), H200)[-8:]
     assert last[0].source == "incumbent"
-    assert {trial.source for trial in last[1:]} <= {"random", "sampler", "local"}, "nobody else names a config"
+    # the model learns from tables of other GPUs that ship
+    known = {"random", "sampler", "local", "learned"}
+    assert {trial.source for trial in last[1:]} <= known, "nobody else names a config"
 
 
 def test_json_is_one_object_a_line(invoke: Invoke, measure: Measure) -> None:
