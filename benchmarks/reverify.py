@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
-from benchmarks.search_files import REVERIFY, add_rows, add_run_arguments, add_shard_argument, judge, opened, read
+from benchmarks.search_files import REVERIFY, add_rows, add_run_arguments, add_shard_argument, opened, read
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import TuningRecord
@@ -56,10 +56,12 @@ Say = Callable[[str], None]
 
 def known(layers: Layers, device: Device) -> list[TuningRecord]:
     """A measured record of each workload, of the device or another one of its architecture, in random order."""
-    keys = {record.workload.key: record.workload for record, _ in layers.records(arch=device.arch)}
-    found = (judge(layers, keys[key], device) for key in sorted(keys))
-    records = [record for record in found if record is not None]
-    return random.Random(0).sample(records, len(records))
+    every = [record for record, _ in layers.records(arch=device.arch, provenance="measured")]
+    every.sort(key=lambda record: (record.workload.key, record.device.identity != device.identity))
+    found: dict[str, TuningRecord] = {}
+    for record in every:
+        found.setdefault(record.workload.key, record)
+    return random.Random(0).sample([*found.values()], len(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
