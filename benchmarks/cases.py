@@ -12,8 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from benchmarks.exit_codes import MISSING, STOPPED
-from benchmarks.forward import add_shard_argument
-from benchmarks.provenance import add_arguments
+from benchmarks.provenance import add_arguments, add_shard_argument
 from benchmarks.results import ResultsFile, subject_of
 from benchmarks.time_limit import TimeLimit
 from flashgen.core.workload import Workload

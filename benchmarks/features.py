@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.flex_variants import CHOICES, with_flex
-from benchmarks.forward import add_shard_argument, chosen, run, say, served_by
+from benchmarks.forward import chosen, run, say, served_by
 from benchmarks.impls import Impl
 from benchmarks.memory import extra_bytes
-from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.provenance import Provenance, add_arguments, add_shard_argument, serve_generated
 from benchmarks.race import Pace, Result, race
 from benchmarks.results import MEMORY_COLUMNS, ResultsFile
 from benchmarks.suites import features_grid, select, window_grid

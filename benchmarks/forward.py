@@ -21,7 +21,7 @@ from benchmarks.exit_codes import MISSING, STOPPED
 from benchmarks.flex_variants import CHOICES, FLEX, with_flex
 from benchmarks.impls import IMPLS, Impl, flashgen_features
 from benchmarks.problems import forward_of
-from benchmarks.provenance import Provenance, add_arguments, serve_generated
+from benchmarks.provenance import Provenance, add_arguments, add_shard_argument, serve_generated
 from benchmarks.race import Pace, Result, race
 from benchmarks.results import RACE_COLUMNS, ResultsFile, Row, Subject, subject_of
 from benchmarks.suites import FP16_SUITE, SUITES, select, work_of
@@ -256,17 +256,6 @@ def add_race_arguments(parser: argparse.ArgumentParser, impls: Sequence[Impl]) -
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no race that would end later")
     add_shard_argument(parser)
     parser.add_argument("--db", type=Path, help="tuning database above the shipped ones (default: the shipped alone)")
-
-
-def add_shard_argument(parser: argparse.ArgumentParser) -> None:
-    """The option of races that several GPUs share."""
-    parser.add_argument(
-        "--shard",
-        default="0/1",
-        metavar="I/N",
-        help="every n-th workload from the i-th on, counted from 0; each shard into a --results folder of its own, "
-        "which python -m benchmarks.merge puts together (default: all)",
-    )
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ from pathlib import Path
 from benchmarks.exit_codes import STOPPED
 from benchmarks.fallback import AFTER_S, cell, raced, ratio
 from benchmarks.markdown import table_row
+from benchmarks.provenance import add_shard_argument
 from benchmarks.search_files import (
     FROM_NOTHING,
     add_rows,
     add_run_arguments,
-    add_shard_argument,
     judge,
     of_others,
     opened,
@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mark", type=float, action="append", help="seconds to judge a search at (default: 20 and 60)")
     parser.add_argument("--sampler", action="store_true", help="search without the model that learns")
     parser.add_argument("--own-trials", action="store_true", help="a model that learns from no other search")
-    add_shard_argument(parser)
+    add_shard_argument(parser, into="folders of its own")
     add_run_arguments(parser, out="a folder for the searches' database")
     return parser
 

@@ -113,9 +113,27 @@ def _git(root: Path, *arguments: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every benchmark has."""
+    add_results_arguments(parser)
+    parser.add_argument("--append", action="store_true", help="go on with the file and skip what this commit has")
+
+
+def add_results_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where rows go, and what is measured."""
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git to ask")
-    parser.add_argument("--append", action="store_true", help="go on with the file and skip what this commit has")
+
+
+def add_shard_argument(
+    parser: argparse.ArgumentParser,
+    into: str = "a --results folder of its own, which python -m benchmarks.merge puts together",
+) -> None:
+    """The option of workloads that several GPUs share; `into` says where each has what it writes."""
+    parser.add_argument(
+        "--shard",
+        default="0/1",
+        metavar="I/N",
+        help=f"every n-th workload from the i-th on, counted from 0; each shard into {into} (default: all)",
+    )
 
 
 def serve_generated(db: Path | None, scratch: Path) -> None:

@@ -26,11 +26,11 @@ from pathlib import Path
 from benchmarks.exit_codes import STOPPED
 from benchmarks.fallback import AFTER_S, raced, ratio
 from benchmarks.markdown import table_row
+from benchmarks.provenance import add_shard_argument
 from benchmarks.search_files import (
     REPEATABILITY,
     add_rows,
     add_run_arguments,
-    add_shard_argument,
     judge,
     of_others,
     opened,
@@ -273,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.repeatability", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--workload", action="append", default=[], metavar="KEY", help="in place of the usual ones")
     parser.add_argument("--budget", default="20s", help="of each search (default: %(default)s)")
-    add_shard_argument(parser)
+    add_shard_argument(parser, into="folders of its own")
     add_run_arguments(parser, out="a folder for the searches' databases")
     return parser
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
+from benchmarks.provenance import add_shard_argument
 from benchmarks.replay_plan import MATRIX, WHOLE, Plan, of_winners, searched, spread
-from benchmarks.search_files import add_shard_argument
 from flashgen.codegen.families import family
 from flashgen.core.config import Config
 from flashgen.core.device import Device
@@ -248,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--whole", action="store_true", help="of a matrix: as many configs of each of some usual workloads"
     )
-    add_shard_argument(parser)
+    add_shard_argument(parser, into="folders of its own")
     parser.add_argument("--race", type=int, default=16, help="configs that race at the end (default: %(default)s)")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all workloads, the start included")
     parser.add_argument("--seed", type=int, default=0, help="of the order behind the lists")

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
-from benchmarks.search_files import REVERIFY, add_rows, add_run_arguments, add_shard_argument, opened, read
+from benchmarks.provenance import add_shard_argument
+from benchmarks.search_files import REVERIFY, add_rows, add_run_arguments, opened, read
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import TuningRecord
@@ -196,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.reverify", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--workload", action="append", default=[], metavar="KEY", help="in place of all with a record")
     parser.add_argument("--top", type=int, default=3, help="configs of a record (default: %(default)s)")
-    add_shard_argument(parser)
+    add_shard_argument(parser, into="folders of its own")
     add_run_arguments(parser, out="a folder for a database that serves nobody")
     return parser
 

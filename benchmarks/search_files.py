@@ -12,8 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.provenance import ROOT, commit_of
-from benchmarks.results import RESULTS
+from benchmarks.provenance import ROOT, add_results_arguments, commit_of
 from flashgen.core.device import Device
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Workload
@@ -29,29 +28,13 @@ STAMP = ("device", "torch", "triton", "commit", "date")
 """The last columns of every row."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where rows go, and what is measured."""
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
-    parser.add_argument("--commit", help="the commit that is measured, where there is no git to ask")
-
-
 def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     """Add what every run of searches takes: its limit, processes, GPU, the folder of databases (`out`), the results."""
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all, the start included")
     parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
     parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help=out)
-    add_arguments(parser)
-
-
-def add_shard_argument(parser: argparse.ArgumentParser) -> None:
-    """The option of searches that several GPUs share."""
-    parser.add_argument(
-        "--shard",
-        default="0/1",
-        metavar="I/N",
-        help="part i of n of the workloads, from 0; each into folders of its own",
-    )
+    add_results_arguments(parser)
 
 
 def judge(layers: Layers, workload: Workload, device: Device) -> TuningRecord | None:
