@@ -20,6 +20,9 @@ CHUNKS = (0, 1024, 2048, 4096, 8192, 16384)
 
 BATCH_PADS = (16, 128, 1024)
 
+MOST_LOADED = 128
+"""Numbers of partial results that a thread of the merge loads at once, where it has several rows."""
+
 ONLY_SHARES: dict[str, int] = {"slack": 0, "slack_percent": 0, "overhead": 0}
 ONLY_GRID: dict[str, int] = {"chunk": CHUNKS[0]}
 """Knobs that one schedule reads, and what they are with the other one."""
@@ -54,6 +57,13 @@ BATCH_PAD = Knob(
 MIN_TILES = Knob(name="min_tiles", values=(1, 2, 4, 8), meaning="steps that are worth a program of its own")
 PARTIALS = Knob(name="partials", values=(8, 16, 32, 64), meaning="partial results that the merge reads at once")
 REDUCE_WARPS = Knob(name="reduce_warps", values=(1, 2, 4), meaning="warps of a program of the merge")
+MERGE_ROWS = Knob(
+    name="merge_rows",
+    values=(1, 2, 4, 8, 16),
+    meaning="query rows of a program of the merge",
+    default=1,
+    implied=True,
+)
 EARLY = Knob(
     name="early", values=(False, True), meaning="the first kernel is scheduled before those in front have ended"
 )
@@ -95,6 +105,22 @@ def why_unused(config: Config) -> str | None:
     for name, value in unused.items():
         if config[name] != value:
             return f"schedule {config['schedule']} has no use for {name}: it is {value} there"
+    return None
+
+
+def why_no_merge(spec: Specialization, config: Config, device: Device) -> str | None:
+    """The reason why no program of the merge takes so many rows at once, or None."""
+    rows, block_m = config.integer("merge_rows"), config.integer("block_m")
+    if rows > block_m:
+        return f"tiles have {block_m} query rows, and a program of the merge takes {rows}"
+    if rows == 1:
+        return None
+    loaded = rows * config.integer("partials") * tile_side(spec.head_dim_v)
+    most = MOST_LOADED * device.warp_size * config.integer("reduce_warps")
+    if loaded > most:
+        return (
+            f"a thread of the merge holds {MOST_LOADED} numbers of partial results, not {loaded * MOST_LOADED // most}"
+        )
     return None
 
 
@@ -189,7 +215,7 @@ def both_kernels(
 
     def merged(device: Device, sizes: Sizes) -> int:
         groups = count_pairs(sizes, block_m) if is_grid(config) else programs(device, sizes)
-        return groups * min(query_rows(sizes), block_m)
+        return groups * -(-min(query_rows(sizes), block_m) // config.integer("merge_rows"))
 
     return (
         KernelSpec(

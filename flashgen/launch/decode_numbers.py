@@ -129,7 +129,8 @@ class DecodeNumbers(NamedTuple):
         work = schedule(shape, config, device, m_blocks)
         window = (shape.seqlen_k, shape.window_left, shape.window_right, shape.table_stride)
         strides = (*shape.q_strides, *shape.k_strides, *shape.v_strides, *shape.o_strides)
-        grids = (work.grid, (tile_rows, *work.merged) if work.merged else None)
+        merges = -(-tile_rows // config.integer("merge_rows"))
+        grids = (work.grid, (merges, *work.merged) if work.merged else None)
         return cls(fixed, (*window, *strides, *work.own), grids, work.slots * tile_rows)
 
     @staticmethod

@@ -37,7 +37,8 @@ D64: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 64, "dtype": torc
 SHARES: dict[str, KnobValue] = {"block_n": 32, "num_stages": 2, "slack": 0, "overhead": 0}
 WHOLE: dict[str, KnobValue] = {**SHARES, "slack": 16, "overhead": 4, "slack_percent": 8}
 GRID: dict[str, KnobValue] = {**SHARES, "schedule": "grid"}
-CHUNKS: dict[str, KnobValue] = {**GRID, "chunk": 1024, "min_tiles": 2, "early": True}
+MERGE: dict[str, KnobValue] = {"merge_rows": 4, "reduce_warps": 4, "partials": 8}
+CHUNKS: dict[str, KnobValue] = {**GRID, "chunk": 1024, "min_tiles": 2, "early": True, **MERGE}
 FEW_ROWS: dict[str, KnobValue] = {**WHOLE, "block_m": 8, "block_n": 64}
 FEW_ROWS_GRID: dict[str, KnobValue] = {**GRID, "block_m": 16, "block_n": 64}
 
@@ -134,6 +135,12 @@ def launched(
 def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, knobs: dict[str, KnobValue]) -> None:
     call = make(CASES[name])
     assert_right(call, *launched(call, **knobs))
+
+
+@pytest.mark.parametrize("name", ["contiguous", "one sequence", "queries of 3", "rows of two blocks"])
+def test_rows_that_are_merged_together_are_right(name: str) -> None:
+    call = make(CASES[name])
+    assert_right(call, *launched(call, **SHARES, **MERGE))
 
 
 @pytest.mark.parametrize("schedule", ["shares", "grid"])

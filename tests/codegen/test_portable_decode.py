@@ -85,6 +85,18 @@ def test_what_a_schedule_has_no_use_for_is_refused(changed: Config) -> None:
     assert invalid(changed, SPEC, H200) is not None
 
 
+def test_a_program_of_the_merge_takes_as_many_rows_as_its_registers_and_its_tile_have() -> None:
+    rows = config("shares", merge_rows=8, partials=8, reduce_warps=4)
+    assert invalid(rows, SPEC, H200) is None
+    assert "holds 128 numbers of partial results, not 256" in str(invalid(rows.replace(partials=32), SPEC, H200))
+    assert "tiles have 8 query rows" in str(invalid(rows.replace(block_m=8, merge_rows=16), SPEC, H200))
+    sizes = Sizes(batch=4, nheads=32, nheads_k=8, seqlen_q=3, seqlen_k=8192)
+    one, several = (PORTABLE_DECODE.kernels(SPEC, each)[1] for each in (rows.replace(merge_rows=1), rows))
+    assert one.programs is not None
+    assert several.programs is not None
+    assert (one.programs(H200, sizes), several.programs(H200, sizes)) == (132 * 12, 132 * 2)
+
+
 @pytest.mark.parametrize(("page_size", "knobs"), [(None, {"ids_ahead": True}), (64, {"ids_per": "page"})])
 def test_page_ids_that_there_are_not_are_refused(page_size: int | None, knobs: dict[str, KnobValue]) -> None:
     spec = replace(SPEC, page_size=page_size)

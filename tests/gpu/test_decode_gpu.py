@@ -102,6 +102,7 @@ SMALL: dict[str, KnobValue] = {
     "warp_keys": False,
     "late_sums": False,
 }
+MERGE: dict[str, KnobValue] = {"merge_rows": 4, "reduce_warps": 4, "partials": 8}
 OTHERS: dict[str, dict[str, KnobValue]] = {
     "grid": {"schedule": "grid", **ONLY_SHARES},
     "grid, early": {"schedule": "grid", **ONLY_SHARES, "early": True},
@@ -113,6 +114,8 @@ OTHERS: dict[str, dict[str, KnobValue]] = {
     "grid, eight rows": {"schedule": "grid", **ONLY_SHARES, "block_m": 8},
     "grid, eight rows, keys of warps": {"schedule": "grid", **ONLY_SHARES, "block_m": 8, "warp_keys": True},
     "grid, many rows": {"schedule": "grid", **ONLY_SHARES, "block_m": 64},
+    "grid, rows merged together": {"schedule": "grid", **ONLY_SHARES, "block_m": 16, **MERGE},
+    "shares, rows merged together": {"block_m": 16, **MERGE},
 }
 
 

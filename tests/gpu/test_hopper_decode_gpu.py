@@ -18,6 +18,7 @@ from tests.gpu.test_decode_gpu import CASES
 
 pytestmark = pytest.mark.gpu
 
+MERGE: dict[str, KnobValue] = {"merge_rows": 4, "reduce_warps": 4, "partials": 8}
 CONFIGS: dict[str, dict[str, KnobValue]] = {
     "default": {},
     "two programs": {"block_n": 64, "num_stages": 3, "per_sm": 2, "slack": 16, "slack_percent": 8},
@@ -33,7 +34,9 @@ CONFIGS: dict[str, dict[str, KnobValue]] = {
     },
     "wide steps": {"block_n": 128, "num_stages": 2, "min_tiles": 4},
     "narrow steps": {"block_n": 32, "num_stages": 6, "pdl": False},
-    "rows of 8": {"block_m": 8, "block_n": 64, "num_stages": 3, "slack": 16},
+    "rows merged together": {**MERGE, "merge_rows": 8, "block_n": 64, "slack": 0},
+    "splits, rows merged together": {**MERGE, "schedule": "grid", **ONLY_SHARES, "chunk": 1024},
+    "rows of 8": {"block_m": 8, "block_n": 64, "num_stages": 3, "slack": 0, **MERGE},
     "rows of 16, wide steps": {"block_m": 16, "block_n": 128, "num_stages": 2},
     "rows of 16, three programs": {"block_m": 16, "block_n": 64, "num_stages": 2, "per_sm": 3},
     "rows of 8, splits": {"block_m": 8, "schedule": "grid", **ONLY_SHARES, "block_n": 64, "num_stages": 3},

@@ -41,7 +41,8 @@ class Bounds:
             self.spans[tensor.data_ptr()] = max(end, self.spans.get(tensor.data_ptr(), 0))
 
     def check(self, addresses: np.ndarray, mask: np.ndarray, nbytes: int, what: str) -> None:
-        used = addresses[np.broadcast_to(mask, addresses.shape)]
+        # a mask that was one scalar is of integers in the interpreter, which would be indices here
+        used = addresses[np.broadcast_to(mask, addresses.shape).astype(bool)]
         if used.size == 0:
             return
         if self.edges is None:

@@ -24,6 +24,7 @@ DEVICE = replace(find_device("sm90"), num_sms=3)
 
 
 GRID: dict[str, KnobValue] = {"schedule": "grid", **ONLY_SHARES}
+MERGE: dict[str, KnobValue] = {"merge_rows": 2, "partials": 8}
 WARPS: dict[str, KnobValue] = {"warp_keys": True, "num_warps": 2, "block_n": 32}
 
 
@@ -103,13 +104,15 @@ def test_it_is_right_and_reads_nothing_that_is_hidden(name: str) -> None:
 
 
 KNOBS: dict[str, dict[str, KnobValue]] = {
-    "contiguous": {**GRID, "per_sm": 6},
+    "contiguous": {**GRID, "per_sm": 6, **MERGE},
+    "many rows": {"merge_rows": 8, "reduce_warps": 4, "partials": 8},
     "one long": {**GRID, "per_sm": 6, "min_tiles": 4},
     "pages of 16": {**GRID, **WARPS},
-    "pages of 32": {**GRID, "per_sm": 6},
+    "pages of 32": {**GRID, "per_sm": 6, "merge_rows": 8, "reduce_warps": 4, "partials": 8, "block_m": 16},
     "more queries than keys": {**GRID, **WARPS, "block_m": 8},
     "window and sinks": {**GRID, "per_sm": 4, **WARPS},
-    "softcap and slopes": {**WARPS, "slack_percent": 8},
+    "softcap and slopes": {**WARPS, "slack_percent": 8, **MERGE},
+    "window of both sides": MERGE,
     "left padding": {**GRID, "per_sm": 6},
     "unequal heads in fp16": {**GRID, **WARPS, "block_m": 8},
 }

@@ -74,6 +74,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "batch_pad": BATCH_PADS[-1],
         "partials": default_partials(spec),
         "reduce_warps": 1,
+        "merge_rows": 1,
         "early": False,
         "pdl": True,
     }

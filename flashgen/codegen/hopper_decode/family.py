@@ -14,6 +14,7 @@ from flashgen.codegen.common_decode import (
     CHUNKS,
     EARLY,
     MAIN_NUMBERS,
+    MERGE_ROWS,
     MIN_TILES,
     ONLY_SHARES,
     OVERHEAD,
@@ -27,6 +28,7 @@ from flashgen.codegen.common_decode import (
     default_partials,
     is_grid,
     schedule_numbers,
+    why_no_merge,
     why_unused,
     zero_bits,
 )
@@ -80,6 +82,7 @@ KNOBS = (
     BATCH_PAD,
     PARTIALS,
     REDUCE_WARPS,
+    MERGE_ROWS,
     EARLY,
     PDL,
 )
@@ -98,7 +101,7 @@ def _unsupported(spec: Specialization, device: Device) -> str | None:
 
 
 def _invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    return why_unused(config) or why_too_large(spec, config, device)
+    return why_unused(config) or why_no_merge(spec, config, device) or why_too_large(spec, config, device)
 
 
 def _kernels(spec: Specialization, config: Config) -> tuple[KernelSpec, ...]:

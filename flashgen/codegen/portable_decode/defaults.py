@@ -137,6 +137,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "overhead": 4,
         "partials": default_partials(spec),
         "reduce_warps": 1,
+        "merge_rows": 1,
         "page_ids": "asm" if device.is_nvidia else "load",
         "ids_per": "row",
         "ids_ahead": False,

@@ -8,6 +8,7 @@ from flashgen.codegen.common_decode import (
     CHUNK,
     CHUNKS,
     EARLY,
+    MERGE_ROWS,
     MIN_TILES,
     ONLY_SHARES,
     OVERHEAD,
@@ -19,6 +20,7 @@ from flashgen.codegen.common_decode import (
     SLACK_PERCENT,
     both_kernels,
     default_partials,
+    why_no_merge,
     why_unused,
     zero_bits,
 )
@@ -84,6 +86,7 @@ KNOBS = (
     BATCH_PAD,
     PARTIALS,
     REDUCE_WARPS,
+    MERGE_ROWS,
     Knob(name="page_ids", values=("asm", "load"), meaning="page ids hidden from the software pipeliner, or seen by it"),
     Knob(
         name="ids_per",
@@ -124,7 +127,7 @@ def _unsupported(spec: Specialization, device: Device) -> str | None:
 
 
 def _invalid(spec: Specialization, config: Config, device: Device) -> str | None:
-    if (reason := why_unused(config)) is not None:
+    if (reason := why_unused(config) or why_no_merge(spec, config, device)) is not None:
         return reason
     if config["warp_keys"] and config.integer("block_n") < MIN_WARP_KEYS * config.integer("num_warps"):
         return f"each warp multiplies {MIN_WARP_KEYS} keys at least"
