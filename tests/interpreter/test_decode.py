@@ -106,9 +106,9 @@ def test_it_is_right_and_reads_nothing_that_is_hidden(name: str) -> None:
 KNOBS: dict[str, dict[str, KnobValue]] = {
     "contiguous": {**GRID, "per_sm": 6, **MERGE},
     "many rows": {"merge_rows": 8, "reduce_warps": 4, "partials": 8},
-    "one long": {**GRID, "per_sm": 6, "min_tiles": 4},
+    "one long": {**GRID, "per_sm": 6, "min_tiles": 4, **MERGE},
     "pages of 16": {**GRID, **WARPS},
-    "pages of 32": {**GRID, "per_sm": 6, "merge_rows": 8, "reduce_warps": 4, "partials": 8, "block_m": 16},
+    "pages of 32": {**GRID, "per_sm": 6},
     "more queries than keys": {**GRID, **WARPS, "block_m": 8},
     "window and sinks": {**GRID, "per_sm": 4, **WARPS},
     "softcap and slopes": {**WARPS, "slack_percent": 8, **MERGE},
