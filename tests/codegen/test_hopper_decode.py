@@ -223,9 +223,16 @@ SIZES = {
     "few rows, wide": ("dec-b1-h32-hk8-sk512-d256", "hopper_decode", {"schedule": "shares", "num_stages": 3}),
     "seven rows": ("dec-b64-h28-hk4-sk8192-d128-page16", "hopper_decode", {"block_m": 8}),
     "one sequence": ("dec-b1-h32-hk8-sq16-sk8192-d128", "hopper_decode", {"schedule": "grid", "per_sm": 1}),
-    "long": ("dec-b16-h32-hk8-sq16-sk8192-d128", "hopper_decode", {"schedule": "shares", "block_n": 128}),
+    "long": (
+        "dec-b16-h32-hk8-sq16-sk8192-d128",
+        "hopper_decode",
+        {"schedule": "shares", "block_n": 64, "merge_rows": 8, "reduce_warps": 4, "partials": 8},
+    ),
+    "two sequences": ("dec-b2-h32-hk8-sq16-sk8192-d128", "hopper_decode", {"schedule": "shares", "per_sm": 1}),
     "many": ("dec-b256-h32-hk8-sq16-sk512-d128-page64", "hopper_decode", {"schedule": "grid", "per_sm": 2}),
-    "narrow": ("dec-b16-h64-hk8-sq8-sk8192-d64", "hopper_decode", {"schedule": "shares", "per_sm": 2, "slack": 16}),
+    "narrow": ("dec-b16-h64-hk8-sq8-sk8192-d64", "hopper_decode", {"per_sm": 2, "slack": 16, "merge_rows": 16}),
+    "narrow, short": ("dec-b4-h64-hk8-sq8-sk1024-d64", "hopper_decode", {"schedule": "grid", "block_n": 128}),
+    "narrow, short, two blocks": ("dec-b4-h64-hk8-sq16-sk1024-d64", "hopper_decode", {"schedule": "grid", "per_sm": 2}),
     "wide": ("dec-b16-h16-hk8-sq16-sk8192-d256", "hopper_decode", {"schedule": "shares", "num_stages": 3}),
     "softcap": ("dec-b16-h32-hk8-sq16-sk8192-d128-softcap", "portable_decode", {}),
 }
@@ -259,6 +266,28 @@ def test_where_no_bits_depend_on_the_batch_the_rule_reads_none_of_it(key: str, q
     assert [row[0] for row in found] == [family_id]
 
 
+@pytest.mark.parametrize(
+    ("queries", "knobs", "rows"),
+    [
+        (16, {}, 8),
+        (16, {"per_sm": 2, "num_stages": 3}, 8),
+        (16, GRID, 1),
+        (8, {}, 1),
+        (8, {"per_sm": 2, "num_stages": 3}, 8),
+        (1, {"block_m": 8, "per_sm": 2, "num_stages": 3}, 1),
+    ],
+)
+def test_a_merge_with_many_programs_takes_rows_together(queries: int, knobs: dict[str, KnobValue], rows: int) -> None:
+    spec = Specialization.parse("dec-bf16-d128")
+    config = HOPPER_DECODE.default(spec, H200).replace(**{"block_n": 64, **knobs})
+    sizes = Sizes(batch=4, nheads=32, nheads_k=8, seqlen_q=queries, seqlen_k=4096)
+    fitted = HOPPER_DECODE.fitted(spec, config, sizes, H200)
+    assert (fitted["merge_rows"], fitted["partials"]) == (rows, 32 if rows == 1 else 8)
+    assert (
+        HOPPER_DECODE.fitted(spec, fitted.replace(block_m=64), sizes._replace(batch=4000), H200)["merge_rows"] == rows
+    )
+
+
 @pytest.mark.parametrize(("queries", "block_m"), [(1, 8), (3, 16), (8, 32), (9, 32)])
 def test_few_rows_are_as_many_as_a_call_has(queries: int, block_m: int) -> None:
     spec = Specialization.parse("dec-bf16-d128")
@@ -280,7 +309,9 @@ def tiles_of(config: Config) -> str:
         return "portable"
     few = "" if config["block_m"] == 64 else "few "
     one = "two" if config["per_sm"] == 2 else "wide" if config["block_n"] == 128 else "one"
-    return f"{few}{'grid ' if config['schedule'] == 'grid' else ''}{one}{' slack' if config['slack'] == 16 else ''}"
+    one += " slack" if config["slack"] == 16 else ""
+    merged = f" m{config['merge_rows']}" if config.integer("merge_rows") > 1 else ""
+    return f"{few}{'grid ' if config['schedule'] == 'grid' else ''}{one}{merged}"
 
 
 def races() -> Iterator[tuple[str, dict[str, float]]]:
@@ -304,10 +335,10 @@ def races() -> Iterator[tuple[str, dict[str, float]]]:
 def test_the_rule_is_near_the_best_of_both_families() -> None:
     found = list(races())
     behind = [times[chosen] / min(times.values()) for chosen, times in found]
-    assert len(behind) == 190
-    assert statistics.geometric_mean(behind) < 1.01
+    assert len(behind) == 214
+    assert statistics.geometric_mean(behind) < 1.014
     assert max(behind) < 1.13
     ahead = [times["portable"] / times[chosen] for chosen, times in found if chosen != "portable"]
-    assert len(ahead) == 190
-    assert statistics.geometric_mean(ahead) > 1.10
+    assert len(ahead) == 214
+    assert statistics.geometric_mean(ahead) > 1.12
     assert min(ahead) > 0.97

@@ -10,10 +10,12 @@ from flashgen.codegen.common_decode import (
     count_pairs,
     default_partials,
     first_that_fits,
+    is_grid,
     query_rows,
 )
 from flashgen.codegen.common_wgmma import ROWS
 from flashgen.codegen.family import Sizes
+from flashgen.codegen.head_parts import tile_side
 from flashgen.codegen.hopper_decode.resources import FEW_ROWS, why_too_large
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
@@ -63,6 +65,12 @@ FEW_SEQUENCES = 4
 MANY_PAIRS = 4
 """Pairs of sequence and key head for each SM from which on two programs have room there."""
 
+MOST_MERGES = 48
+"""Programs of the merge for each SM, of one query row each, up to which that is as fast as rows together."""
+
+MERGED_NUMBERS = 1024
+"""Numbers of the query rows that a program of the merge takes together: eight for each of its threads."""
+
 
 def default_config(spec: Specialization, device: Device) -> Config:
     """A config that is valid wherever the family applies."""
@@ -72,9 +80,7 @@ def default_config(spec: Specialization, device: Device) -> Config:
         "block_m": ROWS,
         "min_tiles": 1,
         "batch_pad": BATCH_PADS[-1],
-        "partials": default_partials(spec),
-        "reduce_warps": 1,
-        "merge_rows": 1,
+        **_single_rows(spec),
         "early": False,
         "pdl": True,
     }
@@ -126,20 +132,33 @@ def _of_many_rows(spec: Specialization, sizes: Sizes, device: Device) -> dict[st
     is_narrow, is_wide = spec.head_dim < 128, spec.head_dim > 128
     if not sizes.seqlen_k:
         return {**SHARES, **TWO}
-    if sizes.seqlen_k > SHORT and sizes.batch > FEW_SEQUENCES:
-        return {**SHARES, **({**TWO, "slack": 16} if is_narrow else ONE if is_wide else WIDE)}
-    is_many = count_pairs(sizes, ROWS) > MANY_PAIRS * device.num_sms
-    return {**GRID, **(TWO if is_narrow or (is_many and not is_wide) else ONE)}
+    if sizes.seqlen_k > SHORT and sizes.batch > 1:
+        return {**SHARES, **({**TWO, "slack": 16} if is_narrow else ONE)}
+    room = device.num_sms * (1 if is_narrow else MANY_PAIRS)
+    has_two = count_pairs(sizes, ROWS) > room or (is_narrow and query_rows(sizes) > ROWS)
+    return {**GRID, **(ONE if is_wide else TWO if has_two else WIDE)}
 
 
 def fitted(spec: Specialization, config: Config, sizes: Sizes, device: Device) -> Config:
     """A config at the sizes of a call: how many lengths a program looks at, and few rows are as many as there are."""
-    config = config.replace(batch_pad=batch_pad(config, sizes.batch))
-    if config["block_m"] not in FEW_ROWS:
-        return config
     rows = query_rows(sizes)
-    enough = config.replace(block_m=next((few for few in FEW_ROWS if few >= rows), FEW_ROWS[-1]))
-    return config if why_too_large(spec, enough, device) else enough
+    config = config.replace(batch_pad=batch_pad(config, sizes.batch))
+    if config["block_m"] in FEW_ROWS:
+        enough = config.replace(block_m=next((few for few in FEW_ROWS if few >= rows), FEW_ROWS[-1]))
+        config = config if why_too_large(spec, enough, device) else enough
+    return config.replace(**_merge(spec, config, rows))
+
+
+def _merge(spec: Specialization, config: Config, rows: int) -> dict[str, KnobValue]:
+    """The programs of the merge, where a key head has so many query rows."""
+    if is_grid(config) or min(rows, config.integer("block_m")) * config.integer("per_sm") <= MOST_MERGES:
+        return _single_rows(spec)
+    return {"merge_rows": MERGED_NUMBERS // tile_side(spec.head_dim_v), "reduce_warps": 4, "partials": 8}
+
+
+def _single_rows(spec: Specialization) -> dict[str, KnobValue]:
+    """A program of the merge for each query row."""
+    return {"merge_rows": 1, "reduce_warps": 1, "partials": default_partials(spec)}
 
 
 def _fitting(spec: Specialization, config: Config, device: Device) -> Config:
