@@ -342,6 +342,17 @@ def test_contestants_side_by_side_do_what_they_do_alone(tmp_path: Path, capsys: 
     assert "| sampler, lists |" in alone
 
 
+def test_what_is_learned_from_is_read_for_those_who_learn_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "table.jsonl.gz", list[str]()
+    write_log(synthetic(BACKWARD, H200, families=FUSED, most=30), path)
+    monkeypatch.setattr(search, "shipped_tables", lambda: read.append("tables") or [])
+    for name, found in (("random", []), (NOTHING, ["tables"])):
+        (run,) = search._alone(name, [path], False, 1, 2, [])
+        assert (run.contestant, read) == (name, found)
+
+
 def test_a_score_is_of_the_worst_table_and_of_none_that_ended_early() -> None:
     one, other = table(0), table(1)
     runs = compare([one, other], {"random": contestants()[0]["random"]}, seeds=range(2), trials=9)
