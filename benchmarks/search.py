@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.markdown import table_row
 from benchmarks.replay_plan import MATRIX
-from benchmarks.search_contestants import Maker, contestants
+from benchmarks.search_contestants import WITH_MODEL, Maker, contestants
 from benchmarks.search_replay import JOBS, Step, Table, after_seconds, after_trials, replay
 from benchmarks.search_synthetic import synthetic
 from flashgen.core.device import find_device
@@ -108,18 +108,20 @@ def _tables(paths: Sequence[Path], with_synthetic: bool) -> list[Table]:
     return tables
 
 
-def _everybody(folders: Sequence[Path] = ()) -> tuple[dict[str, Maker], dict[str, str]]:
+def _everybody(folders: Sequence[Path] = (), *, learn: bool = True) -> tuple[dict[str, Maker], dict[str, str]]:
     with Layers.open() as layers:
         records = [record for record, _ in layers.records(provenance="measured")]
+    if not learn or not is_installed():
+        return contestants(records)
     more = [read_log(path) for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
-    return contestants(records, LearnedCost([*shipped_tables(), *more]) if is_installed() else None)
+    return contestants(records, LearnedCost([*shipped_tables(), *more]))
 
 
 def _alone(
     name: str, paths: Sequence[Path], with_synthetic: bool, seeds: int, trials: int, folders: Sequence[Path]
 ) -> list[Run]:
-    """One contestant, in a process that knows nothing yet."""
-    makers = {name: _everybody(folders)[0][name]}
+    """One contestant, in a process that knows nothing yet, and reads what is learned from for those that learn."""
+    makers = {name: _everybody(folders, learn=name in WITH_MODEL)[0][name]}
     return compare(_tables(paths, with_synthetic), makers, seeds=range(seeds), trials=trials, say=_say)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,10 +129,21 @@ def test_what_its_tests_need_is_said(
 def test_a_seed_draws_the_same_cases_again(
     checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, drawn = harness.read, []
-    monkeypatch.setattr(harness, "read", lambda log: drawn.append(found := read(log)) or found)
-    for seed in ("0", "0", "1"):
-        run(capsys, checkout, "--sample", "4", "--seed", seed, "--only", "right")
-    first, again, other = ([one.case for one in found] for found in drawn)
-    assert len(first) == 4
-    assert first == again != other
+    """In a process of the harness those that the plugin draws here, and other ones with another seed."""
+    monkeypatch.setenv("FLASH_ATTN_TESTS", "{}")
+    plugin = importlib.import_module("scripts.flash_attn_plugin")
+
+    def drawn(seed: int) -> list[str]:
+        sizes = [*((n, 8) for n in range(1, 40)), (1000, 1000)]
+        every = [{"seqlen_q": n, "seqlen_k": keys, "d": d} for n, keys in sizes for d in (16, 32)]
+        calls = [SimpleNamespace(params=params) for params in every]
+        monkeypatch.setattr(plugin, "OPTIONS", {"seed": seed, "sample": 4, "device": "cpu", "all": False})
+        plugin.pytest_generate_tests(SimpleNamespace(function=SimpleNamespace(__name__="test_right"), _calls=calls))
+        return ["-".join(str(value) for value in call.params.values()) for call in calls]
+
+    read, noted = harness.read, list[harness.Found]()
+    monkeypatch.setattr(harness, "read", lambda log: noted.extend(found := read(log)) or found)
+    run(capsys, checkout, "--sample", "4", "--seed", "1", "--only", "right")
+    cases = [re.findall(r"\[(.*)\]", one.case)[0] for one in noted]
+    assert len(cases) == 4
+    assert sorted(cases) == sorted(drawn(1)) != sorted(drawn(0))

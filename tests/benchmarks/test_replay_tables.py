@@ -150,9 +150,12 @@ def test_a_gpu_takes_its_shard_of_the_workloads_and_records_of_its_architecture(
     assert parts == [[BACKWARD], [FORWARD]] * 2
     assert len({Workload.parse(key) for key in WHOLE}) == 16
     whole = [["--matrix", "16", "--whole", "--configs", "2", "--shard", f"{part}/4"] for part in range(4)]
-    quarters = [replay_tables.planned(parser.parse_args([*common[:2], *each]), H200, []) for each in whole]
+    with monkeypatch.context() as patch:
+        # each would enumerate the space of its workload
+        patch.setattr(replay_tables, "of_winners", lambda workload, *given, whole: (workload, whole))
+        quarters = [replay_tables.planned(parser.parse_args([*common[:2], *each]), H200, []) for each in whole]
     assert [len(plans) for plans in quarters] == [4] * 4
-    assert {plan.workload for plans in quarters for plan in plans} == {Workload.parse(key) for key in WHOLE}
+    assert {plan for plans in quarters for plan in plans} == {(Workload.parse(key), True) for key in WHOLE}
     executor = FakeExecutor(device=H100)
     monkeypatch.setattr(replay_tables, "make_executor", lambda index: executor)
     monkeypatch.setattr(replay_tables, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))

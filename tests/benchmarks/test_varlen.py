@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +34,7 @@ sys.path.insert(0, str(packed_training.EXAMPLE.parent))
 import packed_gpt2
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def small(key: str) -> Pack:
@@ -383,16 +386,37 @@ def test_a_run_that_ends_badly_costs_its_own_row_alone(recorded: list[str], tmp_
     assert packed_training.main(given, lambda *_: "why") == MISSING
 
 
-def test_the_example_runs_in_a_process_that_may_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_is_told_and_reports_what_a_row_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        """The example in this process, as a model that needs no second."""
+        commands.append(command)
+        return subprocess.CompletedProcess(command, packed_gpt2.main(command[2:]))
+
+    monkeypatch.setattr(packed_training.subprocess, "run", run)
+    monkeypatch.setattr(packed_gpt2, "Shape", functools.partial(packed_gpt2.Shape, width=48, vocabulary=256))
     small_run = ("--device", "cpu", "--tokens", "32", "--longest", "16", "--layers", "1")
     found = packed_training.train("reference", 1, 60.0, more=small_run)
+    assert commands[0][:2] == [sys.executable, str(ROOT / "examples/packed_gpt2.py")]
     assert not isinstance(found, str), found
     assert (found["outcome"], len(found["losses"]), found["attention"]) == ("done", 1, "reference")
     assert packed_training.row_of("padded", found, SHARED).steps == 1
-    assert packed_training.train("reference", 1, 60.0, more=["--tokens", "0"]) == "its process ended with 2"
-    script = tmp_path / "hangs.py"
-    script.write_text("import time; time.sleep(60)")
+
+
+def test_the_example_runs_in_a_process_that_may_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "example.py"
     monkeypatch.setattr(packed_training, "EXAMPLE", script)
+    script.write_text(
+        "import json, sys; open(sys.argv[sys.argv.index('--report') + 1], 'w').write(json.dumps(sys.argv))"
+    )
+    found = packed_training.train("reference", 7, 60.0, more=["--tokens", "9"])
+    words = ["--attention", "reference", "--steps", "7", "--limit-seconds", "60.0"]
+    assert (found[1:7], found[-2:]) == (words, ["--tokens", "9"])  # type: ignore[index]
+    script.write_text("import flashgen; raise SystemExit(2)")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert packed_training.train("reference", 1, 60.0) == "its process ended with 2", "it finds flashgen"
+    script.write_text("import time; time.sleep(60)")
     monkeypatch.setattr(packed_training, "START_SECONDS", 0.5)
     assert packed_training.train("flex", 1, 0.5) == "its process took longer than 1 s"
 

@@ -114,27 +114,31 @@ class Descriptor:
     def block_type(self) -> Any:
         return SimpleNamespace(nbytes=self.memory.element_size() * torch.Size(self.block).numel(), shape=self.block)
 
-    def rows(self, place: Sequence[Any]) -> list[tuple[slice, slice] | None]:
-        """Where each row of the box at `place` lies in memory, by addresses of 64 bits, and which columns of it there
-        are; None where it is clipped."""
+    def parts(self, place: Sequence[Any]) -> list[tuple[slice, slice, torch.Tensor]]:
+        """What there is of the box at `place`: rows and columns of it, and the memory of these.
+
+        Addresses have 64 bits. Rows in memory of which no address is above them are one part, others one each; what is
+        clipped is in none.
+        """
         at, size = [int(x) for x in place], self.memory.element_size()
         assert len(at) == len(self.shape)
+        first, last = max(-at[-2], 0), min(self.shape[-2] - at[-2], self.block[-2])
         columns = slice(max(-at[-1], 0), max(min(self.shape[-1] - at[-1], self.block[-1]), 0))
-        found: list[tuple[slice, slice] | None] = []
-        for row in range(self.block[-2]):
-            here = [*at[:-2], at[-2] + row]
-            if (
-                not all(0 <= x < most for x, most in zip(here, self.shape, strict=False))
-                or columns.start >= columns.stop
-            ):
-                found.append(None)
-                continue
-            steps = sum(x * step for x, step in zip([*here, at[-1] + columns.start], self.strides, strict=True))
-            first = size * steps % (1 << 64) // size
-            last = first + columns.stop - columns.start
-            assert last <= len(self.memory)
-            found.append((slice(first, last), columns))
-        return found
+        outside = any(not 0 <= x < most for x, most in zip(at[:-2], self.shape, strict=False))
+        if outside or first >= last or columns.start >= columns.stop:
+            return []
+        here = [*at[:-2], at[-2] + first, at[-1] + columns.start]
+        steps, step = sum(x * y for x, y in zip(here, self.strides, strict=True)), self.strides[-2]
+        count, width, most = last - first, columns.stop - columns.start, self.memory.numel()
+        if step >= width and steps >= 0 and steps + (count - 1) * step + width <= most:
+            start = self.memory.storage_offset() + steps
+            return [(slice(first, last), columns, self.memory.as_strided((count, width), (step, 1), start))]
+        starts = [size * (steps + row * step) % (1 << 64) // size for row in range(count)]
+        assert max(starts) + width <= most
+        return [
+            (slice(row, row + 1), columns, self.memory[None, start : start + width])
+            for row, start in enumerate(starts, first)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +161,15 @@ class Pointer:
     def __getitem__(self, axes: Any) -> Pointer:
         return Pointer(memory=self.memory, place=self.place[axes])
 
-    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where it points to, and which of that is touched; None is all."""
         place = torch.as_tensor(self.place)
-        kept = torch.as_tensor(True if mask is None else mask).broadcast_to(place.shape)
-        assert bool(((place >= 0) & (place < len(self.memory)))[kept].all())
+        inside = (place >= 0) & (place < len(self.memory))
+        if mask is None:
+            assert bool(inside.all())
+            return place, None
+        kept = torch.as_tensor(mask).broadcast_to(place.shape)
+        assert bool((inside | ~kept).all())
         return place, kept
 
 
@@ -171,38 +180,47 @@ def storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: object) -> torch.Tensor:
     place, kept = pointer.places(mask)
+    if kept is None:
+        return pointer.memory[place].clone()  # by a single number it would be a view
     value = pointer.memory[torch.where(kept, place, 0)] if len(pointer.memory) else torch.zeros(place.shape)
     return torch.where(kept, value, torch.as_tensor(other, dtype=pointer.memory.dtype))
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     place, kept = pointer.places(mask)
-    pointer.memory[place[kept]] = torch.as_tensor(value, dtype=pointer.memory.dtype).broadcast_to(place.shape)[kept]
+    stored = torch.as_tensor(value, dtype=pointer.memory.dtype).broadcast_to(place.shape)
+    if kept is None:
+        pointer.memory[place] = stored
+    else:
+        pointer.memory[place[kept]] = stored[kept]
 
 
 def _copy_in(descriptor: Descriptor, place: Sequence[Any], barrier: Barrier, tile: Shared) -> None:
-    rows = tile.tensor.view(-1, descriptor.block[-1])
-    rows.zero_()
-    for row, part in zip(rows, descriptor.rows(place), strict=True):
-        if part is not None:
-            row[part[1]] = descriptor.memory[part[0]]
+    box = tile.tensor.view(-1, descriptor.block[-1])
+    assert len(box) == descriptor.block[-2]
+    box.zero_()
+    for rows, columns, memory in descriptor.parts(place):
+        box[rows, columns] = memory
     barrier.take(0, -descriptor.block_type.nbytes)
 
 
 def _copy_out(descriptor: Descriptor, place: Sequence[Any], tile: Shared) -> None:
-    for row, part in zip(tile.tensor.view(-1, descriptor.block[-1]), descriptor.rows(place), strict=True):
-        if part is not None:
-            descriptor.memory[part[0]] = row[part[1]]
+    box = tile.tensor.view(-1, descriptor.block[-1])
+    assert len(box) == descriptor.block[-2]
+    for rows, columns, memory in descriptor.parts(place):
+        memory.copy_(box[rows, columns])
 
 
 _ADDING = threading.Lock()
 
 
 def _add_out(descriptor: Descriptor, place: Sequence[Any], tile: Shared) -> None:
+    box, added = tile.tensor.view(-1, descriptor.block[-1]), 0
     with _ADDING:
-        for row, part in zip(tile.tensor.view(-1, descriptor.block[-1]), descriptor.rows(place), strict=True):
-            assert part is not None
-            descriptor.memory[part[0]] += row[part[1]]
+        for rows, columns, memory in descriptor.parts(place):
+            memory.add_(box[rows, columns])
+            added += len(memory)
+    assert added == len(box) == descriptor.block[-2], "no row is clipped"
 
 
 def _mma(a: Any, b: Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
@@ -412,13 +430,14 @@ class _Rebinds(ast.NodeTransformer):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         assert isinstance(node.target, ast.Name)
-        read = ast.Name(id=node.target.id, ctx=ast.Load())
-        return ast.Assign(targets=[node.target], value=ast.BinOp(left=read, op=node.op, right=node.value))
+        read = ast.copy_location(ast.Name(id=node.target.id, ctx=ast.Load()), node)
+        value = ast.copy_location(ast.BinOp(left=read, op=node.op, right=node.value), node)
+        return ast.copy_location(ast.Assign(targets=[node.target], value=value), node)
 
 
 def kernel_of(text: str, entry: str, machine: Machine, **instead: Callable[..., Any]) -> Callable[..., None]:
     """The kernel of a rendered text, with some of its functions replaced."""
-    tree = ast.fix_missing_locations(_Rebinds().visit(ast.parse(text)))
+    tree = _Rebinds().visit(ast.parse(text))
     tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
     space: dict[str, Any] = machine.names()
     exec(compile(tree, "<rendered>", "exec"), space)

@@ -98,7 +98,7 @@ Formula = Callable[..., torch.Tensor]
 class Case:
     """A dense call: sizes, functions, what else hides keys, and which hidden keys hold NaN."""
 
-    sizes: tuple[int, int, int, int, int] = (2, 2, 1, 203, 300)  # batch, nheads, nheads_k, seqlen_q, seqlen_k
+    sizes: tuple[int, int, int, int, int] = (1, 2, 1, 203, 300)  # batch, nheads, nheads_k, seqlen_q, seqlen_k
     head_dim: int = 64
     mask: Callable[..., Any] | None = None
     score: Callable[..., Any] | None = None
@@ -111,16 +111,19 @@ class Case:
     per_head: bool = False
 
 
+TWO = (2, 2, 1, 203, 300)
+"""Of cases whose functions or lists are other ones for each batch element."""
+
 CASES: dict[str, Case] = {
     "documents": Case(mask=document, aux="doc", poison=True),
     "causal documents": Case(mask=causal_document, aux="doc", sizes=(1, 2, 2, 300, 300)),
-    "heads": Case(mask=by_head, per_head=True),
+    "heads": Case(mask=by_head, per_head=True, sizes=TWO),
     "early keys": Case(mask=early, poison=True, sizes=(1, 2, 1, 129, 400)),
     "late keys": Case(mask=late_rows, poison=True),
     "nothing": Case(mask=nothing, poison=True),
     "one": Case(mask=by_head, sizes=(1, 1, 1, 1, 1)),
     "causal too": Case(mask=document, aux="doc", features="-causal", q_offset=60, poison=True),
-    "a window too": Case(mask=by_head, features="-window", window=(70, 20), poison=True),
+    "a window too": Case(mask=by_head, features="-window", window=(70, 20), poison=True, sizes=TWO),
     "rising scores": Case(mask=document, aux="doc", rising=200.0),
     "heads in parts": Case(mask=early, head_dim=96, poison=True, sizes=(1, 2, 1, 70, 300)),
 }
@@ -129,7 +132,7 @@ SCORES: dict[str, Case] = {
     "relative, causal": Case(score=relative, aux="table", features="-causal", sizes=(1, 4, 2, 300, 200)),
     "hides": Case(score=halves, rising=40.0),
     "keys alone": Case(score=of_keys),
-    "all": Case(score=halves, mask=by_head, features="-softcap"),
+    "all": Case(score=halves, mask=by_head, features="-softcap", sizes=TWO),
 }
 
 
@@ -296,7 +299,7 @@ def test_every_way_to_hide_behind_the_diagonal_is_right(kind: str) -> None:
 @pytest.mark.parametrize("name", [*CASES, "both"])
 def test_blocks_of_a_block_mask_are_right(name: str) -> None:
     """Also under a causal mask or a window, which hide keys of the blocks that are listed."""
-    case = {**CASES, "both": Case(score=relative, mask=by_table, aux="table", per_head=True)}[name]
+    case = {**CASES, "both": Case(score=relative, mask=by_table, aux="table", per_head=True, sizes=TWO)}[name]
     for changes in kinds(case):
         assert_right(case, changes, listed=True)
 

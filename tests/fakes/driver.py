@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +80,7 @@ class FakeDriver:
             return self.code or INVALID_CONTEXT
         read = LaunchConfig.from_address(config)
         parameters_of = self.kernels.get(function, self.parameters)
-        sizes = [size for parameter in parameters_of for size in slot_sizes(parameter)] + [8] * self.trailing
+        sizes = [size for parameter in parameters_of for size in _slots(parameter)] + [8] * self.trailing
         addresses = (ctypes.c_void_p * len(sizes)).from_address(parameters)
         raw = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
         assert raw[len(raw) - self.trailing :] == [bytes(8)] * self.trailing, "scratch pointers are null"
@@ -100,7 +101,7 @@ class FakeDriver:
         values: dict[str, Any] = {}
         position = 0
         for parameter in parameters_of:
-            count = len(slot_sizes(parameter))
+            count = len(_slots(parameter))
             parts, at = raw[position : position + count], addresses[position]
             position += count
             values[parameter.name] = READ.get(parameter.type, lambda part: int.from_bytes(part, "little"))(parts[0])
@@ -222,6 +223,10 @@ class FakeDriver:
     def cuGetErrorString(self, code: int, text: Any) -> int:
         text._obj.value = TEXTS[code][1] if code in TEXTS else None
         return 0
+
+
+_slots = functools.cache(slot_sizes)
+"""Asked for each parameter of each launch, of which there are few."""
 
 
 def _number(argument: Any) -> int:
