@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,9 @@ from flashgen.core.device import Device
 from flashgen.core.errors import BuildError
 from flashgen.core.settings import cache_folder, triton_cache
 from flashgen.core.workload import Specialization
+
+SHORT_INTERVAL_S = 1e-4
+"""Between switches of threads while one of them hashes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +121,9 @@ def compile_kernel(spec: Specialization, config: Config, device: Device) -> Comp
         BuildError: Triton or ptxas refused it; the message has the first line of their reason.
     """
     kernels = family(config.family).kernels(spec, config)
-    return _compile(render(spec, config), kernels, device, f"{config} for {spec.key}")
+    with _hashed_ahead():
+        source = render(spec, config)
+    return _compile(source, kernels, device, f"{config} for {spec.key}")
 
 
 def compile_helper(helper: HelperKernel, device: Device) -> CompiledKernel:
@@ -125,6 +133,34 @@ def compile_helper(helper: HelperKernel, device: Device) -> CompiledKernel:
         BuildError: Triton or ptxas refused it; the message has the first line of their reason.
     """
     return _compile(render_helper(helper), (helper.kernel,), device, f"{helper.id} for {helper.key}")
+
+
+@contextlib.contextmanager
+def _hashed_ahead() -> Iterator[None]:
+    """Triton's hash of itself, which its cache asks for once a process, beside what is done in here.
+
+    It reads and hashes half a gigabyte by the megabyte, and holds Python's lock between these alone: while another
+    thread computes it would wait for `sys.getswitchinterval()` at each.
+    """
+    from triton.runtime import cache
+
+    key = getattr(cache, "triton_key", None)
+    if key is None or key.cache_info().currsize:
+        yield
+        return
+
+    def hashed() -> None:
+        with contextlib.suppress(Exception):  # whoever asks for it next is told
+            key()
+
+    thread, interval = threading.Thread(target=hashed, daemon=True), sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, SHORT_INTERVAL_S))
+    try:
+        thread.start()
+        yield
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def _compile(source: KernelSource, kernels: tuple[KernelSpec, ...], device: Device, name: str) -> CompiledKernel:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -169,3 +173,53 @@ def test_an_unknown_parameter_list_is_not_guessed(text: str) -> None:
     assert ptx_sizes(text) == ()
     spec, config = kernel("forward_d64_h200")
     assert trailing_pointers(text, family(config.family).parameters(spec, config)) is None
+
+
+class Hash:
+    """Triton's hash of itself, as it counts and caches."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.threads: list[str] = []
+        self._error = error
+
+    def __call__(self) -> str:
+        time.sleep(0.05)
+        self.threads.append(threading.current_thread().name)
+        if self._error is not None:
+            raise self._error
+        return "hash"
+
+    def cache_info(self) -> SimpleNamespace:
+        return SimpleNamespace(currsize=len(self.threads))
+
+
+@pytest.mark.parametrize("error", [None, OSError("no such file")])
+def test_triton_hashes_itself_once_and_beside_what_renders(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    hashed, interval = Hash(error), sys.getswitchinterval()
+    monkeypatch.setattr("triton.runtime.cache.triton_key", hashed)
+    with build._hashed_ahead():
+        assert not hashed.threads
+        assert sys.getswitchinterval() < interval
+    assert len(hashed.threads) == 1
+    assert hashed.threads != [threading.current_thread().name]
+    with build._hashed_ahead():
+        assert sys.getswitchinterval() == interval
+    assert len(hashed.threads) == 1
+
+
+def test_what_fails_to_render_waits_for_the_hash_and_leaves_the_interpreter_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed, interval = Hash(), sys.getswitchinterval()
+    monkeypatch.setattr("triton.runtime.cache.triton_key", hashed)
+    with pytest.raises(ZeroDivisionError), build._hashed_ahead():
+        raise ZeroDivisionError
+    assert (len(hashed.threads), sys.getswitchinterval()) == (1, interval)
+
+
+def test_a_triton_without_that_hash_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("triton.runtime.cache.triton_key")
+    with build._hashed_ahead():
+        pass
