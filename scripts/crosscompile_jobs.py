@@ -146,9 +146,9 @@ Families for wgmma compile them under either.
 """
 
 DECODE = Sizes(batch=8, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
-STEPS = (("dec-bf16-d128-page16", 64, 1), ("dec-bf16-d128-sink", 1, 16))
+STEPS = (("dec-bf16-d128-page16", 64, 1), ("dec-bf16-d128-sink", 1, 16), ("dec-bf16-d128", 16, 16))
 """What families of decoding read, how many sequences there are and their queries: programs of the first are near the
-registers of an SM, and the second is for warpgroups."""
+registers of an SM, the second is for warpgroups, and the third has shares whose rows are merged together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
