@@ -23,14 +23,13 @@ from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
-from benchmarks.search_bench import AFTER_S, Bench, add_run_arguments, raced, ratio
+from benchmarks.search_bench import AFTER_S, Bench, add_run_arguments, raced, raced_row
 from benchmarks.search_files import FALLBACK, read
 from flashgen.codegen.families import default_config, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Measurement
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.measure.protocol import specialization
@@ -142,25 +141,15 @@ class Checks:
         if winner is not None:
             by_way[TUNED] = winner
         outcomes = raced(self.bench.executor, self.bench.compiler, workload, by_way.values())
-        times = {config: each.times_ms for config, each in outcomes.items() if isinstance(each, Measurement)}
         found: list[dict[str, object]] = []
         for way, config in by_way.items():
             served = {RULE: ways.rule, NEAREST: ways.nearest}.get(way)
-            measured = config in times
-            cells = (
-                workload.key,
-                workload.direction,
-                way,
-                f"{statistics.median(times[config]):.5f}" if measured else "",
-                f"{ratio(times[config], list(times.values())):.4f}" if measured else "",
-                served.rung if served else "",
-                served.record.workload.key if served and served.record else "",
-                _expected(served, workload),
-                config.family,
-                config.to_json(),
-                "" if measured else str(outcomes[config]),
-            )
-            found.append(dict(zip(COLUMNS, cells, strict=True)))
+            why = {
+                "rung": served.rung if served else "",
+                "record": served.record.workload.key if served and served.record else "",
+                "expected": _expected(served, workload),
+            }
+            found.append({**raced_row(workload, way, config, outcomes, outcomes), **why})
         return found
 
 

@@ -18,7 +18,6 @@ behind the record.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,11 +27,11 @@ from benchmarks.exit_codes import STOPPED
 from benchmarks.fallback import cell
 from benchmarks.markdown import table_row
 from benchmarks.provenance import add_shard_argument
-from benchmarks.search_bench import AFTER_S, Bench, add_run_arguments, raced, ratio
+from benchmarks.search_bench import AFTER_S, Bench, add_run_arguments, raced, raced_row
 from benchmarks.search_files import FROM_NOTHING, of_others, read
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Failure, Measurement, Trial, TuningRecord
+from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
@@ -101,7 +100,7 @@ class Searches:
         outcomes = raced(self.bench.executor, self.bench.compiler, workload, configs, hard=True)
         of = {"record_of": record.device.name, "lessons": self._lessons(workload)}
         return [
-            {**_row(workload, way, config, tried.get(way, ""), outcomes, record), **of}
+            {**raced_row(workload, way, config, outcomes, [record.config]), "trials": tried.get(way, ""), **of}
             for way, config in by_way.items()
         ]
 
@@ -131,31 +130,6 @@ def _best(trials: Sequence[Trial], seconds: float) -> Config | None:
     """The fastest config that was known after so many seconds, in the levelled times of short windows."""
     times = right_ms(SearchLog(search=None, trials=tuple(_until(trials, seconds)), finalists=()))
     return min(times, key=lambda config: times[config], default=None)
-
-
-def _row(
-    workload: Workload,
-    way: str,
-    config: Config | None,
-    tried: object,
-    outcomes: Mapping[Config, Measurement | Failure],
-    record: TuningRecord,
-) -> dict[str, object]:
-    found, base = (outcomes.get(each) if each is not None else None for each in (config, record.config))
-    own = found.times_ms if isinstance(found, Measurement) else ()
-    beside = base.times_ms if isinstance(base, Measurement) else ()
-    cells = (
-        workload.key,
-        workload.direction,
-        way,
-        tried,
-        f"{statistics.median(own):.5f}" if own else "",
-        f"{ratio(own, [beside]):.4f}" if own and beside else "",
-        config.family if config else "",
-        config.to_json() if config else "",
-        str(found) if isinstance(found, Failure) else "" if own else "nothing was found",
-    )
-    return dict(zip(RACED, cells, strict=True))
 
 
 def page(rows: Sequence[dict[str, str]]) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,11 +24,10 @@ from dataclasses import dataclass, field, replace
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
 from benchmarks.provenance import add_shard_argument
-from benchmarks.search_bench import AFTER_S, Bench, add_run_arguments, raced, ratio
+from benchmarks.search_bench import AFTER_S, Bench, add_run_arguments, raced, raced_row
 from benchmarks.search_files import REPEATABILITY, of_others, read
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
@@ -122,33 +120,15 @@ class Repeats:
         configs = [each.config for each in by_way.values() if each.config is not None]
         outcomes = raced(self.bench.executor, self.bench.compiler, workload, configs, hard=True) if configs else {}
         first = next(iter(winners.values())).config
-        of = {"record_of": record.device.name if record is not None else ""}
-        return [{**_row(workload, way, each, first, outcomes), **of} for way, each in by_way.items()]
-
-
-def _row(
-    workload: Workload,
-    way: str,
-    found: Winner,
-    first: Config | None,
-    outcomes: Mapping[Config, Measurement | Failure],
-) -> dict[str, object]:
-    outcome, base = (outcomes.get(each) if each is not None else None for each in (found.config, first))
-    own = outcome.times_ms if isinstance(outcome, Measurement) else ()
-    beside = base.times_ms if isinstance(base, Measurement) else ()
-    cells = (
-        workload.key,
-        workload.direction,
-        way,
-        "" if way == RECORD else found.trials,
-        "" if found.confidence is None else f"{found.confidence:.3f}",
-        f"{statistics.median(own):.5f}" if own else "",
-        f"{ratio(own, [beside]):.4f}" if own and beside else "",
-        found.config.family if found.config else "",
-        found.config.to_json() if found.config else "",
-        str(outcome) if isinstance(outcome, Failure) else "" if own else "nothing was found",
-    )
-    return dict(zip(RACED, cells, strict=True))
+        return [
+            {
+                **raced_row(workload, way, each.config, outcomes, [first]),
+                "trials": "" if way == RECORD else each.trials,
+                "confidence": "" if each.confidence is None else f"{each.confidence:.3f}",
+                "record_of": record.device.name if record is not None else "",
+            }
+            for way, each in by_way.items()
+        ]
 
 
 def apart(rows: Sequence[dict[str, str]]) -> dict[str, float | None]:

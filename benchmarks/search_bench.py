@@ -163,6 +163,30 @@ def raced(
     return dict(zip(different, executor.race(job).outcomes, strict=True))
 
 
+def raced_row(
+    workload: Workload,
+    way: str,
+    config: Config | None,
+    outcomes: Mapping[Config, Measurement | Failure],
+    beside: Iterable[Config | None],
+) -> dict[str, object]:
+    """The time of a config in a race, and that over the best of `beside`, or why it has none; None is no config."""
+    times = {each: found.times_ms for each, found in outcomes.items() if isinstance(found, Measurement)}
+    own = times.get(config, ()) if config else ()
+    every = [times[each] for each in beside if each in times]
+    found = outcomes.get(config) if config else None
+    return {
+        "workload": workload.key,
+        "direction": workload.direction,
+        "way": way,
+        "ms": f"{statistics.median(own):.5f}" if own else "",
+        "ratio": f"{ratio(own, every):.4f}" if own and every else "",
+        "family": config.family if config else "",
+        "knobs": config.to_json() if config else "",
+        "outcome": str(found) if isinstance(found, Failure) else "" if own else "nothing was found",
+    }
+
+
 def ratio(own: Sequence[float], every: Sequence[Sequence[float]]) -> float:
     """The time over that of the best of the race: the median over rounds of the ratio to the fastest config."""
     best = min(every, key=statistics.median)
