@@ -14,44 +14,34 @@ best of the race.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
-from benchmarks.search_files import FALLBACK, add_rows, add_run_arguments, opened, read
+from benchmarks.search_bench import AFTER_S, Bench, add_run_arguments, raced, raced_row
+from benchmarks.search_files import FALLBACK, read
 from flashgen.codegen.families import default_config, usual
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
-from flashgen.db.layers import Layers
 from flashgen.db.store import Store
-from flashgen.measure.protocol import Executor, RaceJob, specialization
+from flashgen.measure.protocol import specialization
 from flashgen.runtime.lookup.ladder import NEAREST_HERE, Served, resolve
 from flashgen.runtime.lookup.records import Records
 from flashgen.runtime.lookup.rules import Rule, answers, read_rules, shipped_rules
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.compile_pool import Compiler, usable_cpus
-from flashgen.tuning.context import Context, Options, lookahead
-from flashgen.tuning.runs import make_compiler, make_executor
-from flashgen.tuning.tune import new_run, plain, tune_one
+from flashgen.tuning.context import Options
+from flashgen.tuning.tune import tune_one
 
 RULE, NEAREST, DEFAULT, TUNED = "rule", "nearest", "default", "tuned"
 WAYS = (RULE, NEAREST, DEFAULT, TUNED)
-
-ROUNDS, WINDOW_S, WARM_S = 8, 0.1, 0.03
-"""Of a race, after which a ratio of two configs is known to 1%."""
-
-AFTER_S = 12.0
-"""About what a shape takes behind its search: configs that are compiled for the race, and that."""
 
 GOAL_MEAN, GOAL_WORST = 1.01, 1.05
 
@@ -90,8 +80,6 @@ UNSEEN = (
 
 FILE = FALLBACK
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
@@ -123,100 +111,46 @@ class Ways:
 class Checks:
     """Tunes and races one workload after the other, and writes what came out."""
 
-    path: Path
-    executor: Executor
-    compiler: Compiler
+    bench: Bench
     store: Store
-    layers: Layers
     rules: dict[str, Rule] | None
     budget: Budget
-    say: Say
     options: Options = field(default_factory=Options)
-    stamp: Mapping[str, str] = field(default_factory=dict)
-    clock: Callable[[], float] = time.monotonic
 
     def run(self, workloads: Sequence[Workload], until: float) -> bool:
         """Do what is not in the file yet; False if the clock came to `until` before all was."""
-        device = self.executor.describe().device
-        ruled = Records(self.layers, shipped_rules if self.rules is None else lambda _: self.rules or {})
-        unruled = Records(self.layers, lambda _: {})
-        done = {row["workload"] for row in read(self.path)}
-        for workload in workloads:
-            if workload.key in done:
-                continue
-            if self.clock() + (self.budget.seconds or 0.0) + AFTER_S > until:
+        device = self.bench.device
+        ruled = Records(self.bench.layers, shipped_rules if self.rules is None else lambda _: self.rules or {})
+        unruled = Records(self.bench.layers, lambda _: {})
+        for workload in self.bench.left(workloads):
+            if self.bench.clock() + (self.budget.seconds or 0.0) + AFTER_S > until:
                 return False
             ways = Ways.of(workload, device, ruled, unruled)
             winner = self._tuned(workload)
-            add_rows(self.path, (*COLUMNS, *self.stamp), self._raced(workload, ways, winner))
-            self.say(f"{workload.key}: done")
+            self.bench.add(COLUMNS, self._raced(workload, ways, winner))
         return True
 
     def _tuned(self, workload: Workload) -> Config | None:
         """The winner of a search, or of the one that a stopped run has made; None where none works."""
-        host = self.executor.describe()
-        context = Context(
-            device=host.device,
-            versions=plain(host.versions),
-            store=self.store,
-            compiler=self.compiler,
-            budget=self.budget,
-            options=self.options,
-            neighbours=lambda name: [record for record, _ in self.layers.records(specialization=name)],
-            emit=lambda event: None,
-            clock=self.clock,
-            run=new_run(),
-            host=host.hostname,
-        )
-        record = tune_one(context, self.executor, workload, ()).record
+        context = self.bench.context(self.store, budget=self.budget, options=self.options)
+        record = tune_one(context, self.bench.executor, workload, ()).record
         return record.config if record is not None else None
 
     def _raced(self, workload: Workload, ways: Ways, winner: Config | None) -> list[dict[str, object]]:
         by_way = {RULE: ways.rule.config, NEAREST: ways.nearest.config, DEFAULT: ways.default}
         if winner is not None:
             by_way[TUNED] = winner
-        outcomes = raced(self.executor, self.compiler, workload, by_way.values())
-        times = {config: each.times_ms for config, each in outcomes.items() if isinstance(each, Measurement)}
-        found = []
+        outcomes = raced(self.bench.executor, self.bench.compiler, workload, by_way.values())
+        found: list[dict[str, object]] = []
         for way, config in by_way.items():
             served = {RULE: ways.rule, NEAREST: ways.nearest}.get(way)
-            measured = config in times
-            cells = (
-                workload.key,
-                workload.direction,
-                way,
-                f"{statistics.median(times[config]):.5f}" if measured else "",
-                f"{ratio(times[config], list(times.values())):.4f}" if measured else "",
-                served.rung if served else "",
-                served.record.workload.key if served and served.record else "",
-                _expected(served, workload),
-                config.family,
-                config.to_json(),
-                "" if measured else str(outcomes[config]),
-            )
-            found.append({**dict(zip(COLUMNS, cells, strict=True)), **self.stamp})
+            why = {
+                "rung": served.rung if served else "",
+                "record": served.record.workload.key if served and served.record else "",
+                "expected": _expected(served, workload),
+            }
+            found.append({**raced_row(workload, way, config, outcomes, outcomes), **why})
         return found
-
-
-def raced(
-    executor: Executor,
-    compiler: Compiler,
-    workload: Workload,
-    configs: Iterable[Config],
-    *,
-    rounds: int = ROUNDS,
-    window_s: float = WINDOW_S,
-    warm_s: float = WARM_S,
-    hard: bool = False,
-) -> dict[Config, Measurement | Failure]:
-    """What each config did in one race of all of them, for which they are compiled first; the rest as of `RaceJob`."""
-    different = tuple(dict.fromkeys(configs))
-    for config in different:
-        compiler.submit(specialization(workload), config)
-    for config in different:
-        compiler.result(specialization(workload), config)
-    job = RaceJob(workload=workload, configs=different, rounds=rounds, window_s=window_s, warm_s=warm_s, hard=hard)
-    return dict(zip(different, executor.race(job).outcomes, strict=True))
 
 
 def _expected(served: Served | None, workload: Workload) -> str:
@@ -226,12 +160,6 @@ def _expected(served: Served | None, workload: Workload) -> str:
     leaf = served.rule.leaf(answers(Sizes.of(workload)))
     expected = leaf.expected if leaf is not None and leaf.config == served.config else served.rule.nearest
     return f"{expected.mean:.4f}" if expected else ""
-
-
-def ratio(own: Sequence[float], every: Sequence[Sequence[float]]) -> float:
-    """The time over that of the best of the race: the median over rounds of the ratio to the fastest config."""
-    best = min(every, key=statistics.median)
-    return statistics.median(a / b for a, b in zip(own, best, strict=True))
 
 
 def page(rows: Sequence[dict[str, str]]) -> str:
@@ -267,30 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         budget = Budget.parse(options.budget)
     except FlashgenError as error:
         parser.error(str(error))
-    options.out.mkdir(parents=True, exist_ok=True)
-    jobs = options.jobs or usable_cpus()
-    with contextlib.ExitStack() as stack:
-        executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
-        host = executor.describe()
-        device = host.device
-        path, stamp = opened(parser, options, host, FILE)
-        checks = Checks(
-            path=path,
-            executor=executor,
-            compiler=stack.enter_context(make_compiler(device, jobs)),
-            store=stack.enter_context(Store.open(options.out / "fallback.sqlite3")),
-            layers=stack.enter_context(Layers.open()),
-            rules=rules,
-            budget=budget,
-            say=_say,
-            options=Options(lookahead=lookahead(jobs)),
-            stamp=stamp,
-        )
+    with Bench.open(parser, options, FILE) as bench, Store.open(options.out / "fallback.sqlite3") as store:
+        checks = Checks(bench=bench, store=store, rules=rules, budget=budget)
         try:
             done = checks.run(workloads, until=began + options.limit_seconds)
         except ValueError as error:
             parser.error(str(error))
-    print(page(read(path)))
+    print(page(read(bench.path)))
     return 0 if done else STOPPED
 
 
@@ -303,10 +214,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", default="10s", help="of each search (default: %(default)s)")
     add_run_arguments(parser, out="a folder for the searches' database")
     return parser
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -18,44 +18,30 @@ behind the record.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from benchmarks.exit_codes import STOPPED
-from benchmarks.fallback import AFTER_S, cell, raced, ratio
+from benchmarks.fallback import cell
 from benchmarks.markdown import table_row
 from benchmarks.provenance import add_shard_argument
-from benchmarks.search_files import (
-    FROM_NOTHING,
-    add_rows,
-    add_run_arguments,
-    judge,
-    of_others,
-    opened,
-    read,
-)
+from benchmarks.search_bench import AFTER_S, Bench, add_run_arguments, raced, raced_row
+from benchmarks.search_files import FROM_NOTHING, of_others, read
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Failure, Measurement, Trial, TuningRecord
+from flashgen.core.record import Trial, TuningRecord
 from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
-from flashgen.db.layers import Layers
 from flashgen.db.store import Store
-from flashgen.measure.protocol import Executor
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.compile_pool import Compiler, usable_cpus
-from flashgen.tuning.context import Context, Options, lookahead
+from flashgen.tuning.context import Options
 from flashgen.tuning.known_searches import learned_from
 from flashgen.tuning.learned_cost import LearnedCost
 from flashgen.tuning.regrets import right_ms
-from flashgen.tuning.runs import make_compiler, make_executor
 from flashgen.tuning.shards import Shard
-from flashgen.tuning.tune import new_run, plain, tune_one
+from flashgen.tuning.tune import tune_one
 
 RECORD, WINNER = "record", "winner"
 
@@ -78,25 +64,16 @@ HELD_OUT = (
 
 FILE = FROM_NOTHING
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searches:
     """Searches for one workload after the other, races what was found, and writes what came out."""
 
-    path: Path
-    executor: Executor
-    compiler: Compiler
+    bench: Bench
     store: Store
-    layers: Layers
     budget: Budget
     marks: tuple[float, ...]
     learned: LearnedCost | None
-    say: Say
-    options: Options = field(default_factory=lambda: Options(from_nothing=True))
-    stamp: Mapping[str, str] = field(default_factory=dict)
-    clock: Callable[[], float] = time.monotonic
 
     def run(self, workloads: Sequence[Workload], until: float) -> bool:
         """Do what is not in the file yet; False if the clock came to `until` before all was.
@@ -104,19 +81,14 @@ class Searches:
         Raises:
             ValueError: no GPU of the architecture has a measured record of a workload, to judge a search by.
         """
-        done = {row["workload"] for row in read(self.path)}
-        device = self.executor.describe().device
-        for workload in workloads:
-            if workload.key in done:
-                continue
-            record = judge(self.layers, workload, device)
+        for workload in self.bench.left(workloads):
+            record = self.bench.judge(workload)
             if record is None:
-                raise ValueError(f"a search is judged by a record, and no {device.arch} has one of {workload.key}")
-            if self.clock() + (self.budget.seconds or 0.0) + AFTER_S > until:
+                arch = self.bench.device.arch
+                raise ValueError(f"a search is judged by a record, and no {arch} has one of {workload.key}")
+            if self.bench.clock() + (self.budget.seconds or 0.0) + AFTER_S > until:
                 return False
-            rows = [{**row, **self.stamp} for row in self._judged(workload, record)]
-            add_rows(self.path, (*COLUMNS, *self.stamp), rows)
-            self.say(f"{workload.key}: done")
+            self.bench.add(COLUMNS, self._judged(workload, record))
         return True
 
     def _judged(self, workload: Workload, record: TuningRecord) -> list[dict[str, object]]:
@@ -125,37 +97,29 @@ class Searches:
         by_way = {RECORD: record.config, **known, WINNER: winner}
         tried = {f"{mark:g} s": len(_until(trials, mark)) for mark in self.marks} | {WINNER: len(trials)}
         configs = [config for config in by_way.values() if config is not None]
-        outcomes = raced(self.executor, self.compiler, workload, configs, hard=True)
+        outcomes = raced(self.bench.executor, self.bench.compiler, workload, configs, hard=True)
         of = {"record_of": record.device.name, "lessons": self._lessons(workload)}
         return [
-            {**_row(workload, way, config, tried.get(way, ""), outcomes, record), **of}
+            {**raced_row(workload, way, config, outcomes, [record.config]), "trials": tried.get(way, ""), **of}
             for way, config in by_way.items()
         ]
 
     def _lessons(self, workload: Workload) -> int:
         """Trials of other searches that the model of a search from nothing has learned from."""
-        device = self.executor.describe().device
-        model = self.learned.of(workload, device, without_device=True) if self.learned is not None else None
+        known = self.learned
+        model = known.of(workload, self.bench.device, without_device=True) if known is not None else None
         return 0 if model is None else model.size
 
     def _searched(self, workload: Workload) -> tuple[list[Trial], Config | None]:
-        host, run = self.executor.describe(), new_run()
-        context = Context(
-            device=host.device,
-            versions=plain(host.versions),
-            store=self.store,
-            compiler=self.compiler,
+        context = self.bench.context(
+            self.store,
             budget=self.budget,
-            options=self.options,
+            options=Options(from_nothing=True),
             neighbours=lambda name: (),
-            emit=lambda event: None,
-            clock=self.clock,
-            run=run,
-            host=host.hostname,
             learned=self.learned,
         )
-        record = tune_one(context, self.executor, workload, ()).record
-        return self.store.trials(workload, host.device), record.config if record is not None else None
+        record = tune_one(context, self.bench.executor, workload, ()).record
+        return self.store.trials(workload, context.device), record.config if record is not None else None
 
 
 def _until(trials: Sequence[Trial], seconds: float) -> list[Trial]:
@@ -166,31 +130,6 @@ def _best(trials: Sequence[Trial], seconds: float) -> Config | None:
     """The fastest config that was known after so many seconds, in the levelled times of short windows."""
     times = right_ms(SearchLog(search=None, trials=tuple(_until(trials, seconds)), finalists=()))
     return min(times, key=lambda config: times[config], default=None)
-
-
-def _row(
-    workload: Workload,
-    way: str,
-    config: Config | None,
-    tried: object,
-    outcomes: Mapping[Config, Measurement | Failure],
-    record: TuningRecord,
-) -> dict[str, object]:
-    found, base = (outcomes.get(each) if each is not None else None for each in (config, record.config))
-    own = found.times_ms if isinstance(found, Measurement) else ()
-    beside = base.times_ms if isinstance(base, Measurement) else ()
-    cells = (
-        workload.key,
-        workload.direction,
-        way,
-        tried,
-        f"{statistics.median(own):.5f}" if own else "",
-        f"{ratio(own, [beside]):.4f}" if own and beside else "",
-        config.family if config else "",
-        config.to_json() if config else "",
-        str(found) if isinstance(found, Failure) else "" if own else "nothing was found",
-    )
-    return dict(zip(RACED, cells, strict=True))
 
 
 def page(rows: Sequence[dict[str, str]]) -> str:
@@ -241,32 +180,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         budget = Budget(seconds=options.seconds)
     except FlashgenError as error:
         parser.error(str(error))
-    options.out.mkdir(parents=True, exist_ok=True)
-    jobs = options.jobs or usable_cpus()
-    with contextlib.ExitStack() as stack:
-        executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
-        host = executor.describe()
-        device = host.device
-        path, stamp = opened(parser, options, host, FILE)
-        layers = stack.enter_context(Layers.open())
+    with Bench.open(parser, options, FILE) as bench, Store.open(options.out / "from_nothing.sqlite3") as store:
         searches = Searches(
-            path=path,
-            executor=executor,
-            compiler=stack.enter_context(make_compiler(device, jobs)),
-            store=stack.enter_context(Store.open(options.out / "from_nothing.sqlite3")),
-            layers=layers,
+            bench=bench,
+            store=store,
             budget=budget,
             marks=tuple(options.mark or (20.0, 60.0)),
-            learned=None if options.sampler else LearnedCost() if options.own_trials else learned_from(layers),
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-            options=Options(from_nothing=True, lookahead=lookahead(jobs)),
-            stamp=stamp,
+            learned=None if options.sampler else LearnedCost() if options.own_trials else learned_from(bench.layers),
         )
         try:
             done = searches.run(workloads, until=began + options.limit_seconds)
         except ValueError as error:
             parser.error(str(error))
-    print(page(read(path)))
+    print(page(read(bench.path)))
     return 0 if done else STOPPED
 
 

@@ -16,41 +16,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
-from benchmarks.fallback import AFTER_S, raced, ratio
 from benchmarks.markdown import table_row
 from benchmarks.provenance import add_shard_argument
-from benchmarks.search_files import (
-    REPEATABILITY,
-    add_rows,
-    add_run_arguments,
-    judge,
-    of_others,
-    opened,
-    read,
-)
+from benchmarks.search_bench import AFTER_S, Bench, add_run_arguments, raced, raced_row
+from benchmarks.search_files import REPEATABILITY, of_others, read
 from flashgen.core.config import Config
 from flashgen.core.errors import FlashgenError
-from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
-from flashgen.db.layers import Layers
 from flashgen.db.store import Store
-from flashgen.measure.protocol import Executor
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.compile_pool import Compiler, usable_cpus
-from flashgen.tuning.context import Context, Options, lookahead
+from flashgen.tuning.context import Options
 from flashgen.tuning.known_searches import learned_from
 from flashgen.tuning.learned_cost import LearnedCost
-from flashgen.tuning.runs import make_compiler, make_executor
 from flashgen.tuning.shards import Shard
-from flashgen.tuning.tune import new_run, plain, tune_one
+from flashgen.tuning.tune import tune_one
 
 SEEDS = (0, 1)
 
@@ -79,8 +64,6 @@ WORKLOADS = (
 
 FILE = REPEATABILITY
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Winner:
@@ -98,93 +81,54 @@ class Repeats:
     `stores` has a database for each seed.
     """
 
-    path: Path
-    executor: Executor
-    compiler: Compiler
+    bench: Bench
     stores: Mapping[int, Store]
-    layers: Layers
     budget: Budget
     learned: LearnedCost | None
-    say: Say
     options: Options = field(default_factory=Options)
-    stamp: Mapping[str, str] = field(default_factory=dict)
-    clock: Callable[[], float] = time.monotonic
 
     def run(self, workloads: Sequence[Workload], until: float) -> bool:
         """Do what is not in the file yet; False if the clock came to `until` before all was."""
-        done = {row["workload"] for row in read(self.path)}
-        for workload in workloads:
-            if workload.key in done:
-                continue
-            if self.clock() + len(self.stores) * (self.budget.seconds or 0.0) + AFTER_S > until:
+        for workload in self.bench.left(workloads):
+            if self.bench.clock() + len(self.stores) * (self.budget.seconds or 0.0) + AFTER_S > until:
                 return False
             winners = {str(seed): self._tuned(workload, seed) for seed in self.stores}
-            rows = [{**row, **self.stamp} for row in self._judged(workload, winners)]
-            add_rows(self.path, (*COLUMNS, *self.stamp), rows)
-            self.say(f"{workload.key}: done")
+            self.bench.add(COLUMNS, self._judged(workload, winners))
         return True
 
     def _tuned(self, workload: Workload, seed: int) -> Winner:
-        host, store = self.executor.describe(), self.stores[seed]
-        context = Context(
-            device=host.device,
-            versions=plain(host.versions),
-            store=store,
-            compiler=self.compiler,
+        context = self.bench.context(
+            self.stores[seed],
             budget=self.budget,
             options=replace(self.options, seed=seed),
-            neighbours=lambda name: [
-                record for record, _ in self.layers.records(specialization=name) if record.workload != workload
-            ],
-            emit=lambda event: None,
-            clock=self.clock,
-            run=new_run(),
-            host=host.hostname,
+            neighbours=lambda name: [each for each in self.bench.neighbours(name) if each.workload != workload],
             learned=self.learned,
         )
-        record = tune_one(context, self.executor, workload, ()).record
+        record = tune_one(context, self.bench.executor, workload, ()).record
         found = record.measurement if record is not None else None
         return Winner(
             config=record.config if record is not None else None,
-            trials=len(store.trials(workload, host.device)),
+            trials=len(self.stores[seed].trials(workload, context.device)),
             confidence=found.confidence if found is not None else None,
         )
 
     def _judged(self, workload: Workload, winners: Mapping[str, Winner]) -> list[dict[str, object]]:
-        record = judge(self.layers, workload, self.executor.describe().device)
+        record = self.bench.judge(workload)
         by_way = dict(winners)
         if record is not None:
             by_way[RECORD] = Winner(config=record.config, trials=0, confidence=None)
         configs = [each.config for each in by_way.values() if each.config is not None]
-        outcomes = raced(self.executor, self.compiler, workload, configs, hard=True) if configs else {}
+        outcomes = raced(self.bench.executor, self.bench.compiler, workload, configs, hard=True) if configs else {}
         first = next(iter(winners.values())).config
-        of = {"record_of": record.device.name if record is not None else ""}
-        return [{**_row(workload, way, each, first, outcomes), **of} for way, each in by_way.items()]
-
-
-def _row(
-    workload: Workload,
-    way: str,
-    found: Winner,
-    first: Config | None,
-    outcomes: Mapping[Config, Measurement | Failure],
-) -> dict[str, object]:
-    outcome, base = (outcomes.get(each) if each is not None else None for each in (found.config, first))
-    own = outcome.times_ms if isinstance(outcome, Measurement) else ()
-    beside = base.times_ms if isinstance(base, Measurement) else ()
-    cells = (
-        workload.key,
-        workload.direction,
-        way,
-        "" if way == RECORD else found.trials,
-        "" if found.confidence is None else f"{found.confidence:.3f}",
-        f"{statistics.median(own):.5f}" if own else "",
-        f"{ratio(own, [beside]):.4f}" if own and beside else "",
-        found.config.family if found.config else "",
-        found.config.to_json() if found.config else "",
-        str(outcome) if isinstance(outcome, Failure) else "" if own else "nothing was found",
-    )
-    return dict(zip(RACED, cells, strict=True))
+        return [
+            {
+                **raced_row(workload, way, each.config, outcomes, [first]),
+                "trials": "" if way == RECORD else each.trials,
+                "confidence": "" if each.confidence is None else f"{each.confidence:.3f}",
+                "record_of": record.device.name if record is not None else "",
+            }
+            for way, each in by_way.items()
+        ]
 
 
 def apart(rows: Sequence[dict[str, str]]) -> dict[str, float | None]:
@@ -243,29 +187,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         budget = Budget.parse(options.budget)
     except FlashgenError as error:
         parser.error(str(error))
-    options.out.mkdir(parents=True, exist_ok=True)
-    jobs = options.jobs or usable_cpus()
     with contextlib.ExitStack() as stack:
-        executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
-        host = executor.describe()
-        path, stamp = opened(parser, options, host, FILE)
-        layers = stack.enter_context(Layers.open())
-        repeats = Repeats(
-            path=path,
-            executor=executor,
-            compiler=stack.enter_context(make_compiler(host.device, jobs)),
-            stores={
-                seed: stack.enter_context(Store.open(options.out / f"repeatability{seed}.sqlite3")) for seed in SEEDS
-            },
-            layers=layers,
-            budget=budget,
-            learned=learned_from(layers),
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-            options=Options(lookahead=lookahead(jobs)),
-            stamp=stamp,
-        )
+        bench = stack.enter_context(Bench.open(parser, options, FILE))
+        paths = {seed: options.out / f"repeatability{seed}.sqlite3" for seed in SEEDS}
+        stores = {seed: stack.enter_context(Store.open(path)) for seed, path in paths.items()}
+        repeats = Repeats(bench=bench, stores=stores, budget=budget, learned=learned_from(bench.layers))
         done = repeats.run(workloads, until=began + options.limit_seconds)
-    print(page(read(path)))
+    print(page(read(bench.path)))
     return 0 if done else STOPPED
 
 

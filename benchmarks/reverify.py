@@ -14,33 +14,29 @@ as long as something is left, and prints the seconds of a record.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
 from benchmarks.markdown import table_row
 from benchmarks.provenance import add_shard_argument
-from benchmarks.search_files import REVERIFY, add_rows, add_run_arguments, opened, read
+from benchmarks.search_bench import Bench, add_run_arguments
+from benchmarks.search_files import REVERIFY, read
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import DECODE, Workload
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
-from flashgen.measure.protocol import Executor
 from flashgen.tuning.budget import Budget
-from flashgen.tuning.compile_pool import Compiler, usable_cpus
-from flashgen.tuning.context import Context, Options, lookahead
+from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, FinalsStarted
-from flashgen.tuning.runs import make_compiler, make_executor
 from flashgen.tuning.shards import Shard
-from flashgen.tuning.tune import new_run, plain, tune_one
+from flashgen.tuning.tune import tune_one
 
 RECORD_S = 15.0
 """More than a record takes, so that the last one ends in time."""
@@ -51,8 +47,6 @@ COLUMNS = ("workload", "direction", "status", "configs", "seconds", "ms", "famil
 """`status` is that of a workload of `flashgen tune`: the record's config is kept, or a rival is tuned in its place."""
 
 FILE = REVERIFY
-
-Say = Callable[[str], None]
 
 
 def known(layers: Layers, device: Device) -> list[TuningRecord]:
@@ -69,56 +63,37 @@ def known(layers: Layers, device: Device) -> list[TuningRecord]:
 class Retiming:
     """Times one record after the other again, and writes what it took."""
 
-    path: Path
-    executor: Executor
-    compiler: Compiler
+    bench: Bench
     store: Store
-    layers: Layers
-    say: Say
     options: Options = field(default_factory=lambda: Options(reverify=3, retune=True))
-    stamp: Mapping[str, str] = field(default_factory=dict)
-    clock: Callable[[], float] = time.monotonic
 
     def run(self, records: Sequence[TuningRecord], until: float) -> bool:
         """Do what is not in the file yet; False if the clock came to `until` before all was."""
-        done = {row["workload"] for row in read(self.path)}
-        left = [record for record in records if record.workload.key not in done]
+        workloads = self.bench.left(record.workload for record in records)
+        left = [record for record in records if record.workload in workloads]
         self._adopt(left)
         for number, record in enumerate(left):
-            if self.clock() + RECORD_S > until:
+            if self.bench.clock() + RECORD_S > until:
                 return False
-            row = self._timed(record, [each.workload for each in left[number + 1 :]])
-            add_rows(self.path, (*COLUMNS, *self.stamp), [{**row, **self.stamp}])
-            self.say(f"{record.workload.key}: {row['status']} after {row['seconds']} s")
+            row = self._timed(record, workloads[number + 1 :])
+            self.bench.add(COLUMNS, [row], f"{row['status']} after {row['seconds']} s")
         return True
 
     def _adopt(self, records: Iterable[TuningRecord]) -> None:
-        device = self.executor.describe().device
+        device = self.bench.device
         for record in records:
             if self.store.record(record.workload, device) is None:
                 self.store.put_record(replace(record, device=device))
 
     def _timed(self, record: TuningRecord, following: Iterable[Workload]) -> dict[str, object]:
-        host, races = self.executor.describe(), list[FinalsStarted]()
+        races = list[FinalsStarted]()
 
         def emit(event: Event) -> None:
             races.extend([event] if isinstance(event, FinalsStarted) else [])
 
-        context = Context(
-            device=host.device,
-            versions=plain(host.versions),
-            store=self.store,
-            compiler=self.compiler,
-            budget=Budget(trials=1),
-            options=self.options,
-            neighbours=lambda name: [other for other, _ in self.layers.records(specialization=name)],
-            emit=emit,
-            clock=self.clock,
-            run=new_run(),
-            host=host.hostname,
-        )
-        began = self.clock()
-        found = tune_one(context, self.executor, record.workload, following)
+        context = self.bench.context(self.store, budget=Budget(trials=1), options=self.options, emit=emit)
+        began = self.bench.clock()
+        found = tune_one(context, self.bench.executor, record.workload, following)
         now = found.record
         measured = now.measurement if now is not None else None
         cells = (
@@ -126,7 +101,7 @@ class Retiming:
             record.workload.direction,
             found.status,
             len(races[-1].configs) if races else 0,
-            f"{self.clock() - began:.2f}",
+            f"{self.bench.clock() - began:.2f}",
             f"{measured.median_ms:.5f}" if measured is not None else "",
             now.config.family if now is not None else "",
             now.config.to_json() if now is not None else "",
@@ -170,26 +145,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = Options(reverify=options.top, retune=True)
     except FlashgenError as error:
         parser.error(str(error))
-    options.out.mkdir(parents=True, exist_ok=True)
-    jobs = options.jobs or usable_cpus()
-    with contextlib.ExitStack() as stack:
-        executor = stack.enter_context(contextlib.closing(make_executor(options.gpu)))
-        host = executor.describe()
-        path, stamp = opened(parser, options, host, FILE)
-        layers = stack.enter_context(Layers.open())
-        records = [record for record in known(layers, host.device) if not asked or record.workload in asked]
-        retiming = Retiming(
-            path=path,
-            executor=executor,
-            compiler=stack.enter_context(make_compiler(host.device, jobs)),
-            store=stack.enter_context(Store.open(options.out / "reverify.sqlite3")),
-            layers=layers,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-            options=replace(wanted, lookahead=lookahead(jobs)),
-            stamp=stamp,
-        )
+    with Bench.open(parser, options, FILE) as bench, Store.open(options.out / "reverify.sqlite3") as store:
+        records = [each for each in known(bench.layers, bench.device) if not asked or each.workload in asked]
+        retiming = Retiming(bench=bench, store=store, options=wanted)
         done = retiming.run(records[shard.index :: shard.count], until=began + options.limit_seconds)
-    print(page(read(path)))
+    print(page(read(bench.path)))
     return 0 if done else STOPPED
 
 

@@ -5,18 +5,12 @@ A row ends with what it was measured on and with, as all results do; all rows of
 
 from __future__ import annotations
 
-import argparse
 import csv
 import datetime
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.provenance import ROOT, add_results_arguments, commit_of
-from flashgen.core.device import Device
-from flashgen.core.record import TuningRecord
-from flashgen.core.workload import Workload
-from flashgen.db.layers import Layers
+from benchmarks.provenance import ROOT, commit_of
 from flashgen.measure.protocol import HostInfo
 
 FALLBACK, FROM_NOTHING, REPEATABILITY, REVERIFY = (
@@ -26,29 +20,6 @@ FILES = (FALLBACK, FROM_NOTHING, REPEATABILITY, REVERIFY)
 
 STAMP = ("device", "torch", "triton", "commit", "date")
 """The last columns of every row."""
-
-
-def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    """Add what every run of searches takes: its limit, processes, GPU, the folder of databases (`out`), the results."""
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of all, the start included")
-    parser.add_argument("--jobs", type=int, help="processes that compile; all CPUs but one without")
-    parser.add_argument("--gpu", type=int, default=0, help="torch's number of the GPU (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help=out)
-    add_results_arguments(parser)
-
-
-def judge(layers: Layers, workload: Workload, device: Device) -> TuningRecord | None:
-    """The measured record beside which a search is judged: of the device, else of another one of its architecture.
-
-    Its config is timed on the device in any case; its own time is of no use there.
-    """
-    found = layers.record(workload, device, provenance="measured")
-    if found is not None:
-        return found[0]
-    others = layers.records(
-        arch=device.arch, specialization=workload.specialization.workload_class, provenance="measured"
-    )
-    return next((record for record, _ in others if record.workload == workload), None)
 
 
 def of_others(rows: Sequence[Mapping[str, str]]) -> str:
@@ -81,17 +52,6 @@ def file_of(results: Path, host: HostInfo, name: str, stamp: dict[str, str]) -> 
         raise ValueError(f"rows of a file are of one commit; {path} has some of {', '.join(sorted(others)) or 'none'}")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def opened(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, host: HostInfo, name: str
-) -> tuple[Path, dict[str, str]]:
-    """The file of that name, and the stamp of the rows that a run adds to it; a command line that is wrong ends it."""
-    try:
-        stamp = stamp_of(host, options.commit)
-        return file_of(options.results, host, name, stamp), stamp
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.exit_codes import STOPPED
-from benchmarks.fallback import raced
+from benchmarks.search_bench import raced
 from benchmarks.search_files import add_rows, read
 from flashgen.codegen.families import family
 from flashgen.codegen.family import Sizes

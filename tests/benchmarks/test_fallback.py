@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from benchmarks import fallback
 from benchmarks.exit_codes import STOPPED
 from benchmarks.fallback import DEFAULT, NEAREST, RULE, TUNED, UNSEEN, Checks, Ways, page
+from benchmarks.search_bench import Bench
 from benchmarks.search_files import read
 from flashgen.core.config import Config
 from flashgen.core.record import Failure
@@ -28,25 +29,10 @@ from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
 SHAPES = [Workload.parse(key) for key in ("bwd-b2-h24-s3072-d128-causal", "bwd-b5-h24-s3072-d64")]
 
 
-@pytest.fixture
-def layers(tmp_path: Path) -> Iterator[Layers]:
-    with Layers.open([tmp_path / "none.sqlite3"]) as opened:
-        yield opened
-
-
-def checks(path: Path, layers: Layers, store: Store, executor: FakeExecutor, rules: dict[str, Rule]) -> Checks:
-    return Checks(
-        path=path,
-        executor=executor,
-        compiler=FakeCompiler(),
-        store=store,
-        layers=layers,
-        rules=rules,
-        budget=Budget(trials=8),
-        say=lambda line: None,
-        options=Options(families=("hopper_backward_fused",)),  # a small space
-        clock=executor.clock,
-    )
+def checks(bench: Bench, store: Store, rules: dict[str, Rule]) -> Checks:
+    options = Options(families=("hopper_backward_fused",))  # a small space
+    ours = replace(bench, compiler=FakeCompiler())
+    return Checks(bench=ours, store=store, rules=rules, budget=Budget(trials=8), options=options)
 
 
 def other(layers: Layers) -> Config:
@@ -70,20 +56,23 @@ def test_the_shapes_have_no_record_but_a_class_with_some(layers: Layers) -> None
         Ways.of(seen, H200, ruled, unruled)
 
 
-def test_every_way_races_and_a_stopped_run_goes_on(layers: Layers, tmp_path: Path) -> None:
+def test_every_way_races_and_a_stopped_run_goes_on(
+    bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
+) -> None:
     named = other(layers)
     leaf = Leaf(config=named, expected=Expected(mean=1.004, worst=1.02, workloads=5, timed=1))
     rules = {SHAPES[0].specialization.workload_class: Rule(tree=leaf, nearest=None, why="")}
-    path, executor = tmp_path / "fallback.csv", FakeExecutor(clock=Clock())
+    executor = FakeExecutor(clock=Clock())
+    ours = bench(executor)
     with Store.open(tmp_path / "fallback.sqlite3") as store:
-        assert not checks(path, layers, store, executor, rules).run(SHAPES, until=14.0), "room for one of them"
-        first = read(path)
+        assert not checks(ours, store, rules).run(SHAPES, until=14.0), "room for one of them"
+        first = read(ours.path)
         assert {row["workload"] for row in first} == {SHAPES[0].key}
-        assert checks(path, layers, store, executor, rules).run(SHAPES, until=1e6)
+        assert checks(ours, store, rules).run(SHAPES, until=1e6)
         races = len(executor.races)
-        assert checks(path, layers, store, executor, rules).run(SHAPES, until=0.0), "nothing is left"
+        assert checks(ours, store, rules).run(SHAPES, until=0.0), "nothing is left"
         assert len(executor.races) == races
-    rows = read(path)
+    rows = read(ours.path)
     assert rows[: len(first)] == first
     assert [(row["workload"], row["way"]) for row in rows] == [
         (workload.key, way) for workload in SHAPES for way in (RULE, NEAREST, DEFAULT, TUNED)
@@ -103,22 +92,23 @@ def test_every_way_races_and_a_stopped_run_goes_on(layers: Layers, tmp_path: Pat
     assert len(set(last.configs)) == len(last.configs)
 
 
-def test_a_config_that_fails_in_the_race_has_no_time(layers: Layers, tmp_path: Path) -> None:
+def test_a_config_that_fails_in_the_race_has_no_time(
+    bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
+) -> None:
     failing = Ways.of(SHAPES[0], H200, *(Records(layers, lambda _: {}) for _ in range(2))).default
     executor = FakeExecutor(
         clock=Clock(), broken_in_race=lambda c: Failure(stage="verify", reason="planted") if c == failing else None
     )
+    ours = bench(executor)
     with Store.open(tmp_path / "fallback.sqlite3") as store:
-        assert checks(tmp_path / "f.csv", layers, store, executor, {}).run(SHAPES[:1], until=1e6)
-    row = next(row for row in read(tmp_path / "f.csv") if row["way"] == DEFAULT)
+        assert checks(ours, store, {}).run(SHAPES[:1], until=1e6)
+    row = next(row for row in read(ours.path) if row["way"] == DEFAULT)
     assert (row["ms"], row["ratio"], row["outcome"]) == ("", "", "verify: planted")
-    assert "| backward | 1 |" in page(read(tmp_path / "f.csv"))
+    assert "| backward | 1 |" in page(read(ours.path))
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    executor = FakeExecutor(clock=Clock())
-    monkeypatch.setattr(fallback, "make_executor", lambda index: executor)
-    monkeypatch.setattr(fallback, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+@pytest.mark.usefixtures("here")
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = [
         "--out",
         str(tmp_path / "out"),

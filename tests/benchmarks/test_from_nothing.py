@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,39 +11,25 @@ import pytest
 from benchmarks import from_nothing
 from benchmarks.exit_codes import STOPPED
 from benchmarks.from_nothing import HELD_OUT, RECORD, WINNER, Searches, page
+from benchmarks.search_bench import Bench
 from benchmarks.search_files import STAMP, read
 from benchmarks.search_synthetic import synthetic
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
+from flashgen.core.search_log import SearchLog
 from flashgen.core.workload import Workload
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.learned_cost import LearnedCost
-from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor, true_ms
+from tests.tuning.fakes import H200, Clock, FakeExecutor, true_ms
 
 WORKLOADS = [Workload.parse(key) for key in HELD_OUT if key.startswith("bwd-")][:2]
 
 
-@pytest.fixture
-def layers(tmp_path: Path) -> Iterator[Layers]:
-    with Layers.open([tmp_path / "none.sqlite3"]) as opened:
-        yield opened
-
-
-def searches(folder: Path, layers: Layers, store: Store, executor: FakeExecutor) -> Searches:
-    return Searches(
-        path=folder / "from_nothing.csv",
-        executor=executor,
-        compiler=FakeCompiler(failing=0.0, spilling=0.0),
-        store=store,
-        layers=layers,
-        budget=Budget(trials=30),
-        marks=(2.0, 5.0),
-        learned=LearnedCost(),
-        say=lambda line: None,
-        clock=executor.clock,
-    )
+def searches(bench: Bench, store: Store, *lessons: SearchLog) -> Searches:
+    budget, learned = Budget(trials=30), LearnedCost(lessons)
+    return Searches(bench=bench, store=store, budget=budget, marks=(2.0, 5.0), learned=learned)
 
 
 def test_each_workload_has_a_record_of_both_passes_and_all_widths(layers: Layers) -> None:
@@ -55,16 +40,18 @@ def test_each_workload_has_a_record_of_both_passes_and_all_widths(layers: Layers
     assert {workload.head_dim for workload in workloads} == {64, 128, 256}
 
 
-def test_what_was_known_at_each_mark_races_the_record_and_a_stopped_run_goes_on(layers: Layers, tmp_path: Path) -> None:
-    executor = FakeExecutor(clock=Clock())
+def test_what_was_known_at_each_mark_races_the_record_and_a_stopped_run_goes_on(
+    bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
+) -> None:
+    ours = bench(FakeExecutor(clock=Clock()))
     with Store.open(tmp_path / "own.sqlite3") as store:
-        assert not searches(tmp_path, layers, store, executor).run(WORKLOADS, until=13.0), "room for one of them"
-        first = read(tmp_path / "from_nothing.csv")
+        assert not searches(ours, store).run(WORKLOADS, until=13.0), "room for one of them"
+        first = read(ours.path)
         assert {row["workload"] for row in first} == {WORKLOADS[0].key}
-        assert searches(tmp_path, layers, store, executor).run(WORKLOADS, until=1e6)
+        assert searches(ours, store).run(WORKLOADS, until=1e6)
         sources = {trial.source for trial in store.trials(WORKLOADS[0], H200)}
         trials = store.trials(WORKLOADS[0], H200)
-    rows = read(tmp_path / "from_nothing.csv")
+    rows = read(ours.path)
     assert rows[: len(first)] == first
     assert [row["way"] for row in rows] == [RECORD, "2 s", "5 s", WINNER] * 2
     assert sources <= {"learned", "random", "local", "sampler"}
@@ -86,14 +73,15 @@ def test_what_was_known_at_each_mark_races_the_record_and_a_stopped_run_goes_on(
     assert "A search knew its own trials alone." in text
 
 
-def test_a_gpu_without_a_record_has_that_of_another_one_which_its_rows_name(layers: Layers, tmp_path: Path) -> None:
+def test_a_gpu_without_a_record_has_that_of_another_one_which_its_rows_name(
+    bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
+) -> None:
     h100 = find_device("h100")
-    executor = FakeExecutor(clock=Clock(), device=h100)
+    stamped = replace(bench(FakeExecutor(clock=Clock(), device=h100)), stamp={"device": h100.name})
     assert layers.record(WORKLOADS[0], h100) is None
     with Store.open(tmp_path / "own.sqlite3") as store:
-        stamped = replace(searches(tmp_path, layers, store, executor), stamp={"device": h100.name})
-        assert stamped.run(WORKLOADS[:1], until=1e6)
-    rows = read(tmp_path / "from_nothing.csv")
+        assert searches(stamped, store).run(WORKLOADS[:1], until=1e6)
+    rows = read(stamped.path)
     assert {row["record_of"] for row in rows} == {"NVIDIA H200"}
     assert {row["lessons"] for row in rows} == {"0"}
     record = layers.record(WORKLOADS[0], H200)
@@ -105,33 +93,28 @@ def test_a_gpu_without_a_record_has_that_of_another_one_which_its_rows_name(laye
     assert "the shipped record, in one race" in page(own)
 
 
-def test_lessons_count_what_other_devices_taught(layers: Layers, tmp_path: Path) -> None:
+def test_lessons_count_what_other_devices_taught(bench: Callable[[FakeExecutor], Bench], tmp_path: Path) -> None:
     h100 = find_device("h100")
     log = synthetic(WORKLOADS[0], h100, families=("hopper_backward_fused",), most=20)
     with Store.open(tmp_path / "own.sqlite3") as store:
         for device, lessons in ((H200, "20"), (h100, "0")):
-            folder = tmp_path / device.slug
-            folder.mkdir()
-            taught = searches(folder, layers, store, FakeExecutor(clock=Clock(), device=device))
-            assert replace(taught, learned=LearnedCost([log])).run(WORKLOADS[:1], until=1e6)
-            rows = read(folder / "from_nothing.csv")
+            ours = replace(bench(FakeExecutor(clock=Clock(), device=device)), path=tmp_path / f"{device.slug}.csv")
+            assert searches(ours, store, log).run(WORKLOADS[:1], until=1e6)
+            rows = read(ours.path)
             assert {row["lessons"] for row in rows} == {lessons}
             assert ("had taught it 20 to 20 trials" in page(rows)) is (device == H200)
 
 
-def test_a_workload_without_a_record_is_refused(layers: Layers, tmp_path: Path) -> None:
-    executor = FakeExecutor(clock=Clock())
+def test_a_workload_without_a_record_is_refused(bench: Callable[[FakeExecutor], Bench], tmp_path: Path) -> None:
     with (
         Store.open(tmp_path / "own.sqlite3") as store,
         pytest.raises(ValueError, match=r"no sm90 has one of fwd-bf16-b1-h1-hk1-sq7-sk7-d64"),
     ):
-        searches(tmp_path, layers, store, executor).run([Workload.parse("b1-h1-s7-d64")], until=1e6)
+        searches(bench(FakeExecutor(clock=Clock())), store).run([Workload.parse("b1-h1-s7-d64")], until=1e6)
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    executor = FakeExecutor(clock=Clock())
-    monkeypatch.setattr(from_nothing, "make_executor", lambda index: executor)
-    monkeypatch.setattr(from_nothing, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+@pytest.mark.usefixtures("here")
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = [
         "--out",
         str(tmp_path / "out"),

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import repeatability
 from benchmarks.exit_codes import STOPPED
 from benchmarks.repeatability import RECORD, WORKLOADS, Repeats, apart, nine_in_ten, page
+from benchmarks.search_bench import Bench
 from benchmarks.search_files import read
 from flashgen.core.config import Config
 from flashgen.core.record import Failure
@@ -20,35 +21,20 @@ from flashgen.db.layers import Layers
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import Options
-from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
+from tests.tuning.fakes import H200, Clock, FakeExecutor
 
 SHAPES = [Workload.parse(key) for key in WORKLOADS if key.startswith("bwd-")][:2]
 
 
 @pytest.fixture
-def layers(tmp_path: Path) -> Iterator[Layers]:
-    with Layers.open([tmp_path / "none.sqlite3"]) as opened:
-        yield opened
-
-
-@pytest.fixture
-def repeats(layers: Layers, tmp_path: Path) -> Iterator[Callable[[FakeExecutor], Repeats]]:
+def repeats(bench: Callable[[FakeExecutor], Bench], tmp_path: Path) -> Iterator[Callable[[FakeExecutor], Repeats]]:
     with contextlib.ExitStack() as stack:
         stores = {seed: stack.enter_context(Store.open(tmp_path / f"{seed}.sqlite3")) for seed in (0, 1)}
 
         def made(executor: FakeExecutor) -> Repeats:
-            return Repeats(
-                path=tmp_path / "repeatability.csv",
-                executor=executor,
-                compiler=FakeCompiler(failing=0.0, spilling=0.0),
-                stores=stores,
-                layers=layers,
-                budget=Budget(trials=12),
-                learned=None,
-                say=lambda line: None,
-                options=Options(families=("hopper_backward_fused",)),  # a small space
-                clock=executor.clock,
-            )
+            options = Options(families=("hopper_backward_fused",))  # a small space
+            budget = Budget(trials=12)
+            return Repeats(bench=bench(executor), stores=stores, budget=budget, learned=None, options=options)
 
         yield made
 
@@ -66,13 +52,13 @@ def test_both_winners_race_beside_the_record_and_a_stopped_run_goes_on(
 ) -> None:
     executor = FakeExecutor(clock=Clock())
     assert not repeats(executor).run(SHAPES, until=13.0), "room for one of them"
-    first = read(repeats(executor).path)
+    first = read(repeats(executor).bench.path)
     assert {row["workload"] for row in first} == {SHAPES[0].key}
     assert repeats(executor).run(SHAPES, until=1e6)
     races = len(executor.races)
     assert repeats(executor).run(SHAPES, until=0.0), "nothing is left"
     assert len(executor.races) == races
-    rows = read(repeats(executor).path)
+    rows = read(repeats(executor).bench.path)
     assert rows[: len(first)] == first
     assert [row["way"] for row in rows] == ["0", "1", RECORD] * 2
     for workload in SHAPES:
@@ -95,11 +81,12 @@ def test_a_search_is_not_told_of_the_record(repeats: Callable[[FakeExecutor], Re
         assert {each.seed for each in store.searches(SHAPES[0], H200)} == {seed}
 
 
-def test_a_gpu_without_the_record_names_whose_it_is(repeats: Callable[[FakeExecutor], Repeats], tmp_path: Path) -> None:
+def test_a_gpu_without_the_record_names_whose_it_is(repeats: Callable[[FakeExecutor], Repeats]) -> None:
     h100 = replace(H200, name="NVIDIA H100 80GB HBM3", memory_gb=80)
-    made = replace(repeats(FakeExecutor(clock=Clock(), device=h100)), stamp={"device": h100.name})
+    made = repeats(FakeExecutor(clock=Clock(), device=h100))
+    made = replace(made, bench=replace(made.bench, stamp={"device": h100.name}))
     assert made.run(SHAPES[:1], until=1e6)
-    rows = read(made.path)
+    rows = read(made.bench.path)
     assert {row["record_of"] for row in rows} == {"NVIDIA H200"}
     assert "of the record's config of NVIDIA H200, timed on this GPU" in " ".join(page(rows).split())
 
@@ -108,7 +95,7 @@ def test_what_has_no_time_is_said(repeats: Callable[[FakeExecutor], Repeats]) ->
     executor = FakeExecutor(clock=Clock(), broken_in_race=lambda config: Failure(stage="verify", reason="planted"))
     made = repeats(executor)
     assert made.run(SHAPES[:1], until=1e6)
-    rows = read(made.path)
+    rows = read(made.bench.path)
     assert [row["outcome"] for row in rows] == ["nothing was found", "nothing was found", "verify: planted"]
     assert apart(rows) == {SHAPES[0].key: None}
     assert f"| `{SHAPES[0].key}` | the same | - | - | - |" in page(rows)
@@ -131,10 +118,8 @@ def test_the_page_counts_who_agrees() -> None:
     assert nine_in_ten([float(number) for number in range(20)]) == 17.0
 
 
+@pytest.mark.usefixtures("here")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    executor = FakeExecutor(clock=Clock())
-    monkeypatch.setattr(repeatability, "make_executor", lambda index: executor)
-    monkeypatch.setattr(repeatability, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
     monkeypatch.setattr(repeatability, "learned_from", lambda layers: None)
     common = ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"), "--commit", "0123456789ab"]
     common += ["--workload", SHAPES[0].key, "--workload", SHAPES[1].key, "--budget", "3"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,33 +10,16 @@ import pytest
 from benchmarks import reverify
 from benchmarks.exit_codes import STOPPED
 from benchmarks.reverify import Retiming, known, page
+from benchmarks.search_bench import Bench
 from benchmarks.search_files import read
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.record import Failure
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
-from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
+from tests.tuning.fakes import H200, Clock, FakeExecutor
 
 H100 = find_device("h100")
-
-
-@pytest.fixture
-def layers(tmp_path: Path) -> Iterator[Layers]:
-    with Layers.open([tmp_path / "none.sqlite3"]) as opened:
-        yield opened
-
-
-def retiming(folder: Path, layers: Layers, store: Store, executor: FakeExecutor) -> Retiming:
-    return Retiming(
-        path=folder / "reverify.csv",
-        executor=executor,
-        compiler=FakeCompiler(failing=0.0, spilling=0.0),
-        store=store,
-        layers=layers,
-        say=lambda line: None,
-        clock=executor.clock,
-    )
 
 
 def test_every_workload_has_one_record_its_own_first(layers: Layers) -> None:
@@ -51,17 +33,20 @@ def test_every_workload_has_one_record_its_own_first(layers: Layers) -> None:
     assert {each.workload.direction for each in records[:20]} > {"forward", "backward"}, "in random order"
 
 
-def test_the_best_few_of_another_devices_record_race_and_a_stopped_run_goes_on(layers: Layers, tmp_path: Path) -> None:
+def test_the_best_few_of_another_devices_record_race_and_a_stopped_run_goes_on(
+    bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
+) -> None:
     records = [each for each in known(layers, H100) if each.device.identity == H200.identity][:3]
     executor = FakeExecutor(clock=Clock(), device=H100)
+    ours = bench(executor)
     with Store.open(tmp_path / "own.sqlite3") as store:
-        assert not retiming(tmp_path, layers, store, executor).run(records, until=16.0), "room for one of them"
-        first = read(tmp_path / "reverify.csv")
+        assert not Retiming(bench=ours, store=store).run(records, until=16.0), "room for one of them"
+        first = read(ours.path)
         assert [row["workload"] for row in first] == [records[0].workload.key]
-        assert retiming(tmp_path, layers, store, executor).run(records, until=1e6)
-        assert retiming(tmp_path, layers, store, executor).run(records, until=0.0), "nothing is left"
+        assert Retiming(bench=ours, store=store).run(records, until=1e6)
+        assert Retiming(bench=ours, store=store).run(records, until=0.0), "nothing is left"
     assert not executor.evaluated, "nothing is searched for"
-    rows = read(tmp_path / "reverify.csv")
+    rows = read(ours.path)
     assert len(executor.races) == len(rows) == 3
     assert rows[:1] == first
     for record, row, job in zip(records, rows, executor.races, strict=True):
@@ -73,13 +58,16 @@ def test_the_best_few_of_another_devices_record_race_and_a_stopped_run_goes_on(l
         assert row["record_of"] == "NVIDIA H200"
 
 
-def test_a_record_that_works_no_more_has_a_row_with_the_reason(layers: Layers, tmp_path: Path) -> None:
+def test_a_record_that_works_no_more_has_a_row_with_the_reason(
+    bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
+) -> None:
     executor = FakeExecutor(
         clock=Clock(), device=H100, broken_in_race=lambda config: Failure(stage="verify", reason="planted")
     )
+    ours = bench(executor)
     with Store.open(tmp_path / "own.sqlite3") as store:
-        assert retiming(tmp_path, layers, store, executor).run(known(layers, H100)[:1], until=1e6)
-    (row,) = read(tmp_path / "reverify.csv")
+        assert Retiming(bench=ours, store=store).run(known(layers, H100)[:1], until=1e6)
+    (row,) = read(ours.path)
     assert (row["status"], row["ms"], row["knobs"]) == ("failed", "", "")
     assert "planted" in row["outcome"]
 
@@ -101,19 +89,14 @@ def test_the_page_says_what_the_goals_records_take() -> None:
     assert "So 258 records take 4 minutes on 4 GPUs; the goal is 15." in text
 
 
-def test_the_command(
-    layers: Layers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    executor = FakeExecutor(clock=Clock())
-    monkeypatch.setattr(reverify, "make_executor", lambda index: executor)
-    monkeypatch.setattr(reverify, "make_compiler", lambda device, jobs: contextlib.nullcontext(FakeCompiler()))
+def test_the_command(layers: Layers, here: FakeExecutor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = [record.workload.key for record in known(layers, H200)[:3]]
     common = ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"), "--commit", "0123456789ab"]
     common += [word for key in keys for word in ("--workload", key)]
     assert reverify.main([*common, "--limit-seconds", "0"]) == STOPPED
     assert reverify.main([*common, "--shard", "0/2", "--top", "2"]) == 0
     assert "| all | 2 |" in capsys.readouterr().out
-    assert max(len(job.configs) for job in executor.races) <= 2
+    assert max(len(job.configs) for job in here.races) <= 2
     path = tmp_path / "results" / "nvidia_h200" / reverify.FILE
     assert [row["workload"] for row in read(path)] == keys[::2]
     for wrong in (["--shard", "2/2"], ["--workload", "b1"], ["--top", "0"]):
