@@ -59,9 +59,6 @@ MOST_COLUMNS = 16
 SHORT = 2048
 """Keys up to which programs for each sequence are faster than equal shares, which every row of the merge asks for."""
 
-FEW_SEQUENCES = 4
-"""Up to so many sequences of any length likewise, in tiles of 64 rows: there is little to share."""
-
 MANY_PAIRS = 4
 """Pairs of sequence and key head for each SM from which on two programs have room there."""
 
