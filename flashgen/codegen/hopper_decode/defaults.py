@@ -57,7 +57,7 @@ MOST_COLUMNS = 16
 """Query rows of a key head up to which they are columns of the products."""
 
 SHORT = 2048
-"""Keys up to which programs for each sequence are faster than equal shares, which every row of the merge asks for."""
+"""Keys up to which programs for each sequence are faster than equal shares."""
 
 MANY_PAIRS = 4
 """Pairs of sequence and key head for each SM from which on two programs have room there."""
