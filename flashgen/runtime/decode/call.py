@@ -249,8 +249,11 @@ def keys_of_a_sequence(call: DecodeCall) -> int:
         raise WorkloadError(f"k_cache has the head_dim of q, {head_dim}, got {cache[3]}")
     if not head_dim or not call.v_cache.shape[3]:
         raise WorkloadError(f"head_dim and head_dim_v must be at least 1, got {head_dim} and {call.v_cache.shape[3]}")
-    if not cache[2] or nheads % cache[2]:
-        raise WorkloadError(f"the heads of q are a multiple of those of the caches, got {nheads} and {cache[2]}")
+    if not cache[2] or not nheads or nheads % cache[2]:
+        raise WorkloadError(
+            "the heads of q are a multiple of those of the caches, and there is one of each at least, got "
+            f"{nheads} and {cache[2]}"
+        )
     if not 1 <= seqlen_q <= MAX_SEQLEN_Q:
         raise WorkloadError(f"a decode call has 1 to {MAX_SEQLEN_Q} queries of each sequence, got {seqlen_q}")
     if table is not None and (call.leftpad is not None or call.batch_idx is not None):
