@@ -220,7 +220,7 @@ def broken(name: str) -> DecodeCall:
         "same shape but for the last": lambda: replace(call, v_cache=call.v_cache[:-1]),
         "has the head_dim of q": lambda: replace(call, k_cache=call.k_cache[..., :16]),
         "a multiple of those of the caches": lambda: replace(call, q=call.q[:, :, :3]),
-        "there is one of each at least, got 0 and 2": lambda: replace(call, q=call.q[:, :, :0]),
+        "q has at least one head": lambda: replace(call, q=call.q[:, :, :0]),
         "head_dim_v must be at least 1, got 0": lambda: replace(
             call, q=call.q[..., :0], k_cache=call.k_cache[..., :0], v_cache=call.v_cache[..., :0]
         ),
@@ -243,7 +243,7 @@ RULES = (
     *("four dimensions", "all bfloat16 or all float16", "all bfloat16 or all float16, got"),
     *("last dimension of k_cache is contiguous", "no backward pass", "seqlens is int32", "seqlens must be a tensor"),
     *("block_table is int32", "with batch 2", "contiguous along its last", "same shape but for the last"),
-    *("head_dim_v must be at least 1, got 0", "there is one of each at least, got 0 and 2"),
+    *("head_dim_v must be at least 1, got 0", "q has at least one head"),
     *("has the head_dim of q", "a multiple of those of the caches", "1 to 16 queries", "belong to contiguous caches"),
     *("a row for each of the 2 sequences", "fixed_split_size is a multiple", "fixed_split_size must be at least"),
     *("softmax_scale is finite", "softcap is finite", "window is", "an edge of a window"),
