@@ -2,8 +2,8 @@
 
 The order of arguments is not FlashAttention-2's: the fourth is `softmax_scale`. With `return_attn_probs` a function
 returns two values, the output and the LSE, which is fp32 and natural, with -inf in rows that see no key. Arguments that
-say how to split work are taken and have no effect. Not supported, and refused by name: `qv`, descales,
-`attention_chunk`, packed new keys of a cache. `flashgen.flash_attn_interface.install()` puts this module under the name
+say how to split work are taken and have no effect. Not supported, and refused by name: `qv`, descales and
+`attention_chunk`. `flashgen.flash_attn_interface.install()` puts this module under the name
 `flash_attn_interface`, for programs that import it. See docs/flash-attn.md.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 import flashgen
 from flashgen.flash_attn.installation import NAMES_3, put, take_back
-from flashgen.integrations.flash_attention import OutAndLse, dense, packed, refuse, unpacked
+from flashgen.integrations.flash_attention import OutAndLse, dense, heads_behind, packed, refuse, unpacked
 from flashgen.integrations.flash_attention_3_cache import flash_attn_with_kvcache, get_scheduler_metadata
 from flashgen.runtime.argument_types import check_tensor
 
@@ -93,8 +93,8 @@ def flash_attn_qkvpacked_func(
     """
     check_tensor("qkv", qkv)
     if num_heads_q is not None and qkv.dim() == 4:
-        nheads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = torch.split(qkv, [qkv.shape[2] - 2 * nheads_k, nheads_k, nheads_k], dim=2)
+        nheads_k = heads_behind(num_heads_q, qkv)
+        q, k, v = torch.split(qkv, [num_heads_q, nheads_k, nheads_k], dim=2)
     else:
         q, k, v = unpacked("qkv", qkv, 3)
     return flash_attn_func(

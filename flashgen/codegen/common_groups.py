@@ -77,6 +77,8 @@ class KeyTiles:
         packed = sizes.sequences > 0
         parts = parts_of(sizes.nheads // sizes.nheads_k, heads)
         blocks, tiles = self.blocks(sizes), self.count(sizes, heads)
+        if not tiles:  # an empty batch, or no keys
+            return 0.0
         rounds = -(-tiles // self.slots)
         queries, keys = (sizes.max_seqlen_q, sizes.max_seqlen_k) if packed else (sizes.seqlen_q, sizes.seqlen_k)
         longest = -(-queries // self.block_m)

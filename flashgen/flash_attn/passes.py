@@ -19,6 +19,7 @@ from flashgen.integrations.flash_attention import (
     blind_rows_at,
     dense,
     dropout_of,
+    length_of,
     packed,
     refuse,
     weights_of,
@@ -203,7 +204,7 @@ def _flash_attn_varlen_backward(
     check_tensor("cu_seqlens_k", cu_seqlens_k)
     check_tensor("softmax_lse", softmax_lse)
     scores = _features(q, (window_size_left, window_size_right), softcap, alibi_slopes, dropout_p, rng_state)
-    lengths = (cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, None, None, length_of(max_seqlen_q), length_of(max_seqlen_k))
     features = packed_features(scores, *lengths, deterministic)
     dout, q, k, v, out = with_rows(dout, q, k, v, out)
     tensors = [dout[None], *one_batch_element(q, k, v), out[None]]

@@ -13,7 +13,7 @@ from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.values import Window
 from flashgen.integrations.cached_rows import PackedKeys, check_leftpad, packed_keys, pages_behind
-from flashgen.integrations.flash_attention import OutAndLse, both, with_rows, without_backward
+from flashgen.integrations.flash_attention import OutAndLse, both, length_of, with_rows, without_backward
 from flashgen.integrations.packed_tokens import (
     append_packed,
     as_lengths,
@@ -250,7 +250,7 @@ class CachedCall:
                     "flashgen's flash_attn_with_kvcache takes packed queries over caches whose rows lie at multiples "
                     f"of the stride of their slots, got strides {strides}"
                 )
-            return self._packed(q, self.cu_seqlens_q, self.max_seqlen_q or 0, keys, return_lse)
+            return self._packed(q, self.cu_seqlens_q, length_of(self.max_seqlen_q), keys, return_lse)
         if keys is None or q.dim() != 4:
             return self._in_parts(q, caches, lengths, return_lse)
         batch, rows = q.shape[:2]

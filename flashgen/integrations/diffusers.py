@@ -68,6 +68,8 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What diffusers calls: tensors are (batch, seqlen, nheads, head_dim), and masks those of SDPA.
 
+    Two dimensions that are (batch, seqlen_k) are a mask of keys, as in diffusers' own backends.
+
     Returns:
         The output in the same order; with `return_lse`, also the LSE, fp32 (batch, seqlen_q, nheads).
 
@@ -77,6 +79,8 @@ def _attend(
     if _parallel_config is not None:
         raise UnsupportedError("flashgen's diffusers backend does not support _parallel_config, context parallelism")
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if isinstance(attn_mask, Tensor) and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None]
     given: tuple[Any, ...] = (q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     reason = why_not(*given)
     if reason is not None:

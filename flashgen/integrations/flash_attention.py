@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 
 import flashgen
-from flashgen.core.checks import real_number
+from flashgen.core.checks import real_number, whole_number
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.pages import PAGES
 from flashgen.core.features.values import Window
@@ -21,6 +22,8 @@ Tensor = torch.Tensor
 OutAndLse = tuple[Tensor, Tensor]
 Results = Tensor | tuple[Tensor, Tensor, Tensor]
 """Of version 2: the output, or with it the LSE and `S_dmask`."""
+
+_INTEGERS = (torch.int32, torch.int64)
 
 SCORES = ("softmax_scale", "causal", "softcap", "alibi_slopes")
 """Arguments that mean the same in flashgen's calls, and have the same names."""
@@ -36,8 +39,25 @@ def window_of(window_size: Sequence[int | None] | Tensor) -> Window:
         window_size = window_size.tolist()  # FlashAttention's own tests have such ones
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise WorkloadError(f"window_size is (left, right), got {shown(window_size)}")
-    left, right = (None if type(edge) is int and edge < 0 else edge for edge in window_size)
+    left, right = (_edge(edge) for edge in window_size)
     return left, right
+
+
+def _edge(edge: Any) -> Any:
+    if type(edge) is int:
+        return None if edge < 0 else edge
+    if type(edge) is not bool and isinstance(edge, Integral):  # numpy's
+        return None if edge < 0 else int(edge)
+    return edge
+
+
+def length_of(longest: Any) -> Any:
+    """A bound of lengths as a number: one in a tensor is taken as FlashAttention takes it, which waits for the device.
+
+    What is no number is left to be refused.
+    """
+    is_number = isinstance(longest, Tensor) and longest.numel() == 1 and longest.dtype in _INTEGERS
+    return int(longest) if is_number else longest
 
 
 def refuse(function: str, given: Mapping[str, object]) -> None:
@@ -75,6 +95,21 @@ def unpacked(name: str, tensor: Tensor, count: int) -> tuple[Tensor, ...]:
     if tensor.dim() < 4 or tensor.shape[-3] != count:
         raise WorkloadError(f"{name} is (..., {count}, nheads, head_dim), got {tuple(tensor.shape)}")
     return tensor.unbind(-3)
+
+
+def heads_behind(num_heads_q: int, qkv: Tensor) -> int:
+    """Heads of k, and as many of v, behind those of q in (batch, seqlen, nheads + 2 * nheads_k, head_dim).
+
+    Raises:
+        WorkloadError: what is left is not two equal parts.
+    """
+    rest = qkv.shape[2] - whole_number("num_heads_q", num_heads_q, 1)
+    if rest < 2 or rest % 2:
+        raise WorkloadError(
+            "qkv with num_heads_q is (batch, seqlen, num_heads_q + 2 * nheads_k, head_dim), got "
+            f"{tuple(qkv.shape)} and num_heads_q {num_heads_q}"
+        )
+    return rest // 2
 
 
 def dense_results(
@@ -145,7 +180,8 @@ def weights_of(
         return out.new_empty(0)
     from flashgen.integrations import signed_weights
 
-    found: Tensor = getattr(signed_weights, function)(*tensors, window=window_of(window_size), **given)
+    lengths = map(length_of, tensors)  # the last ones of packed sequences
+    found: Tensor = getattr(signed_weights, function)(*lengths, window=window_of(window_size), **given)
     return found
 
 
@@ -182,8 +218,8 @@ def packed(
             v,
             cu_seqlens_q,
             cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
+            max_seqlen_q=length_of(max_seqlen_q),
+            max_seqlen_k=length_of(max_seqlen_k),
             window=window_of(window_size),
             deterministic=deterministic,
             **scores,

@@ -216,9 +216,10 @@ def as_lengths(known: Tensor | int, batch: int, cache: Tensor) -> Tensor:
     """Lengths as one for each sequence, int32 (batch,).
 
     Raises:
-        WorkloadError: they are a tensor of something else.
+        WorkloadError: they are a tensor of something else, or no length.
     """
     if not isinstance(known, Tensor):
+        known = whole_number("cache_seqlens, where it is no tensor,", known, 0)
         return torch.full((batch,), known, dtype=torch.int32, device=cache.device)
     check_numbers("cache_seqlens", known, (batch,), cache.device)
     return known

@@ -34,9 +34,11 @@ def attend(
     Returns:
         (batch, nheads, seqlen_q, head_dim_v), and (batch, nheads, seqlen_q).
     """
-    (batch, nheads, seqlen_q, _), wide = q.shape, v.shape[3]
+    batch, wide = len(q), v.shape[3]
     if not batch:
-        return q.new_zeros((0, nheads, seqlen_q, wide), dtype=torch.float64), q.new_zeros(q.shape[:3]).double()
+        nothing = sum(one.double().sum() for one in (q, k, v))  # 0, of which autograd knows what it is made of
+        empty = q.new_zeros(q.shape[:3], dtype=torch.float64)
+        return nothing + empty.new_zeros((*empty.shape, wide)), nothing + empty
     both = [_of_sequence(q[b], k[b], v[b], b, rule, functions, dropout) for b in range(batch)]
     return torch.stack([out for out, _ in both]), torch.stack([lse for _, lse in both])
 

@@ -28,6 +28,7 @@ from flashgen.runtime.ops.keys import (
     can_bypass_dispatcher,
     have_plain_functions,
     is_tracked,
+    refuse_tangents,
     tensors_of,
 )
 from flashgen.runtime.ops.mods import UserCallable
@@ -56,7 +57,7 @@ def attention(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **arguments: Unpack[CallArguments]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-def attention(  # noqa: PLR0912 - in one piece, because every call of a function costs as much as five branches
+def attention(  # noqa: C901, PLR0912 - in one piece, because every call of a function costs as much as five branches
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -196,6 +197,8 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
                 and are_plain(tensors_of(features))
                 and (not features.mods or have_plain_functions(features))
             )
+            if not (bypasses_dispatcher or is_traced):
+                refuse_tangents("attention", (q, k, v, *tensors_of(features), *features.aux))
             if torch.is_grad_enabled() and requires_gradient(
                 q, k, v, features, is_hidden=not (bypasses_dispatcher or is_traced)
             ):
@@ -208,6 +211,8 @@ def attention(  # noqa: PLR0912 - in one piece, because every call of a function
                 result = op(q, k, v, *options, *SERVED.flat(features))
             return result
         bypasses_dispatcher = not is_traced and can_bypass_dispatcher(q, k, v)
+        if not (bypasses_dispatcher or is_traced):
+            refuse_tangents("attention", (q, k, v))
         if torch.is_grad_enabled() and (
             q.requires_grad
             or k.requires_grad

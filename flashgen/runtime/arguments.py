@@ -23,7 +23,8 @@ from flashgen.runtime.ops.mods import UserCallable, handle_for, resolve
 from flashgen.runtime.ops.schemas import GRADIENT_FIELDS, differentiable_of
 
 LAYOUTS = ("bhsd", "bshd")
-INFINITY = math.inf
+SCALES_END = 2.0**127
+"""What a scale of scores is below: kernels multiply with it times log2(e) in float32."""
 
 
 class CallArguments(TypedDict, total=False):
@@ -78,12 +79,15 @@ def check_scale(softmax_scale: float | None) -> None:
     """Refuse a scale of the scores that is none.
 
     Raises:
-        WorkloadError: it is not above 0, or not finite.
+        WorkloadError: it is not above 0, or not finite, be it in float32 alone.
     """
-    if type(softmax_scale) is float and 0.0 < softmax_scale < INFINITY:
+    if softmax_scale is None or (type(softmax_scale) is float and 0.0 < softmax_scale < SCALES_END):
         return
-    if softmax_scale is not None and not 0 < real_number("softmax_scale", softmax_scale) < INFINITY:
+    scale = real_number("softmax_scale", softmax_scale)
+    if not 0 < scale < math.inf:
         raise WorkloadError(f"softmax_scale is finite and above 0, got {softmax_scale}")
+    if scale >= SCALES_END:
+        raise WorkloadError(f"softmax_scale is below 2 ** 127, as kernels have it in float32, got {softmax_scale}")
 
 
 def _with_functions(

@@ -12,7 +12,7 @@ from flashgen.core.errors import WorkloadError
 from flashgen.core.quoting import shown
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure
 from flashgen.runtime.autograd.merging import merge_with_gradient
-from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher
+from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher, refuse_tangents
 from flashgen.runtime.ops.merging import LAYOUTS, merge, merge_list_op, merge_op
 
 Tensor = torch.Tensor
@@ -65,6 +65,8 @@ def merge_states(
         )
         if bypasses_dispatcher:
             return merge(outs, lses, layout, dtype)
+        if not is_dynamo_compiling():
+            refuse_tangents("merge_states", tensors)
         if isinstance(outs, Tensor) and isinstance(lses, Tensor):
             return merge_op(outs, lses, layout, dtype)  # type: ignore[no-any-return]
         return merge_list_op(_apart(outs), _apart(lses), layout, dtype)  # type: ignore[no-any-return]

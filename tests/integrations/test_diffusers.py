@@ -42,6 +42,18 @@ def test_it_is_sdpa_of_rows_before_heads() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("seqlen_q", [2, 5])
+@pytest.mark.parametrize("is_bias", [False, True])
+def test_masks_of_two_dimensions_are_of_keys_as_in_the_native_backend(seqlen_q: int, is_bias: bool) -> None:
+    """Models hand them over so, as QwenImage does; with as many queries as batch elements, too."""
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    q, k, v = rows(2, seqlen_q, 4, 8), rows(2, 7, 4, 8, seed=1), rows(2, 7, 4, 8, seed=2)
+    mask = rows(2, 7, seed=3) if is_bias else torch.arange(7) < torch.tensor([[7], [4]])
+    found = door._attend(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(found, dispatch._native_attention(q, k, v, attn_mask=mask), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_models_are_set_to_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
     door.register()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.settings import settings
 from flashgen.flash_attn import bert_padding
 from flashgen.flash_attn.installation import NAMES
+from flashgen.flash_attn.layers import rotary
 from tests.interpreter.dense import Rules, attention
 from tests.interpreter.test_append_kv import rotated
 
@@ -123,6 +125,43 @@ def test_packed_sequences() -> None:
     qkv = randn(sum(KEYS), 3, H, D)
     itself = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends(KEYS), 5, causal=True)
     assert_same(itself, one_by_one(*qkv.unbind(1), KEYS, KEYS)[0])
+
+
+def test_numbers_of_other_libraries_are_taken_as_flash_attention_takes_them() -> None:
+    """Bounds of lengths in a tensor, as `lengths.max()` leaves them, and numpy's integers."""
+    q, k = randn(B * SQ, H, D), randn(B * SK, HK, D)
+    ends, key_ends = (torch.arange(B + 1, dtype=torch.int32) * size for size in (SQ, SK))
+    longest = ends.diff().max(), key_ends.diff().max()
+    places, numbers = (ends, key_ends, *longest), (ends, key_ends, SQ, SK)
+    expected = flash_attn.flash_attn_varlen_func(q, k, k, *numbers, window_size=(-1, 2))
+    window = (np.int64(-1), np.int64(2))
+    assert_same(flash_attn.flash_attn_varlen_func(q, k, k, *places, window_size=window), expected)
+    assert_same(flash_attn_interface.flash_attn_varlen_func(q, k, k, *places, window_size=window), expected)
+    torch.manual_seed(0)
+    dropped = flash_attn.flash_attn_varlen_func(q, k, k, *places, 0.5, return_attn_probs=True)
+    torch.manual_seed(0)
+    assert_same(dropped, flash_attn.flash_attn_varlen_func(q, k, k, *numbers, 0.5, return_attn_probs=True))
+    cache = k.view(B, SK, HK, D)
+    given: dict[str, Any] = {"cache_seqlens": SK, "cu_seqlens_q": ends, "causal": True}
+    cached = flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, max_seqlen_q=longest[0], **given)
+    assert_same(cached, flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, max_seqlen_q=SQ, **given))
+
+
+@pytest.mark.parametrize("heads", [H + HK + 1, H, H - 1])
+def test_heads_of_packed_tensors_that_do_not_divide_are_refused(heads: int) -> None:
+    qkv, turn = randn(B, SQ, heads, D), randn(SQ, D // 2)
+    with pytest.raises(WorkloadError, match=rf"2 \* nheads_k, head_dim\), got \(2, 5, {heads}, 16\) and num_heads_q 4"):
+        flash_attn_interface.flash_attn_qkvpacked_func(qkv, num_heads_q=H)
+    with pytest.raises(WorkloadError, match="num_heads_q 4"):
+        rotary.apply_rotary_emb_qkv_(qkv, turn, turn, num_heads_q=H)
+
+
+@pytest.mark.parametrize("queries", [3, 20])
+def test_a_length_for_all_sequences_is_a_length(queries: int) -> None:
+    q, cache = randn(B, queries, H, D), randn(B, 32, HK, D)
+    for wrong, words in ((3.5, "must be a whole number, got 3.5"), (-1, "must be at least 0, got -1")):
+        with pytest.raises(WorkloadError, match=f"cache_seqlens, where it is no tensor, {words}"):
+            flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=wrong)  # type: ignore[arg-type]
 
 
 def test_rows_that_are_used() -> None:

@@ -208,3 +208,13 @@ def test_what_the_kernels_call_refuses_is_refused_in_its_words(wrong: dict[str, 
             call(**given)
         said.append((refused.type, str(refused.value)))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_an_empty_batch_has_gradients(layout: str) -> None:
+    q, k, v = (torch.randn(0, 2, 2, 16, requires_grad=True) for _ in range(3))
+    out, lse = reference.attention(q, k, v, layout=layout, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    for one in (out, lse):
+        gradients = torch.autograd.grad(one.sum(), (q, k, v), retain_graph=True)
+        assert [gradient.shape for gradient in gradients] == [q.shape] * 3

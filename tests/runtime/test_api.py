@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,11 +21,13 @@ from flashgen.core.config import Config
 from flashgen.core.errors import DeviceError, UnsupportedError, WorkloadError
 from flashgen.core.workload import Specialization, Workload
 from flashgen.launch import decode_passes
+from flashgen.runtime.decode import runs as decode_runs
 from flashgen.runtime.ops import forward as ops
 from flashgen.runtime.ops import helpers, outputs, runs, serve
 from flashgen.runtime.ops.calls import Call
 from flashgen.runtime.ops.mods import handle_for
 from tests.db.samples import H100, RTX_4090
+from tests.decoding import Case, make
 from tests.fakes.gpu import FakeGpu, OnGpu, qkv, tensor
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
 
@@ -62,6 +65,21 @@ def test_a_feature_that_is_off_is_no_feature(gpu: FakeGpu) -> None:
 def test_a_scale_is_finite_and_positive(scale: float, gpu: FakeGpu) -> None:
     with pytest.raises(WorkloadError, match=f"softmax_scale is finite and above 0, got {scale}"):
         flashgen.attention(*qkv(), softmax_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [2.0**127, 1e300])
+def test_a_scale_is_finite_where_kernels_have_it(scale: float, gpu: FakeGpu) -> None:
+    """As a number of 32 bits, which a launch could not write."""
+    words = re.escape(f"softmax_scale is below 2 ** 127, as kernels have it in float32, got {scale}")
+    q, k, v = qkv()
+    ends = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(WorkloadError, match=words):
+        flashgen.attention(q, k, v, softmax_scale=scale)
+    with pytest.raises(WorkloadError, match=words):
+        flashgen.attention_varlen(q[0], k[0], v[0], ends, max_seqlen_q=1, softmax_scale=scale)
+    call = make(Case(lens=(40, 7)))
+    with pytest.raises(WorkloadError, match=words):
+        decode_runs.run(replace(call, softmax_scale=scale))
 
 
 @pytest.mark.parametrize("call", [flashgen.attention, flashgen.explain])

@@ -220,6 +220,7 @@ def broken(name: str) -> DecodeCall:
         "same shape but for the last": lambda: replace(call, v_cache=call.v_cache[:-1]),
         "has the head_dim of q": lambda: replace(call, k_cache=call.k_cache[..., :16]),
         "a multiple of those of the caches": lambda: replace(call, q=call.q[:, :, :3]),
+        "q has at least one head": lambda: replace(call, q=call.q[:, :, :0]),
         "head_dim_v must be at least 1, got 0": lambda: replace(
             call, q=call.q[..., :0], k_cache=call.k_cache[..., :0], v_cache=call.v_cache[..., :0]
         ),
@@ -242,7 +243,7 @@ RULES = (
     *("four dimensions", "all bfloat16 or all float16", "all bfloat16 or all float16, got"),
     *("last dimension of k_cache is contiguous", "no backward pass", "seqlens is int32", "seqlens must be a tensor"),
     *("block_table is int32", "with batch 2", "contiguous along its last", "same shape but for the last"),
-    "head_dim_v must be at least 1, got 0",
+    *("head_dim_v must be at least 1, got 0", "q has at least one head"),
     *("has the head_dim of q", "a multiple of those of the caches", "1 to 16 queries", "belong to contiguous caches"),
     *("a row for each of the 2 sequences", "fixed_split_size is a multiple", "fixed_split_size must be at least"),
     *("softmax_scale is finite", "softcap is finite", "window is", "an edge of a window"),
@@ -255,6 +256,18 @@ def test_a_call_that_breaks_a_rule_is_refused(rule: str) -> None:
     with pytest.raises(FlashgenError, match=rule) as refused:
         runs.run(broken(rule))
     assert isinstance(refused.value, UnsupportedError if "backward" in rule else WorkloadError)
+
+
+def test_a_window_may_be_a_list_as_in_other_calls(gpu: FakeDriver) -> None:
+    call = replace(make(GOOD), causal=True, features=Features(window=(3, None)))
+    given = (call.q, call.k_cache, call.v_cache, call.seqlens)
+    expected = [one.values["window_left"] for one in run(gpu, call) if "window_left" in one.values]
+    before, window = len(gpu.launches), [3, None]
+    for _ in range(2):
+        flashgen.attention_decode(*given, block_table=call.block_table, causal=True, window=window)  # type: ignore[arg-type]
+    found = [one.values["window_left"] for one in gpu.launches[before:] if "window_left" in one.values]
+    assert expected
+    assert found == 2 * expected
 
 
 def test_numbers_of_heads_with_gaps_are_packed(gpu: FakeDriver) -> None:

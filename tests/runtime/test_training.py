@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flashgen
@@ -575,6 +576,52 @@ def test_transforms_of_functions() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where forward-mode derivatives begin
         with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
             torch.func.jvp(loss, (q, k, v), (q, k, v))
+        with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+            torch.func.hessian(loss)(q, k, v)
+
+
+def attends(x: torch.Tensor) -> Any:
+    return flashgen.attention(x, x, x)
+
+
+def attends_in_a_window(x: torch.Tensor) -> Any:
+    return flashgen.attention(x, x, x, window=(1, 0))
+
+
+def attends_with_a_bias(x: torch.Tensor) -> Any:
+    plain = torch.ones(B, H, SQ, SQ)
+    return flashgen.attention(plain, plain, plain, bias=x)
+
+
+def attends_packed(x: torch.Tensor) -> Any:
+    return flashgen.attention_varlen(x[0], x[0], x[0], torch.tensor([0, 2], dtype=torch.int32), max_seqlen_q=2)
+
+
+def merges(x: torch.Tensor) -> Any:
+    return flashgen.merge_states([x, x], [torch.ones(B, H, SQ)] * 2)
+
+
+CALLS = (attends, attends_in_a_window, attends_with_a_bias, attends_packed, merges)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where forward-mode derivatives begin
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("autograd", [True, False])
+def test_forward_mode_derivatives_are_refused(call: Callable[[torch.Tensor], Any], autograd: bool) -> None:
+    """Kernels know no tangents: without a word, every derivative would be 0."""
+    x = torch.ones(B, H, SQ, SQ)
+    with torch.set_grad_enabled(autograd):
+        with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+            torch.func.jvp(call, (x,), (x,))
+        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+            call(forward_ad.make_dual(x, x))
+
+
+def test_dual_numbers_beside_a_call_do_not_matter() -> None:
+    x = torch.ones(B, H, SQ, D)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        torch.testing.assert_close(attends(x), attends(forward_ad.unpack_dual(dual).primal))
 
 
 def test_vmap_under_and_over_gradients() -> None:

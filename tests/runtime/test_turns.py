@@ -422,3 +422,16 @@ DIFFERENTIATED: dict[str, dict[str, Any]] = {
 
 def test_ops_of_backward_passes_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
     turns.check({name: partial(differentiated, **given) for name, given in DIFFERENTIATED.items()}, range(3))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 0, 0), (0, 5, 7), (2, 5, 0), (2, 0, 7), (2, 0, 0)])
+def test_empty_calls_of_grouped_heads_train(turns: Turns, batch: int, queries: int, keys: int, causal: bool) -> None:
+    """What chooses how many heads a tile has counts tiles, of which there are none."""
+    for head_dim in (16, 64, 128):
+        rows = ((4, queries), (2, keys), (2, keys))
+        q, k, v = (torch.zeros(batch, *one, head_dim, dtype=torch.bfloat16, requires_grad=True) for one in rows)
+        out = flashgen.attention(q, k, v, causal=causal)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        assert [one.shape for one in gradients] == [q.shape, k.shape, v.shape]
+        assert not any(one.any() for one in gradients)

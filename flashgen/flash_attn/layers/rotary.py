@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from flashgen.core.errors import WorkloadError
+from flashgen.integrations.flash_attention import heads_behind
 from flashgen.runtime.argument_types import check_tensor
 
 Tensor = torch.Tensor
@@ -98,7 +99,7 @@ def apply_rotary_emb_qkv_(
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         parts: list[Any] = [(slice(None), slice(None), 0), (slice(None), slice(None), 1)]
     elif qkv.dim() == 4 and num_heads_q is not None:
-        last = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
+        last = num_heads_q + heads_behind(num_heads_q, qkv)
         parts = [(slice(None), slice(None), slice(*both)) for both in ((0, num_heads_q), (num_heads_q, last))]
     else:
         raise WorkloadError(

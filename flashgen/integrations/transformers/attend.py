@@ -11,7 +11,7 @@ from flashgen.core.decode_limits import MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features.values import Window
 from flashgen.integrations.flash_attention import with_rows
-from flashgen.integrations.transformers.lengths import Lengths, cached_keys, packed_lengths
+from flashgen.integrations.transformers.lengths import Lengths, cached_keys, packed_lengths, within_sequences
 from flashgen.integrations.transformers.mask import CompactMask, Visible, checked_mask
 from flashgen.integrations.transformers.paged import attend_paged
 from flashgen.integrations.transformers.steps import StepMask
@@ -98,20 +98,23 @@ class Attention:
                 self.calls, module, (query, key, value), cache, lengths, sliding_window, scores, others
             )
             return found, None
-        is_packed = not isinstance(attention_mask, Tensor) or (
-            isinstance(attention_mask, CompactMask) and attention_mask.visible.sequences is not None
-        )
-        if is_packed and None not in lengths:
+        has_lengths = None not in lengths
+        if has_lengths and not isinstance(attention_mask, Tensor):
             window = (sliding_window - 1, None) if causal and sliding_window else (None, None)
             found = self._packed(query, key, value, lengths, causal, window, position_bias, scores)
         elif isinstance(attention_mask, CompactMask):
-            found = self._compact(query, key, value, attention_mask.visible, position_bias, scores)
+            visible = attention_mask.visible
+            given = lengths if has_lengths and visible.keys is None else None
+            found = self._compact(query, key, value, visible, given, position_bias, scores)
         elif isinstance(attention_mask, StepMask):
             found = self._step(query, key, value, attention_mask, position_bias, scores)
         elif attention_mask is None:
             found = self._unmasked(query, key, value, causal, position_bias, scores)
         else:
-            found = self._dense(query, key, value, bias=position_bias, mask=checked_mask(attention_mask), **scores)
+            mask = checked_mask(attention_mask)
+            if has_lengths and cu_seq_lens_q is not None and query.shape[2] == key.shape[2]:
+                mask = within_sequences(mask, cu_seq_lens_q, (query.shape[0], query.shape[2]))
+            found = self._dense(query, key, value, bias=position_bias, mask=mask, **scores)
         return found, None
 
     def _refuse(self, query: Tensor, others: dict[str, Any]) -> None:
@@ -157,13 +160,15 @@ class Attention:
         key: Tensor,
         value: Tensor,
         visible: Visible,
+        lengths: Lengths | None,
         bias: Tensor | None,
         scores: dict[str, Any],
     ) -> Tensor:
-        """With a mask that is known by what it means."""
+        """With a mask that is known by what it means, and with lengths of packed sequences where they are given."""
         left, right = visible.window
-        if visible.sequences is not None:
+        if lengths is None and visible.sequences is not None:
             lengths = packed_lengths(visible)
+        if lengths is not None:
             causal, window = right == 0, (left, None if right == 0 else right)
             return self._packed(query, key, value, lengths, causal, window, bias, scores)
         offset, keys = visible.offset, visible.keys
@@ -174,7 +179,11 @@ class Attention:
             key, value = key[:, :, :end], value[:, :, :end]
             bias = bias if bias is None else bias[..., :end]
             keys = None if keys is None else keys[:, :end]
-        if bias is None and "dropout_p" not in scores and self._can_decode(query, key, value):
+        # a step of decoding has its last query at the last key, and sees nothing behind it or everything
+        is_step = visible.window == (None, None) or (
+            right in (None, 0) and type(offset) is int and offset + query.shape[2] == key.shape[2]
+        )
+        if is_step and bias is None and "dropout_p" not in scores and self._can_decode(query, key, value):
             cached = cached_keys(visible, key.shape[2])
             if cached is not None:
                 seqlens, pad = cached

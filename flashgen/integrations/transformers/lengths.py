@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,21 @@ def packed_lengths(visible: Visible) -> Lengths:
         visible.found["lengths"] = ends, ends, longest, longest
     lengths: Lengths = visible.found["lengths"]
     return lengths
+
+
+def within_sequences(mask: Tensor, cu_seqlens: Tensor, rows: tuple[int, int]) -> Tensor:
+    """A mask that says nothing of packed sequences, without what it shows of other sequences than a query's own.
+
+    Args:
+        mask: (batch, heads, seqlen, seqlen) of bools or floats.
+        cu_seqlens: where sequences begin, and where the last one ends, in one row behind the other.
+        rows: batch and seqlen.
+    """
+    batch, seqlen = rows
+    places = torch.arange(batch * seqlen, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    numbers = torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True).view(batch, 1, seqlen)
+    is_own = (numbers[..., None] == numbers[:, :, None]).to(mask.device)
+    return mask & is_own if mask.dtype == torch.bool else mask.masked_fill(~is_own, -math.inf)
 
 
 def cached_keys(visible: Visible, seqlen_k: int) -> tuple[Tensor, Tensor] | None:

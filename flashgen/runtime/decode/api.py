@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.core.checks import instance
+from flashgen.core.features.positions import checked_window
 from flashgen.core.features.values import Features, Window
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure, refuse_names
@@ -62,7 +63,7 @@ def attention_decode(
     prefix: Prefix | None = ...,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-def attention_decode(  # noqa: C901 - in one piece, as `flashgen.attention` is
+def attention_decode(  # noqa: C901, PLR0912 - in one piece, as `flashgen.attention` is
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -142,6 +143,8 @@ def attention_decode(  # noqa: C901 - in one piece, as `flashgen.attention` is
     try:
         kind: tuple[Any, ...] | None = None
         is_traced = is_dynamo_compiling()
+        if type(window) is not tuple:  # a list, which `attention` takes, too: a kind is hashed
+            window = checked_window(window)
         if not is_traced and prefix is None:
             tensors: tuple[torch.Tensor, ...] = (q, k_cache, v_cache, seqlens)
             if block_table is not None:

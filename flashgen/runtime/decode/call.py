@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from flashgen.core.checks import flag, real_number, whole_number
+from flashgen.core.checks import flag, whole_number
 from flashgen.core.decode_limits import MAX_KEYS, MAX_SEQLEN_Q
 from flashgen.core.errors import UnsupportedError, WorkloadError
 from flashgen.core.features.declaration import CallFacts
@@ -22,6 +21,7 @@ from flashgen.core.workload import DECODE, Specialization
 from flashgen.launch.decode_numbers import DecodeShape
 from flashgen.launch.feature_arguments import NO_FEATURES
 from flashgen.runtime.argument_types import check_tensor
+from flashgen.runtime.arguments import check_scale
 from flashgen.runtime.ops.calls import DTYPES, MAX_ROW_STRIDE
 from flashgen.runtime.ops.helpers import has_aligned_rows
 
@@ -249,6 +249,8 @@ def keys_of_a_sequence(call: DecodeCall) -> int:
         raise WorkloadError(f"k_cache has the head_dim of q, {head_dim}, got {cache[3]}")
     if not head_dim or not call.v_cache.shape[3]:
         raise WorkloadError(f"head_dim and head_dim_v must be at least 1, got {head_dim} and {call.v_cache.shape[3]}")
+    if not nheads:
+        raise WorkloadError(f"q has at least one head, got {tuple(call.q.shape)}")
     if not cache[2] or nheads % cache[2]:
         raise WorkloadError(f"the heads of q are a multiple of those of the caches, got {nheads} and {cache[2]}")
     if not 1 <= seqlen_q <= MAX_SEQLEN_Q:
@@ -279,10 +281,8 @@ def _checked_split(size: int | None) -> int:
 def _checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim**-0.5)
-    scale = float(real_number("softmax_scale", scale))
-    if not 0 < scale < math.inf:
-        raise WorkloadError(f"softmax_scale is finite and above 0, got {scale}")
-    return scale
+    check_scale(scale)
+    return float(scale)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

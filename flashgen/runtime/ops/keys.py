@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 
 from flashgen.core.errors import UnsupportedError
 from flashgen.core.features import table
@@ -70,7 +70,7 @@ def can_bypass_dispatcher(
     """Whether torch's dispatcher would do nothing but call the op, so that the call may save it (2 to 3 us).
 
     It has more to do for subclasses of tensors, under modes, transforms (`vmap`, `grad`), traces and a profiler, and
-    for tensors without data.
+    for tensors without data; dual numbers of forward-mode derivatives are refused where it is not saved.
     """
     return (
         type(q) is tensor
@@ -82,6 +82,7 @@ def can_bypass_dispatcher(
         and transform() is None
         and trace() is None
         and not profiler._is_profiler_enabled
+        and forward_ad._current_level < 0
     )
 
 
@@ -109,18 +110,32 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_tracked(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    """Whether a transform of `torch.func`, or autograd around it, asks for a gradient of one of these.
+def refuse_tangents(function: str, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    """Refuse calls whose tensors have tangents, which kernels would leave out, whether autograd is on or off.
 
-    The tensors of `vmap` alone do not tell.
+    Args:
+        function: which is called.
+        tensors: those of a call that does not bypass the dispatcher.
 
     Raises:
         UnsupportedError: a forward-mode derivative is asked for.
     """
     functorch = torch._C._functorch
-    for transform in functorch.get_interpreter_stack() or ():
-        if transform.key() == functorch.TransformType.Jvp:
-            raise UnsupportedError("flashgen.attention has no forward-mode derivative; use torch.func.vjp or grad")
+    transforms = functorch.get_interpreter_stack() or ()
+    asked = any(transform.key() == functorch.TransformType.Jvp for transform in transforms)
+    if not asked and not transforms and forward_ad._current_level >= 0:
+        dual: Any = forward_ad.unpack_dual
+        asked = any(dual(one).tangent is not None for one in tensors if one is not None)
+    if asked:
+        raise UnsupportedError(f"flashgen.{function} has no forward-mode derivative; use torch.func.vjp or grad")
+
+
+def is_tracked(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether a transform of `torch.func`, or autograd around it, asks for a gradient of one of these.
+
+    The tensors of `vmap` alone do not tell.
+    """
+    functorch = torch._C._functorch
     for tensor in tensors:
         inner = tensor
         while inner is not None:

@@ -13,7 +13,13 @@ from flashgen.core.features.values import Features, Window
 from flashgen.core.settings import settings
 from flashgen.runtime.argument_types import UNEXPECTED, explain_failure, refuse_names
 from flashgen.runtime.arguments import check_scale, drawn_state, features_of, in_autocast
-from flashgen.runtime.ops.keys import are_plain, can_bypass_dispatcher, have_plain_functions, tensors_of
+from flashgen.runtime.ops.keys import (
+    are_plain,
+    can_bypass_dispatcher,
+    have_plain_functions,
+    refuse_tangents,
+    tensors_of,
+)
 from flashgen.runtime.ops.mods import UserCallable
 from flashgen.runtime.varlen.arguments import packed_features
 from flashgen.runtime.varlen.contents import check_contents
@@ -225,6 +231,8 @@ def attention_varlen(
             and are_plain(tensors_of(features))
             and (not features.mods or have_plain_functions(features))
         )
+        if not (bypasses_dispatcher or is_traced):
+            refuse_tangents("attention_varlen", (q, k, v, *tensors_of(features), *features.aux))
         if bypasses_dispatcher and has_numbers_alone and not paged and num_decodes == 0:
             found = attend_rows(q, k, v, causal, softmax_scale, deterministic, return_lse, features)
         else:

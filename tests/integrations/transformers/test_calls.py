@@ -133,6 +133,48 @@ def test_lengths_of_packed_sequences_are_taken_as_given(calls: Calls) -> None:
     assert all(call["tensors"][3] is ends for _, call in calls.seen[:2])
 
 
+ENDS = torch.tensor([0, 4, 11], dtype=torch.int32)
+LENGTHS: dict[str, Any] = {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": 7, "max_length_k": 7}
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt-oss", "modernbert"])
+def test_lengths_divide_layers_whose_mask_knows_of_none(name: str, calls: Calls) -> None:
+    """A cache, or a model without packed masks, leaves a window alone as the mask of a layer."""
+    model, positions = made(name), torch.tensor([[*range(4), *range(7)]])
+    with torch.no_grad():
+        found = model(TOKENS[:1], position_ids=positions, **LENGTHS).logits
+        assert calls.names() == {"attention_varlen"}
+        alone = [model(part).logits for part in (TOKENS[:1, :4], TOKENS[:1, 4:])]
+    torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_lengths_divide_a_mask_that_is_a_tensor(dtype: torch.dtype, calls: Calls) -> None:
+    """As one that a compiled model makes itself; rows of several batch elements lie one behind the other."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 8, 16)
+    ends = torch.tensor([0, 5, 8, 16], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 8, "max_length_k": 8}
+    seen = torch.ones(8, 8, dtype=torch.bool).tril()[None, None].expand(2, 1, 8, 8)
+    mask = seen if dtype == torch.bool else torch.where(seen, 0.5, -torch.inf)
+    attend = AttentionInterface._global_mapping["fgen"]
+    found, _ = attend(torch.nn.Identity(), q, k, v, mask, **lengths)
+    expected, _ = attend(torch.nn.Identity(), q, k, v, None, **lengths)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("pads", [(4, 0), (2, 5)])
+def test_windows_to_both_sides_stay_behind_padding_in_front(pads: tuple[int, int], calls: Calls) -> None:
+    """Few queries and padding in front look like a step of decoding, which has no window to the right."""
+    mask = torch.arange(11) >= torch.tensor(pads)[:, None]
+    model = made("modernbert")
+    with torch.no_grad():
+        found = model(TOKENS, attention_mask=mask.long()).logits
+        model.set_attn_implementation("eager")
+        expected = model(TOKENS, attention_mask=mask.long()).logits
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-5)
+
+
 def masks_of_the_caller() -> dict[str, torch.Tensor]:
     seen = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(5)) > 0.4
     seen |= torch.eye(11, dtype=torch.bool)
