@@ -123,7 +123,7 @@ def merge(
     history of the new file has those of both and every record that was not taken.
     """
     from flashgen.db.comparison import POLICY, compare
-    from flashgen.db.exchange import export_records
+    from flashgen.db.exchange import check_target, export_records
     from flashgen.db.files import present
     from flashgen.db.merging import merged
     from flashgen.tuning.history import is_current
@@ -132,6 +132,7 @@ def merge(
 
     if present(target):
         raise DatabaseError(f"a merge writes a new file and overwrites none; {target} exists")
+    check_target(target)  # before anything is raced
     sides = _side(first), _side(second)
     stored = compare(sides[0].known.records, sides[1].known.records, is_current)
     pairs, host = list(stored), ""
