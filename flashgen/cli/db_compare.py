@@ -161,13 +161,13 @@ class _Source:
 def _files(paths: Sequence[Path] | None) -> Iterator[_Source]:
     from flashgen.core.settings import settings
     from flashgen.db import packages
-    from flashgen.db.layers import shipped_databases
+    from flashgen.db.layers import is_absent, shipped_databases
 
     if paths:
         yield from (_Source(path=path) for path in paths)
         return
     user = settings().db_layers
-    yield from (_Source(path=path, foreign=path != user[0]) for path in user if path.exists())
+    yield from (_Source(path=path, foreign=path != user[0]) for path in user if not is_absent(path))
     yield from (_Source(path=path, shipped=True, foreign=True) for path in packages.installed().values())
     yield from (_Source(path=path, shipped=True) for path in shipped_databases().values())
 
