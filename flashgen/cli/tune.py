@@ -207,7 +207,7 @@ def tune(
     limit: Annotated[
         float | None,
         typer.Option(
-            "--limit-seconds", help="For all workloads together; the same command goes on.", metavar="S", min=1.0
+            "--limit-seconds", help="For all workloads together, 5 at least; the same command goes on.", metavar="S"
         ),
     ] = None,
     dry_run: Annotated[

@@ -45,7 +45,7 @@ def print_gains(gains: Gains, finished: RunFinished, total: int, *, as_json: boo
         sys.stdout.write(json.dumps(line, separators=(",", ":")) + "\n")
         return
     left = total - len(finished.outcomes)
-    if left:
+    if left and not finished.interrupted:  # which is said already
         output.say(f"The budget ended before {left} of {total} workloads; the same command goes on with them.")
     if not found:
         output.say("No workload of the file was measured in this run: nothing was gained.")
