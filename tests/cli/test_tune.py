@@ -141,6 +141,14 @@ def test_ctrl_c_gives_130_and_the_same_command_goes_on(invoke: Invoke, measure: 
         assert len(store.trials(Workload.parse(SHAPE), H200)) == 20
 
 
+def test_a_limit_that_ends_before_some_workloads_says_so(invoke: Invoke, measure: Measure) -> None:
+    measure(FakeExecutor(on_evaluate=lambda number: time.sleep(0.3)))
+    arguments = ("tune", "-s", SHAPE, "-s", "b1-h32-s1024-d64", "--limit-seconds", "5.2", "--budget", "2")
+    result = invoke(*arguments)
+    assert result.exit_code == 0
+    assert "The time ended before 1 of 2 workloads; the same command goes on with them." in result.stdout
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(invoke: Invoke) -> None:
     result = invoke("tune", "--model", "gpt2", "--target", "h200", "--budget", "20s", "--dry-run")
     assert result.exit_code == 0, result.output

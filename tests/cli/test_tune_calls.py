@@ -60,7 +60,7 @@ def test_the_longest_share_is_tuned_and_what_was_gained_is_said(
     result = invoke("tune", "--from-calls", file, "--budget", "1s", "--finals-rounds", 1)
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
-    assert said.index(SHORT.key) < said.index("The budget ended before")
+    assert said.index(SHORT.key) < said.index("The time ended before")
     total = re.search(r"Attention of these calls: (\S+) ms before, (\S+) ms now, (\S+)x", said)
     assert total is not None
     assert float(total[1]) == pytest.approx(1000 * true_ms(SHORT, default_config(SHORT.specialization, H200)), rel=0.05)
@@ -84,7 +84,13 @@ def test_an_interrupted_run_blames_no_budget(
     result = invoke("tune", "--from-calls", file)
     assert result.exit_code == 130
     assert "Interrupted; the same command goes on" in result.stdout
-    assert "The budget ended" not in result.stdout
+    assert "The time ended" not in result.stdout
+
+
+def test_a_plan_takes_no_longer_than_the_budget_for_all(invoke: Invoke, file: Path) -> None:
+    arguments = ("tune", "--from-calls", file, "--target", "h100", "--dry-run")
+    assert "3 workloads, budget 30 s each, about 2 min in all" in invoke(*arguments).stdout
+    assert "about 45 s in all" in invoke(*arguments, "--budget", "45s").stdout
 
 
 def test_a_budget_within_which_no_search_begins_is_refused(invoke: Invoke, file: Path) -> None:
