@@ -144,6 +144,8 @@ def export(
         return
     if run is not None:
         raise CommandLineError(f"--run is about trials (--format t4 or optuna), got {run!r}")
+    if (with_helpers or jobs) and not with_binaries:
+        raise CommandLineError("--with-helpers and --jobs are about the bundle that --with-binaries compiles")
     path = Path(target)
     _refuse_own(path)
     from flashgen.db.exchange import export_records
