@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from flashgen.core.record import (
     TuningRecord,
     age,
 )
+from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
 
 app = typer.Typer(
@@ -142,7 +144,10 @@ def export(
         return
     if run is not None:
         raise CommandLineError(f"--run is about trials (--format t4 or optuna), got {run!r}")
+    if (with_helpers or jobs) and not with_binaries:
+        raise CommandLineError("--with-helpers and --jobs are about the bundle that --with-binaries compiles")
     path = Path(target)
+    _refuse_own(path)
     from flashgen.db.exchange import export_records
     from flashgen.db.layers import Layers
     from flashgen.db.past import exported
@@ -160,6 +165,14 @@ def export(
         from flashgen.cli.bundles import export_kernels
 
         export_kernels(records, path, jobs, with_helpers=with_helpers)
+
+
+def _refuse_own(path: Path) -> None:
+    """An export of some records in place of the file they are from would forget all others, and its history."""
+    for own in settings().db_layers:
+        with contextlib.suppress(OSError):
+            if path.samefile(own):
+                raise DatabaseError(f"an export is another file than the databases that serve, got {path}")
 
 
 @app.command("import", short_help="Take over the records of a file, or none of them.")

@@ -123,7 +123,7 @@ def merge(
     history of the new file has those of both and every record that was not taken.
     """
     from flashgen.db.comparison import POLICY, compare
-    from flashgen.db.exchange import export_records
+    from flashgen.db.exchange import check_target, export_records
     from flashgen.db.files import present
     from flashgen.db.merging import merged
     from flashgen.tuning.history import is_current
@@ -132,6 +132,7 @@ def merge(
 
     if present(target):
         raise DatabaseError(f"a merge writes a new file and overwrites none; {target} exists")
+    check_target(target)  # before anything is raced
     sides = _side(first), _side(second)
     stored = compare(sides[0].known.records, sides[1].known.records, is_current)
     pairs, host = list(stored), ""
@@ -160,13 +161,13 @@ class _Source:
 def _files(paths: Sequence[Path] | None) -> Iterator[_Source]:
     from flashgen.core.settings import settings
     from flashgen.db import packages
-    from flashgen.db.layers import shipped_databases
+    from flashgen.db.layers import is_absent, shipped_databases
 
     if paths:
         yield from (_Source(path=path) for path in paths)
         return
     user = settings().db_layers
-    yield from (_Source(path=path, foreign=path != user[0]) for path in user if path.exists())
+    yield from (_Source(path=path, foreign=path != user[0]) for path in user if not is_absent(path))
     yield from (_Source(path=path, shipped=True, foreign=True) for path in packages.installed().values())
     yield from (_Source(path=path, shipped=True) for path in shipped_databases().values())
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any, TextIO
@@ -29,9 +32,14 @@ class Commands(TyperGroup):
     """A group in which an error of ours is one line on stderr and not a traceback."""
 
     def make_context(self, *arguments: Any, **named: Any) -> Any:
-        """Read the options before the command."""
-        with _escaped():
-            return super().make_context(*arguments, **named)
+        """Read the options before the command.
+
+        Raises:
+            typer.Exit: with code 1 where what they print cannot be written.
+        """
+        with _escaped(), _of_the_system():
+            found = super().make_context(*arguments, **named)
+        return found
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command.
@@ -40,7 +48,7 @@ class Commands(TyperGroup):
             typer.Exit: with code 2 for a wrong command line, 1 for another error of flashgen, 130 for Ctrl-C.
         """
         try:
-            with _escaped():
+            with _escaped(), _of_the_system():
                 return super().invoke(ctx)
         except CommandLineError as error:
             raise _exit(2, str(error)) from error
@@ -64,6 +72,24 @@ def _escaped() -> Iterator[None]:
     except _UsageError as error:
         error.message = printable(error.message, lines=True)
         raise
+
+
+@contextlib.contextmanager
+def _of_the_system() -> Iterator[None]:
+    """What the system refuses is an error in one line as well: a full disk behind `> file` is no fault of ours.
+
+    Raises:
+        typer.Exit: with code 1; a pipe that nobody reads any more is typer's, which ends without a word.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # what it still holds would fail again at the end of the process
+        raise _exit(1, f"the system must do what it is asked to: {error}") from error
 
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # which typer does not name
@@ -111,6 +137,9 @@ def _options(
 
 def main() -> None:
     """The entry point of the installed command."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
     warnings.showwarning = _show_warning
     app(prog_name="flashgen")
 

@@ -207,7 +207,7 @@ def tune(
     limit: Annotated[
         float | None,
         typer.Option(
-            "--limit-seconds", help="For all workloads together; the same command goes on.", metavar="S", min=1.0
+            "--limit-seconds", help="For all workloads together, 5 at least; the same command goes on.", metavar="S"
         ),
     ] = None,
     dry_run: Annotated[
@@ -308,24 +308,27 @@ def tune(
 def _run(run: Shown) -> tuple[RunFinished, ...]:
     """Tune, show it, and print the closing table."""
     from flashgen.cli.display import make_display, print_report
-    from flashgen.cli.tune_calls import print_gains
+    from flashgen.cli.tune_calls import print_gains, print_left
     from flashgen.cli.tune_served import print_served
+    from flashgen.tuning.events import RunStarted
     from flashgen.tuning.from_calls import Gains
     from flashgen.tuning.runs import run_here
 
     request = run.request
-    gains = Gains(request.calls)
+    gains, begun = Gains(request.calls), list[RunStarted]()
     with make_display(as_json=run.as_json) as show:
 
         def on_event(event: Event) -> None:
             gains(event)
+            begun.extend([event] if isinstance(event, RunStarted) else [])
             show(event)
 
         finished = run_here(request, on_event)
     if not run.as_json:
         print_report(finished, finished.device, str(request.database))
+        print_left(finished, sum(len(each.workloads) for each in begun))
     if request.calls:
-        print_gains(gains, finished, len(request.workloads), as_json=run.as_json)
+        print_gains(gains, finished, as_json=run.as_json)
     if not run.as_json:
         print_served(finished, finished.device, run.target, request.database)
     return (finished,)

@@ -35,8 +35,15 @@ def limits(budget: Budget) -> tuple[Budget, float]:
     return Budget(seconds=min(each, budget.seconds)), budget.seconds
 
 
-def print_gains(gains: Gains, finished: RunFinished, total: int, *, as_json: bool) -> None:
-    """What the run gained for the program, by the times that it measured; `total` workloads were called."""
+def print_left(finished: RunFinished, total: int) -> None:
+    """That the time for all `total` workloads ended before some; of an interrupted run more is said already."""
+    left = total - len(finished.outcomes)
+    if left and not finished.interrupted:
+        output.say(f"The time ended before {left} of {total} workloads; the same command goes on with them.")
+
+
+def print_gains(gains: Gains, finished: RunFinished, *, as_json: bool) -> None:
+    """What the run gained for the program, by the times that it measured."""
     found = gains.of(finished)
     before, now = sum(one.total_before_ms for one in found), sum(one.total_after_ms for one in found)
     if as_json:
@@ -44,9 +51,6 @@ def print_gains(gains: Gains, finished: RunFinished, total: int, *, as_json: boo
         line = {"event": "gains", "workloads": rows, "before_ms": before, "now_ms": now}
         sys.stdout.write(json.dumps(line, separators=(",", ":")) + "\n")
         return
-    left = total - len(finished.outcomes)
-    if left:
-        output.say(f"The budget ended before {left} of {total} workloads; the same command goes on with them.")
     if not found:
         output.say("No workload of the file was measured in this run: nothing was gained.")
         return

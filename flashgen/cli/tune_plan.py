@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 from flashgen.cli import output
@@ -32,7 +33,7 @@ def print_plan(request: Request, *, as_json: bool) -> None:
             options=request.options,
             versions=versions(),
         )
-    total_s = sum(row.expected_s for row in rows)
+    total_s = min(sum(row.expected_s for row in rows), math.inf if request.limit_s is None else request.limit_s)
     if as_json:
         entries = [
             {

@@ -7,6 +7,7 @@ rows are written in a fixed order, so that the same records give the same bytes.
 from __future__ import annotations
 
 import csv
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -32,6 +33,9 @@ EVEN_SHARE = 0.1
 
 SCRATCH_PREFIX = ".flashgen-export-"
 """Of the folder of an unfinished export beside its target; the next export there deletes those of killed ones."""
+
+JOURNALS = ("-wal", "-journal")
+"""Ends of the names of files that SQLite reads as part of the database beside them, whoever has left them there."""
 
 CLOCK_TOLERANCE = timedelta(days=1)
 """How far the clocks of two machines may be apart."""
@@ -63,7 +67,9 @@ def export_records(
     origins: Origins | None = None,
     replaced: Iterable[Replaced] = (),
 ) -> int:
-    """Write `records` to one new SQLite file at `path` (replacing it) and to a CSV of the same name beside it.
+    """Write `records` to one new SQLite file at `path` and to a CSV of the same name beside it.
+
+    They take the place of an export of before, and of no other file.
 
     Args:
         records: what it holds.
@@ -75,11 +81,10 @@ def export_records(
         How many records were written.
 
     Raises:
-        DatabaseError: the file cannot be written.
+        DatabaseError: the file cannot be written, or `check_target` refuses it.
     """
     path = Path(path)
-    if path.is_dir() or path.suffix != ".sqlite3":
-        raise DatabaseError(f"an export is a file whose name ends in .sqlite3, got {path}")
+    check_target(path)
     ordered = sorted(records, key=lambda record: record.identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +101,30 @@ def export_records(
     except OSError as error:
         raise DatabaseError(f"an export needs a place that can be written, got {path}: {error}") from error
     return len(ordered)
+
+
+def check_target(path: Path) -> None:
+    """Refuse a place where an export would cost what somebody else keeps there, or would be spoiled by it.
+
+    Raises:
+        DatabaseError: the name does not end in `.sqlite3`, the file is a database with trials or of others, which no
+            export is, SQLite would take the journal of another database for that of the export, or the
+            folder cannot be written.
+    """
+    exists = files.present(path)
+    if path.suffix != ".sqlite3" or (exists and path.is_dir()):
+        raise DatabaseError(f"an export is a file whose name ends in .sqlite3, got {path}")
+    if exists and path.stat().st_size:
+        with Store.open(path, read_only=True) as store:
+            counts = store.counts()
+        if counts["trials"] + counts["searches"] + counts["finalists"]:
+            raise DatabaseError(f"an export takes the place of an export alone; {path} has {counts['trials']} trials")
+    for end in JOURNALS:  # of a database that somebody has open, or was killed with
+        if files.present(path.with_name(path.name + end)):
+            raise DatabaseError(f"an export needs a place where no other database is in use, got {path}{end}")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise DatabaseError(f"an export needs a place that can be written, got {path}: {folder} cannot be")
 
 
 IsCurrent = Callable[[TuningRecord], bool]

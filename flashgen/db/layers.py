@@ -80,7 +80,7 @@ class Layers:
             validate: the check that every config must pass.
         """
         user = tuple(paths) if paths else settings().db_layers
-        wanted = [(str(path), path, False) for path in user if not _absent(path)]
+        wanted = [(str(path), path, False) for path in user if not is_absent(path)]
         # a user layer that is not there yet is empty, which is no reason to warn
         wanted += [(f"{PACKAGED}{name}", path, True) for name, path in packages.installed().items()]
         foreign = {name for name, _, _ in wanted} - {str(user[0])}  # what is written to is one's own
@@ -237,11 +237,12 @@ def _searched(store: Store, workload: Workload | None, device: Device | None, ru
         return list(search_logs(store, workloads, [device] if device else store.devices(), run))
 
 
-def _absent(path: Path) -> bool:
+def is_absent(path: Path) -> bool:
+    """Whether a user layer is not there yet, which is no reason to warn; opening what nobody can look at says so."""
     try:
         return not path.exists()
     except OSError:
-        return False  # its folder cannot be searched: opening it says so
+        return False
 
 
 def _warn(name: str, error: Exception) -> None:

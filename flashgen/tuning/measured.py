@@ -10,9 +10,9 @@ import dataclasses
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from flashgen.codegen.families import invalid
+from flashgen.codegen.families import invalid, successor
 from flashgen.core.config import Config
 from flashgen.core.history import RunnerUp
 from flashgen.core.record import Baseline, Failure, Measurement, TuningRecord
@@ -160,16 +160,33 @@ class MeasuredSearch(MeasuredWorkload):
                 waiting.append(proposal)
                 asked += 1
             if not waiting or ((self._is_enough() or self._time_is_up()) and not self._is_served(waiting[0])):
-                return
-            proposal = waiting.popleft()
-            found = self._evaluate(proposal.config)
-            if self._ready is None:
-                self._ready = context.clock()
-            self._tally.count(proposal.config, found.outcome)
-            told = self._tally.levelled(proposal.config, found.outcome)
-            self._search.tell(proposal.config, told)
-            self._outlook.add(proposal.source, told)
-            self._keep(proposal, found)
+                break
+            self._try(waiting.popleft())
+        served = self._served_untried(waiting)
+        if served is not None:
+            self._try(served)
+
+    def _try(self, proposal: Proposal) -> None:
+        """Measure a candidate and tell the search."""
+        found = self._evaluate(proposal.config)
+        if self._ready is None:
+            self._ready = self._context.clock()
+        self._tally.count(proposal.config, found.outcome)
+        told = self._tally.levelled(proposal.config, found.outcome)
+        self._search.tell(proposal.config, told)
+        self._outlook.add(proposal.source, told)
+        self._keep(proposal, found)
+
+    def _served_untried(self, waiting: Iterable[Proposal]) -> Proposal | None:
+        """The incumbent where the search has ended before it: of one trial, or resumed from before there was one."""
+        if self._incumbent is None:
+            return None
+        config = successor(self._incumbent.config, self._spec)
+        asked = next((each for each in waiting if each.config == config), None)
+        found = self._search.demand(config, "incumbent") if asked is None else None
+        if found is not None:
+            self._context.compiler.submit(self._spec, config)
+        return asked or found
 
     def _is_served(self, proposal: Proposal) -> bool:
         """Whether it is the incumbent, which no budget is too short for: else a config would take its place unraced."""

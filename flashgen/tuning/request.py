@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashgen.core.calls import CallRecord, read_calls
-from flashgen.core.checks import instance, items, text, whole_number
+from flashgen.core.checks import instance, items, real_number, text, whole_number
 from flashgen.core.device import Device, find_device
 from flashgen.core.errors import TuningError
 from flashgen.core.quoting import shown
@@ -16,7 +17,7 @@ from flashgen.core.workload import Workload
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.compile_pool import usable_cpus
 from flashgen.tuning.context import Options, lookahead
-from flashgen.tuning.from_calls import by_share
+from flashgen.tuning.from_calls import LEAST_S, by_share
 from flashgen.tuning.shards import Shard
 from flashgen.tuning.workloads import collect
 
@@ -103,6 +104,9 @@ class Request:
         if from_calls is not None:
             calls = read_calls(_path("from_calls", from_calls))
             found = by_share(calls, named or _device_at(index))
+        file = settings().db_layers[0] if database is None else _path("database", database)
+        if study is not None:
+            _refuse_database(text("study", study, TuningError), (file, *settings().db_layers))
         if study is not None and named is not None:
             raise TuningError(f"a study keeps what is measured, and for a target nothing is, got {shown(target)}")
         if not found and (options is None or options.reverify is None):
@@ -112,7 +116,7 @@ class Request:
             workloads=tuple(workload for workload in found if workload in own) if calls else part.of(found),
             target=named,
             index=index,
-            database=settings().db_layers[0] if database is None else _path("database", database),
+            database=file,
             server=None if store is None else text("store", store, TuningError),
             budget=instance("budget", budget, Budget, TuningError),
             options=options or Options(lookahead=lookahead(here)),
@@ -120,8 +124,8 @@ class Request:
             jobs_asked=asked,
             ray=None if ray is None else text("ray", ray, TuningError),
             calls=calls,
-            limit_s=limit_s,
-            study=None if study is None else text("study", study, TuningError),
+            limit_s=None if limit_s is None else _limit(limit_s),
+            study=study,
             shard=part,
         )
 
@@ -151,6 +155,21 @@ def _path(name: str, value: object) -> Path:
     if not isinstance(value, (str, Path)):
         raise TuningError(f"{name} is the path of a file, got {shown(value)}")
     return Path(value)
+
+
+def _refuse_database(study: str, files: Iterable[Path]) -> None:
+    """Refuse a file for two: one that is not there yet would be made by Optuna, and then be no database."""
+    place = study.partition(":///")[2].partition("?")[0] if "://" in study else study
+    if place and os.path.realpath(place) in {os.path.realpath(file) for file in files}:
+        raise TuningError(f"a study has a file of its own, and {shown(place)} is that of a tuning database")
+
+
+def _limit(seconds: float) -> float:
+    """Seconds for all workloads, within which a search can begin."""
+    found = real_number("a limit", seconds, TuningError)
+    if not found >= LEAST_S:  # NaN is not
+        raise TuningError(f"all workloads have at least {LEAST_S:g} s, with less no search begins, got {found:g}")
+    return found
 
 
 def _device_at(index: int) -> Device | None:

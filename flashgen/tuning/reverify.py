@@ -104,7 +104,9 @@ class Reverification(MeasuredWorkload):
         ]
         every = dict.fromkeys(successor(config, self._spec) for config in (record.config, *rivals))
         able = [config for config in every if invalid(config, self._spec, context.device) is None]
-        return tuple(able[: context.options.reverify])
+        # all variations at once: a race remembers its own rivals alone, so that of two parts neither would be met
+        most = max(context.options.reverify or 0, 1 + len(self._varied))
+        return tuple(able[:most])
 
     def _variations(self, record: TuningRecord) -> tuple[Config, ...]:
         """The variations of its config that it has not met in its last race."""

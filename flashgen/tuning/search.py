@@ -160,6 +160,14 @@ class Search:
         chosen = self._next_family()
         return chosen.propose() if chosen else None
 
+    def demand(self, config: Config, source: str) -> Proposal | None:
+        """A certain candidate, whatever the next one is; None where it is none, or was asked before."""
+        family = self._families.get(config.family)
+        if family is None or not family.has(config) or not family.is_unseen(config):
+            return None
+        family.add(config)
+        return Proposal(config=config, source=source)
+
     def tell(self, config: Config, outcome: Measurement | Failure) -> None:
         """Report what came out of an asked candidate.
 

@@ -137,6 +137,25 @@ def test_an_export_of_nothing_is_an_error(invoke: Invoke, tuned: Path, tmp_path:
     assert not (tmp_path / "x.sqlite3").exists()
 
 
+@pytest.mark.parametrize("option", [("--with-helpers",), ("--jobs", "2")])
+def test_what_is_about_a_bundle_needs_one(invoke: Invoke, tuned: Path, tmp_path: Path, option: tuple[str, ...]) -> None:
+    result = invoke("db", "export", tmp_path / "x.sqlite3", *option)
+    assert result.exit_code == 2
+    assert "--with-binaries" in result.stderr
+    assert not (tmp_path / "x.sqlite3").exists()
+
+
+def test_an_export_leaves_the_databases_that_serve_alone(invoke: Invoke, tuned: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.sqlite3"
+    link.symlink_to(tuned)
+    for path in (tuned, link):
+        result = invoke("db", "export", path, "--provenance", "predicted")
+        assert result.exit_code == 1
+        assert "an export is another file than the databases that serve" in result.stderr
+    with Store.open(tuned, read_only=True) as store:
+        assert (store.counts()["records"], store.counts()["trials"]) == (3, 2)
+
+
 def test_an_import_of_a_foreign_file_is_an_error_and_changes_nothing(
     invoke: Invoke, tuned: Path, tmp_path: Path
 ) -> None:

@@ -79,6 +79,28 @@ def test_a_merge_takes_the_faster_ones_and_overwrites_nothing(invoke: Invoke, si
     assert merged.read_bytes() == content
 
 
+def test_a_merge_that_cannot_be_written_races_nothing(
+    invoke: Invoke, sides: tuple[str, str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashgen.cli.db_compare._has_gpu", lambda: True)
+    monkeypatch.setattr("flashgen.tuning.runs.make_executor", lambda index: pytest.fail("a race began"))
+    first, second, merged = sides
+    result = invoke("db", "merge", first, second, "-o", str(merged.with_suffix(".db")))
+    assert result.exit_code == 1
+    assert "ends in .sqlite3" in result.stderr
+
+
+def test_a_layer_that_nobody_can_look_at_is_a_problem_of_that_file(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_ships: None
+) -> None:
+    monkeypatch.setenv("FLASHGEN_DB", str(tmp_path / f"{'a' * 300}.sqlite3"))
+    settings.cache_clear()
+    result = invoke("db", "verify", "--json")
+    assert result.exit_code == 1
+    (file,) = json.loads(result.stdout)["files"]
+    assert "place that can be used" in file["problem"]
+
+
 def test_without_a_gpu_times_of_other_versions_are_undecided(invoke: Invoke, sides: tuple[str, str, Path]) -> None:
     first, second, merged = sides
     Path(second).unlink()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import typer
@@ -16,6 +17,8 @@ from flashgen.cli import main
 from flashgen.cli.arguments import CommandLineError
 from flashgen.core.errors import DatabaseError, FlashgenError
 from tests.cli.conftest import ROOT, Invoke, own
+
+FULL = Path("/dev/full")
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -124,6 +127,26 @@ def test_a_pipe_that_closes_early_is_no_traceback() -> None:
     result = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert result.stdout == "[\n"
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no device that is always full here")
+@pytest.mark.parametrize("arguments", [("devices",), ("--version",)])
+def test_a_disk_that_is_full_is_an_error_in_one_line(arguments: tuple[str, ...]) -> None:
+    line = [sys.executable, "-m", "flashgen", *arguments]
+    with FULL.open("w") as stdout:
+        result = subprocess.run(
+            line, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: the system must do what it is asked to: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_output_that_is_closed_is_no_traceback() -> None:
+    line = f"{sys.executable} -m flashgen devices >&-"
+    result = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in result.stderr
+    assert result.returncode == 0
 
 
 def test_help_loads_nothing_that_only_commands_need() -> None:

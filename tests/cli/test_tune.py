@@ -141,6 +141,14 @@ def test_ctrl_c_gives_130_and_the_same_command_goes_on(invoke: Invoke, measure: 
         assert len(store.trials(Workload.parse(SHAPE), H200)) == 20
 
 
+def test_a_limit_that_ends_before_some_workloads_says_so(invoke: Invoke, measure: Measure) -> None:
+    measure(FakeExecutor(on_evaluate=lambda number: time.sleep(0.3)))
+    arguments = ("tune", "-s", SHAPE, "-s", "b1-h32-s1024-d64", "--limit-seconds", "5.2", "--budget", "2")
+    result = invoke(*arguments)
+    assert result.exit_code == 0
+    assert "The time ended before 1 of 2 workloads; the same command goes on with them." in result.stdout
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(invoke: Invoke) -> None:
     result = invoke("tune", "--model", "gpt2", "--target", "h200", "--budget", "20s", "--dry-run")
     assert result.exit_code == 0, result.output
@@ -217,6 +225,11 @@ def test_a_shard_without_workloads_has_nothing_to_do(invoke: Invoke, measure: Me
         (("--shape", SHAPE, "--top", "3"), "without --reverify a search decides"),
         (("--shape", SHAPE, "--vary", "block_n=64"), "a search varies all knobs"),
         (("--reverify", "--vary", "block_n"), "a variation is knob=value"),
+        (("--shape", SHAPE, "--finals-window", "60"), "less than 60 s"),
+        (("--shape", SHAPE, "--limit-seconds", "4"), "at least 5 s, with less no search begins, got 4"),
+        (("--shape", SHAPE, "--limit-seconds", "nan"), "at least 5 s"),
+        (("--shape", SHAPE, "--db", "one.db", "--study", "one.db"), "a study has a file of its own"),
+        (("--shape", SHAPE, "--db", "one.db", "--study", "sqlite:///./one.db"), "a study has a file of its own"),
         (("--reverify", "--dry-run"), "--reverify searches for nothing"),
         (("--reverify", "--target", "h100"), "no target"),
         (("--shape", SHAPE, "--deterministic"), "only a backward pass is asked for the same bits"),

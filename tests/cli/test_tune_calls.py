@@ -12,6 +12,7 @@ from flashgen.codegen.families import default_config
 from flashgen.core.calls import CallRecord, add_calls
 from flashgen.core.config import Config
 from flashgen.core.workload import Workload
+from flashgen.tuning import request as request_module
 from flashgen.tuning import tune as tune_module
 from flashgen.tuning.from_calls import by_share
 from tests.cli.conftest import Invoke
@@ -54,11 +55,12 @@ def test_the_longest_share_is_tuned_and_what_was_gained_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tune_module, "LEAST_S", 0.8)
+    monkeypatch.setattr(request_module, "LEAST_S", 0.8)
     measure(FakeExecutor())
     result = invoke("tune", "--from-calls", file, "--budget", "1s", "--finals-rounds", 1)
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
-    assert said.index(SHORT.key) < said.index("The budget ended before")
+    assert said.index(SHORT.key) < said.index("The time ended before")
     total = re.search(r"Attention of these calls: (\S+) ms before, (\S+) ms now, (\S+)x", said)
     assert total is not None
     assert float(total[1]) == pytest.approx(1000 * true_ms(SHORT, default_config(SHORT.specialization, H200)), rel=0.05)
@@ -68,6 +70,33 @@ def test_the_longest_share_is_tuned_and_what_was_gained_is_said(
     *_, finished, gains = [json.loads(line) for line in again.stdout.splitlines()]
     assert [one["status"] for one in finished["outcomes"]] == ["skipped"]
     assert (gains["event"], gains["workloads"]) == ("gains", [])
+
+
+def test_an_interrupted_run_blames_no_budget(
+    invoke: Invoke,
+    measure: Measure,  # noqa: F811
+    file: Path,
+) -> None:
+    def interrupt(number: int) -> None:
+        raise KeyboardInterrupt
+
+    measure(FakeExecutor(on_evaluate=interrupt))
+    result = invoke("tune", "--from-calls", file)
+    assert result.exit_code == 130
+    assert "Interrupted; the same command goes on" in result.stdout
+    assert "The time ended" not in result.stdout
+
+
+def test_a_plan_takes_no_longer_than_the_budget_for_all(invoke: Invoke, file: Path) -> None:
+    arguments = ("tune", "--from-calls", file, "--target", "h100", "--dry-run")
+    assert "3 workloads, budget 30 s each, about 2 min in all" in invoke(*arguments).stdout
+    assert "about 45 s in all" in invoke(*arguments, "--budget", "45s").stdout
+
+
+def test_a_budget_within_which_no_search_begins_is_refused(invoke: Invoke, file: Path) -> None:
+    result = invoke("tune", "--from-calls", file, "--budget", "4s")
+    assert result.exit_code == 2
+    assert "all workloads have at least 5 s" in result.stderr
 
 
 def test_a_file_of_calls_says_alone_what_is_tuned(invoke: Invoke, file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import sqlite3
@@ -95,6 +96,44 @@ def test_an_export_needs_a_name_of_its_kind(tmp_path: Path, name: str) -> None:
 def test_an_export_to_nowhere_is_refused() -> None:
     with pytest.raises(DatabaseError, match="place that can be written"):
         export_records(RECORDS, "/proc/nowhere/out.sqlite3")
+
+
+def test_an_export_takes_the_place_of_no_database_with_trials(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.sqlite3"
+    with Store.open(path) as store:
+        store.put_trial(TRIAL)
+    with pytest.raises(DatabaseError, match="has 1 trials"):
+        export_records(RECORDS, path)
+    with Store.open(path, read_only=True) as store:
+        assert store.trials(TRIAL.workload, TRIAL.device) == [TRIAL]
+
+
+def test_an_export_takes_the_place_of_no_file_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "places.sqlite3"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    content = path.read_bytes()
+    with pytest.raises(DatabaseError, match="made by something else"):
+        export_records(RECORDS, path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_export_is_not_read_with_the_journal_of_another_database(tmp_path: Path, is_there: bool) -> None:
+    """Pages of such a WAL would stand in for those of the export, which SQLite then calls malformed."""
+    path = tmp_path / "out.sqlite3"
+    with Store.open(path) as store:
+        store.put_record(MEASURED)
+        if not is_there:
+            path.unlink()
+        with pytest.raises(DatabaseError, match="no other database is in use"):
+            export_records([PREDICTED], path)
+        assert path.exists() == is_there
+
+
+def test_an_export_to_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseError, match="place that can be used"):
+        export_records(RECORDS, tmp_path / f"{'a' * 300}.sqlite3")
 
 
 def test_an_import_adds_replaces_and_keeps(tmp_path: Path) -> None:

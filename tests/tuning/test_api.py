@@ -116,6 +116,8 @@ def test_a_cluster_tells_where_things_happen(monkeypatch: pytest.MonkeyPatch, tm
         ({"workloads": [ODD], "device": -1}, "device must be at least 0"),
         ({"workloads": [ODD], "jobs": 0}, "jobs must be at least 1"),
         ({"workloads": [ODD], "database": 3}, "database is the path of a file"),
+        ({"workloads": [ODD], "limit_s": "long"}, "a limit must be a number"),
+        ({"workloads": [ODD], "limit_s": -1.0}, "at least 5 s"),
         ({"workloads": [ODD], "store": 3}, "store"),
         ({"workloads": [ODD], "study": "s.log", "target": "h100"}, "a study keeps what is measured"),
         ({"workloads": [ODD], "study": "sqlite:////nowhere/x.db"}, "a study needs a storage"),

@@ -18,7 +18,7 @@ from flashgen.measure.sequential import LEAST_ROUNDS
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.finals import LEAST_WINDOW_S, Finals
 from tests.tuning.fakes import H200, FakeExecutor, chance
-from tests.tuning.runs import CAUSAL, TWO_FAMILIES, chosen, run, willing
+from tests.tuning.runs import CAUSAL, TWO_FAMILIES, Killed, chosen, run, willing
 
 
 @pytest.mark.parametrize("seconds", [8.0, 20.0, 60.0])
@@ -44,6 +44,42 @@ def test_what_is_served_is_measured_however_short_the_budget_is(store: Store) ->
     assert [config for _, config in executor.evaluated] == [default, incumbent]
     assert incumbent in executor.races[-1].configs
     assert chosen(store).config == incumbent
+
+
+def test_what_is_served_is_measured_however_few_trials_there_are(store: Store) -> None:
+    run(store, budget=Budget(trials=60))
+    before = chosen(store)
+    executor = FakeExecutor()
+    run(store, executor=executor, retune=True, budget=Budget(trials=1))
+    default = default_config(CAUSAL.specialization, H200)
+    assert [config for _, config in executor.evaluated] == [default, before.config]
+    assert before.config in executor.races[-1].configs
+    assert chosen(store).config == before.config != default
+
+
+def test_what_serves_since_a_search_was_stopped_is_measured_by_the_next_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trials are all that the budget has, and the record of somebody else has come since."""
+
+    def killed(executor: FakeExecutor, job: RaceJob) -> RaceResult:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeExecutor, "race", killed)
+        with pytest.raises(Killed):
+            run(store, budget=Budget(trials=6))
+    tried = {trial.config for trial in store.trials(CAUSAL, H200)}
+    with Store.open(store.path.with_name("theirs.sqlite3")) as other:
+        run(other, budget=Budget(trials=40), seed=1)
+        theirs = chosen(other)
+    assert theirs.config not in tried
+    versions = dataclasses.replace(theirs.versions, triton="3.5.0")  # or nothing would be searched
+    store.put_record(dataclasses.replace(theirs, created="2026-01-01T00:00:00+00:00", versions=versions))
+    executor = FakeExecutor()
+    run(store, executor=executor, budget=Budget(trials=6))
+    assert [config for _, config in executor.evaluated] == [theirs.config]
+    assert theirs.config in executor.races[-1].configs
 
 
 def test_a_short_budget_leaves_time_to_search(store: Store) -> None:

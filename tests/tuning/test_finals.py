@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -10,8 +11,10 @@ import pytest
 from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Measurement
+from flashgen.measure.protocol import RaceJob
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.finals import Finals, choose, confidence, near_best, runners_up, with_guards
+from tests.tuning.runs import CAUSAL
 
 
 def config(**knobs: int) -> Config:
@@ -111,8 +114,22 @@ def test_what_was_timed_on_hard_data_is_judged_by_it() -> None:
 def test_expected_time_counts_every_window() -> None:
     finals = Finals(window_s=0.3, warm_s=0.1, rounds=4)
     assert finals.last_s(7) == pytest.approx(4 * (2 * 7 + 3) * 0.4)  # each config on two kinds of data
-    with pytest.raises(TuningError, match="windows"):
-        Finals(window_s=0)
+
+
+@pytest.mark.parametrize("name", ["window_s", "near_window_s", "warm_s", "near_warm_s", "limit_s"])
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_times_of_finals_are_finite(name: str, seconds: float) -> None:
+    with pytest.raises(TuningError, match="finals"):
+        Finals(**{name: seconds})  # type: ignore[arg-type]
+
+
+def test_windows_of_finals_are_such_as_an_executor_takes() -> None:
+    """Else a run of hours would end in an error at its first race."""
+    longest = Finals(window_s=59.0)
+    RaceJob(workload=CAUSAL, configs=(FAST,), window_s=longest.window_s)
+    for window_s in (0.0, 60.0):
+        with pytest.raises(TuningError, match="a window of finals lasts"):
+            Finals(window_s=window_s)
 
 
 def test_finals_of_few_configs_need_less_time() -> None:

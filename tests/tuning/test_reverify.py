@@ -150,3 +150,16 @@ def test_what_makes_no_sense_beside_it_is_refused() -> None:
     with pytest.raises(TuningError, match="no target"):
         Request.of(options=Options(reverify=3), target="h100", budget=Budget(trials=1))
     assert Request.of(options=Options(reverify=3), budget=Budget(trials=1)).workloads == ()
+
+
+def test_more_variations_than_are_asked_for_are_met_at_once(store: Store) -> None:
+    """Each run would meet another part, forget the last one, and add to the history for ever."""
+    run(store, **OPTIONS)
+    before = chosen(store).config
+    texts = ("num_stages=3", "num_warps=4", "heads_per_group=1", "block_n=128", "heavy_first=false")
+    vary = tuple(Variation.parse(text) for text in texts)
+    own = {id(each) for each in vary if each.of(before, CAUSAL.specialization, H200) is not None}
+    executor = newer(time_ms=lambda workload, config: 1.0 if config == before else 2.0)
+    first, second = (run(store, executor=executor, reverify=2, vary=vary, **OPTIONS).outcomes[0] for _ in range(2))
+    assert (first.status, second.status) == ("kept", "skipped")
+    assert len(executor.races[0].configs) == 1 + len(own) > 2
