@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flashgen.core.device import Device
+from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import DTYPE_BYTES, Workload
 
 CLOCK_MARGIN = 1.25
@@ -29,3 +32,26 @@ def least_ms(workload: Workload, device: Device) -> float:
     flops_per_ms = device.num_sms * row.mma_flops * row.boost_ghz * 1e6 * CLOCK_MARGIN / halves
     bytes_per_ms = row.bandwidth_gbs * 1e6 * CACHE_MARGIN
     return max(workload.flops / flops_per_ms, workload.bytes / bytes_per_ms, LEAST_KERNEL_MS)
+
+
+def why_unreachable(workload: Workload, device: Device, times_ms: Iterable[float]) -> str | None:
+    """The reason why one of these times is none that the workload can take on the device, or None."""
+    least, fastest = least_ms(workload, device), min(times_ms)
+    if fastest < least:
+        return f"{workload.key} takes at least {least:.3g} ms on {device.identity} (peak rates), got {fastest}"
+    return None
+
+
+def believed(workload: Workload, device: Device, outcome: Measurement | Failure) -> Measurement | Failure:
+    """What an executor says of a config, but a failure where a time is out of reach.
+
+    Timers fail, and such a time would win every comparison; no database takes it.
+    """
+    if isinstance(outcome, Failure):
+        return outcome
+    profiles = {profile.lengths: profile for profile in workload.profiles}
+    every = [(workload, (*outcome.times_ms, *outcome.hard_times_ms))]
+    every += [(profiles.get(name, workload), times) for name, times in outcome.profile_times_ms]
+    reasons = (why_unreachable(of, device, times) for of, times in every)
+    reason = next((reason for reason in reasons if reason is not None), None)
+    return outcome if reason is None else Failure(stage="verify", reason=reason)

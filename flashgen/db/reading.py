@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import DatabaseError
-from flashgen.core.peak import least_ms
+from flashgen.core.peak import why_unreachable
 from flashgen.core.record import (
     Baseline,
     Failure,
@@ -234,11 +234,9 @@ def refuse_impossible(workload: Workload, device: Device, outcome: Measurement |
 
 
 def _reachable(workload: Workload, device: Device, times: Iterable[float]) -> None:
-    least, fastest = least_ms(workload, device), min(times)
-    if fastest < least:
-        raise DatabaseError(
-            f"{workload.key} takes at least {least:.3g} ms on {device.identity} (peak rates), got {fastest}"
-        )
+    reason = why_unreachable(workload, device, times)
+    if reason is not None:
+        raise DatabaseError(reason)
 
 
 def config_of(row: RecordRow | TrialRow | FinalistRow, validate: Validate) -> Config:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from flashgen.codegen.families import family
 from flashgen.codegen.render import source_digest
 from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.history import RunnerUp
+from flashgen.core.peak import believed
 from flashgen.core.record import Baseline, Failure, Limits, Measurement, TuningRecord, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.writing import Incoming
@@ -64,7 +67,11 @@ class MeasuredWorkload:
         self._context.emit(
             FinalsStarted(workload=self._workload, stage=stage, configs=job.configs, expected_s=expected_s)
         )
-        return self._executor.race(job)
+        answer = self._executor.race(job)
+        return dataclasses.replace(answer, outcomes=tuple(map(self._believed, answer.outcomes)))
+
+    def _believed(self, outcome: Measurement | Failure) -> Measurement | Failure:
+        return believed(self._workload, self._context.device, outcome)
 
     def _record(self, winner: Config, measurement: Measurement, baselines: tuple[Baseline, ...]) -> TuningRecord:
         """The record of today."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from flashgen.codegen.render import source_digest
 from flashgen.core.config import Config
+from flashgen.core.peak import believed
 from flashgen.core.record import Failure, Limits, Measurement, TuningRecord, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.comparison import Pair
@@ -67,7 +68,10 @@ def race(executor: Executor, workload: Workload, configs: Sequence[Config]) -> R
         finals = Finals()
         job = replace(job, rounds=finals.rounds, rule=Rule(champion=0, limit_s=finals.limit_s))
     result = executor.race(job)
-    outcomes = dict(zip(job.configs, result.outcomes, strict=True))
+    outcomes = {
+        config: believed(workload, info.device, outcome)
+        for config, outcome in zip(job.configs, result.outcomes, strict=True)
+    }
     timed = {config: outcome for config, outcome in outcomes.items() if isinstance(outcome, Measurement)}
     return {
         config: outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from flashgen.codegen.families import default_config
 from flashgen.core.device import find_device
 from flashgen.core.errors import MeasureError, TuningError
-from flashgen.core.record import Measurement, TuningRecord, Versions, moment, timestamp
+from flashgen.core.record import Failure, Measurement, TuningRecord, Versions, moment, timestamp
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.measure.protocol import HostInfo
@@ -84,6 +85,30 @@ def test_finals_have_the_best_the_default_and_baselines(store: Store) -> None:
     assert len(last.configs) <= FINALS.last + 2
     fastest = min(true_ms(CAUSAL, config) for _, config in executor.evaluated)
     assert min(true_ms(CAUSAL, config) for config in last.configs) <= 1.01 * fastest
+
+
+def test_a_time_that_no_kernel_reaches_is_a_failure_of_its_config_and_ends_no_search(store: Store) -> None:
+    """A timer that fails once: such a time would win, and no database takes it."""
+    calls = itertools.count()
+    executor = FakeExecutor(time_ms=lambda *given: 1e-6 if next(calls) == 3 else true_ms(*given))
+    (outcome,) = run(store, executor=executor, budget=Budget(trials=8)).outcomes
+    assert outcome.status == "tuned"
+    failures = [trial.outcome for trial in store.trials(CAUSAL, H200) if isinstance(trial.outcome, Failure)]
+    (reason,) = (each.reason for each in failures if each.stage == "verify")
+    assert re.search(rf"{CAUSAL.key} takes at least 0\.\d+ ms on sm90.*, got .*e-0[67]", reason)
+
+
+def test_who_had_a_time_that_no_kernel_reaches_wins_no_race(store: Store) -> None:
+    executor = FakeExecutor()
+    executor.time_ms = lambda workload, config: (
+        1e-6 if executor.races and config == executor.races[-1].configs[-1] else true_ms(workload, config)
+    )
+    (outcome,) = run(store, executor=executor, budget=Budget(trials=8)).outcomes
+    assert outcome.status == "tuned"
+    record = chosen(store)
+    assert record.measurement is not None
+    assert record.measurement.median_ms > 0.5 * true_ms(CAUSAL, record.config)
+    assert all(record.config != race.configs[-1] for race in executor.races)
 
 
 def test_two_runs_agree(tmp_path: Path) -> None:
