@@ -13,6 +13,7 @@ from flashgen.codegen.families import applicable, family, fitted, over_pages, po
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import Device
+from flashgen.core.errors import UnsupportedError
 from flashgen.core.nearest import distance, pages_apart, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
@@ -41,8 +42,10 @@ class Candidates:
         """Enumerate them; of these families alone, where any are named.
 
         Raises:
-            UnsupportedError: no family applies; the message has every family's reason.
+            UnsupportedError: no family applies; the message has every family's reason. Or there is nothing to compute.
         """
+        if not workload.flops:
+            raise UnsupportedError(f"what is tuned has queries that see keys; {workload.key} has none")
         return _candidates(specialization(workload), device, families).fitted_to(workload, device)
 
     def fitted_to(self, workload: Workload, device: Device) -> Candidates:

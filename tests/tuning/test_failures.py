@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flashgen.core.config import Config
 from flashgen.core.record import Failure, Measurement
 from flashgen.core.workload import Workload
@@ -74,6 +76,17 @@ def test_a_workload_without_any_valid_candidate_does_not_stop_the_others(store: 
     assert "wrong answers" in finished.outcomes[0].reason
     assert "head_dim" in finished.outcomes[1].reason
     assert store.record(CAUSAL, H200) is None
+
+
+@pytest.mark.parametrize(
+    "key", ["b0-h8-s128-d64", "b1-h8-sq128-sk0-d64", "bwd-b1-h8-sq0-sk128-d64", "dec-b4-h8-sk0-d64"]
+)
+def test_a_workload_without_anything_to_compute_is_not_tuned(store: Store, key: str) -> None:
+    executor = FakeExecutor()
+    (outcome,) = run(store, Workload.parse(key), executor=executor).outcomes
+    assert outcome.status == "unsupported"
+    assert outcome.reason == f"what is tuned has queries that see keys; {outcome.workload.key} has none"
+    assert not executor.evaluated
 
 
 def test_what_fails_in_the_finals_is_replaced_and_remembered(store: Store) -> None:
