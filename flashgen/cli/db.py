@@ -170,7 +170,7 @@ def export(
 def _refuse_own(path: Path) -> None:
     """An export of some records in place of the file they are from would forget all others, and its history."""
     for own in settings().db_layers:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             if path.samefile(own):
                 raise DatabaseError(f"an export is another file than the databases that serve, got {path}")
 

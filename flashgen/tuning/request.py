@@ -160,7 +160,9 @@ def _path(name: str, value: object) -> Path:
 def _refuse_database(study: str, files: Iterable[Path]) -> None:
     """Refuse a file for two: one that is not there yet would be made by Optuna, and then be no database."""
     place = study.partition(":///")[2].partition("?")[0] if "://" in study else study
-    if place and os.path.realpath(place) in {os.path.realpath(file) for file in files}:
+    if not place or "\0" in place:  # no file has such a name: what opens it says so
+        return
+    if os.path.realpath(place) in {os.path.realpath(file) for file in files if "\0" not in str(file)}:
         raise TuningError(f"a study has a file of its own, and {shown(place)} is that of a tuning database")
 
 
