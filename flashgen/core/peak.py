@@ -34,8 +34,18 @@ def least_ms(workload: Workload, device: Device) -> float:
     return max(workload.flops / flops_per_ms, workload.bytes / bytes_per_ms, LEAST_KERNEL_MS)
 
 
-def why_unreachable(workload: Workload, device: Device, times_ms: Iterable[float]) -> str | None:
-    """The reason why one of these times is none that the workload can take on the device, or None."""
+def why_unreachable(workload: Workload, device: Device, outcome: Measurement | float) -> str | None:
+    """The reason why a time of an outcome, in ms, is none that the workload can take on the device, or None."""
+    if not isinstance(outcome, Measurement):
+        return _why_below(workload, device, (outcome,))
+    profiles = {profile.lengths: profile for profile in workload.profiles}
+    every = [(workload, (*outcome.times_ms, *outcome.hard_times_ms))]
+    every += [(profiles.get(name, workload), times) for name, times in outcome.profile_times_ms]
+    reasons = (_why_below(of, device, times) for of, times in every)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_below(workload: Workload, device: Device, times_ms: Iterable[float]) -> str | None:
     least, fastest = least_ms(workload, device), min(times_ms)
     if fastest < least:
         return f"{workload.key} takes at least {least:.3g} ms on {device.identity} (peak rates), got {fastest}"
@@ -47,11 +57,5 @@ def believed(workload: Workload, device: Device, outcome: Measurement | Failure)
 
     Timers fail, and such a time would win every comparison; no database takes it.
     """
-    if isinstance(outcome, Failure):
-        return outcome
-    profiles = {profile.lengths: profile for profile in workload.profiles}
-    every = [(workload, (*outcome.times_ms, *outcome.hard_times_ms))]
-    every += [(profiles.get(name, workload), times) for name, times in outcome.profile_times_ms]
-    reasons = (why_unreachable(of, device, times) for of, times in every)
-    reason = next((reason for reason in reasons if reason is not None), None)
+    reason = None if isinstance(outcome, Failure) else why_unreachable(workload, device, outcome)
     return outcome if reason is None else Failure(stage="verify", reason=reason)

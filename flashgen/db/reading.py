@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -223,18 +223,12 @@ def refuse_impossible(workload: Workload, device: Device, outcome: Measurement |
     """
     if outcome is None or isinstance(outcome, Failure):
         return
-    times = (*outcome.times_ms, *outcome.hard_times_ms) if isinstance(outcome, Measurement) else (outcome,)
-    _reachable(workload, device, times)
     if isinstance(outcome, Measurement):
-        others = {profile.lengths: profile for profile in workload.profiles[1:]}
-        for name, times_ms in outcome.profile_times_ms:
+        others = [profile.lengths for profile in workload.profiles[1:]]
+        for name, _ in outcome.profile_times_ms:
             if name not in others:
-                raise DatabaseError(f"{workload.key} is measured on the profiles {list(others)}, got {_quoted(name)}")
-            _reachable(others[name], device, times_ms)
-
-
-def _reachable(workload: Workload, device: Device, times: Iterable[float]) -> None:
-    reason = why_unreachable(workload, device, times)
+                raise DatabaseError(f"{workload.key} is measured on the profiles {others}, got {_quoted(name)}")
+    reason = why_unreachable(workload, device, outcome)
     if reason is not None:
         raise DatabaseError(reason)
 
