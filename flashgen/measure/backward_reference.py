@@ -29,6 +29,7 @@ from flashgen.measure.reference import (
     as_it_is,
     default_block_bytes,
     exact,
+    lengths_of,
     scores_of,
     seen,
     softmax_of,
@@ -108,7 +109,7 @@ def exact_gradients(
         noisy, dp_size = weights, dp.abs().add_(size4[u, :, r])
         if score_size is not None:
             noisy = weights * (score_size / usual_score).clamp_min_(1.0)
-            dp_size.add_(_lengths_of(douts, vs), alpha=1 / usual_score)
+            dp_size.add_(lengths_of(douts, vs), alpha=1 / usual_score)
         parts = _square_noise(dp_size.mul_(noisy), weights, least)
         ds = dp.add_(delta4[u, :, r]).mul_(weights)
         sums.add_bias(at, block, ds)
@@ -229,15 +230,10 @@ def _exact_weights(
         slope = slope if slope is None else slope.masked_fill_(hidden, 0.0)  # keys that nobody sees may be NaN
     lse = lse.masked_fill(lse == float("-inf"), 0.0)  # -inf - -inf would be NaN
     if size is not None:
-        products = _lengths_of(q, k).mul_(abs(rule.softmax_scale))
+        products = lengths_of(q, k).mul_(abs(rule.softmax_scale))
         products = products if slope is None else products.mul_(slope)
         size = torch.maximum(torch.maximum(size, products), lse.abs())
     return scores.sub_(lse).exp_(), slope, size
-
-
-def _lengths_of(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Products of the lengths of vectors, in the shape of their own products: fp32 sums are as exact as that says."""
-    return scores_of(queries.norm(dim=-1, keepdim=True), keys.norm(dim=-1, keepdim=True))
 
 
 def _softmax_backward(dp: torch.Tensor, weights: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:

@@ -41,7 +41,8 @@ class Answer:
             no key and has no sink.
         score_size: the magnitude of each score's parts (`ScoreRule.modify`), averaged over the keys of a row with the
             softmax's own weights, in the shape of `lse`: to first order, relative errors of eps in every part of every
-            score move the LSE by at most eps times this.
+            score move the LSE by at most eps times this. A product of q and k counts as at least |q| |k| head_dim^-1/2,
+            the usual size of its sum on the way: what cancels at its end is rounded before.
     """
 
     out: torch.Tensor
@@ -140,8 +141,9 @@ _Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ScoreRule, Block], A
 def _exact(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule, block: Block, *, dtype: torch.dtype
 ) -> Answer:
-    scores = scores_of(q.to(dtype) * rule.softmax_scale, k.to(dtype))
-    magnitude = scores.abs()
+    q, k = q.to(dtype) * rule.softmax_scale, k.to(dtype)
+    scores = scores_of(q, k)
+    magnitude = torch.maximum(scores.abs(), lengths_of(q, k).mul_(q.shape[-1] ** -0.5))
     scores = rule.modify(scores, block, magnitude)
     hidden, sink = rule.hidden(block), rule.sink(block, dtype)
     if hidden is not None:
@@ -182,6 +184,11 @@ def scores_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Products of (units, group, rows, d) and (units, keys, d): (units, group, rows, keys)."""
     units, group, rows, width = q.shape
     return torch.bmm(q.reshape(units, group * rows, width), k.mT).view(units, group, rows, k.shape[1])
+
+
+def lengths_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Products of the lengths of queries and keys, in the shape of `scores_of`: no product of theirs is larger."""
+    return scores_of(q.norm(dim=-1, keepdim=True), k.norm(dim=-1, keepdim=True))
 
 
 def _values(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ float64 oracle and `eager` standard attention in the same dtype:
 4. `|lse - oracle| <= LSE_ATOL + LSE_RTOL size`: an LSE comes from fp32 sums whatever the dtype, exact to some 1e-6,
    and one key that is left out of 10000 moves it by 1e-4. It sees what the rounding of a 16-bit output hides.
    The size is that of the numbers that fp32 rounds on the way: the LSE itself, or the parts of a score (scale * q.k,
-   the cap, the ALiBi term, the bias) where they are larger and cancel. The derivative of the LSE by a score is that
+   the cap, the ALiBi term, the bias) where they are larger and cancel; a q.k counts as its sum on the way, which tensor
+   cores round at every 16 of its products, toward zero. The derivative of the LSE by a score is that
    score's weight, so the parts count with their weights: `Answer.score_size`. Keys without weight allow nothing.
    TF32 products are exact to 10 bits only: there twice the largest LSE error of eager attention is allowed besides.
 
