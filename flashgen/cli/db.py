@@ -94,7 +94,8 @@ def export(
     target: Annotated[
         str,
         typer.Argument(
-            help="The file to write, whose name ends in .sqlite3; a folder with --format t4; a storage with optuna.",
+            help="The file to write, whose name ends in .sqlite3; a folder with --format t4 or tables; a storage with "
+            "optuna.",
             metavar="PATH",
         ),
     ],
@@ -103,7 +104,7 @@ def export(
         typer.Option(
             "--format",
             help="sqlite: records. t4: trials as Kernel Tuner and the benchmark hub read them. optuna: trials as "
-            "studies that optuna-dashboard opens.",
+            "studies that optuna-dashboard opens. tables: searches as flashgen db learn reads them, a file each.",
             metavar="FORMAT",
             autocompletion=completion.formats,
         ),
@@ -143,7 +144,7 @@ def export(
         db_formats.export_trials(format_, target, device=named, everything=everything, run=run)
         return
     if run is not None:
-        raise CommandLineError(f"--run is about trials (--format t4 or optuna), got {run!r}")
+        raise CommandLineError(f"--run is about trials (--format t4, optuna or tables), got {run!r}")
     if (with_helpers or jobs) and not with_binaries:
         raise CommandLineError("--with-helpers and --jobs are about the bundle that --with-binaries compiles")
     path = Path(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,11 @@ from flashgen.core.names import meant
 if TYPE_CHECKING:
     from flashgen.core.search_log import SearchLog
 
-SQLITE, T4, OPTUNA = "sqlite", "t4", "optuna"
-FORMATS = (SQLITE, T4, OPTUNA)
+SQLITE, T4, OPTUNA, TABLES = "sqlite", "t4", "optuna", "tables"
+MAX_RUN = 40
+"""Characters of a run's id in the name of a file; flashgen's own have fewer."""
+
+FORMATS = (SQLITE, T4, OPTUNA, TABLES)
 
 
 def check_format(name: str, others: Mapping[str, object]) -> None:
@@ -59,4 +63,23 @@ def _write_studies(logs: list[SearchLog], target: str) -> None:
     output.say(f"{new} of {count} trials written to {target}; the others were there")
 
 
-_WRITERS: dict[str, Callable[[list[SearchLog], str], None]] = {T4: _write_t4, OPTUNA: _write_studies}
+def _write_tables(logs: list[SearchLog], target: str) -> None:
+    """A file for each search of which it is known how it was asked for, in a folder for each device."""
+    from flashgen.db.log_files import SUFFIX, write_log
+
+    written = 0
+    for log in logs:
+        if log.search is not None:
+            run = re.sub(r"[^\w-]", "_", log.search.run)[:MAX_RUN]  # of a file from somebody else it may be anything
+            name = f"{log.search.workload.key}-{run}{SUFFIX}"
+            write_log(log, Path(target) / log.search.device.folder / name)
+            written += 1
+    left = f"; {len(logs) - written} searches are without their settings and left out" if written < len(logs) else ""
+    output.say(f"{written} searches written to {target}{left}")
+
+
+_WRITERS: dict[str, Callable[[list[SearchLog], str], None]] = {
+    T4: _write_t4,
+    OPTUNA: _write_studies,
+    TABLES: _write_tables,
+}

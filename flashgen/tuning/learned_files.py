@@ -37,21 +37,19 @@ class Learned:
     commit: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """As a file has it."""
+        """As a file has it: the tables one by one, and how many searches there were, which had no plan of a table."""
+        searches = [log for _, log in self.tables if log.search is None or not dict(log.search.settings).get("kind")]
         return {
             "device": {"name": self.device.name, "identity": self.device.identity, "arch": self.device.arch},
             "learned_from": {
                 "commit": self.commit,
                 "records": self.records,
                 "tables": [
-                    {
-                        "file": name,
-                        "workload": log.search.workload.key if log.search else "",
-                        "kind": dict(log.search.settings).get("kind", "") if log.search else "",
-                        "configs": len(log.trials),
-                    }
+                    {"file": name, "workload": run.workload.key, "kind": kind, "configs": len(log.trials)}
                     for name, log in self.tables
+                    if (run := log.search) and (kind := dict(run.settings).get("kind"))
                 ],
+                "searches": {"count": len(searches), "trials": sum(len(log.trials) for log in searches)},
             },
         }
 

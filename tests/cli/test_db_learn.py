@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.search_synthetic import synthetic
 from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
-from flashgen.db.log_files import write_log
+from flashgen.db.log_files import read_log, write_log
 from flashgen.db.store import Store
 from flashgen.runtime.lookup.rules import read_rules
 from flashgen.tuning.seed_lists import read_lists
@@ -65,6 +65,34 @@ def test_files_are_written_that_searches_and_look_ups_read(invoke: Invoke, nothi
     assert invoke("db", "learn", table(tmp_path), "-o", again, "--device", "h100", "--commit", "abc").exit_code == 0
     for path in out.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes()
+
+
+def test_searches_of_a_database_are_learned_from_once_exported(
+    invoke: Invoke, nothing_ships: None, tmp_path: Path
+) -> None:
+    records(7)
+    log = synthetic(WORKLOAD, H100, families=("hopper_forward",), most=20)
+    assert log.search is not None
+    search = replace(log.search, run="../../a run", settings=())
+    unknown = replace(log.trials[0], run="", workload=WORKLOAD.with_shape(batch=2))
+    with Store.open(settings().db_layers[0]) as store:
+        store.put_search(search)
+        for trial in log.trials:
+            store.put_trial(replace(trial, run=search.run))
+        store.put_trial(unknown)
+    done = invoke("db", "export", tmp_path / "tables", "--format", "tables")
+    assert done.exit_code == 0, done.output
+    assert "1 searches written" in done.stdout
+    assert "1 searches are without their settings" in done.stdout
+    (path,) = (tmp_path / "tables" / H100.folder).iterdir()
+    assert path.name == f"{WORKLOAD.key}-______a_run.jsonl.gz"
+    assert len(read_log(path).trials) == 20
+    out = tmp_path / "learned"
+    assert invoke("db", "learn", path, "-o", out, "--device", "h100").exit_code == 0
+    origin = json.loads((out / "fallback.json").read_text())["learned_from"]
+    assert (origin["tables"], origin["searches"]) == ([], {"count": 1, "trials": 20})
+    with (out / "seed_configs.csv").open() as file:
+        assert sum(int(row["timed_configs"]) for row in csv.DictReader(file)) == 20
 
 
 def test_figures_are_printed_for_machines(invoke: Invoke, nothing_ships: None) -> None:
