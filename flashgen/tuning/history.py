@@ -64,6 +64,20 @@ def incumbent(context: Context, workload: Workload) -> TuningRecord | None:
     return next((record for record in known if record.provenance == "measured"), None)
 
 
+def served_today(context: Context, workload: Workload) -> TuningRecord | None:
+    """The record that look-ups take for the workload: the incumbent, else another GPU's of the same architecture.
+
+    A search may not do worse than no search, so both have to meet its best in a race. The second one is no incumbent:
+    who wins on its device says less than a race here, be it a short one.
+    """
+    own = incumbent(context, workload)
+    if own is not None or context.options.from_nothing:
+        return own
+    records = context.neighbours(workload.specialization.workload_class)
+    same = (record for record in records if record.workload == workload and record.device.arch == context.device.arch)
+    return next((record for record in same if record.provenance == "measured"), None)
+
+
 def unfinished_trials(context: Context, workload: Workload) -> list[Trial]:
     """The trials since the last measured record, oldest first: those of searches that did not come to their end.
 

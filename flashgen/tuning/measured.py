@@ -23,7 +23,7 @@ from flashgen.tuning.context import Context
 from flashgen.tuning.events import TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.expected import Outlook
 from flashgen.tuning.finals import Finals, choose, confidence, near_best, runners_up, with_guards
-from flashgen.tuning.history import unfinished_trials
+from flashgen.tuning.history import served_today, unfinished_trials
 from flashgen.tuning.learned_cost import WorkloadCost
 from flashgen.tuning.measured_workload import MeasuredWorkload
 from flashgen.tuning.notes import Evaluated, SearchNotes, not_measured
@@ -56,6 +56,8 @@ class MeasuredSearch(MeasuredWorkload):
 
     def __init__(self, context: Context, executor: Executor, workload: Workload) -> None:
         super().__init__(context, executor, workload)
+        served = served_today(context, workload)
+        self._served = None if served is None else successor(served.config, self._spec)
         self._ready: float | None = None  # when the first candidate had been measured
         self._candidates = Candidates.of(workload, context.device, context.options.families)
         self._tally = Tally(has_profiles=bool(workload.has_profiles))
@@ -101,7 +103,7 @@ class MeasuredSearch(MeasuredWorkload):
             return self._ended("failed", None, self._tally.why_failed())
         record, rivals = decided
         self._store(record, rivals, "search")
-        kept = self._incumbent is not None and record.config == self._incumbent.config
+        kept = self._incumbent is not None and record.config == self._served
         reason = "the incumbent was not beaten by more than the noise" if kept else ""
         return self._ended("kept" if kept else "tuned", record, reason)
 
@@ -114,7 +116,7 @@ class MeasuredSearch(MeasuredWorkload):
         )
 
     def _new_search(self) -> Search:
-        options, device, served = self._context.options, self._context.device, self._incumbent
+        options, device, served = self._context.options, self._context.device, self._served
         families = {space.family for space in self._candidates.spaces}
         known = [
             record
@@ -128,7 +130,7 @@ class MeasuredSearch(MeasuredWorkload):
             device,
             options,
             known=known,
-            incumbent=served.config if served else None,
+            incumbent=served,
         )
         for trial in self._resumed:
             self._tally.count(trial.config, trial.outcome)
@@ -179,18 +181,17 @@ class MeasuredSearch(MeasuredWorkload):
 
     def _served_untried(self, waiting: Iterable[Proposal]) -> Proposal | None:
         """The incumbent where the search has ended before it: of one trial, or resumed from before there was one."""
-        if self._incumbent is None:
+        if self._served is None:
             return None
-        config = successor(self._incumbent.config, self._spec)
-        asked = next((each for each in waiting if each.config == config), None)
-        found = self._search.demand(config, "incumbent") if asked is None else None
+        asked = next((each for each in waiting if each.config == self._served), None)
+        found = self._search.demand(self._served, "incumbent") if asked is None else None
         if found is not None:
-            self._context.compiler.submit(self._spec, config)
+            self._context.compiler.submit(self._spec, self._served)
         return asked or found
 
     def _is_served(self, proposal: Proposal) -> bool:
         """Whether it is the incumbent, which no budget is too short for: else a config would take its place unraced."""
-        return self._incumbent is not None and proposal.config == self._incumbent.config
+        return proposal.config == self._served
 
     def _is_enough(self) -> bool:
         """Whether so little is expected of going on that the run is told to stop."""
@@ -269,7 +270,7 @@ class MeasuredSearch(MeasuredWorkload):
     def _decide(self) -> tuple[TuningRecord, tuple[RunnerUp, ...]] | None:
         """Both races of the finals: the winner's record, and whom it met in the last one; None without a candidate."""
         finals = self._finals()
-        served = self._incumbent.config if self._incumbent else None
+        champion = self._served if self._incumbent else None
         near = self._near_best()[: finals.near_most]
         if len(near) > finals.last:
             job = RaceJob(
@@ -286,12 +287,12 @@ class MeasuredSearch(MeasuredWorkload):
         last = with_guards(near[: finals.last], *self._guards())
         if not last:
             return None
-        champion = last.index(served) if served in last else None
-        job = self._last_race(last, finals, champion, self._last_limit_s(finals, len(last)))
+        place = last.index(champion) if champion in last else None
+        job = self._last_race(last, finals, place, self._last_limit_s(finals, len(last)))
         results, baselines = self._race(job, "last", finals.last_s(len(last), self._kinds))
         if not results:
             return self._decide()  # all of them failed just now: the next best ones have their turn
-        winner = choose(results, default=default, incumbent=served)
+        winner = choose(results, default=default, incumbent=champion)
         return self._record(winner, self._judged(winner, results), baselines), runners_up(results, winner)
 
     def _near_best(self) -> tuple[Config, ...]:
@@ -299,8 +300,8 @@ class MeasuredSearch(MeasuredWorkload):
         return near_best(self._tally.measured, share=finals.near_share, most=finals.near_most)
 
     def _guards(self) -> tuple[Config, ...]:
-        """The default and the incumbent, unless the search found them so far behind that no noise can explain it."""
-        usual = (self._candidates.default, *([self._incumbent.config] if self._incumbent else []))
+        """The default and what serves today, unless the search found them behind by more than noise can be."""
+        usual = (self._candidates.default, *([self._served] if self._served else []))
         return self._tally.within(usual, self._context.options.finals.guard_share)
 
     def _last_limit_s(self, finals: Finals, configs: int) -> float:

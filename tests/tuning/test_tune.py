@@ -26,7 +26,7 @@ from flashgen.tuning.plan import plan
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import grouped, tune
 from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor, true_ms
-from tests.tuning.runs import CAUSAL, FINALS, LONGER, PLAIN, chosen, run
+from tests.tuning.runs import CAUSAL, FINALS, LONGER, PLAIN, chosen, run, willing
 
 
 def test_a_run_stores_a_measured_record_with_everything(store: Store) -> None:
@@ -143,6 +143,39 @@ def test_an_incumbent_stays_within_the_noise(store: Store) -> None:
         assert true_ms(CAUSAL, now) < 1.01 * true_ms(CAUSAL, incumbent)
         assert outcome.status == ("kept" if now == incumbent else "tuned")
         incumbent = now
+
+
+def test_what_another_gpu_of_the_architecture_serves_is_raced(store: Store) -> None:
+    """Without a search its record would serve, however small a budget is; it is no incumbent that others must beat."""
+    default = default_config(CAUSAL.specialization, H200)
+    theirs = default.replace(heads_per_group=16)
+    times = Measurement(times_ms=(1.0,))
+    record = TuningRecord(
+        workload=CAUSAL, device=find_device("h100"), config=theirs, provenance="measured", measurement=times
+    )
+    for number, (other, from_nothing, gain, is_raced) in enumerate(
+        (
+            ("h100", False, 0.9, True),
+            ("h100", False, 1.0, True),
+            ("h100", True, 0.9, False),
+            ("rtx4090", False, 0.9, False),
+        )
+    ):
+        executor = FakeExecutor(time_ms=lambda _, config, gain=gain: gain if config == theirs else 1.0)  # type: ignore[misc]
+        with Store.open(store.path.with_name(f"{number}.sqlite3")) as fresh:
+            fresh.put_record(dataclasses.replace(record, device=find_device(other)))
+            (outcome,) = run(
+                fresh,
+                executor=executor,
+                compiler=willing(),
+                budget=Budget(trials=1),
+                families=("hopper_forward",),
+                from_nothing=from_nothing,
+                neighbours=0,
+            ).outcomes
+            assert (theirs in executor.races[-1].configs) == is_raced
+            assert (chosen(fresh).config == theirs) == (is_raced and gain < 1)
+            assert outcome.status == "tuned"
 
 
 def test_workloads_of_a_specialization_share_compiles_and_winners(store: Store) -> None:
