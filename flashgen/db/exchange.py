@@ -91,13 +91,14 @@ def export_records(
         # in a folder of the user's only what an export of ours has left is cleared away
         remove_abandoned(path.parent, lambda name: name.startswith(SCRATCH_PREFIX) and name.endswith(DRAFT_SUFFIX))
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=SCRATCH_PREFIX, suffix=DRAFT_SUFFIX) as scratch:
-            draft, packed = Path(scratch) / "draft.sqlite3", Path(scratch) / "packed.sqlite3"
+            draft, packed, table = (Path(scratch) / name for name in ("draft.sqlite3", "packed.sqlite3", "table.csv"))
             with Store.open(draft) as store:
                 store.put_records(ordered, Incoming(origins=origins or {}))
                 store.put_replaced(replaced)
             files.pack(draft, packed)
+            to_csv(ordered, table)
             packed.replace(path)
-        to_csv(ordered, path.with_suffix(".csv"))
+            table.replace(path.with_suffix(".csv"))
     except OSError as error:
         raise DatabaseError(f"an export needs a place that can be written, got {path}: {error}") from error
     return len(ordered)

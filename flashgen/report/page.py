@@ -7,12 +7,14 @@ terminal or reverse a line are shown as escapes, and the page's own policy forbi
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen._version import __version__
 from flashgen.core.errors import DatabaseError
+from flashgen.core.folders import DRAFT_SUFFIX
 from flashgen.core.quoting import printable, shown
 from flashgen.core.record import timestamp
 from flashgen.report.contents import Contents
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = (".html", ".htm")
+SCRATCH_PREFIX = ".flashgen-report-"
 
 
 def write(contents: Contents, path: Path, *, created: str | None = None) -> None:
@@ -37,7 +40,10 @@ def write(contents: Contents, path: Path, *, created: str | None = None) -> None
     text = html(contents, created=created)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=SCRATCH_PREFIX, suffix=DRAFT_SUFFIX) as scratch:
+            draft = Path(scratch) / path.name  # a reader sees the old page or the new one, and its rights are usual
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
     except (OSError, ValueError) as error:  # a path with a null is a ValueError
         raise DatabaseError(f"a report needs a place that can be written, got {path}: {error}") from error
 

@@ -96,6 +96,11 @@ def test_softcap_factors_follow_the_cap_and_the_scale(both: Callable[..., Launch
         capped = cap * math.tanh((scale or 64**-0.5) * x / cap) * LOG2E
         mine = values["softcap_scale_log2"] * (0.5 - 1 / (2 ** (x * values["softcap_rate"]) + 1))
         assert mine == pytest.approx(capped, rel=1e-6)
+    for cap, scale in ((1e-40, None), (5e-324, 2.0**126), (2.0**125, 2.0**-149)):
+        values = launch(*given, None, scale, None, Features(softcap=cap))
+        rate, doubled = (torch.tensor(values[name]) for name in ("softcap_rate", "softcap_scale_log2"))
+        assert torch.isfinite(rate)
+        assert torch.isfinite(doubled)
     with pytest.raises(LaunchError, match=r"softcap is launched with one above 0, got 0\.0"):
         launch(*given)
 

@@ -227,3 +227,22 @@ def test_the_command_writes_a_page(invoke: Invoke, database: Path, tmp_path: Pat
         page.write(read([database]), tmp_path / "a\0b.html")
     assert invoke("report", tmp_path / "none.sqlite3", "-o", target).exit_code == 1
     assert invoke("report", database, "--device", "nothing", "-o", target).exit_code == 2
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "page.html"
+    page.write(read([database]), path, created=MOMENT)
+    old = path.read_bytes()
+
+    def full(self: Path, text: str, encoding: str) -> None:
+        with self.open("w", encoding=encoding) as file:
+            file.write(text[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(DatabaseError, match="No space left"):
+        page.write(read([database]), path)
+    assert path.read_bytes() == old
+    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]

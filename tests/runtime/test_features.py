@@ -182,6 +182,7 @@ def test_slopes_and_sinks_with_gaps_are_packed(gpu: FakeGpu) -> None:
         ({"window": (True, 1)}, r"got \(True, 1\)"),
         ({"window": 128}, r"window is \(left, right\), got 128"),
         ({"window": (1, 2, 3)}, r"got \(1, 2, 3\)"),
+        ({"softcap": 2.0**126}, r"softcap is below 2 \*\* 126, .* got 8\.5"),
         ({"softcap": -1.0}, r"softcap is finite and at least 0 \(off\), got -1\.0"),
         ({"softcap": math.inf}, "got inf"),
         ({"softcap": math.nan}, "got nan"),

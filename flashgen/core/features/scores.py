@@ -24,22 +24,27 @@ from flashgen.core.features.declaration import (
 from flashgen.core.features.dtypes import FLOATS, dtype_name
 from flashgen.core.features.values import Features
 
-INFINITY = math.inf
+SOFTCAP_END, LARGEST_RATE = 2.0**126, 2.0**127
+"""What a softcap is below, and the most that scores are multiplied with before tanh, which is 1 there: in float32,
+which kernels have both in, twice their log2(e) is finite."""
+
 LOG2E = math.log2(math.e)
 
 
 def _checked_softcap(softcap: float) -> float:
-    if type(softcap) is float and 0.0 <= softcap < INFINITY:
+    if type(softcap) is float and 0.0 <= softcap < SOFTCAP_END:
         return softcap
-    if not 0 <= real_number("softcap", softcap) < INFINITY:
+    if not 0 <= real_number("softcap", softcap) < math.inf:
         raise WorkloadError(f"softcap is finite and at least 0 (off), got {softcap}")
+    if softcap >= SOFTCAP_END:
+        raise WorkloadError(f"softcap is below 2 ** 126, as kernels have it in float32, got {softcap}")
     return float(softcap)
 
 
 def _softcap_factors(features: Features, scale: float, sizes: Mapping[str, int], causal: bool) -> tuple[float, float]:
     if not features.softcap:
         raise LaunchError(f"a kernel with a softcap is launched with one above 0, got {features.softcap}")
-    return 2 * LOG2E * scale / features.softcap, 2 * LOG2E * features.softcap
+    return min(2 * LOG2E * scale / features.softcap, LARGEST_RATE), 2 * LOG2E * features.softcap
 
 
 def _check_slopes(features: Features, facts: CallFacts) -> dict[str, Any]:
