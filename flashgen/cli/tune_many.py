@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from flashgen.cli import output
 
 if TYPE_CHECKING:
     from flashgen.cli.tune import Shown
-    from flashgen.tuning.events import RunFinished
+    from flashgen.tuning.events import Event, RunFinished
 
 
 def run_on_cluster(run: Shown, address: str) -> tuple[RunFinished, ...]:
@@ -21,16 +21,25 @@ def run_on_cluster(run: Shown, address: str) -> tuple[RunFinished, ...]:
     """
     from flashgen.cli.display_many import make_display
     from flashgen.tuning import runs
+    from flashgen.tuning.events import RunStarted
 
+    totals: dict[str, int] = {}
     with make_display(as_json=run.as_json) as show:
-        finished = runs.run_on_cluster(run.request, address, show)
+
+        def on_event(station: str, event: Event) -> None:
+            if isinstance(event, RunStarted):
+                totals[event.device.identity] = len(event.workloads)
+            show(station, event)
+
+        finished = runs.run_on_cluster(run.request, address, on_event)
     if not run.as_json:
-        _report(run, finished)
+        _report(run, finished, totals)
     return finished
 
 
-def _report(run: Shown, finished: Iterable[RunFinished]) -> None:
+def _report(run: Shown, finished: Iterable[RunFinished], totals: Mapping[str, int]) -> None:
     from flashgen.cli.display import print_report
+    from flashgen.cli.tune_calls import print_left
     from flashgen.cli.tune_served import print_served
     from flashgen.tuning.runs import databases
 
@@ -38,5 +47,6 @@ def _report(run: Shown, finished: Iterable[RunFinished]) -> None:
     for each in finished:
         path = paths[each.device.identity]
         print_report(each, each.device, str(path))
+        print_left(each, totals[each.device.identity])
         print_served(each, each.device, run.target, path)
         output.say("")

@@ -64,7 +64,7 @@ def tune_on_stations(
         on_event: is told everything as it happens, in the calling thread.
         clock: seconds that only grow.
         limit_s: seconds for all workloads: the last ones have what is left, no search begins once less than
-            `from_calls.LEAST_S` are, and such a run counts as interrupted.
+            `from_calls.LEAST_S` are, and the same call goes on with those.
 
     Returns:
         One for each kind of device, in the order of the stations; all are `interrupted` by a KeyboardInterrupt.
@@ -106,7 +106,7 @@ class _Fleet:
         return RunFinished(
             device=self.device,
             outcomes=tuple(outcomes),
-            interrupted=interrupted or bool(self.handout.left),
+            interrupted=interrupted,
             seconds=now - self.started,
         )
 

@@ -27,7 +27,15 @@ from flashgen.core.settings import child_environment, settings
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from flashgen.tuning import ray_stations, runs
-from flashgen.tuning.events import CandidateRanked, Event, TrialFinished, Warned, WorkloadStarted
+from flashgen.tuning.events import (
+    CandidateRanked,
+    Event,
+    RunFinished,
+    RunStarted,
+    TrialFinished,
+    Warned,
+    WorkloadStarted,
+)
 from flashgen.tuning.ray_stations import Services, stations
 from flashgen.tuning.stations import StationLostError
 from tests.cli.conftest import ROOT, Invoke
@@ -322,6 +330,17 @@ def test_ray_that_is_not_installed_is_said(invoke: Invoke, monkeypatch: pytest.M
     result = invoke("tune", "--ray", "auto", "--shape", SHAPE)
     assert result.exit_code == 1
     assert "needs ray, and it is not here: pip install 'flashgen[ray]'" in result.output
+
+
+def test_what_a_limit_leaves_is_said_and_is_no_interrupt(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends_early(request: runs.Request, address: str, on_event: runs.OnStationEvent) -> tuple[RunFinished, ...]:
+        on_event("", RunStarted(device=LARGE, workloads=request.workloads, measured=True))
+        return (RunFinished(device=LARGE, outcomes=(), interrupted=False, seconds=5.0),)
+
+    monkeypatch.setattr(runs, "run_on_cluster", ends_early)
+    result = invoke("tune", "--ray", "local", "--shape", SHAPE, "--limit-seconds", 5)
+    assert result.exit_code == 0, result.output
+    assert "The time ended before 1 of 1 workloads" in result.stdout
 
 
 def test_options_of_one_gpu_are_refused(invoke: Invoke) -> None:
