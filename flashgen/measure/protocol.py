@@ -11,7 +11,7 @@ from typing import Protocol
 
 from flashgen.core.config import Config
 from flashgen.core.device import Device
-from flashgen.core.errors import MeasureError
+from flashgen.core.errors import FlashgenError, MeasureError
 from flashgen.core.record import Baseline, Failure, Measurement, Versions
 from flashgen.core.workload import DTYPE_BYTES, Specialization, Workload
 from flashgen.measure.sequential import Rule
@@ -37,6 +37,19 @@ def specialization(workload: Workload) -> Specialization:
     return Specialization.of(
         workload, aligned16=has_aligned_rows(workload), aligned_scores=aligned_scores, bias_grad=True
     )
+
+
+def check_window(window_s: float, warm_s: float, error: type[FlashgenError] = MeasureError) -> None:
+    """Refuse a window that no executor measures.
+
+    Raises:
+        MeasureError: it, or what goes before it unmeasured, is no time or too long; or `error`.
+    """
+    if not 0 < window_s < MOST_WINDOW_S or not 0 <= warm_s < MOST_WINDOW_S:
+        raise error(
+            f"a window lasts more than 0 s, what goes before it 0 s or more, and both less than {MOST_WINDOW_S:g} s, "
+            f"got {window_s} after {warm_s}"
+        )
 
 
 def has_aligned_rows(asked: Workload | Specialization) -> bool:
@@ -67,10 +80,7 @@ class EvaluateJob:
     warm_s: float = 0.005
 
     def __post_init__(self) -> None:
-        if not 0 < self.window_s < MOST_WINDOW_S or not 0 <= self.warm_s < MOST_WINDOW_S:
-            raise MeasureError(
-                f"a window lasts more than 0 s and less than {MOST_WINDOW_S:g} s, got {self.window_s} and {self.warm_s}"
-            )
+        check_window(self.window_s, self.warm_s)
         if self.drop_above_ms is not None and self.drop_above_ms <= 0:
             raise MeasureError(f"drop_above_ms is None or above 0, got {self.drop_above_ms}")
 
@@ -111,10 +121,7 @@ class RaceJob:
             raise MeasureError(f"the champion is one of {len(self.configs)} configs, got number {self.rule.champion}")
         if self.rounds < 1:
             raise MeasureError(f"a race has at least one round, got {self.rounds}")
-        if not 0 < self.window_s < MOST_WINDOW_S or not 0 <= self.warm_s < MOST_WINDOW_S:
-            raise MeasureError(
-                f"windows last more than 0 s and less than {MOST_WINDOW_S:g} s, got {self.warm_s} and {self.window_s}"
-            )
+        check_window(self.window_s, self.warm_s)
 
     @property
     def windows(self) -> int:

@@ -25,7 +25,7 @@ from flashgen.core.errors import TuningError
 from flashgen.core.history import MAX_RUNNERS_UP, RunnerUp
 from flashgen.core.record import Measurement
 from flashgen.measure import sequential
-from flashgen.measure.protocol import MOST_WINDOW_S
+from flashgen.measure.protocol import check_window
 from flashgen.measure.scores import compared
 from flashgen.measure.sequential import LEAST_ROUNDS, Times, beats, gains, odds_faster
 
@@ -86,13 +86,8 @@ class Finals:
 
     def __post_init__(self) -> None:
         check_fields(self, TuningError)
-        windows, waits = (self.window_s, self.near_window_s), (self.warm_s, self.near_warm_s)
-        if not all(0 < each < MOST_WINDOW_S for each in windows) or not all(
-            0 <= each < MOST_WINDOW_S for each in waits
-        ):
-            raise TuningError(
-                f"a window of finals lasts more than 0 s and less than {MOST_WINDOW_S:g} s, got {windows} after {waits}"
-            )
+        for window_s, warm_s in ((self.window_s, self.warm_s), (self.near_window_s, self.near_warm_s)):
+            check_window(window_s, warm_s, TuningError)
         if not 0 < self.limit_s < math.inf:
             raise TuningError(f"finals last a finite time above 0 s, got {self.limit_s}")
         if min(self.rounds, self.near_rounds, self.last, self.near_most) < 1:
