@@ -119,7 +119,7 @@ def test_expected_time_counts_every_window() -> None:
 @pytest.mark.parametrize("name", ["window_s", "near_window_s", "warm_s", "near_warm_s", "limit_s"])
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_times_of_finals_are_finite(name: str, seconds: float) -> None:
-    with pytest.raises(TuningError, match="finals last|a window lasts"):
+    with pytest.raises(TuningError, match=r"finals last|a window lasts"):
         Finals(**{name: seconds})  # type: ignore[arg-type]
 
 
