@@ -19,7 +19,8 @@ MEANINGS = {
     3: "measured on this GPU for exactly this workload, and kept in a database of yours",
     4: "measured on this GPU for exactly this workload, and shipped with flashgen or a package of records",
     5: "measured on this GPU for the nearest workload of the same kind, or for another one that a rule prefers",
-    6: "measured for the nearest workload of the same kind, on another GPU of this architecture",
+    6: "measured for the nearest workload of the same kind, on another GPU of this architecture; "
+    "before rung 5 where that is farther by more than a step",
     7: "ranked for this GPU by an analytic model, and not measured",
     8: "a safe config of the first kernel family that applies, for a kind of workload that has no record at all",
 }

@@ -24,9 +24,10 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
 from flashgen.launch import nvml
 from flashgen.launch.sdpa import BACKENDS
+from flashgen.runtime.lookup.by_sizes import SizesLookup
 from flashgen.runtime.lookup.explanation import explain
 from flashgen.runtime.lookup.handover import SDPA_IMPLS, sdpa_backend
-from flashgen.runtime.lookup.ladder import resolve
+from flashgen.runtime.lookup.ladder import ELSEWHERE_STEPS, resolve
 from flashgen.runtime.lookup.records import Records
 from tests.db.samples import H100, H200, HARD_TIMES, MEASURED, RTX_4090, hard, timed
 from tests.runtime.ladders import CAUSAL, Ladder, config, default, faster, measured, predicted
@@ -71,16 +72,30 @@ def test_the_user_s_exact_record_is_above_the_shipped_one(ladder: Ladder) -> Non
     assert served.skipped == ()
 
 
-def test_the_nearest_record_of_this_device_is_above_any_other_device_s(ladder: Ladder) -> None:
-    ladder.ship(measured(device=H100, config=config(1)), measured(FAR, config=config(32)))
+def test_a_near_record_of_this_device_is_above_any_other_device_s(ladder: Ladder) -> None:
+    ladder.ship(measured(device=H100, config=config(1)), measured(NEAR, config=config(32)))
     served = ladder.resolve()
     assert (served.rung, served.config) == (5, config(32))
     assert served.record is not None
-    assert served.record.workload == FAR
+    assert served.record.workload == NEAR
     assert not served.is_exact
     assert [line[:2] for line in served.skipped] == ["3.", "4."]
-    ladder.user(measured(NEAR, config=config(0)))
-    assert ladder.resolve().config == config(0)
+
+
+def test_another_device_s_record_comes_before_one_that_is_farther_by_more_than_a_step(ladder: Ladder) -> None:
+    """Else one shape that a user tunes on his GPU would take the records of all others from him."""
+    ladder.user(measured(FAR, config=config(32)))
+    ladder.ship(measured(device=H100, config=config(1)))
+    served = ladder.resolve()
+    assert (served.rung, served.config) == (6, config(1))
+    why = "5. nearest record on this device: another device's is nearer by more than 1 step"
+    assert served.skipped[2:] == (why,)
+    twice, more = (CAUSAL.with_shape(seqlen_k=rows) for rows in (2 * CAUSAL.seqlen_k, 2 * CAUSAL.seqlen_k + 64))
+    ladder.user(measured(more, config=config(8)))
+    assert ladder.resolve().rung == 6
+    ladder.user(measured(twice, config=config(0)))
+    assert (ladder.resolve().rung, ladder.resolve().config) == (5, config(0))
+    assert [line[:2] for line in ladder.resolve(FAR.with_shape(batch=64)).skipped] == ["3.", "4."]
 
 
 DECODE = CAUSAL.with_shape(seqlen_q=1)
@@ -281,18 +296,24 @@ def test_the_record_that_serves_is_the_nearest_of_its_rung(
     spec = Specialization.of(workload, aligned16=aligned)
     served = resolve(workload, spec, device, crowd)
     assert served.record is not None
-    assert served.rung in (3, 5)
+    assert served.rung in (3, 5, 6)
     usable = [
         record
         for record, _ in crowd.of(spec, device)
-        if record.provenance == "measured"
-        and record.device == device
-        and (aligned or record.config["loads"] == "pointer")
+        if record.provenance == "measured" and (aligned or record.config["loads"] == "pointer")
     ]
     assert served.record in usable
-    far = {record.workload.key: distance(position(workload), position(record.workload)) for record in usable}
-    assert far[served.record.workload.key] == min(far.values())
+    far = [
+        (distance(position(workload), position(record.workload)) + (record.device != device) * ELSEWHERE_STEPS)
+        for record in usable
+    ]
+    assert far[usable.index(served.record)] == min(far)
+    assert (served.rung == 6) == (served.record.device != device)
     assert served == resolve(workload, spec, device, crowd), "ties are broken in one way only"
+    if min(shape.values()) and served.rung != 3:
+        by_sizes = SizesLookup(crowd.choices(spec, device), workload, spec, device, crowd)
+        found = by_sizes.config(Sizes.of(workload), generated_only=True, has_own_offset=True)
+        assert found == served.config, "as every new length is"
 
 
 @examples(max_examples=150, suppress_health_check=[HealthCheck.too_slow])

@@ -21,7 +21,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import SHIPPED
 from flashgen.runtime.lookup.few_queries import served_by_decoding
 from flashgen.runtime.lookup.handover import faster_baseline, sdpa_backend
-from flashgen.runtime.lookup.ladder import NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served
+from flashgen.runtime.lookup.ladder import NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served, is_nearer_elsewhere
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
 from flashgen.runtime.lookup.rules import answers, leaves
 
@@ -52,6 +52,7 @@ class SizesLookup:
             (PREDICTED, choices.predicted),
         )
         self._rungs = [(rung, NearestRecords(candidates)) for rung, candidates in rungs if candidates]
+        self._has_own, self._elsewhere = bool(choices.here), NearestRecords(choices.elsewhere)
         self._rule = choices.rule if choices.rule is not None and choices.here else None
         named = {leaf.config for leaf in leaves(self._rule.tree if self._rule else None)}
         self._named = {config: NearestRecords(choices.with_config(config)) for config in named}
@@ -83,14 +84,23 @@ class SizesLookup:
         here = position_of(sizes.seqlen_q, sizes.seqlen_k, heads, group)
         for number, (rung, records) in enumerate(self._rungs):
             candidate = records.first(here, sizes)
-            if candidate is not None and not number and self._named:
-                candidate = self._by_rule(candidate, here, sizes)
             if candidate is not None:
-                goes_to_torch = not generated_only and self._hands_over(candidate, rung, sizes)
-                if goes_to_torch:
+                place, found = (rung, candidate) if number else self._preferred(rung, candidate, here, sizes)
+                if not generated_only and self._hands_over(found, place, sizes):
                     return None
-                return balanced(candidate.config, self._spec, sizes, self._device)
+                return balanced(found.config, self._spec, sizes, self._device)
         return usual(self._default, self._spec, sizes, self._device)
+
+    def _preferred(self, rung: int, nearest: Candidate, here: Position, sizes: Sizes) -> tuple[int, Candidate]:
+        """What comes before the nearest record of this device, as on the ladder: a nearer one, or a rule's."""
+        if rung != NEAREST_HERE or not self._has_own:
+            return rung, nearest
+        own = distance(here, nearest.position)
+        if is_nearer_elsewhere(own, 0.0):
+            other = self._elsewhere.first(here, sizes)
+            if other is not None and is_nearer_elsewhere(own, distance(here, other.position)):
+                return NEAREST_ELSEWHERE, other
+        return rung, self._by_rule(nearest, here, sizes) if self._named else nearest
 
     def _by_rule(self, nearest: Candidate, here: Position, sizes: Sizes) -> Candidate:
         """The record that the rule of the class prefers to the nearest one, which is of this device; as the ladder."""

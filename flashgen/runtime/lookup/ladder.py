@@ -8,7 +8,8 @@ It never searches, and never fails on a workload that some family supports.
 4. installed packages of records and the shipped databases, likewise
 5. the nearest measured record of the same specialization class on this device, or, where a rule says so, the nearest
    one with another config (`flashgen.runtime.lookup.rules`)
-6. the nearest measured record of the same class on another device of the same architecture
+6. the nearest measured record of the same class on another device of the same architecture, which comes before rung 5
+   where it is nearer by more than `ELSEWHERE_STEPS`
 7. a predicted record of this device, exact or nearest
 8. the default config of the first family that applies, as it fits the sizes of the call
 
@@ -56,6 +57,11 @@ FIRST_EXACT, LAST_EXACT = 3, 4
 
 NEAREST_HERE, NEAREST_ELSEWHERE, PREDICTED, DEFAULT = 5, 6, 7, 8
 """The rungs of the nearest record of this device, of the nearest one of another, of a predicted one, and of none."""
+
+ELSEWHERE_STEPS = 1.0
+"""What another device of the architecture counts as beside the distance. On an H100 that forgot one of its records at a
+time, the nearest other one within a step costs 1.020 times the best config, an H200's of the same workload 1.023 (96
+workloads); beyond one step 1.045 and 1.025 (143)."""
 
 TWIN_NOISE = 0.03
 """Times of two searches that are closer than this say nothing: those of one kernel differed by up to 2.8% in a race."""
@@ -124,8 +130,8 @@ def _walked(
     choices = records.choices(spec, device)
     sizes = Sizes.of(workload)
     skipped: list[str] = []
-    for rung, candidates in _rungs(workload, choices):
-        why_none = "no such record"
+    for rung, candidates, why_none in _rungs(workload, choices, sizes):
+        reasons = [why_none]
         for candidate in candidates:
             record, layer = candidate.record, candidate.layer
             reason = candidate.reason or (poor_at_sizes(candidate.config, sizes) if rung > LAST_EXACT else None)
@@ -137,18 +143,45 @@ def _walked(
                 own = candidate.config
                 served = own if rung <= LAST_EXACT else balanced(own, spec, sizes, device)
                 return Served(config=served, rung=rung, record=record, layer=layer, skipped=tuple(skipped), rule=rule)
-            why_none = f"{candidate.config} cannot serve: {reason}"
-        skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
+            reasons.append(f"{candidate.config} cannot serve: {reason}")
+        skipped.append(f"{rung}. {RUNGS[rung]}: {reasons[-1]}")
     return Served(config=usual(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
 
 
-def _rungs(workload: Workload, choices: Choices) -> Iterator[tuple[int, Iterable[Candidate]]]:
-    exact = choices.exact.get(workload, ())
+def _rungs(workload: Workload, choices: Choices, sizes: Sizes) -> Iterator[tuple[int, Iterable[Candidate], str]]:
+    """The rungs in their order, with their candidates and why one has none."""
+    exact, none = choices.exact.get(workload, ()), "no such record"
     for rung in (FIRST_EXACT, LAST_EXACT):
-        yield rung, (one for one in exact if _exact_rung(one) == rung)
-    yield NEAREST_HERE, itertools.chain(_here(workload, choices), _nearest(workload, choices.twins))
+        yield rung, (one for one in exact if _exact_rung(one) == rung), none
+    nearer = _nearer_elsewhere(workload, choices, sizes)
+    if nearer is not None:
+        yield NEAREST_HERE, (), f"another device's is nearer by more than {ELSEWHERE_STEPS:g} step"
+        yield NEAREST_ELSEWHERE, (nearer,), none
+    yield NEAREST_HERE, itertools.chain(_here(workload, choices), _nearest(workload, choices.twins)), none
     for rung, candidates in ((NEAREST_ELSEWHERE, choices.elsewhere), (PREDICTED, choices.predicted)):
-        yield rung, _nearest(workload, candidates)
+        yield rung, _nearest(workload, candidates), none
+
+
+def _nearer_elsewhere(workload: Workload, choices: Choices, sizes: Sizes) -> Candidate | None:
+    """Another device's record that comes before the nearest one of this device, if there is one."""
+    here = position(workload)
+    own = _first_able(workload, choices.here, sizes)
+    if own is None or not is_nearer_elsewhere(distance(here, own.position), 0.0):
+        return None
+    other = _first_able(workload, choices.elsewhere, sizes)
+    if other is None or not is_nearer_elsewhere(distance(here, own.position), distance(here, other.position)):
+        return None
+    return other
+
+
+def is_nearer_elsewhere(here: float, elsewhere: float) -> bool:
+    """Whether a record of another device serves before this device's, by the distance of each."""
+    return elsewhere + ELSEWHERE_STEPS < here
+
+
+def _first_able(workload: Workload, candidates: tuple[Candidate, ...], sizes: Sizes) -> Candidate | None:
+    ranked = _nearest(workload, candidates)
+    return next((one for one in ranked if one.reason is None and poor_at_sizes(one.config, sizes) is None), None)
 
 
 def _exact_rung(candidate: Candidate) -> int:
@@ -188,9 +221,7 @@ def _here(workload: Workload, choices: Choices) -> Iterator[Candidate]:
     sizes = Sizes.of(workload)
     leaf = None if choices.rule is None else choices.rule.leaf(answers(sizes))
     if leaf is not None:
-        ranked = _nearest(workload, choices.here)
-        able = (one for one in ranked if one.reason is None and poor_at_sizes(one.config, sizes) is None)
-        nearest = next(able, None)
+        nearest = _first_able(workload, choices.here, sizes)
         if nearest is not None and nearest.layer.startswith(SHIPPED):
             yield from _nearest(workload, choices.with_config(leaf.config))
     yield from _nearest(workload, choices.here)
