@@ -200,6 +200,15 @@ def test_a_bad_file_costs_a_warning_and_another_device_s_file_nothing(
         assert shipped_rules(find_device("h100")) == {}
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_device_s_own_folder_is_read_first_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "shipped", lambda name: tmp_path)
+    for name, text in (("a", "["), (H200.folder, json.dumps(content()))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE).write_text(text)
+    assert shipped_rules(H200).keys() == {CLASS}
+
+
 def _set(path: str, value: object) -> Callable[[dict[str, object]], None]:
     def change(whole: dict[str, object]) -> None:
         *way, last = path.split("/")

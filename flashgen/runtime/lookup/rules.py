@@ -124,7 +124,8 @@ def shipped_rules(device: Device) -> Mapping[str, Rule]:
 
 @functools.lru_cache(maxsize=16)
 def _rules_in(folder: Path, device: Device) -> Mapping[str, Rule]:
-    for path in sorted(folder.glob(f"*/{FILE}")):
+    own = device.folder  # read first: the first call of a process waits for it
+    for path in sorted(folder.glob(f"*/{FILE}"), key=lambda path: (path.parent.name != own, path)):
         try:
             identity, rules = read_rules(path)
         except FlashgenError as error:
