@@ -103,7 +103,7 @@ class MeasuredSearch(MeasuredWorkload):
             return self._ended("failed", None, self._tally.why_failed())
         record, rivals = decided
         self._store(record, rivals, "search")
-        kept = self._incumbent is not None and record.config == self._served
+        kept = self._incumbent is not None and record.config == self._incumbent.config
         reason = "the incumbent was not beaten by more than the noise" if kept else ""
         return self._ended("kept" if kept else "tuned", record, reason)
 
