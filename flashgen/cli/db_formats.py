@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from flashgen.core.search_log import SearchLog
 
 SQLITE, T4, OPTUNA, TABLES = "sqlite", "t4", "optuna", "tables"
+FORMATS = (SQLITE, T4, OPTUNA, TABLES)
+
 MAX_RUN = 40
 """Characters of a run's id in the name of a file; flashgen's own have fewer."""
-
-FORMATS = (SQLITE, T4, OPTUNA, TABLES)
 
 
 def check_format(name: str, others: Mapping[str, object]) -> None:

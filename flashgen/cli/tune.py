@@ -326,7 +326,7 @@ def _run(run: Shown) -> tuple[RunFinished, ...]:
         finished = run_here(request, on_event)
     if not run.as_json:
         print_report(finished, finished.device, str(request.database))
-        print_left(finished, sum(len(each.workloads) for each in begun))
+        print_left(finished, begun)
     if request.calls:
         print_gains(gains, finished, as_json=run.as_json)
     if not run.as_json:

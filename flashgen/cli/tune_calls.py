@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from flashgen.cli import output
@@ -11,7 +12,7 @@ from flashgen.cli.arguments import CommandLineError
 
 if TYPE_CHECKING:
     from flashgen.tuning.budget import Budget
-    from flashgen.tuning.events import RunFinished
+    from flashgen.tuning.events import RunFinished, RunStarted
     from flashgen.tuning.from_calls import Gain, Gains
 
 EACH, ALL, MOST = "30s", "10m", "5m"
@@ -35,8 +36,9 @@ def limits(budget: Budget) -> tuple[Budget, float]:
     return Budget(seconds=min(each, budget.seconds)), budget.seconds
 
 
-def print_left(finished: RunFinished, total: int) -> None:
-    """That the time for all `total` workloads ended before some; of an interrupted run more is said already."""
+def print_left(finished: RunFinished, begun: Iterable[RunStarted]) -> None:
+    """That the time ended before some of a device's workloads; of an interrupted run more is said already."""
+    total = sum(len(each.workloads) for each in begun if each.device == finished.device)
     left = total - len(finished.outcomes)
     if left and not finished.interrupted:
         output.say(f"The time ended before {left} of {total} workloads; the same command goes on with them.")

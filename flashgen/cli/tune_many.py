@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from flashgen.cli import output
 
 if TYPE_CHECKING:
     from flashgen.cli.tune import Shown
-    from flashgen.tuning.events import Event, RunFinished
+    from flashgen.tuning.events import Event, RunFinished, RunStarted
 
 
 def run_on_cluster(run: Shown, address: str) -> tuple[RunFinished, ...]:
@@ -23,21 +23,20 @@ def run_on_cluster(run: Shown, address: str) -> tuple[RunFinished, ...]:
     from flashgen.tuning import runs
     from flashgen.tuning.events import RunStarted
 
-    totals: dict[str, int] = {}
+    begun: list[RunStarted] = []
     with make_display(as_json=run.as_json) as show:
 
         def on_event(station: str, event: Event) -> None:
-            if isinstance(event, RunStarted):
-                totals[event.device.identity] = len(event.workloads)
+            begun.extend([event] if isinstance(event, RunStarted) else [])
             show(station, event)
 
         finished = runs.run_on_cluster(run.request, address, on_event)
     if not run.as_json:
-        _report(run, finished, totals)
+        _report(run, finished, begun)
     return finished
 
 
-def _report(run: Shown, finished: Iterable[RunFinished], totals: Mapping[str, int]) -> None:
+def _report(run: Shown, finished: Iterable[RunFinished], begun: Sequence[RunStarted]) -> None:
     from flashgen.cli.display import print_report
     from flashgen.cli.tune_calls import print_left
     from flashgen.cli.tune_served import print_served
@@ -47,6 +46,6 @@ def _report(run: Shown, finished: Iterable[RunFinished], totals: Mapping[str, in
     for each in finished:
         path = paths[each.device.identity]
         print_report(each, each.device, str(path))
-        print_left(each, totals[each.device.identity])
+        print_left(each, begun)
         print_served(each, each.device, run.target, path)
         output.say("")

@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 CAN_TELL_OWNERS = hasattr(os, "geteuid")
@@ -161,6 +161,17 @@ def write_stream(path: Path, chunks: Iterable[bytes]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+
+
+@contextlib.contextmanager
+def scratch_beside(path: Path, prefix: str) -> Iterator[Path]:
+    """A folder beside `path` for what shall take its place as a whole, with the rights that files usually have.
+
+    Those that killed processes have left, which have the same prefix, are cleared away.
+    """
+    remove_abandoned(path.parent, lambda name: name.startswith(prefix) and is_draft(name))
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix, suffix=DRAFT_SUFFIX) as scratch:
+        yield Path(scratch)
 
 
 def remove_abandoned(folder: Path | str, matches: Callable[[str], bool] = is_draft) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import csv
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from flashgen.core.errors import DatabaseError
-from flashgen.core.folders import DRAFT_SUFFIX, remove_abandoned
+from flashgen.core.folders import scratch_beside
 from flashgen.core.history import Replaced
 from flashgen.core.record import Measurement, TuningRecord, moment
 from flashgen.core.staleness import why_stale
@@ -88,10 +87,8 @@ def export_records(
     ordered = sorted(records, key=lambda record: record.identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # in a folder of the user's only what an export of ours has left is cleared away
-        remove_abandoned(path.parent, lambda name: name.startswith(SCRATCH_PREFIX) and name.endswith(DRAFT_SUFFIX))
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=SCRATCH_PREFIX, suffix=DRAFT_SUFFIX) as scratch:
-            draft, packed, table = (Path(scratch) / name for name in ("draft.sqlite3", "packed.sqlite3", "table.csv"))
+        with scratch_beside(path, SCRATCH_PREFIX) as scratch:
+            draft, packed, table = (scratch / name for name in ("draft.sqlite3", "packed.sqlite3", "table.csv"))
             with Store.open(draft) as store:
                 store.put_records(ordered, Incoming(origins=origins or {}))
                 store.put_replaced(replaced)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.core.errors import DatabaseError, FlashgenError
-from flashgen.core.folders import DRAFT_SUFFIX, is_draft, is_own, remove_abandoned
+from flashgen.core.folders import DRAFT_SUFFIX, is_own, remove_abandoned, scratch_beside
 from flashgen.core.settings import cache_folder
 from flashgen.db.connection import Access, use
 from flashgen.db.inspection import version_of
@@ -107,12 +107,8 @@ def _placed_new(path: Path) -> bool:
 
     False where another process was faster, or where files cannot be made or linked; the file itself says which.
     """
-    remove_abandoned(path.parent, lambda name: name.startswith(SCRATCH_PREFIX) and is_draft(name))
-    with (
-        contextlib.suppress(OSError),
-        tempfile.TemporaryDirectory(dir=path.parent, prefix=SCRATCH_PREFIX, suffix=DRAFT_SUFFIX) as scratch,
-    ):
-        draft = Path(scratch) / path.name
+    with contextlib.suppress(OSError), scratch_beside(path, SCRATCH_PREFIX) as scratch:
+        draft = scratch / path.name
         use(draft, "write", lambda connection: _upgrade(connection, path))
         os.link(draft, path)
         return True

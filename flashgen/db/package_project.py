@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from flashgen._version import __version__
 from flashgen.core.errors import DatabaseError
-from flashgen.core.folders import DRAFT_SUFFIX, is_draft, remove_abandoned
+from flashgen.core.folders import scratch_beside
 from flashgen.core.record import TuningRecord
 from flashgen.db.exchange import export_records
 from flashgen.db.files import present
@@ -73,10 +72,8 @@ def _write(folder: Path, name: str, records: Sequence[TuningRecord], version: st
     }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # a process that was killed here left its own
-        remove_abandoned(folder.parent, lambda name: name.startswith(SCRATCH_PREFIX) and is_draft(name))
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=SCRATCH_PREFIX, suffix=DRAFT_SUFFIX) as scratch:
-            draft = Path(scratch) / "project"
+        with scratch_beside(folder, SCRATCH_PREFIX) as scratch:
+            draft = scratch / "project"
             export_records(records, draft / package / FILE)
             for file, text in texts.items():
                 (draft / file).write_text(text, encoding="utf-8")

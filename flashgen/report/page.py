@@ -7,14 +7,13 @@ terminal or reverse a line are shown as escapes, and the page's own policy forbi
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen._version import __version__
 from flashgen.core.errors import DatabaseError
-from flashgen.core.folders import DRAFT_SUFFIX
+from flashgen.core.folders import scratch_beside
 from flashgen.core.quoting import printable, shown
 from flashgen.core.record import timestamp
 from flashgen.report.contents import Contents
@@ -40,8 +39,8 @@ def write(contents: Contents, path: Path, *, created: str | None = None) -> None
     text = html(contents, created=created)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=SCRATCH_PREFIX, suffix=DRAFT_SUFFIX) as scratch:
-            draft = Path(scratch) / path.name  # a reader sees the old page or the new one, and its rights are usual
+        with scratch_beside(path, SCRATCH_PREFIX) as scratch:
+            draft = scratch / path.name  # a reader sees the old page or the new one
             draft.write_text(text, encoding="utf-8")
             draft.replace(path)
     except (OSError, ValueError) as error:  # a path with a null is a ValueError

@@ -64,15 +64,14 @@ def incumbent(context: Context, workload: Workload) -> TuningRecord | None:
     return next((record for record in known if record.provenance == "measured"), None)
 
 
-def served_today(context: Context, workload: Workload) -> TuningRecord | None:
-    """The record that look-ups take for the workload: the incumbent, else another GPU's of the same architecture.
+def served_elsewhere(context: Context, workload: Workload) -> TuningRecord | None:
+    """What another GPU of the architecture has for the workload, and serves where this one has no record near it.
 
-    A search may not do worse than no search, so both have to meet its best in a race. The second one is no incumbent:
-    who wins on its device says less than a race here, be it a short one.
+    A search may not do worse than no search, so it has to meet the best in a race. It is no incumbent: who wins on its
+    device says less than a race here, be it a short one. A search from nothing is not told of it.
     """
-    own = incumbent(context, workload)
-    if own is not None or context.options.from_nothing:
-        return own
+    if context.options.from_nothing:
+        return None
     records = context.neighbours(workload.specialization.workload_class)
     same = (record for record in records if record.workload == workload and record.device.arch == context.device.arch)
     return next((record for record in same if record.provenance == "measured"), None)

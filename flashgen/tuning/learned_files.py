@@ -38,20 +38,26 @@ class Learned:
 
     def to_json(self) -> dict[str, object]:
         """As a file has it: the tables one by one, and how many searches there were, which had no plan of a table."""
-        searches = [log for _, log in self.tables if log.search is None or not dict(log.search.settings).get("kind")]
+        planned = [(name, log.search.workload.key, _kind(log), log) for name, log in self.tables if log.search]
+        searches = [log for _, log in self.tables if not _kind(log)]
         return {
             "device": {"name": self.device.name, "identity": self.device.identity, "arch": self.device.arch},
             "learned_from": {
                 "commit": self.commit,
                 "records": self.records,
                 "tables": [
-                    {"file": name, "workload": run.workload.key, "kind": kind, "configs": len(log.trials)}
-                    for name, log in self.tables
-                    if (run := log.search) and (kind := dict(run.settings).get("kind"))
+                    {"file": name, "workload": key, "kind": kind, "configs": len(log.trials)}
+                    for name, key, kind, log in planned
+                    if kind
                 ],
                 "searches": {"count": len(searches), "trials": sum(len(log.trials) for log in searches)},
             },
         }
+
+
+def _kind(log: SearchLog) -> object:
+    """What plan a table was measured by; nothing of a search."""
+    return dict(log.search.settings).get("kind") if log.search else None
 
 
 def seeds_text(lists: Sequence[LearnedList], learned: Learned) -> str:

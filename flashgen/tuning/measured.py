@@ -23,7 +23,7 @@ from flashgen.tuning.context import Context
 from flashgen.tuning.events import TrialFinished, WorkloadFinished, WorkloadStarted
 from flashgen.tuning.expected import Outlook
 from flashgen.tuning.finals import Finals, choose, confidence, near_best, runners_up, with_guards
-from flashgen.tuning.history import served_today, unfinished_trials
+from flashgen.tuning.history import served_elsewhere, unfinished_trials
 from flashgen.tuning.learned_cost import WorkloadCost
 from flashgen.tuning.measured_workload import MeasuredWorkload
 from flashgen.tuning.notes import Evaluated, SearchNotes, not_measured
@@ -56,7 +56,7 @@ class MeasuredSearch(MeasuredWorkload):
 
     def __init__(self, context: Context, executor: Executor, workload: Workload) -> None:
         super().__init__(context, executor, workload)
-        served = served_today(context, workload)
+        served = self._incumbent or served_elsewhere(context, workload)
         self._served = None if served is None else successor(served.config, self._spec)
         self._ready: float | None = None  # when the first candidate had been measured
         self._candidates = Candidates.of(workload, context.device, context.options.families)
@@ -180,7 +180,7 @@ class MeasuredSearch(MeasuredWorkload):
         self._keep(proposal, found)
 
     def _served_untried(self, waiting: Iterable[Proposal]) -> Proposal | None:
-        """The incumbent where the search has ended before it: of one trial, or resumed from before there was one."""
+        """What serves where the search has ended before it: of one trial, or resumed from before there was any."""
         if self._served is None:
             return None
         asked = next((each for each in waiting if each.config == self._served), None)
@@ -190,7 +190,7 @@ class MeasuredSearch(MeasuredWorkload):
         return asked or found
 
     def _is_served(self, proposal: Proposal) -> bool:
-        """Whether it is the incumbent, which no budget is too short for: else a config would take its place unraced."""
+        """Whether it serves today, which no budget is too short for: else a config would take its place unraced."""
         return proposal.config == self._served
 
     def _is_enough(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,9 @@ from flashgen.core.device import find_device
 from flashgen.core.record import Failure
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
-from tests.tuning.fakes import H200, Clock, FakeExecutor
+from tests.tuning.fakes import GH200, H200, Clock, FakeExecutor
 
 H100 = find_device("h100")
-OTHER = replace(H200, name="NVIDIA GH200 480GB", memory_gb=96)
 
 
 def test_every_workload_has_one_record_its_own_first(layers: Layers) -> None:
@@ -38,8 +36,8 @@ def test_every_workload_has_one_record_its_own_first(layers: Layers) -> None:
 def test_the_best_few_of_another_devices_record_race_and_a_stopped_run_goes_on(
     bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
 ) -> None:
-    records = known(layers, OTHER)[:3]
-    executor = FakeExecutor(clock=Clock(), device=OTHER)
+    records = known(layers, GH200)[:3]
+    executor = FakeExecutor(clock=Clock(), device=GH200)
     ours = bench(executor)
     with Store.open(tmp_path / "own.sqlite3") as store:
         assert not Retiming(bench=ours, store=store).run(records, until=16.0), "room for one of them"

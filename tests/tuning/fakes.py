@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashgen.codegen.cost import Tiling
 from flashgen.codegen.families import default_config
@@ -19,6 +19,9 @@ from flashgen.measure.sequential import Referee
 from flashgen.tuning.predict import cost_model
 
 H200 = find_device("h200")
+GH200 = replace(H200, name="NVIDIA GH200 480GB", memory_gb=96)
+"""Of the H200's architecture, and without records of its own: those of an H100 come first."""
+
 REFERENCE_MS = 0.7
 UNKNOWN = 3.0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
+from functools import partial
 
 from flashgen.codegen.families import balanced, exact_sibling, poor_at_sizes, usual
 from flashgen.codegen.family import Sizes
@@ -21,7 +22,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import SHIPPED
 from flashgen.runtime.lookup.few_queries import served_by_decoding
 from flashgen.runtime.lookup.handover import faster_baseline, sdpa_backend
-from flashgen.runtime.lookup.ladder import NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served, is_nearer_elsewhere
+from flashgen.runtime.lookup.ladder import NEAREST_ELSEWHERE, NEAREST_HERE, PREDICTED, Served, nearer_elsewhere
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
 from flashgen.runtime.lookup.rules import answers, leaves
 
@@ -45,14 +46,13 @@ class SizesLookup:
         self._workload, self._spec, self._device, self._default = workload, spec, device, choices.default
         able = (workload for workload, exact in choices.exact.items() if any(one.reason is None for one in exact))
         self._exact = frozenset(Sizes.of(workload) for workload in able)
-        rungs = (
-            (NEAREST_HERE, choices.here),
-            (NEAREST_HERE, choices.twins),
-            (NEAREST_ELSEWHERE, choices.elsewhere),
-            (PREDICTED, choices.predicted),
+        self._own, self._elsewhere = NearestRecords(choices.here), NearestRecords(choices.elsewhere)
+        self._rungs = (
+            (NEAREST_HERE, self._own),
+            (NEAREST_HERE, NearestRecords(choices.twins)),
+            (NEAREST_ELSEWHERE, self._elsewhere),
+            (PREDICTED, NearestRecords(choices.predicted)),
         )
-        self._rungs = [(rung, NearestRecords(candidates)) for rung, candidates in rungs if candidates]
-        self._has_own, self._elsewhere = bool(choices.here), NearestRecords(choices.elsewhere)
         self._rule = choices.rule if choices.rule is not None and choices.here else None
         named = {leaf.config for leaf in leaves(self._rule.tree if self._rule else None)}
         self._named = {config: NearestRecords(choices.with_config(config)) for config in named}
@@ -82,25 +82,21 @@ class SizesLookup:
             return None
         heads, group = sizes.batch * sizes.nheads, sizes.nheads // sizes.nheads_k
         here = position_of(sizes.seqlen_q, sizes.seqlen_k, heads, group)
-        for number, (rung, records) in enumerate(self._rungs):
-            candidate = records.first(here, sizes)
-            if candidate is not None:
-                place, found = (rung, candidate) if number else self._preferred(rung, candidate, here, sizes)
+        for rung, records in self._rungs:
+            nearest = records.first(here, sizes)
+            if nearest is not None:
+                place, found = self._preferred(nearest, here, sizes) if records is self._own else (rung, nearest)
                 if not generated_only and self._hands_over(found, place, sizes):
                     return None
                 return balanced(found.config, self._spec, sizes, self._device)
         return usual(self._default, self._spec, sizes, self._device)
 
-    def _preferred(self, rung: int, nearest: Candidate, here: Position, sizes: Sizes) -> tuple[int, Candidate]:
-        """What comes before the nearest record of this device, as on the ladder: a nearer one, or a rule's."""
-        if rung != NEAREST_HERE or not self._has_own:
-            return rung, nearest
-        own = distance(here, nearest.position)
-        if is_nearer_elsewhere(own, 0.0):
-            other = self._elsewhere.first(here, sizes)
-            if other is not None and is_nearer_elsewhere(own, distance(here, other.position)):
-                return NEAREST_ELSEWHERE, other
-        return rung, self._by_rule(nearest, here, sizes) if self._named else nearest
+    def _preferred(self, nearest: Candidate, here: Position, sizes: Sizes) -> tuple[int, Candidate]:
+        """What serves in place of the nearest record of this device, as on the ladder, and the rung of that."""
+        other = nearer_elsewhere(nearest, here, partial(self._elsewhere.first, here, sizes))
+        if other is not None:
+            return NEAREST_ELSEWHERE, other
+        return NEAREST_HERE, self._by_rule(nearest, here, sizes) if self._named else nearest
 
     def _by_rule(self, nearest: Candidate, here: Position, sizes: Sizes) -> Candidate:
         """The record that the rule of the class prefers to the nearest one, which is of this device; as the ladder."""

@@ -36,15 +36,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flashgen.codegen.families import balanced, exact_sibling, invalid, poor_at_sizes, usual, validate
 from flashgen.codegen.family import Sizes
 from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError
-from flashgen.core.nearest import distance, position
+from flashgen.core.nearest import Position, distance, position
 from flashgen.core.record import TuningRecord
 from flashgen.core.rungs import RUNGS
 from flashgen.core.workload import Specialization, Workload
@@ -130,8 +131,8 @@ def _walked(
     choices = records.choices(spec, device)
     sizes = Sizes.of(workload)
     skipped: list[str] = []
-    for rung, candidates, why_none in _rungs(workload, choices, sizes):
-        reasons = [why_none]
+    for rung, candidates, none in _rungs(workload, choices, sizes):
+        why_none = none
         for candidate in candidates:
             record, layer = candidate.record, candidate.layer
             reason = candidate.reason or (poor_at_sizes(candidate.config, sizes) if rung > LAST_EXACT else None)
@@ -143,8 +144,8 @@ def _walked(
                 own = candidate.config
                 served = own if rung <= LAST_EXACT else balanced(own, spec, sizes, device)
                 return Served(config=served, rung=rung, record=record, layer=layer, skipped=tuple(skipped), rule=rule)
-            reasons.append(f"{candidate.config} cannot serve: {reason}")
-        skipped.append(f"{rung}. {RUNGS[rung]}: {reasons[-1]}")
+            why_none = f"{candidate.config} cannot serve: {reason}"
+        skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
     return Served(config=usual(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
 
 
@@ -153,7 +154,9 @@ def _rungs(workload: Workload, choices: Choices, sizes: Sizes) -> Iterator[tuple
     exact, none = choices.exact.get(workload, ()), "no such record"
     for rung in (FIRST_EXACT, LAST_EXACT):
         yield rung, (one for one in exact if _exact_rung(one) == rung), none
-    nearer = _nearer_elsewhere(workload, choices, sizes)
+    own = _first_able(workload, choices.here, sizes)
+    others = partial(_first_able, workload, choices.elsewhere, sizes)
+    nearer = None if own is None else nearer_elsewhere(own, position(workload), others)
     if nearer is not None:
         yield NEAREST_HERE, (), f"another device's is nearer by more than {ELSEWHERE_STEPS:g} step"
         yield NEAREST_ELSEWHERE, (nearer,), none
@@ -162,21 +165,17 @@ def _rungs(workload: Workload, choices: Choices, sizes: Sizes) -> Iterator[tuple
         yield rung, _nearest(workload, candidates), none
 
 
-def _nearer_elsewhere(workload: Workload, choices: Choices, sizes: Sizes) -> Candidate | None:
-    """Another device's record that comes before the nearest one of this device, if there is one."""
-    here = position(workload)
-    own = _first_able(workload, choices.here, sizes)
-    if own is None or not is_nearer_elsewhere(distance(here, own.position), 0.0):
-        return None
-    other = _first_able(workload, choices.elsewhere, sizes)
-    if other is None or not is_nearer_elsewhere(distance(here, own.position), distance(here, other.position)):
-        return None
-    return other
+def nearer_elsewhere(own: Candidate, here: Position, elsewhere: Callable[[], Candidate | None]) -> Candidate | None:
+    """Another device's record that comes before the nearest one of this device, if there is one.
 
-
-def is_nearer_elsewhere(here: float, elsewhere: float) -> bool:
-    """Whether a record of another device serves before this device's, by the distance of each."""
-    return elsewhere + ELSEWHERE_STEPS < here
+    Args:
+        own: the nearest record of this device.
+        here: where the call lies.
+        elsewhere: finds the nearest one of other devices; it is only asked if that can be nearer.
+    """
+    steps = distance(here, own.position)
+    other = elsewhere() if steps > ELSEWHERE_STEPS else None
+    return other if other is not None and distance(here, other.position) + ELSEWHERE_STEPS < steps else None
 
 
 def _first_able(workload: Workload, candidates: tuple[Candidate, ...], sizes: Sizes) -> Candidate | None:
