@@ -126,4 +126,5 @@ def _environment() -> SandboxedEnvironment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        optimized=False,  # what folding constants saves a render is less than it costs each process
     )
