@@ -7,7 +7,9 @@ import functools
 import math
 import random
 import re
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -422,7 +424,7 @@ def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> 
     ("key", "branch"),
     [
         ("fwd-bf16-d128-causal", r"LOP3\.LUT P\d, RZ, R\d+, 0x40000000, R\d+"),
-        ("fwd-fp16-d256", r"FSETP\.GT\.\w+ P\d, PT, R\d+, 32768, "),
+        ("fwd-fp16-d256", r"FSETP\.GT\.\w+ P\d, PT, R\d+, 65504, "),
     ],
 )
 def test_a_step_tests_its_row_sums_by_few_instructions(key: str, branch: str) -> None:
@@ -432,6 +434,27 @@ def test_a_step_tests_its_row_sums_by_few_instructions(key: str, branch: str) ->
     assert families.invalid(config, spec, H200) is None
     assert compiled(key).spills <= HOPPER_FORWARD.tolerated_spills
     assert re.search(branch, machine_code(key))
+
+
+@pytest.mark.parametrize("early_settle", [False, True])
+def test_fp16_settles_by_what_a_step_adds(early_settle: bool) -> None:
+    """Sums of all steps grow with the number of keys, though no weight comes near the largest number of fp16."""
+    spec = Specialization.parse("fwd-fp16-d96-causal")
+    text = render(spec, HOPPER_FORWARD.default(spec, H200).replace(early_settle=early_settle)).text
+    assert re.search(r"l_i = .* \+ sums$", text, re.MULTILINE)
+    assert re.search(r" _settle\(p, .*m_i, l_i, sums\)$", text, re.MULTILINE)
+    found: dict[str, Any] = {}
+    body = text[text.index("def _settle_asm(") : text.index("SETTLE_ASM =")]
+    exec(body, found)
+    acc, weights = (32 if early_settle else 16), 32
+    operands = found["_settle_constraints"](acc, weights).split(",")
+    asm = found["_settle_asm"](acc, weights, "0f40C00000")
+    (limit,) = {int(bits, 16) for bits in re.findall(r"setp\.gt\S* p, \$\d+, 0f([0-9A-F]{8})", asm)}
+    assert struct.unpack("<f", struct.pack("<I", limit)) == (65504.0,), "the largest number of fp16"
+    tested = {int(number) for number in re.findall(r"(?:setp\.gt\S* p,|mov\.f32 x,) \$(\d+)", asm)}
+    assert tested == {min(tested), min(tested) + 2}, "two rows of one operand"
+    assert set(operands[min(tested) :]) == {"f"}, "which is an input"
+    assert max(int(number) for number in re.findall(r"\$(\d+)", asm)) == max(tested), "and the last one"
 
 
 @LOOPS

@@ -49,15 +49,17 @@ OVERFLOW_FLAG_BYTES = 512
 """Where a tile may be recomputed: the flags of a warpgroup for two tiles. Masks of single scores need as much again as
 barriers for the rest, and so do functions that hide them."""
 
-SETTLING_HEADROOM_BITS = {"bf16": 16, "fp16": 0}
+SETTLING_HEADROOM_BITS = {"bf16": 16, "fp16": 4}
 """How far above the first keys' maximum the reference of exponentials is that then follows the row sums, as an
 exponent of two: scores may grow by 127 and this many bits between two steps, 99 natural units in bf16. The less, the
-sooner a key that takes all weight gets an exact power of two."""
+sooner a key that takes all weight gets an exact power of two. Weights in fp16 may be 65504 at most, and lose bits below
+2**-14."""
 
-SETTLED_BITS = {"bf16": 32, "fp16": 0}
+SETTLED_BITS = {"bf16": 32, "fp16": 6}
 """To which negative exponent of two the sum of a row is brought back. With more, a row whose scores go on growing comes
 back less often; with less, a key that is far above all others keeps an exact weight (up to 120 less this many bits).
-Weights in fp16 have no room for any: they lose bits below 2**-14, what each of 2**14 equal keys has of a sum of 1."""
+In fp16 it is what one step adds that is tested and brought back, so that the weights of many equal keys, of whom each
+has little of the sum, stay normal numbers."""
 
 FEW_KEYS, FEW_KEYS_HEADROOM_BITS = 16, {"bf16": 60, "fp16": 0}
 """A row that sees fewer keys than this in its first block says little of its maximum, and gets more headroom; none

@@ -85,9 +85,11 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "largest_scale": resources.CAPPED_BITS // (2 if hardware_tanh else 1),
         # whether the GPU's own instruction computes the tanh of a softcap
         "hardware_tanh": hardware_tanh,
-        # whether references follow the row sums; then: to which exponent of two below 0 sums are brought back, the keys
-        # of a row up to which its reference has more headroom, the pieces that a step is cut into
+        # whether references follow the row sums; then: whether by what a step adds to them, to which exponent of two
+        # below 0 that is brought back, the keys of a row up to which its reference has more headroom, the pieces that a
+        # step is cut into
         "settles": settles,
+        "by_step": settles and spec.dtype == "fp16",
         "settled": resources.SETTLED_BITS[spec.dtype],
         "settled_bits": resources.fp32_bits(resources.SETTLED_BITS[spec.dtype]),
         "few_keys": resources.FEW_KEYS if few_keys_headroom and settles and (spec.causal or spec.window) else 0,
