@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flashgen.cli import output
 from flashgen.cli.arguments import CommandLineError
 from flashgen.core.device import Device
+from flashgen.core.errors import DatabaseError
 from flashgen.core.names import meant
 
 if TYPE_CHECKING:
@@ -64,18 +65,22 @@ def _write_studies(logs: list[SearchLog], target: str) -> None:
 
 
 def _write_tables(logs: list[SearchLog], target: str) -> None:
-    """A file for each search of which it is known how it was asked for, in a folder for each device."""
+    """A file for each search of which it is known how it was asked for, in a folder for each device.
+
+    Raises:
+        DatabaseError: there is none, or the folder cannot be written.
+    """
     from flashgen.db.log_files import SUFFIX, write_log
 
-    written = 0
-    for log in logs:
-        if log.search is not None:
-            run = re.sub(r"[^\w-]", "_", log.search.run)[:MAX_RUN]  # of a file from somebody else it may be anything
-            name = f"{log.search.workload.key}-{run}{SUFFIX}"
-            write_log(log, Path(target) / log.search.device.folder / name)
-            written += 1
-    left = f"; {len(logs) - written} searches are without their settings and left out" if written < len(logs) else ""
-    output.say(f"{written} searches written to {target}{left}")
+    known = [(log, log.search) for log in logs if log.search is not None]
+    without = len(logs) - len(known)
+    left = f"; {without} searches are without their settings and left out" if without else ""
+    if not known:
+        raise DatabaseError(f"an export to tables needs searches with their settings, and none is stored here{left}")
+    for log, search in known:
+        run = re.sub(r"[^\w-]", "_", search.run)[:MAX_RUN]  # of a file from somebody else it may be anything
+        write_log(log, Path(target) / search.device.folder / f"{search.workload.key}-{run}{SUFFIX}")
+    output.say(f"{len(known)} searches written to {target}{left}")
 
 
 _WRITERS: dict[str, Callable[[list[SearchLog], str], None]] = {

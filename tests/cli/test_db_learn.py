@@ -7,6 +7,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from benchmarks.search_synthetic import synthetic
 from flashgen.core.settings import settings
 from flashgen.core.workload import Workload
@@ -93,6 +95,25 @@ def test_searches_of_a_database_are_learned_from_once_exported(
     assert (origin["tables"], origin["searches"]) == ([], {"count": 1, "trials": 20})
     with (out / "seed_configs.csv").open() as file:
         assert sum(int(row["timed_configs"]) for row in csv.DictReader(file)) == 20
+
+
+@pytest.mark.parametrize(("form", "name"), [("t4", "T4"), ("tables", "tables"), ("optuna", "Optuna")])
+def test_a_format_of_trials_refuses_a_database_without_any(
+    invoke: Invoke, nothing_ships: None, tmp_path: Path, form: str, name: str
+) -> None:
+    records(1)
+    done = invoke("db", "export", tmp_path / "out", "--format", form, "--all")
+    assert (done.exit_code, f"an export to {name} needs" in done.output) == (1, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tables_refuse_trials_of_which_no_settings_are_known(
+    invoke: Invoke, nothing_ships: None, tmp_path: Path
+) -> None:
+    with Store.open(settings().db_layers[0]) as store:
+        store.put_trial(synthetic(WORKLOAD, H100, families=("hopper_forward",), most=1).trials[0])
+    done = invoke("db", "export", tmp_path / "out", "--format", "tables")
+    assert (done.exit_code, "1 searches are without their settings" in done.output) == (1, True)
 
 
 def test_figures_are_printed_for_machines(invoke: Invoke, nothing_ships: None) -> None:
