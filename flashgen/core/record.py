@@ -183,11 +183,23 @@ SPLIT = "split"
 """The name of the baseline of a mixed batch: two launches, its steps of decoding by a decode family and the chunks of
 prompts behind them by the config that they are timed beside, where the config of a record takes one launch for all."""
 
-SOURCES = ("default", "incumbent", "neighbour", "seed", "model", "learned", "sampler", "random", "local", "finals")
+SOURCES = (
+    "default",
+    "incumbent",
+    "neighbour",
+    "seed",
+    "model",
+    "learned",
+    "sampler",
+    "random",
+    "local",
+    "finals",
+    "varied",
+)
 """Who proposes a candidate: the families' defaults, the record that is served today, the nearest other records, a list
 of configs that won before, the analytic model, a model that learns from trials, the sampler, chance, the surroundings
-of the best, or a race that a config failed in. Before schema 0009 `neighbour` was the incumbent, too, and `model` a
-list or the default of another family."""
+of the best, a race that a config failed in, or knobs changed in a record that is timed again. Before schema 0009
+`neighbour` was the incumbent, too, and `model` a list or the default of another family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,21 +11,24 @@ records on four GPUs take 7 to 8 minutes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from flashgen.codegen.families import invalid, successor
 from flashgen.core.config import Config
-from flashgen.core.record import Measurement, TuningRecord
+from flashgen.core.history import UNKNOWN, Origin
+from flashgen.core.record import Failure, Measurement, TuningRecord
 from flashgen.core.workload import Workload
 from flashgen.db.past import origins_of
 from flashgen.db.store import Store
-from flashgen.measure.protocol import Executor, RaceResult
+from flashgen.measure.protocol import Executor, Outcome, RaceResult
 from flashgen.tuning.candidates import Candidates, nearest
 from flashgen.tuning.context import Context
 from flashgen.tuning.events import WorkloadFinished, WorkloadStarted
 from flashgen.tuning.finals import Finals, choose, confidence, runners_up
 from flashgen.tuning.history import why_not_current
 from flashgen.tuning.measured_workload import MeasuredWorkload
+from flashgen.tuning.notes import Evaluated, SearchNotes
 
 RACE = Finals(window_s=0.1, warm_s=0.05, limit_s=8.0)
 """Windows and limit of a race: rivals are few and known to be close, and there are hundreds of records."""
@@ -73,17 +76,17 @@ class Reverification(MeasuredWorkload):
         configs = self._configs(record)
         counts = {"candidates": len(configs), "resumed_trials": 0, "budget_trials": len(configs)}
         self._context.emit(WorkloadStarted(workload=self._workload, budget_s=None, **counts))
-        compiled = {config: self._compiled(config)[1] for config in configs}
-        able = tuple(config for config, reason in compiled.items() if reason is None)
+        rejected = {config: self._compiled(config)[1] for config in configs}
+        able = tuple(config for config, reason in rejected.items() if reason is None)
         if not able:
-            return self._finished("failed", None, f"none of {len(configs)} configs: {compiled[configs[0]]}")
+            return self._finished("failed", None, f"none of {len(configs)} configs: {rejected[configs[0]]}")
         job = self._last_race(able, RACE, champion=0, limit_s=RACE.limit_s)
         answer = self._run_race(job, "last", RACE.last_s(len(able), self._kinds))
-        results = {
-            config: found for config, found in zip(able, answer.outcomes, strict=True) if isinstance(found, Measurement)
-        }
+        raced = dict(zip(able, answer.outcomes, strict=True))
+        results = {config: found for config, found in raced.items() if isinstance(found, Measurement)}
         if not results:
             return self._finished("failed", None, f"none of {len(able)} configs: {answer.outcomes[0]}")
+        self._note_failures({**rejected, **raced})
         return self._stored(configs[0], results, answer)
 
     def _configs(self, record: TuningRecord) -> tuple[Config, ...]:
@@ -109,19 +112,40 @@ class Reverification(MeasuredWorkload):
         return tuple(able[:most])
 
     def _variations(self, record: TuningRecord) -> tuple[Config, ...]:
-        """The variations of its config that it has not met in its last race."""
+        """The variations of its config that it has not met in its last race, nor failed to take part in it."""
         asked = (each.of(record.config, self._spec, self._context.device) for each in self._context.options.vary)
         varied = [config for config in asked if config is not None]
-        met = self._rivals_of(record) if varied else []
+        met = {*self._rivals_of(record), *self._failed_beside(record)} if varied else set()
         return tuple(config for config in varied if config not in met)
 
     def _rivals_of(self, record: TuningRecord) -> list[Config]:
         """The other configs of its last race, where the run's own file has them."""
-        store = self._context.store
-        if not isinstance(store, Store):
+        return [each.config for each in self._origin_of(record).runners_up]
+
+    def _failed_beside(self, record: TuningRecord) -> list[Config]:
+        """What failed in the run that made it; none where the run is told to repeat that, or today it may not fail."""
+        run = self._origin_of(record).run
+        if not run or self._why or self._context.options.retune:
             return []
-        origin = origins_of(store.reader, self._workload).get(record.identity)
-        return [] if origin is None else [each.config for each in origin.runners_up]
+        tried = self._context.store.trials(self._workload, self._context.device)
+        return [each.config for each in tried if each.run == run and isinstance(each.outcome, Failure)]
+
+    def _origin_of(self, record: TuningRecord) -> Origin:
+        """Who made it, where the run's own file says so."""
+        store = self._context.store
+        known = origins_of(store.reader, self._workload) if isinstance(store, Store) else {}
+        return known.get(record.identity, UNKNOWN)
+
+    def _note_failures(self, outcomes: Mapping[Config, Outcome | None]) -> None:
+        """Keep why variations failed: the record has met them, too.
+
+        Before the record is stored: from trials that are later than it an ordinary search would go on.
+        """
+        notes = SearchNotes(self._context, self._workload)
+        failed = [(config, outcomes.get(config)) for config in self._varied]
+        failures = [(config, outcome) for config, outcome in failed if isinstance(outcome, Failure)]
+        for number, (config, failure) in enumerate(failures, 1):
+            notes.trial(config, "varied", Evaluated(outcome=failure), number)
 
     def _stored(self, champion: Config, results: dict[Config, Measurement], answer: RaceResult) -> WorkloadFinished:
         winner = choose(results, default=champion, incumbent=champion)

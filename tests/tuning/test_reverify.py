@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from flashgen.core.compiled import Compiled
 from flashgen.core.config import Config
 from flashgen.core.errors import TuningError
 from flashgen.core.record import Failure, Limits, Versions
-from flashgen.core.workload import Workload
+from flashgen.core.workload import Specialization, Workload
 from flashgen.db.past import past_of
 from flashgen.db.store import Store
 from flashgen.tuning.context import Options
+from flashgen.tuning.events import Event, WorkloadStarted
 from flashgen.tuning.plan import plan
 from flashgen.tuning.request import Request
 from flashgen.tuning.variations import Variation
-from tests.tuning.fakes import H200, FakeExecutor, true_ms
+from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor, true_ms
 from tests.tuning.runs import CAUSAL, LONGER, PLAIN, Budget, chosen, run
 
 NEWER = Versions(flashgen="0", triton="3.7.1", torch="2.13", driver="590")
@@ -163,3 +166,47 @@ def test_more_variations_than_are_asked_for_are_met_at_once(store: Store) -> Non
     first, second = (run(store, executor=executor, reverify=2, vary=vary, **OPTIONS).outcomes[0] for _ in range(2))
     assert (first.status, second.status) == ("kept", "skipped")
     assert len(executor.races[0].configs) == 1 + len(own) > 2
+
+
+@dataclass
+class Refusing(FakeCompiler):
+    """Compiles all but one config."""
+
+    refused: Config | None = None
+
+    def result(self, spec: Specialization, config: Config) -> Compiled | Failure:
+        return Failure(stage="build", reason="planted") if config == self.refused else super().result(spec, config)
+
+
+@pytest.mark.parametrize("stage", ["build", "verify"])
+def test_a_variation_that_fails_is_not_tried_again_until_the_record_is_old(store: Store, stage: str) -> None:
+    run(store, **OPTIONS)
+    before = chosen(store)
+    lost = before.config.replace(block_n=32)
+    compiler = Refusing(refused=lost if stage == "build" else None)
+    failure = Failure(stage="verify", reason="planted")
+    broken: dict[str, Any] = {"broken_in_race": lambda config: failure if config == lost else None}
+    options: dict[str, Any] = {"vary": (Variation.parse("block_n=32"),), "reverify": 2, "compiler": compiler, **OPTIONS}
+    first, second = (run(store, executor=FakeExecutor(**broken), **options).outcomes[0] for _ in range(2))
+    assert (first.status, second.status) == ("kept", "skipped")
+    assert "has not met" in second.reason
+    (trial,) = [each for each in store.trials(CAUSAL, H200) if each.source == "varied"]
+    assert (trial.config, trial.outcome) == (lost, replace(failure, stage=stage))
+    events: list[Event] = []
+    run(store, events=events, **OPTIONS, retune=True)
+    assert [each.resumed_trials for each in events if isinstance(each, WorkloadStarted)] == [0], "nor a search begun"
+    assert chosen(store).config == before.config
+    assert run(store, executor=FakeExecutor(**broken), **options).outcomes[0].status == "kept", "another last race"
+    for executor in (FakeExecutor(**broken), newer(**broken)):
+        repeated = {**options, "retune": executor.versions != NEWER}
+        assert run(store, executor=executor, **repeated).outcomes[0].status == "kept"
+    assert run(store, executor=newer(**broken), **options).outcomes[0].status == "skipped"
+
+
+def test_where_nothing_runs_no_failure_is_kept(store: Store) -> None:
+    run(store, **OPTIONS)
+    broken = FakeExecutor(broken_in_race=lambda config: Failure(stage="launch", reason="planted"))
+    options: dict[str, Any] = {"vary": (Variation.parse("block_n=32"),), "reverify": 2, **OPTIONS}
+    assert run(store, executor=broken, **options).outcomes[0].status == "failed"
+    assert not [each for each in store.trials(CAUSAL, H200) if each.source == "varied"]
+    assert run(store, **options).outcomes[0].status == "kept"
