@@ -110,7 +110,8 @@ def _flash_attn_varlen_forward(
             cu_seqlens_k, seqused_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0)), None
     places = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     with torch.no_grad():
-        out, lse = packed(q, k, v, *places, seqused_k=seqused_k, deterministic=False, return_lse=True, **given)
+        given["seqused_k"] = seqused_k
+        out, lse = packed(q, k, v, *places, deterministic=False, return_lse=True, **given)
         weights = weights_of("packed_weights", out, (q, k, *places), **given) if return_softmax else out.new_empty(0)
     return out, blind_rows_at(lse, math.inf), weights, _state(given, q)
 

@@ -48,7 +48,13 @@ def dense_weights(q: Tensor, k: Tensor, *, causal: bool, softmax_scale: float | 
 
 @torch.no_grad()
 def packed_weights(
-    q: Tensor, k: Tensor, *places: Any, causal: bool, softmax_scale: float | None, **scores: Any
+    q: Tensor,
+    k: Tensor,
+    *places: Any,
+    causal: bool,
+    softmax_scale: float | None,
+    seqused_k: Tensor | None = None,
+    **scores: Any,
 ) -> Tensor:
     """The same of packed sequences, each from the first row and column on; it waits for their lengths.
 
@@ -58,10 +64,12 @@ def packed_weights(
         places: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
         causal: of the call, as all others.
         softmax_scale: likewise.
+        seqused_k: likewise.
         scores: other fields of `Features`, with those of dropout.
     """
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = places
-    features = packed_features(Features(**scores), cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, None, seqused_k, max_seqlen_q, max_seqlen_k)
+    features = packed_features(Features(**scores), *lengths)
     slices = list(zip(used_rows(features, "q"), used_rows(features, "k"), strict=True))
     found = _empty(q, len(slices), max_seqlen_q, max_seqlen_k)
     for b, (rows, keys) in enumerate(slices):

@@ -84,6 +84,26 @@ def test_passes_of_packed_sequences(given: dict[str, Any]) -> None:
     assert sums.shape == lse.shape
 
 
+@pytest.mark.usefixtures("on_reference")
+@pytest.mark.parametrize("causal", [False, True])
+def test_weights_of_keys_that_are_not_used_are_zero(causal: bool) -> None:
+    """As without them: a causal mask ends at the last key that is used."""
+    q, k, v = randn(9, H, D), randn(11, HK, D), randn(11, HK, D, seed=1)
+    used, rows = (3, 2, 1), [0, 1, 2, 5, 6, 7]
+    given, found = options({"causal": causal, "dropout_p": 0.25}), []
+    for keys, lengths, more in (
+        (slice(None), (5, 2, 4), {"seqused_k": torch.tensor(used, dtype=torch.int32)}),
+        (rows, used, {}),
+    ):
+        torch.manual_seed(0)
+        places = (ends((3, 2, 4)), ends(lengths), 4, 5)
+        found.append(_flash_attn_varlen_forward(q, k[keys], v[keys], *places, *given, return_softmax=True, **more)[:3])
+    assert_same(*found)
+    weights = found[0][2]
+    assert not weights[0, :, :, 3:].any()
+    assert weights[0, :, 2, :3].all()
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_a_part_of_the_keys_has_its_part_of_the_gradient() -> None:
     """As ring attention calls it: the output and the LSE are those over all keys."""
