@@ -19,10 +19,11 @@ Access = Literal["write", "read", "shipped"]
 """`write` creates and migrates; `read` sees what other processes write; `shipped` is a file that nobody writes."""
 
 BUSY_TIMEOUT_S = 30.0
-"""How long SQLite itself waits for another process's transaction; ours take milliseconds."""
+"""How long SQLite itself waits for another process's transaction, once; ours take milliseconds."""
 
 LOCKED_RETRIES = 8
-"""Some locks (switching to WAL, recovering it) are refused without waiting: try again, from 10 ms on, doubling."""
+"""Some locks (switching to WAL, recovering it) are refused without waiting: try again, from 10 ms on, doubling, but not
+once `BUSY_TIMEOUT_S` is over: SQLite has waited then, and would as long again."""
 
 DEADLINE_S = 30.0
 """Processor time of one question; 100,000 records are read in less, and a look-up reads some dozens."""
@@ -118,11 +119,12 @@ def retry(path: Path, action: Callable[[], T]) -> T:
     Raises:
         DatabaseError: SQLite failed, the file takes too much time or memory, or a lock did not go away.
     """
+    end = time.monotonic() + BUSY_TIMEOUT_S
     for attempt in range(LOCKED_RETRIES):
         try:
             return action()
         except sqlite3.Error as error:
-            if attempt + 1 == LOCKED_RETRIES or not _is_locked(error):
+            if attempt + 1 == LOCKED_RETRIES or time.monotonic() >= end or not _is_locked(error):
                 raise DatabaseError(f"a tuning database must be usable by SQLite; {path}: {error}") from error
         except OverflowError as error:
             raise DatabaseError(f"a tuning database holds integers of 64 bits; {path}: {error}") from error

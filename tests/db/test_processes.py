@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.core.errors import DatabaseError
+from flashgen.db import connection
 from flashgen.db.exchange import export_records
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL, H200, MEASURED, SHORT
@@ -249,6 +252,36 @@ def test_who_opens_a_file_at_the_moment_it_is_made_keeps_it(tmp_path: Path) -> N
     finish(start(FLEET, json.dumps(fleet)))
     assert all(intact(tmp_path / f"{number}.sqlite3") for number in range(rounds))
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_lock_that_does_not_go_away_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, begun = tmp_path / "t.sqlite3", []
+    Store.open(path).close()
+
+    def begin(own: sqlite3.Connection) -> None:
+        begun.append(own)
+        own.execute("BEGIN IMMEDIATE")
+
+    monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 0.1)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(DatabaseError, match=r"t\.sqlite3: database is locked"):
+            connection.use(path, "write", begin)
+        assert len(begun) == 1
+        with pytest.raises(DatabaseError, match=r"t\.sqlite3: database is locked"):
+            Store.open(path)
+        assert Store.open(path, read_only=True).records() == []
+
+
+def test_a_lock_that_is_refused_at_once_is_tried_again(tmp_path: Path) -> None:
+    refusals = [sqlite3.OperationalError("database is locked") for _ in range(3)]
+
+    def attempt() -> str:
+        if refusals:
+            raise refusals.pop()
+        return "done"
+
+    assert connection.retry(tmp_path, attempt) == "done"
 
 
 def test_a_full_disk_loses_no_acknowledged_record(tmp_path: Path) -> None:
