@@ -16,6 +16,7 @@ from flashgen.core.device import Device, find_device
 from flashgen.core.errors import ConfigError, FlashgenError, WorkloadError
 from flashgen.core.names import meant
 from flashgen.core.quoting import shown
+from flashgen.core.record import PROVENANCES
 from flashgen.core.workload import Specialization, Workload
 from flashgen.measure.protocol import has_aligned_rows, specialization
 
@@ -62,6 +63,14 @@ DeviceName = Annotated[
     str | None,
     typer.Option("--device", help="Only of this GPU, e.g. h200.", metavar="GPU", autocompletion=completion.gpus),
 ]
+Provenance = Annotated[
+    str | None,
+    typer.Option(
+        "--provenance",
+        help="Only `measured` or only `predicted` ones.",
+        autocompletion=completion.provenances,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 FALLBACK_TARGET = "h100"
@@ -92,6 +101,17 @@ def named_device(text: str | None) -> Device | None:
     """
     with reading():
         return None if text is None else find_device(text)
+
+
+def named_provenance(text: str | None) -> str | None:
+    """The provenance of `--provenance`, None without one.
+
+    Raises:
+        CommandLineError: there is no such provenance.
+    """
+    if text is not None and text not in PROVENANCES:
+        raise CommandLineError(f"--provenance is measured or predicted, got {text!r}{meant(text, PROVENANCES)}")
+    return text
 
 
 def parse_shape(
