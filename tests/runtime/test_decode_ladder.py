@@ -21,6 +21,7 @@ from flashgen.runtime.decode.call import DecodeCall
 from flashgen.runtime.decode.shared_keys import SharedKeys, passes
 from flashgen.runtime.lookup.decode_ladder import class_of, served_step
 from flashgen.runtime.lookup.explanation import explain
+from flashgen.runtime.lookup.ladder import NEARER_ELSEWHERE
 from flashgen.runtime.lookup.records import Records
 from flashgen.runtime.ops import helpers
 from tests.db.samples import H100, H200, MEASURED
@@ -91,6 +92,19 @@ def test_another_device_of_the_architecture_is_below_this_one(ladder: Ladder) ->
     assert served_step(SPEC, Sizes.of(STEP), H200, ladder.records()).rung == 6
     far = Workload.parse("dec-b1-h32-hk8-sk512-d128-page16")
     assert served_step(SPEC, Sizes.of(far), H200, ladder.records()).rung == 8
+
+
+def test_a_record_of_another_device_serves_where_this_ones_is_farther_by_more_than_a_step(ladder: Ladder) -> None:
+    ladder.ship(tuned(STEP.with_shape(batch=16), min_tiles=8, device=H100))
+    ladder.user(tuned())
+    for batch, rung in ((32, 5), (16, 6), (8, 6)):  # 1 step and 1, 2 and 0, 3 and 1
+        served = served_step(SPEC, sizes(batch, 8192), H200, ladder.records())
+        assert (served.rung, served.config["min_tiles"]) == (rung, 4 if rung == 5 else 8), batch
+    assert served.skipped[2] == f"5. nearest record on this device: {NEARER_ELSEWHERE}"
+    assert served_step(SPEC, sizes(8, 8192, queries=2), H200, ladder.records()).rung == 6, "4 steps and 2"
+    ladder.user(tuned(STEP.with_shape(batch=32)))
+    served = served_step(SPEC, sizes(16, 8192), H200, ladder.records())
+    assert (served.rung, served.config["min_tiles"]) == (5, 4), "one step is no more than a step"
 
 
 def test_bits_that_depend_on_no_batch_are_served_by_the_rule(ladder: Ladder) -> None:

@@ -6,7 +6,8 @@ that records are kept by. All calls of a class have one config, which is found o
 
 3., 4. a record of the class on this device, of the user or shipped
 5. the nearest measured record of this device within `NEAR` whose tiles have such query rows, as it fits the class
-6. likewise of another device of the architecture
+6. likewise of another device of the architecture, which comes before rung 5 where it is nearer by more than
+   `ELSEWHERE_STEPS`
 8. the rule of the first family that applies, or of the next where that says that it is slower at such sizes
 
 Of several records of a class, the one for any lengths comes first. A call whose bits must not depend on its batch
@@ -29,7 +30,15 @@ from flashgen.core.nearest import decode_position, distance
 from flashgen.core.rungs import RUNGS
 from flashgen.core.workload import Specialization
 from flashgen.db.layers import PACKAGED, SHIPPED
-from flashgen.runtime.lookup.ladder import FIRST_EXACT, LAST_EXACT, NEAREST_ELSEWHERE, NEAREST_HERE, Served
+from flashgen.runtime.lookup.ladder import (
+    FIRST_EXACT,
+    LAST_EXACT,
+    NEARER_ELSEWHERE,
+    NEAREST_ELSEWHERE,
+    NEAREST_HERE,
+    Served,
+    is_before,
+)
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
 
 NEAR = 4.0
@@ -73,8 +82,8 @@ def served_step(
 def _walked(spec: Specialization, sizes: Sizes, device: Device, records: Records) -> Served:
     choices = records.choices(spec, device)
     skipped: list[str] = []
-    for rung, candidates in _rungs(choices, sizes):
-        why_none = "no such record"
+    for rung, candidates, none in _rungs(choices, spec, sizes, device):
+        why_none = none
         for candidate in candidates:
             record = candidate.record
             config = fitted(record.config, spec, sizes, device)
@@ -88,22 +97,42 @@ def _walked(spec: Specialization, sizes: Sizes, device: Device, records: Records
     return Served(config=usual(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
 
 
-def _rungs(choices: Choices, sizes: Sizes) -> Iterator[tuple[int, list[Candidate]]]:
+def _rungs(
+    choices: Choices, spec: Specialization, sizes: Sizes, device: Device
+) -> Iterator[tuple[int, list[Candidate], str]]:
+    """The rungs in their order, with their candidates and why one has none."""
     if not sizes.seqlen_k:
         return
-    here = _near(choices.here, sizes)
-    exact = [one for one in here if class_of(Sizes.of(one.record.workload)) == sizes]
-    yield FIRST_EXACT, [one for one in exact if not one.layer.startswith((PACKAGED, SHIPPED))]
-    yield LAST_EXACT, [one for one in exact if one.layer.startswith((PACKAGED, SHIPPED))]
-    yield NEAREST_HERE, [one for one in here if one not in exact]
-    yield NEAREST_ELSEWHERE, _near(choices.elsewhere, sizes)
+    here, elsewhere, none = _near(choices.here, sizes), _near(choices.elsewhere, sizes), "no such record"
+    exact = [one for _, one in here if class_of(Sizes.of(one.record.workload)) == sizes]
+    yield FIRST_EXACT, [one for one in exact if not one.layer.startswith((PACKAGED, SHIPPED))], none
+    yield LAST_EXACT, [one for one in exact if one.layer.startswith((PACKAGED, SHIPPED))], none
+    own = [(far, one) for far, one in here if one not in exact]
+    nearest, other = (_first_able(ranked, spec, sizes, device) for ranked in (own, elsewhere))
+    if nearest and other and is_before(other[0], nearest[0]):
+        yield NEAREST_HERE, [], NEARER_ELSEWHERE
+    else:
+        yield NEAREST_HERE, [one for _, one in own], none
+    yield NEAREST_ELSEWHERE, [one for _, one in elsewhere], none
 
 
-def _near(candidates: tuple[Candidate, ...], sizes: Sizes) -> list[Candidate]:
+Ranked = list[tuple[float, Candidate]]
+"""Candidates with how far they are."""
+
+
+def _first_able(ranked: Ranked, spec: Specialization, sizes: Sizes, device: Device) -> tuple[float, Candidate] | None:
+    for far, one in ranked:
+        config = one.record.config
+        if invalid(fitted(config, spec, sizes, device), spec, device) is None and poor_at_sizes(config, sizes) is None:
+            return far, one
+    return None
+
+
+def _near(candidates: tuple[Candidate, ...], sizes: Sizes) -> Ranked:
     """Those within `NEAR`, the nearest first; of one place those for any lengths."""
     at = decode_position(sizes.nheads // sizes.nheads_k, sizes.seqlen_k, sizes.batch * sizes.nheads_k)
     ranked = [
         (distance(at, one.position), one.record.workload.lengths != ANY, one.key, number)
         for number, one in enumerate(candidates)
     ]
-    return [candidates[number] for far, _, _, number in sorted(ranked) if far <= NEAR]
+    return [(far, candidates[number]) for far, _, _, number in sorted(ranked) if far <= NEAR]

@@ -64,6 +64,9 @@ ELSEWHERE_STEPS = 1.0
 time, the nearest other one within a step costs 1.020 times the best config, an H200's of the same workload 1.023 (96
 workloads); beyond one step 1.045 and 1.025 (143)."""
 
+NEARER_ELSEWHERE = f"another device's is nearer by more than {ELSEWHERE_STEPS:g} step"
+"""Why the nearest record of this device does not serve, where it could."""
+
 TWIN_NOISE = 0.03
 """Times of two searches that are closer than this say nothing: those of one kernel differed by up to 2.8% in a race."""
 
@@ -158,7 +161,7 @@ def _rungs(workload: Workload, choices: Choices, sizes: Sizes) -> Iterator[tuple
     others = partial(_first_able, workload, choices.elsewhere, sizes)
     nearer = None if own is None else nearer_elsewhere(own, position(workload), others)
     if nearer is not None:
-        yield NEAREST_HERE, (), f"another device's is nearer by more than {ELSEWHERE_STEPS:g} step"
+        yield NEAREST_HERE, (), NEARER_ELSEWHERE
         yield NEAREST_ELSEWHERE, (nearer,), none
     yield NEAREST_HERE, itertools.chain(_here(workload, choices), _nearest(workload, choices.twins)), none
     for rung, candidates in ((NEAREST_ELSEWHERE, choices.elsewhere), (PREDICTED, choices.predicted)):
@@ -175,7 +178,12 @@ def nearer_elsewhere(own: Candidate, here: Position, elsewhere: Callable[[], Can
     """
     steps = distance(here, own.position)
     other = elsewhere() if steps > ELSEWHERE_STEPS else None
-    return other if other is not None and distance(here, other.position) + ELSEWHERE_STEPS < steps else None
+    return other if other is not None and is_before(distance(here, other.position), steps) else None
+
+
+def is_before(elsewhere: float, here: float) -> bool:
+    """Whether another device's record, so many steps away, comes before the nearest one of this device."""
+    return elsewhere + ELSEWHERE_STEPS < here
 
 
 def _first_able(workload: Workload, candidates: tuple[Candidate, ...], sizes: Sizes) -> Candidate | None:
