@@ -20,7 +20,6 @@ from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization, Workload
 from flashgen.db.layers import Layers
 from flashgen.runtime.lookup.explanation import explain
-from flashgen.runtime.lookup.ladder import NEARER_ELSEWHERE
 from flashgen.runtime.lookup.packed_ladder import PackedSizes, served_packed
 from flashgen.runtime.lookup.records import Records
 from tests.db.samples import H100, H200, MEASURED
@@ -114,29 +113,6 @@ def test_another_device_of_the_architecture_is_below_this_one(ladder: Ladder) ->
     assert served_packed(SPEC, SIZES, H200, ladder.records()).config == config(3)
     ladder.ship(tuned(BATCH, stages=2))
     assert served_packed(SPEC, SIZES, H200, ladder.records()).config == config(2)
-
-
-def test_a_record_of_another_device_serves_where_this_ones_is_farther_by_more_than_a_step(ladder: Ladder) -> None:
-    ladder.ship(tuned(stages=1, device=H100))
-    ladder.user(tuned(BATCH.with_shape(seqlen_q=4096, seqlen_k=8192), stages=3))  # 1.5 steps away: twice as many count
-    served = served_packed(SPEC, SIZES, H200, ladder.records())
-    assert (served.rung, served.config) == (6, config(1))
-    assert served.skipped[2] == f"5. nearest record on this device: {NEARER_ELSEWHERE}"
-    ladder.user(tuned(BATCH.with_shape(total_q=65536), stages=2))
-    served = served_packed(SPEC, SIZES, H200, ladder.records())
-    assert (served.rung, served.config) == (5, config(2)), "half a step"
-
-
-def test_a_dense_record_of_another_device_comes_before_far_packed_ones_alone(ladder: Ladder) -> None:
-    dense = Workload.parse("fp32-b4-h32-hk8-s8192-d128-causal")
-    far, near = (BATCH.with_shape(seqlen_q=size, seqlen_k=size) for size in (128, 4096))
-    ladder.ship(tuned(dense, stages=1, device=H100))
-    ladder.user(tuned(far, stages=3))
-    served = served_packed(SPEC, SIZES, H200, ladder.records())
-    assert (served.rung, served.config) == (6, config(1))
-    ladder.user(tuned(near, stages=2))
-    served = served_packed(SPEC, SIZES, H200, ladder.records())
-    assert (served.rung, served.config) == (5, config(2)), "a packed one within reach"
 
 
 def test_functions_are_served_by_what_is_near(ladder: Ladder) -> None:

@@ -7,8 +7,7 @@ class have one config, which is found once:
 3., 4. a record of the class on this device, of the user or shipped; of several, one for any lengths comes first
 5. the nearest measured record of this device: of packed sequences within `NEAR`, then of dense ones within it, and then
    of packed ones anywhere; over pages those with pages of any size, then those without, and then those with pages again
-6. likewise of another device of the architecture, which comes before rung 5 where it is nearer by more than
-   `ELSEWHERE_STEPS` and of a kind that comes no later there
+6. likewise of another device of the architecture
 7. the nearest predicted record
 8. the default config of the first family that applies, as it fits the class
 
@@ -40,12 +39,10 @@ from flashgen.db.layers import PACKAGED, SHIPPED
 from flashgen.runtime.lookup.ladder import (
     FIRST_EXACT,
     LAST_EXACT,
-    NEARER_ELSEWHERE,
     NEAREST_ELSEWHERE,
     NEAREST_HERE,
     PREDICTED,
     Served,
-    is_before,
     resolve,
 )
 from flashgen.runtime.lookup.records import Candidate, Records
@@ -179,8 +176,8 @@ def _walked(spec: Specialization, sizes: PackedSizes | None, device: Device, rec
         skipped = tuple(f"{rung}. {RUNGS[rung]}: {INVARIANT}" for rung in range(FIRST_EXACT, PREDICTED + 1))
         return Served(config=choices.default, rung=8, skipped=skipped)
     skipped_rungs: list[str] = []
-    for rung, candidates, none in _rungs(spec, sizes, device, records):
-        why_none = none
+    for rung, candidates in _rungs(spec, sizes, device, records):
+        why_none = "no such record"
         for candidate in candidates:
             record = candidate.record
             reason = candidate.reason
@@ -199,53 +196,28 @@ def _walked(spec: Specialization, sizes: PackedSizes | None, device: Device, rec
 
 def _rungs(
     spec: Specialization, sizes: PackedSizes, device: Device, records: Records
-) -> Iterator[tuple[int, Iterable[Candidate], str]]:
-    """The rungs in their order, with their candidates and why one has none."""
-    none = "no such record"
+) -> Iterator[tuple[int, Iterable[Candidate]]]:
     choices, plainer = records.choices(spec, device), records.plainer(spec, device)
     pages, here = records.other_pages(spec, device), _ranked(choices.here, sizes, spec)
     exact = [one for _, one in here if spec.is_measured and PackedSizes.of(one.record.workload).largest == sizes]
     is_shipped = [one.layer.startswith((PACKAGED, SHIPPED)) for one in exact]
-    yield FIRST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if not shipped], none
-    yield LAST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if shipped], none
+    yield FIRST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if not shipped]
+    yield LAST_EXACT, [one for one, shipped in zip(exact, is_shipped, strict=True) if shipped]
     inexact = tuple(one for one in choices.here if one not in exact)
     own = _ranked((*inexact, *pages.here), sizes, spec) + _ranked(choices.twins, sizes, spec)
-    nearest = _with_plainer(own, _ranked(plainer.here, sizes, spec))
-    others = _ranked((*choices.elsewhere, *pages.elsewhere), sizes, spec)
-    elsewhere = _with_plainer(others, _ranked(plainer.elsewhere, sizes, spec))
-    if _is_elsewhere(nearest, elsewhere, sizes.sizes):
-        yield NEAREST_HERE, (), NEARER_ELSEWHERE
-    else:
-        yield NEAREST_HERE, _flat(nearest), none
-    yield NEAREST_ELSEWHERE, _flat(elsewhere), none
-    yield PREDICTED, [one for _, one in _ranked(choices.predicted, sizes, spec)], none
+    yield NEAREST_HERE, _with_plainer(own, _ranked(plainer.here, sizes, spec))
+    elsewhere = _ranked((*choices.elsewhere, *pages.elsewhere), sizes, spec)
+    yield NEAREST_ELSEWHERE, _with_plainer(elsewhere, _ranked(plainer.elsewhere, sizes, spec))
+    yield PREDICTED, [one for _, one in _ranked(choices.predicted, sizes, spec)]
 
 
 Ranked = list[tuple[float, Candidate]]
 """Candidates with how far they are."""
 
 
-def _with_plainer(own: Ranked, plainer: Ranked) -> tuple[Ranked, Ranked, Ranked]:
-    """The kinds of a rung in their order: near ones of the class, near plainer ones, far ones of the class."""
-    near, far = ([each for each in own if (each[0] <= NEAR) == is_near] for is_near in (True, False))
-    return near, [each for each in plainer if each[0] <= NEAR], far
-
-
-def _flat(kinds: tuple[Ranked, ...]) -> list[Candidate]:
-    return [one for ranked in kinds for _, one in ranked]
-
-
-def _is_elsewhere(here: tuple[Ranked, ...], elsewhere: tuple[Ranked, ...], sizes: Sizes) -> bool:
-    """Whether the first able record of another device comes before that of this one."""
-    own, other = _first_able(here, sizes), _first_able(elsewhere, sizes)
-    return own is not None and other is not None and other[0] <= own[0] and is_before(other[1], own[1])
-
-
-def _first_able(kinds: tuple[Ranked, ...], sizes: Sizes) -> tuple[int, float] | None:
-    """The kind of the first record that can serve, and how far it is."""
-    every = ((kind, steps, one) for kind, ranked in enumerate(kinds) for steps, one in ranked)
-    able = (each for each in every if each[2].reason is None and poor_at_sizes(each[2].config, sizes) is None)
-    return next(((kind, steps) for kind, steps, _ in able), None)
+def _with_plainer(own: Ranked, plainer: Ranked) -> list[Candidate]:
+    near, far = [one for steps, one in own if steps <= NEAR], [one for steps, one in own if steps > NEAR]
+    return [*near, *[one for steps, one in plainer if steps <= NEAR], *far]
 
 
 def _ranked(candidates: tuple[Candidate, ...], sizes: PackedSizes, spec: Specialization) -> Ranked:
