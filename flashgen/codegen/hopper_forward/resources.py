@@ -67,8 +67,8 @@ where the maximum is followed for longer."""
 
 FOLLOWED_KEYS = {"bf16": 1, "fp16": 64}
 """The maximum of a row is followed until it has seen so many keys, or one block where that has more. Weights in fp16
-have room for little headroom, and one key may be more than 127 bits below the next block's largest: with scores of standard
-deviation 20 so many tiles under a causal mask were recomputed that it took a fifth of the time."""
+have room for little headroom, and one key may be more than 127 bits below the next block's largest: with scores of
+standard deviation 20 so many tiles under a causal mask were recomputed that it took a fifth of the time."""
 
 CAPPED_HEADROOM_BITS = 64
 """The same under a softcap, where the reference stays, and no sum overflows."""
