@@ -1,6 +1,7 @@
 # make venv       the environment that all targets use (.venv); built once, rebuilt when its pins change
 # make tune       the main job: tune one model preset on a short budget, then show what serves a call, and its kernel
 # make test       every check that runs without a GPU; CI runs this and nothing else
+# make crosscompile-all  every kernel of the oldest Triton to machine code, of most of which make test has its IR alone
 # make gpu-test   the tests that need a GPU, GPU_JOBS (4) at a time on all GPUs, then those that look at a clock
 # make flash-attn-test  FlashAttention's own tests with flashgen in its place: FLASH_ATTENTION is a clone of it
 # make fuzz       random files and random calls, other ones each time, CASES of them (10000), and KILLS of a writer (60)
@@ -35,7 +36,7 @@ OLDEST := $(firstword $(TRITONS))
 unexport PYTHONDONTWRITEBYTECODE
 
 .PRECIOUS: .venvs/triton-%/.stamp
-.PHONY: venv tune test docs site release bundle databases lint format pytest interpreter crosscompile gpu-test flash-attn-test fuzz sanitize clean
+.PHONY: venv tune test docs site release bundle databases lint format pytest interpreter crosscompile crosscompile-all gpu-test flash-attn-test fuzz sanitize clean
 
 venv: $(VENV)/.stamp
 
@@ -60,7 +61,7 @@ docs: venv
 site: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-release: venv
+release: venv crosscompile-all
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/release.py
 
 # By the oldest Triton. Under a variable of the compiler no kernel could be given away.
@@ -93,9 +94,12 @@ interpreter: venv
 
 crosscompile: $(TRITONS:%=crosscompile-%)
 
-# All kernels with the oldest Triton alone: scripts/crosscompile_jobs.py says what the newest has fewer of, and why.
+# scripts/crosscompile_jobs.py says what the newest has fewer of, how far those of the oldest go, and why.
 crosscompile-%: .venvs/triton-%/.stamp
-	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py $(if $(filter-out $*,$(OLDEST)),--few)
+	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py $(if $(filter-out $*,$(OLDEST)),--few,--brief)
+
+crosscompile-all: .venvs/triton-$(OLDEST)/.stamp
+	PYTHONPATH=$(CURDIR) .venvs/triton-$(OLDEST)/bin/python scripts/crosscompile.py
 
 .venvs/triton-%/.stamp: constraints/triton-%.txt
 	$(PYTHON) -m venv .venvs/triton-$*

@@ -10,6 +10,9 @@ features, other loads and packed heads spill is printed, and not limited. With `
 machine code for NVIDIA touches what it spilled (`machine_loops.py`): that costs time in a mainloop, and next to none
 around it.
 
+With `--brief` most kernels go as far as Triton's own IR, which says whether it accepts their texts (`triton_ir.py`):
+that is what `make test` has of the oldest, and `make crosscompile-all`, as before a release, has machine code of all.
+
 Which kernels these are is in `crosscompile_jobs.py` and `crosscompile_helpers.py`. No helper kernel may spill.
 """
 
@@ -30,10 +33,11 @@ from flashgen.codegen.build import CompiledKernel, compile_helper, compile_kerne
 from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES
 from flashgen.core.errors import BuildError
 from scripts.crosscompile_helpers import HelperJob, helper_jobs
-from scripts.crosscompile_jobs import TARGETS, Job, few_jobs, jobs
+from scripts.crosscompile_jobs import TARGETS, Job, brief_jobs, few_jobs, jobs
 from scripts.machine_loops import disassembled, local_accesses
 from scripts.role_captures import overwritten
 from scripts.role_order import hasty
+from scripts.triton_ir import accept
 
 
 def main() -> int:
@@ -41,6 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--targets", nargs="+", default=TARGETS)
+    which.add_argument("--brief", action="store_true", help="all targets, and most kernels as far as Triton's own IR")
     which.add_argument("--few", action="store_true", help="few shapes for each kind of target, each feature for one")
     parser.add_argument("--loops", action="store_true", help="also say where code for NVIDIA touches its spills")
     parser.add_argument("--family", action="append", default=[], metavar="ID", help="these families alone; repeatable")
@@ -48,7 +53,10 @@ def main() -> int:
     rows = [families.family(name) for name in arguments.family] or [*FAMILIES, *DECODE_FAMILIES]
     if importlib.util.find_spec("torch") is not None:
         print("note: torch is importable here, so this run does not show that compiling needs none")
-    found: list[Job | HelperJob] = [*(few_jobs(rows) if arguments.few else jobs(rows, arguments.targets))]
+    kernels = (
+        few_jobs(rows) if arguments.few else brief_jobs(rows) if arguments.brief else jobs(rows, arguments.targets)
+    )
+    found: list[Job | HelperJob] = [*kernels]
     found += [] if arguments.family else helper_jobs()
     idle = {row.id for row in rows} - {job.config.family for job in found if isinstance(job, Job)}
     if idle:
@@ -61,7 +69,11 @@ def main() -> int:
     failed = outcomes.count(False)
     import triton
 
-    print(f"Triton {triton.__version__}: {len(outcomes) - failed} kernels compiled, {failed} failed")
+    to_ir = sum(isinstance(job, Job) and not job.to_machine_code for job in found)
+    print(
+        f"Triton {triton.__version__}: {len(outcomes) - failed} kernels compiled, {failed} failed"
+        + (f"; {to_ir} as far as its own IR" if to_ir else "")
+    )
     return 1 if failed else 0
 
 
@@ -76,6 +88,9 @@ def compile_one(job: Job | HelperJob, *, loops: bool = False) -> tuple[bool, str
         if isinstance(job, HelperJob):
             spills = compile_helper(job.helper, job.device).spills
             return not spills, f"{spills} bytes of local memory per thread, 0 allowed" if spills else ""
+        if not job.to_machine_code:
+            accept(job.spec, job.config, job.device)
+            return True, ""
         compiled = compile_kernel(job.spec, job.config, job.device)
     except BuildError as error:
         return False, str(error)
@@ -109,7 +124,8 @@ def touched(compiled: CompiledKernel) -> str:
 def report(job: Job | HelperJob, passed: bool, remark: str) -> bool:
     """Print one line, and the remark if there is one; whether the job passed."""
     name = f"{job.helper.key:28} {job.helper.id}" if isinstance(job, HelperJob) else f"{job.spec.key:28} {job.config}"
-    print(f"{'ok' if passed else 'FAILED':6} {job.device.arch:8} {name}", flush=True)
+    word = "ok" if isinstance(job, HelperJob) or job.to_machine_code else "ok: IR"
+    print(f"{word if passed else 'FAILED':6} {job.device.arch:8} {name}", flush=True)
     if remark:
         print(f"       {remark}", flush=True)
     return passed

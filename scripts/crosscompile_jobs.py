@@ -5,6 +5,11 @@ kernel far more often than in what a target makes of it: so each of the two comp
 features have, and the oldest those of plain shapes of families for wgmma, too. A test of tests/codegen/test_goldens.py
 counts. Features have families for sm90 alone there, and the others for one target in turn, most for another one under
 each Triton.
+
+Of the oldest `make test` has the same kernels with `--brief`: whether it accepts their texts is known from its own IR.
+Machine code it makes of defaults of plain shapes, which may not spill, for all targets but sm90, and of one of each
+family there: the GPU tests compile and run every family and every feature on sm90 by the oldest, and `make
+crosscompile-all` compiles all of them, as `make release` does first.
 """
 
 from __future__ import annotations
@@ -159,6 +164,7 @@ class Job:
     config: Config
     device: Device
     may_spill: bool  # a default config may not: it serves where nothing was tuned
+    to_machine_code: bool = True  # else as far as Triton's own IR
 
 
 def jobs(rows: Rows, targets: list[str]) -> list[Job]:
@@ -174,6 +180,21 @@ def jobs(rows: Rows, targets: list[str]) -> list[Job]:
     found += fullest(rows) if FULLEST[0] in targets else []
     found += with_features(rows, [find_device(target) for target in targets], first=0)
     return [in_small_tiles(job, WGMMA_TILES) if job.may_spill else job for job in found]
+
+
+def brief_jobs(rows: Rows) -> list[Job]:
+    """The same, of which most go as far as Triton's own IR.
+
+    To the end go defaults that may not spill, where no GPU test compiles them; of those for sm90, which the GPU tests
+    have, the first of each family.
+    """
+    found, seen = [], set[str]()
+    for job in jobs(rows, list(TARGETS)):
+        known = job.device.has_wgmma and job.config.family in seen
+        if job.device.has_wgmma and not job.may_spill:
+            seen.add(job.config.family)
+        found.append(replace(job, to_machine_code=not job.may_spill and not known))
+    return found
 
 
 def few_jobs(rows: Rows) -> list[Job]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import triton
 
 from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES, invalid, validate
 from flashgen.codegen.family import KernelFamily
+from flashgen.codegen.render import render
 from flashgen.core.device import find_device
+from flashgen.core.errors import BuildError
 from flashgen.core.workload import Specialization
-from scripts import crosscompile, crosscompile_jobs
+from scripts import crosscompile, crosscompile_jobs, triton_ir
 from scripts.crosscompile_jobs import Job
 
 GFX1200 = find_device("gfx1200")
@@ -91,3 +96,48 @@ def test_every_job_has_a_config_that_its_family_declares(few: bool) -> None:
     for job in jobs:
         validate(job.config)
         assert invalid(job.config, job.spec, job.device) is None, f"{job.spec.key} on {job.device.arch}"
+
+
+def test_the_brief_jobs_are_the_others_and_have_machine_code_of_what_no_gpu_test_has() -> None:
+    rows = [*FAMILIES, *DECODE_FAMILIES]
+    every, brief = crosscompile_jobs.jobs(rows, list(crosscompile_jobs.TARGETS)), crosscompile_jobs.brief_jobs(rows)
+    assert [replace(job, to_machine_code=True) for job in brief] == every
+    for job, shorter in zip(every, brief, strict=True):
+        if not job.device.has_wgmma:
+            assert shorter.to_machine_code is not job.may_spill
+    on_sm90 = [job.config.family for job in brief if job.device.has_wgmma and job.to_machine_code]
+    assert sorted(on_sm90) == sorted(row.id for row in rows)
+
+
+@pytest.mark.parametrize(("family", "kernels"), [("hopper_forward", 1), ("portable_backward_split", 3)])
+def test_a_text_is_accepted_without_machine_code(
+    family: str, kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    row, h200 = next(row for row in FAMILIES if row.id == family), find_device("h200")
+    spec = Specialization.parse("fwd-bf16-d64" if row.direction == "forward" else "bwd-bf16-d64")
+    job = Job(spec=spec, config=row.default(spec, h200), device=h200, may_spill=False, to_machine_code=False)
+    assert crosscompile.compile_one(job) == (True, "")
+    made = [path.suffix for path in tmp_path.rglob("*") if path.is_file()]
+    assert made.count(".ttgir") == kernels
+    assert not {".llir", ".ptx", ".cubin"} & set(made)
+    assert triton.knobs.runtime.add_stages_inspection_hook is None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("tl.dot(", "tl.dot_of_another_version("), ("tl.zeros([BLOCK_M]", "tl.zeros([BLOCK_M + 1]")],
+)
+def test_a_text_that_triton_does_not_know_fails(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Specialization.parse("fwd-bf16-d64")
+    row = next(row for row in FAMILIES if row.id == "portable_forward")
+    job = Job(spec=spec, config=row.default(spec, GFX1200), device=GFX1200, may_spill=False, to_machine_code=False)
+    source = render(spec, job.config)
+    assert right in source.text
+    other = replace(source, text=source.text.replace(right, wrong))
+    monkeypatch.setattr(triton_ir, "render", lambda *_: other)
+    with pytest.raises(BuildError, match="does not accept"):
+        triton_ir.accept(spec, job.config, GFX1200)
+    passed, remark = crosscompile.compile_one(job)
+    assert not passed
+    assert "does not accept portable_forward" in remark

@@ -181,6 +181,25 @@ def _compile(source: KernelSource, kernels: tuple[KernelSpec, ...], device: Devi
 
 def _compile_part(function: Any, kernel: KernelSpec, device: Device) -> CompiledPart:
     import triton
+
+    source, target, flags = request(function, kernel, device)
+    started = time.perf_counter()
+    handle = triton.compile(source, target=target, options=flags)
+    elapsed_ms = (time.perf_counter() - started) * 1e3
+    used = inspect.resources(handle, device)
+    return CompiledPart(
+        kernel=kernel,
+        registers=used.registers,
+        spills=used.spills,
+        shared_bytes=handle.metadata.shared,
+        num_warps=handle.metadata.num_warps,  # of all roles, where a kernel specialises its warps
+        compile_ms=elapsed_ms,
+        handle=handle,
+    )
+
+
+def request(function: Any, kernel: KernelSpec, device: Device) -> tuple[Any, Any, dict[str, object]]:
+    """What Triton is asked to compile: the function with its signature, for which target, with which options."""
     from triton.backends.compiler import GPUTarget
 
     options, parameters = kernel.options, kernel.parameters
@@ -193,19 +212,7 @@ def _compile_part(function: Any, kernel: KernelSpec, device: Device) -> Compiled
     flags["enable_fp_fusion"] = True
     if options.maxnreg:
         flags["maxnreg"] = options.maxnreg
-    started = time.perf_counter()
-    handle = triton.compile(_ast(kernel.language)(function, signature, {}, aligned), target=target, options=flags)
-    elapsed_ms = (time.perf_counter() - started) * 1e3
-    used = inspect.resources(handle, device)
-    return CompiledPart(
-        kernel=kernel,
-        registers=used.registers,
-        spills=used.spills,
-        shared_bytes=handle.metadata.shared,
-        num_warps=handle.metadata.num_warps,  # of all roles, where a kernel specialises its warps
-        compile_ms=elapsed_ms,
-        handle=handle,
-    )
+    return _ast(kernel.language)(function, signature, {}, aligned), target, flags
 
 
 def reason_of(error: BaseException) -> str:
