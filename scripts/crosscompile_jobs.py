@@ -8,8 +8,8 @@ each Triton.
 
 Of the oldest `make test` has the same kernels with `--brief`: whether it accepts their texts is known from its own IR.
 Machine code it makes of defaults of plain shapes, which may not spill, for all targets but sm90, and of one of each
-family there: the GPU tests compile and run every family and every feature on sm90 by the oldest, and `make
-crosscompile-all` compiles all of them, as `make release` does first.
+family and of IN_FULL there: the GPU tests compile and run every family and every feature on sm90 by the oldest, and
+`make crosscompile-all` compiles all of them, as `make release` does first.
 """
 
 from __future__ import annotations
@@ -182,18 +182,26 @@ def jobs(rows: Rows, targets: list[str]) -> list[Job]:
     return [in_small_tiles(job, WGMMA_TILES) if job.may_spill else job for job in found]
 
 
+IN_FULL = ("fwd-bf16-d128", "fwd-bf16-d128-page16-causal-varlen-window")
+"""Of what may spill for sm90, by keys, what no other Triton makes machine code of in the same tiles.
+
+Packed heads of a decoding step, and pages in two warpgroups, of which each passes over blocks of its own.
+"""
+
+
 def brief_jobs(rows: Rows) -> list[Job]:
     """The same, of which most go as far as Triton's own IR.
 
-    To the end go defaults that may not spill, where no GPU test compiles them; of those for sm90, which the GPU tests
-    have, the first of each family.
+    To the end go defaults that may not spill, where no GPU test compiles them; for sm90, which the GPU tests have, the
+    first of each family, and IN_FULL.
     """
     found, seen = [], set[str]()
     for job in jobs(rows, list(TARGETS)):
         known = job.device.has_wgmma and job.config.family in seen
         if job.device.has_wgmma and not job.may_spill:
             seen.add(job.config.family)
-        found.append(replace(job, to_machine_code=not job.may_spill and not known))
+        full = not known if not job.may_spill else job.device.has_wgmma and job.spec.key in IN_FULL
+        found.append(replace(job, to_machine_code=full))
     return found
 
 
