@@ -197,10 +197,13 @@ def brief_jobs(rows: Rows) -> list[Job]:
     """
     found, seen = [], set[str]()
     for job in jobs(rows, list(TARGETS)):
-        known = job.device.has_wgmma and job.config.family in seen
-        if job.device.has_wgmma and not job.may_spill:
+        if not job.device.has_wgmma:
+            full = not job.may_spill
+        elif job.may_spill:
+            full = job.spec.key in IN_FULL
+        else:
+            full = job.config.family not in seen
             seen.add(job.config.family)
-        full = not known if not job.may_spill else job.device.has_wgmma and job.spec.key in IN_FULL
         found.append(replace(job, to_machine_code=full))
     return found
 

@@ -18,6 +18,7 @@ where the nearest one was measured.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from flashgen.codegen.families import fitted, invalid, poor_at_sizes, usual, validate
 from flashgen.codegen.family import Sizes
@@ -26,7 +27,7 @@ from flashgen.core.config import Config
 from flashgen.core.device import Device
 from flashgen.core.errors import ConfigError
 from flashgen.core.lengths import ANY
-from flashgen.core.nearest import decode_position, distance
+from flashgen.core.nearest import Position, decode_position, distance
 from flashgen.core.rungs import RUNGS
 from flashgen.core.workload import Specialization
 from flashgen.db.layers import PACKAGED, SHIPPED
@@ -37,7 +38,7 @@ from flashgen.runtime.lookup.ladder import (
     NEAREST_ELSEWHERE,
     NEAREST_HERE,
     Served,
-    is_before,
+    nearer_elsewhere,
 )
 from flashgen.runtime.lookup.records import Candidate, Choices, Records
 
@@ -85,13 +86,10 @@ def _walked(spec: Specialization, sizes: Sizes, device: Device, records: Records
     for rung, candidates, none in _rungs(choices, spec, sizes, device):
         why_none = none
         for candidate in candidates:
-            record = candidate.record
-            config = fitted(record.config, spec, sizes, device)
-            reason = invalid(config, spec, device)
-            if reason is None and rung > LAST_EXACT:
-                reason = poor_at_sizes(record.config, sizes)
+            config, reason = _fitted(candidate, spec, sizes, device, is_exact=rung <= LAST_EXACT)
             if reason is None:
-                return Served(config=config, rung=rung, record=record, layer=candidate.layer, skipped=tuple(skipped))
+                record, layer = candidate.record, candidate.layer
+                return Served(config=config, rung=rung, record=record, layer=layer, skipped=tuple(skipped))
             why_none = f"{config} cannot serve: {reason}"
         skipped.append(f"{rung}. {RUNGS[rung]}: {why_none}")
     return Served(config=usual(choices.default, spec, sizes, device), rung=8, skipped=tuple(skipped))
@@ -103,36 +101,39 @@ def _rungs(
     """The rungs in their order, with their candidates and why one has none."""
     if not sizes.seqlen_k:
         return
-    here, elsewhere, none = _near(choices.here, sizes), _near(choices.elsewhere, sizes), "no such record"
-    exact = [one for _, one in here if class_of(Sizes.of(one.record.workload)) == sizes]
+    at = decode_position(sizes.nheads // sizes.nheads_k, sizes.seqlen_k, sizes.batch * sizes.nheads_k)
+    here, elsewhere, none = _near(choices.here, at), _near(choices.elsewhere, at), "no such record"
+    exact = [one for one in here if class_of(Sizes.of(one.record.workload)) == sizes]
     yield FIRST_EXACT, [one for one in exact if not one.layer.startswith((PACKAGED, SHIPPED))], none
     yield LAST_EXACT, [one for one in exact if one.layer.startswith((PACKAGED, SHIPPED))], none
-    own = [(far, one) for far, one in here if one not in exact]
-    nearest, other = (_first_able(ranked, spec, sizes, device) for ranked in (own, elsewhere))
-    if nearest and other and is_before(other[0], nearest[0]):
+    own = [one for one in here if one not in exact]
+    nearest = _first_able(own, spec, sizes, device)
+    others = partial(_first_able, elsewhere, spec, sizes, device)
+    if nearest is not None and nearer_elsewhere(nearest, at, others) is not None:
         yield NEAREST_HERE, [], NEARER_ELSEWHERE
     else:
-        yield NEAREST_HERE, [one for _, one in own], none
-    yield NEAREST_ELSEWHERE, [one for _, one in elsewhere], none
+        yield NEAREST_HERE, own, none
+    yield NEAREST_ELSEWHERE, elsewhere, none
 
 
-Ranked = list[tuple[float, Candidate]]
-"""Candidates with how far they are."""
+def _fitted(
+    candidate: Candidate, spec: Specialization, sizes: Sizes, device: Device, *, is_exact: bool
+) -> tuple[Config, str | None]:
+    """The config of a record as it fits a class, and why it cannot serve that."""
+    own = candidate.record.config
+    config = fitted(own, spec, sizes, device)
+    reason = invalid(config, spec, device)
+    return config, reason if reason is not None or is_exact else poor_at_sizes(own, sizes)
 
 
-def _first_able(ranked: Ranked, spec: Specialization, sizes: Sizes, device: Device) -> tuple[float, Candidate] | None:
-    for far, one in ranked:
-        config = one.record.config
-        if invalid(fitted(config, spec, sizes, device), spec, device) is None and poor_at_sizes(config, sizes) is None:
-            return far, one
-    return None
+def _first_able(candidates: list[Candidate], spec: Specialization, sizes: Sizes, device: Device) -> Candidate | None:
+    return next((one for one in candidates if _fitted(one, spec, sizes, device, is_exact=False)[1] is None), None)
 
 
-def _near(candidates: tuple[Candidate, ...], sizes: Sizes) -> Ranked:
+def _near(candidates: tuple[Candidate, ...], at: Position) -> list[Candidate]:
     """Those within `NEAR`, the nearest first; of one place those for any lengths."""
-    at = decode_position(sizes.nheads // sizes.nheads_k, sizes.seqlen_k, sizes.batch * sizes.nheads_k)
     ranked = [
         (distance(at, one.position), one.record.workload.lengths != ANY, one.key, number)
         for number, one in enumerate(candidates)
     ]
-    return [(far, candidates[number]) for far, _, _, number in sorted(ranked) if far <= NEAR]
+    return [candidates[number] for far, _, _, number in sorted(ranked) if far <= NEAR]

@@ -178,12 +178,7 @@ def nearer_elsewhere(own: Candidate, here: Position, elsewhere: Callable[[], Can
     """
     steps = distance(here, own.position)
     other = elsewhere() if steps > ELSEWHERE_STEPS else None
-    return other if other is not None and is_before(distance(here, other.position), steps) else None
-
-
-def is_before(elsewhere: float, here: float) -> bool:
-    """Whether another device's record, so many steps away, comes before the nearest one of this device."""
-    return elsewhere + ELSEWHERE_STEPS < here
+    return other if other is not None and distance(here, other.position) + ELSEWHERE_STEPS < steps else None
 
 
 def _first_able(workload: Workload, candidates: tuple[Candidate, ...], sizes: Sizes) -> Candidate | None:
