@@ -59,10 +59,11 @@ def of_threads(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 SETTLED = {
-    # without what keeps row sums small: where scores grow, a sum overflows and the tile is computed again
+    # without what keeps row sums small: where scores grow, a sum overflows and the tile is computed again. So does one
+    # that comes near, since the output overflows before it, by values above 1
     "_weights": lambda s, m_i: torch.exp2(s - of_threads(s, m_i)),
     "_rescale": lambda acc, alpha: acc * of_threads(acc, alpha),
-    "_settle": lambda w, acc, m_i, l_i: (w.bfloat16(), acc, m_i, l_i),
+    "_settle": lambda w, acc, m_i, l_i: (w.bfloat16(), acc, m_i, l_i.where(l_i < 2.0**100, math.inf)),
 }
 
 

@@ -70,7 +70,7 @@ MAXNREG = 168
 NEG_INF = gl.constexpr(float("-inf"))
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e38)  # not -inf, so that no difference to a hidden score is NaN
-HEADROOM = gl.constexpr(16.0)
+HEADROOM = gl.constexpr(24.0)
 FEW_KEYS = gl.constexpr(16)
 FEW_KEYS_HEADROOM = gl.constexpr(60.0)
 LOG2E = 1.4426950408889634
@@ -87,7 +87,7 @@ T_LAYOUT = gl.constexpr(
 
 
 # At the end of a step a warp looks whether a partial sum has come to 2, and only then brings the largest one of each row
-# to 2**-32: sums, output and the weights of the step, which are still in fp32, are multiplied by a factor that the
+# to 2**-64: sums, output and the weights of the step, which are still in fp32, are multiplied by a factor that the
 # reference takes over. The weights are rounded behind the branch. A sum that is infinite is made NaN.
 def _settle_asm(acc, weights, settled):
     # operands: the output, weights in 16 bits by pairs, sums, references, weights in fp32; of sums and references, two differ
@@ -95,7 +95,7 @@ def _settle_asm(acc, weights, settled):
     sums = p + weights // 2
     refs = sums + n
     w = refs + n + acc + 2 * n
-    t = "{ .reg .pred p, q; .reg .b32 t, a, b; .reg .f32 x, y, f0, f2; "
+    t = "{ .reg .pred p, q, r; .reg .b32 t, a, b; .reg .f32 x, y, f0, f2; "
     t += "".join(f".reg .f32 w{i}; mov.f32 w{i}, ${w + i}; " for i in range(weights))
     # bit 30 of a float says that it is 2 or more
     t += f"mov.b32 a, ${sums}; mov.b32 b, ${sums + 2}; lop3.b32 t, a, b, 0x40000000, 0xA8; setp.ne.u32 p, t, 0; "
@@ -104,7 +104,9 @@ def _settle_asm(acc, weights, settled):
         t += f"mov.f32 x, ${sums + row}; "
         t += "".join(f"shfl.sync.bfly.b32 y, x, {d}, 31, 0xffffffff; max.NaN.f32 x, x, y; " for d in (1, 2))
         # the factor is that of the new reference as it is rounded, 2**-120 at least; no reference falls
-        t += f"setp.gtu.f32 q, x, 0f7F7FFFFF; lg2.approx.ftz.f32 y, x; add.f32 y, y, {settled}; "
+        # where no such factor leads to 2**-64, to 1: a key that takes all weight gets a power of two in any case
+        t += "setp.gtu.f32 q, x, 0f7F7FFFFF; lg2.approx.ftz.f32 y, x; setp.gt.f32 r, y, 0f42600000; "
+        t += f"@!r add.f32 y, y, {settled}; "
         t += "max.f32 y, y, 0f00000000; min.f32 y, y, 0f42F00000; "
         t += f"add.f32 y, ${refs + row}, y; sub.f32 x, ${refs + row}, y; mov.f32 ${refs + row}, y; "
         t += f"ex2.approx.ftz.f32 f{row}, x; mul.f32 ${sums + row}, ${sums + row}, f{row}; "
@@ -121,7 +123,7 @@ def _settle_constraints(acc, weights):
     return ",".join(["=f"] * acc + ["=r"] * (weights // 2) + ["=f"] * (2 * n) + tied + ["f"] * weights)
 
 
-SETTLE_ASM = gl.constexpr(_settle_asm(64, 64, "0f42000000"))  # 32.0
+SETTLE_ASM = gl.constexpr(_settle_asm(64, 64, "0f42800000"))  # 64.0
 SETTLE_CONSTRAINTS = gl.constexpr(_settle_constraints(64, 64))
 SETTLE_DTYPES = gl.constexpr((gl.float32,) * 1 + (gl.bfloat16,) * 1 + (gl.float32, gl.float32))
 # Named barriers: each warp arrives for itself, and the last of so many threads opens it. To arrive at an mbarrier a

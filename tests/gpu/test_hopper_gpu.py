@@ -238,6 +238,18 @@ def test_scores_that_grow_are_right_and_repeat(key: str, kind: str) -> None:
     assert not isinstance(verdict, Failure), str(verdict)
 
 
+@pytest.mark.parametrize("height", [40, 60, 75, 95])
+@pytest.mark.parametrize("key", ["fwd-bf16-d64", "fwd-bf16-d128", "fwd-bf16-d256"])
+def test_a_key_that_takes_all_weight_has_an_exact_one(key: str, height: int) -> None:
+    """Read last: sums grow by less than one factor brings back to 2**-64, and by more."""
+    config = row_sums(key, {})
+    shape = (2, 3, 1500, Specialization.parse(key).head_dim)
+    q, k, v = hard_data(f"sink-{height}", shape, torch.bfloat16)
+    out, lse = torch.empty_like(q), torch.empty(shape[:3], device="cuda")
+    launch_of(key, q, k, v, out, config)(q, k, v, out, lse)
+    assert torch.equal(out, v[:, :, 3:4].expand_as(out))
+
+
 # specialization, packed heads, knobs: each at every shape of PACKED_SHAPES
 PACKED = (
     ("fwd-bf16-d128-causal", 4, {}),

@@ -49,17 +49,21 @@ OVERFLOW_FLAG_BYTES = 512
 """Where a tile may be recomputed: the flags of a warpgroup for two tiles. Masks of single scores need as much again as
 barriers for the rest, and so do functions that hide them."""
 
-SETTLING_HEADROOM_BITS = {"bf16": 16, "fp16": 4}
+SETTLING_HEADROOM_BITS = {"bf16": 24, "fp16": 4}
 """How far above the first keys' maximum the reference of exponentials is that then follows the row sums, as an
-exponent of two: scores may grow by 127 and this many bits between two steps, 99 natural units in bf16. The less, the
-sooner a key that takes all weight gets an exact power of two. Weights in fp16 may be 65504 at most, and lose bits below
-2**-14."""
+exponent of two: scores may grow by 127 and this many bits between two steps, 104 natural units in bf16. The less, the
+sooner a key that takes all weight gets an exact power of two; with more, scores of standard deviation 8 bring hardly
+any row back. Weights in fp16 may be 65504 at most, and lose bits below 2**-14."""
 
-SETTLED_BITS = {"bf16": 32, "fp16": 6}
+SETTLED_BITS = {"bf16": 64, "fp16": 6}
 """To which negative exponent of two the sum of a row is brought back. With more, a row whose scores go on growing comes
-back less often; with less, a key that is far above all others keeps an exact weight (up to 120 less this many bits).
+back less often; with less, smaller values of V keep all their bits: at 64 those above 1e-19.
 In fp16 it is what one step adds that is tested and brought back, so that the weights of many equal keys, of whom each
 has little of the sum, stay normal numbers."""
+
+FACTOR_BITS = 120
+"""A row is brought back by this negative power of two at most, a normal number of fp32. Where its sum has grown by more
+than that leaves, it is brought to 1 instead: a key that takes all weight has an exact one in either case."""
 
 FEW_KEYS, FEW_KEYS_HEADROOM_BITS = 16, {"bf16": 60, "fp16": 0}
 """A row that sees fewer keys than this in its first block says little of its maximum, and gets more headroom; none
