@@ -89,8 +89,8 @@ def connect(path: Path, access: Access) -> sqlite3.Connection:
     try:
         # not mode=ro: the last one to close tidies up the WAL; SQLite itself falls back where writing is not allowed
         return _open(path, "mode=rw")
-    except sqlite3.OperationalError:
-        if path.with_name(path.name + "-wal").exists():
+    except sqlite3.OperationalError as error:
+        if _is_locked(error) or path.with_name(path.name + "-wal").exists():
             raise  # somebody is writing it: only a real connection may read it
         # WAL needs a shared-memory file beside the database; in a read-only directory there can be none
         return _open(path, "mode=ro&immutable=1")

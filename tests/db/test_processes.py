@@ -273,6 +273,22 @@ def test_a_lock_that_does_not_go_away_is_waited_for_once(tmp_path: Path, monkeyp
         assert Store.open(path, read_only=True).records() == []
 
 
+def test_a_file_that_somebody_rewrites_is_not_read_as_one_that_nobody_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a rollback journal there is no -wal that would tell; half of the pages may be new."""
+    path = tmp_path / "t.sqlite3"
+    Store.open(path).close()
+    monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 0.1)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode = DELETE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(DatabaseError, match=r"t\.sqlite3: database is locked"):
+            connection.use(path, "read", lambda own: own.execute("SELECT count(*) FROM records").fetchone())
+        other.execute("ROLLBACK")
+        assert connection.use(path, "read", lambda own: own.execute("SELECT count(*) FROM records").fetchone()) == (0,)
+
+
 def test_a_lock_that_is_refused_at_once_is_tried_again(tmp_path: Path) -> None:
     refusals = [sqlite3.OperationalError("database is locked") for _ in range(3)]
 
