@@ -153,6 +153,8 @@ Most are kernels of which other tests look at the machine code: Triton's cache h
 
 COMPILED_BY_OTHERS = {
     "portable_forward_causal",
+    "portable_forward_sink_window",
+    "portable_forward_mods",
     "portable_backward_split_causal",
     "forward_d128_causal_4090",
     "forward_d80_unaligned_h200",
