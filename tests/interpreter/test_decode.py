@@ -277,7 +277,7 @@ def test_windows_over_pages_of_any_size_have_the_same_bits(knobs: dict[str, Knob
     call = make(case)
     out, lse = by_the_rule(call, **knobs)
     assert_right(call, out, lse)
-    for page in (1, 16, 24, 64, 128):
+    for page in (1, 24, 128) if seqlen_q == 1 else (16, 64):
         over_pages = make(replace(case, page=page))
         same, same_lse = by_the_rule(over_pages, **knobs)
         assert torch.equal(out, same), page

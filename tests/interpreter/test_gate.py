@@ -18,10 +18,14 @@ LARGEST = 50_000
 """Query-key pairs of a head; the interpreter needs seconds for more."""
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_a_rendered_kernel_passes_the_odd_shapes(dtype: str) -> None:
+TILES = {"block_m": 128, "block_n": 128}
+"""Few of them: what the interpreter does for an operation takes the same time for large ones."""
+
+
+@pytest.mark.parametrize(("dtype", "first"), [("fp16", 0), ("fp32", 1)])
+def test_a_rendered_kernel_passes_the_odd_shapes(dtype: str, first: int) -> None:
     spec = Workload.parse(f"{dtype}-b1-h1-s1-d64-causal").specialization
-    source = render(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(products="ieee"))
+    source = render(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(products="ieee", **TILES))
     attention = getattr(load_module(source), f"{source.entry}_call")
 
     def kernel(
@@ -44,4 +48,4 @@ def test_a_rendered_kernel_passes_the_odd_shapes(dtype: str) -> None:
     problems = odd_problems(spec, "cpu")
     small = tuple(each for each in problems if each[0].seqlen_q * each[0].seqlen_k <= LARGEST)
     assert len(small) >= 6
-    assert check_odd(factory, small) is None
+    assert check_odd(factory, small[first::2]) is None  # each dtype half of them

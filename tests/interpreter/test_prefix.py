@@ -63,8 +63,11 @@ def test_other_schedules_are_right(knobs: dict[str, KnobValue]) -> None:
     assert_right(joined(call, prefix), *with_prefix(call, prefix, **knobs))
 
 
-@pytest.mark.parametrize("knobs", [{}, GRID, {**GRID, **WARPS, "partials": 8}], ids=["shares", "grid", "warps"])
-@pytest.mark.parametrize("page", [None, 16, 64])
+@pytest.mark.parametrize(
+    ("page", "knobs"),
+    [(None, {}), (16, GRID), (64, {**GRID, **WARPS, "partials": 8}), (64, {})],
+    ids=["shares", "grid, small pages", "warps, large pages", "shares, large pages"],
+)
 def test_with_fixed_splits_a_group_does_not_matter(page: int | None, knobs: dict[str, KnobValue]) -> None:
     """In a window, either, where others of a group see shared keys in front of those that one sees."""
     case = Case(
