@@ -1,7 +1,9 @@
 # make venv       the environment that all targets use (.venv); built once, rebuilt when its pins change
 # make tune       the main job: tune one model preset on a short budget, then show what serves a call, and its kernel
-# make test       every check that runs without a GPU; CI runs this and nothing else
-# make crosscompile-all  every kernel of the oldest Triton to machine code, of most of which make test has its IR alone
+# make test       every check that runs without a GPU, on its most telling cases; CI runs this and nothing else
+# make test-all   make test, then exhaustive and crosscompile-all: before a release, and after changes of templates
+# make exhaustive the other cases of the tests, marked so
+# make crosscompile-all  every kernel of either Triton to machine code, of some of which make test has IR or nothing
 # make gpu-test   the tests that need a GPU, GPU_JOBS (4) at a time on all GPUs, then those that look at a clock
 # make flash-attn-test  FlashAttention's own tests with flashgen in its place: FLASH_ATTENTION is a clone of it
 # make fuzz       random files and random calls, other ones each time, CASES of them (10000), and KILLS of a writer (60)
@@ -36,7 +38,7 @@ OLDEST := $(firstword $(TRITONS))
 unexport PYTHONDONTWRITEBYTECODE
 
 .PRECIOUS: .venvs/triton-%/.stamp
-.PHONY: venv tune test docs site release bundle databases lint format pytest interpreter crosscompile crosscompile-all gpu-test flash-attn-test fuzz sanitize clean
+.PHONY: venv tune test test-all docs site release bundle databases lint format pytest interpreter exhaustive crosscompile crosscompile-all gpu-test flash-attn-test fuzz sanitize clean
 
 venv: $(VENV)/.stamp
 
@@ -55,13 +57,18 @@ test:
 	$(MAKE) -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint crosscompile interpreter
 	$(MAKE) pytest
 
+test-all:
+	$(MAKE) test
+	$(MAKE) exhaustive
+	$(MAKE) crosscompile-all
+
 docs: venv
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/supported.py
 
 site: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-release: venv crosscompile-all
+release: venv test-all
 	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/release.py
 
 # By the oldest Triton. Under a variable of the compiler no kernel could be given away.
@@ -91,6 +98,11 @@ pytest: venv
 # Triton reads TRITON_INTERPRET when a kernel is defined, so interpreted numerics need a process of their own.
 interpreter: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/interpreter
+
+# What pyproject.toml leaves out of the two above; tests/tiers.py says which cases these are.
+exhaustive: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "exhaustive and not gpu" -n auto --maxprocesses 8 --dist loadgroup
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -m exhaustive -n auto --maxprocesses 8 tests/interpreter
 
 crosscompile: $(TRITONS:%=crosscompile-%)
 
