@@ -11,26 +11,22 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flashgen.codegen import build
-from flashgen.codegen.build import CompiledKernel, CompiledPart
-from flashgen.codegen.families import family
+from flashgen.codegen.build import CompiledKernel
 from flashgen.codegen.family import KernelSpec
 from flashgen.codegen.render import KernelSource
 from flashgen.core.device import Device
 from flashgen.core.errors import FlashgenError
-from flashgen.launch import binaries, counters, decode_passes, decode_plan
-from flashgen.launch.parameters import slot_sizes
+from flashgen.launch import counters, decode_passes, decode_plan
 from flashgen.runtime.decode import plans
 from flashgen.runtime.ops import append, helpers, merging, serve
 from tests.fakes.driver import FakeDriver, Launched
 from tests.fakes.gpu_zero import on_gpu_zero
-from tests.fakes.imagined import metadata_of
+from tests.fakes.uncompiled import compile_nothing, part_of
 
 Tensor = torch.Tensor
 Results = Mapping[str, Tensor | None]
@@ -100,41 +96,18 @@ def changed(*names: str, **given: Any) -> dict[str, dict[str, Any]]:
     return {"unchanged": given, **found}
 
 
-class _Handle:
-    """Stands for Triton's compiled kernel."""
-
-    def __init__(self, kernel: KernelSpec, title: str) -> None:
-        self.hash = title
-        self.asm = {"cubin": b""}
-        self.metadata = SimpleNamespace(**vars(metadata_of(kernel.parameters)), name=title)
-        sizes = [size for parameter in kernel.parameters for size in slot_sizes(parameter)]
-        self.parameter_bytes = (*sizes, 8, 8)
-
-
 @dataclass
 class Turns(FakeDriver):
     """The driver, and what was compiled."""
 
+    both_ways: bool = False
     compiled: list[str] = field(default_factory=list)
     stream: int = 0
 
     def make(self, kernels: Iterable[KernelSpec], device: Device, title: str) -> CompiledKernel:
         """Kernels whose names say what was compiled in."""
-        parts = []
-        for kernel in kernels:
-            handle = _Handle(kernel, f"{kernel.entry} of {title}")
-            self.named[handle.hash] = kernel.parameters
-            parts.append(
-                CompiledPart(
-                    kernel=kernel,
-                    registers=32,
-                    spills=0,
-                    shared_bytes=1000,
-                    num_warps=4,
-                    compile_ms=0.0,
-                    handle=handle,
-                )
-            )
+        parts = [part_of(kernel, f"{kernel.entry} of {title}", title) for kernel in kernels]
+        self.named |= {part.handle.hash: part.kernel.parameters for part in parts}
         self.compiled.append(title)
         return CompiledKernel(source=KernelSource(entry="imagined", text=""), device=device, parts=tuple(parts))
 
@@ -162,9 +135,10 @@ class Turns(FakeDriver):
         return found
 
     def check(self, kinds: Mapping[str, Kind], sizes: Iterable[int], *, repeats: int = 2) -> None:
-        """Call all kinds in turns, at one size after the other; and each alone, with the first one before or behind it.
+        """Call all kinds in turns, at one size after the other; and each alone, behind the first one.
 
-        What is remembered of few kinds alone is there where there are two.
+        What is remembered of few kinds alone is there where there are two. At the second size the first one comes
+        behind the other; `both_ways` begins with either.
 
         Raises:
             AssertionError: a call is launched in another way than where nothing is remembered, or its tensors are kept.
@@ -175,8 +149,9 @@ class Turns(FakeDriver):
             for size in sizes:
                 forget()
                 expected[name, size] = self.launched(kind(size))
-        pairs = [pair for name in names[1:] for pair in ((names[0], name), (name, names[0]))]
-        for turns in (names, names[::-1], *pairs):
+        pairs = [(names[0], name) for name in names[1:]]
+        orders = [names, *pairs]
+        for turns in [*orders, *(each[::-1] for each in orders)] if self.both_ways else orders:
             forget()
             for size in sizes:
                 for name in turns:
@@ -220,9 +195,9 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 @contextlib.contextmanager
-def imagined_gpu() -> Iterator[Turns]:
+def imagined_gpu(*, both_ways: bool = False) -> Iterator[Turns]:
     """The imagined GPU in the place of a real one: tensors of the CPU are on it."""
-    fake = Turns()
+    fake = Turns(both_ways=both_ways)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counters, "zeros", lambda index, count: torch.zeros(count, dtype=torch.int32))
         patch.setattr(counters, "_FREE", {})
@@ -232,20 +207,7 @@ def imagined_gpu() -> Iterator[Turns]:
         patch.setattr(helpers, "_LAUNCHERS", {})
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
-        patch.setattr(
-            build,
-            "compile_kernel",
-            lambda spec, config, device: fake.make(
-                family(config.family).kernels(spec, config), device, f"{spec.key} {config}"
-            ),
-        )
-        patch.setattr(
-            build,
-            "compile_helper",
-            lambda helper, device: fake.make((helper.kernel,), device, f"{helper.id} {helper.key}"),
-        )
-        for name in ("read", "write", "read_helper", "write_helper"):
-            patch.setattr(binaries, name, lambda *asked: None)
+        compile_nothing(patch, fake.make)
         with on_gpu_zero(fake, patch, lambda: fake.stream):
             forget()
             yield fake

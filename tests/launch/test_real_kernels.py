@@ -21,11 +21,12 @@ from flashgen.core.workload import Specialization
 from flashgen.launch import counters
 from flashgen.launch.geometry import Geometry
 from flashgen.launch.parameters import ptx_sizes, slot_sizes, trailing_pointers
-from flashgen.launch.plan import make_plan
+from flashgen.launch.plan import known_layout, make_plan
 from flashgen.launch.triton_plan import TritonPlan
 from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import tensors
+from tests.tiers import only
 
 EVERYTHING = "fwd-bf16-d48-causal-softcap-alibi-sink-bias-mask-window-bias_fp32-sink_bf16"
 SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
@@ -58,7 +59,14 @@ KERNELS = {
 
 # both tests of a kernel by one process, which compiles it once
 each_kernel = pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.xdist_group(f"kernel: {each}")) for each in KERNELS]
+    "name",
+    only(
+        [pytest.param(each, marks=pytest.mark.xdist_group(f"kernel: {each}")) for each in KERNELS],
+        "features, descriptors",
+        "gluon, and a pointer to O",
+        "gluon, packed heads",
+        "gluon, two parts, tiles of scores",
+    ),
 )
 
 
@@ -163,3 +171,29 @@ def test_descriptors_of_scores_follow_the_tensors_of_each_call(cuda: FakeDriver)
         assert (values["bias_desc"], values["mask_desc"]) == (features.bias.data_ptr(), features.mask.data_ptr())  # type: ignore[union-attr]
     with pytest.raises(LaunchError, match="reads Bias"):
         make_plan(compiled, spec, config, Geometry.of(q, k, v, out), 0)
+
+
+SERVING = {
+    "decoding over pages": ("dec-bf16-d64-page16-sink", "portable_decode"),
+    "decoding by warpgroups": ("dec-bf16-d64-page16-sink", "hopper_decode"),
+    "packed sequences over pages": ("fwd-bf16-d64-causal-varlen-page16", "portable_forward"),
+    "packed sequences": ("fwd-bf16-d128-causal-varlen", "hopper_forward"),
+    "their gradients": ("bwd-bf16-d64-varlen", "portable_backward_fused"),
+}
+"""Of which calls have kernels that nobody has compiled, in tests/runtime."""
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_kernels_of_serving_have_the_parameters_that_their_rows_say(name: str) -> None:
+    key, family_id = SERVING[name]
+    spec, device = Specialization.parse(key), find_device("h200")
+    config = families.family(family_id).default(spec, device)
+    if family_id == "hopper_forward":
+        config = config.replace(**ONE_WARPGROUP)
+    assert families.invalid(config, spec, device) is None
+    for part in compile_kernel(spec, config, device).parts:
+        ptx, parameters = part.handle.asm["ptx"], part.kernel.parameters
+        assert trailing_pointers(ptx, parameters) == 2
+        assert known_layout(part) is not None
+        assert ptx_sizes(ptx)[:-2] == tuple(size for parameter in parameters for size in slot_sizes(parameter))
+        assert part.num_warps == part.handle.metadata.num_warps

@@ -17,6 +17,7 @@ from tests.db.samples import H200, MEASURED
 from tests.fakes.gpu import EmulatedGpu, FakeGpu, MadeAnew
 from tests.fakes.turns import Turns, imagined_gpu
 from tests.runtime.ladders import Ladder
+from tests.tiers import first
 
 AnyGpu = TypeVar("AnyGpu", bound=FakeGpu)
 
@@ -45,10 +46,10 @@ def gpu(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return _installed(FakeGpu(), monkeypatch)
 
 
-@pytest.fixture
-def turns(ladder: Ladder) -> Iterator[Turns]:
+@pytest.fixture(params=first(1, [False, True]), ids=["one way", "both ways"])
+def turns(ladder: Ladder, request: pytest.FixtureRequest) -> Iterator[Turns]:
     """An H200 on which calls of many kinds are made in turns; its databases are those of `ladder`."""
-    with imagined_gpu() as fake:
+    with imagined_gpu(both_ways=request.param) as fake:
         yield fake
 
 

@@ -26,6 +26,7 @@ from flashgen.runtime.decode.contents import check_contents
 from tests.decoding import Case, arguments, make
 from tests.fakes.driver import INVALID_VALUE, FakeDriver, Launched
 from tests.fakes.gpu_zero import H200, on_gpu_zero
+from tests.fakes.uncompiled import compile_nothing
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     runs.forget()
     plans.PLANS.clear()
     decode_plan._SHARED.clear()
+    compile_nothing(monkeypatch)
     with on_gpu_zero(fake, monkeypatch):
         yield fake
     runs.forget()

@@ -26,6 +26,7 @@ from flashgen.runtime.ops import kernel_cache, serve
 from flashgen.runtime.varlen import api
 from tests.fakes.driver import FakeDriver, Launched
 from tests.fakes.gpu_zero import H200, on_gpu_zero
+from tests.fakes.uncompiled import compile_nothing
 from tests.packing import Case, Packed, checked, make
 
 GOOD = Case(queries=(40, 0, 7), keys=(30, 5, 60), nheads=3, nheads_k=1)
@@ -35,6 +36,7 @@ GOOD = Case(queries=(40, 0, 7), keys=(30, 5, 60), nheads=3, nheads_k=1)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """A driver that keeps what kernels would have read, and tensors of the CPU that claim to be on GPU 0."""
     fake = FakeDriver()
+    compile_nothing(monkeypatch)
     with on_gpu_zero(fake, monkeypatch):
         yield fake
 
