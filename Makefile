@@ -106,12 +106,13 @@ exhaustive: venv
 
 crosscompile: $(TRITONS:%=crosscompile-%)
 
-# scripts/crosscompile_jobs.py says what the newest has fewer of, how far those of the oldest go, and why.
+# scripts/crosscompile_jobs.py says what the newest has fewer of, how far those of each go, and why.
 crosscompile-%: .venvs/triton-%/.stamp
-	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py $(if $(filter-out $*,$(OLDEST)),--few,--brief)
+	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py $(if $(filter-out $*,$(OLDEST)),--few) --brief
 
-crosscompile-all: .venvs/triton-$(OLDEST)/.stamp
+crosscompile-all: $(TRITONS:%=.venvs/triton-%/.stamp)
 	PYTHONPATH=$(CURDIR) .venvs/triton-$(OLDEST)/bin/python scripts/crosscompile.py
+	PYTHONPATH=$(CURDIR) .venvs/triton-$(lastword $(TRITONS))/bin/python scripts/crosscompile.py --few
 
 .venvs/triton-%/.stamp: constraints/triton-%.txt
 	$(PYTHON) -m venv .venvs/triton-$*

@@ -11,7 +11,7 @@ machine code for NVIDIA touches what it spilled (`machine_loops.py`): that costs
 around it.
 
 With `--brief` most kernels go as far as Triton's own IR, which says whether it accepts their texts (`triton_ir.py`):
-that is what `make test` has of the oldest, and `make crosscompile-all`, as before a release, has machine code of all.
+that is what `make test` has of both, and `make crosscompile-all`, as before a release, has machine code of all.
 
 Which kernels these are is in `crosscompile_jobs.py` and `crosscompile_helpers.py`. No helper kernel may spill.
 """
@@ -33,7 +33,7 @@ from flashgen.codegen.build import CompiledKernel, compile_helper, compile_kerne
 from flashgen.codegen.families import DECODE_FAMILIES, FAMILIES
 from flashgen.core.errors import BuildError
 from scripts.crosscompile_helpers import HelperJob, helper_jobs
-from scripts.crosscompile_jobs import TARGETS, Job, brief_jobs, few_jobs, jobs
+from scripts.crosscompile_jobs import TARGETS, Job, brief, few_jobs, jobs
 from scripts.machine_loops import disassembled, local_accesses
 from scripts.role_captures import overwritten
 from scripts.role_order import hasty
@@ -45,17 +45,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--targets", nargs="+", default=TARGETS)
-    which.add_argument("--brief", action="store_true", help="all targets, and most kernels as far as Triton's own IR")
     which.add_argument("--few", action="store_true", help="few shapes for each kind of target, each feature for one")
+    parser.add_argument("--brief", action="store_true", help="most kernels as far as Triton's own IR")
     parser.add_argument("--loops", action="store_true", help="also say where code for NVIDIA touches its spills")
     parser.add_argument("--family", action="append", default=[], metavar="ID", help="these families alone; repeatable")
     arguments = parser.parse_args()
     rows = [families.family(name) for name in arguments.family] or [*FAMILIES, *DECODE_FAMILIES]
     if importlib.util.find_spec("torch") is not None:
         print("note: torch is importable here, so this run does not show that compiling needs none")
-    kernels = (
-        few_jobs(rows) if arguments.few else brief_jobs(rows) if arguments.brief else jobs(rows, arguments.targets)
-    )
+    kernels = few_jobs(rows) if arguments.few else jobs(rows, arguments.targets)
+    kernels = brief(kernels) if arguments.brief else kernels
     found: list[Job | HelperJob] = [*kernels]
     found += [] if arguments.family else helper_jobs()
     idle = {row.id for row in rows} - {job.config.family for job in found if isinstance(job, Job)}

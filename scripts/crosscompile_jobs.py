@@ -6,10 +6,10 @@ features have, and the oldest those of plain shapes of families for wgmma, too. 
 counts. Features have families for sm90 alone there, and the others for one target in turn, most for another one under
 each Triton.
 
-Of the oldest `make test` has the same kernels with `--brief`: whether it accepts their texts is known from its own IR.
-Machine code it makes of defaults of plain shapes, which may not spill, for all targets but sm90, and of one of each
-family and of IN_FULL there: the GPU tests compile and run every family and every feature on sm90 by the oldest, and
-`make crosscompile-all` compiles all of them, as `make release` does first.
+`make test` has the same kernels with `--brief`: whether a Triton accepts their texts is known from its own IR. Machine
+code it makes of defaults of plain shapes, which may not spill, for all targets but sm90, and of one of each family and
+of IN_FULL there: the GPU tests compile and run every family and every feature on sm90 by the oldest. `make
+crosscompile-all` makes machine code of all, by either, as `make test-all` and so `make release` do.
 """
 
 from __future__ import annotations
@@ -189,23 +189,25 @@ Packed heads of a decoding step, and pages in two warpgroups, of which each pass
 """
 
 
-def brief_jobs(rows: Rows) -> list[Job]:
-    """The same, of which most go as far as Triton's own IR.
+def brief(found: list[Job]) -> list[Job]:
+    """The same jobs, of which most go as far as Triton's own IR.
 
     To the end go defaults that may not spill, where no GPU test compiles them; for sm90, which the GPU tests have, the
-    first of each family, and IN_FULL.
+    first of each family, and IN_FULL. Steps of decoding may spill under the newest: of these families the first goes.
     """
-    found, seen = [], set[str]()
-    for job in jobs(rows, list(TARGETS)):
-        if not job.device.has_wgmma:
-            full = not job.may_spill
-        elif job.may_spill:
-            full = job.spec.key in IN_FULL
-        else:
-            full = job.config.family not in seen
+    shorter, seen = [], set[str]()
+    for job in found:
+        first = job.config.family not in seen and (not job.may_spill or job.spec.direction == STEP)
+        if first and job.device.has_wgmma:
             seen.add(job.config.family)
-        found.append(replace(job, to_machine_code=full))
-    return found
+        full = first or (job.spec.key in IN_FULL and job.may_spill) if job.device.has_wgmma else not job.may_spill
+        shorter.append(replace(job, to_machine_code=full))
+    return shorter
+
+
+def brief_jobs(rows: Rows) -> list[Job]:
+    """What `make test` has of the oldest Triton."""
+    return brief(jobs(rows, list(TARGETS)))
 
 
 def few_jobs(rows: Rows) -> list[Job]:

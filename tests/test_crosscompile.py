@@ -110,6 +110,13 @@ def test_the_brief_jobs_are_the_others_and_have_machine_code_of_what_no_gpu_test
     assert {job.spec.key for job in on_sm90 if job.may_spill} == set(crosscompile_jobs.IN_FULL)
 
 
+def test_of_every_family_the_newest_makes_machine_code_in_brief() -> None:
+    rows = [*FAMILIES, *DECODE_FAMILIES]
+    brief = crosscompile_jobs.brief(crosscompile_jobs.few_jobs(rows))
+    assert [replace(job, to_machine_code=True) for job in brief] == crosscompile_jobs.few_jobs(rows)
+    assert {job.config.family for job in brief if job.to_machine_code} == {row.id for row in rows}
+
+
 @pytest.mark.parametrize(("family", "kernels"), [("hopper_forward", 1), ("portable_backward_split", 3)])
 def test_a_text_is_accepted_without_machine_code(
     family: str, kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
