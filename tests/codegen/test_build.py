@@ -25,6 +25,7 @@ from flashgen.launch.parameters import ptx_sizes, trailing_pointers
 from scripts import crosscompile_jobs
 from tests.codegen.devices import ONE_OF_EACH_KIND
 from tests.codegen.goldens import kernel
+from tests.tiers import first, only
 
 # each head dimension with and without a mask; bf16 and fp16, which differ in conversions alone, in turn
 PLAIN = (
@@ -86,8 +87,20 @@ def test_twins_have_the_same_defaults(key: str) -> None:
     assert len({PORTABLE_FORWARD.default(spec, each) for each in ONE_OF_EACH_KIND if each.arch in TWINS}) == 1
 
 
+BY_DEFAULT = (
+    ("fwd-fp16-d64", find_device("h200")),
+    ("fwd-bf16-d64-causal", find_device("rtx 5090")),
+    ("fwd-fp32-d128-causal", find_device("mi300x")),
+    ("fwd-bf16-d128", find_device("b200")),
+    ("fwd-bf16-d256-causal", find_device("a100 40gb")),
+)
+"""Each head dimension, and each kind of products; `make crosscompile` has all targets."""
+
+
 @pytest.mark.parametrize(
-    ("key", "device"), list(defaults_to_compile()), ids=lambda value: value.slug if isinstance(value, Device) else value
+    ("key", "device"),
+    only(defaults_to_compile(), *BY_DEFAULT),
+    ids=lambda value: value.slug if isinstance(value, Device) else value,
 )
 def test_defaults_compile_without_spills_and_fit(key: str, device: Device) -> None:
     spec = Specialization.parse(key)
@@ -101,7 +114,7 @@ def test_defaults_compile_without_spills_and_fit(key: str, device: Device) -> No
     assert compiled.registers > 0
 
 
-@pytest.mark.parametrize("name", ["h200", "rtx 4090", "b200"])
+@pytest.mark.parametrize("name", first(2, ["h200", "rtx 4090", "b200"]))
 def test_the_matrix_unit_and_wide_loads_are_used(name: str) -> None:
     device, spec = find_device(name), Specialization.parse("fwd-bf16-d128")
     code = sass(compile_kernel(spec, PORTABLE_FORWARD.default(spec, device), device).handle)
@@ -114,12 +127,11 @@ def test_the_matrix_unit_and_wide_loads_are_used(name: str) -> None:
         assert instruction in code
 
 
-def test_alignment_decides_the_width_of_loads() -> None:
-    device = find_device("a100")
-    for key, wide in (("fwd-fp16-d64", True), ("fwd-fp16-d64-unaligned", False)):
-        spec = Specialization.parse(key)
-        code = sass(compile_kernel(spec, default_config(spec, device), device).handle)
-        assert ("LDGSTS.E.BYPASS.128" in code) is wide
+@pytest.mark.parametrize(("key", "wide"), first(1, [("fwd-fp16-d64", True), ("fwd-fp16-d64-unaligned", False)]))
+def test_alignment_decides_the_width_of_loads(key: str, wide: bool) -> None:
+    device, spec = find_device("a100"), Specialization.parse(key)
+    code = sass(compile_kernel(spec, default_config(spec, device), device).handle)
+    assert ("LDGSTS.E.BYPASS.128" in code) is wide
 
 
 def test_occupancy_is_limited_by_each_resource() -> None:

@@ -17,6 +17,7 @@ from flashgen.core.workload import Specialization
 from flashgen.runtime.ops.gradients import sink_gradient
 from tests.codegen.backward_machine import launched
 from tests.packing import Case, Packed, assert_gradients, checked, gradients, make, oracle, reference
+from tests.tiers import every
 
 FUSED, SPLIT = HOPPER_BACKWARD_FUSED, HOPPER_BACKWARD_SPLIT
 
@@ -85,7 +86,7 @@ DENSE: dict[str, Dense] = {
 }
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", every(3, DENSE))
 def test_dense_gradients_are_right(name: str) -> None:
     row, key, (queries, keys), changes = DENSE[name]
     spec = Specialization.parse(f"bwd-{key}")
@@ -201,7 +202,10 @@ PACKED: dict[str, tuple[KernelFamily, Case, dict[str, KnobValue]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(
+    "name",
+    every(2, PACKED),
+)
 def test_gradients_of_packed_sequences_are_right(name: str) -> None:
     row, case, changes = PACKED[name]
     differentiated(make(case), row, changes)

@@ -7,6 +7,7 @@ import pytest
 from flashgen.core.score_mods import ScoreMods
 from tests.backward_scores import BY_HEAD, DOCUMENTS, FUSED, LOWERED, RAISED, SPLIT, SQUARED, Case, problem
 from tests.codegen.backward_machine import launched
+from tests.tiers import only
 
 CASES: dict[str, Case] = {
     "softcap": Case(key="bf16-d64-causal-softcap", softcap=3.0, changes={"block_m": 64}),
@@ -114,7 +115,21 @@ ENDS: dict[str, Case] = {
 """The last block of 128 queries or keys of a list ends in its first half, behind which there is no step."""
 
 
-@pytest.mark.parametrize("name", CASES | ENDS)
+BY_DEFAULT = (
+    "softcap ahead",
+    "softcap and alibi in a window",
+    "split, keys, strided",
+    "blocks of each head, hidden keys",
+    "everything",
+    "split, blocks",
+    "split, everything",
+    "wide, blocks of each head, hidden keys",
+    *(name for name in ENDS if "up" in name and "(190, 193)" in name),
+)
+"""Every feature and every kind of a list, in either family and in heads of either width."""
+
+
+@pytest.mark.parametrize("name", only(CASES | ENDS, *BY_DEFAULT))
 def test_gradients_are_right(name: str) -> None:
     case = (CASES | ENDS)[name]
     given = problem(case)

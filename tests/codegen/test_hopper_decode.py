@@ -27,6 +27,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.launch.decode_numbers import DecodeNumbers
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
+from tests import tiers
 from tests.codegen.gluon_machine import Machine, Pointer, kernel_of, storage
 from tests.decoding import Case, assert_right, make, only
 
@@ -126,12 +127,16 @@ def launched(
     return out, lse
 
 
+BY_DEFAULT = ("queries of 3", "window and sinks", "left padding", "rows of the cache")
+"""All of pages, a causal mask, a window, sinks, and where keys begin."""
+
+
 @pytest.mark.parametrize(
     "knobs",
     [SHARES, WHOLE, GRID, CHUNKS, FEW_ROWS, FEW_ROWS_GRID],
     ids=["shares", "whole", "grid", "chunks", "few rows", "few rows, grid"],
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers.only(CASES, *BY_DEFAULT))
 def test_it_is_right_and_reads_nothing_that_is_hidden(name: str, knobs: dict[str, KnobValue]) -> None:
     call = make(CASES[name])
     assert_right(call, *launched(call, **knobs))

@@ -30,6 +30,7 @@ from flashgen.launch.parameters import trailing_pointers
 from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.codegen.ruff import FORMAT, assert_passes
 from tests.codegen.spaces import some_of
+from tests.tiers import EXHAUSTIVE, first, only
 
 H200 = find_device("h200")
 HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 216, 256)
@@ -269,16 +270,19 @@ def test_the_portable_family_serves_the_rest(key: str, device: str, reason: str)
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "d64-causal-sink-window",
-        "d256-causal-softcap-window",
-        "d64-keybias-window-bias_fp32-scattered",
-        "d128-causal-keymask-offset",
-        "d64-causal-softcap-alibi-sink-keybias-keymask-window-sink_bf16",
-        pytest.param("d128-bias", marks=SCORES),
-        pytest.param("d128-causal-mask", marks=SCORES),
+    only(
+        [
+            "d64-causal-sink-window",
+            "d256-causal-softcap-window",
+            "d64-keybias-window-bias_fp32-scattered",
+            "d128-causal-keymask-offset",
+            "d64-causal-softcap-alibi-sink-keybias-keymask-window-sink_bf16",
+            pytest.param("d128-bias", marks=SCORES),
+            pytest.param("d128-causal-mask", marks=SCORES),
+            "d64-softcap-alibi-sink-bias-mask-window-offset-bias_fp32",
+        ],
         "d64-softcap-alibi-sink-bias-mask-window-offset-bias_fp32",
-    ],
+    ),
 )
 def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
     spec = Specialization.parse(f"fwd-bf16-{key}")
@@ -295,6 +299,7 @@ def test_features_compile_and_leave_the_loop_as_it_is(key: str) -> None:
 
 
 @SCORES
+@EXHAUSTIVE
 def test_a_tile_of_a_bias_is_in_registers_before_the_scores_are_computed() -> None:
     """Else its slot would be free, and the next tile asked for, only a product later."""
     code = machine_code("fwd-bf16-d128-bias")
@@ -309,6 +314,7 @@ def test_a_tile_of_a_bias_is_in_registers_before_the_scores_are_computed() -> No
 
 
 @SCORES
+@EXHAUSTIVE
 def test_all_that_one_byte_of_a_mask_costs() -> None:
     """The compiler left to itself packs and unpacks the tests of all bytes: three times as much."""
     code = machine_code("fwd-bf16-d128-causal-mask")
@@ -340,15 +346,18 @@ def test_a_layout_is_written_as_triton_writes_it(dtype: str, shape: tuple[int, i
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "fwd-bf16-d64",
-        "fwd-bf16-d64-causal",
-        pytest.param("fwd-bf16-d128", marks=LOOPS),
-        "fwd-bf16-d128-causal-offset",
-        pytest.param("fwd-fp16-d256", marks=LOOPS),
-        "fwd-bf16-d256-causal",
-        "fwd-bf16-d192-dv128",
-    ],
+    only(
+        [
+            "fwd-bf16-d64",
+            "fwd-bf16-d64-causal",
+            pytest.param("fwd-bf16-d128", marks=LOOPS),
+            "fwd-bf16-d128-causal-offset",
+            pytest.param("fwd-fp16-d256", marks=LOOPS),
+            "fwd-bf16-d256-causal",
+            "fwd-bf16-d192-dv128",
+        ],
+        "fwd-bf16-d128",
+    ),
 )
 def test_defaults_compile_without_serialised_products(key: str) -> None:
     kernel = compiled(key)
@@ -382,14 +391,14 @@ NAMED_BY_FOUR = {
 
 
 @NAMED_BARRIERS
-def test_triton_leaves_the_named_barriers_that_a_kernel_takes() -> None:
-    for changes in (NAMED_BY_THREE, NAMED_BY_FOUR):
-        handle = compiled("fwd-fp16-d64-causal", **changes).handle
-        own = set(re.findall(r"// begin inline asm\n\s*bar\.\w+ (%r\d+)", handle.asm["ptx"]))
-        assert own
-        ids = {int(number) for number in re.findall(r"\bbar(?:rier)?\.sync\S*\s+(\d+)", handle.asm["ptx"])}
-        assert ids
-        assert max(ids) < FIRST_NAMED_BARRIER
+@pytest.mark.parametrize("changes", first(1, [NAMED_BY_THREE, NAMED_BY_FOUR]), ids=["three", "four"])
+def test_triton_leaves_the_named_barriers_that_a_kernel_takes(changes: dict[str, int | str]) -> None:
+    handle = compiled("fwd-fp16-d64-causal", **changes).handle
+    own = set(re.findall(r"// begin inline asm\n\s*bar\.\w+ (%r\d+)", handle.asm["ptx"]))
+    assert own
+    ids = {int(number) for number in re.findall(r"\bbar(?:rier)?\.sync\S*\s+(\d+)", handle.asm["ptx"])}
+    assert ids
+    assert max(ids) < FIRST_NAMED_BARRIER
 
 
 NAMED = {"barriers": "named", "conditional_rescale": True, "exp_order": "data"}
@@ -400,19 +409,23 @@ WIDE = {"warpgroups": 3, "block_n": 128, "v_stages": 2, "barriers": "mbarrier", 
 
 @pytest.mark.parametrize(
     ("key", "changes"),
-    [
-        pytest.param("d64-causal", NAMED_BY_THREE, marks=NAMED_BARRIERS),
-        pytest.param("d64-causal", NAMED_BY_FOUR, marks=NAMED_BARRIERS),
-        ("d64-causal", {**NAMED, **ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
-        ("d64-causal", {**ONCE, "warpgroups": 2, "masked_blocks": "one", "heads_per_group": 2}),
-        ("d64-causal-offset", {**SHORT, "masked_blocks": "peeled", "softmax_reference": "running"}),
-        ("d128", {"barriers": "mbarrier", "exp_order": "barrier", "max_chains": 4, "softmax_reference": "running"}),
-        ("d128", {**ONE_WARPGROUP, "conditional_rescale": False, "softmax_reference": "running"}),
-        ("d128-causal", {**WIDE, "qk_prefetch": "half", "masked_blocks": "branch", "softmax_reference": "running"}),
-        ("d64", {**WIDE, "qk_prefetch": "none"}),
+    only(
+        [
+            pytest.param("d64-causal", NAMED_BY_THREE, marks=NAMED_BARRIERS),
+            pytest.param("d64-causal", NAMED_BY_FOUR, marks=NAMED_BARRIERS),
+            ("d64-causal", {**NAMED, **ONCE, "warpgroups": 1, "blocks_per_sm": 3, "block_n": 64, "ping_pong": False}),
+            ("d64-causal", {**ONCE, "warpgroups": 2, "masked_blocks": "one", "heads_per_group": 2}),
+            ("d64-causal-offset", {**SHORT, "masked_blocks": "peeled", "softmax_reference": "running"}),
+            ("d128", {"barriers": "mbarrier", "exp_order": "barrier", "max_chains": 4, "softmax_reference": "running"}),
+            ("d128", {**ONE_WARPGROUP, "conditional_rescale": False, "softmax_reference": "running"}),
+            ("d128-causal", {**WIDE, "qk_prefetch": "half", "masked_blocks": "branch", "softmax_reference": "running"}),
+            ("d64", {**WIDE, "qk_prefetch": "none"}),
+            ("d96-causal-keymask", {**SHORT, "split_d": True}),
+            ("d64-mask", {**ONE_WARPGROUP, "barriers": "mbarrier"}),
+        ],
+        ("d64-causal", NAMED_BY_THREE),
         ("d96-causal-keymask", {**SHORT, "split_d": True}),
-        ("d64-mask", {**ONE_WARPGROUP, "barriers": "mbarrier"}),
-    ],
+    ),
 )
 def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> None:
     spec = Specialization.parse(f"fwd-fp16-{key}")
@@ -428,10 +441,13 @@ def test_every_knob_compiles(key: str, changes: dict[str, int | str | bool]) -> 
 @LOOPS
 @pytest.mark.parametrize(
     ("key", "branch"),
-    [
-        ("fwd-bf16-d128-causal", r"LOP3\.LUT P\d, RZ, R\d+, 0x40000000, R\d+"),
-        ("fwd-fp16-d256", r"FSETP\.GT\.\w+ P\d, PT, R\d+, 65504, "),
-    ],
+    first(
+        1,
+        [
+            ("fwd-bf16-d128-causal", r"LOP3\.LUT P\d, RZ, R\d+, 0x40000000, R\d+"),
+            ("fwd-fp16-d256", r"FSETP\.GT\.\w+ P\d, PT, R\d+, 65504, "),
+        ],
+    ),
 )
 def test_a_step_tests_its_row_sums_by_few_instructions(key: str, branch: str) -> None:
     """The usual path of a step computes no maximum, and what `_settle` does stands behind a vote of the warp."""
@@ -464,11 +480,11 @@ def test_fp16_settles_by_what_a_step_adds(early_settle: bool) -> None:
 
 
 @LOOPS
-def test_exponentials_stay_ahead_of_the_wait_for_the_product() -> None:
-    for key in ("fwd-bf16-d128", "fwd-bf16-d128-causal", "fwd-fp16-d256"):
-        ahead = [part.count("MUFU.EX2") for part in softmaxes(machine_code(key))]
-        block_n = HOPPER_FORWARD.default(Specialization.parse(key), H200).integer("block_n")
-        assert min(ahead) >= block_n // 2, ahead
+@pytest.mark.parametrize("key", first(2, ["fwd-bf16-d128", "fwd-bf16-d128-causal", "fwd-fp16-d256"]))
+def test_exponentials_stay_ahead_of_the_wait_for_the_product(key: str) -> None:
+    ahead = [part.count("MUFU.EX2") for part in softmaxes(machine_code(key))]
+    block_n = HOPPER_FORWARD.default(Specialization.parse(key), H200).integer("block_n")
+    assert min(ahead) >= block_n // 2, ahead
 
 
 @EARLY
@@ -481,7 +497,7 @@ def test_what_settles_early_is_rounded_ahead_of_the_wait_for_the_product() -> No
 
 
 @EARLY
-@pytest.mark.parametrize("key", ["fwd-bf16-d96-causal", "fwd-bf16-d64-causal-window"])
+@pytest.mark.parametrize("key", first(1, ["fwd-bf16-d96-causal", "fwd-bf16-d64-causal-window"]))
 def test_the_sums_that_settle_early_are_those_that_the_next_step_reads(key: str) -> None:
     """Where ptxas settles a copy, as it does in configs that are refused, one of the tested sums stays as it was."""
     for part in softmaxes(sass(compiled(key, early_settle=True).handle)):

@@ -21,6 +21,7 @@ from flashgen.launch.geometry import CLIPPED_ROWS, clipped
 from scripts.machine_loops import disassembled, local_accesses
 from tests.codegen.gluon_stub import Numbers, functions
 from tests.families import use_families
+from tests.tiers import EXHAUSTIVE
 
 H200 = find_device("h200")
 PARTS = ("_add", "_blocks_of", "_count_blocks", "_find_sequence", "_rows_of", "_locate")
@@ -162,6 +163,7 @@ def test_what_packed_sequences_leave_of_the_family() -> None:
     assert "no bias" in bias
 
 
+@EXHAUSTIVE
 def test_the_mainloop_is_the_dense_one() -> None:
     texts = {}
     for key in ("fwd-bf16-d128", "fwd-bf16-d128-varlen"):

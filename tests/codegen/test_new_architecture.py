@@ -15,6 +15,7 @@ from flashgen.codegen.space import search_space
 from flashgen.core.architecture import ARCHITECTURES, Architecture
 from flashgen.core.device import Device, find_device
 from flashgen.core.workload import Specialization
+from tests.tiers import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
 SPECS = tuple(map(Specialization.parse, ("fwd-bf16-d128-causal", "bwd-bf16-d128-causal", "fwd-tf32-d64")))
@@ -73,6 +74,7 @@ def test_what_its_row_denies_is_refused(
     )
 
 
+@EXHAUSTIVE
 def test_tensor_memory_and_shared_operands_follow_from_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spaces differ by what a device can do; those of equal capabilities are equal."""
     twin = {"mma": "tcgen05", "has_async_copy": True, "has_tma": True, "has_tensor_memory": True, "has_tf32": True}

@@ -10,6 +10,7 @@ from flashgen.codegen.build import compile_kernel
 from flashgen.codegen.families import family
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
+from tests.tiers import EXHAUSTIVE, first
 
 KNOBS = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 3, "loads": "pointer"}
 
@@ -25,13 +26,14 @@ def pipeline(key: str, arch: str, **knobs: str) -> tuple[list[str], list[str]]:
     return re.findall(r"local_alloc : \(\) -> !ttg.memdesc<([0-9x]+)x", text), waits
 
 
-@pytest.mark.parametrize(("arch", "page"), [("sm80", 16), ("sm90", 64)])
+@pytest.mark.parametrize(("arch", "page"), first(1, [("sm80", 16), ("sm90", 64)]))
 def test_hidden_page_ids_leave_the_pipeline_its_depth(arch: str, page: int) -> None:
     dense = pipeline("fwd-bf16-d64-causal-varlen", arch)
     assert "2" in dense[1]
     assert pipeline(f"fwd-bf16-d64-causal-varlen-page{page}", arch, page_ids="asm") == dense
 
 
+@EXHAUSTIVE
 def test_page_ids_that_the_pipeline_sees_take_half_of_it() -> None:
     """The trap that they are hidden from: a Triton without it would make the knob useless."""
     buffers, waits = pipeline("fwd-bf16-d64-causal-varlen-page16", "sm80", page_ids="load")

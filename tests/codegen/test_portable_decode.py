@@ -17,6 +17,7 @@ from flashgen.codegen.portable_decode.resources import register_limit, smem_need
 from flashgen.core.config import Config, KnobValue
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
+from tests.tiers import EXHAUSTIVE, first
 
 H200 = find_device("h200")
 SPEC = Specialization(direction="decode", dtype="bf16", head_dim=128, head_dim_v=128)
@@ -111,6 +112,7 @@ def test_programs_of_an_sm_have_registers_side_by_side() -> None:
     assert register_limit(config("shares", per_sm=2, num_warps=4, maxnreg=168)) == 168
 
 
+@EXHAUSTIVE
 def test_as_many_programs_of_the_rule_for_small_pages_fit_as_it_wants() -> None:
     spec = replace(SPEC, page_size=16)
     sizes = Sizes(batch=64, nheads=32, nheads_k=8, seqlen_q=1, seqlen_k=4096)
@@ -120,28 +122,25 @@ def test_as_many_programs_of_the_rule_for_small_pages_fit_as_it_wants() -> None:
     assert compiled.spills == 0
 
 
-def test_most_steps_compare_no_key() -> None:
+@pytest.mark.parametrize("page", first(1, [16, None]))
+def test_most_steps_compare_no_key(page: int | None) -> None:
     """Scores of a step are compared with what is seen in a branch that the middle of a sequence passes by."""
-    for page in (None, 16):
-        text = compile_kernel(replace(SPEC, page_size=page), config("shares").replace(per_sm=2), H200).main.handle.asm[
-            "ttgir"
-        ]
-        loop = next(loop for loop in text.split("scf.for")[1:] if "async_wait" in loop)
-        step, branch = loop.split("scf.if", 1)
-        comparison = r"arith\.cmpi s[gl]e, [^\n]*: tensor<\d+x\d+xi32"
-        assert re.search(comparison, branch)
-        assert not re.search(comparison, step)
+    found = compile_kernel(replace(SPEC, page_size=page), config("shares").replace(per_sm=2), H200)
+    loop = next(loop for loop in found.main.handle.asm["ttgir"].split("scf.for")[1:] if "async_wait" in loop)
+    step, branch = loop.split("scf.if", 1)
+    comparison = r"arith\.cmpi s[gl]e, [^\n]*: tensor<\d+x\d+xi32"
+    assert re.search(comparison, branch)
+    assert not re.search(comparison, step)
 
 
-def test_programs_of_a_warpgroup_fit_as_they_are_counted() -> None:
+@pytest.mark.parametrize("padded", first(1, [True, False]))
+def test_programs_of_a_warpgroup_fit_as_they_are_counted(padded: bool) -> None:
     spec = replace(SPEC, page_size=64)
-    rows = config("shares").replace(block_m=64, block_n=64, num_warps=4, num_stages=3, per_sm=2)
-    padded = rows.replace(padded_rows=True)
-    for found in (rows, padded):
-        assert invalid(found, spec, H200) is None
-        compiled = compile_kernel(spec, found, H200)
-        assert compiled.shared_bytes <= smem_needed(spec, found) <= compiled.shared_bytes + 1024
-        assert compiled.occupancy(H200) == 2
+    found = config("shares").replace(block_m=64, block_n=64, num_warps=4, num_stages=3, per_sm=2, padded_rows=padded)
+    assert invalid(found, spec, H200) is None
+    compiled = compile_kernel(spec, found, H200)
+    assert compiled.shared_bytes <= smem_needed(spec, found) <= compiled.shared_bytes + 1024
+    assert compiled.occupancy(H200) == 2
 
 
 def test_padded_rows_serve_any_number_of_them_and_are_for_warpgroups() -> None:
@@ -192,11 +191,21 @@ def mainloop(page_size: int | None, **knobs: KnobValue) -> tuple[set[str], list[
     return set(re.findall(r"async_wait %[^\n]*num = (\d+)", loop)), ids
 
 
-def test_page_ids_of_the_next_step_leave_the_pipeline_its_depth() -> None:
+@pytest.mark.parametrize(
+    ("page_size", "knobs", "ids"),
+    first(
+        1,
+        [
+            (16, {"ids_per": "page", "ids_ahead": True}, ["4"]),
+            (16, {}, ["64"]),
+            (64, {"ids_ahead": True}, [""]),
+            (None, {}, []),
+        ],
+    ),
+)
+def test_page_ids_of_the_next_step_leave_the_pipeline_its_depth(
+    page_size: int | None, knobs: dict[str, KnobValue], ids: list[str]
+) -> None:
     """A Triton that makes a stage of them would keep less of K and V under way."""
-    depth, none = mainloop(None)
     # keys of a step are waited for before its values
-    assert (depth, none) == ({"3", "2"}, [])
-    assert mainloop(16) == (depth, ["64"])
-    assert mainloop(16, ids_per="page", ids_ahead=True) == (depth, ["4"])
-    assert mainloop(64, ids_ahead=True) == (depth, [""])
+    assert mainloop(page_size, **knobs) == ({"3", "2"}, ids)

@@ -17,10 +17,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # name: specialization, device, knobs that differ from its default
 KERNELS = {
     "descriptors": ("fwd-bf16-d64-causal", "h200", {"loads": "descriptor"}),
-    "descriptors-dv": ("fwd-fp16-d192-dv128", "h200", {"loads": "descriptor"}),
     "descriptors-offsets": ("fwd-fp16-d64-causal-offset", "h200", {"loads": "descriptor"}),
     "pointers": ("fwd-bf16-d64-causal", "h200", {"loads": "pointer"}),
     "pointers-sm80": ("fwd-fp16-d64", "a100", {}),
+    "descriptors-dv": ("fwd-fp16-d192-dv128", "h200", {"loads": "descriptor"}),
     "pointers-sm80-offsets": ("fwd-bf16-d128-causal-offset", "a100", {}),
     "pointers-unaligned": ("fwd-fp32-d64-unaligned", "h200", {}),
 }

@@ -23,6 +23,7 @@ from flashgen.launch.plan import known_layout, make_backward_plan
 from flashgen.launch.triton_plan import TritonPlan
 from tests.fakes.driver import FakeDriver
 from tests.fakes.imagined import backward_tensors, calls_of
+from tests.tiers import only
 
 FEATURES = "causal-softcap-alibi-bias-mask-window-bias_fp32-dbias"
 SMALL: dict[str, KnobValue] = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
@@ -40,7 +41,12 @@ LOG2E = math.log2(math.e)
 
 # both tests of a kernel by one process, which compiles it once
 each_family = pytest.mark.parametrize(
-    "family_id", [pytest.param(each, marks=pytest.mark.xdist_group(f"kernel: {each}")) for each in CASES]
+    "family_id",
+    only(
+        [pytest.param(each, marks=pytest.mark.xdist_group(f"kernel: {each}")) for each in CASES],
+        "hopper_backward_fused",
+        "portable_backward_split",
+    ),
 )
 
 

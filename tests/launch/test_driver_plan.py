@@ -16,6 +16,7 @@ from flashgen.launch.triton_plan import TritonPlan
 from tests.fakes.driver import FakeDriver
 from tests.launch.conftest import Streams
 from tests.launch.kernels import KERNELS, kernel, tensors
+from tests.tiers import first
 
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -35,7 +36,7 @@ def pointers(values: dict[str, int], *, descriptors: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("bshd", [False, True])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", first(4, KERNELS))
 def test_every_parameter_is_where_the_kernel_expects_it(name: str, bshd: bool, cuda: FakeDriver) -> None:
     spec, config, compiled = kernel(name)
     four = tensors(spec, bshd=bshd)
