@@ -18,6 +18,7 @@ from tests.interpreter.test_backward import run
 from tests.interpreter.test_mods import built, indices, tensors
 from tests.interpreter.test_varlen import _gradient, differentiated
 from tests.packing import Case, make, reference
+from tests.tiers import every
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of rows that do not count
 
@@ -128,7 +129,7 @@ def nearby(b, h, q_idx, k_idx, table):  # type: ignore[no-untyped-def]
 
 
 @FAMILY
-@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+@pytest.mark.parametrize("loads", every(2, ["pointer", "descriptor"]))
 def test_packed_sequences_add_to_one_sum_and_rows_that_do_not_count_add_nothing(row: KernelFamily, loads: str) -> None:
     table = torch.randn(4, 2 * SPAN, generator=torch.Generator().manual_seed(1))
     case = Case(queries=(20, 0, 33, 7), keys=(33, 4, 40, 0), used_q=(15, 0, 33, 7), used_k=(30, 4, 40, 0), spare=5)

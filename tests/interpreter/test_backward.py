@@ -18,6 +18,7 @@ from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from tests.interpreter.dense import Rules, gradients, unseen_keys
 from tests.interpreter.test_forward import tensors
+from tests.tiers import every
 
 H200 = find_device("h200")
 SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
@@ -111,12 +112,15 @@ def test_head_dimensions(row: KernelFamily, head_dims: tuple[int, int], split: b
 @FAMILY
 @pytest.mark.parametrize(
     ("key", "rules", "knobs"),
-    [
-        ("bwd-fp32-d16", Rules(), {"heads_per_tile": 1}),
-        ("bwd-fp16-d40-dv24-causal", Rules(causal=True), {"heads_per_tile": 2}),
-        ("bwd-fp16-d72-causal", Rules(causal=True), {"heads_per_tile": 2, "split_d": True, "loads": "descriptor"}),
-        ("bwd-fp32-d16-causal-unaligned", Rules(causal=True), {"heads_per_tile": 4, "heads_per_group": 8}),
-    ],
+    every(
+        2,
+        [
+            ("bwd-fp32-d16", Rules(), {"heads_per_tile": 1}),
+            ("bwd-fp16-d40-dv24-causal", Rules(causal=True), {"heads_per_tile": 2}),
+            ("bwd-fp16-d72-causal", Rules(causal=True), {"heads_per_tile": 2, "split_d": True, "loads": "descriptor"}),
+            ("bwd-fp32-d16-causal-unaligned", Rules(causal=True), {"heads_per_tile": 4, "heads_per_group": 8}),
+        ],
+    ),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_programs_of_some_heads_of_a_group(

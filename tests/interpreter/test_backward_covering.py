@@ -13,6 +13,7 @@ from flashgen.core.workload import Specialization
 from tests.covering import covering_array
 from tests.interpreter.dense import Rules
 from tests.interpreter.test_backward import check
+from tests.tiers import first
 
 KINDS = {"": "", "full": "full", "keys": "keys", "scattered": "full"}
 CAP = 1.5
@@ -121,7 +122,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.loads}-{case.spec.key}")
+@pytest.mark.parametrize("case", first(12, CASES), ids=lambda case: f"{case.family}-{case.loads}-{case.spec.key}")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_every_two_values_meet(case: Case) -> None:

@@ -20,6 +20,7 @@ from flashgen.measure.backward_inputs import written
 from flashgen.measure.backward_verification_case import backward_odd_problem
 from flashgen.measure.odd_shapes import odd_shapes
 from flashgen.measure.verify import Errors
+from tests.tiers import every
 
 LARGEST = 30_000
 """Query-key pairs of a head; the interpreter needs seconds for more."""
@@ -33,10 +34,13 @@ FEATURES = ("window", "softcap", "alibi_slopes", "bias", "mask")
 
 @pytest.mark.parametrize(
     ("row", "key", "first"),
-    [
-        (PORTABLE_BACKWARD_SPLIT, "bwd-fp16-d32-softcap-alibi-bias-mask-window-dbias", 0),
-        (PORTABLE_BACKWARD_FUSED, "bwd-fp32-d32-causal-keybias-keymask-dbias", 1),
-    ],
+    every(
+        2,
+        [
+            (PORTABLE_BACKWARD_SPLIT, "bwd-fp16-d32-softcap-alibi-bias-mask-window-dbias", 0),
+            (PORTABLE_BACKWARD_FUSED, "bwd-fp32-d32-causal-keybias-keymask-dbias", 1),
+        ],
+    ),
     ids=["split", "fused"],
 )
 def test_rendered_kernels_pass_the_odd_shapes(row: KernelFamily, key: str, first: int) -> None:

@@ -19,6 +19,7 @@ from flashgen.launch.decode_numbers import DecodeNumbers, side_by_side
 from flashgen.runtime.decode.call import CheckedDecode, DecodeCall
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from tests.decoding import Case, assert_right, make, only
+from tests.tiers import every, first
 
 DEVICE = replace(find_device("sm90"), num_sms=3)
 
@@ -135,7 +136,7 @@ ALIKE = {
 
 
 @pytest.mark.parametrize("name", ALIKE)
-@pytest.mark.parametrize("per_sm", [1, 4])
+@pytest.mark.parametrize("per_sm", first(1, [4, 1]))
 def test_sequences_of_about_one_length_are_cut_alike(name: str, per_sm: int) -> None:
     call = make(ALIKE[name])
     assert_right(call, *interpreted(call, per_sm=per_sm, slack=4))
@@ -237,7 +238,7 @@ def test_whole_pairs_and_shares_of_several_tiles_are_right() -> None:
         assert_right(call, *interpreted(call, **knobs))
 
 
-@pytest.mark.parametrize("knobs", [{}, GRID, {**GRID, **WARPS}], ids=["shares", "grid", "keys of warps"])
+@pytest.mark.parametrize("knobs", every(2, [{}, GRID, {**GRID, **WARPS}]), ids=["shares", "grid", "keys of warps"])
 def test_the_bits_of_a_sequence_follow_from_itself_alone(knobs: dict[str, KnobValue]) -> None:
     """With fixed splits: in any batch, order, grid and pages. Without them they do not, or this shows nothing."""
     lens, fixed = (40, 300, 129, 7), {"fixed_split_size": 128}
@@ -269,7 +270,7 @@ WINDOWED = Case(
 )
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("seqlen_q", first(1, [3, 1]))
 @pytest.mark.parametrize("knobs", [{}, {"schedule": "shares", "overhead": 4}], ids=["grid", "shares"])
 def test_windows_over_pages_of_any_size_have_the_same_bits(knobs: dict[str, KnobValue], seqlen_q: int) -> None:
     """A window begins within a step; steps of pages that hold whole ones can begin nowhere but at their multiples."""

@@ -17,6 +17,7 @@ from tests.interpreter.dense import Rules, attention, unseen_keys
 from tests.interpreter.test_forward import compare, config_for, run, tensors
 from tests.interpreter.test_varlen import _gradient, differentiated, interpreted
 from tests.packing import Case, assert_gradients, assert_right, gradients, make
+from tests.tiers import every
 
 STATE = torch.tensor([-(2**62) + 12345, 2**40 - 3])
 P = 0.3
@@ -91,7 +92,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", every(2, PACKED))
 @pytest.mark.parametrize("family_id", ["portable_backward_split", "portable_backward_fused"])
 def test_packed_sequences(name: str, family_id: str) -> None:
     packed = make(PACKED[name])

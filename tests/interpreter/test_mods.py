@@ -21,6 +21,7 @@ from flashgen.core.features.values import BlockMask
 from flashgen.core.workload import Specialization
 from flashgen.runtime.block_mask import block_mask
 from flashgen.runtime.ops.mods import score_mods
+from tests.tiers import every, first
 
 SHAPES = [  # batch, nheads, nheads_k, seqlen_q, seqlen_k
     (2, 4, 2, 77, 203),
@@ -182,7 +183,7 @@ def in_turn(*others: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [(name, *row) for name in MASKS for row in (rows[:2] if name in OBLONG else rows[2:])]
 
 
-@pytest.mark.parametrize(("name", "shape", "loads"), in_turn(LOADS * 2))
+@pytest.mark.parametrize(("name", "shape", "loads"), every(3, in_turn(LOADS * 2)))
 def test_a_mask_hides_keys(name: str, shape: tuple[int, ...], loads: str) -> None:
     qkv = tensors(shape)
     mask_mod, aux, formula, _ = mask_cases(*shape[3:])[name]
@@ -194,7 +195,7 @@ def test_a_mask_hides_keys(name: str, shape: tuple[int, ...], loads: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "loads", "block_n"), in_turn(["descriptor", "pointer"] * 2, [64, 128, 128, 32])
+    ("name", "shape", "loads", "block_n"), every(3, in_turn(["descriptor", "pointer"] * 2, [64, 128, 128, 32]))
 )
 def test_a_block_mask_changes_nothing(name: str, shape: tuple[int, ...], loads: str, block_n: int) -> None:
     qkv = tensors(shape)
@@ -223,7 +224,7 @@ def test_lists_are_those_of_the_dense_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize("loads", every(2, LOADS))
 def test_a_bias_from_a_table(shape: tuple[int, ...], loads: str) -> None:
     qkv = tensors(shape)
     table = torch.randn(4, 1024, generator=torch.Generator().manual_seed(1))
@@ -258,7 +259,7 @@ def test_functions_do_what_the_built_in_features_do() -> None:
     compare(got, tuple(one.double() for one in built_in))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("with_blocks", [False, True])
+@pytest.mark.parametrize("with_blocks", first(1, [True, False]))
 def test_functions_go_with_every_feature(with_blocks: bool) -> None:
     """softcap, ALiBi, bias, score_mod in this order; causal, window, mask and mask_mod together; a sink."""
     shape = (2, 4, 2, 150, 203)

@@ -30,6 +30,7 @@ from flashgen.measure.packed_odd import (
     page_packs,
 )
 from flashgen.measure.verify import Errors
+from tests.tiers import every
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of rows that do not count
 
@@ -50,7 +51,7 @@ def launch(
         getattr(module, kernel.entry)[(programs,)](*[given[name] for name in kernel.names])
 
 
-@pytest.mark.parametrize("key", ["fwd-fp16-d16-varlen-window-sink", "fwd-fp16-d16-varlen-window-page24"])
+@pytest.mark.parametrize("key", every(2, ["fwd-fp16-d16-varlen-window-sink", "fwd-fp16-d16-varlen-window-page24"]))
 def test_a_rendered_forward_kernel_passes_the_odd_packs(key: str) -> None:
     spec = replace(Specialization.parse(key), aligned16=False)
     config = family("portable_forward").default(spec, DEVICE).replace(**SMALL, page_ids="load")
@@ -73,7 +74,7 @@ def test_a_rendered_forward_kernel_passes_the_odd_packs(key: str) -> None:
         assert isinstance(verdict, Errors), (pack.title, verdict)
 
 
-@pytest.mark.parametrize("name", ["portable_backward_split", "portable_backward_fused"])
+@pytest.mark.parametrize("name", every(2, ["portable_backward_split", "portable_backward_fused"]))
 def test_rendered_backward_kernels_pass_the_odd_packs(name: str) -> None:
     spec = replace(Specialization.parse("bwd-fp16-d16-varlen-causal"), aligned16=False)
     small = SMALL | ({} if "fused" in name else {"dq_block_m": 16, "dq_block_n": 16, "dq_num_warps": 4})

@@ -22,6 +22,7 @@ from flashgen.launch.parameters import block_of
 from flashgen.launch.scratch import ScratchPlan
 from tests.packing import Case, assert_right
 from tests.paging import LAYOUTS, Paged, checked, paged
+from tests.tiers import every
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of rows that do not count
 
@@ -100,7 +101,7 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(2, CASES))
 def test_it_is_right_and_reads_nothing_that_does_not_count(name: str) -> None:
     case, page, named = CASES[name]
     call = paged(case, page, **named)
@@ -124,7 +125,7 @@ def test_tiles_of_a_page_by_tma_are_right(name: str) -> None:
     assert_right(call.packed, *interpreted(call, **knobs))
 
 
-@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+@pytest.mark.parametrize("loads", every(2, ["pointer", "descriptor"]))
 @pytest.mark.parametrize("name", ["chunks", "more queries than keys"])
 def test_programs_that_share_the_keys_of_a_block_are_right(name: str, loads: str) -> None:
     case, page, named = CASES[name]

@@ -15,6 +15,7 @@ from flashgen.runtime.ops.merging import merge
 from tests.decoding import Case, assert_right, make, only
 from tests.interpreter.test_decode import GRID, WARPS, interpreted, launched, results, small_config
 from tests.prefixes import joined, make_prefix
+from tests.tiers import every
 
 
 def with_prefix(call: DecodeCall, prefix: Prefix, **knobs: KnobValue) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +66,7 @@ def test_other_schedules_are_right(knobs: dict[str, KnobValue]) -> None:
 
 @pytest.mark.parametrize(
     ("page", "knobs"),
-    [(None, {}), (16, GRID), (64, {**GRID, **WARPS, "partials": 8}), (64, {})],
+    every(2, [(None, {}), (16, GRID), (64, {**GRID, **WARPS, "partials": 8}), (64, {})]),
     ids=["shares", "grid, small pages", "warps, large pages", "shares, large pages"],
 )
 def test_with_fixed_splits_a_group_does_not_matter(page: int | None, knobs: dict[str, KnobValue]) -> None:
