@@ -50,7 +50,7 @@ from tests.db.samples import (
     timed,
 )
 
-CASES = int(os.environ.get("FUZZ_CASES", "120"))
+CASES = int(os.environ.get("FUZZ_CASES", "40"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
 CASE_S = 10.0
