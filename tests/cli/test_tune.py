@@ -25,6 +25,7 @@ from flashgen.db.store import Store
 from flashgen.tuning import runs
 from flashgen.tuning.workloads import preset
 from tests.cli.conftest import ROOT, Invoke
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 
 SHAPE = "b1-h32-hk8-s4096-d128-causal"
@@ -35,16 +36,22 @@ Measure = Callable[[FakeExecutor], FakeExecutor]
 
 
 @pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
-    """Let the command find this executor instead of a GPU, and a compiler that needs no time."""
+def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command find a compiler that needs no time."""
 
     @contextlib.contextmanager
     def compiler(device: Device, jobs: int) -> Iterator[FakeCompiler]:
         yield FakeCompiler()
 
+    monkeypatch.setattr(runs, "make_compiler", compiler)
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch, compiles: None) -> Measure:
+    """Let the command find this executor instead of a GPU, and a compiler that needs no time."""
+
     def use(executor: FakeExecutor) -> FakeExecutor:
         monkeypatch.setattr(runs, "make_executor", lambda index: executor)
-        monkeypatch.setattr(runs, "make_compiler", compiler)
         return executor
 
     return use
@@ -52,7 +59,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
 
 def test_a_measured_run_prints_lines_and_a_table_and_stores(invoke: Invoke, measure: Measure) -> None:
     measure(FakeExecutor())
-    result = invoke("tune", "--shape", SHAPE, "--budget", "25")
+    result = invoke("tune", "--shape", SHAPE, "--budget", "12")
     assert result.exit_code == 0, result.output
     workload = Workload.parse(SHAPE)
     lines = result.stdout.splitlines()
@@ -68,7 +75,7 @@ def test_a_measured_run_prints_lines_and_a_table_and_stores(invoke: Invoke, meas
         record = store.record(workload, H200)
         assert record is not None
         assert record.provenance == "measured"
-        assert len(store.trials(workload, H200)) == 25
+        assert len(store.trials(workload, H200)) == 12
 
 
 def test_the_same_command_skips_what_is_done_and_retune_does_not(invoke: Invoke, measure: Measure) -> None:
@@ -126,21 +133,22 @@ def test_failures_of_all_candidates_are_told_with_their_reason(invoke: Invoke, m
 
 def test_ctrl_c_gives_130_and_the_same_command_goes_on(invoke: Invoke, measure: Measure) -> None:
     def interrupt(number: int) -> None:
-        if number == 6:
+        if number == 3:
             raise KeyboardInterrupt
 
     measure(FakeExecutor(on_evaluate=interrupt))
-    result = invoke("tune", "--shape", SHAPE, "--budget", "20")
+    result = invoke("tune", "--shape", SHAPE, "--budget", "10")
     assert result.exit_code == 130
     assert "the same command goes on" in result.stdout
     measure(FakeExecutor())
-    result = invoke("tune", "--shape", SHAPE, "--budget", "20")
+    result = invoke("tune", "--shape", SHAPE, "--budget", "10")
     assert result.exit_code == 0
     assert "trials from before" in result.stdout
     with Store.open(settings().db_layers[0], read_only=True) as store:
-        assert len(store.trials(Workload.parse(SHAPE), H200)) == 20
+        assert len(store.trials(Workload.parse(SHAPE), H200)) == 10
 
 
+@EXHAUSTIVE
 def test_a_limit_that_ends_before_some_workloads_says_so(invoke: Invoke, measure: Measure) -> None:
     measure(FakeExecutor(on_evaluate=lambda number: time.sleep(0.3)))
     arguments = ("tune", "-s", SHAPE, "-s", "b1-h32-s1024-d64", "--limit-seconds", "5.2", "--budget", "2")
@@ -182,18 +190,18 @@ def test_a_file_of_workloads_and_a_database_of_choice(invoke: Invoke, measure: M
 def test_shards_of_a_list_merge_into_one_database(
     invoke: Invoke, measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shapes = [f"b1-h8-s{length}-d{size}" for size in (64, 128) for length in (512, 1024, 2048)]
-    line = ["tune", *(part for shape in shapes for part in ("--shape", shape)), "--budget", "3"]
-    for index in range(4):
+    shapes = [f"b1-h8-s{length}-d64" for length in (512, 1024, 2048)]
+    line = ["tune", *(part for shape in shapes for part in ("--shape", shape)), "--budget", "2"]
+    for index in range(2):
         measure(FakeExecutor())
-        result = invoke(*line, "--shard", f"{index}/4", "--db", tmp_path / f"shard{index}.sqlite3")
+        result = invoke(*line, "--shard", f"{index}/2", "--db", tmp_path / f"shard{index}.sqlite3")
         assert result.exit_code == 0, result.output
-        assert result.stdout.startswith(f"Tuning {(1, 2, 1, 2)[index]} workloads")
+        assert result.stdout.startswith(f"Tuning {(1, 2)[index]} workloads")
     merged = tmp_path / "merged.sqlite3"
     monkeypatch.setenv("FLASHGEN_DB", str(merged))
     settings.cache_clear()
-    counts = [invoke("db", "import", tmp_path / f"shard{index}.sqlite3").stdout for index in range(4)]
-    assert [int(text.split()[0]) for text in counts] == [1, 2, 1, 2]
+    counts = [invoke("db", "import", tmp_path / f"shard{index}.sqlite3").stdout for index in range(2)]
+    assert [int(text.split()[0]) for text in counts] == [1, 2]
     with Store.open(merged, read_only=True) as store:
         assert {record.workload for record in store.records()} == {Workload.parse(shape) for shape in shapes}
 
@@ -269,7 +277,7 @@ def test_without_a_gpu_the_command_says_what_works(invoke: Invoke, monkeypatch: 
 
 
 @pytest.mark.parametrize("target", ["h100", "sm_86"])
-def test_a_target_is_compiled_for_ranked_and_said_not_to_be_measured(invoke: Invoke, target: str) -> None:
+def test_a_target_is_ranked_and_said_not_to_be_measured(invoke: Invoke, compiles: None, target: str) -> None:
     result = invoke("tune", "--shape", "b1-h12-s1024-d64-causal", "--target", target, "--budget", "2", "--jobs", "1")
     assert result.exit_code == 0, result.output
     assert "nothing is measured" in result.stdout
@@ -308,6 +316,7 @@ def test_commands_for_a_database_of_choice_name_it(invoke: Invoke, measure: Meas
     assert why.endswith(f"FLASHGEN_DB='{database}' flashgen explain {Workload.parse(SHAPE).key}")
 
 
+@EXHAUSTIVE
 def test_both_passes_are_measured_and_named_in_the_table(invoke: Invoke, measure: Measure) -> None:
     measure(FakeExecutor())
     result = invoke("tune", "--shape", SHAPE, "--direction", "both", "--deterministic", "--budget", "6")
@@ -324,6 +333,7 @@ def test_both_passes_are_measured_and_named_in_the_table(invoke: Invoke, measure
     assert "_backward_split(" in shown
 
 
+@EXHAUSTIVE
 def test_a_backward_pass_is_predicted_from_real_compiles(invoke: Invoke) -> None:
     shape = "bwd-b1-h12-s1024-d64-causal"
     result = invoke("tune", "--shape", shape, "--target", "h100", "--budget", "1", "--jobs", "1")
@@ -334,6 +344,7 @@ def test_a_backward_pass_is_predicted_from_real_compiles(invoke: Invoke) -> None
     assert record.config.family == "hopper_backward_fused"
 
 
+@EXHAUSTIVE
 def test_a_process_that_is_interrupted_ends_with_130_and_leaves_nothing_running(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "flashgen", "tune", "--shape", TINY, "--target", "h100", "--jobs", "2"]
     process = subprocess.Popen(

@@ -16,7 +16,7 @@ from flashgen.tuning import request as request_module
 from flashgen.tuning import tune as tune_module
 from flashgen.tuning.from_calls import by_share
 from tests.cli.conftest import Invoke
-from tests.cli.test_tune import Measure, measure  # noqa: F401 - a fixture
+from tests.cli.test_tune import Measure, compiles, measure  # noqa: F401 - a fixture
 from tests.tuning.fakes import H200, FakeExecutor, true_ms
 
 LONG = Workload.parse("b1-h20-hk5-s4096-d128-causal")

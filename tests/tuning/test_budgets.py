@@ -17,11 +17,12 @@ from flashgen.measure.protocol import EvaluateJob, Outcome, RaceJob, RaceResult
 from flashgen.measure.sequential import LEAST_ROUNDS
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.finals import LEAST_WINDOW_S, Finals
+from tests.tiers import first
 from tests.tuning.fakes import H200, FakeExecutor, chance
 from tests.tuning.runs import CAUSAL, TWO_FAMILIES, Killed, chosen, run, willing
 
 
-@pytest.mark.parametrize("seconds", [8.0, 20.0, 60.0])
+@pytest.mark.parametrize("seconds", first(1, [20.0, 8.0, 60.0]))
 def test_a_budget_in_seconds_holds_for_search_and_finals_together(store: Store, seconds: float) -> None:
     executor = FakeExecutor()
     (outcome,) = run(store, executor=executor, budget=Budget(seconds=seconds)).outcomes
@@ -163,7 +164,7 @@ class Verifying(FakeExecutor):
         return Measurement(times_ms=every, profile_times_ms=(("ramp", every), ("tail", every)))
 
 
-@pytest.mark.parametrize("seconds", [13.0, 20.0, 30.0, 60.0])
+@pytest.mark.parametrize("seconds", first(2, [13.0, 20.0, 30.0, 60.0]))
 def test_finals_of_three_profiles_fit_into_a_short_budget(store: Store, seconds: float) -> None:
     """All configs are within 2%, so that each is close to the best and a race is unsure for long."""
     executor = Verifying(noise=0.02)

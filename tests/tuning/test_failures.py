@@ -12,6 +12,7 @@ from flashgen.measure.executor import LocalExecutor, Patience
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.events import Event, TrialFinished
 from flashgen.tuning.tune import tune
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 from tests.tuning.faulty_service import fault
 from tests.tuning.runs import CAUSAL, PLAIN, chosen, run
@@ -30,6 +31,7 @@ def test_failures_are_counted_and_do_not_end_a_search(store: Store) -> None:
     assert dict(chosen(store).config.knobs).get("loads") != "pointer"
 
 
+@EXHAUSTIVE
 def test_candidates_that_take_the_worker_down_cost_one_trial_each(store: Store) -> None:
     """The real worker process around a service whose candidates hang, abort, crash and run out of memory."""
     patience = Patience(start_s=60.0, evaluate_s=1.5)

@@ -26,6 +26,7 @@ from flashgen.tuning.many import tune_on_stations
 from flashgen.tuning.request import Request
 from flashgen.tuning.stations import Handout
 from tests.db.samples import TRIAL
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fake_stations import FakeStation
 from tests.tuning.fakes import H200
 from tests.tuning.runs import CAUSAL, FINALS, LONGER, PLAIN
@@ -115,6 +116,7 @@ def test_a_loss_in_the_finals_repeats_the_finals_alone(store: Store) -> None:
     assert station.asked == TRIALS
 
 
+@EXHAUSTIVE
 def test_what_is_left_of_a_budget_in_seconds_counts(store: Store) -> None:
     clock_s = 0.4
     station = FakeStation(lost_at=lambda number, job: number == 30, restarts=1)

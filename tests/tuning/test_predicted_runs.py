@@ -23,11 +23,12 @@ from flashgen.tuning.events import CandidateRanked, Event, Warned, WorkloadStart
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import tune
 from tests.families import use_families
+from tests.tiers import EXHAUSTIVE, first
 from tests.tuning.fakes import H200, FakeCompiler
 from tests.tuning.runs import CAUSAL, PLAIN, TWO_FAMILIES, Killed, chosen, predicted, run
 
 
-@pytest.mark.parametrize("target", ["h100", "sm_86", "rtx 4090", "gfx942"])
+@pytest.mark.parametrize("target", first(2, ["h100", "sm_86", "rtx 4090", "gfx942"]))
 def test_without_a_gpu_records_are_predicted(store: Store, target: str) -> None:
     (outcome,) = predicted(store, target=target).outcomes
     assert outcome.status == "predicted"
@@ -95,7 +96,7 @@ class DyingCompiler(FakeCompiler):
         return super().result(spec, config)
 
 
-@pytest.mark.parametrize("after", [1, 12, 24])
+@pytest.mark.parametrize("after", first(1, [12, 1, 24]))
 def test_a_killed_ranking_loses_the_candidate_in_flight_alone(store: Store, tmp_path: Path, after: int) -> None:
     device = find_device("h100")
     with pytest.raises(Killed):
@@ -137,6 +138,7 @@ def test_a_finished_ranking_is_not_resumed(store: Store) -> None:
     assert [e.resumed_trials for e in events if isinstance(e, WorkloadStarted)] == [0]
 
 
+@EXHAUSTIVE
 def test_predictions_are_no_trials_of_a_search(store: Store) -> None:
     with pytest.raises(Killed):
         predicted(store, target="h200", compiler=DyingCompiler(12))

@@ -16,6 +16,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning import search as module
 from flashgen.tuning.lattice import FamilySpace, Lattice
 from flashgen.tuning.search import Proposal, Search
+from tests.tiers import EXHAUSTIVE, first
 from tests.tuning.spaces import outcome, space, time_ms
 
 SPACE = space()
@@ -46,6 +47,7 @@ def small(count: int) -> FamilySpace:
     return FamilySpace(family="rugged", knobs=SPACE.knobs, configs=SPACE.configs[:count])
 
 
+@EXHAUSTIVE
 def test_it_beats_random_search_by_a_margin() -> None:
     """Mean best/optimum over surfaces and seeds: after 80 points at least 0.05 nearer to the optimum."""
     found, drawn = [], []
@@ -74,7 +76,7 @@ def test_a_seed_fixes_the_sequence_and_another_changes_it() -> None:
     assert one != other
 
 
-@pytest.mark.parametrize("stopped_after", [1, 9, 26])
+@pytest.mark.parametrize("stopped_after", first(1, [9, 1, 26]))
 def test_a_resumed_search_goes_on_as_the_stopped_one_would_have(stopped_after: int) -> None:
     first = [(SPACE.configs[70], "default"), (SPACE.configs[7], "neighbour")]
     whole = run(Search([SPACE], first=first, seed=5), 45)

@@ -25,6 +25,7 @@ from flashgen.tuning.finals import Finals
 from flashgen.tuning.plan import plan
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import grouped, tune
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor, true_ms
 from tests.tuning.runs import CAUSAL, FINALS, LONGER, PLAIN, chosen, run, willing
 
@@ -111,6 +112,7 @@ def test_who_had_a_time_that_no_kernel_reaches_wins_no_race(store: Store) -> Non
     assert all(record.config != race.configs[-1] for race in executor.races)
 
 
+@EXHAUSTIVE
 def test_two_runs_agree(tmp_path: Path) -> None:
     winners = []
     for name in ("one", "two"):
@@ -122,6 +124,7 @@ def test_two_runs_agree(tmp_path: Path) -> None:
     assert winners[0] == winners[1]
 
 
+@EXHAUSTIVE
 def test_other_noise_leads_to_winners_of_nearly_the_same_speed(tmp_path: Path) -> None:
     times = []
     for seed in range(3):
@@ -135,7 +138,7 @@ def test_an_incumbent_stays_within_the_noise(store: Store) -> None:
     """The fastest config of all is the incumbent; others may look faster by luck and must not replace it."""
     run(store, budget=Budget(trials=60))
     incumbent = chosen(store).config
-    for seed in range(1, 4):
+    for seed in range(1, 3):
         executor = FakeExecutor(seed=seed, noise=0.01)
         (outcome,) = run(store, executor=executor, retune=True, seed=seed).outcomes
         assert incumbent in executor.races[-1].configs
