@@ -11,6 +11,7 @@ from flashgen.core.workload import Workload
 from flashgen.measure import worker
 from flashgen.measure.executor import LocalExecutor, Patience
 from flashgen.measure.protocol import EvaluateJob, Executor, RaceJob
+from tests.tiers import EXHAUSTIVE
 
 WORKLOAD = Workload.parse("b1-h1-s16-d64")
 
@@ -75,6 +76,7 @@ def test_an_anchor_that_crashes_does_not_take_the_race_with_it(executor: Executo
     assert result.baselines == ()
 
 
+@EXHAUSTIVE
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "STARTS", 1)  # tests/measure/test_worker.py has the second one
     with LocalExecutor() as executor, pytest.raises(MeasureError, match="GPU"):

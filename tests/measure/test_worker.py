@@ -115,7 +115,7 @@ def test_what_was_announced_last_can_be_blamed(worker: Worker) -> None:
 def test_a_timeout_kills_what_the_process_had_started(worker: Worker, tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     worker.call("pid", timeout_s=60)
-    outcome = worker.call("hang_with_child", str(pid_file), timeout_s=3)
+    outcome = worker.call("hang_with_child", str(pid_file), timeout_s=1)
     assert isinstance(outcome, Failure)
     assert outcome.stage == "timeout"
     pids = [int(pid) for pid in pid_file.read_text().split()]
@@ -179,12 +179,12 @@ def test_a_service_that_does_not_come_up_has_a_second_chance(tmp_path: Path) -> 
         ("tests.measure.services:Broken", "OSError: no GPU here"),
         ("tests.measure.services:Absent", "Absent"),
         ("no.such.module:Service", "no.such.module|No module named 'no'"),
-        ("tests.measure.services:Slow", "not ready after 2 s"),
+        ("tests.measure.services:Slow", "not ready after 0.5 s"),
     ],
 )
 def test_a_service_that_does_not_come_up_is_an_error(service: str, reason: str) -> None:
     with (
-        Worker(service, start_timeout_s=2 if service.endswith("Slow") else 60) as worker,
+        Worker(service, start_timeout_s=0.5 if service.endswith("Slow") else 60) as worker,
         pytest.raises(MeasureError, match=reason),
     ):
         worker.call("echo", timeout_s=1)

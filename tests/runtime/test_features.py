@@ -314,7 +314,7 @@ def test_random_shapes_and_values_share_one_binary_a_specialization(gpu: FakeGpu
 
 # --- SDPA ----------------------------------------------------------------------------------------------------------
 
-MASKED = flashgen.Workload.parse("b4-h32-s4096-d128-mask")
+MASKED = flashgen.Workload.parse("b1-h32-s512-d128-mask")
 
 
 @pytest.mark.parametrize(
@@ -340,13 +340,13 @@ def test_one_bias_or_mask_alone_may_go_to_sdpa(
     ladder.user(measured(workload, config=default(workload), baselines=faster(impl)))
     used: list[str] = []
     monkeypatch.setattr(runs, "sdpa_run", lambda impl, **options: used.append(impl) or (lambda *call: call[0]))
-    q, k, v = (tensor(4, h, 4096, 128) for h in (32, workload.nheads_k, workload.nheads_k))
-    rows = {"full": 4096, "keys": 1}
+    q, k, v = (tensor(1, h, 512, 128) for h in (32, workload.nheads_k, workload.nheads_k))
+    rows = {"full": 512, "keys": 1}
     arguments: dict[str, Any] = {"causal": workload.causal}
     if workload.mask:
-        arguments["mask"] = masked(1, 1, rows[workload.mask], 4096)
+        arguments["mask"] = masked(1, 1, rows[workload.mask], 512)
     if workload.bias:
-        arguments["bias"] = on_gpu(1, 1, rows[workload.bias], 4096, dtype=torch.bfloat16)
+        arguments["bias"] = on_gpu(1, 1, rows[workload.bias], 512, dtype=torch.bfloat16)
     arguments |= {"window": (5, None)} if workload.window_left else {}
     arguments |= {"softcap": 2.0} if workload.softcap else {}
     arguments |= {"sinks": on_gpu(32)} if workload.sink else {}
