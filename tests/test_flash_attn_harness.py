@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts import flash_attn_tests as harness
+from tests.tiers import EXHAUSTIVE
 
 TESTS = """
 import pytest, torch
@@ -74,6 +75,7 @@ def test_a_sample_of_each_test_is_counted(checkout: Path, capsys: pytest.Capture
     assert lines[6:] == ["failed 1: ValueError: this is wrong (test_flash_attn_2.py::test_wrong)"]
 
 
+@EXHAUSTIVE
 def test_a_git_directory_will_do_and_what_a_limit_leaves_is_counted(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +99,7 @@ def test_three(dtype, has_qv, seqlen_k=8):
 """
 
 
+@EXHAUSTIVE
 def test_of_version_3_what_is_refused_is_left_out_unless_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +129,7 @@ def test_what_its_tests_need_is_said(
     assert "imports einops, which is not installed" in capsys.readouterr().err
 
 
+@EXHAUSTIVE
 def test_a_seed_draws_the_same_cases_again(
     checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

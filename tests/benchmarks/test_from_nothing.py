@@ -22,6 +22,7 @@ from flashgen.db.layers import Layers
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.learned_cost import LearnedCost
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import GH200, H200, Clock, FakeExecutor, true_ms
 
 WORKLOADS = [Workload.parse(key) for key in HELD_OUT if key.startswith("bwd-")][:2]
@@ -73,6 +74,7 @@ def test_what_was_known_at_each_mark_races_the_record_and_a_stopped_run_goes_on(
     assert "A search knew its own trials alone." in text
 
 
+@EXHAUSTIVE
 def test_a_gpu_without_a_record_has_that_of_another_one_which_its_rows_name(
     bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_gpu_without_a_record_has_that_of_another_one_which_its_rows_name(
     assert "the shipped record, in one race" in page(own)
 
 
+@EXHAUSTIVE
 def test_lessons_count_what_other_devices_taught(bench: Callable[[FakeExecutor], Bench], tmp_path: Path) -> None:
     h100 = find_device("h100")
     log = synthetic(WORKLOADS[0], h100, families=("hopper_backward_fused",), most=20)

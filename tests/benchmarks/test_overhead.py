@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +23,16 @@ from flashgen.db.layers import Layers
 from flashgen.db.store import Store
 from flashgen.runtime.lookup.ladder import resolve
 from flashgen.runtime.lookup.records import Records
+from tests.tiers import EXHAUSTIVE
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def frozen_again() -> Iterator[None]:
+    """What `tests/conftest.py` has frozen, and a benchmark unfreezes, is not searched for garbage by later tests."""
+    yield
+    gc.freeze()
 
 
 def case(name: str, most_calls: int = 1024) -> Case:
@@ -192,6 +200,7 @@ def test_a_first_call_from_a_bundle_has_nothing_else_to_take_its_kernel_from(mon
     assert not any("TRITON_DISABLE_LINE_INFO" in env for _, env in seen), "no bundle is made under it"
 
 
+@EXHAUSTIVE
 def test_a_worker_without_a_compiler_cannot_import_triton() -> None:
     script = (
         "import runpy, sys, torch; torch.randn = None\n"

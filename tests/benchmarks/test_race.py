@@ -27,6 +27,7 @@ from flashgen.measure.feature_inputs import SOFTCAP
 from flashgen.measure.inputs import Inputs, make_inputs
 from flashgen.measure.reference import oracle
 from flashgen.measure.timing import orders
+from tests.tiers import first
 
 SQUARE = Workload(batch=2, nheads=2, seqlen_q=96, head_dim=32, causal=True)
 SHAPES = [
@@ -152,7 +153,7 @@ def test_a_slow_implementation_gets_shorter_windows() -> None:
 
 # what a host costs on both sides of what the kernel takes, which are the rules that differ
 @pytest.mark.parametrize(
-    ("ms", "host_ms"), [(0.008, 0.9), (0.05, 0.0), (0.05, 0.1), (0.15, 0.1), (0.8, 0.0), (0.8, 0.9)]
+    ("ms", "host_ms"), first(2, [(0.008, 0.9), (0.15, 0.1), (0.05, 0.0), (0.05, 0.1), (0.8, 0.0), (0.8, 0.9)])
 )
 def test_every_short_call_is_timed_from_a_graph_whatever_its_host_costs(ms: float, host_ms: float) -> None:
     """FlashAttention-3 and -4 cost the host 0.1 ms a call: what a queue shows of a shorter kernel is the host."""
@@ -184,7 +185,7 @@ def test_a_call_that_cannot_be_captured_is_queued_and_says_so() -> None:
     assert "graph" in line_of(SQUARE, other)
 
 
-@pytest.mark.parametrize("ms", [0.05, 0.15])
+@pytest.mark.parametrize("ms", first(1, [0.05, 0.15]))
 def test_no_row_shows_the_time_of_a_host(ms: float) -> None:
     gpu = FakeGpu()
     (result,) = raced(gpu, impl_of(gpu, "slow", ms, host_ms=0.1, can_be_captured=False))
@@ -225,7 +226,7 @@ def without_mask(gpu: FakeGpu) -> Impl:
     return replace(impl, prepare=lambda workload, inputs: impl.prepare(replace(workload, causal=False), inputs))
 
 
-@pytest.mark.parametrize("data", DATA_KINDS)
+@pytest.mark.parametrize("data", first(2, DATA_KINDS))
 def test_a_forgotten_mask_is_seen_on_every_kind_of_data(data: str) -> None:
     """Also where one key takes nearly all of the weight, so that in most rows a mask changes nothing."""
     gpu = FakeGpu()
@@ -276,7 +277,7 @@ def test_standard_attention_is_attention(workload: Workload) -> None:
     close(standard.prepare(workload, inputs), workload, inputs)
 
 
-@pytest.mark.parametrize("workload", SHAPES, ids=lambda w: w.key)
+@pytest.mark.parametrize("workload", first(1, SHAPES), ids=lambda w: w.key)
 def test_flex_is_given_the_right_mask(workload: Workload) -> None:
     inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
     with warnings.catch_warnings():
@@ -299,7 +300,7 @@ FEATURES = [
 ]
 
 
-@pytest.mark.parametrize("workload", FEATURES, ids=lambda w: w.key)
+@pytest.mark.parametrize("workload", first(3, FEATURES), ids=lambda w: w.key)
 def test_flex_computes_every_feature(workload: Workload) -> None:
     inputs = make_inputs(workload, copies=2, seed=1, device=CPU)
     inputs = replace(inputs, features=(inputs.features[0],) * 2)  # FlexAttention's functions are made for one set

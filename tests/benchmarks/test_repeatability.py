@@ -21,6 +21,7 @@ from flashgen.db.layers import Layers
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import Options
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import GH200, H200, Clock, FakeExecutor
 
 SHAPES = [Workload.parse(key) for key in WORKLOADS if key.startswith("bwd-")][:2]
@@ -119,6 +120,7 @@ def test_the_page_counts_who_agrees() -> None:
 
 
 @pytest.mark.usefixtures("here")
+@EXHAUSTIVE
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(repeatability, "learned_from", lambda layers: None)
     common = ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"), "--commit", "0123456789ab"]

@@ -25,6 +25,7 @@ from flashgen.db.store import Store
 from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.lattice import Lattice
 from tests.db.samples import FINALISTS, KNOWN_TRIAL, MEASURED, SEARCH
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, Clock, FakeCompiler, FakeExecutor
 
 BACKWARD = Workload.parse("bwd-b4-h16-s1024-d128")
@@ -179,6 +180,7 @@ def test_the_command_takes_the_families_of_each_pass(capsys: pytest.CaptureFixtu
     assert (forward.families, len(forward.starts)) == (("hopper_forward",), 9)
 
 
+@EXHAUSTIVE
 def test_the_command_measures_a_table_and_a_matrix_of_one_workload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from benchmarks.results import TRAINING_COLUMNS, ResultsFile, read_rows
 from benchmarks.search_files import STAMP, add_rows
 from benchmarks.speedup import speedup_grid
 from tests.benchmarks.rows import SHARED, write_encoders, write_results, write_training
+from tests.tiers import EXHAUSTIVE
 
 ROOT = Path(__file__).resolve().parents[2]
 README = f"# Title\n\n{report.START}\nstale\n{report.END}\n\n## More\n"
@@ -41,6 +42,7 @@ def tables(place: Path) -> str:
     return (place / "docs/benchmarks.md").read_text()
 
 
+@EXHAUSTIVE
 def test_the_second_run_changes_nothing(place: Path) -> None:
     assert run(place, "--check") == 1
     assert (place / "README.md").read_text() == README

@@ -17,6 +17,7 @@ from flashgen.core.device import find_device
 from flashgen.core.record import Failure
 from flashgen.db.layers import Layers
 from flashgen.db.store import Store
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import GH200, H200, Clock, FakeExecutor
 
 H100 = find_device("h100")
@@ -89,6 +90,7 @@ def test_the_page_says_what_the_goals_records_take() -> None:
     assert "So 258 records take 4 minutes on 4 GPUs; the goal is 15." in text
 
 
+@EXHAUSTIVE
 def test_the_command(layers: Layers, here: FakeExecutor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = [record.workload.key for record in known(layers, H200)[:3]]
     common = ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"), "--commit", "0123456789ab"]

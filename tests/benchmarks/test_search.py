@@ -30,6 +30,7 @@ from flashgen.db.log_files import SUFFIX, read_log, write_log
 from flashgen.tuning.known_searches import shipped_tables
 from flashgen.tuning.learned_cost import LearnedCost
 from tests.db.samples import MEASURED
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200
 
 BACKWARD = Workload.parse("bwd-b4-h16-s4096-d64-causal")
@@ -87,6 +88,7 @@ HELD_AFTER_5, HELD_AFTER_10, HELD_FROM_NOTHING_AFTER_25 = 1.01, 1.005, 1.01
 """1.0005, 1.0000 and 1.0086 when these were written (scikit-learn 1.9.1, optuna 5.0.0)."""
 
 
+@EXHAUSTIVE
 def test_a_model_of_other_workloads_is_ahead_of_the_lists_and_chance_on_tables_that_ship() -> None:
     """What was measured on an H200, and left out of what the model learns."""
     tables = [Table.of(read_log(path)) for path in shipped() if path.name.removesuffix(SUFFIX) in SHIPPED]
@@ -330,6 +332,7 @@ def test_the_command_writes_a_table_a_file_and_a_chart(tmp_path: Path, capsys: p
     assert (tmp_path / "out/search.png").stat().st_size > 10_000
 
 
+@EXHAUSTIVE
 def test_contestants_side_by_side_do_what_they_do_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "table.jsonl.gz"
     write_log(synthetic(BACKWARD, H200, families=FUSED, most=30), path)

@@ -15,6 +15,7 @@ from flashgen.core.device import find_device
 from flashgen.core.workload import Workload
 from flashgen.db.log_files import write_log
 from tests.db.samples import MEASURED
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200
 
 KEYS = ("b4-h16-s4096-d256", "b8-h16-s2048-d256", "b2-h8-s8192-d256")
@@ -48,6 +49,7 @@ def test_every_list_takes_part_alone_and_behind_records() -> None:
     assert first["lists: none"] == first["lists: none, with records"], "its own record is left out"
 
 
+@EXHAUSTIVE
 def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [tmp_path / f"{log.search.workload.key}.jsonl.gz" for log in LOGS if log.search]
     for log, path in zip(LOGS, paths, strict=True):

@@ -29,6 +29,7 @@ from flashgen.core.workload import Workload
 from flashgen.measure.inputs import Inputs
 from tests.benchmarks.rows import SHARED
 from tests.benchmarks.test_race import FakeGpu
+from tests.tiers import first
 
 CPU = torch.device("cpu")
 SQUARE = Workload(direction="backward", batch=2, nheads=2, seqlen_q=96, head_dim=32, causal=True)
@@ -205,7 +206,7 @@ def slow(gpu: FakeGpu, right: Impl, factor: float = 1.0) -> Impl:
     return replace(right, prepare=prepare)
 
 
-@pytest.mark.parametrize("among", [BACKWARD, FORWARD_BACKWARD], ids=["backward", "both"])
+@pytest.mark.parametrize("among", first(1, [BACKWARD, FORWARD_BACKWARD]), ids=["backward", "both"])
 def test_a_race_checks_every_gradient(among: tuple[Impl, ...]) -> None:
     gpu, pace = FakeGpu(), Pace(warm_ms=1.0, window_ms=2.0, rounds=2)
     entrants = [slow(gpu, impl("standard", among)), slow(gpu, impl("standard", among), 1.1)]
@@ -232,7 +233,7 @@ def test_leaves_lie_in_memory_as_they_are_wanted() -> None:
     assert not inputs.q[0].requires_grad
 
 
-@pytest.mark.parametrize(("run", "suite", "work"), [(main, "backward", 2.5), (main_both, BOTH_PASSES, 3.5)])
+@pytest.mark.parametrize(("run", "suite", "work"), first(1, [(main, "backward", 2.5), (main_both, BOTH_PASSES, 3.5)]))
 def test_a_run_writes_its_rows(
     run: Callable[[list[str]], int], suite: str, work: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

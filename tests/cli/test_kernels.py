@@ -20,6 +20,7 @@ from flashgen.core.settings import settings
 from flashgen.db.store import Store
 from tests.cli.conftest import Invoke
 from tests.db.samples import CAUSAL, CONFIG, H200, MEASURED, OLD_CONFIG, WIDE
+from tests.tiers import EXHAUSTIVE
 
 SHAPE = "b4-h32-hk8-s4096-d128-causal"
 SMALL = "portable_forward:block_m=64,block_n=32,num_warps=4,num_stages=2,loads=pointer"
@@ -126,6 +127,7 @@ BACKWARD = "bwd-b1-h4-hk2-s512-d64-causal"
 TWO_TILES = "block_m=32,block_n=64,num_warps=4,num_stages=2,dq_block_m=64,dq_block_n=32,dq_num_warps=4,dq_num_stages=2"
 
 
+@EXHAUSTIVE
 def test_compile_lists_every_kernel_of_a_backward_pass(invoke: Invoke) -> None:
     line = ("compile", BACKWARD, "--target", "a100", "--config", f"portable_backward_split:{TWO_TILES}")
     (facts,) = json.loads(invoke(*line, "--json").stdout)
@@ -249,6 +251,7 @@ def test_rows_that_cannot_be_aligned_are_not_taken_to_be(
     assert (again.stdout, again.stderr) == (shown.stdout, "")
 
 
+@EXHAUSTIVE
 def test_unaligned_and_scattered_are_asked_for_in_the_key_or_beside_it(invoke: Invoke) -> None:
     shape = "b1-h2-s64-d64-bias"
     for command in ("render", "compile", "explain"):

@@ -14,6 +14,7 @@ from flashgen.core.settings import child_environment, settings
 from flashgen.core.workload import Workload
 from flashgen.db.store import Store
 from tests.cli.conftest import ROOT
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200
 
 SHAPES = ("b1-h8-s512-d64", "b1-h8-s1024-d64")
@@ -48,6 +49,7 @@ def run(text: str, folder: Path, environment: dict[str, str]) -> None:
     subprocess.run(["bash", "-euc", text], cwd=folder, env=environment, check=True, timeout=120)
 
 
+@EXHAUSTIVE
 def test_the_recipe_for_ssh(tmp_path: Path, shell: dict[str, str]) -> None:
     run(recipe("ssh"), tmp_path, shell)
     with Store.open(settings().db_layers[0], read_only=True) as store:

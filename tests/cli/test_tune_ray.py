@@ -39,6 +39,7 @@ from flashgen.tuning.events import (
 from flashgen.tuning.ray_stations import Services, stations
 from flashgen.tuning.stations import StationLostError
 from tests.cli.conftest import ROOT, Invoke
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.ray_processes import ENDLESS, SERVICES, WORKLOADS, stores, tuned
 from tests.tuning.ray_services import GPUS, LARGE, SMALL
 
@@ -131,6 +132,7 @@ def trials_told(told: Told) -> int:
     return sum(isinstance(event, TrialFinished) for _, event in told)
 
 
+@EXHAUSTIVE
 def test_a_mixed_cluster_survives_a_killed_actor_and_a_silent_one(
     cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +221,7 @@ def test_a_killed_driver_and_ctrl_c_leave_nothing_behind_and_the_next_one_goes_o
         assert sum(each.counts()["trials"] for each in found.values()) >= every + 3
 
 
+@EXHAUSTIVE
 def test_a_killed_driver_of_a_run_that_compiles_alone_leaves_nothing_behind_and_the_next_one_goes_on(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -243,6 +246,7 @@ def test_a_killed_driver_of_a_run_that_compiles_alone_leaves_nothing_behind_and_
         assert store.counts()["trials"] > before
 
 
+@EXHAUSTIVE
 def test_a_killed_actor_of_a_run_that_compiles_alone_is_started_again(cluster: Cluster, tmp_path: Path) -> None:
     told: Told = []
     killed: list[int] = []
@@ -293,6 +297,7 @@ def test_a_node_with_another_flashgen_is_named(cluster: Cluster, monkeypatch: py
         pass
 
 
+@EXHAUSTIVE
 def test_a_node_without_a_working_gpu_is_said(cluster: Cluster) -> None:
     services = Services(measure="tests.tuning.ray_services:Broken")
     with (

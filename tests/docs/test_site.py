@@ -15,6 +15,7 @@ import flashgen
 import flashgen.integrations.torch
 from flashgen import flash_attn, flash_attn_interface, integrations
 from scripts.site_links import REPOSITORY, rewritten
+from tests.tiers import EXHAUSTIVE
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = """
@@ -53,6 +54,7 @@ def outside(text: str) -> list[str]:
     return [address for address in found if re.match(r"(?:[a-z]+:)?//", address, re.I)]
 
 
+@EXHAUSTIVE
 def test_every_page_is_built(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         relative = page.relative_to(ROOT / "docs").with_suffix(".html")

@@ -17,6 +17,7 @@ from flashgen.core.errors import UnsupportedError
 from flashgen.integrations.torch import register_sharding_rules
 from tests.integrations.ops_on_cpu import ops_on_cpu
 from tests.integrations.sharded import compare, compare_packed
+from tests.tiers import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +32,7 @@ def part(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@EXHAUSTIVE
 def test_sharded_calls_are_the_whole_ones(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     code = "import sys; from tests.integrations.test_distributed import part; part(int(sys.argv[1]), sys.argv[2])"

@@ -15,6 +15,7 @@ from flashgen.core.settings import settings
 from flashgen.flash_attn_interface import flash_attn_with_kvcache
 from tests.integrations.test_flash_attn import DV, HK, D, H, Tensor, assert_same, ends, plain, randn
 from tests.interpreter.test_append_kv import rotated
+from tests.tiers import first
 
 KNOWN, NEW, QUERIES = (4, 9, 0), (3, 0, 5), (2, 1, 7)
 PAGE, PAGES = 8, 3
@@ -303,7 +304,7 @@ def test_nothing_is_copied_to_the_host(is_paged: bool) -> None:
         assert out.shape == (10, 8, 64)
 
 
-@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("is_paged", first(1, [True, False]))
 def test_torch_compile_traces_it_in_one_graph(is_paged: bool) -> None:
     """Of flashgen's ops, which have no kernel here: the graph is looked at, and not run."""
     ops: list[str] = []

@@ -22,6 +22,7 @@ from flashgen.core.device import find_device
 from flashgen.db.exchange import export_records
 from scripts import release
 from tests.db.samples import CAUSAL, MEASURED, PREDICTED, SHORT, timed
+from tests.tiers import EXHAUSTIVE
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "b1-h32-hk8-s1024-d128-causal"
@@ -217,6 +218,7 @@ def test_installed_commands_render_kernels_that_compile_as_python_and_name_the_r
         assert "import flashgen" not in told[command]
 
 
+@EXHAUSTIVE
 def test_installed_commands_of_databases_do_their_work(installed: Path, tmp_path: Path) -> None:
     export_records([MEASURED, replace(MEASURED, workload=SHORT)], tmp_path / "a.sqlite3")
     export_records([timed(MEASURED, 0.9)], tmp_path / "b.sqlite3")
@@ -239,6 +241,7 @@ def test_installed_commands_of_databases_do_their_work(installed: Path, tmp_path
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("zstandard", "ray"))), reason="the extras bundles and ray are not installed"
 )
+@EXHAUSTIVE
 def test_installed_commands_of_extras_do_their_work(
     installed: Path, extras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +259,7 @@ def test_installed_commands_of_extras_do_their_work(
     assert len(list((tmp_path / "cache" / "bundles").glob("*.kernel"))) == 2
 
 
+@EXHAUSTIVE
 def test_a_package_of_records_is_installed_beside_the_wheel_and_serves(installed: Path, tmp_path: Path) -> None:
     export_records([timed(MEASURED, 1.4)], tmp_path / "mine.sqlite3")
     run(str(installed / "flashgen"), "db", "package", "demo", "mine.sqlite3", cwd=tmp_path)
