@@ -43,7 +43,7 @@ def _marked(case: Any) -> Any:
 
 
 def _parts(case: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
-    """The values of a case, its marks and its name; of several arguments the values come as a tuple."""
+    """The values of a case, its marks and its name; a tuple has those of several arguments, without `pytest.param`."""
     if isinstance(case, type(pytest.param())):
         return case
     return (case if isinstance(case, tuple) else (case,)), (), None

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.container import BarContainer
 
 from benchmarks import data_tables, drawing, encoder_tables, race_tables, report, tables, training_tables
+from tests.tiers import EXHAUSTIVE
 
 
 def test_every_colour_has_a_hatch_and_a_marker_of_its_own() -> None:
@@ -36,6 +37,7 @@ def axes() -> list[tuple[str, Any]]:
     return drawn
 
 
+@EXHAUSTIVE
 def test_bars_and_lines_of_a_panel_differ_without_their_colours(axes: list[tuple[str, Any]]) -> None:
     assert len(axes) > 20
     for name, axis in axes:

@@ -41,6 +41,7 @@ def test_each_workload_has_a_record_of_both_passes_and_all_widths(layers: Layers
     assert {workload.head_dim for workload in workloads} == {64, 128, 256}
 
 
+@EXHAUSTIVE
 def test_what_was_known_at_each_mark_races_the_record_and_a_stopped_run_goes_on(
     bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
 ) -> None:

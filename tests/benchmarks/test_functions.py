@@ -41,7 +41,7 @@ from flashgen.measure.timing import Window
 from flashgen.runtime.ops.mods import score_mods
 from tests.benchmarks.rows import SHARED
 from tests.benchmarks.test_race import CPU, FakeGpu
-from tests.tiers import first
+from tests.tiers import EXHAUSTIVE, first
 
 SMALL = Workload(batch=1, nheads=4, nheads_k=2, seqlen_q=96, head_dim=16)
 NEVER = TimeLimit(float("inf"), lambda: 0.0)
@@ -125,6 +125,7 @@ def test_built_in_features_train_beside_torch(name: str) -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
+@EXHAUSTIVE
 def test_what_computes_something_else_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashgen, "attention", lambda q, k, v, **options: reference.attention(q, k, v), raising=False)
     for name in set(FUNCTIONS) - {"softcap", "softcap-mod"}:

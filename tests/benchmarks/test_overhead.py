@@ -59,6 +59,7 @@ def test_cases_take_turns_and_a_failing_one_gets_a_reason() -> None:
     assert good.best_us <= good.median_us
 
 
+@EXHAUSTIVE
 def test_slow_calls_have_fewer_loops_and_garbage_is_collected_again() -> None:
     def loop(which: Case, arguments: Sequence[Arguments]) -> float:
         assert gc.get_freeze_count() > 0 or not seen[which.name]
@@ -212,6 +213,7 @@ def test_a_worker_without_a_compiler_cannot_import_triton() -> None:
     assert "import of triton halted" in done.stderr
 
 
+@EXHAUSTIVE
 def test_a_first_call_imports_nothing_before_the_clock_starts() -> None:
     script = "import sys, benchmarks.first_call_worker; print([name for name in sys.modules if 'flashgen' in name])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -34,6 +34,7 @@ def test_every_workload_has_one_record_its_own_first(layers: Layers) -> None:
     assert {each.workload.direction for each in records[:20]} > {"forward", "backward"}, "in random order"
 
 
+@EXHAUSTIVE
 def test_the_best_few_of_another_devices_record_race_and_a_stopped_run_goes_on(
     bench: Callable[[FakeExecutor], Bench], layers: Layers, tmp_path: Path
 ) -> None:

@@ -206,7 +206,7 @@ def slow(gpu: FakeGpu, right: Impl, factor: float = 1.0) -> Impl:
     return replace(right, prepare=prepare)
 
 
-@pytest.mark.parametrize("among", first(1, [BACKWARD, FORWARD_BACKWARD]), ids=["backward", "both"])
+@pytest.mark.parametrize("among", first(1, map(pytest.param, [BACKWARD, FORWARD_BACKWARD])), ids=["backward", "both"])
 def test_a_race_checks_every_gradient(among: tuple[Impl, ...]) -> None:
     gpu, pace = FakeGpu(), Pace(warm_ms=1.0, window_ms=2.0, rounds=2)
     entrants = [slow(gpu, impl("standard", among)), slow(gpu, impl("standard", among), 1.1)]

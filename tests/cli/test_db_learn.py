@@ -125,10 +125,16 @@ def test_figures_are_printed_for_machines(invoke: Invoke, nothing_ships: None) -
     assert [each["class"] for each in found["rules"]] == ["fwd-bf16-d256"]
 
 
-def test_what_cannot_be_learned_from_is_an_error(invoke: Invoke, tmp_path: Path) -> None:
+def test_of_several_devices_one_is_named(invoke: Invoke) -> None:
     records(1)
     several = invoke("db", "learn")
     assert (several.exit_code, "--device names one of" in several.output) == (2, True)
+
+
+def test_what_is_no_table_of_the_device_and_no_place_is_an_error(
+    invoke: Invoke, nothing_ships: None, tmp_path: Path
+) -> None:
+    records(1)
     other = invoke("db", "learn", table(tmp_path), "--device", "h200")
     assert (other.exit_code, "tables to learn from are of" in other.output) == (1, True)
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no table")

@@ -297,6 +297,7 @@ def test_a_config_is_read_back_from_its_text() -> None:
         parse_config("", CAUSAL.specialization, H200)
 
 
+@EXHAUSTIVE
 def test_a_family_is_rendered_and_compiled_with_its_default(invoke: Invoke, tuned: Path) -> None:
     spec, h200 = CAUSAL.specialization, find_device("h200")
     portable = family("portable_forward").default(spec, h200)

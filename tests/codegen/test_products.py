@@ -14,6 +14,7 @@ from flashgen.codegen.render import render
 from flashgen.core.config import Config
 from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
+from tests.tiers import EXHAUSTIVE
 
 ROWS = tuple(row for row in FAMILIES if PRODUCTS in row.knobs)
 PORTABLE = family("portable_forward")
@@ -84,6 +85,7 @@ def test_searches_begin_with_both_kinds() -> None:
         assert all(invalid(config, spec, H200) is None for config in found)
 
 
+@EXHAUSTIVE
 def test_tensor_cores_multiply_the_parts() -> None:
     compiled = compile_kernel(FP32, PORTABLE.default(FP32, H200), H200)
     assert "HGMMA" in sass(compiled.handle)

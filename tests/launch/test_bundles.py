@@ -28,6 +28,7 @@ from flashgen.core.settings import settings
 from flashgen.core.workload import Specialization
 from flashgen.launch import binaries, bundles
 from tests.launch.kernels import kernel
+from tests.tiers import EXHAUSTIVE
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -440,6 +441,7 @@ def test_a_kept_kernel_that_was_exchanged_is_not_loaded(bundle: Path) -> None:
 # --- a process without a compiler ---------------------------------------------------------------------------------
 
 
+@EXHAUSTIVE
 def test_a_process_without_a_compiler_makes_its_first_call(own_settings: Path, tmp_path: Path) -> None:
     """Neither Triton nor ptxas nor Jinja: importing the first fails, nothing is in PATH."""
     a100 = find_device("a100")

@@ -35,7 +35,9 @@ LONG = Workload.parse("fwd-bf16-b1-h2-sq64-sk4096-d64-causal")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("shape", ["b2-h4-hk2-s512-d64", "b1-h2-sq64-sk4096-d64", "b1-h2-s300-d128", "b2-h2-s1-d64"])
+@pytest.mark.parametrize(
+    "shape", first(2, ["b2-h4-hk2-s512-d64", "b1-h2-s300-d128", "b1-h2-sq64-sk4096-d64", "b2-h2-s1-d64"])
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_correct_kernel_passes(dtype: str, shape: str, causal: bool) -> None:
     workload = Workload.parse(f"{dtype}-{shape}{'-causal' if causal else ''}")

@@ -287,6 +287,7 @@ def test_a_kind_that_was_there_first_keeps_its_database_when_another_joins(tmp_p
     assert runs.databases(path, [H100]) == {H100.identity: beside}
 
 
+@EXHAUSTIVE
 def test_what_the_first_kind_was_tuned_for_is_known_when_another_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ def test_a_family_without_a_cost_model_is_tried_in_knob_order(store: Store, monk
     assert report_rows([outcome], a100)[0].ms is None
 
 
+@EXHAUSTIVE
 def test_a_family_without_a_cost_model_is_said_to_be_left_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     without_cost_models(monkeypatch, "hopper_forward")
     events: list[Event] = []

@@ -23,7 +23,7 @@ from flashgen.tuning.plan import plan
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import tune
 from flashgen.tuning.workloads import collect
-from tests.tiers import first
+from tests.tiers import EXHAUSTIVE, first
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor, true_ms
 
 PORTABLE = {"portable_backward_fused", "portable_backward_split"}
@@ -69,6 +69,7 @@ def test_every_family_of_the_pass_is_searched(store: Store) -> None:
     assert store.trials(BACKWARD, H200)[0].config == default_config(BACKWARD.specialization, H200)
 
 
+@EXHAUSTIVE
 def test_a_deterministic_workload_is_searched_among_deterministic_families(store: Store) -> None:
     events: list[Event] = []
     executor = run(store, SAME_BITS, events=events)
