@@ -38,6 +38,8 @@ def test_no_other_file_names_a_family(name: str) -> None:
 
 def named(name: str, text: str) -> Iterator[tuple[int, str]]:
     """Lines that name a family or import from its package, comments and docstrings left out."""
+    if not NAMED.search(text):  # most have none, not even in prose
+        return
     tree = ast.parse(text)
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

@@ -16,7 +16,7 @@ from scripts.crosscompile_jobs import FEATURES, TARGETS, brief_jobs, few_jobs, j
 from tests.codegen.branches import Branch, Branches
 from tests.codegen.goldens import COMPILED_BY_OTHERS, COMPILED_HERE, GOLDEN, GOLDENS, OTHERS, kernel
 from tests.codegen.ruff import FORMAT, assert_passes
-from tests.tiers import only
+from tests.tiers import EXHAUSTIVE
 
 H200 = find_device("h200")
 
@@ -49,21 +49,13 @@ def test_all_are_formatted(tmp_path: Path) -> None:
 
 LEFT_OUT = COMPILED_BY_OTHERS | COMPILED_HERE.keys()
 COMPILED = [name for name in (*GOLDENS, *OTHERS) if name not in LEFT_OUT]
-BY_DEFAULT = (
-    "portable_forward_alibi_mask",
-    "portable_backward_fused",
-    "hopper_forward_causal",
-    "hopper_backward_fused_causal",
-    "hopper_backward_split_offset",
-    "backward_split_dropout_a100",
-)
-"""One of each family, which other tests look at, too."""
 
 
 BY_LARGE_TILES = 12
 """How many branches features have in defaults alone, of which no text in small tiles has the conditions."""
 
 
+@EXHAUSTIVE
 def test_what_is_not_compiled_here_is_compiled_under_the_oldest_and_the_newest_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,10 +91,11 @@ def test_what_is_not_compiled_here_is_compiled_under_the_oldest_and_the_newest_t
 
 
 def test_of_every_family_one_is_compiled() -> None:
-    assert sorted(kernel(name)[1].family for name in BY_DEFAULT) == sorted(row.id for row in FAMILIES)
+    assert {kernel(name)[1].family for name in COMPILED} == {row.id for row in FAMILIES}
 
 
-@pytest.mark.parametrize("name", only(COMPILED, *BY_DEFAULT))
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", COMPILED)
 def test_all_compile_for_sm90(name: str) -> None:
     """Whatever device they are the default of: sm90 has the loads and the products of the others, too."""
     spec, config = kernel(name)

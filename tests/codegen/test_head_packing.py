@@ -24,7 +24,7 @@ from flashgen.core.workload import Specialization
 from flashgen.launch.parameters import trailing_pointers
 from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.codegen.ruff import FORMAT, assert_passes
-from tests.tiers import first
+from tests.tiers import EXHAUSTIVE, first
 
 H200 = find_device("h200")
 
@@ -200,6 +200,7 @@ def test_packed_kernels_are_formatted(tmp_path: Path) -> None:
     assert_passes(tmp_path, *FORMAT)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("key", "heads", "changes"),
     first(

@@ -133,7 +133,7 @@ BY_DEFAULT = ("queries of 3", "window and sinks", "left padding", "rows of the c
 
 @pytest.mark.parametrize(
     "knobs",
-    [SHARES, WHOLE, GRID, CHUNKS, FEW_ROWS, FEW_ROWS_GRID],
+    tiers.only([SHARES, WHOLE, GRID, CHUNKS, FEW_ROWS, FEW_ROWS_GRID], SHARES, GRID, FEW_ROWS),
     ids=["shares", "whole", "grid", "chunks", "few rows", "few rows, grid"],
 )
 @pytest.mark.parametrize("name", tiers.only(CASES, *BY_DEFAULT))
@@ -148,7 +148,7 @@ def test_rows_that_are_merged_together_are_right(name: str) -> None:
     assert_right(call, *launched(call, **SHARES, **MERGE))
 
 
-@pytest.mark.parametrize("schedule", ["shares", "grid"])
+@pytest.mark.parametrize("schedule", tiers.first(1, ["shares", "grid"]))
 def test_the_bits_of_a_sequence_follow_from_itself_alone(schedule: str) -> None:
     case = Case(lens=(300, 40, 129, 7), page=16, options={"fixed_split_size": 128}, **D64)
     knobs = SHARES if schedule == "shares" else GRID
@@ -164,7 +164,7 @@ def test_the_bits_of_a_sequence_follow_from_itself_alone(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "pages"])
-@pytest.mark.parametrize("splits", [None, 128], ids=["equal shares", "splits of 128"])
+@pytest.mark.parametrize("splits", tiers.first(1, [None, 128]), ids=["equal shares", "splits of 128"])
 @pytest.mark.parametrize("knobs", [SHARES, GRID], ids=["shares", "grid"])
 def test_lengths_that_change_under_way_end_a_call(
     knobs: dict[str, KnobValue], splits: int | None, page: int | None

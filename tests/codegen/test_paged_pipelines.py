@@ -26,6 +26,7 @@ def pipeline(key: str, arch: str, **knobs: str) -> tuple[list[str], list[str]]:
     return re.findall(r"local_alloc : \(\) -> !ttg.memdesc<([0-9x]+)x", text), waits
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(("arch", "page"), first(1, [("sm80", 16), ("sm90", 64)]))
 def test_hidden_page_ids_leave_the_pipeline_its_depth(arch: str, page: int) -> None:
     dense = pipeline("fwd-bf16-d64-causal-varlen", arch)

@@ -122,6 +122,7 @@ def test_as_many_programs_of_the_rule_for_small_pages_fit_as_it_wants() -> None:
     assert compiled.spills == 0
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("page", first(1, [16, None]))
 def test_most_steps_compare_no_key(page: int | None) -> None:
     """Scores of a step are compared with what is seen in a branch that the middle of a sequence passes by."""
@@ -133,6 +134,7 @@ def test_most_steps_compare_no_key(page: int | None) -> None:
     assert not re.search(comparison, step)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("padded", first(1, [True, False]))
 def test_programs_of_a_warpgroup_fit_as_they_are_counted(padded: bool) -> None:
     spec = replace(SPEC, page_size=64)

@@ -20,7 +20,7 @@ from flashgen.core.score_mods import ScoreMods, UserFunction
 from flashgen.core.workload import Specialization
 from tests.codegen.goldens import DOCUMENT, SLOPED, kernel
 from tests.codegen.ruff import FORMAT, assert_passes
-from tests.tiers import first, only
+from tests.tiers import EXHAUSTIVE, first, only
 
 H200 = find_device("h200")
 AUX = ("i32", "fp32")
@@ -62,6 +62,7 @@ def test_every_variant_is_formatted(tmp_path: Path) -> None:
 
 
 # each function alone with one kind of loads; the lists of a block mask with either, by tensor maps with both functions
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("loads", "name"),
     only(

@@ -16,7 +16,7 @@ from flashgen.core.device import find_device
 from flashgen.core.record import TuningRecord
 from flashgen.core.workload import Specialization, Workload
 from scripts.crosscompile_jobs import ONE_WARPGROUP
-from tests.tiers import first
+from tests.tiers import EXHAUSTIVE, first
 
 ROWS = tuple(row for row in FAMILIES if TANH in row.knobs)
 H200 = find_device("h200")
@@ -80,6 +80,7 @@ def test_the_exact_text_does_not_know_the_knob(row: KernelFamily) -> None:
     assert "exp2(s * softcap_rate)" not in text
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("row", first(1, ROWS), ids=lambda row: row.id)
 def test_one_special_function_a_score_instead_of_two(row: KernelFamily) -> None:
     spec = Specialization.parse("fwd-bf16-d64-softcap")  # of few products and no masked blocks: a third of the time
