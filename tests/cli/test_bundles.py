@@ -24,6 +24,7 @@ from flashgen.db.store import Store
 from flashgen.launch import binaries, bundles
 from tests.cli.conftest import Invoke
 from tests.db.samples import H200, MEASURED, SHORT, timed
+from tests.tiers import EXHAUSTIVE
 
 pytest.importorskip("zstandard")
 
@@ -61,6 +62,7 @@ def kept() -> list[Path]:
     return list((settings().cache_dir / binaries.BUNDLES).glob(f"*{binaries.SUFFIX}"))
 
 
+@EXHAUSTIVE
 def test_kernels_travel_beside_the_records(invoke: Invoke, tuned: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "tuned.sqlite3"
     done = invoke("db", "export", target, "--with-binaries", "--jobs", "1")

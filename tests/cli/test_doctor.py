@@ -22,6 +22,7 @@ from flashgen.launch import nvml
 from flashgen.measure import gpu
 from tests.cli.conftest import ROOT, Invoke
 from tests.db.samples import MEASURED
+from tests.tiers import EXHAUSTIVE
 
 
 def report(invoke: Invoke) -> dict[str, dict[str, str]]:
@@ -115,6 +116,7 @@ def test_doctor_reports_packages_that_cannot_be_imported() -> None:
     assert checks["cache"]["state"] == "ok"
 
 
+@EXHAUSTIVE
 def test_without_torch_kernels_of_others_are_listed_and_rendered_and_the_rest_says_so() -> None:
     assert "NVIDIA H200" in without(["torch"], "devices").stdout
     config = "portable_forward:block_m=64"

@@ -111,6 +111,7 @@ def test_compile_prints_what_the_kernel_takes(invoke: Invoke) -> None:
         assert text in result.stdout
 
 
+@EXHAUSTIVE
 def test_compile_for_several_targets_as_json(invoke: Invoke) -> None:
     result = invoke("compile", SHAPE, "--target", "sm_86", "--target", "h100", "--config", SMALL, "--json")
     first, second = json.loads(result.stdout)

@@ -123,6 +123,7 @@ main.main()
     assert (process.returncode, err) == (130, "interrupted\n")
 
 
+@EXHAUSTIVE
 def test_a_pipe_that_closes_early_is_no_traceback() -> None:
     line = f"{sys.executable} -m flashgen devices --json | head -n 1"
     result = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

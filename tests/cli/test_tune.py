@@ -25,7 +25,7 @@ from flashgen.db.store import Store
 from flashgen.tuning import runs
 from flashgen.tuning.workloads import preset
 from tests.cli.conftest import ROOT, Invoke
-from tests.tiers import EXHAUSTIVE
+from tests.tiers import EXHAUSTIVE, only
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 
 SHAPE = "b1-h32-hk8-s4096-d128-causal"
@@ -78,6 +78,7 @@ def test_a_measured_run_prints_lines_and_a_table_and_stores(invoke: Invoke, meas
         assert len(store.trials(workload, H200)) == 12
 
 
+@EXHAUSTIVE
 def test_the_same_command_skips_what_is_done_and_retune_does_not(invoke: Invoke, measure: Measure) -> None:
     executor = measure(FakeExecutor())
     assert invoke("tune", "--shape", SHAPE, "--budget", "8").exit_code == 0
@@ -177,6 +178,7 @@ def test_models_are_listed(invoke: Invoke) -> None:
     assert (as_json["paper"]["direction"], as_json["paper-backward"]["direction"]) == ("forward", "backward")
 
 
+@EXHAUSTIVE
 def test_a_file_of_workloads_and_a_database_of_choice(invoke: Invoke, measure: Measure, tmp_path: Path) -> None:
     measure(FakeExecutor())
     (tmp_path / "mine.yaml").write_text(f"mine: {{workloads: [{SHAPE}]}}")
@@ -276,7 +278,7 @@ def test_without_a_gpu_the_command_says_what_works(invoke: Invoke, monkeypatch: 
     assert "--target h100" in result.stderr
 
 
-@pytest.mark.parametrize("target", ["h100", "sm_86"])
+@pytest.mark.parametrize("target", only(["h100", "sm_86"], "sm_86"))
 def test_a_target_is_ranked_and_said_not_to_be_measured(invoke: Invoke, compiles: None, target: str) -> None:
     result = invoke("tune", "--shape", "b1-h12-s1024-d64-causal", "--target", target, "--budget", "2", "--jobs", "1")
     assert result.exit_code == 0, result.output

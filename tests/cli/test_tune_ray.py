@@ -193,6 +193,7 @@ def killed_after_trials(driver: subprocess.Popen[str], store: Store, cluster: Cl
     return running
 
 
+@EXHAUSTIVE
 def test_a_killed_driver_and_ctrl_c_leave_nothing_behind_and_the_next_one_goes_on(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -354,6 +355,7 @@ def test_options_of_one_gpu_are_refused(invoke: Invoke) -> None:
         assert result.exit_code == 2
 
 
+@EXHAUSTIVE
 def test_each_kind_of_device_has_a_database_of_its_own(tmp_path: Path) -> None:
     path, beside = tmp_path / "tuning.sqlite3", tmp_path / "tuning-sm90-132sm-141gb.sqlite3"
     assert runs.databases(path, [LARGE, LARGE]) == {LARGE.identity: path}

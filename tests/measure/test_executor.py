@@ -54,6 +54,7 @@ def test_a_crash_costs_one_candidate(executor: Executor) -> None:
     assert executor.evaluate(evaluate("wrong")) == Failure(stage="verify", reason="wrong")
 
 
+@EXHAUSTIVE
 def test_a_config_that_ends_a_race_is_taken_out_and_the_others_race_again(executor: Executor) -> None:
     outcomes = executor.race(race("1", "abort", "wrong", "hang", "3")).outcomes
     assert outcomes[0] == Measurement(times_ms=(1.0,))

@@ -26,6 +26,7 @@ from flashgen.measure.sequential import LEAST_ROUNDS, Rule
 from flashgen.measure.service import Judge
 from flashgen.measure.verify import KernelFactory, LaunchFunction
 from tests.fakes.attention import Emulated
+from tests.tiers import EXHAUSTIVE, first
 
 SMALL = Workload.parse("bf16-b1-h2-s96-d16-causal")
 
@@ -250,6 +251,7 @@ def test_what_has_a_wrong_exact_sibling_fails() -> None:
     assert found.reason.startswith("with an LSE, by portable_forward(ms=1, tanh=exact): at ")
 
 
+@EXHAUSTIVE
 def test_windows_are_levelled_by_the_default_config_where_torch_has_no_kernel() -> None:
     table = Table(toolchain=EmulatedToolchain(default_config=config(ms=4)))
     found = table.evaluate(config(ms=1))
@@ -261,7 +263,7 @@ def test_windows_are_levelled_by_the_default_config_where_torch_has_no_kernel() 
     assert result.baselines == ()
 
 
-@pytest.mark.parametrize("default", [None, config(ms=4, wrong=True), config(build_error=True)])
+@pytest.mark.parametrize("default", first(1, [None, config(ms=4, wrong=True), config(build_error=True)]))
 def test_without_any_reference_times_stay_as_they_are(default: Config | None) -> None:
     table = Table(toolchain=EmulatedToolchain(default_config=default))
     found = table.evaluate(config(ms=1))
@@ -279,6 +281,7 @@ def test_a_race_has_an_outcome_for_each_config_in_order() -> None:
     assert result.baselines == ()
 
 
+@EXHAUSTIVE
 def test_a_race_with_a_rule_ends_when_it_is_sure_and_lets_go_who_is_behind() -> None:
     table = Table(toolchain=EmulatedToolchain(default_config=config(ms=8)))
     configs = (config(ms=4), config(build_error=True), config(ms=2), config(ms=3))

@@ -14,7 +14,7 @@ from flashgen.measure.odd_shapes import EARLY_KEYS, ODD_SHAPES, check_odd, odd_p
 from flashgen.measure.verification_case import VerificationCase
 from flashgen.measure.verify import Errors, check, oracle_of, ulp_of
 from tests.fakes.attention import Emulated
-from tests.tiers import first
+from tests.tiers import first, only
 
 
 def problem(workload: Workload, layout: str = "bhsd") -> VerificationCase:
@@ -46,7 +46,7 @@ def test_a_correct_kernel_passes(dtype: str, shape: str, causal: bool) -> None:
     assert 0 <= verdict.mean_error <= verdict.max_error
 
 
-@pytest.mark.parametrize("workload", [PLAIN, CAUSAL, LONG], ids=lambda w: w.key)
+@pytest.mark.parametrize("workload", only([PLAIN, CAUSAL, LONG], CAUSAL, LONG), ids=lambda w: w.key)
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
@@ -83,7 +83,7 @@ def test_the_wrong_corner_of_the_causal_mask_is_rejected() -> None:
 
 @ODD
 @pytest.mark.parametrize(
-    ("dtype", "causal"), first(2, [("bf16", True), ("fp16", False), ("bf16", False), ("fp16", True)])
+    ("dtype", "causal"), first(1, [("bf16", True), ("fp16", False), ("bf16", False), ("fp16", True)])
 )
 def test_a_correct_kernel_passes_all_odd_shapes(dtype: str, causal: bool) -> None:
     spec = Workload.parse(f"{dtype}-b1-h1-s1-d64{'-causal' if causal else ''}").specialization

@@ -14,6 +14,7 @@ from flashgen.core.errors import MeasureError
 from flashgen.core.record import Failure
 from flashgen.core.settings import child_environment
 from flashgen.measure.worker import Worker
+from tests.tiers import only
 
 TROUBLE = "tests.measure.services:Troublemaker"
 
@@ -175,12 +176,16 @@ def test_a_service_that_does_not_come_up_has_a_second_chance(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("service", "reason"),
-    [
+    only(
+        [
+            ("tests.measure.services:Broken", "OSError: no GPU here"),
+            ("tests.measure.services:Absent", "Absent"),
+            ("no.such.module:Service", "no.such.module|No module named 'no'"),
+            ("tests.measure.services:Slow", "not ready after 0.5 s"),
+        ],
         ("tests.measure.services:Broken", "OSError: no GPU here"),
-        ("tests.measure.services:Absent", "Absent"),
-        ("no.such.module:Service", "no.such.module|No module named 'no'"),
         ("tests.measure.services:Slow", "not ready after 0.5 s"),
-    ],
+    ),
 )
 def test_a_service_that_does_not_come_up_is_an_error(service: str, reason: str) -> None:
     with (

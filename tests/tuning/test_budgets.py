@@ -17,7 +17,7 @@ from flashgen.measure.protocol import EvaluateJob, Outcome, RaceJob, RaceResult
 from flashgen.measure.sequential import LEAST_ROUNDS
 from flashgen.tuning.budget import Budget
 from flashgen.tuning.finals import LEAST_WINDOW_S, Finals
-from tests.tiers import first
+from tests.tiers import EXHAUSTIVE, first
 from tests.tuning.fakes import H200, FakeExecutor, chance
 from tests.tuning.runs import CAUSAL, TWO_FAMILIES, Killed, chosen, run, willing
 
@@ -47,6 +47,7 @@ def test_what_is_served_is_measured_however_short_the_budget_is(store: Store) ->
     assert chosen(store).config == incumbent
 
 
+@EXHAUSTIVE
 def test_what_is_served_is_measured_however_few_trials_there_are(store: Store) -> None:
     run(store, budget=Budget(trials=60))
     before = chosen(store)
@@ -58,6 +59,7 @@ def test_what_is_served_is_measured_however_few_trials_there_are(store: Store) -
     assert chosen(store).config == before.config != default
 
 
+@EXHAUSTIVE
 def test_what_serves_since_a_search_was_stopped_is_measured_by_the_next_one(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +166,7 @@ class Verifying(FakeExecutor):
         return Measurement(times_ms=every, profile_times_ms=(("ramp", every), ("tail", every)))
 
 
-@pytest.mark.parametrize("seconds", first(2, [13.0, 20.0, 30.0, 60.0]))
+@pytest.mark.parametrize("seconds", first(1, [13.0, 20.0, 30.0, 60.0]))
 def test_finals_of_three_profiles_fit_into_a_short_budget(store: Store, seconds: float) -> None:
     """All configs are within 2%, so that each is close to the best and a race is unsure for long."""
     executor = Verifying(noise=0.02)

@@ -20,6 +20,7 @@ from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning.candidates import Candidates, by_prediction, ranking, seed_configs, tile_of
 from flashgen.tuning.predict import cost_model, estimate, predict_all, predict_ms
 from flashgen.tuning.seed_lists import by_hand
+from tests.tiers import EXHAUSTIVE, first
 
 H200 = find_device("h200")
 PLAIN = Workload.parse("b1-h16-s8192-d128")
@@ -107,7 +108,7 @@ def test_kernels_take_the_same_time_where_the_knobs_that_they_name_agree(row: Ke
         assert together == alone
 
 
-@pytest.mark.parametrize("workload", [PLAIN, WIDE], ids=lambda workload: workload.key)
+@pytest.mark.parametrize("workload", first(1, [PLAIN, WIDE]), ids=lambda workload: workload.key)
 def test_favourites_are_different_tiles_in_the_order_of_the_model(workload: Workload) -> None:
     found = Candidates.of(workload, H200)
     liked = [
@@ -170,6 +171,7 @@ def test_splitting_is_among_the_favourites_where_it_saves_padding() -> None:
     assert any(config["split_d"] for config in liked if config.family == "portable_forward")
 
 
+@EXHAUSTIVE
 def test_every_ranked_config_has_its_turn() -> None:
     configs = search_space(PORTABLE, WIDE.specialization, H200)
     order = by_prediction(configs, PORTABLE.default(WIDE.specialization, H200), WIDE, H200)

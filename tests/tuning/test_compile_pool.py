@@ -16,6 +16,7 @@ from flashgen.core.errors import TuningError
 from flashgen.core.record import Failure
 from flashgen.core.workload import Specialization, Workload
 from flashgen.tuning.compile_pool import CompilePool, rejected
+from tests.tiers import EXHAUSTIVE
 
 H100 = find_device("h100")
 SPEC = Workload(batch=1, nheads=1, seqlen_q=128, head_dim=64).specialization
@@ -81,6 +82,7 @@ def test_closing_kills_what_is_still_compiling(tmp_path: Path) -> None:
     assert not is_running(int(child.read_text()))
 
 
+@EXHAUSTIVE
 def test_real_candidates_compile_without_a_gpu() -> None:
     config = default_config(SPEC, H100)
     with CompilePool(H100, jobs=1) as pool:

@@ -16,6 +16,7 @@ from flashgen.tuning.context import Options
 from flashgen.tuning.events import Event, RunFinished
 from flashgen.tuning.from_calls import LEAST_S, Gains
 from flashgen.tuning.tune import tune
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, FakeExecutor, true_ms
 from tests.tuning.runs import CAUSAL, FINALS, LONGER, PLAIN, willing
 
@@ -52,6 +53,7 @@ def store(tmp_path: Path) -> Store:
     return Store.open(tmp_path / "tuning.sqlite3")
 
 
+@EXHAUSTIVE
 def test_a_run_ends_with_its_limit_and_the_next_one_goes_on(store: Store) -> None:
     order = (CAUSAL, PLAIN, LONGER)
     first = run(store, *order, limit_s=21.0)

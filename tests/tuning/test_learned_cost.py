@@ -26,7 +26,7 @@ from flashgen.tuning.known_searches import learned_from, shipped_tables
 from flashgen.tuning.learned_cost import FAILED, LearnedCost, WorkloadCost
 from flashgen.tuning.search import EXPLORE_EVERY, Search
 from flashgen.tuning.tune import tune
-from tests.tiers import first
+from tests.tiers import EXHAUSTIVE, first
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 from tests.tuning.runs import Budget, Options, chosen
 
@@ -246,6 +246,7 @@ def test_to_learn_and_to_rank_take_less_than_a_trial() -> None:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+@EXHAUSTIVE
 def test_a_run_stores_what_the_model_proposed_and_what_it_had_learned(tmp_path: Path) -> None:
     executor = FakeExecutor()
     with Store.open(tmp_path / "db.sqlite3") as store:

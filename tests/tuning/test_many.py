@@ -147,6 +147,7 @@ def test_a_workload_that_takes_machines_down_is_given_up_and_is_no_failure_of_a_
     check_complete(store, tuple(workload for workload in EVERY if workload != PLAIN))
 
 
+@EXHAUSTIVE
 def test_a_run_without_any_machine_left_says_what_is_not_tuned_and_goes_on_later(store: Store) -> None:
     with pytest.raises(MeasureError, match=r"none is left of 2 with NVIDIA H200: 4 of 4 workloads are not tuned"):
         run(*(FakeStation(lost_at=lambda number, job: number == 2) for _ in range(2)), store=store)
@@ -156,6 +157,7 @@ def test_a_run_without_any_machine_left_says_what_is_not_tuned_and_goes_on_later
     assert len(again.evaluated) == TRIALS * len(EVERY) - 4
 
 
+@EXHAUSTIVE
 def test_a_limit_for_all_workloads_ends_a_run_which_the_same_call_goes_on_with(store: Store) -> None:
     now = iter(range(0, 10**9, 5))
     (finished,) = tune_on_stations(
@@ -192,6 +194,7 @@ def test_a_workload_has_what_is_left_of_the_limit(store: Store, limit_s: float, 
     assert given[0] == pytest.approx(seconds, rel=0.2)
 
 
+@EXHAUSTIVE
 def test_a_mixed_cluster_tunes_everything_for_each_kind(store: Store, tmp_path: Path) -> None:
     with Store.open(tmp_path / "h100.sqlite3") as other:
         stations = [FakeStation(name="a:0"), FakeStation(name="a:1", device=H100), FakeStation(name="b:0")]

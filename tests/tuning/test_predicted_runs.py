@@ -23,12 +23,12 @@ from flashgen.tuning.events import CandidateRanked, Event, Warned, WorkloadStart
 from flashgen.tuning.report import report_rows
 from flashgen.tuning.tune import tune
 from tests.families import use_families
-from tests.tiers import EXHAUSTIVE, first
+from tests.tiers import EXHAUSTIVE, first, only
 from tests.tuning.fakes import H200, FakeCompiler
 from tests.tuning.runs import CAUSAL, PLAIN, TWO_FAMILIES, Killed, chosen, predicted, run
 
 
-@pytest.mark.parametrize("target", first(2, ["h100", "sm_86", "rtx 4090", "gfx942"]))
+@pytest.mark.parametrize("target", only(["h100", "sm_86", "rtx 4090", "gfx942"], "sm_86"))
 def test_without_a_gpu_records_are_predicted(store: Store, target: str) -> None:
     (outcome,) = predicted(store, target=target).outcomes
     assert outcome.status == "predicted"
@@ -131,6 +131,7 @@ def test_a_stored_prediction_does_not_win_by_itself(store: Store) -> None:
     assert outcome.record.predicted_ms > 1.1 * least_ms(CAUSAL, device)
 
 
+@EXHAUSTIVE
 def test_a_finished_ranking_is_not_resumed(store: Store) -> None:
     predicted(store)
     events: list[Event] = []
@@ -148,6 +149,7 @@ def test_predictions_are_no_trials_of_a_search(store: Store) -> None:
     assert chosen(store).provenance == "measured"
 
 
+@EXHAUSTIVE
 def test_nothing_compiles_means_failed_not_an_exception(store: Store) -> None:
     (outcome,) = predicted(store, compiler=FakeCompiler(failing=1.0)).outcomes
     assert outcome.status == "failed"
@@ -203,6 +205,7 @@ def test_a_family_without_a_cost_model_is_said_to_be_left_out(store: Store, monk
     assert outcome.record.config.family == "portable_forward"
 
 
+@EXHAUSTIVE
 def test_a_family_of_which_only_the_default_is_predicted_is_named(store: Store) -> None:
     events: list[Event] = []
     predicted(store, CAUSAL, PLAIN, options=Options(families=TWO_FAMILIES), on_event=events.append)

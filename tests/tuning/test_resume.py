@@ -16,7 +16,7 @@ from flashgen.core.record import Measurement
 from flashgen.core.settings import child_environment
 from flashgen.db.store import Store
 from flashgen.tuning.budget import Budget
-from tests.tiers import first
+from tests.tiers import EXHAUSTIVE, first
 from tests.tuning.fakes import H200, FakeExecutor
 from tests.tuning.runs import CAUSAL, PLAIN, Killed, chosen, run, willing
 
@@ -39,6 +39,7 @@ def test_a_killed_run_loses_the_trial_in_flight_alone(store: Store, after: int) 
     assert chosen(store).provenance == "measured"
 
 
+@EXHAUSTIVE
 def test_a_search_from_nothing_goes_on_from_none_that_lists_began(store: Store) -> None:
     def stopped(from_nothing: bool, after: int) -> None:
         def kill(number: int) -> None:
@@ -61,6 +62,7 @@ def test_a_search_from_nothing_goes_on_from_none_that_lists_began(store: Store) 
     assert default_config(CAUSAL.specialization, H200) in ordinary - evaluated
 
 
+@EXHAUSTIVE
 def test_a_search_of_one_family_goes_on_from_its_own_trials(store: Store) -> None:
     """Those of another one that are faster must not win it."""
 

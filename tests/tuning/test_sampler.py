@@ -15,6 +15,7 @@ from flashgen.core.record import Failure
 from flashgen.tuning.lattice import FamilySpace
 from flashgen.tuning.quiet import Quiet
 from flashgen.tuning.sampler import ConfigSampler
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.spaces import KNOBS, outcome, space, time_ms
 
 SPACE = space()
@@ -43,6 +44,7 @@ def best_ms(made: optuna.Study) -> float:
     return min(time_ms(config) for config in configs(made) if not isinstance(outcome(config), Failure))
 
 
+@EXHAUSTIVE
 def test_a_study_of_optuna_has_valid_configs_alone_each_once_and_better_than_chance() -> None:
     found = [study(ConfigSampler(SPACE, seed), 60) for seed in range(4)]
     for made in found:

@@ -136,6 +136,7 @@ def test_failures_teach_the_sampler() -> None:
     assert statistics.mean(sampled[10:]) < 0.2
 
 
+@EXHAUSTIVE
 def test_families_share_the_budget_and_the_better_one_gets_more() -> None:
     search = Search([space("fast"), space("slow")], seed=0)
     asked = {"fast": 0, "slow": 0}

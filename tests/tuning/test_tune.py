@@ -134,6 +134,7 @@ def test_other_noise_leads_to_winners_of_nearly_the_same_speed(tmp_path: Path) -
     assert max(times) / min(times) < 1.05
 
 
+@EXHAUSTIVE
 def test_an_incumbent_stays_within_the_noise(store: Store) -> None:
     """The fastest config of all is the incumbent; others may look faster by luck and must not replace it."""
     run(store, budget=Budget(trials=60))
@@ -181,6 +182,7 @@ def test_what_another_gpu_of_the_architecture_serves_is_raced(store: Store) -> N
             assert outcome.status == "tuned"
 
 
+@EXHAUSTIVE
 def test_workloads_of_a_specialization_share_compiles_and_winners(store: Store) -> None:
     compiler, executor = FakeCompiler(), FakeExecutor()
     run(store, CAUSAL, PLAIN, LONGER, compiler=compiler, executor=executor)

@@ -82,6 +82,7 @@ def test_a_deterministic_workload_is_searched_among_deterministic_families(store
     assert all("-deterministic" in json.dumps(event) for event in done)
 
 
+@EXHAUSTIVE
 def test_a_search_with_determinism_begins_with_winners_without(store: Store) -> None:
     run(store, BACKWARD, trials=4)
     record = store.record(BACKWARD, H200)
@@ -94,6 +95,7 @@ def test_a_search_with_determinism_begins_with_winners_without(store: Store) -> 
     assert store.trials(SAME_BITS, H200)[1].source == "neighbour"
 
 
+@EXHAUSTIVE
 def test_a_bias_is_compiled_and_kept_with_its_gradient(store: Store) -> None:
     workload = Workload.parse("bwd-b1-h8-s512-d64-bias")
     assert specialization(workload).bias_grad
