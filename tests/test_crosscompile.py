@@ -18,6 +18,7 @@ from flashgen.core.errors import BuildError
 from flashgen.core.workload import Specialization
 from scripts import crosscompile, crosscompile_jobs, triton_ir
 from scripts.crosscompile_jobs import Job
+from tests.tiers import first
 
 GFX1200 = find_device("gfx1200")
 
@@ -117,7 +118,7 @@ def test_of_every_family_the_newest_makes_machine_code_in_brief() -> None:
     assert {job.config.family for job in brief if job.to_machine_code} == {row.id for row in rows}
 
 
-@pytest.mark.parametrize(("family", "kernels"), [("hopper_forward", 1), ("portable_backward_split", 3)])
+@pytest.mark.parametrize(("family", "kernels"), first(1, [("hopper_forward", 1), ("portable_backward_split", 3)]))
 def test_a_text_is_accepted_without_machine_code(
     family: str, kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

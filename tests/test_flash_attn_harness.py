@@ -60,6 +60,7 @@ def run(capsys: pytest.CaptureFixture[str], checkout: Path, *options: str) -> tu
     return code, capsys.readouterr().out.splitlines()
 
 
+@EXHAUSTIVE
 def test_a_sample_of_each_test_is_counted(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = run(capsys, checkout, "--sample", "100")
     assert code == 1

@@ -25,6 +25,7 @@ from flashgen.measure.data_kinds import DATA_KINDS
 from flashgen.measure.timing import Window
 from flashgen.tuning.shards import Shard
 from tests.benchmarks.rows import SHARED, row, write_data, write_fp16, write_results
+from tests.tiers import EXHAUSTIVE
 
 README = f"# Title\n\n{report.START}\n{report.END}\n"
 
@@ -202,6 +203,7 @@ def test_pages_have_data_and_fp16_where_they_were_measured(tmp_path: Path) -> No
     assert summary.count("On [hard data](") == 1
 
 
+@EXHAUSTIVE
 def test_a_run_draws_the_chart_of_data(tmp_path: Path, rows: list[Row]) -> None:
     """A peer may have no time on some data."""
     (tmp_path / "README.md").write_text(README)

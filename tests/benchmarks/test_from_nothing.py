@@ -117,6 +117,7 @@ def test_a_workload_without_a_record_is_refused(bench: Callable[[FakeExecutor], 
         searches(bench(FakeExecutor(clock=Clock())), store).run([Workload.parse("b1-h1-s7-d64")], until=1e6)
 
 
+@EXHAUSTIVE
 @pytest.mark.usefixtures("here")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = [

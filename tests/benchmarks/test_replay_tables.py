@@ -111,6 +111,7 @@ def test_a_sample_has_the_lists_first_and_a_matrix_the_winners() -> None:
     assert spread(of_class, 3) == [MEASURED.workload, records[1].workload, near]
 
 
+@EXHAUSTIVE
 def test_a_whole_row_of_a_matrix_goes_on_around_what_won() -> None:
     """Winners that are not valid here stand for the configs nearest to them."""
     spaces = {space.family: space for space in Candidates.of(FORWARD, H200).spaces}

@@ -220,6 +220,7 @@ def test_training_is_reported_beside_what_the_papers_claim(tmp_path: Path) -> No
     assert run(tmp_path, "--check") == 0
 
 
+@EXHAUSTIVE
 def test_encoders_in_training_have_their_tables_and_charts(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(README)
     write_encoders(tmp_path / "results")

@@ -68,6 +68,7 @@ With eight processes that compile: 40 trials teach a sampler little that has to 
 """
 
 
+@EXHAUSTIVE
 def test_a_search_from_nothing_is_as_good_as_it_was_and_better_than_chance() -> None:
     found, _ = contestants()
     chosen = {name: found[name] for name in ("sampler, from nothing", "random")}

@@ -20,10 +20,11 @@ from flashgen.db import connection
 from flashgen.db.exchange import export_records
 from flashgen.db.store import Store
 from tests.db.samples import CAUSAL, H200, MEASURED, SHORT
+from tests.tiers import EXHAUSTIVE, first
 
 ROOT = Path(__file__).parents[2]
-WRITES = 40
-KILLS = int(os.environ.get("KILL_ROUNDS", "3"))
+WRITES = 20
+KILLS = int(os.environ.get("KILL_ROUNDS", "2"))
 TINY = CAUSAL.with_shape(seqlen_q=16, seqlen_k=16)
 
 WRITER = """
@@ -244,8 +245,9 @@ def test_writers_importers_and_readers_at_once_lose_nothing(tmp_path: Path) -> N
     assert intact(path)
 
 
-def test_who_opens_a_file_at_the_moment_it_is_made_keeps_it(tmp_path: Path) -> None:
-    rounds, readers = 40, 3
+@pytest.mark.parametrize("rounds", first(1, [10, 40]))
+def test_who_opens_a_file_at_the_moment_it_is_made_keeps_it(tmp_path: Path, rounds: int) -> None:
+    readers = 3
     everyone = [(CREATOR, [tmp_path, rounds, readers], "")] * 2
     everyone += [(EARLY_READER, [tmp_path, rounds, name], "") for name in range(readers)]
     fleet = [(textwrap.dedent(script), list(map(str, arguments)), lines) for script, arguments, lines in everyone]
@@ -317,6 +319,7 @@ def test_a_full_disk_loses_no_acknowledged_record(tmp_path: Path) -> None:
         assert intact(path)
 
 
+@EXHAUSTIVE
 def test_a_look_up_loads_no_migration_search_or_terminal_code(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite3"
     with Store.open(path) as store:

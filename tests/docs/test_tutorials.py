@@ -9,9 +9,13 @@ import pytest
 from flashgen.core.rungs import MEANINGS, RUNGS
 from flashgen.core.settings import settings
 from tests.docs.tutorials import PAGES, ROOT, blocks, run
+from tests.tiers import only
+
+QUICK = [page for page in PAGES if page.stem not in ("add-a-kernel", "new-gpu", "records-package")]
+"""Those that take a second at most."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", only(PAGES, *QUICK), ids=lambda page: page.stem)
 def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

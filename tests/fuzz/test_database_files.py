@@ -49,10 +49,12 @@ from tests.db.samples import (
     on_profiles,
     timed,
 )
+from tests.tiers import first
 
 CASES = int(os.environ.get("FUZZ_CASES", "40"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
+NUMBERS = range(FIRST, FIRST + CASES)
 CASE_S = 10.0
 """Processor time of one case, of which the slowest take a second."""
 
@@ -309,7 +311,7 @@ def used(path: Path, scratch: Path) -> None:
             quietly(lambda: store.forget_trials(CAUSAL, H200))
 
 
-@pytest.mark.parametrize("number", range(FIRST, FIRST + CASES))
+@pytest.mark.parametrize("number", NUMBERS if "FUZZ_CASES" in os.environ else first(16, NUMBERS))
 def test_no_file_stops_a_look_up(number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "shipped", lambda _: folder / "shipped")
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))

@@ -88,8 +88,11 @@ def test_a_value_in_the_wrong_place_is_refused_with_its_rule(name: str, paramete
     _, bases = CALLS[name]
     declared = parameters(name)[parameter]
     relevant = [(base, make) for base, make in bases.items() if parameter in make()] or list(bases.items())[:1]
+    tried = list(values().items())
+    if most == 1:  # every other kind, and those between them of the next parameter
+        tried = tried[CASES.index((name, parameter)) % 2 :: 2]
     for base, make in relevant[:most]:
-        for kind, value in values().items():
+        for kind, value in tried:
             said = refusal(name, {**make(), parameter: value})
             if said is None:
                 fits = is_of_its_type(value, declared) or is_taken(name, parameter, value)

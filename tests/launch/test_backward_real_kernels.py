@@ -45,7 +45,6 @@ each_family = pytest.mark.parametrize(
     only(
         [pytest.param(each, marks=pytest.mark.xdist_group(f"kernel: {each}")) for each in CASES],
         "hopper_backward_fused",
-        "portable_backward_split",
     ),
 )
 

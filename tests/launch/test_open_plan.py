@@ -26,6 +26,7 @@ from tests.fakes.imagined import (
     backward_tensors,
 )
 from tests.launch.kernels import KERNELS, kernel, tensors
+from tests.tiers import first
 
 SHAPES = ((2, 6, 3, 200, 333), (1, 4, 4, 1, 64), (3, 8, 1, 77, 78), (2, 6, 3, 200, 334))
 ORDER = (0, 1, 2, 0, 3, 2, 1)
@@ -46,7 +47,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", first(5, KERNELS))
 def test_a_later_geometry_is_launched_as_by_a_plan_of_its_own(name: str, cuda: FakeDriver) -> None:
     spec, config, compiled = kernel(name)
     cuda.parameters = family(config.family).parameters(spec, config)

@@ -8,9 +8,10 @@ from flashgen.codegen.families import family
 from flashgen.codegen.family import Parameter
 from flashgen.launch.parameters import ptx_sizes, slot_sizes, trailing_pointers
 from tests.launch.kernels import KERNELS, kernel
+from tests.tiers import first
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", first(5, KERNELS))
 def test_the_layout_is_that_of_the_compiled_kernel(name: str) -> None:
     spec, config, compiled = kernel(name)
     parameters = family(config.family).parameters(spec, config)

@@ -208,6 +208,7 @@ def run_commands(installed: Path, folder: Path, expected: dict[str, str], **vari
     return {command: text.removesuffix("= 0\n") for command, text in parts.items()}
 
 
+@EXHAUSTIVE
 def test_installed_commands_render_kernels_that_compile_as_python_and_name_the_rung_that_serves(
     installed: Path, tmp_path: Path
 ) -> None:

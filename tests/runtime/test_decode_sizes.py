@@ -17,6 +17,7 @@ from flashgen.runtime.decode.call import DecodeCall
 from tests.decoding import Case, make
 from tests.fakes.driver import FakeDriver, Launched
 from tests.runtime.test_decode import gpu, run  # noqa: F401 - a fixture
+from tests.tiers import every
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "contiguous": ({}, {"causal": True}),
@@ -58,7 +59,7 @@ def without_pointers(launches: list[Launched]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(3, KINDS))
 def test_new_sizes_are_launched_as_if_they_were_the_first(
     gpu: FakeDriver,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -25,7 +25,7 @@ from flashgen.runtime.lookup.records import Records
 from tests.db.samples import H100, H200, MEASURED
 from tests.fakes.gpu import FakeGpu, OnGpu
 from tests.runtime.ladders import Ladder
-from tests.tiers import first
+from tests.tiers import EXHAUSTIVE, first
 
 BATCH = Workload.parse("fp32-b16-h32-hk8-tq32768-s8192-d128-causal-varlen")
 SPEC = BATCH.specialization
@@ -159,6 +159,7 @@ def call(
         out.sum().backward()
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("trains", first(1, [True, False]))
 def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder, trains: bool) -> None:
     """Two hundred random batches up to what was warmed, with records of several classes."""

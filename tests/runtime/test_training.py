@@ -21,6 +21,7 @@ from flashgen.core.features.values import BlockMask
 from flashgen.runtime.autograd import ops as training_ops
 from tests.fakes.gpu import EmulatedGpu
 from tests.runtime.dense_attention import dense
+from tests.tiers import first
 
 B, H, HK, SQ, SK, D, DV = 2, 4, 2, 10, 13, 16, 24
 
@@ -469,7 +470,7 @@ class Block(torch.nn.Module):
         return x + self.out(found.flatten(-2))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", first(1, [False, True]))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch._dynamo.config.patch(
     specialize_float=True
@@ -515,7 +516,7 @@ def test_torch_compile_under_autocast_and_with_checkpoints() -> None:
         assert (one - other).norm() < 0.05 * other.norm()  # gradients are summed before or after rounding to bf16
 
 
-@pytest.mark.parametrize("bshd", [False, True])
+@pytest.mark.parametrize("bshd", first(1, [False, True]))
 def test_the_ops_keep_what_torch_asks_of_ops(bshd: bool) -> None:
     q, k, v = qkv(bshd)
     tensors = (torch.ones(H), leaf(H), leaf(H, SQ, SK), mask(SQ, SK))

@@ -15,6 +15,7 @@ import triton.language as tl
 import flashgen
 from flashgen.core.features.values import BlockMask
 from flashgen.runtime.autograd.ops import attention_backward_op
+from tests import tiers
 from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed
 
 Tensor = torch.Tensor
@@ -369,7 +370,7 @@ CHANGED = (
 )
 
 
-@pytest.mark.parametrize("kinds", CHANGED)
+@pytest.mark.parametrize("kinds", tiers.first(2, CHANGED))
 def test_calls_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
     turns: Turns, kinds: dict[str, dict[str, Any]]
 ) -> None:
@@ -420,6 +421,7 @@ DIFFERENTIATED: dict[str, dict[str, Any]] = {
 }
 
 
+@tiers.EXHAUSTIVE
 def test_ops_of_backward_passes_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
     turns.check({name: partial(differentiated, **given) for name, given in DIFFERENTIATED.items()}, range(3))
 

@@ -14,6 +14,7 @@ from flashgen.runtime.decode.open_calls import OPEN
 from flashgen.runtime.decode.recent import RECENT
 from tests.fakes.turns import Call, Change, Results, Turns, changed
 from tests.runtime.test_turns import cut, expanded, integers, odd, odd_steps, same, shifted, swapped
+from tests.tiers import first
 
 Tensor = torch.Tensor
 PAGES = 6
@@ -159,7 +160,7 @@ CHANGED_STEPS = (
 )
 
 
-@pytest.mark.parametrize("kinds", CHANGED_STEPS)
+@pytest.mark.parametrize("kinds", first(1, CHANGED_STEPS))
 def test_steps_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
     turns: Turns, kinds: dict[str, dict[str, Any]]
 ) -> None:
@@ -293,7 +294,7 @@ CHANGED_KEYS = (
 )
 
 
-@pytest.mark.parametrize("kinds", CHANGED_KEYS)
+@pytest.mark.parametrize("kinds", first(1, CHANGED_KEYS))
 def test_new_keys_of_which_a_tensor_is_another_one_are_written_as_each_alone(
     turns: Turns, kinds: dict[str, dict[str, Any]]
 ) -> None:

@@ -13,6 +13,7 @@ import flashgen
 from flashgen.runtime.ops import serve
 from tests.fakes.turns import Call, Change, Kind, Results, Turns, changed
 from tests.runtime.test_turns import cut, evens, expanded, integers, odd, same, shifted, swapped
+from tests.tiers import EXHAUSTIVE, first
 
 Tensor = torch.Tensor
 
@@ -195,6 +196,7 @@ def test_mixed_batches_and_their_steps_alone_are_launched_as_each_alone(turns: T
     turns.check({name: kinds[f"steps {name}"] for name in ("heads first", "alone heads first")}, range(3))
 
 
+@EXHAUSTIVE
 def test_backward_passes_in_turns_are_launched_as_each_alone(turns: Turns) -> None:
     turns.check(kinds_of({"plain": {}, "lse": {"return_lse": True}} | TRAINED), range(3))
 
@@ -208,7 +210,7 @@ CHANGED = (
 )
 
 
-@pytest.mark.parametrize("kinds", CHANGED)
+@pytest.mark.parametrize("kinds", first(1, CHANGED))
 def test_calls_of_which_a_tensor_is_another_one_are_launched_as_each_alone(
     turns: Turns, kinds: dict[str, dict[str, Any]]
 ) -> None:
