@@ -18,7 +18,7 @@ from flashgen.core.device import find_device
 from flashgen.core.workload import Specialization
 from tests.interpreter.dense import Rules, gradients, unseen_keys
 from tests.interpreter.test_forward import tensors
-from tests.tiers import every
+from tests.tiers import every, first
 
 H200 = find_device("h200")
 SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
@@ -195,7 +195,9 @@ def test_a_bias_of_minus_infinity_hides_like_a_mask(row: KernelFamily) -> None:
     assert torch.all(dbias[~mask] == 0)
 
 
-@FAMILY
+@pytest.mark.parametrize(
+    "row", first(1, [PORTABLE_BACKWARD_FUSED, PORTABLE_BACKWARD_SPLIT]), ids=lambda row: row.id[18:]
+)
 def test_every_program_order_computes_every_block_once(row: KernelFamily) -> None:
     for group in (1, 8):
         check(row, "bwd-fp16-d16-causal", (3, 3, 3, 40, 40), Rules(causal=True), heads_per_group=group)
@@ -216,7 +218,7 @@ def test_any_strides_with_a_contiguous_last_dimension(row: KernelFamily) -> None
 
 @FAMILY
 @pytest.mark.parametrize("loads", ["pointer", "descriptor"])
-@pytest.mark.parametrize("places", ["causal-window-keymask", "window-keymask"])
+@pytest.mark.parametrize("places", first(1, ["causal-window-keymask", "window-keymask"]))
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_keys_that_a_mask_shows_before_every_window_may_hold_anything(
     row: KernelFamily, loads: str, places: str

@@ -20,7 +20,7 @@ from flashgen.measure.backward_inputs import written
 from flashgen.measure.backward_verification_case import backward_odd_problem
 from flashgen.measure.odd_shapes import odd_shapes
 from flashgen.measure.verify import Errors
-from tests.tiers import every
+from tests.tiers import EXHAUSTIVE, every
 
 LARGEST = 30_000
 """Query-key pairs of a head; the interpreter needs seconds for more."""
@@ -32,6 +32,7 @@ SPLIT_TILES = {**TILES, "dq_block_m": 128, "dq_block_n": 128}
 FEATURES = ("window", "softcap", "alibi_slopes", "bias", "mask")
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("row", "key", "first"),
     every(

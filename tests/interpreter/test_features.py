@@ -16,7 +16,7 @@ from flashgen.codegen.render import render_standalone
 from flashgen.core.workload import Specialization
 from tests.interpreter.dense import Rules, attention
 from tests.interpreter.test_forward import compare, config_for, run, tensors
-from tests.tiers import every
+from tests.tiers import every, first
 
 LOADS = pytest.mark.parametrize("loads", ["descriptor", "pointer"])
 
@@ -62,14 +62,17 @@ def test_softcap_is_exact_near_zero_and_far_from_it(dtype: str, cap: float) -> N
 
 
 @LOADS
-@pytest.mark.parametrize("head_dims", [(80, 80), (72, 72), (96, 96), (160, 160), (192, 128), (512, 512), (64, 96)])
+@pytest.mark.parametrize(
+    "head_dims",
+    every(3, map(pytest.param, [(80, 80), (72, 72), (96, 96), (160, 160), (192, 128), (512, 512), (64, 96)])),
+)
 def test_heads_in_two_parts(loads: str, head_dims: tuple[int, int]) -> None:
     key = f"fwd-fp16-d{head_dims[0]}-dv{head_dims[1]}-causal"
     check(key, (1, 2, 1, 40, 50), loads, Rules(causal=True), split=True)
 
 
 @LOADS
-@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+@pytest.mark.parametrize("garbage", first(1, [math.nan, math.inf]))
 @pytest.mark.parametrize("seqlen_q", [1, 40])
 @pytest.mark.parametrize("features", ["causal", "causal-window", "window", "causal-bias", "causal-keymask"])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -110,8 +113,8 @@ def padding_mask(names: list[str]) -> torch.Tensor:
     """A row for each sequence, of which multiples of 16 bytes lie apart."""
     mask = torch.zeros(len(names), 1, 1, 208, dtype=torch.bool)
     for row, name in zip(mask, names, strict=True):
-        for first, end in PADDINGS[name]:
-            row[..., first:end] = True
+        for begin, end in PADDINGS[name]:
+            row[..., begin:end] = True
     return mask[..., :200]
 
 
@@ -119,7 +122,7 @@ def padding_mask(names: list[str]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("features", "garbage"),
     every(
-        2,
+        3,
         [
             ("keymask", False),
             ("keymask", True),

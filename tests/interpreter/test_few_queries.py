@@ -17,6 +17,7 @@ from flashgen.runtime.lookup.few_queries import decode_specialization
 from flashgen.runtime.ops.outputs import empty_lse, empty_output
 from tests.decoding import assert_right
 from tests.interpreter.test_decode import launched, small_config
+from tests.tiers import only
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "causal": (2, {"causal": True}, {}),
@@ -30,7 +31,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 IN_BSHD = ("window", "scores")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", only(CASES, "causal", "all queries see all", "window", "scores"))
 def test_a_forward_pass_is_a_step_of_decoding(name: str) -> None:
     seqlen_q, options, given = CASES[name]
     bshd = name in IN_BSHD

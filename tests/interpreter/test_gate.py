@@ -13,6 +13,7 @@ from flashgen.core.features.values import Features
 from flashgen.core.workload import Workload
 from flashgen.measure.odd_shapes import check_odd, odd_problems
 from flashgen.measure.verify import LaunchFunction
+from tests.tiers import first
 
 LARGEST = 50_000
 """Query-key pairs of a head; the interpreter needs seconds for more."""
@@ -22,7 +23,7 @@ TILES = {"block_m": 128, "block_n": 128}
 """Few of them: what the interpreter does for an operation takes the same time for large ones."""
 
 
-@pytest.mark.parametrize(("dtype", "first"), [("fp16", 0), ("fp32", 1)])
+@pytest.mark.parametrize(("dtype", "first"), first(1, [("fp16", 0), ("fp32", 1)]))
 def test_a_rendered_kernel_passes_the_odd_shapes(dtype: str, first: int) -> None:
     spec = Workload.parse(f"{dtype}-b1-h1-s1-d64-causal").specialization
     source = render(spec, PORTABLE_FORWARD.default(spec, find_device("h200")).replace(products="ieee", **TILES))

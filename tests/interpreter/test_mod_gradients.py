@@ -27,10 +27,11 @@ from tests.interpreter.test_mods import (
     relative,
     tensors,
 )
-from tests.tiers import every, first
+from tests.tiers import EXHAUSTIVE, every, first, only
 
 FAMILIES = [PORTABLE_BACKWARD_SPLIT, PORTABLE_BACKWARD_FUSED]
 FAMILY = pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.id[18:])
+ONE_FAMILY = pytest.mark.parametrize("row", first(1, FAMILIES), ids=lambda row: row.id[18:])
 PLAIN = Rules()
 ROOM = {"block_m": 16, "block_n": 64, "dq_block_m": 64, "dq_block_n": 16}
 
@@ -147,7 +148,7 @@ def staggered(b, h, q_idx, k_idx):  # type: ignore[no-untyped-def]
     return (k_idx >= 128 * h) & (q_idx >= 128 * b)
 
 
-@FAMILY
+@ONE_FAMILY
 def test_each_sequence_and_head_has_lists_of_its_own(row: KernelFamily) -> None:
     qkv = tensors((2, 2, 1, 140, 300))
     formula: Formula = lambda b, h, i, j: (j >= 128 * h) & (i >= 128 * b)  # noqa: E731
@@ -155,7 +156,7 @@ def test_each_sequence_and_head_has_lists_of_its_own(row: KernelFamily) -> None:
 
 
 @FAMILY
-@pytest.mark.parametrize("with_blocks", [False, True])
+@pytest.mark.parametrize("with_blocks", only([False, True], True))
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_hidden_keys_that_hold_nan_have_no_gradient(row: KernelFamily, with_blocks: bool) -> None:
     q, k, v = qkv = tensors((1, 2, 1, 40, 150))
@@ -168,7 +169,7 @@ def test_hidden_keys_that_hold_nan_have_no_gradient(row: KernelFamily, with_bloc
     assert torch.all(got["dv"][:, :, ~keep] == 0)
 
 
-@FAMILY
+@ONE_FAMILY
 @pytest.mark.parametrize("with_blocks", first(1, [True, False]))
 def test_a_mask_function_goes_with_every_feature(row: KernelFamily, with_blocks: bool) -> None:
     """softcap, ALiBi and a bias under causal, window, mask and mask_mod together; a sink; a learned bias."""
@@ -201,6 +202,7 @@ def test_indices_of_backward_passes_are_those_of_rows_and_keys() -> None:
         check(row, tensors((1, 2, 2, 37, 53)), (None, checked))
 
 
+@EXHAUSTIVE
 def test_two_passes_have_the_same_bits_whatever_blocks_say() -> None:
     qkv = tensors((1, 2, 1, 140, 150))
     mask_mod, aux, formula, _ = mask_cases(140, 150)["document"]
@@ -241,7 +243,7 @@ def same_document(b, h, q_idx, k_idx, doc, slopes):  # type: ignore[no-untyped-d
     return tl.load(doc + q_idx) == tl.load(doc + k_idx)
 
 
-@FAMILY
+@ONE_FAMILY
 @pytest.mark.parametrize("with_blocks", first(1, [True, False]))
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_score_mod_goes_with_masks_and_scores(row: KernelFamily, with_blocks: bool) -> None:

@@ -30,7 +30,7 @@ from flashgen.measure.packed_odd import (
     page_packs,
 )
 from flashgen.measure.verify import Errors
-from tests.tiers import every
+from tests.tiers import EXHAUSTIVE, every
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of rows that do not count
 
@@ -51,6 +51,7 @@ def launch(
         getattr(module, kernel.entry)[(programs,)](*[given[name] for name in kernel.names])
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("key", every(2, ["fwd-fp16-d16-varlen-window-sink", "fwd-fp16-d16-varlen-window-page24"]))
 def test_a_rendered_forward_kernel_passes_the_odd_packs(key: str) -> None:
     spec = replace(Specialization.parse(key), aligned16=False)
