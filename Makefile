@@ -3,7 +3,7 @@
 # make test       every check that runs without a GPU, on its most telling cases; CI runs this and nothing else
 # make test-all   make test, then exhaustive and crosscompile-all: before a release, and after changes of templates
 # make exhaustive the other cases of the tests, marked so
-# make crosscompile-all  every kernel of either Triton to machine code, of some of which make test has IR or nothing
+# make crosscompile-all  every kernel of either Triton to machine code, of which make test has two of each family
 # make gpu-test   the tests that need a GPU, GPU_JOBS (4) at a time on all GPUs, then those that look at a clock
 # make flash-attn-test  FlashAttention's own tests with flashgen in its place: FLASH_ATTENTION is a clone of it
 # make fuzz       random files and random calls, other ones each time, CASES of them (10000), and KILLS of a writer (60)
@@ -106,7 +106,7 @@ exhaustive: venv
 
 crosscompile: $(TRITONS:%=crosscompile-%)
 
-# scripts/crosscompile_jobs.py says what the newest has fewer of, how far those of each go, and why.
+# scripts/crosscompile_jobs.py says which kernels these are, and what the newest has fewer of.
 crosscompile-%: .venvs/triton-%/.stamp
 	PYTHONPATH=$(CURDIR) .venvs/triton-$*/bin/python scripts/crosscompile.py $(if $(filter-out $*,$(OLDEST)),--few) --brief
 

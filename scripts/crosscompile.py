@@ -10,8 +10,9 @@ features, other loads and packed heads spill is printed, and not limited. With `
 machine code for NVIDIA touches what it spilled (`machine_loops.py`): that costs time in a mainloop, and next to none
 around it.
 
-With `--brief` most kernels go as far as Triton's own IR, which says whether it accepts their texts (`triton_ir.py`):
-that is what `make test` has of both, and `make crosscompile-all`, as before a release, has machine code of all.
+With `--brief` there are two kernels of each family and those with functions, some as far as Triton's own IR, which says
+whether it accepts their texts (`triton_ir.py`): that is what `make test` has of both. `make crosscompile-all`, as
+before a release, has machine code of all.
 
 Which kernels these are is in `crosscompile_jobs.py` and `crosscompile_helpers.py`. No helper kernel may spill.
 """
@@ -46,7 +47,9 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--targets", nargs="+", default=TARGETS)
     which.add_argument("--few", action="store_true", help="few shapes for each kind of target, each feature for one")
-    parser.add_argument("--brief", action="store_true", help="most kernels as far as Triton's own IR")
+    parser.add_argument(
+        "--brief", action="store_true", help="two kernels of each family, and functions as far as Triton's own IR"
+    )
     parser.add_argument("--loops", action="store_true", help="also say where code for NVIDIA touches its spills")
     parser.add_argument("--family", action="append", default=[], metavar="ID", help="these families alone; repeatable")
     arguments = parser.parse_args()

@@ -6,10 +6,10 @@ features have, and the oldest those of plain shapes of families for wgmma, too. 
 counts. Features have families for sm90 alone there, and the others for one target in turn, most for another one under
 each Triton.
 
-`make test` has the same kernels with `--brief`: whether a Triton accepts their texts is known from its own IR. Machine
-code it makes of defaults of plain shapes, which may not spill, for all targets but sm90, and of one of each family and
-of IN_FULL there: the GPU tests compile and run every family and every feature on sm90 by the oldest. `make
-crosscompile-all` makes machine code of all, by either, as `make test-all` and so `make release` do.
+`make test` has a few of these with `--brief`: of each family a plain default, which may not spill, and a kernel with
+many features; and functions as far as Triton's own IR, which says whether it accepts their texts. The GPU tests compile
+and run every family and every feature on sm90. `make crosscompile-all` makes machine code of all, by either, as `make
+test-all` and so `make release` do.
 """
 
 from __future__ import annotations
@@ -182,32 +182,28 @@ def jobs(rows: Rows, targets: list[str]) -> list[Job]:
     return [in_small_tiles(job, WGMMA_TILES) if job.may_spill else job for job in found]
 
 
-IN_FULL = ("fwd-bf16-d128", "fwd-bf16-d128-page16-causal-varlen-window")
-"""Of what may spill for sm90, by keys, what no other Triton makes machine code of in the same tiles.
-
-Packed heads of a decoding step, and pages in two warpgroups, of which each passes over blocks of its own.
-"""
-
-
 def brief(found: list[Job]) -> list[Job]:
-    """The same jobs, of which most go as far as Triton's own IR.
+    """The first of each family, the one with the most features, and those with functions as far as Triton's own IR.
 
-    To the end go defaults that may not spill, where no GPU test compiles them; for sm90, which the GPU tests have, the
-    first of each family, and IN_FULL. Steps of decoding may spill under the newest: of these families the first goes.
+    The first ones are plain defaults that may not spill, but for steps of decoding, which do under the newest. Features
+    of backward passes for sm90 take up to ten seconds each behind the IR, and go as far, too.
     """
-    shorter, seen = [], set[str]()
+    plain, full = dict[str, Job](), dict[str, Job]()
     for job in found:
-        first = job.config.family not in seen and (not job.may_spill or job.spec.direction == STEP)
-        if first and job.device.has_wgmma:
-            seen.add(job.config.family)
-        full = first or (job.spec.key in IN_FULL and job.may_spill) if job.device.has_wgmma else not job.may_spill
-        shorter.append(replace(job, to_machine_code=full))
-    return shorter
+        name = job.config.family
+        if name not in plain and (not job.may_spill or job.spec.direction == STEP):
+            plain[name] = job
+        elif job.spec.mods is None and features(job) > features(full.get(name)):
+            full[name] = job
+    functions = [job for job in found if job.spec.mods is not None]
+    whole = [job for job in full.values() if job.spec.direction != "backward" or not job.device.has_wgmma]
+    to_ir = [replace(job, to_machine_code=False) for job in (*full.values(), *functions) if job not in whole]
+    return [*plain.values(), *whole, *to_ir]
 
 
-def brief_jobs(rows: Rows) -> list[Job]:
-    """What `make test` has of the oldest Triton."""
-    return brief(jobs(rows, list(TARGETS)))
+def features(job: Job | None) -> int:
+    """How many words there are in the key of a job, of which each but the first ones is a feature."""
+    return 0 if job is None else len(job.spec.key.split("-"))
 
 
 def few_jobs(rows: Rows) -> list[Job]:

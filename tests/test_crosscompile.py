@@ -99,23 +99,23 @@ def test_every_job_has_a_config_that_its_family_declares(few: bool) -> None:
         assert invalid(job.config, job.spec, job.device) is None, f"{job.spec.key} on {job.device.arch}"
 
 
-def test_the_brief_jobs_are_the_others_and_have_machine_code_of_what_no_gpu_test_has() -> None:
+@pytest.mark.parametrize("few", [False, True])
+def test_the_brief_jobs_are_a_plain_one_and_one_with_features_of_every_family(few: bool) -> None:
     rows = [*FAMILIES, *DECODE_FAMILIES]
-    every, brief = crosscompile_jobs.jobs(rows, list(crosscompile_jobs.TARGETS)), crosscompile_jobs.brief_jobs(rows)
-    assert [replace(job, to_machine_code=True) for job in brief] == every
-    for job, shorter in zip(every, brief, strict=True):
-        if not job.device.has_wgmma:
-            assert shorter.to_machine_code is not job.may_spill
-    on_sm90 = [job for job in brief if job.device.has_wgmma and job.to_machine_code]
-    assert sorted(job.config.family for job in on_sm90 if not job.may_spill) == sorted(row.id for row in rows)
-    assert {job.spec.key for job in on_sm90 if job.may_spill} == set(crosscompile_jobs.IN_FULL)
-
-
-def test_of_every_family_the_newest_makes_machine_code_in_brief() -> None:
-    rows = [*FAMILIES, *DECODE_FAMILIES]
-    brief = crosscompile_jobs.brief(crosscompile_jobs.few_jobs(rows))
-    assert [replace(job, to_machine_code=True) for job in brief] == crosscompile_jobs.few_jobs(rows)
-    assert {job.config.family for job in brief if job.to_machine_code} == {row.id for row in rows}
+    every = crosscompile_jobs.few_jobs(rows) if few else crosscompile_jobs.jobs(rows, list(crosscompile_jobs.TARGETS))
+    brief = crosscompile_jobs.brief(every)
+    assert all(replace(job, to_machine_code=True) in every for job in brief)
+    found = [job for job in brief if job.spec.mods is None]
+    assert sorted(job.config.family for job in found) == sorted(2 * [row.id for row in rows])
+    whole = [job for job in found if job.to_machine_code]
+    assert {job.config.family for job in whole} == {row.id for row in rows}
+    assert {job.config.family for job in whole if not job.may_spill} >= {row.id for row in FAMILIES}
+    for row in FAMILIES:
+        words = {name for job in found if job.config.family == row.id for name in job.spec.key.split("-")[3:]}
+        assert len(words) >= 3, f"of {row.id} those with {words}"
+    functions = [job for job in brief if job.spec.mods is not None]
+    assert [replace(job, to_machine_code=True) for job in functions] == [job for job in every if job.spec.mods]
+    assert not any(job.to_machine_code for job in functions)
 
 
 @pytest.mark.parametrize(("family", "kernels"), first(1, [("hopper_forward", 1), ("portable_backward_split", 3)]))

@@ -163,7 +163,7 @@ COMPILED_BY_OTHERS = {
     "forward_d256_gemma_h200",
     "forward_d64_bias_h200",
 }
-"""Those whose branches `make crosscompile` compiles with the newest Triton, and the oldest accepts there.
+"""Those whose branches `make crosscompile-all` compiles with the newest Triton, and the oldest accepts there.
 
 Of the Triton in between they are formatted and looked at, but not compiled once more.
 """

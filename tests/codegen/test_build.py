@@ -40,10 +40,10 @@ TWINS = ("sm86", "sm89")
 """
 OLDEST = {
     (job.spec.head_dim, job.spec.causal, job.spec.dtype == "fp32", job.device.arch)
-    for job in crosscompile_jobs.brief_jobs([PORTABLE_FORWARD])
-    if job.to_machine_code and not job.may_spill and not job.device.has_wgmma
+    for job in crosscompile_jobs.jobs([PORTABLE_FORWARD], list(crosscompile_jobs.TARGETS))
+    if not job.may_spill and not job.device.has_wgmma
 }
-"""What `make crosscompile` compiles with the oldest Triton, and fails if it spills: head_dim, mask and target."""
+"""What `make crosscompile-all` compiles with the oldest Triton, and fails if it spills: head_dim, mask and target."""
 
 
 def defaults_to_compile() -> Iterator[tuple[str, Device]]:
