@@ -82,6 +82,7 @@ def test_a_search_is_not_told_of_the_record(repeats: Callable[[FakeExecutor], Re
         assert {each.seed for each in store.searches(SHAPES[0], H200)} == {seed}
 
 
+@EXHAUSTIVE
 def test_a_gpu_without_the_record_names_whose_it_is(repeats: Callable[[FakeExecutor], Repeats]) -> None:
     made = repeats(FakeExecutor(clock=Clock(), device=GH200))
     made = replace(made, bench=replace(made.bench, stamp={"device": GH200.name}))
@@ -92,6 +93,7 @@ def test_a_gpu_without_the_record_names_whose_it_is(repeats: Callable[[FakeExecu
     assert f"of the record's config of {whose}, timed on this GPU" in " ".join(page(rows).split())
 
 
+@EXHAUSTIVE
 def test_what_has_no_time_is_said(repeats: Callable[[FakeExecutor], Repeats]) -> None:
     executor = FakeExecutor(clock=Clock(), broken_in_race=lambda config: Failure(stage="verify", reason="planted"))
     made = repeats(executor)

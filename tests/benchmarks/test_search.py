@@ -318,6 +318,7 @@ def test_who_cannot_take_a_table_is_left_out_by_name() -> None:
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
+@EXHAUSTIVE
 def test_the_command_writes_a_table_a_file_and_a_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "table.jsonl.gz"
     write_log(synthetic(BACKWARD, H200, families=FUSED, most=30), path)

@@ -309,6 +309,7 @@ def test_a_first_run_without_a_gpu_ends_with_what_it_found_being_used(invoke: In
     assert shown == render_standalone(sample.specialization, record.config).text
 
 
+@EXHAUSTIVE
 def test_commands_for_a_database_of_choice_name_it(invoke: Invoke, measure: Measure, tmp_path: Path) -> None:
     measure(FakeExecutor())
     database = tmp_path / "my own.sqlite3"

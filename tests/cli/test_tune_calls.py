@@ -17,6 +17,7 @@ from flashgen.tuning import tune as tune_module
 from flashgen.tuning.from_calls import by_share
 from tests.cli.conftest import Invoke
 from tests.cli.test_tune import Measure, compiles, measure  # noqa: F401 - a fixture
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, FakeExecutor, true_ms
 
 LONG = Workload.parse("b1-h20-hk5-s4096-d128-causal")
@@ -48,6 +49,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@EXHAUSTIVE
 def test_the_longest_share_is_tuned_and_what_was_gained_is_said(
     invoke: Invoke,
     measure: Measure,  # noqa: F811

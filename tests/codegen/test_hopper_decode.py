@@ -163,7 +163,7 @@ def test_the_bits_of_a_sequence_follow_from_itself_alone(schedule: str) -> None:
         assert torch.equal(lse[rows], same_lse)
 
 
-@pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("page", tiers.first(1, [None, 16]), ids=["contiguous", "pages"])
 @pytest.mark.parametrize("splits", tiers.first(1, [None, 128]), ids=["equal shares", "splits of 128"])
 @pytest.mark.parametrize("knobs", [SHARES, GRID], ids=["shares", "grid"])
 def test_lengths_that_change_under_way_end_a_call(

@@ -37,6 +37,7 @@ from tests.db.samples import H200
 from tests.fakes.gpu import EmulatedGpu
 from tests.runtime.conftest import emulated, fresh_process, ladder  # noqa: F401 - fixtures
 from tests.runtime.ladders import Ladder, measured
+from tests.tiers import EXHAUSTIVE
 from tests.tiny_models import MODELS
 from tests.tuning.fakes import FakeCompiler, FakeExecutor, true_ms
 
@@ -238,6 +239,7 @@ def tuned_here(emulated: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Emulat
     return emulated
 
 
+@EXHAUSTIVE
 def test_it_tunes_what_is_called_and_says_what_that_gained(tuned_here: EmulatedGpu, tmp_path: Path) -> None:
     model, x = small()[:2], example()
     found = flashgen.integrate(model, lambda model: model(x), limit_s=60.0, budget="3")

@@ -308,6 +308,7 @@ def test_a_kernel_that_becomes_wrong_during_a_race_loses() -> None:
     assert "wrong after it" in result.outcomes[1].reason
 
 
+@EXHAUSTIVE
 def test_a_race_has_times_on_hard_data_where_they_are_asked_for() -> None:
     table = Table(toolchain=EmulatedToolchain(default_config=config(ms=8)))
     result = table.race(config(ms=2), config(build_error=True), config(ms=1, hard_ms=4), hard=True)

@@ -180,6 +180,7 @@ def test_nothing_compiles_after_a_warm_up(gpu: FakeGpu, ladder: Ladder, trains: 
     assert 1 < len(gpu.prepared) < 40 or trains, "the rest are open to their sizes"
 
 
+@EXHAUSTIVE
 def test_nothing_compiles_for_tiles_of_fewer_heads_after_a_warm_up(gpu: FakeGpu, ladder: Ladder) -> None:
     """Of a group of 4, as many heads a tile as the tokens and the sequences of a batch take."""
     large = Workload.parse("bwd-b32-h32-hk8-tq8192-s2048-d128-causal-varlen")

@@ -104,6 +104,7 @@ def test_what_fails_in_the_finals_is_replaced_and_remembered(store: Store) -> No
     assert remembered[winner] == fails
 
 
+@EXHAUSTIVE
 def test_all_failing_in_the_finals_is_a_failed_workload(store: Store) -> None:
     fails = Failure(stage="launch", reason="lost")
     (outcome,) = run(store, executor=FakeExecutor(broken_in_race=lambda config: fails)).outcomes

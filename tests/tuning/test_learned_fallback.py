@@ -14,6 +14,7 @@ from flashgen.tuning.candidates import Candidates
 from flashgen.tuning.learned_fallback import FREQUENT, Case, chance, estimated, frequent, learn, nearest
 from flashgen.tuning.learned_files import Learned, rules_text
 from flashgen.tuning.regrets import Known
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200
 
 SPACE = Candidates.of(Workload.parse("b4-h16-s4096-d128"), H200, ("hopper_forward",)).spaces[0].configs
@@ -119,6 +120,7 @@ def test_steps_of_decoding_and_packed_sequences_are_left_alone() -> None:
     assert learn(every, H200) == []
 
 
+@EXHAUSTIVE
 def test_the_same_is_learned_every_time() -> None:
     origin = Learned(device=H200, records=20, tables=())
     assert rules_text(learn(two_regimes(), H200), origin) == rules_text(learn(two_regimes(), H200), origin)

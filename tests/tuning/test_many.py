@@ -133,6 +133,7 @@ def test_what_is_left_of_a_budget_in_seconds_counts(store: Store) -> None:
     assert searched_s < 40.0 + 2 * clock_s  # a second search from the start would have taken another 30 s
 
 
+@EXHAUSTIVE
 def test_a_workload_that_takes_machines_down_is_given_up_and_is_no_failure_of_a_kernel(store: Store) -> None:
     def deadly(number: int, job: EvaluateJob) -> bool:
         return job.workload == PLAIN

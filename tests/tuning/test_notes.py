@@ -16,6 +16,7 @@ from flashgen.tuning.budget import Budget
 from flashgen.tuning.context import Options
 from flashgen.tuning.finals import Finals
 from flashgen.tuning.tune import tune
+from tests.tiers import EXHAUSTIVE
 from tests.tuning.fakes import H200, FakeCompiler, FakeExecutor
 from tests.tuning.runs import Killed, chosen, run
 
@@ -69,6 +70,7 @@ def test_the_next_search_knows_the_incumbent_and_keeps_the_first_one(store: Stor
     assert len(first.trials) == len(second.trials) == 8
 
 
+@EXHAUSTIVE
 def test_from_nothing_nobody_names_a_config(store: Store) -> None:
     run(store, WIDE, families=FAMILY, budget=Budget(trials=20), from_nothing=True)
     (log,) = logs(store)

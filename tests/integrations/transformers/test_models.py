@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashgen.integrations.transformers import check
+from tests.tiers import first
 from tests.tiny_models import MODELS, Results, TinyModel, in_float64
 
 pytestmark = [pytest.mark.xdist_group("transformers"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -36,7 +37,7 @@ def generated(model: Any, inputs: dict[str, torch.Tensor], cache: str) -> tuple[
     return found.sequences, found.logits
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", first(1, ["dynamic", "static"]))
 @pytest.mark.parametrize("model", GENERATING, ids=lambda model: model.name)
 def test_generates_what_eager_attention_does(model: TinyModel, cache: str, fgen: str) -> None:
     made, inputs = model.made("eager", torch.float32), model.called(torch.float32)
