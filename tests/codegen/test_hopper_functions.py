@@ -288,6 +288,7 @@ def test_scores_are_right(name: str) -> None:
         assert_right(SCORES[name], changes)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("kind", first(1, ["peeled", "one"]))
 def test_every_way_to_hide_behind_the_diagonal_is_right(kind: str) -> None:
     case = replace(CASES["causal too"], q_offset=61, sizes=(1, 2, 1, 200, 300))

@@ -43,6 +43,7 @@ def test_families_for_any_gpu_serve_it_with_valid_defaults(monkeypatch: pytest.M
             assert invalid(row.default(spec, device), spec, device) is None
 
 
+@EXHAUSTIVE
 def test_families_for_wgmma_serve_it_where_its_row_says_wgmma_and_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FOR_WGMMA
     without = made_up(monkeypatch, mma="wgmma", has_async_copy=True, has_tf32=True)

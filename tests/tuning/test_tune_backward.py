@@ -120,6 +120,7 @@ def test_spills_of_any_kernel_and_kernels_that_do_not_fit_are_failures(store: St
     assert all(isinstance(trial.outcome, Failure) for trial in store.trials(BACKWARD, H200))
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("workload", "target"), first(1, [(BACKWARD, "h100"), (SAME_BITS, "sm_86")]), ids=["h100", "sm_86"]
 )
