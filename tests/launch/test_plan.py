@@ -19,6 +19,7 @@ from flashgen.launch.plan import EmptyPlan, check_capture, load, make_plan
 from flashgen.launch.triton_plan import TritonPlan
 from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import KERNELS, kernel, tensors
+from tests.tiers import first
 
 
 class Handle:
@@ -65,7 +66,7 @@ def test_triton_launches_what_the_known_layout_does_not_cover(changes: dict[str,
 
 
 @pytest.mark.parametrize("bshd", [False, True])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", first(5, KERNELS))
 def test_triton_is_given_the_arguments_of_the_signature(name: str, bshd: bool, cuda: FakeDriver) -> None:
     spec, config, compiled = kernel(name)
     four = tensors(spec, bshd=bshd)

@@ -26,7 +26,7 @@ from flashgen.launch.triton_plan import TritonPlan
 from scripts.crosscompile_jobs import ONE_WARPGROUP
 from tests.fakes.driver import FakeDriver
 from tests.launch.kernels import tensors
-from tests.tiers import only
+from tests.tiers import EXHAUSTIVE, only
 
 EVERYTHING = "fwd-bf16-d48-causal-softcap-alibi-sink-bias-mask-window-bias_fp32-sink_bf16"
 SMALL = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 2}
@@ -65,7 +65,6 @@ each_kernel = pytest.mark.parametrize(
         "features, descriptors",
         "gluon, and a pointer to O",
         "gluon, packed heads",
-        "gluon, two parts, tiles of scores",
     ),
 )
 
@@ -156,6 +155,7 @@ def test_every_parameter_has_the_value_of_the_call(name: str, cuda: FakeDriver) 
         assert values["Counter"] != 0
 
 
+@EXHAUSTIVE
 def test_descriptors_of_scores_follow_the_tensors_of_each_call(cuda: FakeDriver) -> None:
     spec, config, compiled = kernel("gluon, two parts, tiles of scores")
     q, k, v, out = tensors(spec)
@@ -183,7 +183,7 @@ SERVING = {
 """Of which calls have kernels that nobody has compiled, in tests/runtime."""
 
 
-@pytest.mark.parametrize("name", SERVING)
+@pytest.mark.parametrize("name", only(SERVING, "decoding over pages", "packed sequences over pages", "their gradients"))
 def test_kernels_of_serving_have_the_parameters_that_their_rows_say(name: str) -> None:
     key, family_id = SERVING[name]
     spec, device = Specialization.parse(key), find_device("h200")
