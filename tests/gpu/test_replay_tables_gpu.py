@@ -32,6 +32,7 @@ def run(module: str, *arguments: str, **environment: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.alone
 def test_a_table_is_measured_gone_on_with_and_read(tmp_path: Path) -> None:
     for configs in ("8", "12"):
         done = run("benchmarks.replay_tables", "--workload", KEY, "--configs", configs, "--out", str(tmp_path))
