@@ -46,4 +46,5 @@ def _parts(case: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
     """The values of a case, its marks and its name; a tuple has those of several arguments, without `pytest.param`."""
     if isinstance(case, type(pytest.param())):
         return case
+    assert not (isinstance(case, tuple) and len(case) == 1), "one argument that is a tuple, or a tuple of arguments?"
     return (case if isinstance(case, tuple) else (case,)), (), None

@@ -132,9 +132,9 @@ def test_a_pipe_that_closes_early_is_no_traceback() -> None:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no device that is always full here")
-@pytest.mark.parametrize("arguments", first(1, [("--version",), ("devices",)]))
-def test_a_disk_that_is_full_is_an_error_in_one_line(arguments: tuple[str, ...]) -> None:
-    line = [sys.executable, "-m", "flashgen", *arguments]
+@pytest.mark.parametrize("argument", first(1, ["--version", "devices"]))
+def test_a_disk_that_is_full_is_an_error_in_one_line(argument: str) -> None:
+    line = [sys.executable, "-m", "flashgen", argument]
     with FULL.open("w") as stdout:
         result = subprocess.run(
             line, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False
