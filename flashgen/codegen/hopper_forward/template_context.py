@@ -92,6 +92,7 @@ def values(spec: Specialization, config: Config) -> dict[str, object]:
         "by_step": settles and spec.dtype == "fp16",
         "settled": resources.SETTLED_BITS[spec.dtype],
         "settled_bits": resources.fp32_bits(resources.SETTLED_BITS[spec.dtype]),
+        "factor_bits": resources.fp32_bits(resources.FACTOR_BITS),
         "settles_fully_bits": resources.fp32_bits(resources.FACTOR_BITS - resources.SETTLED_BITS[spec.dtype]),
         "few_keys": resources.FEW_KEYS if few_keys_headroom and settles and (spec.causal or spec.window) else 0,
         "few_keys_headroom": few_keys_headroom,
