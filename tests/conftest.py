@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -116,8 +117,20 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("homes")
 
 
+@pytest.fixture
+def no_knob_left() -> Iterator[None]:
+    """No test leaves a knob of Triton's with a value: its variable would say nothing in the tests that follow.
+
+    `monkeypatch.setattr` leaves one, since what it restores is what was read: set the variable instead.
+    """
+    yield
+    if "triton.knobs" in sys.modules:
+        assert not vars(sys.modules["triton.knobs"].cache)
+        assert not vars(sys.modules["triton.knobs"].compilation)
+
+
 @pytest.fixture(autouse=True)
-def own_settings(homes: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own_settings(homes: Path, no_knob_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user database and a cache of the test's own: no test reads or writes those of the person who runs it."""
     home = Path(tempfile.mkdtemp(dir=homes))
     for name in [name for name in os.environ if name.startswith("FLASHGEN_")]:

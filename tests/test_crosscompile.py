@@ -122,7 +122,7 @@ def test_the_brief_jobs_are_a_plain_one_and_one_with_features_of_every_family(fe
 def test_a_text_is_accepted_without_machine_code(
     family: str, kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     row, h200 = next(row for row in FAMILIES if row.id == family), find_device("h200")
     spec = Specialization.parse("fwd-bf16-d64" if row.direction == "forward" else "bwd-bf16-d64")
     job = Job(spec=spec, config=row.default(spec, h200), device=h200, may_spill=False, to_machine_code=False)

@@ -148,7 +148,6 @@ def test_tracebacks_and_lines_are_those_of_the_text() -> None:
 
 def test_triton_compiles_the_text_of_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It reads the source of a function, through `inspect`; a file with another kernel is beside it all the while."""
-    import triton
 
     spec, device = Specialization.parse("fwd-bf16-d64"), find_device("a100")
     config = PORTABLE_FORWARD.default(spec, device)
@@ -157,8 +156,8 @@ def test_triton_compiles_the_text_of_the_process(monkeypatch: pytest.MonkeyPatch
     folder.mkdir(parents=True)
     planted = folder / f"{source.module}.py"
     monkeypatch.setattr(generated, "write_whole", lambda path, content: path.write_text("import os\n" * 1000))
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(triton.knobs.compilation, "disable_line_info", False)  # as it is for users
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")  # as it is for users
     found: Any = compile_kernel(spec, config, device).handle
     assert planted.read_text().startswith("import os\n")
     function = getattr(load_module(source), source.entry)
